@@ -1,0 +1,107 @@
+"""What every attention layer does, whoever owns the cache.
+
+A model calls ``attention(qkv, positions, step)`` and knows nothing of caches. :class:`BaseAttention` chooses the
+kernels once and, given a step's metadata and a view of the layer's cache, runs them; its children differ only in where
+these two come from.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from atom_core.kernels.attention import ATTENTION, PagedAttentionKernel, PagedAttentionSpec
+from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
+from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
+from atom_core.metadata import AttentionMetadata, KVCacheView
+from atom_core.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention layer, as this rank holds it."""
+
+    name: str
+    """The layer's full name, unique in the process: "model.layers.0.self_attn.attn"."""
+    layer_index: int
+    qkv: QkvSpec
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+    def paged(self, cache_dtype: torch.dtype, sinks: bool) -> PagedAttentionSpec:
+        """What an attention kernel needs to know of it."""
+        return PagedAttentionSpec(
+            num_heads=self.qkv.num_heads,
+            num_kv_heads=self.qkv.num_kv_heads,
+            head_dim=self.qkv.head_dim,
+            scale=self.scale,
+            dtype=self.qkv.dtype,
+            cache_dtype=cache_dtype,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            sinks=sinks,
+        )
+
+
+class BaseAttention(nn.Module, ABC):
+    """An attention layer over cached keys and values."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    @abstractmethod
+    def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
+        """Attention of new tokens.
+
+        Args:
+            qkv: ``[T, (H + 2K) * D]``, straight from the projection.
+            positions: ``[T]`` integers.
+            step: whatever the framework passes through the model for this step; see the child class.
+
+        Returns:
+            ``[T, H * D]``.
+        """
+
+
+class CachedAttention(BaseAttention):
+    """An attention layer that runs on our kernels, over a cache that the framework owns."""
+
+    def __init__(self, spec: AttentionSpec, weights: QkvWeights, sinks: torch.Tensor | None, runtime: Runtime) -> None:
+        super().__init__(spec)
+        # Parameters of the model, referred to and not registered again under this module.
+        self.weights = weights
+        self._sinks = (sinks,)
+        self.kernel: PagedAttentionKernel = runtime.kernels.select(
+            ATTENTION, spec.paged(runtime.cache_dtype, sinks is not None)
+        )
+        self.fill_cache = runtime.kernels.select(
+            QK_NORM_ROPE_CACHE, QkvCacheSpec(spec.qkv, runtime.cache_dtype, self.kernel.order)
+        )
+
+    def run(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        cache: KVCacheView,
+        out: torch.Tensor,
+    ) -> None:
+        """Fill the cache with the new tokens and attend.
+
+        Args:
+            qkv: ``[T, (H + 2K) * D]``; rows past ``metadata.num_tokens`` are padding.
+            positions: ``[T]``.
+            metadata: the step.
+            cache: this layer's pages, in the order that ``self.kernel.order`` names.
+            out: ``[T, H, D]``, written in its first ``metadata.num_tokens`` rows.
+        """
+        num_tokens = metadata.num_tokens
+        q = self.fill_cache(
+            qkv[:num_tokens], positions[:num_tokens], self.weights, cache, metadata.slot_mapping[:num_tokens]
+        )
+        self.kernel(q, cache, metadata, self._sinks[0], out[:num_tokens])

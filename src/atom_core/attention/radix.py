@@ -1,0 +1,28 @@
+"""Attention whose cache and metadata come in with the step, as in SGLang and in the standalone runner."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from atom_core.attention.base import CachedAttention
+from atom_core.metadata import AttentionMetadata, KVCacheView
+
+
+class CachedStep(Protocol):
+    """A step that brings its batch and the pools along."""
+
+    def attention(self, layer_index: int) -> tuple[AttentionMetadata, KVCacheView]:
+        """The metadata and the pages for one layer (layers with a window may have both of their own)."""
+
+
+class RadixAttention(CachedAttention):
+    """See the module's text."""
+
+    def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: CachedStep) -> torch.Tensor:  # type: ignore[override]
+        """See :meth:`BaseAttention.forward`."""
+        metadata, cache = step.attention(self.spec.layer_index)
+        out = qkv.new_empty(qkv.shape[0], self.spec.qkv.num_heads, self.spec.qkv.head_dim)
+        self.run(qkv, positions, metadata, cache, out)
+        return out.flatten(1)

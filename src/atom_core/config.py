@@ -1,0 +1,204 @@
+"""Frozen model configurations, read once from a Hugging Face ``config.json``.
+
+Every oddity of that format (missing keys and their defaults, ``rope_scaling`` against ``rope_parameters``, window
+patterns) is met here; the rest of the core reads plain attributes and never a Hugging Face object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+from atom_core.rope import RopeConfig, read_rope
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+_T = TypeVar("_T")
+
+
+class HfConfig:
+    """Typed reads of a Hugging Face configuration, with errors that name the key and its value."""
+
+    def __init__(self, source: Mapping[str, Any] | Any) -> None:
+        """Wrap a parsed ``config.json``, or any object with ``to_dict()`` such as a ``PretrainedConfig``."""
+        self.values: Mapping[str, Any] = source if isinstance(source, Mapping) else source.to_dict()
+
+    def get(self, key: str, default: _T) -> _T:
+        """The value of ``key``; ``default`` where it is missing or null."""
+        value = self.values.get(key)
+        return default if value is None else cast(_T, value)
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        """The positive integer at ``key``.
+
+        Raises:
+            ValueError: the key is missing with no default, or is not a positive integer.
+        """
+        value = self.get(key, default)
+        if value is None:
+            raise ValueError(f"The model's config has no {key!r}, which its architecture needs.")
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ValueError(f"The model's config has {key}={value!r}; a positive integer is needed.")
+        return value
+
+    def activation(self) -> Activation:
+        """The gated MLP's activation.
+
+        Raises:
+            ValueError: ``hidden_act`` names one that no kernel computes.
+        """
+        name = self.get("hidden_act", "silu")
+        if name not in _ACTIVATIONS:
+            raise ValueError(f"hidden_act={name!r} is not supported; supported: {', '.join(sorted(_ACTIVATIONS))}.")
+        return _ACTIVATIONS[name]
+
+    def architecture(self) -> str:
+        """The one architecture that this config names.
+
+        Raises:
+            ValueError: ``architectures`` is missing or empty.
+        """
+        names = self.get("architectures", cast("Sequence[str]", ()))
+        if not names:
+            raise ValueError("The model's config names no architecture: config.json needs an 'architectures' entry.")
+        return names[0]
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What one decoder layer has that another may not."""
+
+    window: int | None
+    """Sliding window in tokens, the query's own included; None attends to everything before."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only language model, whole: all ranks see the same one, sharding is the layers' business."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerConfig, ...]
+    rope: RopeConfig
+    rms_norm_eps: float
+    activation: Activation
+    max_position: int
+    tie_word_embeddings: bool
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+    @classmethod
+    def from_hf(cls, source: Mapping[str, Any] | Any) -> ModelConfig:
+        """Read ``source``, a parsed ``config.json`` or a ``PretrainedConfig``, through its family's reader.
+
+        Raises:
+            ValueError: an unsupported architecture, or a value that its family cannot run.
+        """
+        from atom_core.models.registry import load_model_class  # the registry's readers build this class
+
+        hf = HfConfig(source)
+        return load_model_class(hf.architecture()).read_config(hf)
+
+
+def read_decoder(
+    hf: HfConfig,
+    *,
+    qkv_bias: bool = False,
+    attention_out_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    windows: Sequence[int | None] | None = None,
+    default_head_dim: int | None = None,
+    tie_word_embeddings: bool = False,
+) -> ModelConfig:
+    """Read what all dense decoder families write alike; the arguments are what they do not.
+
+    Args:
+        hf: the configuration.
+        qkv_bias, attention_out_bias, mlp_bias, qk_norm: the family's facts.
+        windows: one sliding window a layer; None for none at all.
+        default_head_dim: the head size where the config gives none; None for ``hidden_size / num_heads``.
+        tie_word_embeddings: what a config without that key means.
+
+    Raises:
+        ValueError: missing or impossible values.
+    """
+    num_layers = hf.positive("num_hidden_layers")
+    num_heads = hf.positive("num_attention_heads")
+    num_kv_heads = hf.positive("num_key_value_heads", num_heads)
+    hidden_size = hf.positive("hidden_size")
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}: "
+            "each key/value head must serve the same number of query heads."
+        )
+    if hf.get("head_dim", default_head_dim) is None and hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size={hidden_size} does not divide by num_attention_heads={num_heads}, "
+            "and the config gives no head_dim."
+        )
+    head_dim = hf.positive("head_dim", default_head_dim or hidden_size // num_heads)
+    max_position = hf.positive("max_position_embeddings")
+    return ModelConfig(
+        architecture=hf.architecture(),
+        vocab_size=hf.positive("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=hf.positive("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        layers=tuple(LayerConfig(window) for window in windows or [None] * num_layers),
+        rope=read_rope(hf.values, head_dim=head_dim, max_position=max_position),
+        rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        activation=hf.activation(),
+        max_position=max_position,
+        tie_word_embeddings=hf.get("tie_word_embeddings", tie_word_embeddings),
+        qkv_bias=qkv_bias,
+        attention_out_bias=attention_out_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def window_pattern(hf: HfConfig) -> list[int | None]:
+    """One window a layer, in the way of the Qwen families.
+
+    ``layer_types`` says it a layer where present; else the layers from ``max_window_layers`` on have the window, and
+    only if ``use_sliding_window`` is set.
+
+    Raises:
+        ValueError: a layer type that is neither full nor sliding attention, or a count that is not the layers'.
+    """
+    num_layers = hf.positive("num_hidden_layers")
+    window = hf.get("sliding_window", None) if hf.get("use_sliding_window", False) else None
+    types = hf.get("layer_types", None)
+    if types is None:
+        first = hf.get("max_window_layers", num_layers)
+        return [window if index >= first else None for index in range(num_layers)]
+    if len(types) != num_layers:
+        raise ValueError(f"layer_types names {len(types)} layers, num_hidden_layers={num_layers}.")
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"layer_types has {unknown}; supported: 'full_attention', 'sliding_attention'.")
+    return [window if kind == "sliding_attention" else None for kind in types]

@@ -1,0 +1,34 @@
+"""One folder an op: ``reference.py`` is the definition in torch, the others are measured against it.
+
+``__init__.py`` of an op holds its formula, its spec and its list of implementations; :mod:`atom_core.kernels.select`
+decides which one runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import cast
+
+from atom_core.kernels.attention import ATTENTION
+from atom_core.kernels.embedding import EMBEDDING
+from atom_core.kernels.gated_activation import GATED_ACTIVATION
+from atom_core.kernels.linear import LINEAR
+from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE
+from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE
+from atom_core.kernels.rms_norm import RMS_NORM
+from atom_core.kernels.select import Implementation, KernelSet, Op, Target
+
+#: Every op, in the order of a decoder layer; start-up tables keep it.
+OPS = cast(
+    "tuple[Op[Hashable, object], ...]",
+    (EMBEDDING, RMS_NORM, LINEAR, QK_NORM_ROPE, QK_NORM_ROPE_CACHE, ATTENTION, GATED_ACTIVATION),
+)
+
+
+def kernel_set(
+    target: Target,
+    forced: Mapping[str, str] | None = None,
+    contributed: Mapping[str, Implementation[Hashable, object]] | None = None,
+) -> KernelSet:
+    """The kernels of all ops for ``target``; see :class:`KernelSet`."""
+    return KernelSet(target, OPS, forced or {}, contributed or {})

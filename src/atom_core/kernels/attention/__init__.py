@@ -1,0 +1,86 @@
+"""Causal attention over a paged cache: prefill, decode, and batches that mix them.
+
+For request ``r`` with ``n`` cached and new tokens, of which the last ``m`` are queries, query ``i`` (position
+``p = n - m + i``) attends to the keys at positions ``max(0, p - window + 1) .. p``:
+
+    s_j = scale * q_i . k_j;  s_j = cap * tanh(s_j / cap) where capped
+    o_i = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink_h))     (the sink term where the layer has sinks)
+
+The step's keys and values are in the cache already. ``q``, ``out``: ``[T, H, D]``; query head ``h`` reads key/value
+head ``h // (H / K)``. Rows of ``out`` past the batch's tokens are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from atom_core.kernels.attention.reference import ReferenceAttention
+from atom_core.kernels.select import Implementation, Op, Target, always
+from atom_core.kernels.triton_support import why_no_triton
+from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
+
+
+@dataclass(frozen=True)
+class PagedAttentionSpec:
+    """One attention layer over a paged cache, as this rank holds it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+
+class PagedAttentionKernel(Protocol):
+    """An attention kernel bound to one layer's spec."""
+
+    order: CacheOrder
+    graph_support: GraphSupport
+
+    def plan_key(self) -> Hashable | None:
+        """Under which key :meth:`plan`'s result is kept; layers of one key share it. None: it plans nothing."""
+
+    def plan(self, metadata: AttentionMetadata) -> object:
+        """What can be worked out once a step for all layers of the same key."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: KVCacheView,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None: ...
+
+
+def _triton_supports(spec: PagedAttentionSpec, target: Target) -> str | None:
+    if reason := why_no_triton(target):
+        return reason
+    if spec.head_dim > 256:
+        return f"The Triton kernel has head sizes up to 256, not {spec.head_dim}."
+    if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32) or spec.cache_dtype != spec.dtype:
+        return f"The Triton kernel has one dtype for queries and cache, not {spec.dtype} over {spec.cache_dtype}."
+    return None
+
+
+def _build_triton(spec: PagedAttentionSpec, target: Target) -> PagedAttentionKernel:
+    from atom_core.kernels.attention.triton_kernel import TritonAttention  # needs triton, which a CPU may lack
+
+    return TritonAttention(spec)
+
+
+ATTENTION: Op[PagedAttentionSpec, PagedAttentionKernel] = Op(
+    "attention",
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("reference", always, lambda spec, target: ReferenceAttention(spec)),
+    ),
+)

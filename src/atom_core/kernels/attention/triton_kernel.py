@@ -1,0 +1,201 @@
+"""Paged attention in Triton: prefill, decode and mixed batches in one launch.
+
+A program takes ``BLOCK_Q`` query tokens of one request and all query heads of one key/value head, so that a tile of
+keys serves the whole group; it walks the request's keys in tiles of ``BLOCK_N`` with an online softmax
+(arXiv 2205.14135). Programs are numbered so that request ``r`` starts at ``query_start_loc[r] // BLOCK_Q + r``: the
+grid depends on the number of tokens and requests alone, never on a length, so a captured graph replays for any batch.
+
+``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size up to 256, ``P`` page size, any strides.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
+
+if TYPE_CHECKING:
+    from atom_core.kernels.attention import PagedAttentionSpec
+
+
+@triton.jit
+def _attention(
+    q,
+    key,
+    value,
+    out,
+    sinks,
+    query_start_loc,
+    seq_lens,
+    page_table,
+    num_requests,
+    scale,
+    k_scale,
+    v_scale,
+    soft_cap,
+    stride_q_token,
+    stride_q_head,
+    stride_k_page,
+    stride_k_head,
+    stride_k_token,
+    stride_v_page,
+    stride_v_head,
+    stride_v_token,
+    stride_o_token,
+    stride_o_head,
+    stride_table,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+
+    low = 0
+    high = num_requests
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    request = (low - 1).to(tl.int64)
+    start = tl.load(query_start_loc + request)
+    num_queries = tl.load(query_start_loc + request + 1) - start
+    first = (block - (start // BLOCK_Q + request).to(tl.int32)) * BLOCK_Q
+    if first >= num_queries:
+        return
+    length = tl.load(seq_lens + request)
+
+    # Row m of the tile is query token m // GROUP and the group's head m % GROUP.
+    rows = tl.arange(0, BLOCK_M)
+    token = first + rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    row_used = (token < num_queries) & (rows < BLOCK_Q * GROUP)
+    position = length - num_queries + token
+    dim = tl.arange(0, D_PADDED)
+    dim_used = dim < D
+    q_at = (start + token).to(tl.int64)[:, None] * stride_q_token + head[:, None] * stride_q_head + dim[None, :]
+    query = tl.load(q + q_at, mask=row_used[:, None] & dim_used[None, :], other=0.0)
+
+    if HAS_SINKS:
+        # The sink is one more key of no value: its logit opens the running softmax.
+        highest = tl.load(sinks + head, mask=row_used, other=0.0).to(tl.float32)
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    else:
+        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PADDED], tl.float32)
+
+    last_position = length - num_queries + tl.minimum(first + BLOCK_Q, num_queries) - 1
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(length - num_queries + first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    for tile in range(begin, last_position + 1, BLOCK_N):
+        other = tile + tl.arange(0, BLOCK_N)
+        known = other < length
+        page = tl.load(page_table + request * stride_table + other // PAGE, mask=known, other=0).to(tl.int64)
+        offset = (other % PAGE).to(tl.int64)
+        k_at = page * stride_k_page + kv_head * stride_k_head + offset * stride_k_token
+        keys = tl.load(key + k_at[None, :] + dim[:, None], mask=dim_used[:, None] & known[None, :], other=0.0)
+        scores = tl.dot(query, keys.to(query.dtype), input_precision="ieee") * (scale * k_scale)
+        if HAS_CAP:
+            # tanh(x) = 2 / (1 + exp(-2x)) - 1, which Triton has on every target
+            scores = soft_cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / soft_cap)) - 1.0)
+        seen = (other[None, :] <= position[:, None]) & known[None, :] & row_used[:, None]
+        if WINDOW > 0:
+            seen &= other[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        # A row may have seen no key yet (its window starts later): keep exp() away from inf - inf.
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp(scores - base[:, None])
+        shrink = tl.exp(highest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        v_at = page * stride_v_page + kv_head * stride_v_head + offset * stride_v_token
+        values = tl.load(value + v_at[:, None] + dim[None, :], mask=known[:, None] & dim_used[None, :], other=0.0)
+        values = values.to(query.dtype)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        highest = new_highest
+
+    acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
+    o_at = (start + token).to(tl.int64)[:, None] * stride_o_token + head[:, None] * stride_o_head + dim[None, :]
+    tl.store(out + o_at, acc.to(out.dtype.element_ty), mask=row_used[:, None] & dim_used[None, :])
+
+
+class TritonAttention:
+    """See :mod:`atom_core.kernels.attention`."""
+
+    order: CacheOrder = "plain"
+    graph_support: GraphSupport = "always"
+
+    def __init__(self, spec: PagedAttentionSpec) -> None:
+        self.spec = spec
+        self.group = spec.num_heads // spec.num_kv_heads
+        # tl.dot wants at least 16 rows; larger tiles of queries pay for prefill and cost decode little.
+        self.block_m = max(16, triton.next_power_of_2(self.group))
+        self.block_q = max(1, self.block_m // self.group)
+
+    def plan_key(self) -> None:
+        """It plans nothing."""
+        return
+
+    def plan(self, metadata: AttentionMetadata) -> object:
+        """Never called."""
+        raise AssertionError("the Triton attention has no plan")
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: KVCacheView,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the attention of every request's queries to ``out``."""
+        spec = self.spec
+        assert q.stride(-1) == cache.key.stride(-1) == cache.value.stride(-1) == out.stride(-1) == 1
+        num_requests = metadata.seq_lens.shape[0]
+        grid = (q.shape[0] // self.block_q + num_requests, spec.num_kv_heads)
+        d_padded = max(16, triton.next_power_of_2(spec.head_dim))
+        _attention[grid](
+            q,
+            cache.key,
+            cache.value,
+            out,
+            sinks,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.page_table,
+            num_requests,
+            spec.scale,
+            cache.k_scale,
+            cache.v_scale,
+            spec.soft_cap or 0.0,
+            *q.stride()[:2],
+            *cache.key.stride()[:3],
+            *cache.value.stride()[:3],
+            *out.stride()[:2],
+            metadata.page_table.stride(0),
+            PAGE=cache.page_size,
+            GROUP=self.group,
+            D=spec.head_dim,
+            D_PADDED=d_padded,
+            BLOCK_Q=self.block_q,
+            BLOCK_M=self.block_m,
+            BLOCK_N=32 if d_padded > 128 or spec.dtype == torch.float32 else 64,
+            WINDOW=spec.window or 0,
+            HAS_CAP=bool(spec.soft_cap),
+            HAS_SINKS=sinks is not None,
+        )

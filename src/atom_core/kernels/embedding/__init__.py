@@ -1,0 +1,35 @@
+"""Token embedding over a slice of the vocabulary.
+
+``ids``: ``[T]`` integers; ``weight``: rows ``first .. first + rows - 1`` of the table, ``[rows, N]``; result
+``[T, N]`` with zeros for ids outside the slice, so that a sum over ranks completes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from atom_core.kernels.embedding.reference import embedding
+from atom_core.kernels.select import Implementation, Op, always
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """One table: its width, dtype, and whether it is a slice of the vocabulary."""
+
+    size: int
+    dtype: torch.dtype
+    sliced: bool
+
+
+class EmbeddingKernel(Protocol):
+    """The call: ``(ids, weight, first row)``; ``first`` is None where the whole vocabulary is here."""
+
+    def __call__(self, ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor: ...
+
+
+EMBEDDING: Op[EmbeddingSpec, EmbeddingKernel] = Op(
+    "embedding", (Implementation("reference", always, lambda spec, target: embedding),)
+)

@@ -1,0 +1,16 @@
+"""Gated activation in plain torch: the definition."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from atom_core.config import Activation
+
+
+def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """See :mod:`atom_core.kernels.gated_activation`."""
+    gate, up = x.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up

@@ -1,0 +1,40 @@
+"""Matrix product with a weight: ``y = x W^T + b``.
+
+``x``: ``[T, K]``; ``W``: ``[N, K]``; ``b``: ``[N]`` or None; ``y``: ``[T, N]``, all of one dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from atom_core.kernels.linear.reference import TorchLinear
+from atom_core.kernels.select import Implementation, Op, always
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One product: ``in_features`` is K, ``out_features`` N, as this rank holds them."""
+
+    in_features: int
+    out_features: int
+    bias: bool
+    dtype: torch.dtype
+    shares_weight: bool = False
+    """The weight is also read elsewhere (tied embeddings), so it must stay as it is."""
+
+
+class LinearKernel(Protocol):
+    """A product bound to one layer: it may keep the weight in a form of its own."""
+
+    def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        """Take over loaded weights. True: the kernel holds all it needs and the layer's copy is to be freed."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
+
+
+LINEAR: Op[LinearSpec, LinearKernel] = Op(
+    "linear", (Implementation("reference", always, lambda spec, target: TorchLinear()),)
+)

@@ -1,0 +1,74 @@
+"""From raw qkv to a query and a filled cache, in one step.
+
+:mod:`atom_core.kernels.qk_norm_rope`, then each token's key and value are written to its slot. Tokens with a negative
+slot write nothing. The cache's order must be the one that the attention kernel reads. Result: q ``[T, H, D]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
+from atom_core.kernels.qk_norm_rope_cache.reference import qk_norm_rope_cache
+from atom_core.kernels.select import Implementation, Op, Target
+from atom_core.kernels.triton_support import why_no_triton
+from atom_core.metadata import CacheOrder, KVCacheView
+
+
+@dataclass(frozen=True)
+class QkvCacheSpec:
+    """One attention layer's qkv and the cache that it fills."""
+
+    qkv: QkvSpec
+    cache_dtype: torch.dtype
+    order: CacheOrder
+
+
+class QkNormRopeCacheKernel(Protocol):
+    """The call: ``(qkv, positions [T], weights, cache, slots [T])`` to q."""
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        weights: QkvWeights,
+        cache: KVCacheView,
+        slots: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
+def _reference_supports(spec: QkvCacheSpec, target: Target) -> str | None:
+    if spec.order != "plain":
+        return f"The reference writes plain pages, not {spec.order!r} ones."
+    return None
+
+
+def _triton_supports(spec: QkvCacheSpec, target: Target) -> str | None:
+    if reason := why_no_triton(target):
+        return reason
+    if spec.order != "plain":
+        return f"The Triton kernel writes plain pages, not {spec.order!r} ones."
+    if spec.cache_dtype != spec.qkv.dtype:
+        return f"The Triton kernel writes the cache in the model's dtype {spec.qkv.dtype}, not {spec.cache_dtype}."
+    return None
+
+
+def _build_triton(spec: QkvCacheSpec, target: Target) -> QkNormRopeCacheKernel:
+    from atom_core.kernels.qk_norm_rope_cache.triton_kernel import qk_norm_rope_cache as launch  # needs triton
+
+    return partial(launch, spec=spec.qkv)
+
+
+QK_NORM_ROPE_CACHE: Op[QkvCacheSpec, QkNormRopeCacheKernel] = Op(
+    "qk_norm_rope_cache",
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation(
+            "reference", _reference_supports, lambda spec, target: partial(qk_norm_rope_cache, spec=spec.qkv)
+        ),
+    ),
+)

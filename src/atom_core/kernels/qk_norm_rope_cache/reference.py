@@ -1,0 +1,36 @@
+"""q/k norm, rope and the cache write in plain torch: the definition."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
+from atom_core.metadata import KVCacheView
+
+if TYPE_CHECKING:
+    from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
+
+
+def qk_norm_rope_cache(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    weights: QkvWeights,
+    cache: KVCacheView,
+    slots: torch.Tensor,
+    *,
+    spec: QkvSpec,
+) -> torch.Tensor:
+    """See :mod:`atom_core.kernels.qk_norm_rope_cache`."""
+    q, k, v = qk_norm_rope(qkv, positions, weights, spec=spec)
+    write_cache(k, v, cache, slots)
+    return q
+
+
+def write_cache(k: torch.Tensor, v: torch.Tensor, cache: KVCacheView, slots: torch.Tensor) -> None:
+    """Write ``k``, ``v`` ``[T, K, D]`` to ``slots [T]``; negative slots are skipped."""
+    kept = slots >= 0
+    page, offset = slots[kept] // cache.page_size, slots[kept] % cache.page_size
+    cache.key[page, :, offset] = (k[kept] / cache.k_scale).to(cache.key.dtype)
+    cache.value[page, :, offset] = (v[kept] / cache.v_scale).to(cache.value.dtype)

@@ -1,0 +1,174 @@
+"""Who can run an op's call, and if not, why: implementations, their selection, and the record of it.
+
+Selection happens once, when a model is built. The first implementation in the target's order whose ``supports``
+answers None wins; a forced one that cannot run is an error; nothing is ever swapped quietly.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar, cast
+
+import torch
+
+SpecT = TypeVar("SpecT", bound=Hashable)
+KernelT = TypeVar("KernelT")
+
+DeviceKind = Literal["cpu", "cuda", "rocm"]
+
+#: Which implementation is tried first, by kind of device. "framework" is what an adapter contributes.
+PRIORITY: Mapping[DeviceKind, tuple[str, ...]] = {
+    "rocm": ("aiter", "triton", "framework", "reference"),
+    "cuda": ("triton", "framework", "reference"),
+    "cpu": ("framework", "reference"),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device that kernels are chosen for: its kind and its architecture ("gfx942", "sm90", "x86_64")."""
+
+    kind: DeviceKind
+    arch: str
+
+    @classmethod
+    def of(cls, device: torch.device) -> Target:
+        """The target that ``device`` is."""
+        if device.type == "cuda":
+            if torch.version.hip:
+                name: str = torch.cuda.get_device_properties(device).gcnArchName
+                return cls("rocm", name.partition(":")[0])
+            major, minor = torch.cuda.get_device_capability(device)
+            return cls("cuda", f"sm{major}{minor}")
+        return cls("cpu", platform.machine())
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.arch})"
+
+
+@dataclass(frozen=True)
+class Implementation(Generic[SpecT, KernelT]):
+    """One way to run an op.
+
+    ``supports`` answers None, or one sentence saying why this call cannot run; ``build`` makes the kernel of a call
+    that it can. Neither may touch a device: both run while a model is being laid out.
+    """
+
+    name: str
+    supports: Callable[[SpecT, Target], str | None]
+    build: Callable[[SpecT, Target], KernelT]
+
+
+@dataclass(frozen=True)
+class Op(Generic[SpecT, KernelT]):
+    """An op and its own implementations; an adapter may contribute more to a :class:`KernelSet`."""
+
+    name: str
+    implementations: tuple[Implementation[SpecT, KernelT], ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One row of the start-up table."""
+
+    op: str
+    implementation: str
+    forced: bool
+    passed_over: tuple[tuple[str, str], ...]
+    """(implementation, why it cannot run) for each that came earlier in the order."""
+
+
+@dataclass
+class KernelSet:
+    """The kernels of one model on one target.
+
+    Args:
+        target: the device.
+        ops: every op there is; names in ``forced`` are checked against it.
+        forced: implementation by op name, from ``ATOM_KERNELS``.
+        contributed: the framework's own kernels, by op name.
+
+    Raises:
+        ValueError: ``forced`` names an unknown op, or an implementation that the op does not have.
+    """
+
+    target: Target
+    ops: Sequence[Op[Hashable, object]]
+    forced: Mapping[str, str] = field(default_factory=dict)
+    contributed: Mapping[str, Implementation[Hashable, object]] = field(default_factory=dict)
+    _choices: dict[tuple[str, Hashable], tuple[Implementation[Hashable, object], Choice]] = field(
+        default_factory=dict, init=False
+    )
+
+    def __post_init__(self) -> None:
+        known = {op.name: op for op in self.ops}
+        for name in self.contributed:
+            assert name in known, f"the adapter contributes a kernel for an op that does not exist: {name}"
+        for name, wanted in self.forced.items():
+            if name not in known:
+                raise ValueError(f"ATOM_KERNELS names an unknown op {name!r}; ops: {', '.join(sorted(known))}.")
+            names = self._names(known[name])
+            if wanted not in names:
+                raise ValueError(
+                    f"ATOM_KERNELS asks for {name}={wanted}, which does not exist; "
+                    f"implementations of {name} here: {', '.join(names)}."
+                )
+
+    def select(self, op: Op[SpecT, KernelT], spec: SpecT) -> KernelT:
+        """A kernel of its own for one call site.
+
+        Args:
+            op: the op.
+            spec: what the call needs; equal specs are decided once.
+
+        Raises:
+            ValueError: the forced implementation cannot run it, or none can.
+        """
+        key = (op.name, spec)
+        if key not in self._choices:
+            self._choices[key] = self._decide(cast("Op[Hashable, object]", op), spec)
+        implementation, _ = self._choices[key]
+        return cast(KernelT, implementation.build(spec, self.target))
+
+    def choices(self) -> list[Choice]:
+        """What was chosen so far, without repetitions, in the order of the ops."""
+        order = {op.name: index for index, op in enumerate(self.ops)}
+        rows = dict.fromkeys(choice for _, choice in self._choices.values())
+        return sorted(rows, key=lambda row: order[row.op])
+
+    def _names(self, op: Op[Hashable, object]) -> list[str]:
+        return [implementation.name for implementation in self._in_order(op)]
+
+    def _in_order(self, op: Op[Hashable, object]) -> list[Implementation[Hashable, object]]:
+        available: Iterable[Implementation[Hashable, object]] = op.implementations
+        if op.name in self.contributed:
+            available = (*available, self.contributed[op.name])
+        priority = PRIORITY[self.target.kind]
+        # One that the target's order does not name (Triton on a CPU) can still be forced, and says why it cannot run.
+        return sorted(available, key=lambda it: priority.index(it.name) if it.name in priority else len(priority))
+
+    def _decide(self, op: Op[Hashable, object], spec: Hashable) -> tuple[Implementation[Hashable, object], Choice]:
+        wanted = self.forced.get(op.name)
+        passed_over: list[tuple[str, str]] = []
+        for implementation in self._in_order(op):
+            if wanted is not None and implementation.name != wanted:
+                continue
+            reason = implementation.supports(spec, self.target)
+            if reason is None:
+                choice = Choice(op.name, implementation.name, wanted is not None, tuple(passed_over))
+                return implementation, choice
+            if wanted is not None:
+                raise ValueError(
+                    f"ATOM_KERNELS asks for {op.name}={wanted}, which cannot run on {self.target}: {reason} "
+                    f"Leave {op.name} out of ATOM_KERNELS to have one chosen."
+                )
+            passed_over.append((implementation.name, reason))
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
+        raise ValueError(f"No implementation of {op.name} can run {spec} on {self.target}. {reasons}")
+
+
+def always(spec: Hashable, target: Target) -> str | None:
+    """``supports`` of a reference implementation: plain torch runs everywhere."""
+    return None

@@ -1,0 +1,53 @@
+"""The projections around a layer's attention: grouped queries, with or without biases and a norm over q and k."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from atom_core.attention.base import AttentionSpec
+from atom_core.config import LayerConfig, ModelConfig
+from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
+from atom_core.layers.linear import QkvLinear, RowLinear
+from atom_core.layers.norm import HeadNorm
+from atom_core.layers.rotary import RotaryTable
+from atom_core.runtime import Runtime
+
+
+class Attention(nn.Module):
+    """Projections around the attention op, which norms, rotates, caches and attends."""
+
+    def __init__(
+        self, config: ModelConfig, layer: LayerConfig, index: int, rotary: RotaryTable, runtime: Runtime, name: str
+    ) -> None:
+        super().__init__()
+        heads, dim = config.num_heads, config.head_dim
+        self.qkv_proj = QkvLinear(config.hidden_size, heads, config.num_kv_heads, dim, config.qkv_bias, runtime)
+        self.o_proj = RowLinear(
+            heads * dim, config.hidden_size, config.attention_out_bias, runtime, "num_attention_heads * head_dim"
+        )
+        weights = QkvWeights(rotary.cos_sin)
+        if config.qk_norm:
+            self.q_norm = HeadNorm(dim, config.rms_norm_eps, runtime)
+            self.k_norm = HeadNorm(dim, config.rms_norm_eps, runtime)
+            weights = QkvWeights(rotary.cos_sin, self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
+        spec = AttentionSpec(
+            name=f"{name}.attn",
+            layer_index=index,
+            qkv=QkvSpec(
+                num_heads=self.qkv_proj.num_heads,
+                num_kv_heads=self.qkv_proj.num_kv_heads,
+                head_dim=dim,
+                rotary_dim=config.rope.rotary_dim,
+                interleaved=config.rope.interleaved,
+                qk_norm=config.qk_norm,
+                dtype=runtime.dtype,
+            ),
+            scale=dim**-0.5,
+            window=layer.window,
+        )
+        self.attn = runtime.attention(spec, weights, None, runtime)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
+        """``hidden [T, hidden]`` to ``[T, hidden]``."""
+        return self.o_proj(self.attn(self.qkv_proj(hidden), positions, step))

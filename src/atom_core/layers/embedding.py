@@ -1,0 +1,90 @@
+"""Token embedding and language-model head, split over the vocabulary.
+
+The vocabulary need not divide by the number of ranks: each holds ``ceil(V / ranks)`` rows, the last ones zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from atom_core.kernels.embedding import EMBEDDING, EmbeddingSpec
+from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.layers.parameters import ParameterLayer, Placement
+from atom_core.runtime import Runtime
+
+
+class VocabTable(ParameterLayer):
+    """This rank's rows of a ``[vocabulary, hidden]`` table; ``shared`` is another layer's, not to be made again."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, runtime: Runtime, shared: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.group = runtime.tensor_parallel
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        rows = -(-vocab_size // self.group.world_size)
+        self.first = min(self.group.rank * rows, vocab_size)  # the last ranks may have none of a small vocabulary
+        self.used = min(rows, vocab_size - self.first)
+        if shared is None:
+            shared = nn.Parameter(
+                torch.empty(rows, hidden_size, dtype=runtime.dtype, device=runtime.device), requires_grad=False
+            )
+            shared.data[self.used :] = 0
+        self.weight = shared
+
+    def placements(self) -> Iterator[tuple[str, str, Placement]]:
+        """The rows of this rank."""
+        yield (
+            "",
+            "weight",
+            Placement(
+                self.weight,
+                (self.vocab_size, self.hidden_size),
+                source=self.first,
+                count=self.used,
+            ),
+        )
+
+
+class TokenEmbedding(VocabTable):
+    """Token ids to vectors."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, runtime: Runtime) -> None:
+        super().__init__(vocab_size, hidden_size, runtime)
+        sliced = self.group.world_size > 1
+        self.kernel = runtime.kernels.select(EMBEDDING, EmbeddingSpec(hidden_size, runtime.dtype, sliced))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """``ids [T]`` to ``[T, hidden]``."""
+        if self.group.world_size == 1:
+            return self.kernel(ids, self.weight, None)
+        return self.group.all_reduce(self.kernel(ids, self.weight, self.first))
+
+
+class LMHead(VocabTable):
+    """Hidden states to logits over the whole vocabulary; may share the embedding's table."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, runtime: Runtime, tied_to: TokenEmbedding | None = None
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, runtime, None if tied_to is None else tied_to.weight)
+        self.tied = tied_to is not None
+        spec = LinearSpec(hidden_size, self.weight.shape[0], False, runtime.dtype, shares_weight=self.tied)
+        self.kernel = runtime.kernels.select(LINEAR, spec)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden [T, hidden]`` to ``[T, vocabulary]``."""
+        logits = self.kernel(hidden, self.weight, None)
+        return self.group.all_gather(logits)[..., : self.vocab_size]
+
+    def placements(self) -> Iterator[tuple[str, str, Placement]]:
+        """None where tied: the embedding loads the table."""
+        if not self.tied:
+            yield from super().placements()
+
+    def finalize_weights(self) -> None:
+        """Hand the weight to the kernel; the spec has told it whether the embedding reads it too."""
+        if self.kernel.adopt(self.weight, None):
+            assert not self.tied, "a kernel may not take away a weight that the embedding reads"
+            self.weight.data = self.weight.new_empty(0)

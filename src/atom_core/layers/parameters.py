@@ -1,0 +1,68 @@
+"""How a layer's parameters are named in checkpoints, and which part of a checkpoint tensor is this rank's.
+
+A :class:`Placement` says it for one checkpoint tensor; each layer lists its own, so that loading
+(:mod:`atom_core.weights`) knows no layer and a model file has no name surgery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a checkpoint tensor goes: along ``dim``, ``count`` rows from ``source`` on to those from ``target`` on."""
+
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    """The whole tensor's shape in the checkpoint."""
+    dim: int = 0
+    source: int = 0
+    target: int = 0
+    count: int | None = None
+    """None: all of them."""
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """Copy this rank's part of ``tensor``, which has :attr:`shape`."""
+        count = self.shape[self.dim] if self.count is None else self.count
+        with torch.no_grad():
+            mine = tensor.narrow(self.dim, self.source, count)
+            self.parameter.narrow(self.dim, self.target, count).copy_(mine)
+
+
+class ParameterLayer(nn.Module):
+    """A module that holds parameters and knows their checkpoint names.
+
+    The default fits a module whose parameters are stored whole under their own names.
+    """
+
+    def placements(self) -> Iterator[tuple[str, str, Placement]]:
+        """(checkpoint module, tensor name, placement) of each tensor; "" is this module's own name."""
+        for name, parameter in self.named_parameters(recurse=False):
+            yield "", name, Placement(parameter, tuple(parameter.shape))
+
+    def finalize_weights(self) -> None:
+        """Called once after loading: bring weights into the form that the kernel reads."""
+
+
+class MissingLayer(nn.Module):
+    """A layer that another pipeline stage holds; checkpoint tensors under its name are not this rank's."""
+
+
+def share(total: int, rank: int, world_size: int, what: str) -> range:
+    """This rank's equal share of ``total`` things.
+
+    Raises:
+        ValueError: they do not divide; ``what`` names them for the user.
+    """
+    if total % world_size:
+        raise ValueError(
+            f"tensor parallel size {world_size} does not divide {what}={total}; "
+            f"use one of {[size for size in range(1, total + 1) if total % size == 0][:8]}."
+        )
+    each = total // world_size
+    return range(rank * each, (rank + 1) * each)

@@ -1,0 +1,158 @@
+"""The pre-norm decoder that the dense families share: Llama, Mistral, Qwen2, Qwen3 differ in configuration alone.
+
+``T`` tokens of a batch in one row, no padding between requests. The residual is carried beside the hidden state, so
+that adding it and the next norm are one kernel.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from atom_core.config import HfConfig, ModelConfig
+from atom_core.layers.attention import Attention
+from atom_core.layers.embedding import LMHead, TokenEmbedding
+from atom_core.layers.mlp import GatedMLP
+from atom_core.layers.norm import RMSNorm
+from atom_core.layers.parameters import MissingLayer
+from atom_core.layers.rotary import RotaryTable
+from atom_core.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What one pipeline stage hands to the next: both ``[T, hidden]``."""
+
+    hidden: torch.Tensor
+    residual: torch.Tensor
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then the feed-forward network, each behind its norm."""
+
+    def __init__(self, config: ModelConfig, index: int, rotary: RotaryTable, runtime: Runtime, name: str) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime)
+        self.self_attn = Attention(config, config.layers[index], index, rotary, runtime, f"{name}.self_attn")
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime)
+        self.mlp = GatedMLP(config, runtime)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, step: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(hidden, residual) of the next layer; their sum is the stream."""
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, positions, step)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm: this rank's pipeline stage of them."""
+
+    def __init__(self, config: ModelConfig, runtime: Runtime, name: str) -> None:
+        super().__init__()
+        stage, count = runtime.pipeline, config.num_layers
+        self.is_first, self.is_last = stage.is_first(), stage.is_last(count)
+        # A tied head reads the embedding's table, so the last stage needs it too.
+        needs_table = self.is_first or (self.is_last and config.tie_word_embeddings)
+        self.embed_tokens = (
+            TokenEmbedding(config.vocab_size, config.hidden_size, runtime) if needs_table else MissingLayer()
+        )
+        self.rotary = RotaryTable(config.rope, runtime)
+        mine = stage.layers(count)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, self.rotary, runtime, f"{name}.layers.{index}")
+            if index in mine
+            else MissingLayer()
+            for index in range(count)
+        )
+        self.stage = mine
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime) if self.is_last else MissingLayer()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        step: object,
+        inputs_embeds: torch.Tensor | None = None,
+        carried: Carried | None = None,
+    ) -> torch.Tensor | Carried:
+        """See :meth:`DecoderForCausalLM.forward`."""
+        residual: torch.Tensor | None = None
+        if carried is not None:
+            hidden, residual = carried.hidden, carried.residual
+        else:
+            # The first residual is written to in place; given embeddings belong to the caller.
+            hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds.clone()
+        for index in self.stage:
+            hidden, residual = self.layers[index](hidden, residual, positions, step)
+        if not self.is_last:
+            assert residual is not None, "a pipeline stage has at least one layer"
+            return Carried(hidden, residual)
+        normed: torch.Tensor = self.norm(hidden, residual)[0]
+        return normed
+
+
+class DecoderForCausalLM(nn.Module, ABC):
+    """A language model: hidden states and logits apart, because engines want logits of few rows."""
+
+    #: Checkpoint names that hold nothing to load: tables that old checkpoints stored.
+    ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+
+    def __init__(self, config: ModelConfig, runtime: Runtime, prefix: str = "") -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, runtime, f"{prefix}.model" if prefix else "model")
+        if self.model.is_last:
+            tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+            assert tied_to is None or isinstance(tied_to, TokenEmbedding)
+            self.lm_head: nn.Module = LMHead(config.vocab_size, config.hidden_size, runtime, tied_to)
+        else:
+            self.lm_head = MissingLayer()
+        self.ignored_prefixes = ("lm_head.",) if config.tie_word_embeddings else ()
+
+    @classmethod
+    @abstractmethod
+    def read_config(cls, hf: HfConfig) -> ModelConfig:
+        """The family's reading of a Hugging Face configuration.
+
+        Raises:
+            ValueError: a value that the family cannot run.
+        """
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        step: object = None,
+        inputs_embeds: torch.Tensor | None = None,
+        carried: Carried | None = None,
+    ) -> torch.Tensor | Carried:
+        """One step over a batch.
+
+        Args:
+            input_ids: ``[T]``; None where ``inputs_embeds`` or ``carried`` is given.
+            positions: ``[T]``.
+            step: handed to the attention layers as it is.
+            inputs_embeds: ``[T, hidden]``, instead of ids.
+            carried: what the stage before this one returned.
+
+        Returns:
+            Hidden states ``[T, hidden]`` after the final norm; before the last stage, what it carries on.
+        """
+        result: torch.Tensor | Carried = self.model(input_ids, positions, step, inputs_embeds, carried)
+        return result
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """``input_ids [T]`` to ``[T, hidden]``."""
+        embedded: torch.Tensor = self.model.embed_tokens(input_ids)
+        return embedded
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden [T, hidden]`` to ``[T, vocabulary]``."""
+        result: torch.Tensor = self.lm_head(hidden)
+        return result

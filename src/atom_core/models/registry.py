@@ -1,0 +1,59 @@
+"""Which architectures there are, by their Hugging Face names. Importing this imports no model and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atom_core.models.decoder import DecoderForCausalLM
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One architecture and the class that runs it."""
+
+    architecture: str
+    """As ``config.json`` spells it, and also the class's name."""
+    module: str
+    family: str
+
+    @property
+    def class_name(self) -> str:
+        """The class in :attr:`module`."""
+        return self.architecture
+
+
+_ENTRIES = (
+    ModelEntry("LlamaForCausalLM", "atom_core.models.llama", "Llama 2, 3.x"),
+    ModelEntry("MistralForCausalLM", "atom_core.models.mistral", "Mistral"),
+    ModelEntry("Qwen2ForCausalLM", "atom_core.models.qwen2", "Qwen2, Qwen2.5"),
+    ModelEntry("Qwen3ForCausalLM", "atom_core.models.qwen3", "Qwen3"),
+)
+
+MODELS: Mapping[str, ModelEntry] = {entry.architecture: entry for entry in _ENTRIES}
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """All architecture names, sorted."""
+    return tuple(sorted(MODELS))
+
+
+def load_model_class(architecture: str) -> type[DecoderForCausalLM]:
+    """Import the class of ``architecture``.
+
+    Raises:
+        ValueError: it is not supported.
+    """
+    entry = MODELS.get(architecture)
+    if entry is None:
+        raise ValueError(unsupported_architecture(architecture))
+    model_class: type[DecoderForCausalLM] = getattr(import_module(entry.module), entry.class_name)
+    return model_class
+
+
+def unsupported_architecture(architecture: str) -> str:
+    """What to tell a user who asked for ``architecture``."""
+    return f"Architecture {architecture!r} is not supported; supported: {', '.join(supported_architectures())}."

@@ -1,0 +1,104 @@
+"""What a model is built with: everything that would otherwise be a process-wide global.
+
+An adapter builds one :class:`Runtime` for each model (a target and its draft have one each) and passes it to the
+constructor; layers keep what they need of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from atom_core.kernels.select import KernelSet
+from atom_core.quant import QuantConfig, Unquantized
+
+if TYPE_CHECKING:
+    from atom_core.attention.base import AttentionSpec, BaseAttention
+    from atom_core.kernels.qk_norm_rope import QkvWeights
+
+
+class Communicator(Protocol):
+    """One parallel group, as this rank sees it. The adapter implements it over the framework's own groups."""
+
+    rank: int
+    """This rank's place in the group."""
+    world_size: int
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of ``x`` over the group; ``x`` may be reused for it."""
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The group's tensors, joined along ``dim`` in rank order."""
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """This rank's equal share, along ``dim``, of the sum of ``x`` over the group."""
+
+    def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        """Exchange rows: ``send[r]`` rows of ``x`` go to rank ``r``, ``receive[r]`` come from it."""
+
+
+@dataclass(frozen=True)
+class SingleRank:
+    """The group of one: every exchange is the identity."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` itself."""
+        return x
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """``x`` itself."""
+        return x
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """``x`` itself."""
+        return x
+
+    def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        """``x`` itself."""
+        return x
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """Which decoder layers this rank holds: ``first_layer .. end_layer - 1``. None: to the model's end."""
+
+    first_layer: int = 0
+    end_layer: int | None = None
+
+    def layers(self, num_layers: int) -> range:
+        """The indices of this stage's layers."""
+        return range(self.first_layer, num_layers if self.end_layer is None else self.end_layer)
+
+    def is_first(self) -> bool:
+        """Whether this stage embeds the tokens."""
+        return self.first_layer == 0
+
+    def is_last(self, num_layers: int) -> bool:
+        """Whether this stage has the final norm and the head."""
+        return self.end_layer is None or self.end_layer == num_layers
+
+
+AttentionFactory = Callable[["AttentionSpec", "QkvWeights", "torch.Tensor | None", "Runtime"], "BaseAttention"]
+"""Makes a layer's attention from its spec, what q and k are transformed with, its sinks, and the runtime."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where and how one model runs."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: KernelSet
+    attention: AttentionFactory
+    max_model_len: int
+    """The longest sequence that will be served: rows of the rope table."""
+    cache_dtype: torch.dtype
+    tensor_parallel: Communicator = field(default_factory=SingleRank)
+    pipeline: PipelineStage = field(default_factory=PipelineStage)
+    quant: QuantConfig = field(default_factory=Unquantized)

@@ -1,0 +1,214 @@
+"""The core by itself: load a checkpoint, run prompts, no serving framework.
+
+Small and offline, for tests and ``atom-plugin check``: greedy decoding of a batch over one paged cache that it owns.
+It schedules nothing, frees nothing, and stops at a token count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from atom_core.attention.radix import RadixAttention
+from atom_core.checkpoint import Checkpoint, read_config_json
+from atom_core.config import ModelConfig
+from atom_core.kernels import kernel_set
+from atom_core.kernels.select import Target
+from atom_core.layers.parameters import ParameterLayer
+from atom_core.metadata import AttentionMetadata, KVCacheView
+from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.models.registry import load_model_class
+from atom_core.quant import read_quantization
+from atom_core.runtime import Runtime, SingleRank
+from atom_core.weights import check_checkpoint, load_weights
+
+
+def build_runtime(
+    device: torch.device,
+    dtype: torch.dtype,
+    max_model_len: int,
+    kernels: Mapping[str, str] | None = None,
+    target: Target | None = None,
+) -> Runtime:
+    """A runtime of one rank whose attention takes its cache from the step.
+
+    Args:
+        device: where parameters go; the meta device lays a model out without memory.
+        dtype: of weights, activations and cache.
+        max_model_len: the longest sequence.
+        kernels: forced implementations by op, as in ``ATOM_KERNELS``.
+        target: what kernels are chosen for; None: ``device``.
+    """
+    return Runtime(
+        device=device,
+        dtype=dtype,
+        kernels=kernel_set(target or Target.of(device), kernels),
+        attention=RadixAttention,
+        max_model_len=max_model_len,
+        cache_dtype=dtype,
+    )
+
+
+def check_files(config: ModelConfig, directory: Path | None, tensor_parallel_size: int = 1) -> None:
+    """Lay the model out without memory and compare it with a checkpoint's headers; no tensor is loaded.
+
+    Args:
+        config: the model.
+        directory: the checkpoint; None checks the layout alone.
+        tensor_parallel_size: ranks that would share the layers.
+
+    Raises:
+        ValueError: damaged files, tensors that do not fit, or heads that do not divide over the ranks.
+    """
+    runtime = replace(
+        build_runtime(torch.device("meta"), torch.bfloat16, max_model_len=1, target=Target("cpu", "")),
+        tensor_parallel=SingleRank(world_size=tensor_parallel_size),
+    )
+    model = load_model_class(config.architecture)(config, runtime)
+    if directory is not None:
+        check_checkpoint(model, Checkpoint.open(directory))
+
+
+def finalize(model: torch.nn.Module) -> None:
+    """Let every layer bring its loaded weights into the form that its kernel reads."""
+    for module in model.modules():
+        if isinstance(module, ParameterLayer):
+            module.finalize_weights()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the runner: the batch, and every layer's pages."""
+
+    metadata: AttentionMetadata
+    caches: Sequence[KVCacheView]
+
+    def attention(self, layer_index: int) -> tuple[AttentionMetadata, KVCacheView]:
+        """See :class:`atom_core.attention.radix.CachedStep`."""
+        return self.metadata, self.caches[layer_index]
+
+
+class Runner:
+    """A model and its cache.
+
+    Args:
+        directory: a checkpoint directory with ``config.json`` and safetensors files.
+        dtype: the dtype to run in.
+        device: the device to run on.
+        max_model_len: the longest sequence; None: the config's ``max_position_embeddings``.
+        page_size: tokens a page.
+        kernels: forced implementations by op.
+
+    Raises:
+        ValueError: the checkpoint is not one that our models run.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        max_model_len: int | None = None,
+        page_size: int = 16,
+        kernels: Mapping[str, str] | None = None,
+    ) -> None:
+        hf = read_config_json(directory)
+        read_quantization(hf)
+        self.config = ModelConfig.from_hf(hf)
+        check_files(self.config, directory)
+        self.max_model_len = max_model_len or self.config.max_position
+        self.runtime = build_runtime(device or torch.device("cpu"), dtype, self.max_model_len, kernels)
+        self.page_size = page_size
+        self.model: DecoderForCausalLM = load_model_class(self.config.architecture)(self.config, self.runtime)
+        load_weights(self.model, Checkpoint.open(directory).load(), str(directory))
+        finalize(self.model)
+
+    def caches(self, num_requests: int) -> list[KVCacheView]:
+        """Empty pages for ``num_requests`` sequences of full length, a layer each.
+
+        They are filled with NaN: a kernel that reads what it did not write shows.
+        """
+        pages = num_requests * -(-self.max_model_len // self.page_size)
+        shape = (pages, self.config.num_kv_heads, self.page_size, 2 * self.config.head_dim)
+        options = {"dtype": self.runtime.cache_dtype, "device": self.runtime.device}
+        return [
+            KVCacheView.of_packed(torch.full(shape, float("nan"), **options), self.config.head_dim)
+            for _ in self.config.layers
+        ]
+
+    def metadata(self, cached: Sequence[int], new: Sequence[int]) -> AttentionMetadata:
+        """The batch in which request ``r`` has ``cached[r]`` tokens in the cache and brings ``new[r]``."""
+        per_request = -(-self.max_model_len // self.page_size)
+        device = self.runtime.device
+        slots = [
+            request * per_request * self.page_size + position
+            for request, (before, count) in enumerate(zip(cached, new, strict=True))
+            for position in range(before, before + count)
+        ]
+        lengths = [before + count for before, count in zip(cached, new, strict=True)]
+        starts = torch.tensor([0, *new]).cumsum(0)
+        return AttentionMetadata(
+            query_start_loc=starts.to(device, torch.int32),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+            page_table=torch.arange(len(new) * per_request, dtype=torch.int32, device=device).view(len(new), -1),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+            num_requests=len(new),
+            num_tokens=sum(new),
+            max_query_len=max(new),
+            max_seq_len=max(lengths),
+        )
+
+    @torch.inference_mode()
+    def step(
+        self, caches: Sequence[KVCacheView], cached: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Run each request's new ``tokens`` behind its ``cached`` ones: hidden states ``[T, hidden]``."""
+        new = [len(row) for row in tokens]
+        metadata = self.metadata(cached, new)
+        positions = [
+            position for before, count in zip(cached, new, strict=True) for position in range(before, before + count)
+        ]
+        device = self.runtime.device
+        hidden = self.model(
+            torch.tensor([token for row in tokens for token in row], device=device),
+            torch.tensor(positions, device=device),
+            Step(metadata, caches),
+        )
+        assert isinstance(hidden, torch.Tensor)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits at every position of one sequence, ``[T, vocabulary]``."""
+        return self.model.logits(self.step(self.caches(1), [0], [tokens]))
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        """The ``num_tokens`` most likely tokens after each prompt.
+
+        Raises:
+            ValueError: a prompt is empty, or would grow past ``max_model_len``.
+        """
+        for prompt in prompts:
+            if not 0 < len(prompt) <= self.max_model_len - num_tokens:
+                raise ValueError(
+                    f"A prompt has {len(prompt)} tokens; with {num_tokens} to generate and "
+                    f"max_model_len={self.max_model_len}, it must have 1 to {self.max_model_len - num_tokens}."
+                )
+        caches = self.caches(len(prompts))
+        cached = [0] * len(prompts)
+        step_tokens: list[Sequence[int]] = list(prompts)
+        results: list[list[int]] = [[] for _ in prompts]
+        for _ in range(num_tokens):
+            hidden = self.step(caches, cached, step_tokens)
+            cached = [before + len(row) for before, row in zip(cached, step_tokens, strict=True)]
+            last = torch.tensor([len(row) for row in step_tokens]).cumsum(0) - 1
+            chosen = self.model.logits(hidden[last.to(hidden.device)]).argmax(-1).tolist()
+            for result, token in zip(results, chosen, strict=True):
+                result.append(token)
+            step_tokens = [[token] for token in chosen]
+        return results

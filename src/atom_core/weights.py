@@ -1,0 +1,143 @@
+"""Checkpoint tensors into a model's parameters, or a list of what does not fit.
+
+Layers say how their parameters are named in checkpoints and which part of each tensor is this rank's
+(:mod:`atom_core.layers.parameters`); here the names are matched. Nothing is skipped quietly: a tensor that is missing,
+unexpected or misshapen is an error that lists them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from atom_core.checkpoint import Checkpoint
+from atom_core.layers.parameters import MissingLayer, ParameterLayer, Placement
+from atom_core.models.decoder import DecoderForCausalLM
+
+#: The dtypes of an unquantised checkpoint, as safetensors spells them.
+_FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_LISTED = 12  # names of a kind in an error; the rest is counted
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one checkpoint tensor fills."""
+
+    parameter_name: str
+    placement: Placement
+
+
+@dataclass
+class Mismatch:
+    """What does not fit between a model and a checkpoint."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+
+    def raise_if_any(self, architecture: str, checkpoint: str) -> None:
+        """Raise a ValueError that lists everything, if there is anything."""
+        kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("misshapen", self.misshapen))
+        lines = [
+            f"  {kind} ({len(names)}): {', '.join(sorted(names)[:_LISTED])}{', ...' if len(names) > _LISTED else ''}"
+            for kind, names in kinds
+            if names
+        ]
+        if lines:
+            raise ValueError(
+                "\n".join([f"The checkpoint {checkpoint} does not fit {architecture}:", *lines])
+                + "\nCheck that config.json belongs to these weights."
+            )
+
+
+def expected_tensors(model: DecoderForCausalLM) -> dict[str, Slot]:
+    """Every tensor that ``model`` wants from a checkpoint, by its name there."""
+    slots: dict[str, Slot] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, ParameterLayer):
+            continue
+        for relative, name, placement in module.placements():
+            owner = path
+            if relative.startswith("../"):
+                owner = f"{path.rpartition('.')[0]}.{relative[3:]}"
+            slots[f"{owner}.{name}"] = Slot(f"{path}.{name}", placement)
+    return slots
+
+
+def _elsewhere(model: DecoderForCausalLM) -> tuple[str, ...]:
+    """Prefixes of tensors that another pipeline stage loads."""
+    return tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, MissingLayer))
+
+
+def load_weights(
+    model: DecoderForCausalLM, tensors: Iterable[tuple[str, torch.Tensor]], checkpoint: str = "given"
+) -> set[str]:
+    """Copy ``tensors`` into the parameters of ``model``.
+
+    Args:
+        model: built, its parameters not yet meaningful.
+        tensors: (checkpoint name, tensor); each is whole, this rank's part is cut here.
+        checkpoint: what an error calls them.
+
+    Returns:
+        The names of all parameters that were loaded.
+
+    Raises:
+        ValueError: tensors are missing, unexpected, misshapen, or of a dtype that an unquantised model cannot have.
+    """
+    slots = expected_tensors(model)
+    elsewhere = _elsewhere(model)
+    waiting = set(slots)
+    mismatch = Mismatch()
+    for name, tensor in tensors:
+        slot = slots.get(name)
+        if slot is None:
+            if not _ignored(model, name, elsewhere):
+                mismatch.unexpected.append(name)
+            continue
+        waiting.discard(name)
+        if problem := _problem(slot.placement.shape, tuple(tensor.shape), _dtype_of(tensor)):
+            mismatch.misshapen.append(f"{name} {problem}")
+        else:
+            slot.placement.load(tensor)
+    mismatch.missing = sorted(waiting)
+    mismatch.raise_if_any(model.config.architecture, checkpoint)
+    return {slot.parameter_name for slot in slots.values()}
+
+
+def check_checkpoint(model: DecoderForCausalLM, checkpoint: Checkpoint) -> None:
+    """Compare the files' headers with what ``model`` (best built on the meta device) wants; nothing is loaded.
+
+    Raises:
+        ValueError: as :func:`load_weights`, with the file of each tensor.
+    """
+    slots = expected_tensors(model)
+    elsewhere = _elsewhere(model)
+    mismatch = Mismatch(missing=sorted(set(slots) - set(checkpoint.tensors)))
+    for name, info in checkpoint.tensors.items():
+        slot = slots.get(name)
+        if slot is None:
+            if not _ignored(model, name, elsewhere):
+                mismatch.unexpected.append(f"{name} in {info.file.name}")
+        elif problem := _problem(slot.placement.shape, info.shape, info.dtype):
+            mismatch.misshapen.append(f"{name} in {info.file.name} {problem}")
+    mismatch.raise_if_any(model.config.architecture, str(Path(checkpoint.directory)))
+
+
+def _ignored(model: DecoderForCausalLM, name: str, elsewhere: tuple[str, ...]) -> bool:
+    return name.endswith(model.ignored_suffixes) or name.startswith((*model.ignored_prefixes, *elsewhere))
+
+
+def _problem(wanted: tuple[int, ...], found: tuple[int, ...], dtype: str) -> str | None:
+    if wanted != found:
+        return f"is {list(found)}, should be {list(wanted)}"
+    if dtype not in _FLOATS.values():
+        return f"is stored as {dtype}, but config.json names no quantisation"
+    return None
+
+
+def _dtype_of(tensor: torch.Tensor) -> str:
+    return _FLOATS.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))

@@ -1,0 +1,136 @@
+"""`atom-plugin doctor | models | env | check`: see what is supported, what is set, and whether it works here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from atom_plugin.common import support, versions
+from atom_plugin.common.settings import unknown_variables, variables
+from atom_plugin.doctor import checkpoint, command, environment, report
+from atom_plugin.doctor.finding import Finding
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.callback()
+def about() -> None:
+    """Faster models for vLLM and SGLang, without leaving either."""
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def doctor(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- COMMAND...]", help="A server's command line to examine; it is not run."),
+    ] = None,
+) -> None:
+    """Print what is installed and what would keep a server from running our models; exit 1 if anything would.
+
+    For example: atom-plugin doctor -- vllm serve ./my-model --model-impl atom
+    """
+    examined = _parse(arguments or [])
+    environ = {**os.environ, **examined.environment}
+    plugins = environment.plugins()
+    findings: list[Finding] = [
+        *environment.check_versions(),
+        *environment.check_entry_points(plugins),
+        *environment.check_variables(environ),
+        *environment.check_platforms(plugins, environ),
+    ]
+    model = command.local_model(examined)
+    if arguments:
+        findings += [*command.check_model_impl(examined), *command.check_flags(examined)]
+        findings += checkpoint.check_checkpoint(model, command.tensor_parallel_size(examined)) if model else ()
+
+    console = _console()
+    console.print(report.version_table(versions.installed_versions(), _supported_ranges()))
+    console.print(report.plugin_table(plugins))
+    console.print(report.kernel_table())
+    if examined.model and not model:
+        console.print(f"{examined.model} is not a folder on this machine: its configuration was not examined.")
+    for line in report.finding_lines(findings):
+        console.print(line)
+    console.print(report.verdict(len(findings)))
+    raise typer.Exit(1 if findings else 0)
+
+
+@app.command()
+def models(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a table in Markdown.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, one object a combination.")] = False,
+) -> None:
+    """List what is supported: architecture, framework, quantisation, device."""
+    rows = support.support_rows()
+    if markdown or as_json:
+        typer.echo((support.as_json(rows) if as_json else support.as_markdown(rows)).rstrip())
+    else:
+        _console().print(support.as_table(rows))
+
+
+@app.command()
+def env(markdown: Annotated[bool, typer.Option("--markdown", help="As a table in Markdown.")] = False) -> None:
+    """List the environment variables that there are, and what they are set to."""
+    if markdown:
+        typer.echo(variables_markdown().rstrip())
+        return
+    table = Table("Variable", "Form", "Value here", "What it does")
+    for variable in variables():
+        table.add_row(variable.name, variable.form, os.environ.get(variable.name, "(not set)"), variable.description)
+    _console().print(table)
+    for message in unknown_variables(os.environ).values():
+        typer.echo(message, err=True)
+
+
+def variables_markdown() -> str:
+    """The environment variables, for a page."""
+    lines = ["| Variable | Form | What it does |", "| --- | --- | --- |"]
+    lines += [f"| `{variable.name}` | `{variable.form}` | {variable.description} |" for variable in variables()]
+    return "\n".join(lines) + "\n"
+
+
+@app.command()
+def check(model: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A checkpoint's folder.")]) -> None:
+    """Compare our logits with Hugging Face's, layer by layer, without any framework; exit 1 if they part."""
+    from atom_core.check import compare
+
+    try:
+        result = compare(model)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    typer.echo(str(result))
+    raise typer.Exit(0 if result.passed else 1)
+
+
+def _parse(arguments: list[str]) -> command.Command:
+    if not arguments:
+        return command.Command()
+    try:
+        return command.parse_command(arguments)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _supported_ranges() -> dict[str, str]:
+    try:
+        return {framework: versions.supported_range(framework) for framework in ("vllm", "sglang")}
+    except ValueError:
+        # Not installed: `check_entry_points` says so.
+        return {}
+
+
+def _console() -> Console:
+    # Into a pipe or a log, a table keeps its width instead of wrapping at 80 columns.
+    console = Console(highlight=False, soft_wrap=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
+
+
+def main() -> None:
+    """The console script."""
+    app()

@@ -1,0 +1,37 @@
+"""The table that a server prints when it starts: what runs, and why nothing faster does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atom_core.kernels.select import Choice
+    from atom_core.runtime import Runtime
+
+
+def startup_table(model_class: str, attention_class: str, runtime: Runtime) -> str:
+    """Plain text, one fact a line: server logs have no colours to rely on.
+
+    Args:
+        model_class: the core's model.
+        attention_class: the adapter's attention layer.
+        runtime: of the model, after it was built.
+    """
+    kernels = runtime.kernels
+    lines = [
+        f"  model      {model_class}",
+        f"  attention  {attention_class}",
+        f"  device     {kernels.target}, {str(runtime.dtype).removeprefix('torch.')}",
+        "  kernels",
+    ]
+    return "\n".join([*lines, *(f"    {line}" for line in kernel_lines(kernels.choices()))])
+
+
+def kernel_lines(choices: list[Choice]) -> list[str]:
+    """One line a choice: op, implementation, and what was passed over."""
+    lines = []
+    for choice in choices:
+        passed = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over)
+        note = "forced by ATOM_KERNELS" if choice.forced else passed
+        lines.append(f"{choice.op:<20}{choice.implementation:<12}{note}".rstrip())
+    return lines

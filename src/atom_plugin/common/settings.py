@@ -1,0 +1,118 @@
+"""Every ATOM_* environment variable, typed, documented and read once.
+
+`load_settings` reads them; who needs a setting is given the frozen result, so nothing else looks at the environment.
+A value that does not parse, and an ATOM_* variable that does not exist, are errors.
+
+A plain dataclass, since this is read while vLLM looks for its platform: importing it must cost nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+PREFIX = "ATOM_"
+_BOOLEANS = MappingProxyType({"0": False, "1": True, "false": False, "true": True})
+
+
+def _parse_bool(text: str) -> bool:
+    try:
+        return _BOOLEANS[text.strip().lower()]
+    except KeyError:
+        raise ValueError(f"it takes one of {', '.join(_BOOLEANS)}") from None
+
+
+def _parse_kernels(text: str) -> Mapping[str, str]:
+    form = 'it takes the form "op=implementation,op=implementation", e.g. "attention=triton,rms_norm=reference"'
+    kernels: dict[str, str] = {}
+    for item in text.split(","):
+        op, equals, implementation = (part.strip() for part in item.partition("="))
+        if not (op and equals and implementation) or "=" in implementation:
+            raise ValueError(f"{form}; {item.strip()!r} does not")
+        if op in kernels:
+            raise ValueError(f"{form}, each op once; {op!r} is given twice")
+        kernels[op] = implementation
+    return MappingProxyType(kernels)
+
+
+def _variable(default: Callable[[], Any], parse: Callable[[str], Any], form: str, description: str) -> Any:
+    return field(default_factory=default, metadata={"parse": parse, "form": form, "description": description})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one process; each field is the variable ATOM_<FIELD>."""
+
+    disable_vllm_plugin: bool = _variable(
+        bool,
+        _parse_bool,
+        "0, 1, true or false",
+        "Behave in vLLM as if this package were not installed. `--model-impl atom` then means nothing to vLLM, which "
+        "runs its own model without a word.",
+    )
+    disable_vllm_attention: bool = _variable(
+        bool,
+        _parse_bool,
+        "0, 1, true or false",
+        "Run our models on vLLM's own attention layer and the platform's attention backend.",
+    )
+    kernels: Mapping[str, str] = _variable(
+        lambda: MappingProxyType({}),
+        _parse_kernels,
+        "op=implementation,...",
+        "Force the implementation of single ops. One that cannot run the model is an error, never replaced by another.",
+    )
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable, for people to read."""
+
+    name: str
+    form: str
+    description: str
+
+
+def variables() -> tuple[Variable, ...]:
+    """All variables that exist."""
+    return tuple(
+        Variable(PREFIX + item.name.upper(), item.metadata["form"], item.metadata["description"])
+        for item in dataclasses.fields(Settings)
+    )
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The ATOM_* variables of `environ` that do not exist, each with the message that says so."""
+    known = [variable.name for variable in variables()]
+    messages = {}
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"known variables: {', '.join(known)}."
+            messages[name] = f"unknown environment variable {name} (value {environ[name]!r}): {hint}"
+    return messages
+
+
+def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read all settings from `environ`, by default the environment of the process.
+
+    Raises:
+        ValueError: a variable does not exist, or its value is not of the form it takes.
+    """
+    environ = os.environ if environ is None else environ
+    for message in unknown_variables(environ).values():
+        raise ValueError(message)
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(Settings):
+        name = PREFIX + item.name.upper()
+        if name in environ:
+            try:
+                values[item.name] = item.metadata["parse"](environ[name])
+            except ValueError as error:
+                raise ValueError(f"{name}={environ[name]!r}: {error}.") from None
+    return Settings(**values)

@@ -1,0 +1,1 @@
+"""`atom-plugin doctor`: what would keep a server from running our models, above all what would do so silently."""

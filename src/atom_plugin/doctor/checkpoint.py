@@ -1,0 +1,38 @@
+"""Checks of a checkpoint's folder, by the code that reads it when it is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from atom_plugin.doctor.finding import Finding
+
+
+def check_checkpoint(folder: Path, tensor_parallel_size: int = 1) -> Iterable[Finding]:
+    """What keeps us from serving `folder`: its config, or weights whose headers do not fit the model."""
+    # These bring torch, which the doctor's other checks do without.
+    from atom_core.checkpoint import read_config_json
+    from atom_core.config import ModelConfig
+    from atom_core.quant import read_quantization
+    from atom_core.standalone import check_files
+
+    def found(check: Callable[[], object]) -> list[Finding]:
+        try:
+            check()
+        except ValueError as error:
+            return [
+                Finding(
+                    f"{folder}: {error}",
+                    "`--model-impl atom` refuses to start.",
+                    "Correct the checkpoint, or use --model-impl auto for this model.",
+                )
+            ]
+        return []
+
+    findings = found(lambda: read_config_json(folder))
+    if not findings:
+        values = read_config_json(folder)
+        findings = found(lambda: read_quantization(values)) + found(lambda: ModelConfig.from_hf(values))
+    if not findings:
+        findings = found(lambda: check_files(ModelConfig.from_hf(values), folder, tensor_parallel_size))
+    return findings

@@ -1,0 +1,147 @@
+"""Checks of the environment: variables, entry points, versions.
+
+They follow the rules in `vllm/plugins/__init__.py` and `vllm/platforms/__init__.py`: VLLM_PLUGINS filters every group
+by exact name, VLLM_TARGET_DEVICE=cpu picks the built-in platform before any plug-in is asked, two active platform
+plug-ins are an error, and of two entry points with one name only one is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+
+from atom_plugin.common import versions
+from atom_plugin.common.settings import load_settings, unknown_variables
+from atom_plugin.doctor.finding import Finding
+
+PLUGIN_NAME = "atom"
+PLATFORM_GROUP = "vllm.platform_plugins"
+# The entry points of this distribution, as its pyproject.toml states them.
+OURS = {
+    PLATFORM_GROUP: "atom_plugin.vllm:register_platform",
+    "vllm.general_plugins": "atom_plugin.vllm:register_models",
+}
+NATIVE = "vLLM runs its own model without a word, also with `--model-impl atom`."
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """One entry point of vLLM's plug-in groups."""
+
+    group: str
+    name: str
+    value: str
+    distribution: str
+
+    @classmethod
+    def of(cls, point: EntryPoint) -> Plugin:
+        """The plug-in behind an entry point."""
+        return cls(point.group, point.name, point.value, point.dist.name if point.dist else "unknown")
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is one of this package's."""
+        return OURS[self.group] == self.value
+
+
+def plugins() -> tuple[Plugin, ...]:
+    """The entry points found in both groups; an installation seen twice counts once."""
+    return tuple(dict.fromkeys(Plugin.of(point) for group in OURS for point in entry_points(group=group)))
+
+
+def check_variables(environ: Mapping[str, str]) -> Iterable[Finding]:
+    """ATOM_* variables that are wrong or switch us off, and vLLM's that leave us out."""
+    unknown = unknown_variables(environ)
+    refused = "`--model-impl atom` refuses to start."
+    for name, message in unknown.items():
+        yield Finding(message, refused, f"Unset {name} or correct its name; `atom-plugin env` lists all.")
+    try:
+        settings = load_settings({name: value for name, value in environ.items() if name not in unknown})
+    except ValueError as error:
+        yield Finding(str(error), refused, "Correct the value; `atom-plugin env` lists all variables and their forms.")
+    else:
+        if settings.disable_vllm_plugin:
+            problem = f"ATOM_DISABLE_VLLM_PLUGIN={environ['ATOM_DISABLE_VLLM_PLUGIN']} switches the plug-in off."
+            yield Finding(problem, NATIVE, "Unset ATOM_DISABLE_VLLM_PLUGIN.")
+
+    allowed = environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN_NAME not in allowed.split(","):
+        yield Finding(
+            f"VLLM_PLUGINS={allowed!r} leaves out {PLUGIN_NAME!r}: vLLM loads the plug-ins named there and no others.",
+            NATIVE,
+            f"Add it, without spaces (VLLM_PLUGINS={','.join([*filter(None, allowed.split(',')), PLUGIN_NAME])}), "
+            "or unset VLLM_PLUGINS.",
+        )
+    if environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
+        yield Finding(
+            "VLLM_TARGET_DEVICE=cpu makes vLLM take its built-in CPU platform before it looks at any plug-in.",
+            NATIVE,
+            "Unset VLLM_TARGET_DEVICE: a CPU build of vLLM finds the CPU by itself.",
+        )
+
+
+def check_entry_points(found: Iterable[Plugin]) -> Iterable[Finding]:
+    """Ours missing from a group, or hidden behind another of the same name."""
+    found = tuple(found)
+    for group, value in OURS.items():
+        if not any(plugin.group == group and plugin.is_ours for plugin in found):
+            yield Finding(
+                f"There is no entry point {PLUGIN_NAME} = {value} in {group}: {versions.DISTRIBUTION} is not installed "
+                "in this environment, or not completely.",
+                NATIVE,
+                f"pip install --force-reinstall --no-deps {versions.DISTRIBUTION} (from a checkout: pip install -e .)",
+            )
+    for plugin in found:
+        if plugin.name == PLUGIN_NAME and not plugin.is_ours:
+            yield Finding(
+                f"The distribution {plugin.distribution} also has an entry point {PLUGIN_NAME} in {plugin.group} "
+                f"({plugin.value}).",
+                "vLLM loads one of the two, whichever it meets last.",
+                f"pip uninstall {plugin.distribution}",
+            )
+
+
+def check_platforms(found: Iterable[Plugin], environ: Mapping[str, str]) -> Iterable[Finding]:
+    """Other platform plug-ins that are active beside ours."""
+    allowed = environ.get("VLLM_PLUGINS")
+    others = [
+        plugin
+        for plugin in found
+        if plugin.group == PLATFORM_GROUP
+        and plugin.name != PLUGIN_NAME
+        and (allowed is None or plugin.name in allowed.split(","))
+        and _is_active(plugin)
+    ]
+    for plugin in others:
+        yield Finding(
+            f"The distribution {plugin.distribution} brings another active platform plug-in, {plugin.name!r}.",
+            "vLLM refuses to start, with or without `--model-impl atom`: only one platform plug-in can be active.",
+            f"Name the plug-ins to load (VLLM_PLUGINS={PLUGIN_NAME}), or pip uninstall {plugin.distribution}.",
+        )
+
+
+def _is_active(plugin: Plugin) -> bool:
+    """Whether vLLM would count this platform plug-in as active: asked, it answers with a path."""
+    try:
+        return EntryPoint(plugin.name, plugin.value, plugin.group).load()() is not None
+    except Exception:  # noqa: BLE001
+        # vLLM's own rule: a plug-in that fails, in whatever way, is not active.
+        return False
+
+
+def check_versions() -> Iterable[Finding]:
+    """No framework at all, or vLLM outside the supported range."""
+    vllm, sglang = versions.installed("vllm"), versions.installed("sglang")
+    if vllm is None and sglang is None:
+        yield Finding(
+            "Neither vLLM nor SGLang is installed in this environment.",
+            "There is no server that could run our models.",
+            f'pip install "{versions.DISTRIBUTION}[vllm]"',
+        )
+    if vllm is not None:
+        try:
+            versions.check_vllm_version(vllm.version)
+        except ValueError as error:
+            message, _, remedy = str(error).rpartition(": ")
+            yield Finding(f"{message}.", "`--model-impl atom` refuses to start.", remedy)

@@ -1,0 +1,70 @@
+"""The doctor's report: what is here, and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from atom_plugin.common.versions import DISTRIBUTION, Installed
+from atom_plugin.doctor.environment import Plugin
+from atom_plugin.doctor.finding import Finding
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+
+def version_table(installed: Mapping[str, Installed | None], supported: Mapping[str, str]) -> Table:
+    """Installed versions, and the supported ones of the frameworks."""
+    from rich.table import Table
+
+    table = Table("Package", "Installed", "Supported", title="Versions", title_justify="left")
+    for package, found in installed.items():
+        name = package if found is None or found.distribution == package else f"{package} ({found.distribution})"
+        table.add_row(name, found.version if found else "-", supported.get(package, ""))
+    return table
+
+
+def plugin_table(plugins: Iterable[Plugin]) -> Table:
+    """The entry points in vLLM's two groups."""
+    from rich.table import Table
+
+    table = Table("Group", "Name", "Entry point", "Distribution", title="Plug-ins of vLLM", title_justify="left")
+    for plugin in plugins:
+        table.add_row(plugin.group, plugin.name, plugin.value, plugin.distribution)
+    return table
+
+
+def kernel_table() -> Table:
+    """For each op, its implementations in the order in which this device tries them."""
+    import torch
+    from rich.table import Table
+
+    from atom_core.kernels import OPS
+    from atom_core.kernels.select import PRIORITY, Target
+
+    target = Target.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    table = Table("Op", "Implementations, first choice first", title=f"Kernels on {target}", title_justify="left")
+    for op in OPS:
+        names = {implementation.name for implementation in op.implementations}
+        table.add_row(op.name, ", ".join(name for name in PRIORITY[target.kind] if name in names))
+    table.caption = "The server's own kernels join these when a model is built; its log then shows the choice."
+    table.caption_justify = "left"
+    return table
+
+
+def finding_lines(findings: Iterable[Finding]) -> Iterable[RenderableType]:
+    """Each finding in three lines: what is so, what will happen, what to change."""
+    from rich.text import Text
+
+    for number, finding in enumerate(findings, start=1):
+        yield Text.assemble((f"{number}. {finding.problem}", "bold red"))
+        yield Text(f"   What happens: {finding.consequence}")
+        yield Text(f"   What to do:   {finding.remedy}")
+
+
+def verdict(count: int) -> str:
+    """The last line."""
+    if count:
+        return f"{count} finding{'s' if count > 1 else ''}: see above what to change."
+    return f"All well: with `--model-impl atom`, vLLM will run the models of {DISTRIBUTION}."

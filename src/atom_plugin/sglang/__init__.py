@@ -1,0 +1,1 @@
+"""The SGLang adapter; not written yet."""

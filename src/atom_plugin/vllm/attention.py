@@ -1,0 +1,287 @@
+"""The core's PagedAttention as a vLLM attention layer: own layer, backend, metadata builder and custom op.
+
+The op ``atom::attention`` takes raw qkv; q/k norm, rope, the cache write and attention happen inside it, where the
+layer's cache is known. It is on the list of ops that piecewise graphs split on, and finds its layer by name in vLLM's
+forward context, as vLLM's own attention op does.
+
+No ``from __future__ import annotations`` here: an op's schema is read from its real annotations.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch.library import Library
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention as VllmAttention
+from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import AttentionSpec as VllmAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from atom_core.attention.base import AttentionSpec, BaseAttention
+from atom_core.attention.paged import PagedAttention
+from atom_core.kernels.attention import PagedAttentionKernel
+from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE, QkvWeights
+from atom_core.metadata import AttentionMetadata, KVCacheView
+from atom_core.runtime import Runtime
+from atom_plugin.vllm.cpu_kernels import PAGE_ORDER as CPU_PAGE_ORDER
+from atom_plugin.vllm.cpu_kernels import view_pages
+
+OP_NAME = "atom::attention"
+
+
+def is_compiled(vllm_config: VllmConfig) -> bool:
+    """Whether our models go through torch.compile.
+
+    On a CPU they do not: their kernels are fused already, and tracing alone takes longer than the rest of the start.
+    """
+    from vllm.config import CompilationMode
+    from vllm.platforms import current_platform
+
+    return vllm_config.compilation_config.mode != CompilationMode.NONE and not current_platform.is_cpu()
+
+
+class AtomMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
+    """vLLM's batch description in the core's form, once a step for each group of like layers."""
+
+    def __init__(
+        self,
+        kv_cache_spec: VllmAttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = vllm_config.compilation_config.static_forward_context
+        kernels: list[PagedAttentionKernel] = [layers[name].kernel for name in layer_names]
+        self.planners = {key: kernel for kernel in kernels if (key := kernel.plan_key()) is not None}
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> AttentionMetadata:
+        """See vLLM's AttentionMetadataBuilder; tensors are vLLM's own, which it refills in place under graphs."""
+        common = common_attn_metadata
+        decodes, _, decode_tokens, _ = split_decodes_and_prefills(common)
+        metadata = AttentionMetadata(
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            page_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            num_requests=common.num_reqs,
+            num_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            num_decode_requests=decodes,
+            num_decode_tokens=decode_tokens,
+        )
+        if self.planners:
+            plans = {key: kernel.plan(metadata) for key, kernel in self.planners.items()}
+            metadata = metadata.with_plans(plans)
+        return metadata
+
+
+class AtomGraphMetadataBuilder(AtomMetadataBuilder):
+    """For kernels whose launches do not depend on a batch's lengths: any batch may run in a captured graph."""
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+
+
+class AtomAttentionBackend(AttentionBackend):
+    """Plain pages, eager or piecewise: any strides with keys and values side by side."""
+
+    supported_dtypes = [torch.bfloat16, torch.float16, torch.float32]  # noqa: RUF012 - vLLM's declaration
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        """See vLLM."""
+        return "ATOM"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        """Never used: our layer has no vLLM impl."""
+        raise NotImplementedError("atom attention layers run themselves; there is no AttentionImpl")
+
+    @staticmethod
+    def get_builder_cls() -> type[AtomMetadataBuilder]:
+        """See vLLM."""
+        return AtomMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        """Any page that vLLM offers."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Two that native backends share, for drafts beside us; kernels go by strides."""
+        return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """See vLLM."""
+        return True
+
+
+class AtomGraphAttentionBackend(AtomAttentionBackend):
+    """Plain pages, full graphs."""
+
+    @staticmethod
+    def get_builder_cls() -> type[AtomMetadataBuilder]:
+        """See vLLM."""
+        return AtomGraphMetadataBuilder
+
+
+class AtomCpuAttentionBackend(AtomAttentionBackend):
+    """Pages as vLLM's CPU attention arranges them: head-major, a multiple of 32 tokens."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        """See vLLM."""
+        return [MultipleOf(32)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """See vLLM."""
+        return (KVCacheLayout.LBHNC,)
+
+
+def _backend(kernel: PagedAttentionKernel) -> type[AtomAttentionBackend]:
+    if kernel.order == CPU_PAGE_ORDER:
+        return AtomCpuAttentionBackend
+    assert kernel.order == "plain", f"no backend for pages in the order {kernel.order!r}"
+    return AtomGraphAttentionBackend if kernel.graph_support == "always" else AtomAttentionBackend
+
+
+class VllmPagedAttention(PagedAttention, AttentionLayerBase):
+    """An attention layer of ours in vLLM's eyes."""
+
+    def __init__(self, spec: AttentionSpec, weights: QkvWeights, sinks: torch.Tensor | None, runtime: Runtime) -> None:
+        super().__init__(spec, weights, sinks, runtime)
+        vllm_config = get_current_vllm_config()
+        self.layer_name = spec.name
+        self.num_heads = spec.qkv.num_heads  # vLLM groups layers by it
+        self.cache_dtype = runtime.cache_dtype
+        self.kv_cache = torch.tensor([])
+        self._view: tuple[torch.Tensor, KVCacheView] | None = None
+        self._encoded_name = _encode_layer_name(spec.name)
+        self._through_op = is_compiled(vllm_config)
+        compilation = vllm_config.compilation_config
+        if spec.name in compilation.static_forward_context:
+            raise ValueError(f"Two attention layers are named {spec.name!r}.")
+        compilation.static_forward_context[spec.name] = self
+        # An empty list means that the user wants no splitting; None is filled with defaults before models are built.
+        if compilation.splitting_ops and OP_NAME not in compilation.splitting_ops:
+            compilation.splitting_ops.append(OP_NAME)
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """See vLLM."""
+        return _backend(self.kernel)
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """See vLLM; asked after the block size is final."""
+        shape = {
+            "block_size": vllm_config.cache_config.block_size,
+            "num_kv_heads": self.spec.qkv.num_kv_heads,
+            "head_size": self.spec.qkv.head_dim,
+            "dtype": self.cache_dtype,
+        }
+        if self.spec.window is not None:
+            return SlidingWindowSpec(**shape, sliding_window=self.spec.window)
+        return FullAttentionSpec(**shape)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """See vLLM; the model finalizes all its weights itself."""
+
+    def metadata(self) -> AttentionMetadata | None:
+        """See :class:`PagedAttention`."""
+        metadata = get_forward_context().attn_metadata
+        if isinstance(metadata, list):  # one entry a micro-batch; ours is never split
+            metadata = metadata[0]
+        return metadata.get(self.layer_name) if isinstance(metadata, Mapping) else None
+
+    def cache(self) -> KVCacheView:
+        """See :class:`PagedAttention`."""
+        if self._view is None or self._view[0] is not self.kv_cache:
+            make = view_pages if self.kernel.order == CPU_PAGE_ORDER else KVCacheView.of_packed
+            self._view = (self.kv_cache, make(self.kv_cache, self.spec.qkv.head_dim))
+        return self._view[1]
+
+    def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: object = None) -> torch.Tensor:
+        """See :class:`BaseAttention`; a compiler sees one op, an eager run calls straight through."""
+        out = qkv.new_empty(qkv.shape[0], self.spec.qkv.num_heads, self.spec.qkv.head_dim)
+        if self._through_op:
+            torch.ops.atom.attention(qkv, positions, out, self._encoded_name)
+        else:
+            _attention(qkv, positions, out, self._encoded_name)
+        return out.flatten(1)
+
+
+class FrameworkAttention(BaseAttention):
+    """Our model on vLLM's own attention layer and the platform's backend (``ATOM_DISABLE_VLLM_ATTENTION=1``)."""
+
+    def __init__(self, spec: AttentionSpec, weights: QkvWeights, sinks: torch.Tensor | None, runtime: Runtime) -> None:
+        super().__init__(spec)
+        assert sinks is None, "no model of ours has sinks yet"
+        vllm_config = get_current_vllm_config()
+        self.weights = weights
+        self.prepare = runtime.kernels.select(QK_NORM_ROPE, spec.qkv)
+        self.attention = VllmAttention(
+            spec.qkv.num_heads,
+            spec.qkv.head_dim,
+            spec.scale,
+            num_kv_heads=spec.qkv.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            quant_config=None,
+            logits_soft_cap=spec.soft_cap,
+            per_layer_sliding_window=spec.window,
+            prefix=spec.name,
+        )
+
+    def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: object = None) -> torch.Tensor:
+        """See :class:`BaseAttention`."""
+        q, k, v = self.prepare(qkv, positions, self.weights)
+        attended: torch.Tensor = self.attention(q.flatten(1), k.flatten(1), v.flatten(1))
+        return attended
+
+
+@eager_break_during_capture
+@maybe_transfer_kv_layer
+def _attention(qkv: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, layer_name: LayerNameType) -> None:
+    layer: VllmPagedAttention = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
+    layer.attend(qkv, positions, out)
+
+
+def _attention_fake(qkv: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, layer_name: LayerNameType) -> None:
+    return None
+
+
+_library = Library("atom", "FRAGMENT")  # an op lives as long as its library
+direct_register_custom_op(
+    "attention",
+    _attention,
+    # Kernels may rotate and norm in place in qkv, which nobody reads afterwards.
+    mutates_args=["qkv", "out"],
+    fake_impl=_attention_fake,
+    target_lib=_library,
+)

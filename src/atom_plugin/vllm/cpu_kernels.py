@@ -1,0 +1,260 @@
+"""vLLM's own CPU kernels as implementations of the core's ops: C++ for the processor at hand, oneDNN for products.
+
+vLLM's CPU attention arranges a page in its own way (keys of a head, then its values, packed for the instruction set),
+so the kernel that fills the cache and the one that reads it come together, under one page order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+from atom_core.kernels.attention import PagedAttentionSpec
+from atom_core.kernels.gated_activation import GatedActivationSpec
+from atom_core.kernels.linear import LinearSpec
+from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
+from atom_core.kernels.qk_norm_rope_cache import QkvCacheSpec
+from atom_core.kernels.rms_norm import RmsNormSpec
+from atom_core.kernels.select import Implementation, Target
+from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PAGE_ORDER: CacheOrder = "vllm-cpu"
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ACTIVATIONS = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
+
+
+def view_pages(kv_cache: torch.Tensor, head_dim: int) -> KVCacheView:
+    """View vLLM's ``[blocks, kv heads, tokens, K | V]`` as its CPU kernels read it: a head's keys, then its values."""
+    blocks, heads, tokens, _ = kv_cache.shape
+    keys, values = kv_cache.view(blocks, heads, 2 * tokens, head_dim).chunk(2, dim=2)
+    return KVCacheView(keys, values, PAGE_ORDER)
+
+
+def cpu_kernels(vllm_config: VllmConfig) -> Mapping[str, Implementation[Hashable, object]]:
+    """The CPU kernels that vLLM ships, by op name."""
+    block_size = vllm_config.cache_config.block_size
+    tables = RopeTables()
+    found = {
+        "rms_norm": Implementation("framework", _norm_supports, lambda spec, target: _rms_norm),
+        "gated_activation": Implementation("framework", _activation_supports, _build_activation),
+        "linear": Implementation("framework", _linear_supports, lambda spec, target: PackedLinear()),
+        "qk_norm_rope_cache": Implementation(
+            "framework", _qkv_supports, lambda spec, target: FillCpuCache(spec.qkv, block_size, tables)
+        ),
+        "attention": Implementation(
+            "framework",
+            partial(_attention_supports, block_size=block_size),
+            lambda spec, target: CpuAttention(spec, block_size),
+        ),
+    }
+    return cast("Mapping[str, Implementation[Hashable, object]]", found)
+
+
+def _instruction_set(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return cast(str, _get_attn_isa(dtype, block_size, head_dim))
+
+
+def _no_kernel_for(dtype: torch.dtype) -> str | None:
+    return None if dtype in _DTYPES else f"vLLM's CPU kernels have bfloat16, float16 and float32, not {dtype}."
+
+
+def _norm_supports(spec: RmsNormSpec, target: Target) -> str | None:
+    return _no_kernel_for(spec.dtype)
+
+
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if residual is not None:
+        torch.ops._C.fused_add_rms_norm(x, residual, weight, eps)
+        return x, residual
+    out = torch.empty_like(x)
+    torch.ops._C.rms_norm(out, x, weight, eps)
+    return out, None
+
+
+def _activation_supports(spec: GatedActivationSpec, target: Target) -> str | None:
+    return _no_kernel_for(spec.dtype)
+
+
+def _build_activation(spec: GatedActivationSpec, target: Target) -> Any:
+    function = getattr(torch.ops._C, _ACTIVATIONS[spec.activation])
+
+    def activate(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(x.shape[0], x.shape[1] // 2)
+        function(out, x)
+        return out
+
+    return activate
+
+
+def _linear_supports(spec: LinearSpec, target: Target) -> str | None:
+    if spec.shares_weight:
+        return "Packing a weight that the embedding reads too would keep it in memory twice."
+    return _no_kernel_for(spec.dtype)
+
+
+class PackedLinear:
+    """The product as vLLM dispatches it on a CPU; see :class:`atom_core.kernels.linear.LinearKernel`."""
+
+    def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        """Have vLLM pack the weight; True where the packed form is all that is needed."""
+        layer: Any = SimpleNamespace(
+            weight=torch.nn.Parameter(weight.detach(), requires_grad=False),
+            bias=None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False),
+        )
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        self._linear, self._bias = layer.cpu_linear, layer.bias
+        packed = layer.weight.numel() == 0
+        self._weight = None if packed else layer.weight
+        return packed
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x W^T + b``; a row-parallel layer withholds its bias on all ranks but the first."""
+        return cast(torch.Tensor, self._linear(x, self._weight, None if bias is None else self._bias))
+
+
+def _qkv_supports(spec: QkvCacheSpec, target: Target) -> str | None:
+    if spec.order != PAGE_ORDER:
+        return f"vLLM's CPU kernel writes pages in its own order, not {spec.order!r} ones."
+    return _no_kernel_for(spec.qkv.dtype)
+
+
+class RopeTables:
+    """Rope tables in the model's dtype, which vLLM's kernel wants: one for all layers that share a float32 one."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, torch.Tensor] = {}
+
+    def of(self, cos_sin: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``cos_sin`` in ``dtype``."""
+        key = cos_sin.data_ptr()
+        if key not in self._tables:
+            self._tables[key] = cos_sin.to(dtype)
+        return self._tables[key]
+
+
+class FillCpuCache:
+    """q/k norm, rope and the cache write with vLLM's kernels; rope works in place in ``qkv`` where there is no norm."""
+
+    def __init__(self, spec: QkvSpec, block_size: int, tables: RopeTables) -> None:
+        self.spec = spec
+        self.isa = _instruction_set(spec.dtype, block_size, spec.head_dim)
+        self.tables = tables
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        weights: QkvWeights,
+        cache: KVCacheView,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """See :mod:`atom_core.kernels.qk_norm_rope_cache`."""
+        spec = self.spec
+        dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
+        q, k, v = qkv.split((heads * dim, kv_heads * dim, kv_heads * dim), dim=1)
+        if weights.q_norm is not None:
+            q, k = self._norm(q, weights.q_norm, weights.eps), self._norm(k, weights.k_norm, weights.eps)
+        cos_sin = self.tables.of(weights.cos_sin, spec.dtype)
+        torch.ops._C.rotary_embedding(positions, q, k, dim, cos_sin, not spec.interleaved)
+        ops.cpu_attn_reshape_and_cache(
+            k.unflatten(1, (kv_heads, dim)),
+            v.unflatten(1, (kv_heads, dim)),
+            cache.key,
+            cache.value,
+            slots,
+            self.isa,
+        )
+        return q.unflatten(1, (heads, dim))
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        rows = x.reshape(-1, self.spec.head_dim)
+        out = torch.empty_like(rows)
+        torch.ops._C.rms_norm(out, rows, weight, eps)
+        return out.view(x.shape)
+
+
+def _attention_supports(spec: PagedAttentionSpec, target: Target, *, block_size: int) -> str | None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if spec.head_dim not in sizes:
+        return f"vLLM's CPU attention has head sizes {', '.join(map(str, sizes))}, not {spec.head_dim}."
+    if block_size % 32:
+        return f"vLLM's CPU attention wants pages of a multiple of 32 tokens, not {block_size} (--block-size)."
+    if spec.cache_dtype != spec.dtype:
+        return f"vLLM's CPU attention wants the cache in the model's dtype here, not {spec.cache_dtype}."
+    return _no_kernel_for(spec.dtype)
+
+
+class CpuAttention:
+    """vLLM's CPU attention over its own page order; see :class:`atom_core.kernels.attention.PagedAttentionKernel`."""
+
+    order: CacheOrder = PAGE_ORDER
+    graph_support: GraphSupport = "none"
+
+    def __init__(self, spec: PagedAttentionSpec, block_size: int) -> None:
+        self.spec = spec
+        self.window = -1 if spec.window is None else spec.window
+        self.isa = _instruction_set(spec.dtype, block_size, spec.head_dim)
+
+    def plan_key(self) -> Hashable:
+        """Work is split by window and head counts."""
+        return ("cpu", self.window, self.spec.num_heads, self.spec.num_kv_heads)
+
+    def plan(self, metadata: AttentionMetadata) -> torch.Tensor:
+        """How vLLM's kernel spreads a batch over threads."""
+        from vllm import envs
+
+        return ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=metadata.num_requests,
+            num_heads=self.spec.num_heads,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            seq_lens=metadata.seq_lens,
+            dtype=self.spec.dtype,
+            query_start_loc=metadata.query_start_loc,
+            causal=metadata.causal,
+            sliding_window_size=self.window,
+            isa=self.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        )
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: KVCacheView,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the attention of every request's queries to ``out``."""
+        ops.cpu_attention_with_kv_cache(
+            query=q,
+            key_cache=cache.key,
+            value_cache=cache.value,
+            output=out,
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
+            scale=self.spec.scale,
+            causal=metadata.causal,
+            alibi_slopes=None,
+            sliding_window=self.window,
+            block_table=metadata.page_table,
+            softcap=self.spec.soft_cap or 0.0,
+            scheduler_metadata=metadata.plans[self.plan_key()],
+            s_aux=sinks,
+        )

@@ -1,0 +1,124 @@
+"""Our models as vLLM sees them. vLLM inspects these classes in a process of its own and caches what it found by this
+file's contents, so every fact about them (pipeline support and the like) stands here and in no base class elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.sequence import IntermediateTensors
+
+from atom_core.config import ModelConfig
+from atom_core.models.decoder import Carried, DecoderForCausalLM
+from atom_core.models.registry import load_model_class
+from atom_core.standalone import finalize
+from atom_core.weights import load_weights
+from atom_plugin.common.report import startup_table
+from atom_plugin.common.settings import load_settings
+from atom_plugin.vllm.attention import FrameworkAttention, VllmPagedAttention, is_compiled
+from atom_plugin.vllm.runtime import build_runtime
+
+logger = logging.getLogger("vllm.atom_plugin")
+
+_compile = support_torch_compile(
+    dynamic_arg_dims={"input_ids": 0, "positions": -1, "intermediate_tensors": 0, "inputs_embeds": 0},
+    enable_if=is_compiled,
+)
+
+
+class AtomForCausalLM(nn.Module):
+    """A model of the core behind vLLM's model interface."""
+
+    supports_pp = True
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        model_config = vllm_config.model_config
+        settings = load_settings()
+        self.config = model_config.hf_config
+        architecture = type(self).__name__.removeprefix("Atom")
+        config = ModelConfig.from_hf({**model_config.hf_text_config.to_dict(), "architectures": [architecture]})
+        attention = FrameworkAttention if settings.disable_vllm_attention else VllmPagedAttention
+        self.runtime = build_runtime(vllm_config, model_config, config.num_layers, attention, settings)
+        self.core: DecoderForCausalLM = load_model_class(architecture)(config, self.runtime, prefix)
+        self.checkpoint = str(model_config.model)
+        if self.runtime.tensor_parallel.rank == 0:
+            kind = type(self.core).__name__
+            table = startup_table(kind, attention.__name__, self.runtime)
+            logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
+
+    @property
+    def model(self) -> nn.Module:
+        """The decoder, where vLLM looks for ``embed_tokens`` to share with a draft."""
+        return self.core.model
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The head, where vLLM looks for it."""
+        return self.core.lm_head
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """``[T]`` to ``[T, hidden]``."""
+        return self.core.embed(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        """One step; see vLLM's model interface."""
+        carried = None
+        if intermediate_tensors is not None:
+            carried = Carried(intermediate_tensors["hidden_states"], intermediate_tensors["residual"])
+        result = self.core(input_ids, positions, None, inputs_embeds, carried)
+        if isinstance(result, Carried):
+            return IntermediateTensors({"hidden_states": result.hidden, "residual": result.residual})
+        return result
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden]``, the rows to sample, to ``[T, vocabulary]``."""
+        return self.core.logits(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load everything, or raise a ValueError that lists what does not fit."""
+        return {f"core.{name}" for name in load_weights(self.core, weights, self.checkpoint)}
+
+    def process_weights_after_loading(self) -> None:
+        """The last hook that vLLM calls on a loaded model."""
+        finalize(self.core)
+
+    def make_empty_intermediate_tensors(
+        self, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> IntermediateTensors:
+        """What a later pipeline stage is profiled with."""
+        shape = (batch_size, self.core.config.hidden_size)
+        return IntermediateTensors(
+            {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("hidden_states", "residual")}
+        )
+
+
+@_compile
+class AtomLlamaForCausalLM(AtomForCausalLM):
+    """Llama 2 and 3.x."""
+
+
+@_compile
+class AtomMistralForCausalLM(AtomForCausalLM):
+    """Mistral."""
+
+
+@_compile
+class AtomQwen2ForCausalLM(AtomForCausalLM):
+    """Qwen2 and Qwen2.5."""
+
+
+@_compile
+class AtomQwen3ForCausalLM(AtomForCausalLM):
+    """Qwen3."""

@@ -1,0 +1,159 @@
+"""``--model-impl atom``: from a stock architecture to our class, or one clear reason why not.
+
+Three fields of vLLM's ModelConfig are rewritten, the kind of update that vLLM makes itself for drafts:
+``hf_config.architectures``, ``_model_info`` and ``_architecture``. Everything refused here is refused while the
+configuration is made: before any weight is loaded, in the process that the user started.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from atom_core.config import ModelConfig as CoreConfig
+from atom_core.models.registry import MODELS, supported_architectures
+from atom_core.quant import unsupported
+from atom_core.standalone import check_files
+from atom_plugin.common.settings import load_settings
+from atom_plugin.common.versions import check_version, installed
+from atom_plugin.vllm import ARCHITECTURE_PREFIX
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+logger = logging.getLogger("vllm.atom_plugin")
+
+_SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "instanttensor")
+_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def route(vllm_config: VllmConfig) -> None:
+    """Send the model of ``vllm_config``, and its draft where we have one, to our classes. Safe to call again.
+
+    Raises:
+        ValueError: something asked for that our models cannot do; the message says what, and what is supported.
+    """
+    model_config = vllm_config.model_config
+    if _is_ours(model_config):
+        return
+    load_settings()  # a bad ATOM_ variable is refused here, where the user sees it
+    version = installed("vllm")
+    assert version is not None, "this module is only imported by vLLM"
+    check_version("vllm", version.version)
+    _refuse_platform()
+    architecture = _supported_architecture(model_config)
+    _refuse_features(vllm_config)
+    _refuse_quantization(vllm_config)
+    _check_checkpoint(vllm_config)
+    _rewrite(model_config, architecture)
+    _route_draft(vllm_config)
+
+
+def _is_ours(model_config: ModelConfig) -> bool:
+    architectures = getattr(model_config.hf_config, "architectures", None) or [""]
+    return bool(architectures[0].startswith(ARCHITECTURE_PREFIX))
+
+
+def _supported_architecture(model_config: ModelConfig) -> str:
+    names = list(model_config.model_arch_config.architectures or [])
+    for name in names:
+        if name in MODELS:
+            return name
+    raise ValueError(
+        f"--model-impl atom has no model for the architecture {', '.join(names) or '(none named)'}; "
+        f"supported: {', '.join(supported_architectures())}. Leave --model-impl out to run vLLM's own model."
+    )
+
+
+def _refuse_platform() -> None:
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() or current_platform.is_cuda_alike()):
+        raise ValueError(
+            f"--model-impl atom runs on CPU, CUDA and ROCm; vLLM's platform here is {current_platform.device_name!r}."
+        )
+
+
+def _refuse_features(vllm_config: VllmConfig) -> None:
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    refusals = (
+        (vllm_config.lora_config is not None, "LoRA adapters (--enable-lora)"),
+        (
+            model.runner_type != "generate",
+            f"the {model.runner_type!r} runner (--runner); it generates text, and does not embed, classify or score",
+        ),
+        (
+            model.multimodal_config is not None,
+            "multimodal input; for a multimodal checkpoint's text part add --language-model-only",
+        ),
+        (cache.cache_dtype not in _CACHE_DTYPES, f"--kv-cache-dtype {cache.cache_dtype}; use auto"),
+        (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
+        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
+        (bool(getattr(parallel, "enable_dbo", False)), "dual-batch overlap (--enable-dbo)"),
+        (_offloads(vllm_config), "weight offloading (--cpu-offload-gb)"),
+        (
+            vllm_config.load_config.load_format not in _SAFETENSORS_FORMATS,
+            f"--load-format {vllm_config.load_config.load_format}; checkpoints are read as safetensors "
+            f"({', '.join(_SAFETENSORS_FORMATS)})",
+        ),
+    )
+    for refused, what in refusals:
+        if refused:
+            raise ValueError(f"--model-impl atom does not support {what}. Leave --model-impl out to use it.")
+    if vllm_config.load_config.load_format in ("auto", "hf"):
+        # vLLM would fall back to *.bin pickles where a repository has no safetensors.
+        vllm_config.load_config.load_format = "safetensors"
+
+
+def _offloads(vllm_config: VllmConfig) -> bool:
+    offload = getattr(vllm_config, "offload_config", None)
+    sizes = (getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0), getattr(offload, "cpu_offload_gb", 0))
+    return any(sizes)
+
+
+def _refuse_quantization(vllm_config: VllmConfig) -> None:
+    method = vllm_config.model_config.quantization
+    if method is not None:
+        raise unsupported(str(method))
+
+
+def _check_checkpoint(vllm_config: VllmConfig) -> None:
+    """Compare a local checkpoint's headers with our model, before anything is loaded.
+
+    A model named by its hub id is not on disk yet; loading makes the same comparison.
+    """
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    config = CoreConfig.from_hf(model_config.hf_text_config)
+    dummy = vllm_config.load_config.load_format == "dummy"
+    directory = None if dummy else Path(model_config.model)
+    check_files(
+        config,
+        directory if directory is not None and directory.is_dir() else None,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+    )
+    if model_config.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"--dtype {model_config.dtype} is not supported; supported: bfloat16, float16, float32.")
+
+
+def _rewrite(model_config: ModelConfig, architecture: str) -> None:
+    ours = ARCHITECTURE_PREFIX + architecture
+    info, resolved = model_config.registry.inspect_model_cls([ours], model_config)
+    model_config.hf_config.architectures = [ours]
+    model_config._model_info, model_config._architecture = info, resolved
+    logger.info("--model-impl atom: %s is served by %s", architecture, ours)
+
+
+def _route_draft(vllm_config: VllmConfig) -> None:
+    """A draft model of a supported architecture runs on our class too; any other stays vLLM's own, and we say so."""
+    speculative = vllm_config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    if draft is None or speculative.method != "draft_model" or _is_ours(draft):
+        return
+    names = list(draft.model_arch_config.architectures or [])
+    if names and names[0] in MODELS and draft.quantization is None:
+        _rewrite(draft, names[0])
+    else:
+        logger.info("--model-impl atom: the draft model %s is vLLM's own", ", ".join(names))

@@ -1,0 +1,81 @@
+"""vLLM's configuration and parallel groups as the core's Runtime."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed import get_pp_group, get_tp_group
+from vllm.distributed.utils import get_pp_indices
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+from atom_core.kernels import kernel_set
+from atom_core.kernels.select import Target
+from atom_core.quant import Unquantized
+from atom_core.runtime import AttentionFactory, PipelineStage, Runtime
+from atom_plugin.common.settings import Settings
+from atom_plugin.vllm.cpu_kernels import cpu_kernels
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+
+class GroupCommunicator:
+    """The core's Communicator over one of vLLM's groups, whose collectives are custom ops and survive graphs."""
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        self.group = group
+        self.rank: int = group.rank_in_group
+        self.world_size: int = group.world_size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See :class:`atom_core.runtime.Communicator`."""
+        return x if self.world_size == 1 else self.group.all_reduce(x)
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """See :class:`atom_core.runtime.Communicator`."""
+        return x if self.world_size == 1 else self.group.all_gather(x, dim)
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """See :class:`atom_core.runtime.Communicator`."""
+        return x if self.world_size == 1 else self.group.reduce_scatter(x, dim)
+
+    def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        """See :class:`atom_core.runtime.Communicator`."""
+        result = x.new_empty(sum(receive), *x.shape[1:])
+        torch.distributed.all_to_all_single(result, x, receive, send, group=self.group.device_group)
+        return result
+
+
+def build_runtime(
+    vllm_config: VllmConfig, model_config: ModelConfig, num_layers: int, attention: AttentionFactory, settings: Settings
+) -> Runtime:
+    """The runtime of one model of ``vllm_config`` on this rank.
+
+    Args:
+        vllm_config: the engine's configuration.
+        model_config: of the model that is built: the target's, or a draft's.
+        num_layers: its decoder layers, to be split over pipeline stages.
+        attention: makes its attention layers.
+        settings: the ``ATOM_*`` variables.
+
+    Raises:
+        ValueError: ``ATOM_KERNELS`` names something that does not exist.
+    """
+    device = torch.device(vllm_config.device_config.device)
+    target = Target.of(device)
+    contributed = cpu_kernels(vllm_config) if target.kind == "cpu" else {}
+    pp = get_pp_group()
+    first, end = get_pp_indices(num_layers, pp.rank_in_group, pp.world_size)
+    return Runtime(
+        device=device,
+        dtype=model_config.dtype,
+        kernels=kernel_set(target, settings.kernels, contributed),
+        attention=attention,
+        max_model_len=model_config.max_model_len,
+        cache_dtype=kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model_config),
+        tensor_parallel=GroupCommunicator(get_tp_group()),
+        pipeline=PipelineStage(first, end),
+        quant=Unquantized(),
+    )
