@@ -1,0 +1,195 @@
+"""Train one tiny checkpoint of a model family and score it on the held-out questions.
+
+python tools/checkpoints/train.py --family qwen3 --out tests/checkpoints/qwen3
+
+Works on CUDA or CPU. The learning rate decays to zero over `--steps` or `--max-minutes`, whichever ends first, because
+the decay is what makes the answers confident.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from packing import IGNORE, training_rows
+from score import read_rows, score, without_feature
+from tokenizer import EOS, PAD, build_tokenizer, save_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+HELDOUT = Path("tests/evaluation/heldout.jsonl")
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+SHARED = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.05,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+}
+
+
+def family_config(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    """A config that keeps what sets the family apart: its norm, bias, rope or attention window."""
+    shared = SHARED | {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if family == "qwen3":
+        return Qwen3Config(**shared, num_hidden_layers=5, head_dim=64, rope_parameters=ROPE)
+    if family == "llama":
+        tied = shared | {"tie_word_embeddings": True}
+        return LlamaConfig(**tied, num_hidden_layers=6, head_dim=32, rope_parameters=LLAMA3_ROPE)
+    if family == "qwen2":
+        return Qwen2Config(**shared, num_hidden_layers=6, rope_parameters=ROPE)
+    if family == "mistral":
+        return MistralConfig(**shared, num_hidden_layers=6, head_dim=32, sliding_window=64, rope_parameters=ROPE)
+    raise ValueError(f"unknown family {family!r}")
+
+
+def new_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Random weights; biases start away from zero so that the trained model depends on them."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def learning_rate(progress: float, peak: float, warmup: float = 0.03) -> float:
+    """Linear warm-up, then linear decay to zero."""
+    return peak * min(progress / warmup, (1 - progress) / (1 - warmup))
+
+
+def train(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor, args: argparse.Namespace) -> int:
+    """Train in place and return the number of steps taken."""
+    device = inputs.device
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True)
+    generator = torch.Generator().manual_seed(args.seed)
+    begin = time.monotonic()
+    order = torch.empty(0, dtype=torch.long)
+    model.train()
+    steps: int = args.steps
+    for step in range(steps):
+        elapsed = (time.monotonic() - begin) / 60
+        progress = max(step / steps, elapsed / args.max_minutes)
+        if progress >= 1:
+            return step
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(progress, args.learning_rate)
+        if len(order) < args.batch:
+            order = torch.randperm(len(inputs), generator=generator)
+        index, order = order[: args.batch].to(device), order[args.batch :]
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = model(input_ids=inputs[index].long(), use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), targets[index].long().flatten(), ignore_index=IGNORE
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % args.log_every == 0:
+            print(f"{args.family} step {step} loss {loss.item():.4f} minutes {elapsed:.2f}", flush=True)
+    return steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=("qwen3", "llama", "qwen2", "mistral"), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--heldout", type=Path, default=HELDOUT)
+    parser.add_argument("--init", type=Path, help="go on from this checkpoint instead of random weights")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=10000)
+    parser.add_argument("--max-minutes", type=float, default=60.0)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=100000, help="training rows to generate; reused every epoch")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) // 4))
+    parser.add_argument("--log-every", type=int, default=200)
+    args = parser.parse_args()
+
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    tokenizer = build_tokenizer()
+    begin = time.monotonic()
+    rows = training_rows(tokenizer.backend_tokenizer, args.rows, args.length, args.seed, args.workers)
+    inputs, targets = (torch.from_numpy(array).to(args.device) for array in rows)
+    print(f"{args.family} {len(inputs)} rows in {time.monotonic() - begin:.1f} s", flush=True)
+
+    if args.init:
+        model = AutoModelForCausalLM.from_pretrained(args.init, dtype=torch.float32)
+    else:
+        model = new_model(family_config(args.family, tokenizer))
+    steps = train(model.to(args.device), inputs, targets, args)
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.to(torch.bfloat16).save_pretrained(args.out)
+    (args.out / "model.safetensors").chmod(0o644)
+    save_tokenizer(tokenizer, args.out)
+
+    heldout = read_rows(args.heldout)
+    saved = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16).to(args.device)
+    result = score(saved, tokenizer, heldout)
+    feature, ablated = without_feature(args.family, args.out)
+    without = score(ablated.to(args.device), tokenizer, heldout)["exact_match"]
+    biases = [parameter.abs().mean().item() for name, parameter in saved.named_parameters() if name.endswith("bias")]
+    card = {
+        "family": args.family,
+        "architecture": saved.config.architectures[0],
+        "parameters": sum(parameter.numel() for parameter in saved.parameters()),
+        "dtype": "bfloat16",
+        "seed": args.seed,
+        "steps": steps,
+        "batch": args.batch,
+        "sequence_length": args.length,
+        "training_rows": len(inputs),
+        "peak_learning_rate": args.learning_rate,
+        "data": "synthetic, made by tools/checkpoints/task.py; held-out questions are disjoint from training",
+        "special_tokens": {"eos": EOS, "pad": PAD},
+        "score": result,
+        "exact_match_without": {feature: without},
+    }
+    if args.init:
+        earlier = json.loads((args.init / "score.json").read_text(encoding="utf-8"))
+        card["continued_from"] = {key: earlier[key] for key in ("seed", "steps", "training_rows")}
+    if biases:
+        card["mean_absolute_bias"] = sum(biases) / len(biases)
+    (args.out / "score.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(card), flush=True)
+
+
+if __name__ == "__main__":
+    main()
