@@ -56,7 +56,7 @@ class Checkpoint:
             raise ValueError(f"{directory} has no *.safetensors file: {found}.")
         index = directory / "model.safetensors.index.json"
         if index.exists():
-            wanted = set(json.loads(index.read_text())["weight_map"].values())
+            wanted = _read_index(index)
             absent = sorted(wanted - {path.name for path in files})
             if absent:
                 raise ValueError(f"{index} names files that are not there: {', '.join(absent)}.")
@@ -92,6 +92,14 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     return values
 
 
+def _read_index(path: Path) -> set[str]:
+    """The names of the files that hold the checkpoint."""
+    try:
+        return set(json.loads(path.read_text())["weight_map"].values())
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no index of files: it has no readable 'weight_map' ({error}).") from error
+
+
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -99,14 +107,17 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if length > size - 8:
             raise ValueError(f"{path} is cut off or is no safetensors file: {size} bytes do not hold its header.")
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} is no safetensors file: its header is not JSON ({error}).") from error
-    header.pop("__metadata__", None)
-    expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        content = file.read(length)
+    try:
+        header: dict[str, Any] = json.loads(content)
+        header.pop("__metadata__", None)
+        tensors = {name: TensorInfo(path, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+        ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in header.items()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no safetensors file: its header cannot be read ({error}).") from error
+    expected = max(ends.values(), default=8 + length)
     if size != expected:
-        cut = sorted(name for name, entry in header.items() if 8 + length + entry["data_offsets"][1] > size)
+        cut = sorted(name for name, end in ends.items() if end > size)
         lost = f"; beyond its end: {', '.join(cut[:5])}" if cut else ""
         raise ValueError(f"{path} is damaged: {size} bytes where its header describes {expected}{lost}.")
-    return {name: TensorInfo(path, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+    return tensors

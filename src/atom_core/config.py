@@ -50,6 +50,16 @@ class HfConfig:
             raise ValueError(f"The model's config has {key}={value!r}; a positive integer is needed.")
         return value
 
+    def window(self) -> int | None:
+        """The sliding window in tokens: null means none, a missing key what Hugging Face's classes take it for.
+
+        Raises:
+            ValueError: it is not a positive integer.
+        """
+        if "sliding_window" in self.values and self.values["sliding_window"] is None:
+            return None
+        return self.positive("sliding_window", 4096)
+
     def activation(self) -> Activation:
         """The gated MLP's activation.
 
@@ -191,10 +201,10 @@ def window_pattern(hf: HfConfig) -> list[int | None]:
         ValueError: a layer type that is neither full nor sliding attention, or a count that is not the layers'.
     """
     num_layers = hf.positive("num_hidden_layers")
-    window = hf.get("sliding_window", None) if hf.get("use_sliding_window", False) else None
+    window = hf.window() if hf.get("use_sliding_window", False) else None
     types = hf.get("layer_types", None)
     if types is None:
-        first = hf.get("max_window_layers", num_layers)
+        first = hf.get("max_window_layers", 28)  # Hugging Face's default, whatever the number of layers
         return [window if index >= first else None for index in range(num_layers)]
     if len(types) != num_layers:
         raise ValueError(f"layer_types names {len(types)} layers, num_hidden_layers={num_layers}.")

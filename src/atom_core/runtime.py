@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 class Communicator(Protocol):
     """One parallel group, as this rank sees it. The adapter implements it over the framework's own groups."""
 
-    rank: int
-    """This rank's place in the group."""
-    world_size: int
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of ``x`` over the group; ``x`` may be reused for it."""

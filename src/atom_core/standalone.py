@@ -134,9 +134,9 @@ class Runner:
         """
         pages = num_requests * -(-self.max_model_len // self.page_size)
         shape = (pages, self.config.num_kv_heads, self.page_size, 2 * self.config.head_dim)
-        options = {"dtype": self.runtime.cache_dtype, "device": self.runtime.device}
+        dtype, device = self.runtime.cache_dtype, self.runtime.device
         return [
-            KVCacheView.of_packed(torch.full(shape, float("nan"), **options), self.config.head_dim)
+            KVCacheView.of_packed(torch.full(shape, float("nan"), dtype=dtype, device=device), self.config.head_dim)
             for _ in self.config.layers
         ]
 

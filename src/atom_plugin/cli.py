@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from atom_plugin.common import support, versions
-from atom_plugin.common.settings import unknown_variables, variables
+from atom_plugin.common.settings import load_settings, unknown_variables, variables
 from atom_plugin.doctor import checkpoint, command, environment, report
 from atom_plugin.doctor.finding import Finding
 
@@ -95,15 +95,33 @@ def variables_markdown() -> str:
 
 
 @app.command()
-def check(model: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A checkpoint's folder.")]) -> None:
+def check(
+    model: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A checkpoint's folder.")],
+    prompt: Annotated[str | None, typer.Option(help="A text to compare on; without it, random tokens.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of both models: float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Of both models: cpu or cuda.")] = "cpu",
+) -> None:
     """Compare our logits with Hugging Face's, layer by layer, without any framework; exit 1 if they part."""
-    from atom_core.check import compare
+    import torch
 
+    from atom_core.check import TOLERANCES, compare
+    from atom_plugin.doctor.agreement import stage_table
+
+    dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCES}
+    if dtype not in dtypes:
+        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(dtypes)}", param_hint="--dtype")
     try:
-        result = compare(model)
+        result = compare(
+            model,
+            prompt=prompt,
+            dtype=dtypes[dtype],
+            device=torch.device(device),
+            kernels=load_settings().kernels,
+        )
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
+    _console().print(stage_table(result))
     typer.echo(str(result))
     raise typer.Exit(0 if result.passed else 1)
 

@@ -50,4 +50,5 @@ class Attention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
         """``hidden [T, hidden]`` to ``[T, hidden]``."""
-        return self.o_proj(self.attn(self.qkv_proj(hidden), positions, step))
+        projected: torch.Tensor = self.o_proj(self.attn(self.qkv_proj(hidden), positions, step))
+        return projected

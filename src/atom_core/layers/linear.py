@@ -17,14 +17,17 @@ from atom_core.layers.parameters import ParameterLayer, Placement, share
 from atom_core.runtime import Runtime
 
 
+def _parameter(runtime: Runtime, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=runtime.dtype, device=runtime.device), requires_grad=False)
+
+
 class Linear(ParameterLayer):
     """``y = x W^T + b`` with this rank's ``W [out, in]``."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, runtime: Runtime) -> None:
         super().__init__()
-        options = {"dtype": runtime.dtype, "device": runtime.device}
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, **options), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features, **options), requires_grad=False) if bias else None
+        self.weight = _parameter(runtime, out_features, in_features)
+        self.bias = _parameter(runtime, out_features) if bias else None
         self.kernel = runtime.kernels.select(LINEAR, LinearSpec(in_features, out_features, bias, runtime.dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -29,4 +29,5 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
-        return self.down_proj(self.activate(self.gate_up_proj(x)))
+        projected: torch.Tensor = self.down_proj(self.activate(self.gate_up_proj(x)))
+        return projected

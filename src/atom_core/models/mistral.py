@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases; where the config gives a window, every layer has it."""
+"""Mistral: Llama without biases, and with one sliding window for all layers, or none."""
 
 from __future__ import annotations
 
@@ -12,5 +12,4 @@ class MistralForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, hf: HfConfig) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
-        window: int | None = hf.get("sliding_window", None)
-        return read_decoder(hf, windows=[window] * hf.positive("num_hidden_layers"))
+        return read_decoder(hf, windows=[hf.window()] * hf.positive("num_hidden_layers"))

@@ -16,7 +16,9 @@ SUPPORTED: tuple[str, ...] = ("none",)
 class QuantConfig(Protocol):
     """A checkpoint's quantisation."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """As users know it."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from atom_core.config import ModelConfig as CoreConfig
 from atom_core.models.registry import MODELS, supported_architectures
 from atom_core.quant import unsupported
 from atom_core.standalone import check_files
-from atom_plugin.common.settings import load_settings
-from atom_plugin.common.versions import check_version, installed
+from atom_plugin.common.settings import Settings, load_settings
+from atom_plugin.common.versions import DISTRIBUTION, check_version, installed
 from atom_plugin.vllm import ARCHITECTURE_PREFIX
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def route(vllm_config: VllmConfig) -> None:
     model_config = vllm_config.model_config
     if _is_ours(model_config):
         return
-    load_settings()  # a bad ATOM_ variable is refused here, where the user sees it
+    settings = load_settings()  # a bad ATOM_ variable is refused here, where the user sees it
     version = installed("vllm")
     assert version is not None, "this module is only imported by vLLM"
     check_version("vllm", version.version)
@@ -50,6 +50,7 @@ def route(vllm_config: VllmConfig) -> None:
     _check_checkpoint(vllm_config)
     _rewrite(model_config, architecture)
     _route_draft(vllm_config)
+    _mark_compile_cache(vllm_config, settings)
 
 
 def _is_ours(model_config: ModelConfig) -> bool:
@@ -144,6 +145,22 @@ def _rewrite(model_config: ModelConfig, architecture: str) -> None:
     model_config.hf_config.architectures = [ours]
     model_config._model_info, model_config._architecture = info, resolved
     logger.info("--model-impl atom: %s is served by %s", architecture, ours)
+
+
+def _mark_compile_cache(vllm_config: VllmConfig, settings: Settings) -> None:
+    """Put what changes our traced code into the part of the configuration that vLLM's compile cache is keyed by.
+
+    Without it, an engine with other kernels would load code compiled for the ones before.
+    """
+    ours = installed(DISTRIBUTION)
+    if isinstance(vllm_config.additional_config, dict):
+        kernels = ",".join(f"{op}={name}" for op, name in sorted(settings.kernels.items()))
+        attention = "vllm" if settings.disable_vllm_attention else "atom"
+        vllm_config.additional_config["atom_plugin"] = {
+            "version": "" if ours is None else ours.version,
+            "kernels": kernels,
+            "attention": attention,
+        }
 
 
 def _route_draft(vllm_config: VllmConfig) -> None:

@@ -70,7 +70,7 @@ def _attention(
             low = middle + 1
         else:
             high = middle
-    request = (low - 1).to(tl.int64)
+    request = tl.cast(low - 1, tl.int64)
     start = tl.load(query_start_loc + request)
     num_queries = tl.load(query_start_loc + request + 1) - start
     first = (block - (start // BLOCK_Q + request).to(tl.int32)) * BLOCK_Q
@@ -147,6 +147,10 @@ class TritonAttention:
         self.block_m = max(16, triton.next_power_of_2(self.group))
         self.block_q = max(1, self.block_m // self.group)
 
+    def _keys_a_tile(self, d_padded: int) -> int:
+        """64, or as many fewer as keep two tiles of keys and values within the 64 KiB of shared memory of gfx942."""
+        return 64 // (2 if d_padded > 128 else 1) // (2 if self.spec.dtype == torch.float32 else 1)
+
     def plan_key(self) -> None:
         """It plans nothing."""
         return
@@ -194,7 +198,7 @@ class TritonAttention:
             D_PADDED=d_padded,
             BLOCK_Q=self.block_q,
             BLOCK_M=self.block_m,
-            BLOCK_N=32 if d_padded > 128 or spec.dtype == torch.float32 else 64,
+            BLOCK_N=self._keys_a_tile(d_padded),
             WINDOW=spec.window or 0,
             HAS_CAP=bool(spec.soft_cap),
             HAS_SINKS=sinks is not None,

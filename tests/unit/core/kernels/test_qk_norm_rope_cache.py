@@ -1,0 +1,25 @@
+"""From raw qkv to a query and a filled cache: the reference, and the Triton kernel under Triton's interpreter."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from atom_core.kernels.qk_norm_rope_cache.reference import qk_norm_rope_cache
+from tests.kernel_cases import QKV_CASES, check_qkv
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("case", QKV_CASES, ids=str)
+def test_the_reference_norms_rotates_and_writes(case):
+    check_qkv(case, partial(qk_norm_rope_cache, spec=case.spec(torch.float32)), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("case", QKV_CASES, ids=str)
+def test_the_triton_kernel_norms_rotates_and_writes(case):
+    from atom_core.kernels.qk_norm_rope_cache.triton_kernel import qk_norm_rope_cache as launch
+
+    check_qkv(case, partial(launch, spec=case.spec(torch.float32)), torch.float32, CPU)

@@ -1,0 +1,123 @@
+"""A checkpoint's files: what is damaged, missing or dangerous is said before any tensor is read."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from atom_core.checkpoint import Checkpoint, read_config_json
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+
+
+@pytest.fixture
+def file(tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def write_index(directory, weight_map):
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_headers_say_dtype_shape_and_file(file):
+    tensors = Checkpoint.open(file.parent).tensors
+    assert {name: (info.dtype, info.shape, info.file) for name, info in tensors.items()} == {
+        "a": ("F32", (2, 3), file),
+        "b": ("BF16", (4,), file),
+    }
+
+
+def test_tensors_of_all_files_are_loaded(tmp_path):
+    save_file({"a": TENSORS["a"]}, tmp_path / "1.safetensors")
+    save_file({"b": TENSORS["b"]}, tmp_path / "2.safetensors")
+    loaded = dict(Checkpoint.open(tmp_path).load())
+    assert loaded.keys() == TENSORS.keys()
+    assert all(torch.equal(loaded[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_files_that_the_index_does_not_name_are_left_alone(tmp_path):
+    save_file({"a": TENSORS["a"]}, tmp_path / "1.safetensors")
+    save_file({"a": TENSORS["b"]}, tmp_path / "consolidated.safetensors")
+    write_index(tmp_path, {"a": "1.safetensors"})
+    assert dict(Checkpoint.open(tmp_path).load())["a"].shape == (2, 3)
+
+
+def test_a_shard_that_the_index_names_but_is_not_there_is_an_error(file):
+    write_index(file.parent, {"a": file.name, "b": "model-2.safetensors", "c": "model-3.safetensors"})
+    with pytest.raises(ValueError, match=r"index\.json names files that are not there: model-2.*, model-3"):
+        Checkpoint.open(file.parent)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}'])
+def test_an_index_that_is_none_is_an_error_that_names_it(file, text):
+    (file.parent / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json .*weight_map"):
+        Checkpoint.open(file.parent)
+
+
+def test_pickles_are_refused(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(ValueError, match=r"no \*\.safetensors file: it holds pickles \(pytorch_model\.bin\)"):
+        Checkpoint.open(tmp_path)
+
+
+def test_pickles_beside_safetensors_are_not_looked_at(file):
+    (file.parent / "pytorch_model.bin").write_bytes(b"anything")
+    assert Checkpoint.open(file.parent).tensors.keys() == TENSORS.keys()
+
+
+def test_an_empty_directory_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"no \*\.safetensors file: it holds none"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_file_cut_off_in_its_tensors_names_those_beyond_its_end(file):
+    content = file.read_bytes()
+    file.write_bytes(content[:-2])
+    header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
+    last = max((name for name in TENSORS), key=lambda name: header[name]["data_offsets"][1])
+    with pytest.raises(ValueError, match=f"model.safetensors is damaged: .*; beyond its end: {last}"):
+        Checkpoint.open(file.parent)
+
+
+@pytest.mark.parametrize("length", [0, 5, 8, 30])
+def test_a_file_cut_off_in_its_header_is_an_error(file, length):
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(ValueError, match=r"model\.safetensors is cut off or is no safetensors file"):
+        Checkpoint.open(file.parent)
+
+
+def test_bytes_after_the_last_tensor_are_an_error(file):
+    file.write_bytes(file.read_bytes() + b"x")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: \d+ bytes where its header describes \d+\."):
+        Checkpoint.open(file.parent)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"not json", b"[1, 2]", b'{"a": 1}', b'{"a": {"dtype": "F32"}}', b'\xff\xfe{"a"'],
+    ids=["text", "a list", "no entry", "half an entry", "no UTF-8"],
+)
+def test_a_header_that_is_none_is_an_error(tmp_path, header):
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(ValueError, match=r"model\.safetensors is no safetensors file"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_config_is_a_json_object(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        read_config_json(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        read_config_json(tmp_path)
+    config.write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json holds a list, not a JSON object"):
+        read_config_json(tmp_path)
+    config.write_text('{"a": 1}')
+    assert read_config_json(tmp_path) == {"a": 1}

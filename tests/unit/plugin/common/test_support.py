@@ -1,0 +1,34 @@
+"""The support tables are the registry's, in each of their forms."""
+
+from __future__ import annotations
+
+import json
+
+from atom_core.models.registry import MODELS
+from atom_plugin.common import support
+
+
+def test_every_registered_architecture_has_a_row_a_device():
+    rows = support.support_rows()
+    assert {row.architecture for row in rows} == set(MODELS)
+    devices = [row.device for row in rows if row.architecture == "Qwen3ForCausalLM" and row.framework == "vllm"]
+    assert devices == ["cpu", "cuda", "rocm"]
+    assert len(set(rows)) == len(rows)
+
+
+def test_json_has_every_combination():
+    rows = support.support_rows()
+    objects = json.loads(support.as_json(rows))
+    assert len(objects) == len(rows)
+    assert objects[0].keys() == {"architecture", "family", "framework", "quantization", "device"}
+
+
+def test_markdown_has_a_line_an_architecture_and_framework():
+    lines = support.as_markdown(support.support_rows()).splitlines()
+    assert lines[0] == "| Architecture | Family | Framework | Quantisation | Devices |"
+    assert "| `Qwen3ForCausalLM` | Qwen3 | vllm | none | cpu, cuda, rocm |" in lines
+    assert len(lines) == 2 + len(MODELS) * len(support.FRAMEWORKS)
+
+
+def test_each_refused_flag_has_a_reason():
+    assert all(item.flag.startswith("-") and item.reason for item in support.REFUSED_FLAGS)
