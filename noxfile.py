@@ -183,14 +183,14 @@ def _report(session: nox.Session, name: str) -> Path:
 
 
 def _pytest(
-    session: nox.Session, environment: Environment, name: str, folder: str, *args: str, **variables: str
+    session: nox.Session, environment: Environment, name: str, folders: str, *args: str, **variables: str
 ) -> None:
-    """Pytest over `folder`, or over the paths among the arguments after `--`."""
-    if not any((ROOT / folder).rglob("test_*.py")):
-        session.warn(f"There are no tests in {folder}.")
-        raise NoTests(folder)
+    """Pytest over `folders`, a space between them, or over the paths among the arguments after `--`."""
+    if not any(path for folder in folders.split() for path in (ROOT / folder).rglob("test_*.py")):
+        session.warn(f"There are no tests in {folders}.")
+        raise NoTests(folders)
     named = any((ROOT / argument.partition("::")[0]).exists() for argument in session.posargs)
-    selection = session.posargs if named else [folder, *args, *session.posargs]
+    selection = session.posargs if named else [*folders.split(), *args, *session.posargs]
     environment.run(session, "-m", "pytest", f"--junitxml={_report(session, name)}", *selection, **variables)
 
 
@@ -226,12 +226,15 @@ def _contract(session: nox.Session) -> None:
     _pytest(session, _core_environment(session), "contract", "tests/contract")
 
 
+def _lm_eval(session: nox.Session) -> str:
+    """The scoring client's command. It has an environment of its own, as a server's users do."""
+    return str(_environment(session, "evaluation", _group("evaluation"), package=False).path / "bin" / "lm_eval")
+
+
 def _vllm(session: nox.Session, version: str, *args: str) -> None:
-    # The scoring client has an environment of its own, as a server's users do; tests find its command in LM_EVAL.
-    client = _environment(session, "evaluation", _group("evaluation"), package=False)
-    lm_eval = str(client.path / "bin" / "lm_eval")
     environment = _vllm_environment(session, version)
-    _pytest(session, environment, f"vllm-{version}", "tests/integration/vllm", *args, LM_EVAL=lm_eval)
+    folders = "tests/contract/vllm tests/integration/vllm"
+    _pytest(session, environment, f"vllm-{version}", folders, *args, LM_EVAL=_lm_eval(session))
 
 
 def _docs(session: nox.Session) -> None:
@@ -359,8 +362,13 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The benchmarks, beside the framework's own model in one run."""
-    _vllm_environment(session, NEWEST_VLLM).run(session, "-m", "benchmarks", *session.posargs)
+    """A benchmark beside the framework's own model in one run: `nox -s bench -- parity | accuracy | vllm_offline`."""
+    known = sorted(path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py"))
+    name, *arguments = session.posargs or [""]
+    if name not in known:
+        session.error(f"name a benchmark after --: {', '.join(known)}")
+    variables = {"LM_EVAL": _lm_eval(session), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    _vllm_environment(session, NEWEST_VLLM).run(session, "-m", f"benchmarks.{name}", *arguments, **variables)
 
 
 @nox.session

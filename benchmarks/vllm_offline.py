@@ -1,7 +1,7 @@
 """Native vLLM and atom side by side, offline, on one machine in one run.
 
-    python benchmarks/vllm_offline.py                                   # a 190M random Qwen3, as on a CPU
-    python benchmarks/vllm_offline.py --model DIR --batches 1 8 64      # any local checkpoint
+    python -m benchmarks.vllm_offline                                   # a 190M random Qwen3, as on a CPU
+    python -m benchmarks.vllm_offline --model DIR --batches 1 8 64      # any local checkpoint
 
 Native and atom alternate, each engine in a process of its own; a figure is the median over the rounds, and only ratios
 within one run mean anything. For each batch size: seconds to the first token (prefill), seconds a token after that
@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-IMPLEMENTATIONS = {"native": "auto", "atom": "atom"}
+from benchmarks import IMPLEMENTATIONS
+
 #: A decoder of 190M parameters: large enough that products dominate, small enough for two cores.
 RANDOM_QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -134,7 +135,8 @@ def run_rounds(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]
     for index in range(arguments.rounds + arguments.warm_rounds):
         order = list(IMPLEMENTATIONS) if index % 2 == 0 else list(reversed(IMPLEMENTATIONS))
         for name in order:
-            command = [sys.executable, __file__, *sys.argv[1:], "--model", arguments.model, "--measure", name]
+            command = [sys.executable, "-m", "benchmarks.vllm_offline", *sys.argv[1:]]
+            command += ["--model", arguments.model, "--measure", name]
             if arguments.model_is_random:
                 command += ["--load-format", "dummy"]
             with tempfile.NamedTemporaryFile(suffix=".json") as report:

@@ -181,7 +181,7 @@ class FillCpuCache:
         return q.unflatten(1, (heads, dim))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        rows = x.reshape(-1, self.spec.head_dim)
+        rows = x.reshape(-1, self.spec.head_dim).contiguous()  # one head alone reshapes to a view, strides and all
         out = torch.empty_like(rows)
         torch.ops._C.rms_norm(out, rows, weight, eps)
         return out.view(x.shape)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.atom_plugin")
 
 _SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "instanttensor")
+_SPECULATION = ("draft_model", "ngram", "ngram_gpu", "suffix")
 _CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -79,7 +80,10 @@ def _refuse_platform() -> None:
 
 
 def _refuse_features(vllm_config: VllmConfig) -> None:
+    from vllm import envs
+
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    speculation = None if vllm_config.speculative_config is None else vllm_config.speculative_config.method
     refusals = (
         (vllm_config.lora_config is not None, "LoRA adapters (--enable-lora)"),
         (
@@ -95,6 +99,11 @@ def _refuse_features(vllm_config: VllmConfig) -> None:
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
         (bool(getattr(parallel, "enable_dbo", False)), "dual-batch overlap (--enable-dbo)"),
         (_offloads(vllm_config), "weight offloading (--cpu-offload-gb)"),
+        (bool(envs.VLLM_BATCH_INVARIANT), "batch-invariant kernels (VLLM_BATCH_INVARIANT=1)"),
+        (
+            speculation is not None and speculation not in _SPECULATION,
+            f"speculative decoding by {speculation!r}; it does by {', '.join(_SPECULATION)}",
+        ),
         (
             vllm_config.load_config.load_format not in _SAFETENSORS_FORMATS,
             f"--load-format {vllm_config.load_config.load_format}; checkpoints are read as safetensors "
@@ -174,3 +183,6 @@ def _route_draft(vllm_config: VllmConfig) -> None:
         _rewrite(draft, names[0])
     else:
         logger.info("--model-impl atom: the draft model %s is vLLM's own", ", ".join(names))
+    # The V1 runner gives a draft the block table of the first cache group, whichever group the draft's layers are in.
+    # Layers with other windows than the target's would be a group of their own and overwrite the target's cache.
+    vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True

@@ -142,10 +142,17 @@ class TritonAttention:
 
     def __init__(self, spec: PagedAttentionSpec) -> None:
         self.spec = spec
-        self.group = spec.num_heads // spec.num_kv_heads
-        # tl.dot wants at least 16 rows; larger tiles of queries pay for prefill and cost decode little.
-        self.block_m = max(16, triton.next_power_of_2(self.group))
-        self.block_q = max(1, self.block_m // self.group)
+        self.group: int = spec.num_heads // spec.num_kv_heads
+        self.decode_rows: int = max(16, triton.next_power_of_2(self.group))  # tl.dot wants at least 16
+
+    def _rows(self, max_query_len: int, d_padded: int) -> int:
+        """Rows of a tile: as few as can be where each request has few queries, else enough to reuse keys.
+
+        Any choice is right for any batch, so a graph captured with one may replay with other lengths.
+        """
+        if max_query_len * self.group <= self.decode_rows:
+            return self.decode_rows
+        return max(self.decode_rows, 64 if d_padded * self.spec.dtype.itemsize <= 256 else 32)
 
     def _keys_a_tile(self, d_padded: int) -> int:
         """64, or as many fewer as keep two tiles of keys and values within the 64 KiB of shared memory of gfx942."""
@@ -171,8 +178,10 @@ class TritonAttention:
         spec = self.spec
         assert q.stride(-1) == cache.key.stride(-1) == cache.value.stride(-1) == out.stride(-1) == 1
         num_requests = metadata.seq_lens.shape[0]
-        grid = (q.shape[0] // self.block_q + num_requests, spec.num_kv_heads)
         d_padded = max(16, triton.next_power_of_2(spec.head_dim))
+        block_m = self._rows(metadata.max_query_len, d_padded)
+        block_q = max(1, block_m // self.group)
+        grid = (q.shape[0] // block_q + num_requests, spec.num_kv_heads)
         _attention[grid](
             q,
             cache.key,
@@ -196,8 +205,8 @@ class TritonAttention:
             GROUP=self.group,
             D=spec.head_dim,
             D_PADDED=d_padded,
-            BLOCK_Q=self.block_q,
-            BLOCK_M=self.block_m,
+            BLOCK_Q=block_q,
+            BLOCK_M=block_m,
             BLOCK_N=self._keys_a_tile(d_padded),
             WINDOW=spec.window or 0,
             HAS_CAP=bool(spec.soft_cap),

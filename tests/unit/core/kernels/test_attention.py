@@ -10,20 +10,18 @@ from tests.kernel_cases import ATTENTION_CASES, attention_batch, check_attention
 
 CPU = torch.device("cpu")
 
-
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
-def test_the_reference_answers_as_token_by_token(case):
-    check_attention(ReferenceAttention(case.spec(torch.float32)), attention_batch(case, torch.float32, CPU))
+every_case = pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_reference_rounds_once(dtype):
-    case = ATTENTION_CASES[3]
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_reference_answers_as_token_by_token(case, dtype):
     check_attention(ReferenceAttention(case.spec(dtype)), attention_batch(case, dtype, CPU))
 
 
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
-def test_the_triton_kernel_answers_as_token_by_token(case):
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter multiplies no bfloat16
+def test_the_triton_kernel_answers_as_token_by_token(case, dtype):
     from atom_core.kernels.attention.triton_kernel import TritonAttention
 
-    check_attention(TritonAttention(case.spec(torch.float32)), attention_batch(case, torch.float32, CPU))
+    check_attention(TritonAttention(case.spec(dtype)), attention_batch(case, dtype, CPU))

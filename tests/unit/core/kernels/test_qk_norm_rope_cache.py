@@ -12,14 +12,18 @@ from tests.kernel_cases import QKV_CASES, check_qkv
 
 CPU = torch.device("cpu")
 
-
-@pytest.mark.parametrize("case", QKV_CASES, ids=str)
-def test_the_reference_norms_rotates_and_writes(case):
-    check_qkv(case, partial(qk_norm_rope_cache, spec=case.spec(torch.float32)), torch.float32, CPU)
+every_case = pytest.mark.parametrize("case", QKV_CASES, ids=str)
 
 
-@pytest.mark.parametrize("case", QKV_CASES, ids=str)
-def test_the_triton_kernel_norms_rotates_and_writes(case):
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_reference_norms_rotates_and_writes(case, dtype):
+    check_qkv(case, partial(qk_norm_rope_cache, spec=case.spec(dtype)), dtype, CPU)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter cuts bfloat16 off
+def test_the_triton_kernel_norms_rotates_and_writes(case, dtype):
     from atom_core.kernels.qk_norm_rope_cache.triton_kernel import qk_norm_rope_cache as launch
 
-    check_qkv(case, partial(launch, spec=case.spec(torch.float32)), torch.float32, CPU)
+    check_qkv(case, partial(launch, spec=case.spec(dtype)), dtype, CPU)

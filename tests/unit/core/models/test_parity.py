@@ -12,6 +12,7 @@ from tests.unit.core.hugging_face import (
     FAMILIES,
     LOGITS_TOLERANCE,
     MAX_POSITION,
+    bfloat16_distances,
     distance,
     greedy,
     logits,
@@ -105,7 +106,5 @@ def test_greedy_tokens_are_equal_in_a_batch_of_prompts(tmp_path, family):
 @every_family
 def test_bfloat16_is_as_near_to_the_truth_as_hugging_face(tmp_path, family):
     model = make_model(tmp_path, make_config(family))
-    truth = logits(model, TOKENS)
-    ours = distance(Runner(tmp_path, dtype=torch.bfloat16).logits(TOKENS), truth)
-    theirs = distance(logits(model.to(torch.bfloat16), TOKENS), truth)
+    ours, theirs = bfloat16_distances(model, Runner(tmp_path, dtype=torch.bfloat16).logits)
     assert ours <= BF16_RATIO * theirs

@@ -1,0 +1,11 @@
+"""Measurements beside the framework's own model, on one machine in one run: `nox -s bench -- NAME`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CHECKPOINTS = ROOT / "tests" / "checkpoints"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+#: What is compared, and the `--model-impl` of each.
+IMPLEMENTATIONS = {"native": "auto", "atom": "atom"}

@@ -1,0 +1,137 @@
+"""Every Triton kernel compiles for the GPUs that we name, as its launcher launches it; no GPU is needed for that.
+
+What the launcher would launch is recorded, and compiled ahead of time for each architecture. What a block needs of
+shared memory must be there: more than the hardware has is an error at the first launch only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from atom_core.kernels.attention import triton_kernel as attention_kernel
+from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qkv_kernel
+from tests.kernel_cases import AttentionCase, QkvCase, attention_batch, check_attention, check_qkv
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """An architecture and the shared memory that one block may have there."""
+
+    target: GPUTarget
+    shared_memory: int
+
+    def __str__(self) -> str:
+        return str(self.target.arch)
+
+
+# CDNA 3 and 4 whitepapers; CUDA programming guide, technical specifications of compute capability 9.0.
+GPUS = (
+    Gpu(GPUTarget("hip", "gfx942", 64), 64 * KIB),
+    Gpu(GPUTarget("hip", "gfx950", 64), 160 * KIB),
+    Gpu(GPUTarget("cuda", 90, 32), 227 * KIB),
+)
+
+#: Tiles are of other sizes where each request has one query than where some have many.
+BATCHES = {"decode": ((9, 1), (15, 1)), "prefill": ((9, 1), (0, 40))}
+ATTENTION = {
+    "Qwen3 8B, bfloat16": (AttentionCase("", (), heads=8, kv_heads=2, dim=128), torch.bfloat16),
+    "all features, float16": (
+        AttentionCase("", (), heads=8, kv_heads=1, dim=64, page_size=64, window=128, soft_cap=30.0, sinks=True),
+        torch.float16,
+    ),
+    "the largest head, bfloat16": (AttentionCase("", (), heads=8, kv_heads=4, dim=256), torch.bfloat16),
+    "the largest head, float32": (AttentionCase("", (), heads=8, kv_heads=4, dim=256), torch.float32),
+    "an odd head, one token a page, bfloat16": (AttentionCase("", (), dim=80, page_size=1), torch.bfloat16),
+}
+QKV = {
+    "Qwen3 8B, bfloat16": (QkvCase("", heads=8, dim=128, rotary_dim=128, qk_norm=True), torch.bfloat16),
+    "interleaved and partial, float16": (QkvCase("", dim=64, rotary_dim=32, interleaved=True), torch.float16),
+    "an odd head, float32": (QkvCase("", dim=80, rotary_dim=80, page_size=64), torch.float32),
+}
+
+
+class Launched(Exception):
+    """Instead of a launch: its arguments."""
+
+    def __init__(self, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        self.arguments, self.constants = arguments, constants
+
+
+class Recorder:
+    """Stands in for a kernel."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            raise Launched(arguments, constants)
+
+        return launch
+
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def type_of(argument: Any) -> str:
+    if argument is None:
+        return "constexpr"
+    if isinstance(argument, torch.Tensor):
+        return POINTERS[argument.dtype]
+    return "fp32" if isinstance(argument, float) else "i32"
+
+
+def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> None:
+    assert isinstance(kernel, JITFunction), (
+        "with TRITON_INTERPRET set nothing is compiled: run this apart from tests/unit"
+    )
+    positional = dict(zip(kernel.arg_names, launched.arguments, strict=False))
+    signature = {name: type_of(value) for name, value in positional.items()}
+    signature |= dict.fromkeys(launched.constants, "constexpr")
+    constants = {**launched.constants, **{name: None for name, value in positional.items() if value is None}}
+    compiled = triton.compile(ASTSource(kernel, signature, constants), target=gpu.target)
+    assert compiled.metadata.shared <= gpu.shared_memory
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_compiles(monkeypatch, name, batch, gpu):
+    layer, dtype = ATTENTION[name]
+    case = replace(layer, requests=BATCHES[batch])
+    kernel = attention_kernel._attention
+    monkeypatch.setattr(attention_kernel, "_attention", Recorder())
+    with pytest.raises(Launched) as launched:
+        check_attention(attention_kernel.TritonAttention(case.spec(dtype)), attention_batch(case, dtype, CPU))
+    compile_launch(kernel, launched.value, gpu)
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+@pytest.mark.parametrize("name", QKV)
+def test_qk_norm_rope_cache_compiles(monkeypatch, name, gpu):
+    case, dtype = QKV[name]
+    kernel = qkv_kernel._qk_norm_rope_cache
+    monkeypatch.setattr(qkv_kernel, "_qk_norm_rope_cache", Recorder())
+    with pytest.raises(Launched) as launched:
+        check_qkv(case, partial(qkv_kernel.qk_norm_rope_cache, spec=case.spec(dtype)), dtype, CPU)
+    compile_launch(kernel, launched.value, gpu)

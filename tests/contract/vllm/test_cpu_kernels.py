@@ -1,0 +1,143 @@
+"""vLLM's CPU kernels compute our ops: what we contribute from them answers as the reference does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+
+from atom_core.kernels.gated_activation import GatedActivationSpec
+from atom_core.kernels.gated_activation.reference import gated_activation
+from atom_core.kernels.linear import LinearSpec
+from atom_core.kernels.qk_norm_rope import QkvWeights
+from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
+from atom_core.kernels.rms_norm import RmsNormSpec
+from atom_core.kernels.rms_norm.reference import rms_norm
+from atom_core.kernels.select import Target
+from atom_plugin.vllm import cpu_kernels
+from tests.kernel_cases import AttentionCase, QkvCase, assert_close, attention_batch, check_attention
+
+pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
+
+CPU = torch.device("cpu")
+PAGE = 32
+BATCH = ((40, 1), (0, 9), (31, 1), (32, 5), (0, 1))
+LAYERS = (
+    {"heads": 4, "kv_heads": 2, "dim": 64},
+    {"heads": 4, "kv_heads": 4, "dim": 128},
+    {"heads": 8, "kv_heads": 1, "dim": 32},
+    {"heads": 4, "kv_heads": 2, "dim": 64, "window": 7},
+    {"heads": 4, "kv_heads": 2, "dim": 64, "soft_cap": 2.0},
+    {"heads": 4, "kv_heads": 2, "dim": 64, "sinks": True},
+)
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def reason_against(spec, block_size=PAGE):
+    """Why the attention kernel cannot run; None if it can."""
+    return cpu_kernels._attention_supports(spec, Target("cpu", ""), block_size=block_size)
+
+
+@every_dtype
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_attention_over_pages_in_its_own_order(layer, dtype):
+    case = AttentionCase("", BATCH, page_size=PAGE, **layer)
+    spec = case.spec(dtype)
+    assert reason_against(spec) is None
+    batch = attention_batch(case, dtype, CPU)
+    if batch.sinks is not None:
+        batch = replace(batch, sinks=batch.sinks.bfloat16())  # vLLM 0.30 takes no other dtype
+    kernel = cpu_kernels.CpuAttention(spec, PAGE)
+    shape = (batch.cache.key.shape[0], case.kv_heads, PAGE, 2 * case.dim)
+    cache = cpu_kernels.view_pages(torch.zeros(shape, dtype=dtype), case.dim)
+    for request, length in enumerate(batch.metadata.seq_lens.tolist()):
+        positions = torch.arange(length)
+        pages = batch.metadata.page_table[request, positions // PAGE].long()
+        keys, values = (side[pages, :, positions % PAGE] for side in (batch.cache.key, batch.cache.value))
+        ops.cpu_attn_reshape_and_cache(
+            keys, values, cache.key, cache.value, pages * PAGE + positions % PAGE, kernel.isa
+        )
+    metadata = batch.metadata.with_plans({kernel.plan_key(): kernel.plan(batch.metadata)})
+    check_attention(kernel, replace(batch, cache=cache, metadata=metadata))
+
+
+@pytest.mark.parametrize(
+    ("change", "block_size", "reason"),
+    [
+        ({"dim": 20}, PAGE, "head sizes"),
+        ({}, 16, "pages of a multiple of 32 tokens, not 16"),
+    ],
+    ids=str,
+)
+def test_what_its_attention_cannot_do_is_said(change, block_size, reason):
+    spec = AttentionCase("", BATCH, **{"dim": 64, **change}).spec(torch.bfloat16)
+    assert reason in reason_against(spec, block_size)
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    "case",
+    [
+        QkvCase("neox", dim=64, rotary_dim=64),
+        QkvCase("interleaved", dim=64, rotary_dim=64, interleaved=True),
+        QkvCase("q/k norm", dim=128, rotary_dim=128, qk_norm=True),
+        QkvCase("half of a head rotated", dim=64, rotary_dim=32),
+    ],
+    ids=str,
+)
+def test_queries_are_normed_and_rotated(case, dtype):
+    torch.manual_seed(0)
+    spec = case.spec(dtype)
+    qkv = torch.randn(case.tokens, (case.heads + 2 * case.kv_heads) * case.dim).to(dtype)
+    positions = torch.randint(50, (case.tokens,))
+    angles = torch.rand(50, case.rotary_dim // 2) * 6.28
+    # vLLM's table is in the model's dtype, so the one that both read is too.
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype).float()
+    norms = [torch.rand(case.dim).to(dtype) + 0.5 for _ in range(2)] if case.qk_norm else []
+    weights = QkvWeights(table, *norms, eps=1e-6)
+    wide = QkvWeights(table, *(norm.float() for norm in norms), eps=1e-6)
+    expected, _, _ = qk_norm_rope(qkv.float(), positions, wide, spec=replace(spec, dtype=torch.float32))
+    cache = cpu_kernels.view_pages(torch.zeros(4, case.kv_heads, PAGE, 2 * case.dim, dtype=dtype), case.dim)
+    fill = cpu_kernels.FillCpuCache(spec, PAGE, cpu_kernels.RopeTables())
+    assert_close(fill(qkv, positions, weights, cache, torch.arange(case.tokens)), expected.double())
+
+
+@every_dtype
+def test_norm_alone_and_with_a_residual(dtype):
+    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((5, 64), (5, 64), (64,)))
+    assert cpu_kernels._norm_supports(RmsNormSpec(64, dtype), Target("cpu", "")) is None
+    for given in (None, residual):
+        expected, total = rms_norm(x, weight, 1e-5, given)
+        found, summed = cpu_kernels._rms_norm(x.clone(), weight, 1e-5, None if given is None else given.clone())
+        assert_close(found, expected.double())
+        assert summed is None if given is None else torch.equal(summed, total)
+
+
+@every_dtype
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gated_activations(activation, dtype):
+    x = torch.randn(5, 128).to(dtype)
+    kernel = cpu_kernels._build_activation(GatedActivationSpec(activation, 64, dtype), Target("cpu", ""))
+    assert_close(kernel(x), gated_activation(x.float(), activation).double())
+
+
+@every_dtype
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_product_needs_the_layers_weight_no_more(bias, dtype):
+    x, weight = torch.randn(3, 64).to(dtype), torch.randn(96, 64).to(dtype)
+    offset = torch.randn(96).to(dtype) if bias else None
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    kernel = cpu_kernels.PackedLinear()
+    freed = kernel.adopt(weight, offset)
+    given = torch.empty(0, dtype=dtype) if freed else weight
+    assert_close(kernel(x, given, offset), expected)
+    if bias:  # as a row-parallel layer does on all ranks but the first
+        assert_close(kernel(x, given, None), x.double() @ weight.double().T)
+
+
+def test_a_weight_that_the_embedding_reads_too_is_not_packed():
+    spec = LinearSpec(64, 96, False, torch.bfloat16, shares_weight=True)
+    assert "in memory twice" in cpu_kernels._linear_supports(spec, Target("cpu", ""))

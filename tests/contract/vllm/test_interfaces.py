@@ -1,0 +1,89 @@
+"""Our layer, backends, metadata builder and models fill vLLM's interfaces: nothing abstract is left, no override
+takes other arguments than what it overrides.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
+
+from atom_core.models.registry import supported_architectures
+from atom_plugin.vllm import attention, models
+
+pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
+
+BACKENDS = (
+    attention.AtomAttentionBackend,
+    attention.AtomGraphAttentionBackend,
+    attention.AtomCpuAttentionBackend,
+)
+OURS = (
+    *((backend, AttentionBackend) for backend in BACKENDS),
+    (attention.AtomMetadataBuilder, AttentionMetadataBuilder),
+    (attention.AtomGraphMetadataBuilder, AttentionMetadataBuilder),
+    (attention.VllmPagedAttention, AttentionLayerBase),
+)
+
+each_class = pytest.mark.parametrize(("ours", "theirs"), OURS, ids=lambda cls: cls.__name__)
+
+
+@each_class
+def test_nothing_abstract_is_left(ours, theirs):
+    assert issubclass(ours, theirs)
+    assert not getattr(ours, "__abstractmethods__", ())
+
+
+@each_class
+def test_an_override_takes_what_it_overrides(ours, theirs):
+    for name, method in inspect.getmembers(ours, callable):
+        inherited = getattr(theirs, name, None)
+        if name.startswith("__") or inherited is None or method == inherited:
+            continue
+        mine, base = (list(inspect.signature(it).parameters) for it in (method, inherited))
+        assert mine[: len(base)] == base, f"{ours.__name__}.{name}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda cls: cls.__name__)
+def test_a_backend_declares_by_methods_that_vllm_has(backend):
+    declared = {name for base in backend.__mro__ if base.__module__ == attention.__name__ for name in vars(base)}
+    unknown = {name for name in declared if not name.startswith("_")} - set(dir(AttentionBackend))
+    assert not unknown
+    assert all(isinstance(size, MultipleOf) for size in backend.get_supported_kernel_block_sizes())
+    assert backend.supported_kv_cache_layouts()
+
+
+def test_only_kernels_without_lengths_in_their_launches_are_captured_whole():
+    assert attention.AtomGraphMetadataBuilder._cudagraph_support == AttentionCGSupport.ALWAYS
+    assert attention.AtomMetadataBuilder._cudagraph_support == AttentionCGSupport.NEVER
+
+
+@pytest.mark.parametrize("architecture", supported_architectures())
+def test_every_architecture_has_a_model_for_vllm(architecture):
+    model_class = getattr(models, f"Atom{architecture}")
+    assert issubclass(model_class, models.AtomForCausalLM)
+    assert isinstance(model_class.supports_pp, bool)
+
+
+@pytest.mark.parametrize("name", ["embed_input_ids", "forward", "compute_logits"])
+def test_a_model_takes_what_vllm_passes(name):
+    ours = inspect.signature(getattr(models.AtomForCausalLM, name)).parameters
+    theirs = inspect.signature(getattr(VllmModelForTextGeneration, name)).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+
+
+def test_a_model_is_built_from_a_configuration_and_a_prefix():
+    inspect.signature(models.AtomForCausalLM.__init__).bind("self", vllm_config=VllmConfig, prefix="")
+
+
+def test_the_op_is_registered_with_what_it_writes_to():
+    import torch
+
+    schema = torch.ops.atom.attention.default._schema
+    written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
+    assert [argument.name for argument in schema.arguments] == ["qkv", "positions", "out", "layer_name"]
+    assert written == {"qkv", "out"}

@@ -1,0 +1,44 @@
+"""Whole models on this GPU, with the kernels that a GPU gets, beside Hugging Face's on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atom_core.standalone import Runner
+from tests.unit.core.hugging_face import (
+    FAMILIES,
+    LOGITS_TOLERANCE,
+    bfloat16_distances,
+    distance,
+    greedy,
+    logits,
+    make_config,
+    make_model,
+    random_tokens,
+)
+
+GPU = torch.device("cuda")
+TOKENS = random_tokens(40)
+#: How much farther from the float32 truth our bfloat16 may be than Hugging Face's.
+BF16_RATIO = 2.0
+
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=str)
+
+
+@every_family
+def test_logits_and_greedy_tokens_are_hugging_faces(tmp_path, family):
+    model = make_model(tmp_path, make_config(family))
+    runner = Runner(tmp_path, device=GPU)
+    chosen = {choice.op: choice.implementation for choice in runner.runtime.kernels.choices()}
+    assert chosen["attention"] == chosen["qk_norm_rope_cache"] == "triton"
+    assert distance(runner.logits(TOKENS).cpu(), logits(model, TOKENS)) <= LOGITS_TOLERANCE
+    prompts = [TOKENS[:20], TOKENS[3:4], TOKENS[5:21]]
+    assert runner.generate(prompts, 20) == [greedy(model, prompt, 20) for prompt in prompts]
+
+
+@every_family
+def test_bfloat16_is_as_near_to_the_truth_as_hugging_face(tmp_path, family):
+    model = make_model(tmp_path, make_config(family))
+    ours, theirs = bfloat16_distances(model, Runner(tmp_path, device=GPU, dtype=torch.bfloat16).logits)
+    assert ours <= BF16_RATIO * theirs

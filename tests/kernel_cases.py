@@ -1,0 +1,361 @@
+"""Attention batches and qkv shapes that every kernel must get right, and what it must answer.
+
+The same cases run on a CPU (the reference; the Triton kernels under Triton's interpreter) and on a GPU. What is
+expected is worked out here one token at a time in float64, from contiguous keys and values that never saw a page.
+
+Whatever a kernel must not read is NaN: pages of nobody, slots past a request's length, the rows of the page table
+past its pages (they point to such a page), and what it must write.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import accumulate, permutations
+
+import torch
+
+from atom_core.kernels.attention import PagedAttentionKernel, PagedAttentionSpec
+from atom_core.kernels.attention.reference import ReferenceAttention
+from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
+from atom_core.kernels.qk_norm_rope_cache import QkNormRopeCacheKernel
+from atom_core.metadata import AttentionMetadata, KVCacheView
+
+NAN = float("nan")
+
+#: Largest |difference| to the float64 answer, as a share of the answer's largest magnitude. Sums are float32: a few
+#: units in its last place. The 16-bit types round up to three times, each by half a unit of the largest number (2^-8,
+#: 2^-11 of it): q and k after the norm, both partners of a rotation, and the result; in attention, probabilities before
+#: the second product, and the result.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3 * 2**-8, torch.float16: 3 * 2**-11}
+
+#: Every order in which a cache may lay out pages (P), heads (H) and tokens (N); a head's numbers are innermost.
+STORAGE_ORDERS = tuple("".join(order) for order in permutations("PHN"))
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One attention layer and one batch."""
+
+    name: str
+    requests: tuple[tuple[int, int], ...]
+    """(tokens cached before, new tokens) of each request."""
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    page_size: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    storage: str = "PHN"
+    packed: bool = True
+    """Keys and values side by side in one tensor, as in vLLM; else two tensors with a gap after each head."""
+    padded_requests: int = 0
+    padded_tokens: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+    def spec(self, dtype: torch.dtype) -> PagedAttentionSpec:
+        """What a kernel is built with."""
+        return PagedAttentionSpec(
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.dim,
+            scale=self.dim**-0.5,
+            dtype=dtype,
+            cache_dtype=dtype,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+        )
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """A case's tensors, and the answer."""
+
+    q: torch.Tensor
+    cache: KVCacheView
+    metadata: AttentionMetadata
+    sinks: torch.Tensor | None
+    expected: torch.Tensor
+    """float64 ``[tokens that are not padding, H, D]``."""
+
+
+_MIXED = ((9, 1), (0, 5), (20, 1), (7, 6))
+
+ATTENTION_CASES = (
+    AttentionCase("prefill", ((0, 7), (0, 1), (0, 19))),
+    AttentionCase("decode", ((0, 1), (15, 1), (16, 1), (40, 1))),
+    AttentionCase("decode of several tokens each", ((12, 3), (16, 3), (30, 3))),
+    AttentionCase("decode and prefill mixed", _MIXED),
+    AttentionCase("prefill in chunks", ((0, 8), (8, 8), (16, 8), (24, 3))),
+    AttentionCase("lengths at page borders", ((14, 1), (15, 1), (16, 1), (31, 1), (0, 16), (16, 16), (0, 17))),
+    AttentionCase("one key/value head", _MIXED, heads=4, kv_heads=1),
+    AttentionCase("a key/value head for each query head", _MIXED, heads=3, kv_heads=3),
+    AttentionCase("three query heads a group", _MIXED, heads=6, kv_heads=2),
+    AttentionCase("more query heads a group than a tile has rows", ((9, 1), (0, 3)), heads=20, kv_heads=1),
+    AttentionCase("one token a page", _MIXED, page_size=1),
+    AttentionCase("64 tokens a page", ((62, 1), (63, 1), (64, 1), (0, 5), (60, 8)), page_size=64),
+    AttentionCase("longer than one tile of keys", ((70, 1), (127, 1), (128, 1), (60, 9)), page_size=16),
+    AttentionCase("head size 20", _MIXED, dim=20),
+    AttentionCase("head size 80", ((9, 1), (0, 5)), dim=80),
+    AttentionCase("a window", ((3, 1), (4, 1), (40, 1), (0, 13), (30, 6)), window=5),
+    AttentionCase("a window of the query alone", _MIXED, window=1),
+    AttentionCase("a window longer than a tile", ((100, 1), (99, 9), (0, 3)), window=70),
+    AttentionCase("soft cap", _MIXED, soft_cap=0.7),
+    AttentionCase("sinks", _MIXED, sinks=True),
+    AttentionCase("sinks, window and soft cap", ((40, 1), (0, 9), (20, 4)), window=6, soft_cap=2.0, sinks=True),
+    AttentionCase("padded requests and tokens", _MIXED, padded_requests=3, padded_tokens=4),
+    AttentionCase("keys and values apart", _MIXED, packed=False),
+    *(AttentionCase(f"cache stored as {order}", _MIXED, storage=order) for order in STORAGE_ORDERS[1:]),
+)
+
+
+def attention_batch(
+    case: AttentionCase, dtype: torch.dtype, device: torch.device, seed: int = 0, by_token: bool = True
+) -> AttentionBatch:
+    """The tensors of ``case``; ``by_token=False`` has the answer from the reference, for batches of many tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    lengths = [before + new for before, new in case.requests]
+    keys = [random(length, case.kv_heads, case.dim) for length in lengths]
+    values = [random(length, case.kv_heads, case.dim) for length in lengths]
+    num_real = sum(new for _, new in case.requests)
+    q = random(num_real + case.padded_tokens, case.heads, case.dim)
+    q[num_real:] = NAN
+    sinks = random(case.heads).bfloat16().float() if case.sinks else None  # exact in every dtype
+
+    cache, page_table = _paged(case, keys, values, dtype, device, generator)
+    slots = torch.full((q.shape[0],), -1, dtype=torch.int64)
+    starts = [0, *accumulate(new for _, new in case.requests)]
+    for request, (before, new) in enumerate(case.requests):
+        positions = torch.arange(before, before + new)
+        pages = page_table[request, positions // case.page_size].long()
+        slots[starts[request] : starts[request + 1]] = pages * case.page_size + positions % case.page_size
+    starts += [num_real] * case.padded_requests
+    lengths += [0] * case.padded_requests
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        page_table=page_table.to(device),
+        slot_mapping=slots.to(device),
+        num_requests=len(lengths),
+        num_tokens=q.shape[0],
+        max_query_len=max(new for _, new in case.requests),
+        max_seq_len=max(lengths),
+    )
+    batch = AttentionBatch(q.to(device), cache, metadata, None if sinks is None else sinks.to(device), torch.empty(0))
+    expected = _attention_by_token(case, q, keys, values, sinks) if by_token else _attention_by_reference(case, batch)
+    return replace(batch, expected=expected)
+
+
+def check_attention(kernel: PagedAttentionKernel, batch: AttentionBatch) -> None:
+    """Run ``kernel`` into a NaN-filled output and compare; padding must stay as it was."""
+    out = torch.full_like(batch.q, NAN)
+    kernel(batch.q, batch.cache, batch.metadata, batch.sinks, out)
+    num_real = batch.expected.shape[0]
+    assert_close(out[:num_real], batch.expected)
+    assert out[num_real:].isnan().all(), "rows of padding were written"
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """``found`` is as near to ``expected`` as its dtype allows."""
+    difference = (found.double().cpu() - expected).abs().max().item()
+    allowed = TOLERANCE[found.dtype] * expected.abs().max().item()
+    assert difference <= allowed, f"differs by {difference:.3g}, allowed {allowed:.3g}"  # a NaN fails too
+
+
+def _attention_by_token(
+    case: AttentionCase,
+    q: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    group = case.heads // case.kv_heads
+    rows = []
+    for (before, new), k, v in zip(case.requests, keys, values, strict=True):
+        for position in range(before, before + new):
+            first = 0 if case.window is None else max(0, position - case.window + 1)
+            query = q[len(rows)].double()
+            heads = []
+            for head in range(case.heads):
+                scores = k[first : position + 1, head // group].double() @ query[head] * case.dim**-0.5
+                if case.soft_cap is not None:
+                    scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
+                weights = scores.exp()
+                total = weights.sum() + (0.0 if sinks is None else math.exp(sinks[head].item()))
+                heads.append(weights / total @ v[first : position + 1, head // group].double())
+            rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+def _attention_by_reference(case: AttentionCase, batch: AttentionBatch) -> torch.Tensor:
+    """The reference's answer to the same numbers in float32."""
+    wide = KVCacheView(batch.cache.key.float(), batch.cache.value.float())
+    num_real = sum(new for _, new in case.requests)
+    out = torch.empty(batch.q.shape, dtype=torch.float32, device=batch.q.device)
+    ReferenceAttention(case.spec(torch.float32))(batch.q.float(), wide, batch.metadata, batch.sinks, out)
+    return out[:num_real].double().cpu()
+
+
+def _paged(
+    case: AttentionCase,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+) -> tuple[KVCacheView, torch.Tensor]:
+    """The cache with every request's tokens in pages of random order, and the page table. Page 0 is nobody's."""
+    counts = [-(-len(k) // case.page_size) for k in keys]
+    order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+    page_table = torch.zeros(len(keys) + case.padded_requests, max(counts) + 2, dtype=torch.int32)
+    cache = empty_cache(case, sum(counts) + 1, dtype, device)
+    for request, (k, v) in enumerate(zip(keys, values, strict=True)):
+        for index in range(counts[request]):
+            page = order.pop()
+            page_table[request, index] = page
+            begin = index * case.page_size
+            count = min(case.page_size, len(k) - begin)
+            cache.key[page, :, :count] = k[begin : begin + count].transpose(0, 1).to(device)
+            cache.value[page, :, :count] = v[begin : begin + count].transpose(0, 1).to(device)
+    return cache, page_table
+
+
+def empty_cache(case: AttentionCase, num_pages: int, dtype: torch.dtype, device: torch.device) -> KVCacheView:
+    """A NaN-filled cache, stored as the case says."""
+    sizes = {"P": num_pages, "H": case.kv_heads, "N": case.page_size}
+    back = [case.storage.index(letter) for letter in "PHN"]
+
+    def stored(last: int) -> torch.Tensor:
+        shape = [sizes[letter] for letter in case.storage]
+        return torch.full((*shape, last), NAN, dtype=dtype, device=device).permute(*back, 3)
+
+    if case.packed:
+        return KVCacheView.of_packed(stored(2 * case.dim), case.dim)
+    return KVCacheView(stored(case.dim + 3)[..., : case.dim], stored(case.dim + 5)[..., : case.dim])
+
+
+@dataclass(frozen=True)
+class QkvCase:
+    """One layer's way from raw qkv to a query and a filled cache."""
+
+    name: str
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    rotary_dim: int = 16
+    interleaved: bool = False
+    qk_norm: bool = False
+    page_size: int = 16
+    storage: str = "PHN"
+    packed: bool = True
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    tokens: int = 7
+
+    def __str__(self) -> str:
+        return self.name
+
+    def spec(self, dtype: torch.dtype) -> QkvSpec:
+        """What a kernel is built with."""
+        return QkvSpec(
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.dim,
+            rotary_dim=self.rotary_dim,
+            interleaved=self.interleaved,
+            qk_norm=self.qk_norm,
+            dtype=dtype,
+        )
+
+
+QKV_CASES = (
+    QkvCase("neox"),
+    QkvCase("interleaved", interleaved=True),
+    QkvCase("q/k norm", qk_norm=True),
+    QkvCase("q/k norm, interleaved", qk_norm=True, interleaved=True),
+    QkvCase("half of a head rotated", rotary_dim=8, qk_norm=True),
+    QkvCase("half of a head rotated, interleaved", rotary_dim=8, interleaved=True),
+    QkvCase("head size 20", dim=20, rotary_dim=20, qk_norm=True),
+    QkvCase("head size 80, 32 rotated", dim=80, rotary_dim=32, qk_norm=True),
+    QkvCase("one key/value head", kv_heads=1),
+    QkvCase("a key/value head for each query head", heads=3, kv_heads=3),
+    QkvCase("one token a page", page_size=1, qk_norm=True),
+    QkvCase("keys and values apart", packed=False),
+    QkvCase("scales", k_scale=0.5, v_scale=4.0),
+    *(QkvCase(f"cache stored as {order}", storage=order) for order in STORAGE_ORDERS[1:]),
+)
+
+_MAX_POSITION = 50
+
+
+def check_qkv(case: QkvCase, kernel: QkNormRopeCacheKernel, dtype: torch.dtype, device: torch.device) -> None:
+    """Run ``kernel`` over tokens of which some have no slot; slots that are nobody's must stay NaN."""
+    generator = torch.Generator().manual_seed(0)
+    num_pages = 3 + case.tokens // case.page_size
+    layout = AttentionCase(
+        case.name,
+        (),
+        kv_heads=case.kv_heads,
+        dim=case.dim,
+        page_size=case.page_size,
+        storage=case.storage,
+        packed=case.packed,
+    )
+    cache = empty_cache(layout, num_pages * max(1, 16 // case.page_size), dtype, device)
+    cache = replace(cache, k_scale=case.k_scale, v_scale=case.v_scale)
+    num_slots = cache.key.shape[0] * case.page_size
+
+    # The rows of qkv have a gap between them, as a slice of a wider buffer has.
+    width = (case.heads + 2 * case.kv_heads) * case.dim
+    qkv = torch.randn(case.tokens, width + 8, generator=generator).to(dtype)[:, :width]
+    positions = torch.randint(_MAX_POSITION, (case.tokens,), generator=generator)
+    angles = torch.rand(_MAX_POSITION, case.rotary_dim // 2, generator=generator) * 6.28
+    weights = [torch.rand(case.dim, generator=generator).to(dtype) + 0.5 for _ in range(2)] if case.qk_norm else []
+    slots = torch.randperm(num_slots, generator=generator)[: case.tokens]
+    slots[case.tokens // 2] = -1
+    slots[-1] = -1
+
+    on_device = QkvWeights(
+        torch.cat((angles.cos(), angles.sin()), -1).to(device), *(w.to(device) for w in weights), eps=1e-6
+    )
+    q = kernel(qkv.to(device), positions.to(device), on_device, cache, slots.to(device))
+
+    expected_q, expected_k, expected_v = _qkv_by_head(case, qkv, positions, angles, weights)
+    assert_close(q, expected_q)
+    written = torch.zeros(cache.key.shape[0], case.page_size, dtype=torch.bool)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            page, offset = divmod(slot, case.page_size)
+            written[page, offset] = True
+            assert_close(cache.key[page, :, offset], expected_k[token] / case.k_scale)
+            assert_close(cache.value[page, :, offset], expected_v[token] / case.v_scale)
+    for side in (cache.key, cache.value):
+        untouched = side.transpose(1, 2).cpu()[~written]
+        assert untouched.isnan().all(), "a slot of nobody was written"
+
+
+def _qkv_by_head(
+    case: QkvCase, qkv: torch.Tensor, positions: torch.Tensor, angles: torch.Tensor, weights: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float64, by the definition of rotation as a product of complex numbers."""
+    heads = qkv.unflatten(-1, (-1, case.dim)).double()
+    q, k, v = heads.split((case.heads, case.kv_heads, case.kv_heads), 1)
+    turned = []
+    for x, weight in zip((q, k), weights or (None, None), strict=True):
+        if weight is not None:
+            x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+        rotated, rest = x[..., : case.rotary_dim], x[..., case.rotary_dim :]
+        pairs = rotated.unflatten(-1, (-1, 2)) if case.interleaved else rotated.unflatten(-1, (2, -1)).transpose(-1, -2)
+        turn = torch.polar(torch.ones_like(angles, dtype=torch.float64), angles.double())[positions][:, None]
+        result = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+        result = result if case.interleaved else result.transpose(-1, -2)
+        turned.append(torch.cat((result.flatten(-2), rest), -1))
+    return turned[0], turned[1], v

@@ -1,0 +1,80 @@
+"""The references of the small ops, against their formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atom_core.kernels import kernel_set
+from atom_core.kernels.embedding.reference import embedding
+from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
+from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.kernels.rms_norm.reference import rms_norm
+from atom_core.kernels.select import Target
+
+CPU = Target("cpu", "x86_64")
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+#: One rounding of the result.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def assert_close(found, expected):
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@every_dtype
+def test_rms_norm_adds_the_residual_first_and_returns_the_sum(dtype):
+    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((5, 24), (5, 24), (24,)))
+    for given in (None, residual):
+        before = x.clone(), None if given is None else given.clone()
+        normed, summed = rms_norm(x, weight, 1e-3, given)
+        total = x if given is None else x + given
+        wide = total.double()
+        assert_close(normed, wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double())
+        assert summed is None if given is None else torch.equal(summed, total)
+        assert torch.equal(x, before[0])
+        assert given is None or torch.equal(given, before[1])
+
+
+def test_rms_norm_of_zeros_is_zeros():
+    assert torch.equal(rms_norm(torch.zeros(2, 4), torch.ones(4), 1e-6, None)[0], torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("activation", "formula"),
+    [
+        ("silu", lambda x: x / (1 + (-x).exp())),
+        ("gelu", lambda x: x / 2 * (1 + torch.erf(x / 2**0.5))),
+        ("gelu_tanh", lambda x: x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))),
+    ],
+)
+def test_gated_activation(activation, formula):
+    x = torch.randn(6, 20)
+    kernel = kernel_set(CPU).select(GATED_ACTIVATION, GatedActivationSpec(activation, 10, torch.float32))
+    gate, up = x.double().chunk(2, -1)
+    assert_close(kernel(x), formula(gate) * up)
+
+
+@pytest.mark.parametrize("first", [0, 3, 20])
+def test_ids_outside_a_slice_of_the_vocabulary_embed_to_zeros(first):
+    table, ids = torch.randn(10, 4), torch.tensor([0, 2, 3, 9, 12, 29])
+    found = embedding(ids, table, first)
+    for row, token in zip(found, ids.tolist(), strict=True):
+        inside = first <= token < first + 10
+        assert torch.equal(row, table[token - first] if inside else torch.zeros(4))
+
+
+def test_a_whole_vocabulary_is_looked_up():
+    table = torch.randn(10, 4)
+    assert torch.equal(embedding(torch.tensor([3, 9]), table, None), table[[3, 9]])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_keeps_nothing_of_its_own(bias):
+    kernel = kernel_set(CPU).select(LINEAR, LinearSpec(6, 4, bias, torch.float32))
+    x, weight, offset = torch.randn(3, 6), torch.randn(4, 6), torch.randn(4) if bias else None
+    assert not kernel.adopt(weight, offset)
+    expected = x.double() @ weight.double().T + (offset.double() if bias else 0.0)
+    assert_close(kernel(x, weight, offset), expected)

@@ -1,0 +1,46 @@
+"""`atom-plugin check MODEL`: the table, the verdict and the exit code."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.unit.plugin.installed import run_cli
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(tiny_checkpoint, tmp_path / "model")
+
+
+def test_a_model_that_agrees_is_tabled_stage_by_stage_and_exits_0(checkpoint):
+    result = run_cli("check", str(checkpoint))
+    assert result.returncode == 0, result.stderr
+    for stage in ("the embedding", "layer 0", "layer 1", "the final norm", "logits"):
+        assert stage in result.stdout
+    assert "Qwen3ForCausalLM agrees with Hugging Face at every stage" in result.stdout
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_line_and_exits_1(checkpoint):
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, checkpoint / "model.safetensors")
+    result = run_cli("check", str(checkpoint))
+    assert result.returncode == 1
+    assert "missing (1): model.norm.weight" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_forced_kernel_that_cannot_run_is_said(checkpoint):
+    result = run_cli("check", str(checkpoint), ATOM_KERNELS="attention=triton")
+    assert result.returncode == 1
+    assert "attention=triton, which cannot run on cpu" in result.stderr
+
+
+def test_an_unknown_dtype_is_told_the_known_ones(checkpoint):
+    result = run_cli("check", str(checkpoint), "--dtype", "int4")
+    assert result.returncode == 2
+    assert "float32" in result.stderr
