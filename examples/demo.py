@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from openai import OpenAI
+
 from tests.integration.server import ServerFailed, VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent

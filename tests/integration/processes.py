@@ -1,0 +1,80 @@
+"""Child processes in groups of their own, so that whatever they start ends with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+STOP_SECONDS = 20.0
+
+
+def merged_environ(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """The environment of this process with `changes`; a variable that maps to None is taken away."""
+    merged: dict[str, str | None] = {**os.environ, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def start_group(
+    command: Sequence[str], environ: Mapping[str, str], log: IO[bytes], folder: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start `command` as the leader of a process group, in `folder`; all that the group prints goes to `log`."""
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def end_group(leader: subprocess.Popen[bytes]) -> None:
+    """End a group: politely at first, and in any case whatever its leader has left behind."""
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(leader.pid, signal_number)
+        except ProcessLookupError:
+            break
+        try:
+            leader.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that has ended by itself."""
+
+    returncode: int
+    log: str
+
+    def tail(self, lines: int = 60) -> str:
+        """The end of what it printed."""
+        return "\n".join(self.log.splitlines()[-lines:])
+
+
+def run_group(
+    command: Sequence[str], environ: Mapping[str, str | None], deadline: float, folder: Path | None = None
+) -> Finished:
+    """Run `command` to its end in `folder`, with `environ` beside the variables of this process.
+
+    Raises:
+        AssertionError: it has not ended after `deadline` seconds.
+    """
+    with tempfile.NamedTemporaryFile(prefix="atom-test-", suffix=".log") as file:
+        process = start_group(command, merged_environ(environ), file, folder)
+        try:
+            process.wait(deadline)
+        except subprocess.TimeoutExpired:
+            finished = Finished(-1, Path(file.name).read_text(errors="replace"))
+            raise AssertionError(f"{command[0]} ran longer than {deadline:.0f} s:\n{finished.tail()}") from None
+        finally:
+            end_group(process)
+        return Finished(process.returncode, Path(file.name).read_text(errors="replace"))

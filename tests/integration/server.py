@@ -1,0 +1,152 @@
+"""A real `vllm serve` in a process group of its own, for tests and the demonstration."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from tests.integration.processes import end_group, merged_environ, start_group
+
+# vLLM's logger puts process, level, time and place before each line, also before each line of a table.
+_LOG_LINE = re.compile(r"(?:\([^)]*\) )?[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[(?P<place>[^]]*)\] (?P<text>.*)")
+
+
+class ServerFailed(Exception):
+    """The server ended, or was not ready in time; the message holds the end of its log."""
+
+    def __init__(self, reason: str, log: str, returncode: int | None) -> None:
+        tail = "\n".join(log.splitlines()[-40:])
+        super().__init__(f"{reason}. The end of its log:\n{tail}")
+        self.log = log
+        self.returncode = returncode
+
+
+class VllmServer:
+    """`with VllmServer(model, "--model-impl", "atom") as server: ...` serves `model` until the block ends.
+
+    Args:
+        model: a folder or a name, as for `vllm serve`.
+        flags: further arguments of `vllm serve`.
+        environ: variables to set beside those of this process; one that maps to None is taken away.
+        deadline: seconds until it must be ready. A first start compiles, and two cores are slow.
+
+    Raises:
+        ServerFailed: on entering, when it ends or is not ready in time.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *flags: str,
+        environ: Mapping[str, str | None] | None = None,
+        deadline: float = 300.0,
+    ) -> None:
+        self.model = str(model)
+        self.flags = flags
+        self.deadline = deadline
+        self.port = _free_port()
+        self.environ = merged_environ({"VLLM_CPU_KVCACHE_SPACE": "1", **(environ or {})})
+        self._log = tempfile.NamedTemporaryFile(prefix="vllm-serve-", suffix=".log")  # noqa: SIM115
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def command(self) -> list[str]:
+        """The command line; `vllm` is the one of the running interpreter's environment."""
+        vllm = str(Path(sys.executable).with_name("vllm"))
+        return [vllm, "serve", self.model, "--host", "127.0.0.1", "--port", str(self.port), *self.flags]
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        """What it has printed until now."""
+        return Path(self._log.name).read_text(errors="replace")
+
+    def startup_report(self) -> list[str]:
+        """The lines of the table in which a model that was built says what runs."""
+        lines = [match for line in self.log.splitlines() if (match := _LOG_LINE.match(line))]
+        places = {line["place"] for line in lines if line["text"].startswith("atom-plugin serves")}
+        return [line["text"] for line in lines if line["place"] in places]
+
+    def start(self) -> None:
+        """Start it without waiting."""
+        self._process = start_group(self.command, self.environ, self._log)
+
+    def wait_until_ready(self) -> None:
+        """Wait for `/health`."""
+        assert self._process is not None
+        end = time.monotonic() + self.deadline
+        while not self._is_healthy():
+            returncode = self._process.poll()
+            if returncode is not None:
+                raise ServerFailed(f"The server ended with exit code {returncode}", self.log, returncode)
+            if time.monotonic() > end:
+                raise ServerFailed(f"The server was not ready after {self.deadline:.0f} s", self.log, None)
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """End it and every process it started; its log stays readable."""
+        if self._process is not None:
+            end_group(self._process)
+
+    def get(self, path: str) -> str:
+        """The body of the answer to a GET of `path`."""
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as answer:
+            body: bytes = answer.read()
+        return body.decode()
+
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of a metric's samples, of those alone whose labels contain `label`; 0 where there is none yet."""
+        samples = re.findall(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", self.get("/metrics"), re.MULTILINE)
+        return sum(float(value) for labels, value in samples if label in labels)
+
+    def wait_for(self, condition: Callable[[], bool], what: str, deadline: float = 30.0) -> None:
+        """Poll `condition` until it holds.
+
+        Raises:
+            AssertionError: it still does not after `deadline` seconds; the message names `what` was waited for.
+        """
+        end = time.monotonic() + deadline
+        while not condition():
+            assert time.monotonic() < end, f"waited {deadline:.0f} s in vain for: {what}"
+            time.sleep(0.1)
+
+    def __enter__(self) -> VllmServer:
+        self.start()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,178 @@
+"""vLLM without a server: engines one after the other in a process of their own.
+
+The quickest way to run hundreds of prompts through many configurations: importing vLLM takes longer than starting a
+small model, so one process runs a list of engines. `run` starts it; the rest of this file is what runs there.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Prompts that go to an engine at once, and arguments of `SamplingParams`; greedy where nothing else is said."""
+
+    prompts: Sequence[str]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One `LLM`, and what it is asked in turn.
+
+    Args:
+        model: the checkpoint's folder.
+        impl: as for `--model-impl`.
+        asks: the prompts.
+        options: further arguments of `LLM`.
+        environ: variables set while it is made; only what is read anew for each engine can be set here.
+    """
+
+    model: str
+    impl: str
+    asks: Sequence[Ask]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for one prompt."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[dict[str, float]]
+    """For each new token the asked-for number of most likely ones, by token id; empty where not asked for."""
+    prompt_logprobs: list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What an engine did."""
+
+    model_class: str
+    layer_classes: list[str]
+    """Names of the classes of the model's layers, sorted."""
+    kernels: dict[str, str]
+    """Our model's implementation of each op; empty for any other model."""
+    draft_class: str | None
+    compiled: bool
+    """Whether the model went through torch.compile."""
+    answers: list[list[Answer]]
+    """One list for each `Ask`."""
+    counters: dict[str, float]
+    """vLLM's own, by name: "vllm:num_preemptions" and so on."""
+    graph_mode: str
+    """Which graphs vLLM captured in the end: "NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE", ..."""
+
+    @classmethod
+    def read(cls, found: dict[str, Any]) -> Ran:
+        """From JSON."""
+        answers = [[Answer(**answer) for answer in asked] for asked in found["answers"]]
+        return cls(**{**found, "answers": answers})
+
+
+def run(
+    engines: Sequence[Engine],
+    *,
+    environ: Mapping[str, str] | None = None,
+    deadline: float = 400.0,
+    script: Path = Path(__file__),
+) -> list[Ran]:
+    """Run `engines` in turn in one fresh process.
+
+    Args:
+        engines: what to run.
+        environ: variables to set beside those of this process.
+        deadline: seconds for all of it.
+        script: this file, or one that prepares something and then calls `main`.
+
+    Raises:
+        AssertionError: an engine failed, or the deadline has passed; the message holds the end of the log.
+    """
+    from tests.integration.processes import run_group
+
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(environ or {})}
+    with tempfile.TemporaryDirectory() as folder:
+        given, wanted = Path(folder, "engines.json"), Path(folder, "ran.json")
+        given.write_text(json.dumps([asdict(engine) for engine in engines]))
+        finished = run_group([sys.executable, str(script), str(given), str(wanted)], variables, deadline)
+        assert finished.returncode == 0, f"exit code {finished.returncode}:\n{finished.tail()}"
+        return [Ran.read(found) for found in json.loads(wanted.read_text())]
+
+
+def main() -> None:
+    """Run the engines of one JSON file and write what they did to another."""
+    given, wanted = map(Path, sys.argv[1:])
+    engines = json.loads(given.read_text())
+    wanted.write_text(json.dumps([_run_engine(**engine) for engine in engines]))
+
+
+def _run_engine(
+    model: str, impl: str, asks: list[dict[str, Any]], options: dict[str, Any], environ: dict[str, str]
+) -> dict[str, Any]:
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    os.environ.update(environ)
+    llm = LLM(model, model_impl=impl, disable_log_stats=False, **options)
+    for name in environ:
+        del os.environ[name]
+    try:
+        found = {
+            **llm.collective_rpc(_describe)[0],
+            "answers": [_ask(llm, **ask) for ask in asks],
+            "counters": {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")},
+            "graph_mode": llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name,
+        }
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+    return found
+
+
+def _ask(llm: Any, prompts: list[str], sampling: dict[str, Any]) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
+    outputs = llm.generate(prompts, SamplingParams(**{"temperature": 0.0, **sampling}), use_tqdm=False)
+    return [
+        {
+            "text": output.outputs[0].text,
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [_by_token(entry) for entry in output.outputs[0].logprobs or ()],
+            "prompt_logprobs": [_by_token(entry) for entry in output.prompt_logprobs or ()],
+        }
+        for output in outputs
+    ]
+
+
+def _by_token(entry: Mapping[int, Any] | None) -> dict[str, float]:
+    return {str(token): found.logprob for token, found in (entry or {}).items()}
+
+
+def _describe(worker: Any) -> dict[str, Any]:
+    runner = worker.model_runner
+    model, draft = runner.get_model(), getattr(getattr(runner, "drafter", None), "model", None)
+    runtime = getattr(model, "runtime", None)
+    return {
+        "model_class": type(model).__name__,
+        "layer_classes": sorted({type(layer).__name__ for layer in model.modules()}),
+        "kernels": {choice.op: choice.implementation for choice in runtime.kernels.choices()} if runtime else {},
+        "draft_class": None if draft is None else type(draft).__name__,
+        "compiled": not getattr(model, "do_not_compile", True),
+    }
+
+
+if __name__ == "__main__":
+    main()

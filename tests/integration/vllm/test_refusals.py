@@ -1,0 +1,229 @@
+"""Each thing that our models cannot do is one clear error before any weight is loaded.
+
+Most refusals are made while the configuration is, so they are tested on that alone, all in one process; a few go
+through the real `vllm serve`, to see that the line reaches the user and that the server ends.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.integration.processes import run_group
+from tests.integration.server import ServerFailed, VllmServer
+from tests.integration.vllm.conftest import checkpoint
+
+pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
+
+SUPPORTED = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+NORM = "model.layers.0.self_attn.q_norm.weight"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments that are refused, and what the message must say."""
+
+    says: tuple[str, ...]
+    args: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    model: str = "sound"
+    impl: str = "atom"
+    build: bool = False
+    """Whether it takes the model being laid out to know: kernels are chosen then, still before weights are loaded."""
+
+
+CASES = {
+    "an unsupported architecture": Case(
+        ("--model-impl atom has no model for the architecture OPTForCausalLM", f"supported: {SUPPORTED}"), model="opt"
+    ),
+    "LoRA": Case(("--model-impl atom does not support LoRA adapters (--enable-lora)",), {"enable_lora": True}),
+    "pooling": Case(("--model-impl atom does not support the 'pooling' runner (--runner)",), {"runner": "pooling"}),
+    "conversion to an embedder": Case(("does not support the 'pooling' runner",), {"convert": "embed"}),
+    "quantisation by flag": Case(
+        ("Quantisation 'fp8' is not supported", "bfloat16, float16, float32"), {"quantization": "fp8"}
+    ),
+    "a quantised checkpoint": Case(("gptq' is not supported", "bfloat16, float16, float32"), model="quantised"),
+    "a KV cache of another type": Case(("--kv-cache-dtype fp8", "use auto"), {"kv_cache_dtype": "fp8"}),
+    "weights as pickles, by flag": Case(("--load-format pt", "safetensors"), {"load_format": "pt"}),
+    "weights as pickles, by what is there": Case(
+        ("has no *.safetensors file", "pytorch_model.bin", "never read"), model="pickled"
+    ),
+    "offloaded weights": Case(("weight offloading (--cpu-offload-gb)",), {"cpu_offload_gb": 1}),
+    "heads that do not divide": Case(("3", "heads"), {"tensor_parallel_size": 3}),
+    "an unknown rope type": Case(("'spiral'", "yarn"), model="unknown rope"),
+    "missing tensors": Case(("does not fit Qwen3ForCausalLM", "missing (1)", NORM), model="missing tensor"),
+    "unexpected tensors": Case(
+        ("does not fit Qwen3ForCausalLM", "unexpected (1)", "model.extra.weight in model.safetensors"),
+        model="unexpected tensor",
+    ),
+    "misshapen tensors": Case(
+        ("does not fit Qwen3ForCausalLM", "misshapen (1)", f"{NORM} in model.safetensors is [63], should be [64]"),
+        model="misshapen tensor",
+    ),
+    "a file cut off in its tensors": Case(("model.safetensors is damaged", "beyond its end"), model="truncated"),
+    "a file cut off in its header": Case(("model.safetensors is cut off",), model="truncated header"),
+    "an unknown op": Case(
+        ("ATOM_KERNELS", "unknown op 'atention'", "attention", "rms_norm"),
+        environ={"ATOM_KERNELS": "atention=reference"},
+        build=True,
+    ),
+    "an unknown implementation": Case(
+        ("ATOM_KERNELS asks for rms_norm=cuda", "framework, reference"),
+        environ={"ATOM_KERNELS": "rms_norm=cuda"},
+        build=True,
+    ),
+    "an implementation that cannot run here": Case(
+        ("ATOM_KERNELS asks for attention=triton", "cannot run on cpu"),
+        environ={"ATOM_KERNELS": "attention=triton"},
+        build=True,
+    ),
+    "a malformed setting": Case(
+        ("ATOM_KERNELS='attention'", "op=implementation"), environ={"ATOM_KERNELS": "attention"}
+    ),
+    "an unknown variable": Case(
+        ("unknown environment variable ATOM_KERNEL", "'attention=reference'", "did you mean ATOM_KERNELS?"),
+        environ={"ATOM_KERNEL": "attention=reference"},
+    ),
+    "a value that is no truth value": Case(
+        ("ATOM_DISABLE_VLLM_ATTENTION='maybe'", "0, 1, false, true"), environ={"ATOM_DISABLE_VLLM_ATTENTION": "maybe"}
+    ),
+}
+# What must still be taken: the refusals must not reach further than they say.
+TAKEN = {
+    "the checkpoint itself": Case(()),
+    "a draft of another family": Case(
+        (),
+        {"speculative_config": {"method": "draft_model", "model": checkpoint("llama"), "num_speculative_tokens": 2}},
+    ),
+    "two ranks": Case((), {"tensor_parallel_size": 2}),
+    "float16": Case((), {"dtype": "float16"}),
+    "random weights": Case((), {"load_format": "dummy"}, model="missing tensor"),
+    "LoRA for vLLM's own model": Case((), {"enable_lora": True}, impl="auto"),
+    "a wrong setting for vLLM's own model": Case((), environ={"ATOM_KERNEL": "x"}, impl="auto"),
+    "an architecture that only vLLM has": Case((), model="opt", impl="auto"),
+}
+OPT = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "ffn_dim": 128,
+    "word_embed_proj_dim": 64,
+    "max_position_embeddings": 256,
+}
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    path = folder / "model.safetensors"
+    tensors = {**load_file(path), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+def truncate(folder: Path, size: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def use_opt(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(OPT))
+
+
+def use_pickle(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    torch.save(load_file(path), folder / "pytorch_model.bin")
+    path.unlink()
+
+
+DAMAGES = {
+    "sound": lambda folder: None,
+    "opt": use_opt,
+    "pickled": use_pickle,
+    "quantised": lambda folder: edit_config(
+        folder,
+        quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    ),
+    "unknown rope": lambda folder: edit_config(
+        folder, rope_parameters={"rope_type": "spiral", "rope_theta": 10000.0, "factor": 2.0}
+    ),
+    "missing tensor": lambda folder: edit_tensors(folder, **{NORM: None}),
+    "unexpected tensor": lambda folder: edit_tensors(folder, **{"model.extra.weight": torch.zeros(2)}),
+    "misshapen tensor": lambda folder: edit_tensors(folder, **{NORM: torch.zeros(63)}),
+    "truncated": lambda folder: truncate(folder, 1_000_000),
+    "truncated header": lambda folder: truncate(folder, 100),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A copy of the checkpoint for each way in which one can be wrong."""
+    made = {}
+    for name, damage in DAMAGES.items():
+        folder = tmp_path_factory.mktemp("checkpoints") / name.replace(" ", "-")
+        shutil.copytree(checkpoint("qwen3"), folder)
+        damage(folder)
+        made[name] = str(folder)
+    return made
+
+
+@pytest.fixture(scope="module")
+def problems(folders, tmp_path_factory):
+    """What vLLM says to each case."""
+    cases = {**CASES, **TAKEN}
+    given, wanted = (tmp_path_factory.mktemp("configure") / name for name in ("cases.json", "problems.json"))
+    described = [
+        {
+            "args": {"model": folders[case.model], "model_impl": case.impl, **case.args},
+            "environ": case.environ,
+            "build": case.build,
+        }
+        for case in cases.values()
+    ]
+    given.write_text(json.dumps(described))
+    script = Path(__file__).with_name("configure.py")
+    finished = run_group([sys.executable, str(script), str(given), str(wanted)], ENVIRON, 300)
+    assert finished.returncode == 0, finished.tail()
+    return dict(zip(cases, json.loads(wanted.read_text()), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_with_a_message_that_says_what_and_what_else(name, problems):
+    message = problems[name]
+    assert message is not None, "vLLM would have started"
+    for part in CASES[name].says:
+        assert part in message
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_it_is_not_refused(name, problems):
+    assert problems[name] is None
+
+
+@pytest.mark.parametrize("name", ["an unsupported architecture", "an implementation that cannot run here"])
+def test_the_server_says_so_and_ends_before_it_loads_weights(name, folders):
+    case = CASES[name]
+    with (
+        pytest.raises(ServerFailed) as failure,
+        VllmServer(folders[case.model], "--model-impl", "atom", environ=case.environ, deadline=120),
+    ):
+        pass
+    assert failure.value.returncode not in (None, 0)
+    for part in case.says:
+        assert part in failure.value.log
+    assert not re.search("Loading (safetensors|weights)", failure.value.log)

@@ -1,0 +1,99 @@
+"""Greedy tokens are those of vLLM's own model, for every family and on every path through our code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atom_core.kernels import OPS
+from tests.integration.vllm.conftest import ANSWER, FAMILIES, checkpoint
+from tests.integration.vllm.offline import Ask, Engine, run
+
+pytestmark = pytest.mark.vllm
+
+CLASSES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+SMALL_CHUNKS = {"enable_prefix_caching": False, "max_num_batched_tokens": 128, "max_num_seqs": 32}
+REFERENCE_KERNELS = ",".join(f"{op.name}=reference" for op in OPS)
+NUM_FEW = 64
+
+
+def tokens(answers):
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.smoke), *FAMILIES[1:]])
+def test_every_held_out_prompt_gets_vllms_tokens_also_from_the_prefix_cache(family, native, rows):
+    prompts = [row.prompt for row in rows]
+    (ran,) = run([Engine(checkpoint(family), "atom", [Ask(prompts, ANSWER), Ask(prompts[:NUM_FEW], ANSWER)])])
+    expected = native(family)
+    assert expected.model_class == CLASSES[family]
+    assert ran.model_class == f"Atom{CLASSES[family]}"
+    assert "VllmPagedAttention" in ran.layer_classes
+    assert tokens(ran.answers[0]) == tokens(expected.answers[0])
+    assert tokens(ran.answers[1]) == tokens(expected.answers[0][:NUM_FEW])
+    assert ran.counters["vllm:prefix_cache_hits"] >= NUM_FEW * 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_other_attention_and_reference_kernels_give_the_same_tokens(family, native, rows):
+    everything = [Ask([row.prompt for row in rows], ANSWER)]
+    few = [Ask([row.prompt for row in rows[:NUM_FEW]], ANSWER)]
+    model = checkpoint(family)
+    chunked, framework, reference = run(
+        [
+            Engine(model, "atom", everything, SMALL_CHUNKS),
+            Engine(model, "atom", few, environ={"ATOM_DISABLE_VLLM_ATTENTION": "1"}),
+            Engine(model, "atom", few, environ={"ATOM_KERNELS": REFERENCE_KERNELS}),
+        ]
+    )
+    expected = tokens(native(family).answers[0])
+    assert tokens(chunked.answers[0]) == expected
+    assert "FrameworkAttention" in framework.layer_classes
+    assert "VllmPagedAttention" not in framework.layer_classes
+    assert tokens(framework.answers[0]) == expected[:NUM_FEW]
+    assert set(reference.kernels.values()) == {"reference"}
+    assert tokens(reference.answers[0]) == expected[:NUM_FEW]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "draft"), [("llama", "llama"), ("llama", "mistral"), ("mistral", "qwen3")])
+def test_a_draft_model_runs_on_our_class_and_changes_no_token(target, draft, native, rows):
+    speculation = {"method": "draft_model", "model": checkpoint(draft), "num_speculative_tokens": 3}
+    prompts = [row.prompt for row in rows[:NUM_FEW]]
+    options = {"speculative_config": speculation}
+    (ran,) = run([Engine(checkpoint(target), "atom", [Ask(prompts, ANSWER)], options)])
+    assert ran.model_class == f"Atom{CLASSES[target]}"
+    assert ran.draft_class == f"Atom{CLASSES[draft]}"
+    assert tokens(ran.answers[0]) == tokens(native(target).answers[0][:NUM_FEW])
+    # Every checkpoint knows every answer, so a draft that computes what it should is nearly always right.
+    drafted, accepted = (ran.counters[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
+    assert drafted * 0.9 < accepted <= drafted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_two_ranks_give_the_tokens_of_one(family, native, rows):
+    prompts = [row.prompt for row in rows[:NUM_FEW]]
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    # Binding each rank to a NUMA node of its own, the default, needs a machine that has two.
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    (ran,) = run([Engine(checkpoint(family), "atom", [Ask(prompts, ANSWER)], options)], environ=environ)
+    assert ran.model_class == f"Atom{CLASSES[family]}"
+    assert tokens(ran.answers[0]) == tokens(native(family).answers[0][:NUM_FEW])
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same_tokens(native, rows):
+    prompts = [row.prompt for row in rows[:NUM_FEW]]
+    engine = Engine(checkpoint("qwen3"), "atom", [Ask(prompts, ANSWER)])
+    (ran,) = run([engine], script=Path(__file__).with_name("compiled.py"))
+    assert ran.model_class == "AtomQwen3ForCausalLM"
+    assert ran.compiled
+    assert tokens(ran.answers[0]) == tokens(native("qwen3").answers[0][:NUM_FEW])
