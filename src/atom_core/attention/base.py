@@ -100,8 +100,8 @@ class CachedAttention(BaseAttention):
             cache: this layer's pages, in the order that ``self.kernel.order`` names.
             out: ``[T, H, D]``, written in its first ``metadata.num_tokens`` rows.
         """
-        num_tokens = metadata.num_tokens
-        q = self.fill_cache(
-            qkv[:num_tokens], positions[:num_tokens], self.weights, cache, metadata.slot_mapping[:num_tokens]
-        )
-        self.kernel(q, cache, metadata, self._sinks[0], out[:num_tokens])
+        slots = metadata.slot_mapping
+        if (num_tokens := metadata.num_tokens) < qkv.shape[0]:
+            qkv, positions, out = qkv[:num_tokens], positions[:num_tokens], out[:num_tokens]
+        q = self.fill_cache(qkv, positions, self.weights, cache, slots[:num_tokens])
+        self.kernel(q, cache, metadata, self._sinks[0], out)

@@ -50,6 +50,11 @@ class RefusedFlag:
     allowed: tuple[str, ...] = ()
 
 
+#: Values of `--load-format` that read safetensors; the others read pickles, other formats, or nothing that fits.
+SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "instanttensor")
+#: Values of `--kv-cache-dtype`: the cache has the model's dtype, or one that is stored as it is.
+CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
 REFUSED_FLAGS = (
     RefusedFlag("--enable-lora", "our models take no LoRA adapters"),
     RefusedFlag("--runner", "our models generate text only", allowed=("auto", "generate")),
@@ -58,6 +63,10 @@ REFUSED_FLAGS = (
     RefusedFlag("-q", "this quantisation is not supported", allowed=SUPPORTED),
     RefusedFlag("--cpu-offload-gb", "our models cannot keep weights in host memory", allowed=("0",)),
     RefusedFlag("--enable-dbo", "our models cannot overlap two batches"),
+    RefusedFlag("--kv-cache-dtype", "this dtype of the cache is not supported", allowed=CACHE_DTYPES),
+    RefusedFlag("--load-format", "checkpoints are read as safetensors", allowed=SAFETENSORS_FORMATS),
+    RefusedFlag("--decode-context-parallel-size", "our models cannot split a context over ranks", allowed=("1",)),
+    RefusedFlag("--prefill-context-parallel-size", "our models cannot split a context over ranks", allowed=("1",)),
 )
 
 

@@ -18,6 +18,7 @@ from atom_core.models.registry import MODELS, supported_architectures
 from atom_core.quant import unsupported
 from atom_core.standalone import check_files
 from atom_plugin.common.settings import Settings, load_settings
+from atom_plugin.common.support import CACHE_DTYPES, SAFETENSORS_FORMATS
 from atom_plugin.common.versions import DISTRIBUTION, check_version, installed
 from atom_plugin.vllm import ARCHITECTURE_PREFIX
 
@@ -26,9 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.atom_plugin")
 
-_SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "instanttensor")
 _SPECULATION = ("draft_model", "ngram", "ngram_gpu", "suffix")
-_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def route(vllm_config: VllmConfig) -> None:
@@ -94,7 +93,7 @@ def _refuse_features(vllm_config: VllmConfig) -> None:
             model.multimodal_config is not None,
             "multimodal input; for a multimodal checkpoint's text part add --language-model-only",
         ),
-        (cache.cache_dtype not in _CACHE_DTYPES, f"--kv-cache-dtype {cache.cache_dtype}; use auto"),
+        (cache.cache_dtype not in CACHE_DTYPES, f"--kv-cache-dtype {cache.cache_dtype}; use auto"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
         (bool(getattr(parallel, "enable_dbo", False)), "dual-batch overlap (--enable-dbo)"),
@@ -105,9 +104,9 @@ def _refuse_features(vllm_config: VllmConfig) -> None:
             f"speculative decoding by {speculation!r}; it does by {', '.join(_SPECULATION)}",
         ),
         (
-            vllm_config.load_config.load_format not in _SAFETENSORS_FORMATS,
+            vllm_config.load_config.load_format not in SAFETENSORS_FORMATS,
             f"--load-format {vllm_config.load_config.load_format}; checkpoints are read as safetensors "
-            f"({', '.join(_SAFETENSORS_FORMATS)})",
+            f"({', '.join(SAFETENSORS_FORMATS)})",
         ),
     )
     for refused, what in refusals:
