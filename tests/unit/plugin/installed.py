@@ -45,7 +45,7 @@ def run_python(*arguments: str, site: Path | None = None, **environ: str) -> sub
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=500,  # torch and transformers are slow to import on a machine that is busy with other tests
     )
 
 
