@@ -62,6 +62,7 @@ REFUSED_FLAGS = (
     RefusedFlag("--quantization", "this quantisation is not supported", allowed=SUPPORTED),
     RefusedFlag("-q", "this quantisation is not supported", allowed=SUPPORTED),
     RefusedFlag("--cpu-offload-gb", "our models cannot keep weights in host memory", allowed=("0",)),
+    RefusedFlag("--offload-group-size", "our models cannot keep weights in host memory", allowed=("0",)),
     RefusedFlag("--enable-dbo", "our models cannot overlap two batches"),
     RefusedFlag("--kv-cache-dtype", "this dtype of the cache is not supported", allowed=CACHE_DTYPES),
     RefusedFlag("--load-format", "checkpoints are read as safetensors", allowed=SAFETENSORS_FORMATS),

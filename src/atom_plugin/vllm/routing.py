@@ -97,7 +97,7 @@ def _refuse_features(vllm_config: VllmConfig) -> None:
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
         (bool(getattr(parallel, "enable_dbo", False)), "dual-batch overlap (--enable-dbo)"),
-        (_offloads(vllm_config), "weight offloading (--cpu-offload-gb)"),
+        (_offloads(vllm_config), "weight offloading (--cpu-offload-gb, --offload-group-size)"),
         (bool(envs.VLLM_BATCH_INVARIANT), "batch-invariant kernels (VLLM_BATCH_INVARIANT=1)"),
         (
             speculation is not None and speculation not in _SPECULATION,
@@ -118,9 +118,8 @@ def _refuse_features(vllm_config: VllmConfig) -> None:
 
 
 def _offloads(vllm_config: VllmConfig) -> bool:
-    offload = getattr(vllm_config, "offload_config", None)
-    sizes = (getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0), getattr(offload, "cpu_offload_gb", 0))
-    return any(sizes)
+    offload = vllm_config.offload_config
+    return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
 
 
 def _refuse_quantization(vllm_config: VllmConfig) -> None:

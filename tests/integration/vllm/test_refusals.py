@@ -58,7 +58,16 @@ CASES = {
     "weights as pickles, by what is there": Case(
         ("has no *.safetensors file", "pytorch_model.bin", "never read"), model="pickled"
     ),
-    "offloaded weights": Case(("weight offloading (--cpu-offload-gb)",), {"cpu_offload_gb": 1}),
+    "weights in host memory": Case(("weight offloading (--cpu-offload-gb",), {"cpu_offload_gb": 1}),
+    "weights fetched in groups": Case(("weight offloading", "--offload-group-size"), {"offload_group_size": 2}),
+    "batch-invariant kernels": Case(("VLLM_BATCH_INVARIANT=1",), environ={"VLLM_BATCH_INVARIANT": "1"}),
+    "speculation by a head on our hidden states": Case(
+        ("speculative decoding by 'eagle'", "it does by draft_model"),
+        {
+            "model": checkpoint("llama"),
+            "speculative_config": {"method": "eagle", "model": checkpoint("llama"), "num_speculative_tokens": 2},
+        },
+    ),
     "heads that do not divide": Case(("3", "heads"), {"tensor_parallel_size": 3}),
     "an unknown rope type": Case(("'spiral'", "yarn"), model="unknown rope"),
     "missing tensors": Case(("does not fit Qwen3ForCausalLM", "missing (1)", NORM), model="missing tensor"),

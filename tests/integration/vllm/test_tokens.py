@@ -78,6 +78,15 @@ def test_a_draft_model_runs_on_our_class_and_changes_no_token(target, draft, nat
 
 
 @pytest.mark.slow
+def test_drafts_out_of_the_prompt_change_no_token(native, rows):
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    prompts = [row.prompt for row in rows[:NUM_FEW]]
+    (ran,) = run([Engine(checkpoint("qwen3"), "atom", [Ask(prompts, ANSWER)], {"speculative_config": speculation})])
+    assert tokens(ran.answers[0]) == tokens(native("qwen3").answers[0][:NUM_FEW])
+    assert 0 < ran.counters["vllm:spec_decode_num_accepted_tokens"] < ran.counters["vllm:spec_decode_num_draft_tokens"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_two_ranks_give_the_tokens_of_one(family, native, rows):
     prompts = [row.prompt for row in rows[:NUM_FEW]]
