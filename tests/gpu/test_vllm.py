@@ -8,16 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import CHECKPOINTS, FAMILIES, ROOT
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
 
-ROOT = Path(__file__).parents[2]
-CHECKPOINTS = ROOT / "tests" / "checkpoints"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 GRAPHS: Mapping[str, dict[str, Any]] = {
     "default": {},
     "full": {"compilation_config": {"cudagraph_mode": "FULL"}},

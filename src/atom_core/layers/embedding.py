@@ -12,7 +12,7 @@ from torch import nn
 
 from atom_core.kernels.embedding import EMBEDDING, EmbeddingSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
-from atom_core.layers.parameters import ParameterLayer, Placement
+from atom_core.layers.parameters import ParameterLayer, Placement, empty_parameter
 from atom_core.runtime import Runtime
 
 
@@ -27,9 +27,7 @@ class VocabTable(ParameterLayer):
         self.first = min(self.group.rank * rows, vocab_size)  # the last ranks may have none of a small vocabulary
         self.used = min(rows, vocab_size - self.first)
         if shared is None:
-            shared = nn.Parameter(
-                torch.empty(rows, hidden_size, dtype=runtime.dtype, device=runtime.device), requires_grad=False
-            )
+            shared = empty_parameter(runtime, rows, hidden_size)
             shared.data[self.used :] = 0
         self.weight = shared
 

@@ -10,15 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from atom_core.kernels.linear import LINEAR, LinearSpec
-from atom_core.layers.parameters import ParameterLayer, Placement, share
+from atom_core.layers.parameters import ParameterLayer, Placement, empty_parameter, share
 from atom_core.runtime import Runtime
-
-
-def _parameter(runtime: Runtime, *shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=runtime.dtype, device=runtime.device), requires_grad=False)
 
 
 class Linear(ParameterLayer):
@@ -26,8 +21,8 @@ class Linear(ParameterLayer):
 
     def __init__(self, in_features: int, out_features: int, bias: bool, runtime: Runtime) -> None:
         super().__init__()
-        self.weight = _parameter(runtime, out_features, in_features)
-        self.bias = _parameter(runtime, out_features) if bias else None
+        self.weight = empty_parameter(runtime, out_features, in_features)
+        self.bias = empty_parameter(runtime, out_features) if bias else None
         self.kernel = runtime.kernels.select(LINEAR, LinearSpec(in_features, out_features, bias, runtime.dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

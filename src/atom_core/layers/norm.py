@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
-from atom_core.layers.parameters import ParameterLayer
+from atom_core.layers.parameters import ParameterLayer, empty_parameter
 from atom_core.runtime import Runtime
 
 
@@ -15,7 +14,7 @@ class RMSNorm(ParameterLayer):
 
     def __init__(self, size: int, eps: float, runtime: Runtime) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=runtime.dtype, device=runtime.device), requires_grad=False)
+        self.weight = empty_parameter(runtime, size)
         self.eps = eps
         self.kernel = runtime.kernels.select(RMS_NORM, RmsNormSpec(size, runtime.dtype))
 
@@ -30,7 +29,5 @@ class HeadNorm(ParameterLayer):
 
     def __init__(self, head_dim: int, eps: float, runtime: Runtime) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(head_dim, dtype=runtime.dtype, device=runtime.device), requires_grad=False
-        )
+        self.weight = empty_parameter(runtime, head_dim)
         self.eps = eps

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from atom_core.runtime import Runtime
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -47,6 +49,11 @@ class ParameterLayer(nn.Module):
 
     def finalize_weights(self) -> None:
         """Called once after loading: bring weights into the form that the kernel reads."""
+
+
+def empty_parameter(runtime: Runtime, *shape: int) -> nn.Parameter:
+    """A parameter in the model's dtype on its device, to be loaded."""
+    return nn.Parameter(torch.empty(shape, dtype=runtime.dtype, device=runtime.device), requires_grad=False)
 
 
 class MissingLayer(nn.Module):
