@@ -3,9 +3,10 @@
     python -m benchmarks.vllm_offline                                   # a 190M random Qwen3, as on a CPU
     python -m benchmarks.vllm_offline --model DIR --batches 1 8 64      # any local checkpoint
 
-Native and atom alternate, each engine in a process of its own; a figure is the median over the rounds, and only ratios
-within one run mean anything. For each batch size: seconds to the first token (prefill), seconds a token after that
-(decode). For each engine: seconds to start, and the largest resident memory of its processes.
+Each engine has processes of its own; a round starts one of each kind, one after the other, then both live side by side
+and take turns run by run, the idle one asleep: what else the machine does meets both alike. Only ratios within one run
+mean anything. For each batch size: seconds to the first token (prefill), seconds a token after that (decode). For each
+engine: seconds to start, and the largest resident memory of its processes.
 """
 
 from __future__ import annotations
@@ -45,15 +46,20 @@ RANDOM_QWEN3 = {
 }
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """One engine, in this process: its figures."""
+def serve(arguments: argparse.Namespace) -> None:
+    """One engine, in this process: a line of JSON for its start, then one for each run asked for on stdin."""
     from vllm import LLM, SamplingParams
+
+    replies = os.fdopen(arguments.replies, "w", buffering=1)
+
+    def reply(message: dict[str, float]) -> None:
+        replies.write(json.dumps(message) + "\n")
 
     memory = ResidentMemory()
     begin = time.perf_counter()
     llm = LLM(
         arguments.model,
-        model_impl=IMPLEMENTATIONS[arguments.measure],
+        model_impl=IMPLEMENTATIONS[arguments.serve],
         load_format=arguments.load_format,
         skip_tokenizer_init=True,
         dtype=arguments.dtype,
@@ -63,28 +69,64 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         enforce_eager=arguments.enforce_eager,
         disable_log_stats=True,
     )
-    figures: dict[str, Any] = {"start": time.perf_counter() - begin, "batches": {}}
+    reply({"start": time.perf_counter() - begin})
     generator = random.Random(0)
-    for batch in arguments.batches:
+    for line in sys.stdin:
+        run = json.loads(line)
         prompts = [
             {"prompt_token_ids": [generator.randrange(100, 30000) for _ in range(arguments.input_len)]}
-            for _ in range(batch)
+            for _ in range(run["batch"])
         ]
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=run["tokens"], min_tokens=run["tokens"], ignore_eos=True, detokenize=False
+        )
+        begin = time.perf_counter()
+        llm.generate(prompts, sampling, use_tqdm=False)
+        reply({"seconds": time.perf_counter() - begin})
+    reply({"memory": memory.stop()})
 
-        def run(count: int, prompts: list[Any] = prompts) -> float:
-            sampling = SamplingParams(
-                temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False
-            )
-            start = time.perf_counter()
-            llm.generate(prompts, sampling, use_tqdm=False)
-            return time.perf_counter() - start
 
-        run(4)
-        first = min(run(1) for _ in range(arguments.repetitions))
-        whole = min(run(arguments.output_len) for _ in range(arguments.repetitions))
-        figures["batches"][batch] = {"prefill": first, "decode": (whole - first) / (arguments.output_len - 1)}
-    figures["memory"] = memory.stop()
-    return figures
+class Engine:
+    """A process that serves one engine; started when made, asleep between runs."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        self.name = name
+        read, write = os.pipe()
+        command = [sys.executable, "-m", "benchmarks.vllm_offline", *sys.argv[1:]]
+        command += ["--model", arguments.model, "--serve", name, "--replies", str(write)]
+        if arguments.model_is_random:
+            command += ["--load-format", "dummy"]
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=self.log, stderr=self.log, pass_fds=[write], text=True
+        )
+        os.close(write)
+        self.replies = os.fdopen(read)
+        self.start = self._reply("start")
+
+    def run(self, batch: int, tokens: int) -> float:
+        """Seconds that ``batch`` prompts and ``tokens`` new tokens for each take."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"batch": batch, "tokens": tokens}) + "\n")
+        self.process.stdin.flush()
+        return self._reply("seconds")
+
+    def stop(self) -> float:
+        """End the process; the largest memory, in bytes, that it had."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        memory = self._reply("memory")
+        self.process.wait()
+        return memory
+
+    def _reply(self, key: str) -> float:
+        line = self.replies.readline()
+        if not line:
+            self.process.wait()
+            self.log.seek(0)
+            sys.stderr.write(self.log.read())
+            raise SystemExit(f"the {self.name} engine failed")
+        return float(json.loads(line)[key])
 
 
 class ResidentMemory:
@@ -129,48 +171,46 @@ def _memory_of(process: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
-def run_rounds(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Every engine once a round, in alternating order."""
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in IMPLEMENTATIONS}
+Figures = dict[str, list[dict[str, float]]]
+"""By row of the table: pairs that were measured one right after the other."""
+
+
+def measure(arguments: argparse.Namespace) -> Figures:
+    """All rounds; which engine goes first alternates, between rounds and between runs."""
+    figures: Figures = {}
+    names = list(IMPLEMENTATIONS)
     for index in range(arguments.rounds + arguments.warm_rounds):
-        order = list(IMPLEMENTATIONS) if index % 2 == 0 else list(reversed(IMPLEMENTATIONS))
-        for name in order:
-            command = [sys.executable, "-m", "benchmarks.vllm_offline", *sys.argv[1:]]
-            command += ["--model", arguments.model, "--measure", name]
-            if arguments.model_is_random:
-                command += ["--load-format", "dummy"]
-            with tempfile.NamedTemporaryFile(suffix=".json") as report:
-                process = subprocess.run([*command, "--report", report.name], capture_output=True, check=False)
-                if process.returncode:
-                    sys.stderr.write(process.stdout.decode() + process.stderr.decode())
-                    raise SystemExit(f"the {name} engine failed")
-                figures = json.loads(Path(report.name).read_text())
-            print(f"round {index} {name}: start {figures['start']:.1f} s, {figures['batches']}", flush=True)
-            if index >= arguments.warm_rounds:
-                results[name].append(figures)
-    return results
+        engines = {name: Engine(name, arguments) for name in (names if index % 2 == 0 else names[::-1])}
+        found: Figures = {"start, s": [{name: engine.start for name, engine in engines.items()}]}
+        for batch in arguments.batches:
+            for engine in engines.values():
+                engine.run(batch, 4)
+            for repetition in range(arguments.repetitions):
+                order = names if repetition % 2 == 0 else names[::-1]
+                first = {name: engines[name].run(batch, 1) for name in order}
+                whole = {name: engines[name].run(batch, arguments.output_len) for name in order}
+                steps = arguments.output_len - 1
+                found.setdefault(f"batch {batch}: time to first token of {arguments.input_len}, s", []).append(first)
+                found.setdefault(f"batch {batch}: time a token, s", []).append(
+                    {name: (whole[name] - first[name]) / steps for name in names}
+                )
+        found["memory, bytes"] = [{name: engine.stop() for name, engine in engines.items()}]
+        print(f"round {index}: " + "; ".join(row["figure"] + f" x{row['ratio']:.2f}" for row in summarise(found)))
+        if index >= arguments.warm_rounds:
+            for label, pairs in found.items():
+                figures.setdefault(label, []).extend(pairs)
+    return figures
 
 
-def summarise(results: dict[str, list[dict[str, Any]]], input_len: int) -> list[dict[str, Any]]:
-    """Medians and ratios; a ratio above 1 means that atom is faster, or smaller."""
-
-    def median(name: str, *keys: str) -> float:
-        values = []
-        for figures in results[name]:
-            value: Any = figures
-            for key in keys:
-                value = value[key]
-            values.append(value)
-        return statistics.median(values)
-
-    rows = [("start, s", ("start",)), ("memory, bytes", ("memory",))]
-    for batch in results["native"][0]["batches"]:
-        rows.append((f"batch {batch}: time to first token of {input_len}, s", ("batches", batch, "prefill")))
-        rows.append((f"batch {batch}: time a token, s", ("batches", batch, "decode")))
+def summarise(figures: Figures) -> list[dict[str, Any]]:
+    """Medians, and the median of the pairs' ratios; above 1, atom is faster, or smaller."""
     table = []
-    for label, keys in rows:
-        native, atom = median("native", *keys), median("atom", *keys)
-        table.append({"figure": label, "native": native, "atom": atom, "ratio": native / atom})
+    for label, pairs in figures.items():
+        row = {name: statistics.median(pair[name] for pair in pairs) for name in IMPLEMENTATIONS}
+        ratios = sorted(pair["native"] / pair["atom"] for pair in pairs)
+        table.append(
+            {"figure": label, **row, "ratio": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]}
+        )
     return table
 
 
@@ -185,28 +225,31 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=33)
-    parser.add_argument("--repetitions", type=int, default=3, help="runs of each shape; the fastest counts")
-    parser.add_argument("--rounds", type=int, default=3, help="engines of each kind; the median counts")
+    parser.add_argument("--repetitions", type=int, default=7, help="runs of each shape in a round")
+    parser.add_argument("--rounds", type=int, default=3, help="engines of each kind")
     parser.add_argument("--warm-rounds", type=int, default=1, help="rounds before, to fill compile caches")
     parser.add_argument("--json", type=Path, help="write all figures there")
-    parser.add_argument("--measure", choices=list(IMPLEMENTATIONS), help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=list(IMPLEMENTATIONS), help=argparse.SUPPRESS)
+    parser.add_argument("--replies", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.measure:
-        arguments.report.write_text(json.dumps(measure(arguments)))
+    if arguments.serve:
+        serve(arguments)
         return
     arguments.model_is_random = arguments.model is None
     with tempfile.TemporaryDirectory() as directory:
         if arguments.model_is_random:
             (Path(directory) / "config.json").write_text(json.dumps(RANDOM_QWEN3))
             arguments.model = directory
-        results = run_rounds(arguments)
-    table = summarise(results, arguments.input_len)
+        figures = measure(arguments)
+    table = summarise(figures)
     width = max(len(row["figure"]) for row in table)
     for row in table:
-        print(f"{row['figure']:<{width}}  native {row['native']:12.4g}  atom {row['atom']:12.4g}  x{row['ratio']:.2f}")
+        print(
+            f"{row['figure']:<{width}}  native {row['native']:10.4g}  atom {row['atom']:10.4g}  "
+            f"x{row['ratio']:.3f} ({row['least']:.2f} to {row['most']:.2f})"
+        )
     if arguments.json:
-        arguments.json.write_text(json.dumps({"engines": results, "table": table}, indent=1))
+        arguments.json.write_text(json.dumps({"figures": figures, "table": table}, indent=1))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,9 @@ class LMHead(VocabTable):
     ) -> None:
         super().__init__(vocab_size, hidden_size, runtime, None if tied_to is None else tied_to.weight)
         self.tied = tied_to is not None
-        spec = LinearSpec(hidden_size, self.weight.shape[0], False, runtime.dtype, shares_weight=self.tied)
+        spec = LinearSpec(
+            hidden_size, self.weight.shape[0], False, runtime.dtype, shares_weight=self.tied, few_rows=True
+        )
         self.kernel = runtime.kernels.select(LINEAR, spec)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,6 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from atom_core.kernels.gated_activation import GatedActivationSpec
-from atom_core.kernels.gated_activation.reference import gated_activation
 from atom_core.kernels.linear import LinearSpec
 from atom_core.kernels.qk_norm_rope import QkvWeights
 from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
@@ -117,20 +115,12 @@ def test_norm_alone_and_with_a_residual(dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_gated_activations(activation, dtype):
-    x = torch.randn(5, 128).to(dtype)
-    kernel = cpu_kernels._build_activation(GatedActivationSpec(activation, 64, dtype), Target("cpu", ""))
-    assert_close(kernel(x), gated_activation(x.float(), activation).double())
-
-
-@every_dtype
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_packed_product_needs_the_layers_weight_no_more(bias, dtype):
     x, weight = torch.randn(3, 64).to(dtype), torch.randn(96, 64).to(dtype)
     offset = torch.randn(96).to(dtype) if bias else None
     expected = torch.nn.functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
-    kernel = cpu_kernels.PackedLinear()
+    kernel = cpu_kernels.DispatchedLinear()
     freed = kernel.adopt(weight, offset)
     given = torch.empty(0, dtype=dtype) if freed else weight
     assert_close(kernel(x, given, offset), expected)
@@ -141,3 +131,36 @@ def test_a_packed_product_needs_the_layers_weight_no_more(bias, dtype):
 def test_a_weight_that_the_embedding_reads_too_is_not_packed():
     spec = LinearSpec(64, 96, False, torch.bfloat16, shares_weight=True)
     assert "in memory twice" in cpu_kernels._linear_supports(spec, Target("cpu", ""))
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="no bfloat16 dot products on this processor")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 70, 300])
+def test_a_product_over_blocks(rows, bias):
+    x, weight = torch.randn(rows, 64).bfloat16(), torch.randn(96, 64).bfloat16()
+    offset = torch.randn(96).bfloat16() if bias else None
+    kernel = cpu_kernels.BlockedLinear()
+    assert kernel.adopt(weight, offset)
+    given = torch.empty(0, dtype=torch.bfloat16)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    assert_close(kernel(x, given, offset), expected)
+    assert_close(kernel(x, given, None), x.double() @ weight.double().T)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (LinearSpec(2048, 96, False, torch.bfloat16), True),
+        (LinearSpec(1024, 96, False, torch.bfloat16), False),
+        (LinearSpec(1024, 96, False, torch.bfloat16, few_rows=True), True),
+        (LinearSpec(2048, 100, False, torch.bfloat16), False),
+        (LinearSpec(2050, 96, False, torch.bfloat16), False),
+        (LinearSpec(2048, 96, False, torch.float32), False),
+    ],
+)
+def test_blocks_are_for_long_rows_and_heads_in_bfloat16(spec, expected, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert cpu_kernels._blocks_pay(spec) is expected
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert not cpu_kernels._blocks_pay(spec)

@@ -77,6 +77,7 @@ CALLS = {
             ]
         ),
     ),
+    "vllm._custom_ops:weight_packed_linear_cpu": (("x", "packed", 8, None), {}),
     "vllm._custom_ops:cpu_attn_reshape_and_cache": (("key", "value", "keys", "values", "slots", "isa"), {}),
     "vllm.compilation.breakable_cudagraph:eager_break_during_capture": (("function",), {}),
     "vllm.compilation.decorators:support_torch_compile": ((), dict.fromkeys(("dynamic_arg_dims", "enable_if"))),
@@ -164,14 +165,12 @@ def test_built_in_platforms_are_probed_by_functions_without_arguments():
 
 
 SCHEMAS = {
+    "convert_weight_packed": ["weight!"],
     "fused_add_rms_norm": ["input!", "residual!", "weight", "epsilon"],
-    "gelu_and_mul": ["out!", "input"],
-    "gelu_tanh_and_mul": ["out!", "input"],
     "rms_norm": ["out!", "input", "weight", "epsilon"],
     "rotary_embedding": ["positions", "query!", "key!", "head_size", "cos_sin_cache", "is_neox"],
-    "silu_and_mul": ["out!", "input"],
 }
-"""The arguments that we pass, in order; those with an exclamation mark are written to."""
+"""The arguments that we pass, in order; those with an exclamation mark are declared as written to."""
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -12,5 +12,5 @@ def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """See :mod:`atom_core.kernels.gated_activation`."""
     gate, up = x.chunk(2, dim=-1)
     if activation == "silu":
-        return F.silu(gate) * up
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+        return F.silu(gate).mul_(up)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)

@@ -24,6 +24,8 @@ class LinearSpec:
     dtype: torch.dtype
     shares_weight: bool = False
     """The weight is also read elsewhere (tied embeddings), so it must stay as it is."""
+    few_rows: bool = False
+    """``x`` has rows only for tokens that are sampled from (a head), never a whole prompt's."""
 
 
 class LinearKernel(Protocol):
