@@ -296,8 +296,10 @@ QKV_CASES = (
 _MAX_POSITION = 50
 
 
-def check_qkv(case: QkvCase, kernel: QkNormRopeCacheKernel, dtype: torch.dtype, device: torch.device) -> None:
-    """Run ``kernel`` over tokens of which some have no slot; slots that are nobody's must stay NaN."""
+def check_qkv(
+    case: QkvCase, kernel: QkNormRopeCacheKernel, dtype: torch.dtype, device: torch.device, *, padded: bool = True
+) -> None:
+    """Run ``kernel`` over tokens of which some have no slot, if ``padded``; slots that are nobody's must stay NaN."""
     generator = torch.Generator().manual_seed(0)
     num_pages = 3 + case.tokens // case.page_size
     layout = AttentionCase(
@@ -320,8 +322,9 @@ def check_qkv(case: QkvCase, kernel: QkNormRopeCacheKernel, dtype: torch.dtype, 
     angles = torch.rand(_MAX_POSITION, case.rotary_dim // 2, generator=generator) * 6.28
     weights = [torch.rand(case.dim, generator=generator).to(dtype) + 0.5 for _ in range(2)] if case.qk_norm else []
     slots = torch.randperm(num_slots, generator=generator)[: case.tokens]
-    slots[case.tokens // 2] = -1
-    slots[-1] = -1
+    if padded:
+        slots[case.tokens // 2] = -1
+        slots[-1] = -1
 
     on_device = QkvWeights(
         torch.cat((angles.cos(), angles.sin()), -1).to(device), *(w.to(device) for w in weights), eps=1e-6

@@ -87,4 +87,5 @@ def test_the_kernels_that_were_chosen_can_be_listed(directory):
         "attention",
         "gated_activation",
     ]
-    assert {choice.implementation for choice in choices} == {"reference"}
+    faster = [choice.op for choice in choices if choice.implementation == "torch"]
+    assert faster == ["rms_norm", "qk_norm_rope_cache", "attention"]

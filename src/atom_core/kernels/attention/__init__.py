@@ -19,7 +19,8 @@ from typing import Protocol
 import torch
 
 from atom_core.kernels.attention.reference import ReferenceAttention
-from atom_core.kernels.select import Implementation, Op, Target, always
+from atom_core.kernels.attention.sdpa import SdpaAttention
+from atom_core.kernels.select import Implementation, Op, Target, always, only_on_cpu
 from atom_core.kernels.triton_support import why_no_triton
 from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
 
@@ -77,10 +78,21 @@ def _build_triton(spec: PagedAttentionSpec, target: Target) -> PagedAttentionKer
     return TritonAttention(spec)
 
 
+def _torch_supports(spec: PagedAttentionSpec, target: Target) -> str | None:
+    if reason := only_on_cpu(spec, target):
+        return reason
+    if spec.sinks or spec.soft_cap:
+        return "torch's attention has neither sinks nor a soft cap."
+    if spec.cache_dtype != spec.dtype:
+        return f"torch's attention has one dtype for queries and cache, not {spec.dtype} over {spec.cache_dtype}."
+    return None
+
+
 ATTENTION: Op[PagedAttentionSpec, PagedAttentionKernel] = Op(
     "attention",
     (
         Implementation("triton", _triton_supports, _build_triton),
+        Implementation("torch", _torch_supports, lambda spec, target: SdpaAttention(spec)),
         Implementation("reference", always, lambda spec, target: ReferenceAttention(spec)),
     ),
 )

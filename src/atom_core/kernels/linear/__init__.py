@@ -10,8 +10,9 @@ from typing import Protocol
 
 import torch
 
+from atom_core.kernels.linear.mkldnn import MkldnnLinear
 from atom_core.kernels.linear.reference import TorchLinear
-from atom_core.kernels.select import Implementation, Op, always
+from atom_core.kernels.select import Implementation, Op, Target, always
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,20 @@ class LinearKernel(Protocol):
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
 
 
+def _torch_supports(spec: LinearSpec, target: Target) -> str | None:
+    if target.kind != "cpu" or not torch._C._has_mkldnn:
+        return "oneDNN's packed weights are for CPUs that it knows."
+    if spec.shares_weight:
+        return "Packing a weight that the embedding reads too would keep it in memory twice."
+    if spec.dtype != torch.bfloat16:
+        return f"Packing pays for bfloat16, not for {spec.dtype}."
+    return None
+
+
 LINEAR: Op[LinearSpec, LinearKernel] = Op(
-    "linear", (Implementation("reference", always, lambda spec, target: TorchLinear()),)
+    "linear",
+    (
+        Implementation("torch", _torch_supports, lambda spec, target: MkldnnLinear()),
+        Implementation("reference", always, lambda spec, target: TorchLinear()),
+    ),
 )

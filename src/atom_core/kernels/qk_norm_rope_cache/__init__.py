@@ -13,8 +13,9 @@ from typing import Protocol
 import torch
 
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
+from atom_core.kernels.qk_norm_rope_cache.cpu import qk_norm_rope_cache as qk_norm_rope_cache_on_cpu
 from atom_core.kernels.qk_norm_rope_cache.reference import qk_norm_rope_cache
-from atom_core.kernels.select import Implementation, Op, Target
+from atom_core.kernels.select import Implementation, Op, Target, only_on_cpu
 from atom_core.kernels.triton_support import why_no_triton
 from atom_core.metadata import CacheOrder, KVCacheView
 
@@ -47,6 +48,10 @@ def _reference_supports(spec: QkvCacheSpec, target: Target) -> str | None:
     return None
 
 
+def _torch_supports(spec: QkvCacheSpec, target: Target) -> str | None:
+    return only_on_cpu(spec, target) or _reference_supports(spec, target)
+
+
 def _triton_supports(spec: QkvCacheSpec, target: Target) -> str | None:
     if reason := why_no_triton(target):
         return reason
@@ -67,6 +72,9 @@ QK_NORM_ROPE_CACHE: Op[QkvCacheSpec, QkNormRopeCacheKernel] = Op(
     "qk_norm_rope_cache",
     (
         Implementation("triton", _triton_supports, _build_triton),
+        Implementation(
+            "torch", _torch_supports, lambda spec, target: partial(qk_norm_rope_cache_on_cpu, spec=spec.qkv)
+        ),
         Implementation(
             "reference", _reference_supports, lambda spec, target: partial(qk_norm_rope_cache, spec=spec.qkv)
         ),

@@ -13,8 +13,9 @@ from typing import Protocol
 
 import torch
 
+from atom_core.kernels.rms_norm.cpu import rms_norm as rms_norm_on_cpu
 from atom_core.kernels.rms_norm.reference import rms_norm
-from atom_core.kernels.select import Implementation, Op, always
+from atom_core.kernels.select import Implementation, Op, always, only_on_cpu
 
 
 @dataclass(frozen=True)
@@ -37,5 +38,9 @@ class RmsNormKernel(Protocol):
 
 
 RMS_NORM: Op[RmsNormSpec, RmsNormKernel] = Op(
-    "rms_norm", (Implementation("reference", always, lambda spec, target: rms_norm),)
+    "rms_norm",
+    (
+        Implementation("torch", only_on_cpu, lambda spec, target: rms_norm_on_cpu),
+        Implementation("reference", always, lambda spec, target: rms_norm),
+    ),
 )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
 from atom_core.kernels.attention.reference import ReferenceAttention
+from atom_core.kernels.attention.sdpa import SdpaAttention
+from atom_core.kernels.select import Target
 from tests.kernel_cases import ATTENTION_CASES, attention_batch, check_attention
 
 CPU = torch.device("cpu")
@@ -25,3 +28,24 @@ def test_the_triton_kernel_answers_as_token_by_token(case, dtype):
     from atom_core.kernels.attention.triton_kernel import TritonAttention
 
     check_attention(TritonAttention(case.spec(dtype)), attention_batch(case, dtype, CPU))
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_torchs_attention_answers_as_token_by_token_where_it_says_that_it_can(case, dtype):
+    spec = case.spec(dtype)
+    reason = why_not_torch(spec)
+    if spec.sinks or spec.soft_cap:
+        assert reason == "torch's attention has neither sinks nor a soft cap."
+        return
+    assert reason is None
+    check_attention(SdpaAttention(spec), attention_batch(case, dtype, CPU))
+
+
+def why_not_torch(spec: PagedAttentionSpec, target: Target | None = None) -> str | None:
+    (implementation,) = (one for one in ATTENTION.implementations if one.name == "torch")
+    return implementation.supports(spec, target or Target("cpu", "x86_64"))
+
+
+def test_torchs_attention_is_for_a_cpu():
+    assert "quickest on a CPU" in why_not_torch(ATTENTION_CASES[0].spec(torch.bfloat16), Target("cuda", "sm90"))

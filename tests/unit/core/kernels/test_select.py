@@ -91,7 +91,9 @@ def test_an_unknown_op_is_an_error_that_lists_the_ops():
 
 
 def test_an_unknown_implementation_is_an_error_that_lists_them():
-    with pytest.raises(ValueError, match=r"attention=tritn, .*implementations of attention here: reference, triton\."):
+    with pytest.raises(
+        ValueError, match=r"attention=tritn, .*implementations of attention here: torch, reference, triton\."
+    ):
         kernel_set(CPU, {"attention": "tritn"})
 
 

@@ -9,6 +9,8 @@ from atom_core.kernels import kernel_set
 from atom_core.kernels.embedding.reference import embedding
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.kernels.linear.mkldnn import MkldnnLinear
+from atom_core.kernels.rms_norm.cpu import rms_norm as rms_norm_on_cpu
 from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 
@@ -36,6 +38,20 @@ def test_rms_norm_adds_the_residual_first_and_returns_the_sum(dtype):
         assert summed is None if given is None else torch.equal(summed, total)
         assert torch.equal(x, before[0])
         assert given is None or torch.equal(given, before[1])
+
+
+@every_dtype
+def test_rms_norm_on_a_cpu_is_the_reference_in_fewer_passes(dtype):
+    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((5, 24), (5, 24), (24,)))
+    for given in (None, residual):
+        expected, total = rms_norm(
+            x.double(), weight.double(), 1e-3, None if given is None else (x + given).double() - x
+        )
+        before = x.clone()
+        normed, summed = rms_norm_on_cpu(x, weight, 1e-3, None if given is None else given.clone())
+        assert_close(normed, expected)
+        assert torch.equal(x, before)
+        assert summed is None if given is None else torch.equal(summed.double(), total)
 
 
 def test_rms_norm_of_zeros_is_zeros():
@@ -78,3 +94,30 @@ def test_linear_keeps_nothing_of_its_own(bias):
     assert not kernel.adopt(weight, offset)
     expected = x.double() @ weight.double().T + (offset.double() if bias else 0.0)
     assert_close(kernel(x, weight, offset), expected)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 200])
+def test_a_weight_that_onednn_has_packed_is_needed_no_more(rows, bias):
+    x, weight = torch.randn(rows, 64).bfloat16(), torch.randn(96, 64).bfloat16()
+    offset = torch.randn(96).bfloat16() if bias else None
+    kernel = MkldnnLinear()
+    assert kernel.adopt(weight, offset)
+    expected = x.double() @ weight.double().T
+    found = kernel(x, torch.empty(0), offset).double()
+    torch.testing.assert_close(found, expected + (offset.double() if bias else 0.0), rtol=2**-7, atol=2**-6)
+    torch.testing.assert_close(kernel(x, torch.empty(0), None).double(), expected, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (LinearSpec(8, 8, False, torch.bfloat16), None),
+        (LinearSpec(8, 8, False, torch.bfloat16, shares_weight=True), "in memory twice"),
+        (LinearSpec(8, 8, False, torch.float32), "pays for bfloat16"),
+    ],
+)
+def test_which_weights_are_packed(spec, reason):
+    (implementation,) = (one for one in LINEAR.implementations if one.name == "torch")
+    found = implementation.supports(spec, CPU)
+    assert found is None if reason is None else reason in found
