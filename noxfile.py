@@ -237,6 +237,15 @@ def _vllm(session: nox.Session, version: str, *args: str) -> None:
     _pytest(session, environment, f"vllm-{version}", folders, *args, LM_EVAL=_lm_eval(session))
 
 
+def _sglang_environment(session: nox.Session) -> Environment:
+    """SGLang brings the very build of torch that it was made for, on a CPU too."""
+    return _environment(session, f"sglang-{SGLANG}", [*_group("serving"), f"sglang=={SGLANG}"])
+
+
+def _sglang(session: nox.Session) -> None:
+    _pytest(session, _sglang_environment(session), f"sglang-{SGLANG}", "tests/integration/sglang")
+
+
 def _docs(session: nox.Session) -> None:
     site = session.cache_dir / "site"
     environment = _environment(session, "docs", _group("docs"), package=False)
@@ -262,13 +271,18 @@ def _build(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Serve a small trained model with the real vLLM on this CPU through our core, and ask it a few questions."""
-    _vllm_environment(session, NEWEST_VLLM).run(session, "examples/demo.py", *session.posargs)
+    """Serve a small trained model on this CPU through our core: in vLLM, or `nox -s demo -- --framework sglang`."""
+    in_sglang = not {"sglang", "--framework=sglang"}.isdisjoint(session.posargs)
+    environment = _sglang_environment(session) if in_sglang else _vllm_environment(session, NEWEST_VLLM)
+    environment.run(session, "examples/demo.py", *session.posargs)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that needs no GPU: the newest vLLM in full, the older ones on their smoke tests."""
+    """Everything that needs no GPU but SGLang: the newest vLLM in full, older ones on their smoke tests.
+
+    SGLang's servers are `nox -s sglang`, until both suites together are known to fit into an hour on two cores.
+    """
     parts: dict[str, Callable[[], None]] = {
         "lint": lambda: _lint(session),
         "types": lambda: _types(session),
@@ -293,7 +307,7 @@ def tests(session: nox.Session) -> None:
         except CommandFailed:
             outcomes[name] = "FAILED"
     for name, outcome in outcomes.items():
-        session.log(f"{name:<14}{outcome:<10}{_summary(_report(session, name), start)}")
+        session.log(f"{name:<15}{outcome:<10}{_summary(_report(session, name), start)}")
     failed = [name for name, outcome in outcomes.items() if outcome == "FAILED"]
     session.log(f"{len(failed)} of {len(parts)} parts failed, in {(time.time() - start) / 60:.1f} minutes")
     if failed:
@@ -343,14 +357,8 @@ def vllm(session: nox.Session, framework: str) -> None:
 
 @nox.session
 def sglang(session: nox.Session) -> None:
-    """Real SGLang servers on this CPU.
-
-    Not a part of `tests` yet: the SGLang adapter is what comes next, and until then there is nothing here to run.
-    """
-    if not any((ROOT / "tests/integration/sglang").rglob("test_*.py")):
-        session.skip("the SGLang adapter has no tests yet")
-    environment = _environment(session, f"sglang-{SGLANG}", [*_group("serving"), f"sglang=={SGLANG}"], torch=True)
-    _pytest(session, environment, f"sglang-{SGLANG}", "tests/integration/sglang")
+    """Real SGLang servers on this CPU."""
+    _sglang(session)
 
 
 @nox.session
@@ -362,13 +370,15 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """A benchmark beside the framework's own model in one run: `nox -s bench -- parity | accuracy | vllm_offline`."""
+    """Measure beside the framework's own model: `nox -s bench -- parity | accuracy | vllm_offline | sglang_offline`."""
     known = sorted(path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py"))
     name, *arguments = session.posargs or [""]
     if name not in known:
         session.error(f"name a benchmark after --: {', '.join(known)}")
     variables = {"LM_EVAL": _lm_eval(session), "VLLM_CPU_KVCACHE_SPACE": "1"}
-    _vllm_environment(session, NEWEST_VLLM).run(session, "-m", f"benchmarks.{name}", *arguments, **variables)
+    of_sglang = name.startswith("sglang")
+    environment = _sglang_environment(session) if of_sglang else _vllm_environment(session, NEWEST_VLLM)
+    environment.run(session, "-m", f"benchmarks.{name}", *arguments, **variables)
 
 
 @nox.session

@@ -1,7 +1,8 @@
-"""Serve a small trained model with the real `vllm serve --model-impl atom` on this machine, and ask it a few questions.
+"""Serve a small trained model with the real vLLM or SGLang on this machine, on our core, and ask it a few questions.
 
-`nox -s demo` runs this in an environment that has vLLM. It prints each question with the model's answer and the right
-one, then what the server said at its start: which model class, attention class and kernels ran.
+`nox -s demo` runs this in an environment that has vLLM, `nox -s demo -- --framework sglang` in one that has SGLang. It
+prints each question with the model's answer and the right one, then what the server said at its start: which model
+class, attention class and kernels ran.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from openai import OpenAI
 
-from tests.integration.server import ServerFailed, VllmServer
+from tests.integration.server import Server, ServerFailed, SglangServer, VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,7 +26,7 @@ def questions(path: Path) -> list[dict[str, str]]:
     return list({row["kind"]: row for row in reversed(rows)}.values())
 
 
-def ask(server: VllmServer, rows: list[dict[str, str]]) -> int:
+def ask(server: Server, rows: list[dict[str, str]]) -> int:
     """Ask each question, print the answers, and return how many were right."""
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     right = 0
@@ -40,14 +41,22 @@ def ask(server: VllmServer, rows: list[dict[str, str]]) -> int:
     return right
 
 
+def serve(framework: str, model: Path) -> Server:
+    """The server of `framework` with our model, for short questions."""
+    if framework == "sglang":
+        return SglangServer(model, "--context-length", "512", "--mem-fraction-static", "0.2")
+    return VllmServer(model, "--model-impl", "atom", "--max-model-len", "512")
+
+
 def main() -> int:
     """Run the demonstration; 0 if the server answered and our model was the one that did."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--framework", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--model", type=Path, default=ROOT / "tests" / "checkpoints" / "qwen3")
     parser.add_argument("--questions", type=Path, default=ROOT / "tests" / "evaluation" / "heldout.jsonl")
     arguments = parser.parse_args()
 
-    server = VllmServer(arguments.model, "--model-impl", "atom", "--max-model-len", "512")
+    server = serve(arguments.framework, arguments.model)
     print("Starting:", " ".join(server.command), flush=True)
     start = time.monotonic()
     try:
@@ -63,7 +72,7 @@ def main() -> int:
     print(f"\n{right} of {len(rows)} right. What the server said at its start:\n")
     print("\n".join(f"  {line}" for line in report))
     if not report:
-        print("Nothing of ours: vLLM ran its own model. `atom-plugin doctor` finds out why.", file=sys.stderr)
+        print("Nothing of ours: the framework ran its own model. `atom-plugin doctor` finds out why.", file=sys.stderr)
         return 1
     return 0
 

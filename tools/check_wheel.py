@@ -1,4 +1,4 @@
-"""Ask an installed wheel, with only the standard library, whether it has what a user and vLLM look for."""
+"""Ask an installed wheel, with only the standard library, whether it has what users and frameworks look for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 ENTRY_POINTS = {
     ("console_scripts", "atom-plugin"),
+    ("sglang.srt.plugins", "atom"),
     ("vllm.general_plugins", "atom"),
     ("vllm.platform_plugins", "atom"),
 }
@@ -20,8 +21,8 @@ def main() -> None:
     points = {(point.group, point.name): point for point in installed.entry_points}
     assert set(points) == ENTRY_POINTS, f"entry points: {sorted(points)}"
     for point in points.values():
-        # Only the modules of vLLM's groups promise to import without torch.
-        if point.group.startswith("vllm."):
+        # The frameworks' entry points promise to import without torch.
+        if point.group != "console_scripts":
             assert callable(getattr(importlib.import_module(point.module), point.attr)), point
     for package in ("atom_core", "atom_plugin"):
         spec = find_spec(package)

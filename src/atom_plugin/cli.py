@@ -14,6 +14,7 @@ from atom_plugin.common import support, versions
 from atom_plugin.common.settings import load_settings, unknown_variables, variables
 from atom_plugin.doctor import checkpoint, command, environment, report
 from atom_plugin.doctor.finding import Finding
+from atom_plugin.doctor.framework import FRAMEWORKS, VLLM
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -33,20 +34,24 @@ def doctor(
     """Print what is installed and what would keep a server from running our models; exit 1 if anything would.
 
     For example: atom-plugin doctor -- vllm serve ./my-model --model-impl atom
+
+    Or: atom-plugin doctor -- SGLANG_EXTERNAL_MODEL_PACKAGE=atom_plugin.sglang.models sglang serve ./my-model
     """
     examined = _parse(arguments or [])
     environ = {**os.environ, **examined.environment}
+    asked = examined.framework
+    frameworks = environment.installed_frameworks() if asked is None else (asked,)
     plugins = environment.plugins()
     findings: list[Finding] = [
-        *environment.check_versions(),
-        *environment.check_entry_points(plugins),
-        *environment.check_variables(environ),
-        *environment.check_platforms(plugins, environ),
+        *environment.check_versions(frameworks),
+        *environment.check_entry_points(plugins, frameworks),
+        *environment.check_variables(environ, frameworks),
+        *(environment.check_platforms(plugins, environ) if VLLM in frameworks else ()),
+        *command.check_command(examined, environ),
     ]
     model = command.local_model(examined)
-    if arguments:
-        findings += [*command.check_model_impl(examined), *command.check_flags(examined)]
-        findings += checkpoint.check_checkpoint(model, command.tensor_parallel_size(examined)) if model else ()
+    if model and asked:
+        findings += checkpoint.check_checkpoint(model, command.tensor_parallel_size(examined), asked)
 
     console = _console()
     console.print(report.version_table(versions.installed_versions(), _supported_ranges()))
@@ -56,7 +61,7 @@ def doctor(
         console.print(f"{examined.model} is not a folder on this machine: its configuration was not examined.")
     for line in report.finding_lines(findings):
         console.print(line)
-    console.print(report.verdict(len(findings)))
+    console.print(report.verdict(len(findings), frameworks))
     raise typer.Exit(1 if findings else 0)
 
 
@@ -137,7 +142,7 @@ def _parse(arguments: list[str]) -> command.Command:
 
 def _supported_ranges() -> dict[str, str]:
     try:
-        return {framework: versions.supported_range(framework) for framework in ("vllm", "sglang")}
+        return {framework.package: versions.supported_range(framework.package) for framework in FRAMEWORKS}
     except ValueError:
         # Not installed: `check_entry_points` says so.
         return {}
@@ -152,3 +157,7 @@ def _console() -> Console:
 def main() -> None:
     """The console script."""
     app()
+
+
+if __name__ == "__main__":
+    main()

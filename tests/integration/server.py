@@ -1,4 +1,4 @@
-"""A real `vllm serve` in a process group of its own, for tests and the demonstration."""
+"""A real server in a process group of its own, for tests and the demonstration: `vllm serve`, or SGLang's."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
 from tests.integration.processes import end_group, merged_environ, start_group
 
@@ -30,12 +32,16 @@ class ServerFailed(Exception):
         self.returncode = returncode
 
 
-class VllmServer:
+# SGLang's puts the time, and the rank where there are several, before the first line of a message alone.
+_SGLANG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^]]*\] (?P<text>.*)")
+
+
+class Server(ABC):
     """`with VllmServer(model, "--model-impl", "atom") as server: ...` serves `model` until the block ends.
 
     Args:
-        model: a folder or a name, as for `vllm serve`.
-        flags: further arguments of `vllm serve`.
+        model: a folder or a name, as for the framework's command.
+        flags: further arguments of that command.
         environ: variables to set beside those of this process; one that maps to None is taken away.
         deadline: seconds until it must be ready. A first start compiles, and two cores are slow.
 
@@ -54,15 +60,21 @@ class VllmServer:
         self.flags = flags
         self.deadline = deadline
         self.port = _free_port()
-        self.environ = merged_environ({"VLLM_CPU_KVCACHE_SPACE": "1", **(environ or {})})
-        self._log = tempfile.NamedTemporaryFile(prefix="vllm-serve-", suffix=".log")  # noqa: SIM115
+        self.environ = merged_environ({**self.defaults, **(environ or {})})
+        self._log = tempfile.NamedTemporaryFile(prefix="server-", suffix=".log")  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
 
+    #: Variables that the framework needs on a CPU.
+    defaults: ClassVar[Mapping[str, str]] = {}
+
     @property
+    @abstractmethod
     def command(self) -> list[str]:
-        """The command line; `vllm` is the one of the running interpreter's environment."""
-        vllm = str(Path(sys.executable).with_name("vllm"))
-        return [vllm, "serve", self.model, "--host", "127.0.0.1", "--port", str(self.port), *self.flags]
+        """The command line, in the running interpreter's environment."""
+
+    @abstractmethod
+    def startup_report(self) -> list[str]:
+        """The lines of the table in which a model that was built says what runs."""
 
     @property
     def url(self) -> str:
@@ -73,12 +85,6 @@ class VllmServer:
     def log(self) -> str:
         """What it has printed until now."""
         return Path(self._log.name).read_text(errors="replace")
-
-    def startup_report(self) -> list[str]:
-        """The lines of the table in which a model that was built says what runs."""
-        lines = [match for line in self.log.splitlines() if (match := _LOG_LINE.match(line))]
-        places = {line["place"] for line in lines if line["text"].startswith("atom-plugin serves")}
-        return [line["text"] for line in lines if line["place"] in places]
 
     def start(self) -> None:
         """Start it without waiting."""
@@ -123,7 +129,7 @@ class VllmServer:
             assert time.monotonic() < end, f"waited {deadline:.0f} s in vain for: {what}"
             time.sleep(0.1)
 
-    def __enter__(self) -> VllmServer:
+    def __enter__(self) -> Server:
         self.start()
         try:
             self.wait_until_ready()
@@ -143,6 +149,55 @@ class VllmServer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
+
+
+class VllmServer(Server):
+    """`vllm serve` on a CPU."""
+
+    defaults: ClassVar[Mapping[str, str]] = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+
+    @property
+    def command(self) -> list[str]:
+        """See :class:`Server`."""
+        vllm = str(Path(sys.executable).with_name("vllm"))
+        return [vllm, "serve", self.model, "--host", "127.0.0.1", "--port", str(self.port), *self.flags]
+
+    def startup_report(self) -> list[str]:
+        """See :class:`Server`."""
+        lines = [match for line in self.log.splitlines() if (match := _LOG_LINE.match(line))]
+        places = {line["place"] for line in lines if line["text"].startswith("atom-plugin serves")}
+        return [line["text"] for line in lines if line["place"] in places]
+
+
+class SglangServer(Server):
+    """SGLang's `launch_server` on a CPU, with our models unless `environ` takes the variable away."""
+
+    on_a_cpu: ClassVar[Mapping[str, str]] = {
+        # With several ranks there is no GPU's communication library to look for.
+        "SGLANG_NCCL_SO_PATH": "/nonexistent",
+        # Threads that wait for each other at each small step stand still where anything else wants a core.
+        "OMP_NUM_THREADS": "1",
+    }
+    defaults: ClassVar[Mapping[str, str]] = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "atom_plugin.sglang.models", **on_a_cpu}
+
+    @property
+    def command(self) -> list[str]:
+        """See :class:`Server`."""
+        launch = [sys.executable, "-m", "sglang.launch_server", "--model-path", self.model, "--device", "cpu"]
+        return [*launch, "--host", "127.0.0.1", "--port", str(self.port), *self.flags]
+
+    def startup_report(self) -> list[str]:
+        """See :class:`Server`."""
+        report: list[str] = []
+        for line in self.log.splitlines():
+            match = _SGLANG_LINE.match(line)
+            if match and match["text"].startswith("atom-plugin serves"):
+                report = [match["text"]]
+            elif report and line.startswith("  "):
+                report.append(line)
+            elif report:
+                break
+        return report
 
 
 def _free_port() -> int:

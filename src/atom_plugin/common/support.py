@@ -38,36 +38,80 @@ class SupportRow:
     device: str
 
 
-FRAMEWORKS = (FrameworkSupport("vllm", quantizations=SUPPORTED, devices=("cpu", "cuda", "rocm")),)
+FRAMEWORKS = (
+    FrameworkSupport("vllm", quantizations=SUPPORTED, devices=("cpu", "cuda", "rocm")),
+    FrameworkSupport("sglang", quantizations=SUPPORTED, devices=("cpu", "cuda", "rocm")),
+)
 
 
 @dataclass(frozen=True)
 class RefusedFlag:
-    """A flag of vLLM that asks for what our models cannot do, but for the values in `allowed`."""
+    """A flag of a framework that asks for what our models cannot do, but for the values in `allowed`."""
 
     flag: str
     reason: str
     allowed: tuple[str, ...] = ()
 
 
-#: Values of `--load-format` that read safetensors; the others read pickles, other formats, or nothing that fits.
+#: Values of vLLM's `--load-format` that read safetensors; the others read pickles, other formats, or nothing that fits.
 SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "instanttensor")
-#: Values of `--kv-cache-dtype`: the cache has the model's dtype, or one that is stored as it is.
+#: Values of vLLM's `--kv-cache-dtype`: the cache has the model's dtype, or one that is stored as it is.
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
+_NO_LORA = "our models take no LoRA adapters"
+_TEXT_ONLY = "our models generate text only"
+_NO_QUANTIZATION = "this quantisation is not supported"
+_NO_OFFLOAD = "our models cannot keep weights in host memory"
+_NO_OVERLAP = "our models cannot overlap two batches"
+_NO_CONTEXT_SPLIT = "our models cannot split a context over ranks"
+_NO_ATTENTION_DP = "our models cannot split attention by requests"
+_NO_CACHE_DTYPE = "this dtype of the cache is not supported"
+_SAFETENSORS_ONLY = "checkpoints are read as safetensors"
+
 REFUSED_FLAGS = (
-    RefusedFlag("--enable-lora", "our models take no LoRA adapters"),
-    RefusedFlag("--runner", "our models generate text only", allowed=("auto", "generate")),
-    RefusedFlag("--convert", "our models generate text only", allowed=("auto", "none")),
-    RefusedFlag("--quantization", "this quantisation is not supported", allowed=SUPPORTED),
-    RefusedFlag("-q", "this quantisation is not supported", allowed=SUPPORTED),
-    RefusedFlag("--cpu-offload-gb", "our models cannot keep weights in host memory", allowed=("0",)),
-    RefusedFlag("--offload-group-size", "our models cannot keep weights in host memory", allowed=("0",)),
-    RefusedFlag("--enable-dbo", "our models cannot overlap two batches"),
-    RefusedFlag("--kv-cache-dtype", "this dtype of the cache is not supported", allowed=CACHE_DTYPES),
-    RefusedFlag("--load-format", "checkpoints are read as safetensors", allowed=SAFETENSORS_FORMATS),
-    RefusedFlag("--decode-context-parallel-size", "our models cannot split a context over ranks", allowed=("1",)),
-    RefusedFlag("--prefill-context-parallel-size", "our models cannot split a context over ranks", allowed=("1",)),
+    RefusedFlag("--enable-lora", _NO_LORA),
+    RefusedFlag("--runner", _TEXT_ONLY, allowed=("auto", "generate")),
+    RefusedFlag("--convert", _TEXT_ONLY, allowed=("auto", "none")),
+    RefusedFlag("--quantization", _NO_QUANTIZATION, allowed=SUPPORTED),
+    RefusedFlag("-q", _NO_QUANTIZATION, allowed=SUPPORTED),
+    RefusedFlag("--cpu-offload-gb", _NO_OFFLOAD, allowed=("0",)),
+    RefusedFlag("--offload-group-size", _NO_OFFLOAD, allowed=("0",)),
+    RefusedFlag("--enable-dbo", _NO_OVERLAP),
+    RefusedFlag("--kv-cache-dtype", _NO_CACHE_DTYPE, allowed=CACHE_DTYPES),
+    RefusedFlag("--load-format", _SAFETENSORS_ONLY, allowed=SAFETENSORS_FORMATS),
+    RefusedFlag("--decode-context-parallel-size", _NO_CONTEXT_SPLIT, allowed=("1",)),
+    RefusedFlag("--prefill-context-parallel-size", _NO_CONTEXT_SPLIT, allowed=("1",)),
+)
+
+#: The same of SGLang's flags: what reads safetensors, and the dtypes that its pool can have beside the model's.
+SGLANG_LOAD_FORMATS = ("auto", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "layered")
+SGLANG_CACHE_DTYPES = ("auto", "bf16", "bfloat16")
+#: Values of SGLang's `--speculative-algorithm`: drafts that read no hidden states of the model they draft for.
+SGLANG_SPECULATION = ("STANDALONE", "NGRAM")
+
+SGLANG_REFUSED_FLAGS = (
+    RefusedFlag("--enable-lora", _NO_LORA),
+    RefusedFlag("--lora-paths", _NO_LORA),
+    RefusedFlag("--is-embedding", _TEXT_ONLY),
+    RefusedFlag("--quantization", _NO_QUANTIZATION, allowed=("unquant",)),
+    RefusedFlag("--cpu-offload-gb", _NO_OFFLOAD, allowed=("0",)),
+    RefusedFlag("--offload-group-size", _NO_OFFLOAD, allowed=("-1", "0")),
+    RefusedFlag("--enable-two-batch-overlap", _NO_OVERLAP),
+    RefusedFlag("--enable-dp-attention", _NO_ATTENTION_DP),
+    RefusedFlag("--attn-dp-size", _NO_ATTENTION_DP, allowed=("1",)),
+    RefusedFlag("--attention-data-parallel-size", _NO_ATTENTION_DP, allowed=("1",)),
+    RefusedFlag("--attn-cp-size", _NO_CONTEXT_SPLIT, allowed=("1",)),
+    RefusedFlag("--attention-context-parallel-size", _NO_CONTEXT_SPLIT, allowed=("1",)),
+    RefusedFlag("--dcp-size", _NO_CONTEXT_SPLIT, allowed=("1",)),
+    RefusedFlag("--decode-context-parallel-size", _NO_CONTEXT_SPLIT, allowed=("1",)),
+    RefusedFlag("--enable-pdmux", "our models cannot multiplex prefill and decode"),
+    RefusedFlag("--enable-torch-compile", "our kernels are fused already"),
+    RefusedFlag("--enable-deterministic-inference", "our kernels do not promise it"),
+    RefusedFlag("--dllm-algorithm", "our models generate one token after another"),
+    RefusedFlag("--speculative-algorithm", "our models cannot draft this way", allowed=SGLANG_SPECULATION),
+    RefusedFlag("--speculative-eagle-topk", "our drafts are chains", allowed=("1",)),
+    RefusedFlag("--kv-cache-dtype", _NO_CACHE_DTYPE, allowed=SGLANG_CACHE_DTYPES),
+    RefusedFlag("--load-format", _SAFETENSORS_ONLY, allowed=SGLANG_LOAD_FORMATS),
 )
 
 

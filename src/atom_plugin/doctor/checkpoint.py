@@ -6,32 +6,33 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from atom_plugin.doctor.finding import Finding
+from atom_plugin.doctor.framework import VLLM, Framework
 
 
-def check_checkpoint(folder: Path, tensor_parallel_size: int = 1) -> Iterable[Finding]:
+def check_checkpoint(folder: Path, tensor_parallel_size: int = 1, framework: Framework = VLLM) -> Iterable[Finding]:
     """What keeps us from serving `folder`: its config, or weights whose headers do not fit the model."""
     # These bring torch, which the doctor's other checks do without.
     from atom_core.checkpoint import read_config_json
     from atom_core.config import ModelConfig
+    from atom_core.models.registry import MODELS
     from atom_core.quant import read_quantization
     from atom_core.standalone import check_files
+
+    consequence = framework.refused
 
     def found(check: Callable[[], object]) -> list[Finding]:
         try:
             check()
         except ValueError as error:
-            return [
-                Finding(
-                    f"{folder}: {error}",
-                    "`--model-impl atom` refuses to start.",
-                    "Correct the checkpoint, or use --model-impl auto for this model.",
-                )
-            ]
+            remedy = f"Correct the checkpoint, or {framework.otherwise} for this model."
+            return [Finding(f"{folder}: {error}", consequence, remedy)]
         return []
 
     findings = found(lambda: read_config_json(folder))
     if not findings:
         values = read_config_json(folder)
+        if not MODELS.keys() & set(values.get("architectures") or ()):
+            consequence = framework.unknown_architecture
         findings = found(lambda: read_quantization(values)) + found(lambda: ModelConfig.from_hf(values))
     if not findings:
         findings = found(lambda: check_files(ModelConfig.from_hf(values), folder, tensor_parallel_size))

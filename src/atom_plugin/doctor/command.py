@@ -1,37 +1,43 @@
-"""Checks of a server's command line, such as `vllm serve MODEL --model-impl atmo`."""
+"""A server's command line, taken apart, and its checks: the flags of both frameworks, and vLLM's `--model-impl`."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from atom_plugin.common.support import REFUSED_FLAGS
 from atom_plugin.doctor.finding import Finding
+from atom_plugin.doctor.framework import SGLANG, VLLM, Framework
+from atom_plugin.doctor.sglang import check_asked_for, check_attention_backends
 
 MODEL_IMPL = "atom"
 VLLM_MODEL_IMPLS = ("auto", "vllm", "transformers", "terratorch")
 NATIVE = "vLLM accepts any word there and runs its own model without a word of its own."
+# Servers that are started as `python -m MODULE`, by how the module's name begins.
+_MODULES = (("vllm.entrypoints", VLLM), ("sglang.launch_server", SGLANG))
+_MODEL_FLAGS = ("--model", "--model-path")
+_TENSOR_PARALLEL_FLAGS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A vLLM command line, taken apart."""
+    """A command line, taken apart; nothing in it where none was given."""
 
     environment: dict[str, str] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
     model: str | None = None
+    framework: Framework | None = None
 
 
 def parse_command(arguments: Sequence[str]) -> Command:
-    """Read `[NAME=VALUE ...] vllm serve MODEL --flag value ...`, or the same server started as a module.
+    """Read `[NAME=VALUE ...] vllm serve MODEL --flag value ...`, SGLang's likewise, or the same server as a module.
 
     As vLLM does, it takes `--model_impl` for `--model-impl`, and the last of a flag given twice. It knows no flag's
     number of values, so the word behind a flag is its value, and the model is looked for where it must be.
 
     Raises:
-        ValueError: this is not the command line of a vLLM server.
+        ValueError: this is not the command line of a server.
     """
     words = list(arguments)
     environment = {}
@@ -39,25 +45,52 @@ def parse_command(arguments: Sequence[str]) -> Command:
         name, equals, value = words.pop(0).partition("=")
         if equals:
             environment[name] = value
-    model = None
-    if "serve" in words[1:2]:
-        words = words[2:]
-        if words and not words[0].startswith("-"):
-            model = words.pop(0)
-    elif any(word.startswith("vllm.entrypoints") for word in words):
-        words = words[next(index for index, word in enumerate(words) if word.startswith("vllm.entrypoints")) + 1 :]
-    else:
+    server = _server(words)
+    if server is None:
         raise ValueError(
-            f"{' '.join(arguments)!r} is not the command of a vLLM server; the doctor reads "
-            "`vllm serve MODEL ...` and `python -m vllm.entrypoints.openai.api_server --model MODEL ...`"
+            f"{' '.join(arguments)!r} is not the command of a vLLM server, nor of an SGLang server; the doctor reads "
+            "`vllm serve MODEL ...`, `python -m vllm.entrypoints.openai.api_server --model MODEL ...`, "
+            "`sglang serve MODEL ...` and `python -m sglang.launch_server --model-path MODEL ...`"
         )
+    framework, words = server
     flags: dict[str, str] = {}
-    for index, word in enumerate(words):
-        if word.startswith("-"):
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if _is_flag(word):
             name, equals, value = word.partition("=")
-            following = words[index + 1] if index + 1 < len(words) else ""
-            flags[name.replace("_", "-")] = value if equals else "" if following.startswith("-") else following
-    return Command(environment, flags, model or flags.get("--model"))
+            flags[name.replace("_", "-")] = value if equals else "" if _is_flag(following) else following
+    model = words[0] if words and not _is_flag(words[0]) else _first(flags, _MODEL_FLAGS)
+    return Command(environment, flags, model, framework)
+
+
+def _server(words: list[str]) -> tuple[Framework, list[str]] | None:
+    """Whose server `words` would start, and what is behind its name."""
+    if "serve" in words[1:2]:
+        return SGLANG if PurePath(words[0]).name == SGLANG.package else VLLM, words[2:]
+    for index, word in enumerate(words):
+        for module, framework in _MODULES:
+            if word.startswith(module):
+                return framework, words[index + 1 :]
+    return None
+
+
+def _first(flags: Mapping[str, str], names: Iterable[str]) -> str | None:
+    """The value of the first of `names` that is given."""
+    return next((flags[name] for name in names if name in flags), None)
+
+
+def _is_flag(word: str) -> bool:
+    """Whether `word` is a flag, and not the value -1 of one."""
+    return word.startswith("-") and not word[1:].isdecimal()
+
+
+def check_command(command: Command, environ: Mapping[str, str]) -> Iterable[Finding]:
+    """Whether `command`, run in `environ`, asks for our models, and for nothing that they cannot do."""
+    if command.framework is VLLM:
+        yield from check_model_impl(command)
+    if command.framework is SGLANG:
+        yield from check_asked_for(environ)
+        yield from check_attention_backends(command.flags)
+    yield from check_flags(command)
 
 
 def check_model_impl(command: Command) -> Iterable[Finding]:
@@ -77,20 +110,22 @@ def check_model_impl(command: Command) -> Iterable[Finding]:
 
 def check_flags(command: Command) -> Iterable[Finding]:
     """Flags for what our models cannot do."""
-    refused = f"`--model-impl {MODEL_IMPL}` refuses to start."
-    for item in REFUSED_FLAGS:
+    framework = command.framework
+    if framework is None:
+        return
+    for item in framework.refused_flags:
         value = command.flags.get(item.flag)
         if value is not None and value not in item.allowed:
             given = f"{item.flag} {value}".rstrip()
             allowed = f"; supported: {', '.join(item.allowed)}" if item.allowed else ""
-            remedy = f"Leave out {item.flag}, or use --model-impl auto for this model."
-            yield Finding(f"{given}: {item.reason}{allowed}.", refused, remedy)
+            remedy = f"Leave out {item.flag}, or {framework.otherwise} for this model."
+            yield Finding(f"{given}: {item.reason}{allowed}.", framework.refused, remedy)
 
 
 def tensor_parallel_size(command: Command) -> int:
     """How many ranks share each layer."""
-    value = command.flags.get("--tensor-parallel-size", command.flags.get("-tp", "1"))
-    return int(value) if value.isdecimal() else 1
+    value = _first(command.flags, _TENSOR_PARALLEL_FLAGS)
+    return int(value) if value is not None and value.isdecimal() else 1
 
 
 def local_model(command: Command) -> Path | None:

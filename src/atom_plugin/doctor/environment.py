@@ -1,33 +1,30 @@
-"""Checks of the environment: variables, entry points, versions.
+"""Checks of the environment: what both frameworks share (versions, entry points, our variables), and vLLM's own.
 
-They follow the rules in `vllm/plugins/__init__.py` and `vllm/platforms/__init__.py`: VLLM_PLUGINS filters every group
-by exact name, VLLM_TARGET_DEVICE=cpu picks the built-in platform before any plug-in is asked, two active platform
-plug-ins are an error, and of two entry points with one name only one is used.
+vLLM's follow `vllm/plugins/__init__.py` and `vllm/platforms/__init__.py`: VLLM_PLUGINS filters every group by exact
+name, VLLM_TARGET_DEVICE=cpu picks the built-in platform before any plug-in is asked, two active platform plug-ins are
+an error, and of two entry points with one name only one is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 from atom_plugin.common import versions
 from atom_plugin.common.settings import load_settings, unknown_variables
 from atom_plugin.doctor.finding import Finding
+from atom_plugin.doctor.framework import FRAMEWORKS, PLUGIN_NAME, SGLANG, VLLM, Framework
+from atom_plugin.doctor.sglang import check_sglang_variables
 
-PLUGIN_NAME = "atom"
 PLATFORM_GROUP = "vllm.platform_plugins"
-# The entry points of this distribution, as its pyproject.toml states them.
-OURS = {
-    PLATFORM_GROUP: "atom_plugin.vllm:register_platform",
-    "vllm.general_plugins": "atom_plugin.vllm:register_models",
-}
-NATIVE = "vLLM runs its own model without a word, also with `--model-impl atom`."
+OURS = {group: value for framework in FRAMEWORKS for group, value in framework.entry_points.items()}
+_REFUSED = "A server that is asked for our models refuses to start."
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """One entry point of vLLM's plug-in groups."""
+    """One entry point of the frameworks' plug-in groups."""
 
     group: str
     name: str
@@ -46,60 +43,67 @@ class Plugin:
 
 
 def plugins() -> tuple[Plugin, ...]:
-    """The entry points found in both groups; an installation seen twice counts once."""
+    """The entry points found in all groups; an installation seen twice counts once."""
     return tuple(dict.fromkeys(Plugin.of(point) for group in OURS for point in entry_points(group=group)))
 
 
-def check_variables(environ: Mapping[str, str]) -> Iterable[Finding]:
-    """ATOM_* variables that are wrong or switch us off, and vLLM's that leave us out."""
+def check_variables(environ: Mapping[str, str], frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterable[Finding]:
+    """ATOM_* variables that are wrong or switch us off, and the frameworks' that leave us out."""
     unknown = unknown_variables(environ)
-    refused = "`--model-impl atom` refuses to start."
     for name, message in unknown.items():
-        yield Finding(message, refused, f"Unset {name} or correct its name; `atom-plugin env` lists all.")
+        yield Finding(message, _REFUSED, f"Unset {name} or correct its name; `atom-plugin env` lists all.")
     try:
         settings = load_settings({name: value for name, value in environ.items() if name not in unknown})
     except ValueError as error:
-        yield Finding(str(error), refused, "Correct the value; `atom-plugin env` lists all variables and their forms.")
+        yield Finding(str(error), _REFUSED, "Correct the value; `atom-plugin env` lists all variables and their forms.")
     else:
-        if settings.disable_vllm_plugin:
+        if settings.disable_vllm_plugin and VLLM in frameworks:
             problem = f"ATOM_DISABLE_VLLM_PLUGIN={environ['ATOM_DISABLE_VLLM_PLUGIN']} switches the plug-in off."
-            yield Finding(problem, NATIVE, "Unset ATOM_DISABLE_VLLM_PLUGIN.")
+            yield Finding(problem, VLLM.left_out, "Unset ATOM_DISABLE_VLLM_PLUGIN.")
+    if VLLM in frameworks:
+        yield from _check_vllm_variables(environ)
+    if SGLANG in frameworks:
+        yield from check_sglang_variables(environ)
 
+
+def _check_vllm_variables(environ: Mapping[str, str]) -> Iterable[Finding]:
     allowed = environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN_NAME not in allowed.split(","):
         yield Finding(
             f"VLLM_PLUGINS={allowed!r} leaves out {PLUGIN_NAME!r}: vLLM loads the plug-ins named there and no others.",
-            NATIVE,
+            VLLM.left_out,
             f"Add it, without spaces (VLLM_PLUGINS={','.join([*filter(None, allowed.split(',')), PLUGIN_NAME])}), "
             "or unset VLLM_PLUGINS.",
         )
     if environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
         yield Finding(
             "VLLM_TARGET_DEVICE=cpu makes vLLM take its built-in CPU platform before it looks at any plug-in.",
-            NATIVE,
+            VLLM.left_out,
             "Unset VLLM_TARGET_DEVICE: a CPU build of vLLM finds the CPU by itself.",
         )
 
 
-def check_entry_points(found: Iterable[Plugin]) -> Iterable[Finding]:
+def check_entry_points(found: Iterable[Plugin], frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterable[Finding]:
     """Ours missing from a group, or hidden behind another of the same name."""
     found = tuple(found)
-    for group, value in OURS.items():
-        if not any(plugin.group == group and plugin.is_ours for plugin in found):
-            yield Finding(
-                f"There is no entry point {PLUGIN_NAME} = {value} in {group}: {versions.DISTRIBUTION} is not installed "
-                "in this environment, or not completely.",
-                NATIVE,
-                f"pip install --force-reinstall --no-deps {versions.DISTRIBUTION} (from a checkout: pip install -e .)",
-            )
-    for plugin in found:
-        if plugin.name == PLUGIN_NAME and not plugin.is_ours:
-            yield Finding(
-                f"The distribution {plugin.distribution} also has an entry point {PLUGIN_NAME} in {plugin.group} "
-                f"({plugin.value}).",
-                "vLLM loads one of the two, whichever it meets last.",
-                f"pip uninstall {plugin.distribution}",
-            )
+    for framework in frameworks:
+        for group, value in framework.entry_points.items():
+            if not any(plugin.group == group and plugin.is_ours for plugin in found):
+                yield Finding(
+                    f"There is no entry point {PLUGIN_NAME} = {value} in {group}: {versions.DISTRIBUTION} is not "
+                    "installed in this environment, or not completely.",
+                    framework.left_out,
+                    f"pip install --force-reinstall --no-deps {versions.DISTRIBUTION} "
+                    "(from a checkout: pip install -e .)",
+                )
+        for plugin in found:
+            if plugin.group in framework.entry_points and plugin.name == PLUGIN_NAME and not plugin.is_ours:
+                yield Finding(
+                    f"The distribution {plugin.distribution} also has an entry point {PLUGIN_NAME} in {plugin.group} "
+                    f"({plugin.value}).",
+                    f"{framework.title} loads one of the two, whichever it meets last.",
+                    f"pip uninstall {plugin.distribution}",
+                )
 
 
 def check_platforms(found: Iterable[Plugin], environ: Mapping[str, str]) -> Iterable[Finding]:
@@ -130,18 +134,27 @@ def _is_active(plugin: Plugin) -> bool:
         return False
 
 
-def check_versions() -> Iterable[Finding]:
-    """No framework at all, or vLLM outside the supported range."""
-    vllm, sglang = versions.installed("vllm"), versions.installed("sglang")
-    if vllm is None and sglang is None:
+def installed_frameworks() -> tuple[Framework, ...]:
+    """Those in this environment; all of them where there is none."""
+    return tuple(framework for framework in FRAMEWORKS if versions.installed(framework.package)) or FRAMEWORKS
+
+
+def check_versions(frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterable[Finding]:
+    """None of `frameworks` installed, or one outside the supported range."""
+    found = [(framework, versions.installed(framework.package)) for framework in frameworks]
+    if not any(version for _, version in found):
+        titles = [framework.title for framework in frameworks]
         yield Finding(
-            "Neither vLLM nor SGLang is installed in this environment.",
+            f"Neither {' nor '.join(titles)} is installed in this environment."
+            if len(titles) > 1
+            else f"{titles[0]} is not installed in this environment.",
             "There is no server that could run our models.",
-            f'pip install "{versions.DISTRIBUTION}[vllm]"',
+            " or ".join(f'pip install "{versions.DISTRIBUTION}[{framework.package}]"' for framework in frameworks),
         )
-    if vllm is not None:
-        try:
-            versions.check_vllm_version(vllm.version)
-        except ValueError as error:
-            message, _, remedy = str(error).rpartition(": ")
-            yield Finding(f"{message}.", "`--model-impl atom` refuses to start.", remedy)
+    for framework, version in found:
+        if version is not None:
+            try:
+                versions.check_version(framework.package, version.version)
+            except ValueError as error:
+                message, _, remedy = str(error).rpartition(": ")
+                yield Finding(f"{message}.", framework.refused, remedy)

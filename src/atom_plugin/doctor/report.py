@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from atom_plugin.common.versions import DISTRIBUTION, Installed
 from atom_plugin.doctor.environment import Plugin
 from atom_plugin.doctor.finding import Finding
+from atom_plugin.doctor.framework import Framework
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,10 +27,10 @@ def version_table(installed: Mapping[str, Installed | None], supported: Mapping[
 
 
 def plugin_table(plugins: Iterable[Plugin]) -> Table:
-    """The entry points in vLLM's two groups."""
+    """The entry points in the frameworks' groups."""
     from rich.table import Table
 
-    table = Table("Group", "Name", "Entry point", "Distribution", title="Plug-ins of vLLM", title_justify="left")
+    table = Table("Group", "Name", "Entry point", "Distribution", title="Plug-ins", title_justify="left")
     for plugin in plugins:
         table.add_row(plugin.group, plugin.name, plugin.value, plugin.distribution)
     return table
@@ -63,8 +64,11 @@ def finding_lines(findings: Iterable[Finding]) -> Iterable[RenderableType]:
         yield Text(f"   What to do:   {finding.remedy}")
 
 
-def verdict(count: int) -> str:
-    """The last line."""
+def verdict(count: int, frameworks: Iterable[Framework]) -> str:
+    """The last line, or one a framework where all is well."""
     if count:
         return f"{count} finding{'s' if count > 1 else ''}: see above what to change."
-    return f"All well: with `--model-impl atom`, vLLM will run the models of {DISTRIBUTION}."
+    return "\n".join(
+        f"All well: with {framework.asked}, {framework.title} will run the models of {DISTRIBUTION}."
+        for framework in frameworks
+    )

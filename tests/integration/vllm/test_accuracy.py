@@ -13,7 +13,7 @@ import shutil
 import pytest
 
 from tests.integration.processes import run_group
-from tests.integration.vllm.conftest import TESTS
+from tests.integration.questions import TESTS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

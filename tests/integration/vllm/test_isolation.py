@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.vllm.conftest import ANSWER, checkpoint
+from tests.integration.questions import checkpoint
+from tests.integration.vllm.conftest import ANSWER
 from tests.integration.vllm.offline import Ask, Engine, run
 
 pytestmark = pytest.mark.vllm

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
+from tests.integration.checkpoint_damage import DAMAGES, NORM, damaged
 from tests.integration.processes import run_group
+from tests.integration.questions import checkpoint
 from tests.integration.server import ServerFailed, VllmServer
-from tests.integration.vllm.conftest import checkpoint
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
 SUPPORTED = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
 ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-NORM = "model.layers.0.self_attn.q_norm.weight"
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ CASES = {
         build=True,
     ),
     "an unknown implementation": Case(
-        ("ATOM_KERNELS asks for rms_norm=cuda", "framework, reference"),
+        ("ATOM_KERNELS asks for rms_norm=cuda", "framework, torch, reference"),
         environ={"ATOM_KERNELS": "rms_norm=cuda"},
         build=True,
     ),
@@ -121,74 +118,12 @@ TAKEN = {
     "a wrong setting for vLLM's own model": Case((), environ={"ATOM_KERNEL": "x"}, impl="auto"),
     "an architecture that only vLLM has": Case((), model="opt", impl="auto"),
 }
-OPT = {
-    "architectures": ["OPTForCausalLM"],
-    "model_type": "opt",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "ffn_dim": 128,
-    "word_embed_proj_dim": 64,
-    "max_position_embeddings": 256,
-}
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    path = folder / "model.safetensors"
-    tensors = {**load_file(path), **changes}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
-
-
-def truncate(folder: Path, size: int) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:size])
-
-
-def use_opt(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps(OPT))
-
-
-def use_pickle(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    torch.save(load_file(path), folder / "pytorch_model.bin")
-    path.unlink()
-
-
-DAMAGES = {
-    "sound": lambda folder: None,
-    "opt": use_opt,
-    "pickled": use_pickle,
-    "quantised": lambda folder: edit_config(
-        folder,
-        quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
-    ),
-    "unknown rope": lambda folder: edit_config(
-        folder, rope_parameters={"rope_type": "spiral", "rope_theta": 10000.0, "factor": 2.0}
-    ),
-    "missing tensor": lambda folder: edit_tensors(folder, **{NORM: None}),
-    "unexpected tensor": lambda folder: edit_tensors(folder, **{"model.extra.weight": torch.zeros(2)}),
-    "misshapen tensor": lambda folder: edit_tensors(folder, **{NORM: torch.zeros(63)}),
-    "truncated": lambda folder: truncate(folder, 1_000_000),
-    "truncated header": lambda folder: truncate(folder, 100),
-}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A copy of the checkpoint for each way in which one can be wrong."""
-    made = {}
-    for name, damage in DAMAGES.items():
-        folder = tmp_path_factory.mktemp("checkpoints") / name.replace(" ", "-")
-        shutil.copytree(checkpoint("qwen3"), folder)
-        damage(folder)
-        made[name] = str(folder)
-    return made
+    return {name: damaged(name, tmp_path_factory.mktemp("checkpoints")) for name in DAMAGES}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jsonschema
 import pytest
 
-from tests.integration.vllm.conftest import MAX_TOKENS, complete
+from tests.integration.questions import MAX_TOKENS, complete
 
 pytestmark = pytest.mark.vllm
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.integration.questions import checkpoint, complete, connect
 from tests.integration.server import VllmServer
-from tests.integration.vllm.conftest import checkpoint, complete, connect
 from tests.integration.vllm.offline import Ask, Engine, run
 
 pytestmark = pytest.mark.vllm

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.integration.vllm.conftest import complete
+from tests.integration.questions import complete
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from atom_core.kernels import OPS
-from tests.integration.vllm.conftest import ANSWER, FAMILIES, checkpoint
+from tests.integration.questions import FAMILIES, checkpoint
+from tests.integration.vllm.conftest import ANSWER
 from tests.integration.vllm.offline import Ask, Engine, run
 
 pytestmark = pytest.mark.vllm

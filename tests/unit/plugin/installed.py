@@ -37,7 +37,8 @@ def only(site: Path) -> list[str]:
 
 def run_python(*arguments: str, site: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run this interpreter on this checkout, seeing `site` before all else and none of the outer settings."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ATOM_", "VLLM_"))}
+    outer = ("ATOM_", "SGLANG_", "VLLM_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     paths = [str(path) for path in (site, SOURCES) if path is not None]
     return subprocess.run(
         [sys.executable, *arguments],

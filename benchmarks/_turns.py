@@ -1,0 +1,232 @@
+"""Two engines that live side by side and take turns run by run: what else a machine does meets both alike.
+
+A benchmark's `serve` function starts one engine and answers runs over a pipe (`answer_runs`); its `main` is `compare`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import IMPLEMENTATIONS
+
+#: A decoder of 190M parameters: large enough that products dominate, small enough for two cores.
+RANDOM_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+
+
+#: Runs prompts of token ids to so many new tokens each.
+Generate = Callable[[list[list[int]], int], object]
+
+
+def answer_runs(arguments: argparse.Namespace, start: Callable[[], Generate]) -> None:
+    """Start an engine in this process, then run what stdin asks for; each answer is a line of JSON."""
+    replies = os.fdopen(arguments.replies, "w", buffering=1)
+
+    def reply(message: dict[str, float]) -> None:
+        replies.write(json.dumps(message) + "\n")
+
+    memory = ResidentMemory()
+    begin = time.perf_counter()
+    generate = start()
+    reply({"start": time.perf_counter() - begin})
+    generator = random.Random(0)
+    for line in sys.stdin:
+        run = json.loads(line)
+        prompts = [[generator.randrange(100, 30000) for _ in range(arguments.input_len)] for _ in range(run["batch"])]
+        begin = time.perf_counter()
+        generate(prompts, run["tokens"])
+        reply({"seconds": time.perf_counter() - begin})
+    reply({"memory": memory.stop()})
+
+
+class Engine:
+    """A process that serves one engine; started when made, asleep between runs."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        self.name = name
+        read, write = os.pipe()
+        command = [sys.executable, "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
+        command += ["--model", arguments.model, "--serve", name, "--replies", str(write)]
+        if arguments.model_is_random:
+            command += ["--load-format", "dummy"]
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=self.log, stderr=self.log, pass_fds=[write], text=True
+        )
+        os.close(write)
+        self.replies = os.fdopen(read)
+        self.start = self._reply("start")
+
+    def run(self, batch: int, tokens: int) -> float:
+        """Seconds that ``batch`` prompts and ``tokens`` new tokens for each take."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"batch": batch, "tokens": tokens}) + "\n")
+        self.process.stdin.flush()
+        return self._reply("seconds")
+
+    def stop(self) -> float:
+        """End the process; the largest memory, in bytes, that it had."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        memory = self._reply("memory")
+        self.process.wait()
+        return memory
+
+    def _reply(self, key: str) -> float:
+        line = self.replies.readline()
+        if not line:
+            self.process.wait()
+            self.log.seek(0)
+            sys.stderr.write(self.log.read())
+            raise SystemExit(f"the {self.name} engine failed")
+        return float(json.loads(line)[key])
+
+
+class ResidentMemory:
+    """The largest proportional memory, in bytes, that this process and its descendants have had together."""
+
+    def __init__(self) -> None:
+        self.largest = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        """The figure."""
+        self._stop.set()
+        self._thread.join()
+        return self.largest
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.2):
+            self.largest = max(self.largest, sum(map(_memory_of, _descendants(os.getpid()))))
+
+
+def _descendants(root: int) -> list[int]:
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    family = [root]
+    for process in family:
+        family.extend(child for child, parent in parents.items() if parent == process)
+    return family
+
+
+def _memory_of(process: int) -> int:
+    """Proportional set size: pages shared between processes are counted once in all."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+Figures = dict[str, list[dict[str, float]]]
+"""By row of the table: pairs that were measured one right after the other."""
+
+
+def measure(arguments: argparse.Namespace) -> Figures:
+    """All rounds; which engine goes first alternates, between rounds and between runs."""
+    figures: Figures = {}
+    names = list(IMPLEMENTATIONS)
+    for index in range(arguments.rounds + arguments.warm_rounds):
+        engines = {name: Engine(name, arguments) for name in (names if index % 2 == 0 else names[::-1])}
+        found: Figures = {"start, s": [{name: engine.start for name, engine in engines.items()}]}
+        for batch in arguments.batches:
+            for engine in engines.values():
+                engine.run(batch, 4)
+            for repetition in range(arguments.repetitions):
+                order = names if repetition % 2 == 0 else names[::-1]
+                first = {name: engines[name].run(batch, 1) for name in order}
+                whole = {name: engines[name].run(batch, arguments.output_len) for name in order}
+                steps = arguments.output_len - 1
+                found.setdefault(f"batch {batch}: time to first token of {arguments.input_len}, s", []).append(first)
+                found.setdefault(f"batch {batch}: time a token, s", []).append(
+                    {name: (whole[name] - first[name]) / steps for name in names}
+                )
+        found["memory, bytes"] = [{name: engine.stop() for name, engine in engines.items()}]
+        print(f"round {index}: " + "; ".join(row["figure"] + f" x{row['ratio']:.2f}" for row in summarise(found)))
+        if index >= arguments.warm_rounds:
+            for label, pairs in found.items():
+                figures.setdefault(label, []).extend(pairs)
+    return figures
+
+
+def summarise(figures: Figures) -> list[dict[str, Any]]:
+    """Medians, and the median of the pairs' ratios; above 1, atom is faster, or smaller."""
+    table = []
+    for label, pairs in figures.items():
+        row = {name: statistics.median(pair[name] for pair in pairs) for name in IMPLEMENTATIONS}
+        ratios = sorted(pair["native"] / pair["atom"] for pair in pairs)
+        table.append(
+            {"figure": label, **row, "ratio": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]}
+        )
+    return table
+
+
+def compare(description: str | None, serve: Callable[[argparse.Namespace], None]) -> None:
+    """The command line: measure both engines, or be one of them."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a local checkpoint; left out: a random Qwen3 of 190M parameters")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--input-len", type=int, default=256)
+    parser.add_argument("--output-len", type=int, default=33)
+    parser.add_argument("--repetitions", type=int, default=7, help="runs of each shape in a round")
+    parser.add_argument("--rounds", type=int, default=3, help="engines of each kind")
+    parser.add_argument("--warm-rounds", type=int, default=1, help="rounds before, to fill compile caches")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--serve", choices=list(IMPLEMENTATIONS), help=argparse.SUPPRESS)
+    parser.add_argument("--replies", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments)
+        return
+    arguments.model_is_random = arguments.model is None
+    with tempfile.TemporaryDirectory() as directory:
+        if arguments.model_is_random:
+            (Path(directory) / "config.json").write_text(json.dumps(RANDOM_QWEN3))
+            arguments.model = directory
+        figures = measure(arguments)
+    table = summarise(figures)
+    width = max(len(row["figure"]) for row in table)
+    for row in table:
+        print(
+            f"{row['figure']:<{width}}  native {row['native']:10.4g}  atom {row['atom']:10.4g}  "
+            f"x{row['ratio']:.3f} ({row['least']:.2f} to {row['most']:.2f})"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"figures": figures, "table": table}, indent=1))

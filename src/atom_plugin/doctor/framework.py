@@ -1,0 +1,62 @@
+"""What the doctor has to know of each framework: how our models are asked for there, and what becomes of a mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from atom_plugin.common.support import REFUSED_FLAGS, SGLANG_REFUSED_FLAGS, RefusedFlag
+from atom_plugin.sglang import MODEL_PACKAGE
+
+PLUGIN_NAME = "atom"
+PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One framework, in the words of the doctor's findings."""
+
+    package: str
+    title: str
+    asked: str
+    """How a user asks for our models."""
+    otherwise: str
+    """How a user asks for the framework's own model."""
+    refused: str
+    """What happens where we refuse."""
+    unknown_architecture: str
+    """What happens with a checkpoint whose architecture we have no model for."""
+    left_out: str
+    """What happens where our entry point is not run."""
+    entry_points: Mapping[str, str]
+    """Ours by group, as this distribution's pyproject.toml states them."""
+    refused_flags: tuple[RefusedFlag, ...]
+
+
+VLLM = Framework(
+    package="vllm",
+    title="vLLM",
+    asked="`--model-impl atom`",
+    otherwise="use --model-impl auto",
+    refused="`--model-impl atom` refuses to start.",
+    unknown_architecture="`--model-impl atom` refuses to start.",
+    left_out="vLLM runs its own model without a word, also with `--model-impl atom`.",
+    entry_points={
+        "vllm.platform_plugins": "atom_plugin.vllm:register_platform",
+        "vllm.general_plugins": "atom_plugin.vllm:register_models",
+    },
+    refused_flags=REFUSED_FLAGS,
+)
+SGLANG = Framework(
+    package="sglang",
+    title="SGLang",
+    asked=f"{PACKAGE_VARIABLE}={MODEL_PACKAGE}",
+    otherwise=f"unset {PACKAGE_VARIABLE}",
+    refused="SGLang, asked for our models, refuses to start.",
+    unknown_architecture="SGLang runs its own model, with a warning in its log.",
+    left_out="SGLang does not know `--attention-backend atom`, runs our models on its own attention, and refuses "
+    "nothing that they cannot do.",
+    entry_points={"sglang.srt.plugins": "atom_plugin.sglang:register"},
+    refused_flags=SGLANG_REFUSED_FLAGS,
+)
+FRAMEWORKS = (VLLM, SGLANG)

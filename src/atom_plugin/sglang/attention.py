@@ -1,0 +1,73 @@
+"""The core's attention layers over SGLang's ``RadixAttention`` objects.
+
+SGLang's layer object is the channel to whatever backend the step runs on. It trims padded rows and steps out of
+captured prefill graphs, so ours goes through it too, and hands its raw qkv along for the fused step in our backend.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention as HostAttention
+
+from atom_core.attention.base import AttentionSpec, BaseAttention
+from atom_core.attention.radix import CachedStep, RadixAttention
+from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE, QkvWeights
+from atom_core.runtime import Runtime
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+def _host_layer(spec: AttentionSpec) -> HostAttention:
+    return HostAttention(
+        spec.qkv.num_heads,
+        spec.qkv.head_dim,
+        spec.scale,
+        spec.qkv.num_kv_heads,
+        layer_id=spec.layer_index,
+        logit_cap=spec.soft_cap or 0.0,
+        # SGLang counts the tokens before the query's own.
+        sliding_window_size=-1 if spec.window is None else spec.window - 1,
+        prefix=spec.name,
+    )
+
+
+class SglangRadixAttention(RadixAttention):
+    """An attention layer on our backend."""
+
+    def __init__(self, spec: AttentionSpec, weights: QkvWeights, sinks: torch.Tensor | None, runtime: Runtime) -> None:
+        super().__init__(spec, weights, sinks, runtime)
+        self.host = _host_layer(spec)
+        qkv = spec.qkv
+        self.widths = [heads * qkv.head_dim for heads in (qkv.num_heads, qkv.num_kv_heads, qkv.num_kv_heads)]
+
+    def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: ForwardBatch) -> torch.Tensor:
+        """See :class:`BaseAttention`; ``step`` is SGLang's batch."""
+        if step.forward_mode.is_idle():
+            return qkv.new_empty(qkv.shape[0], self.widths[0])
+        q, k, v = qkv.split(self.widths, dim=1)
+        attended: torch.Tensor = self.host(q, k, v, step, atom_layer=self, atom_qkv=qkv, atom_positions=positions)
+        return attended
+
+    def attend(self, qkv: torch.Tensor, positions: torch.Tensor, step: CachedStep) -> torch.Tensor:
+        """What our backend calls when SGLang's layer has reached it: the fused step."""
+        return super().forward(qkv, positions, step)
+
+
+class FrameworkAttention(BaseAttention):
+    """Our model on another of SGLang's backends, named by the user with ``--attention-backend``."""
+
+    def __init__(self, spec: AttentionSpec, weights: QkvWeights, sinks: torch.Tensor | None, runtime: Runtime) -> None:
+        super().__init__(spec)
+        assert sinks is None, "no model of ours has sinks yet"
+        self.weights = weights
+        self.prepare = runtime.kernels.select(QK_NORM_ROPE, spec.qkv)
+        self.host = _host_layer(spec)
+
+    def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: ForwardBatch) -> torch.Tensor:
+        """See :class:`BaseAttention`; ``step`` is SGLang's batch."""
+        q, k, v = self.prepare(qkv, positions, self.weights)
+        attended: torch.Tensor = self.host(q.flatten(1), k.flatten(1), v.flatten(1), step)
+        return attended.flatten(1)

@@ -1,0 +1,161 @@
+"""``--attention-backend atom``: SGLang's backend interface over the core's ops.
+
+Our own models hand their raw qkv along and get the fused step. A model of SGLang's own, run on this backend by name,
+brings q, k and v that are ready: they are written by the pool and attended to by the same kernel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from atom_core.kernels import kernel_set
+from atom_core.kernels.attention import ATTENTION, PagedAttentionKernel, PagedAttentionSpec
+from atom_core.kernels.select import Target
+from atom_core.metadata import AttentionMetadata, KVCacheView
+from atom_plugin.common.settings import load_settings
+from atom_plugin.sglang.attention_backend.graph_state import PADDED_LENGTH, GraphState
+from atom_plugin.sglang.attention_backend.kv_view import Pools
+from atom_plugin.sglang.attention_backend.metadata import eager_metadata, windowed
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention as HostAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from atom_plugin.sglang.attention import SglangRadixAttention
+
+
+class AtomAttentionBackend(AttentionBackend):
+    """See the module's text. It is also the step that the core's RadixAttention reads (``attention``).
+
+    Args:
+        runner: SGLang's runner, its pools made.
+        step: for a draft that decodes several tokens in a row: how many it has decoded when this backend's turn comes.
+    """
+
+    def __init__(self, runner: ModelRunner, step: int = 0) -> None:
+        super().__init__()
+        self.pools = Pools(runner)
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.max_context_len = int(runner.model_config.context_len)
+        self.dtype: torch.dtype = runner.dtype
+        self.kernels = kernel_set(Target.of(self.pools.req_to_token.device), load_settings().kernels)
+        self.step = step
+        self.graphs: GraphState | None = None
+        self.forward_metadata: AttentionMetadata | None = None
+        self.windowed_metadata: AttentionMetadata | None = None
+        self._kernels_by_layer: dict[int, PagedAttentionKernel] = {}
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Before an eager step."""
+        if forward_batch.forward_mode.is_idle() or forward_batch.batch_size == 0:
+            self.forward_metadata = self.windowed_metadata = None
+            return
+        metadata = eager_metadata(forward_batch, self.pools, self.max_context_len, self.step)
+        self.forward_metadata = metadata
+        self.windowed_metadata = windowed(metadata, self.pools) if self.pools.hybrid else metadata
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Before graphs are captured."""
+        self.graphs = GraphState(max_bs, max_num_tokens, self.max_context_len, self.pools, self.step)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Before a capture or a replay."""
+        assert self.graphs is not None, "SGLang announces graphs before it captures them"
+        self.forward_metadata, self.windowed_metadata = self.graphs.fill(forward_batch)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of a padded request."""
+        return PADDED_LENGTH
+
+    def attention(self, layer_index: int) -> tuple[AttentionMetadata, KVCacheView]:
+        """See :class:`atom_core.attention.radix.CachedStep`."""
+        metadata = self.windowed_metadata if self.pools.is_windowed(layer_index) else self.forward_metadata
+        assert metadata is not None, "SGLang plans a batch before it runs it"
+        return metadata, self.pools.view(layer_index)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: HostAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        atom_layer: SglangRadixAttention | None = None,
+        atom_qkv: torch.Tensor | None = None,
+        atom_positions: torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Attention of the step's tokens: ``[T, H * D]``."""
+        if atom_layer is not None:
+            assert atom_qkv is not None
+            assert atom_positions is not None
+            rows = q.shape[0]  # SGLang trims q of padded rows, and knows nothing of ours
+            return atom_layer.attend(atom_qkv[:rows], atom_positions[:rows], self)
+        return self._plain(q, k, v, layer, forward_batch, save_kv_cache, others)
+
+    forward_decode = forward_extend
+
+    def _plain(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: HostAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        others: dict[str, Any],
+    ) -> torch.Tensor:
+        """A layer of SGLang's own."""
+        sinks = others.pop("sinks", None)
+        self._refuse(layer, others)
+        metadata, _ = self.attention(layer.layer_id)
+        if save_kv_cache and k is not None:
+            slots = self.windowed_metadata.slot_mapping if self.pools.hybrid and self.windowed_metadata else None
+            target = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=slots)
+            self.token_to_kv_pool.set_kv_buffer(layer, target, k, v, layer.k_scale, layer.v_scale)
+        view = self.pools.view(layer.layer_id, layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
+        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.head_dim)
+        queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        rows = metadata.num_tokens
+        self._kernel(layer, sinks is not None)(queries[:rows], view, metadata, sinks, out[:rows])
+        return out.flatten(1)
+
+    def _refuse(self, layer: HostAttention, others: dict[str, Any]) -> None:
+        wanted = sorted(name for name, value in others.items() if value is not None and value is not False)
+        for refused, what in (
+            (bool(wanted), f"what this model passes to attention ({', '.join(wanted)})"),
+            (layer.v_head_dim != layer.qk_head_dim, "heads whose keys and values differ in size"),
+            (layer.is_cross_attention or layer.attn_type != AttentionType.DECODER, "attention that is not causal"),
+        ):
+            if refused:
+                raise ValueError(f"--attention-backend atom does not support {what}; name another backend.")
+
+    def _kernel(self, layer: HostAttention, sinks: bool) -> PagedAttentionKernel:
+        if layer.layer_id not in self._kernels_by_layer:
+            spec = PagedAttentionSpec(
+                num_heads=layer.tp_q_head_num,
+                num_kv_heads=layer.tp_k_head_num,
+                head_dim=layer.head_dim,
+                scale=layer.scaling,
+                dtype=self.dtype,
+                cache_dtype=self.pools.dtype,
+                # SGLang counts the tokens before the query's own; -1 is no window.
+                window=layer.sliding_window_size + 1 if layer.sliding_window_size >= 0 else None,
+                soft_cap=layer.logit_cap or None,
+                sinks=sinks,
+            )
+            self._kernels_by_layer[layer.layer_id] = self.kernels.select(ATTENTION, spec)
+        return self._kernels_by_layer[layer.layer_id]
+
+    def support_triton(self) -> bool:
+        """Whether SGLang may prepare batches with Triton kernels: wherever there is a GPU."""
+        return self.pools.req_to_token.is_cuda

@@ -1,0 +1,86 @@
+"""SGLang's pools as the core sees them: which pages a request has, and a layer's keys and values.
+
+A pool gives each token a slot; page ``p`` is the slots ``p * page_size .. (p + 1) * page_size - 1``, and a request's
+tokens fill its pages in order. Slot 0's page belongs to nobody: padded tokens are written there.
+
+A hybrid pool keeps layers with a window in a second, smaller pool with slots of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+from atom_core.metadata import KVCacheView
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class Pools:
+    """The two pools of a runner.
+
+    Raises:
+        ValueError: a pool of another kind than plain keys and values.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.page_size = int(runner.page_size)
+        self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
+        self.kv: Any = runner.token_to_kv_pool
+        self.hybrid = isinstance(self.kv, SWAKVPool) and self.kv.swa_layer_nums > 0
+        inner = (self.kv.full_kv_pool, self.kv.swa_kv_pool) if isinstance(self.kv, SWAKVPool) else (self.kv,)
+        for pool in inner:
+            layout = getattr(pool, "kv_cache_layout", "nhd")
+            if not isinstance(pool, MHATokenToKVPool) or layout != "nhd":
+                raise ValueError(
+                    f"--attention-backend atom reads pools of plain keys and values, token by token, not "
+                    f"{type(pool).__name__} in the layout {layout!r}; leave SGLANG_USE_HND_KVCACHE and "
+                    "SGLANG_AITER_KV_CACHE_LAYOUT unset, or name another --attention-backend."
+                )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of cached keys and values."""
+        dtype: torch.dtype = self.kv.dtype
+        return dtype
+
+    def is_windowed(self, layer_id: int) -> bool:
+        """Whether this layer's tokens are in the windowed pool."""
+        return self.hybrid and bool(self.kv.layers_mapping[layer_id][1])
+
+    def view(self, layer_id: int, k_scale: float = 1.0, v_scale: float = 1.0) -> KVCacheView:
+        """A layer's pages."""
+        return KVCacheView(
+            self._paged(self.kv.get_key_buffer(layer_id)),
+            self._paged(self.kv.get_value_buffer(layer_id)),
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+
+    def _paged(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[slots, K, D]`` as ``[pages, K, page size, D]``."""
+        return rows.unflatten(0, (-1, self.page_size)).transpose(1, 2)
+
+    def num_pages(self, tokens: int) -> int:
+        """Pages that ``tokens`` tokens of a request fill."""
+        return -(-tokens // self.page_size)
+
+    def page_table(self, requests: torch.Tensor, max_seq_len: int) -> torch.Tensor:
+        """int32 ``[R, pages]`` of the requests at rows ``requests [R]``, wide enough for ``max_seq_len`` tokens."""
+        columns = min(self.num_pages(max_seq_len) * self.page_size, self.req_to_token.shape[1])
+        first_slots = self.req_to_token[:, : columns : self.page_size][requests]
+        return first_slots // self.page_size if self.page_size > 1 else first_slots
+
+    def windowed_table(self, page_table: torch.Tensor) -> torch.Tensor:
+        """The same requests' pages in the windowed pool; pages that left the window become the nobody's page."""
+        slots = self.windowed_slots(page_table.long().flatten() * self.page_size)
+        return (slots // self.page_size).to(torch.int32).view_as(page_table)
+
+    def windowed_slots(self, slots: torch.Tensor) -> torch.Tensor:
+        """``slots [T]`` of the full pool in the windowed one."""
+        mapped: torch.Tensor = self.kv.translate_loc_from_full_to_swa(slots)
+        return mapped.to(torch.int64)

@@ -1,0 +1,98 @@
+"""SGLang's ForwardBatch as the core's AttentionMetadata.
+
+What ``seq_lens`` counts, and how many query tokens a request has, depends on the mode:
+
+    decode            lengths with the current token; one query each
+    extend, mixed     lengths with the new tokens; ``extend_seq_lens`` queries
+    target verify     lengths without the draft's tokens, of which each request has the same number
+    draft extend      lengths with the accepted tokens; the same number of queries each
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from atom_core.metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from atom_plugin.sglang.attention_backend.kv_view import Pools
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a mode makes of a batch, known without looking at the device."""
+
+    num_requests: int
+    queries_each: int | None
+    """Query tokens of every request; None: ``extend_seq_lens`` says."""
+    added_tokens: int
+    """Tokens that the step adds beyond ``seq_lens``."""
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, step: int = 0) -> Shape:
+        """The shape of ``batch``; ``step`` counts the tokens that a draft has decoded since its lengths were taken."""
+        mode = batch.forward_mode
+        if mode.is_target_verify():
+            draft_tokens = int(batch.spec_info.draft_token_num)
+            return cls(batch.batch_size, draft_tokens, draft_tokens)
+        if mode.is_decode():
+            return cls(batch.batch_size, 1, step)
+        return cls(batch.batch_size, None, 0)
+
+
+def longest(batch: ForwardBatch, shape: Shape, fallback: int) -> int:
+    """An upper bound of the requests' lengths after this step, from the host's copy where there is one."""
+    lengths = batch.seq_lens_cpu
+    if lengths is None or lengths.numel() == 0:
+        return fallback
+    return min(int(lengths.max()) + shape.added_tokens, fallback)
+
+
+def eager_metadata(batch: ForwardBatch, pools: Pools, max_context: int, step: int = 0) -> AttentionMetadata:
+    """The metadata of a step that runs outside captured graphs, in tensors of its own.
+
+    Args:
+        batch: any mode but idle.
+        pools: of the runner.
+        max_context: the longest sequence that is served.
+        step: see :meth:`Shape.of`.
+    """
+    shape = Shape.of(batch, step)
+    device = batch.seq_lens.device
+    if shape.queries_each is not None:
+        starts = torch.arange(shape.num_requests + 1, dtype=torch.int32, device=device) * shape.queries_each
+        num_tokens, max_query_len = shape.num_requests * shape.queries_each, shape.queries_each
+    else:
+        starts = torch.zeros(shape.num_requests + 1, dtype=torch.int32, device=device)
+        starts[1:] = batch.extend_seq_lens.cumsum(0)
+        on_host = batch.extend_seq_lens_cpu
+        new = list(on_host) if on_host is not None else batch.extend_seq_lens.tolist()
+        num_tokens, max_query_len = sum(map(int, new)), max(map(int, new))
+    max_seq_len = longest(batch, shape, max_context)
+    decodes = shape.num_requests if batch.forward_mode.is_decode() else 0
+    return AttentionMetadata(
+        query_start_loc=starts,
+        seq_lens=(batch.seq_lens + shape.added_tokens).to(torch.int32),
+        page_table=pools.page_table(batch.req_pool_indices, max_seq_len),
+        slot_mapping=batch.out_cache_loc,
+        num_requests=shape.num_requests,
+        num_tokens=num_tokens,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        num_decode_requests=decodes,
+        num_decode_tokens=decodes,
+    )
+
+
+def windowed(metadata: AttentionMetadata, pools: Pools) -> AttentionMetadata:
+    """The same step for layers whose tokens are in the windowed pool."""
+    return replace(
+        metadata,
+        page_table=pools.windowed_table(metadata.page_table),
+        slot_mapping=pools.windowed_slots(metadata.slot_mapping),
+    )

@@ -1,0 +1,142 @@
+"""A model of the core behind SGLang's model interface.
+
+The core sits in an attribute of that name: SGLang looks for a body to capture prefill graphs of in ``model``, with a
+call that is its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
+from sglang.srt.runtime_context import attention_backends
+from torch import nn
+
+from atom_core.config import ModelConfig
+from atom_core.layers.embedding import LMHead
+from atom_core.models.decoder import Carried, DecoderForCausalLM
+from atom_core.models.registry import load_model_class
+from atom_core.standalone import finalize
+from atom_core.weights import load_weights
+from atom_plugin.common.report import startup_table
+from atom_plugin.common.settings import load_settings
+from atom_plugin.sglang import BACKEND
+from atom_plugin.sglang.attention import FrameworkAttention, SglangRadixAttention
+from atom_plugin.sglang.runtime import build_runtime
+
+logger = logging.getLogger("sglang.atom_plugin")
+
+
+class HeadMethod:
+    """SGLang's way to have a head computed by whoever owns it: here by the core, gathered over ranks."""
+
+    def __init__(self, core: DecoderForCausalLM) -> None:
+        self.core = core
+
+    def apply(self, layer: nn.Module, hidden: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``hidden [T, hidden]`` to ``[T, vocabulary]``."""
+        return self.core.logits(hidden)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """The core finalizes its weights itself."""
+
+
+class Head(nn.Module):
+    """What SGLang's logits processor is given: the head's weight, and the method that uses it."""
+
+    def __init__(self, core: DecoderForCausalLM) -> None:
+        super().__init__()
+        self.quant_method = HeadMethod(core)
+        self._head = (cast(LMHead, core.lm_head),)  # referred to: its parameters are registered under the core
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """This rank's rows ``[rows, hidden]``."""
+        return self._head[0].weight
+
+
+class AtomForCausalLM(nn.Module):
+    """The base of the classes that SGLang finds; each is named as its architecture."""
+
+    #: Safetensors only: SGLang must not turn to pickles where there are none.
+    fall_back_to_pt_during_load = False
+
+    def __init__(self, config: Any, quant_config: object = None, prefix: str = "") -> None:
+        super().__init__()
+        settings = load_settings()
+        self.config = config
+        self.quant_config = quant_config
+        architecture = type(self).__name__
+        model_config = ModelConfig.from_hf({**config.to_dict(), "architectures": [architecture]})
+        ours = set(attention_backends()) == {BACKEND}
+        attention = SglangRadixAttention if ours else FrameworkAttention
+        self.runtime = build_runtime(int(config.context_len), model_config.num_layers, attention, settings)
+        self.core: DecoderForCausalLM = load_model_class(architecture)(model_config, self.runtime, prefix)
+        stage = self.runtime.pipeline.layers(model_config.num_layers)
+        self.start_layer, self.end_layer = stage.start, stage.stop
+        self.is_last = self.runtime.pipeline.is_last(model_config.num_layers)
+        self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
+        self.lm_head = Head(self.core) if self.is_last else nn.Identity()
+        self.checkpoint = str(getattr(config, "_name_or_path", "") or architecture)
+        if self.runtime.tensor_parallel.rank == 0:
+            table = startup_table(type(self.core).__name__, attention.__name__, self.runtime)
+            logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
+
+    @classmethod
+    def get_model_config_for_expert_location(cls, config: Any) -> ModelConfigForExpertLocation | None:
+        """None: dense models have no experts to place."""
+        return None
+
+    def get_attention_sliding_window_size(self) -> int | None:
+        """The widest window of the layers, in tokens before the query's own; None where no layer has one."""
+        windows = [layer.window for layer in self.core.config.layers if layer.window is not None]
+        return max(windows) - 1 if windows else None
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        input_embeds: torch.Tensor | None = None,
+        get_embedding: bool = False,
+        pp_proxy_tensors: PPProxyTensors | None = None,
+    ) -> LogitsProcessorOutput | PPProxyTensors:
+        """One step; see SGLang's models."""
+        assert not get_embedding, "embedding models are refused when arguments are resolved"
+        carried = None
+        if self.start_layer > 0:
+            assert pp_proxy_tensors is not None, "a later pipeline stage is given what the one before it carried"
+            carried = Carried(pp_proxy_tensors["hidden_states"], pp_proxy_tensors["residual"])
+        result = self.core(input_ids, positions, forward_batch, input_embeds, carried)
+        if isinstance(result, Carried):
+            return PPProxyTensors({"hidden_states": result.hidden, "residual": result.residual})
+        return self.logits_processor(input_ids, result, self.lm_head, forward_batch)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load everything, or raise a ValueError that lists what does not fit."""
+        load_weights(self.core, weights, self.checkpoint)
+        finalize(self.core)
+
+    def post_load_weights(self) -> None:
+        """Called instead of :meth:`load_weights` where weights are made up (``--load-format dummy``)."""
+        finalize(self.core)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embedding."""
+        return cast(nn.Module, self.core.model.embed_tokens)
+
+    def get_embed_and_head(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """The weights that a draft may share."""
+        embed, head = self.core.model.embed_tokens.weight, self.core.lm_head.weight
+        return cast(nn.Parameter, embed), cast(nn.Parameter, head)
+
+    def set_embed_and_head(self, embed: nn.Parameter, head: nn.Parameter) -> None:
+        """Use another model's embedding and head."""
+        self.core.model.embed_tokens.weight = embed
+        self.core.lm_head.weight = head

@@ -1,0 +1,154 @@
+"""What SGLang should resolve differently for our models, or one clear reason why they cannot run what was asked for.
+
+SGLang calls :func:`resolve` for each of our architectures while it makes sense of the server's arguments: in the
+process that the user started, before any weight is loaded. It is registered for every user of an environment that has
+this package, and does nothing unless ``SGLANG_EXTERNAL_MODEL_PACKAGE`` names ours.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolving_view
+from sglang.srt.environ import envs
+
+from atom_core.config import ModelConfig
+from atom_core.kernels import kernel_set
+from atom_core.kernels.select import Target
+from atom_core.models.registry import supported_architectures
+from atom_core.quant import read_quantization, unsupported
+from atom_core.standalone import check_files
+from atom_plugin.common.settings import load_settings
+from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS, SGLANG_SPECULATION
+from atom_plugin.common.versions import check_version, installed
+from atom_plugin.sglang import BACKEND, MODEL_PACKAGE
+
+logger = logging.getLogger("sglang.atom_plugin")
+
+_OWN_PREFIX = MODEL_PACKAGE.partition(".")[0]
+
+
+def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
+    """What to change in ``server_args`` for a model of ``hf_config``; see SGLang's model overrides.
+
+    Raises:
+        ValueError: something asked for that our models cannot do; the message says what, and what is supported.
+    """
+    if not _asked_for():
+        return {}
+    # A bad ATOM_ variable is refused here, where the user sees it; names of ops and kernels depend on no device.
+    kernel_set(Target("cpu", ""), load_settings().kernels)
+    version = installed("sglang")
+    assert version is not None, "this module is only imported by SGLang"
+    check_version("sglang", version.version)
+    architecture = hf_config.architectures[0]
+    _check_registered(architecture)
+    view = resolving_view(server_args)
+    _refuse_features(view)
+    _refuse_quantization(view, hf_config)
+    _check_checkpoint(view, server_args, hf_config)
+    prefill, decode = attention_backends_of(server_args)
+    if prefill is None and decode is None:
+        return {"attention_backend": BACKEND}
+    if BACKEND in (prefill, decode) and prefill != decode:
+        raise ValueError(
+            f"Prefill on the attention backend {prefill!r} and decode on {decode!r} cannot be: our models run both on "
+            f"{BACKEND!r} (--attention-backend {BACKEND}, or none named) or both on SGLang's."
+        )
+    return {}
+
+
+def announce_native(server_args: Any, hf_config: Any) -> dict[str, Any]:
+    """Say that SGLang's own model runs, where ours were asked for and there is none; nothing is changed."""
+    if _asked_for():
+        architecture = hf_config.architectures[0]
+        supported = ", ".join(supported_architectures())
+        logger.warning("atom-plugin has no model for %s (it has: %s): SGLang runs its own", architecture, supported)
+    return {}
+
+
+def _asked_for() -> bool:
+    package = envs.SGLANG_EXTERNAL_MODEL_PACKAGE.get()
+    if package and package != MODEL_PACKAGE and package.partition(".")[0] == _OWN_PREFIX:
+        raise ValueError(
+            f"SGLANG_EXTERNAL_MODEL_PACKAGE={package} names no package with models of atom-plugin; set it to "
+            f"{MODEL_PACKAGE}."
+        )
+    return bool(package == MODEL_PACKAGE)
+
+
+def _check_registered(architecture: str) -> None:
+    """SGLang only warns of a module that it cannot import, and runs its own model: so import it here first."""
+    entries = import_module(f"{MODEL_PACKAGE}.dense").EntryClass
+    disabled = envs.SGLANG_DISABLED_MODEL_ARCHS.get()
+    if "dense" in disabled or architecture not in {entry.__name__ for entry in entries}:
+        raise ValueError(
+            f"SGLANG_EXTERNAL_MODEL_PACKAGE={MODEL_PACKAGE} asks for our {architecture}, but SGLang would not find it "
+            f"there: SGLANG_DISABLED_MODEL_ARCHS={','.join(disabled)}. Unset one of the two variables."
+        )
+
+
+def _refuse_features(view: Any) -> None:
+    algorithm = view.speculative_algorithm
+    refusals = (
+        (bool(view.enable_lora) or bool(view.lora_paths), "LoRA adapters (--enable-lora, --lora-paths)"),
+        (bool(view.is_embedding), "embedding (--is-embedding); it generates text"),
+        (bool(view.enable_two_batch_overlap), "two-batch overlap (--enable-two-batch-overlap)"),
+        (
+            bool(view.enable_dp_attention) or view.attn_dp_size > 1,
+            f"data-parallel attention (--attn-dp-size {view.attn_dp_size}, --enable-dp-attention)",
+        ),
+        (bool(view.enable_pdmux), "multiplexed prefill and decode (--enable-pdmux)"),
+        (bool(view.enable_torch_compile), "--enable-torch-compile; its kernels are fused already"),
+        (bool(view.enable_deterministic_inference), "--enable-deterministic-inference"),
+        (bool(view.dllm_algorithm), f"diffusion decoding (--dllm-algorithm {view.dllm_algorithm})"),
+        (view.attn_cp_size > 1 or view.dcp_size > 1, "context parallelism (--attn-cp-size, --dcp-size)"),
+        (
+            bool(view.cpu_offload_gb) or view.offload_group_size > 0,
+            f"weight offloading (--cpu-offload-gb {view.cpu_offload_gb}, --offload-group-size "
+            f"{view.offload_group_size})",
+        ),
+        (
+            algorithm is not None and algorithm.upper() not in SGLANG_SPECULATION,
+            f"--speculative-algorithm {algorithm}; it does {', '.join(SGLANG_SPECULATION)}",
+        ),
+        (
+            (view.speculative_eagle_topk or 1) > 1,
+            f"--speculative-eagle-topk {view.speculative_eagle_topk}; drafts are chains, so 1",
+        ),
+        (
+            view.kv_cache_dtype not in SGLANG_CACHE_DTYPES,
+            f"--kv-cache-dtype {view.kv_cache_dtype}; use {' or '.join(SGLANG_CACHE_DTYPES)}",
+        ),
+        (
+            view.load_format not in SGLANG_LOAD_FORMATS,
+            f"--load-format {view.load_format}; checkpoints are read as safetensors ({', '.join(SGLANG_LOAD_FORMATS)})",
+        ),
+    )
+    for refused, what in refusals:
+        if refused:
+            raise ValueError(f"atom-plugin does not support {what}. Unset SGLANG_EXTERNAL_MODEL_PACKAGE to use it.")
+
+
+def _refuse_quantization(view: Any, hf_config: Any) -> None:
+    if view.quantization not in (None, "unquant"):
+        raise unsupported(f"--quantization {view.quantization}")
+    read_quantization(hf_config.to_dict())
+
+
+def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> None:
+    """Compare a local checkpoint's headers with our model, before anything is loaded."""
+    config = ModelConfig.from_hf(hf_config)
+    directory = Path(view.model_path)
+    check_files(
+        config,
+        directory if directory.is_dir() and view.load_format != "dummy" else None,
+        tensor_parallel_size=view.tp_size,
+    )
+    dtype = model_config_of(server_args).dtype
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"--dtype {dtype} is not supported; supported: bfloat16, float16, float32.")

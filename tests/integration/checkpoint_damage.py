@@ -1,0 +1,85 @@
+"""Ways in which a checkpoint can be wrong, or not one of ours, each done to a copy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.integration.questions import checkpoint
+
+#: A tensor of the checkpoint that is damaged.
+NORM = "model.layers.0.self_attn.q_norm.weight"
+#: An architecture that both frameworks have and we have not.
+OPT = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "ffn_dim": 128,
+    "word_embed_proj_dim": 64,
+    "max_position_embeddings": 256,
+}
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    path = folder / "model.safetensors"
+    tensors = {**load_file(path), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+def truncate(folder: Path, size: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def use_opt(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(OPT))
+
+
+def use_pickle(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    torch.save(load_file(path), folder / "pytorch_model.bin")
+    path.unlink()
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "sound": lambda folder: None,
+    "opt": use_opt,
+    "pickled": use_pickle,
+    "quantised": lambda folder: edit_config(
+        folder,
+        quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    ),
+    "quantised to fp8": lambda folder: edit_config(
+        folder, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}
+    ),
+    "unknown rope": lambda folder: edit_config(
+        folder, rope_parameters={"rope_type": "spiral", "rope_theta": 10000.0, "factor": 2.0}
+    ),
+    "missing tensor": lambda folder: edit_tensors(folder, **{NORM: None}),
+    "unexpected tensor": lambda folder: edit_tensors(folder, **{"model.extra.weight": torch.zeros(2)}),
+    "misshapen tensor": lambda folder: edit_tensors(folder, **{NORM: torch.zeros(63)}),
+    "truncated": lambda folder: truncate(folder, 1_000_000),
+    "truncated header": lambda folder: truncate(folder, 100),
+}
+
+
+def damaged(name: str, parent: Path) -> str:
+    """The folder of a copy of Qwen3's checkpoint under `parent`, wrong in the way of `DAMAGES` that `name` says."""
+    folder = parent / name.replace(" ", "-")
+    shutil.copytree(checkpoint("qwen3"), folder)
+    DAMAGES[name](folder)
+    return str(folder)

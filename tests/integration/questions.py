@@ -1,0 +1,49 @@
+"""What the tests of both frameworks share: the held-out questions, the checkpoints that know the answers, a client."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from openai import OpenAI
+
+from tests.integration.server import Server
+
+TESTS = Path(__file__).parents[1]
+FAMILIES = ("qwen3", "llama", "qwen2", "mistral")
+# Every answer is shorter: a checkpoint ends it with a newline and the end-of-text token by itself.
+MAX_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Row:
+    """One held-out question: a prompt with solved examples, and the only right answer."""
+
+    prompt: str
+    question: str
+    answer: str
+    kind: str
+
+
+def checkpoint(family: str) -> str:
+    """The folder of a small trained model."""
+    return str(TESTS / "checkpoints" / family)
+
+
+def read_rows() -> list[Row]:
+    """All held-out questions."""
+    lines = (TESTS / "evaluation" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    return [Row(**json.loads(line)) for line in lines]
+
+
+def connect(server: Server) -> OpenAI:
+    """A client that neither waits for ever nor hides a failure by asking again."""
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def complete(client: OpenAI, server: Server, prompt: str) -> str:
+    """The greedy answer to one prompt."""
+    completion = client.completions.create(model=server.model, prompt=prompt, temperature=0, max_tokens=MAX_TOKENS)
+    text: str = completion.choices[0].text
+    return text

@@ -1,0 +1,39 @@
+"""Hugging Face's answers to the held-out questions, and the server that most tests share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+from openai import OpenAI
+
+from tests.integration.questions import Row, checkpoint, connect, read_rows
+from tests.integration.server import SglangServer
+from tests.integration.sglang.hugging_face import HuggingFace
+
+
+@pytest.fixture(scope="session")
+def rows() -> list[Row]:
+    """All held-out questions."""
+    return read_rows()
+
+
+@pytest.fixture(scope="session")
+def hugging_face() -> Callable[[str], HuggingFace]:
+    """Hugging Face's own model of a family."""
+    return functools.cache(lambda family: HuggingFace(checkpoint(family)))
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[SglangServer]:
+    """Our model of Qwen3 behind a server that is as it comes, but for JSON: small models fill it with white space."""
+    flags = ("--enable-metrics", "--constrained-json-disable-any-whitespace", "--mem-fraction-static", "0.2")
+    with SglangServer(checkpoint("qwen3"), *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def client(server: SglangServer) -> OpenAI:
+    """The standard client of the shared server."""
+    return connect(server)

@@ -1,0 +1,179 @@
+"""Each thing that our models cannot do is one clear error before any weight is loaded.
+
+All refusals but one are made while SGLang resolves its arguments, in the process that the user started, so they are
+tested on that alone, all in one process; a few go through the real command, to see that the line reaches the user and
+that the server ends.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.integration.checkpoint_damage import DAMAGES, NORM, damaged
+from tests.integration.processes import run_group
+from tests.integration.questions import checkpoint
+from tests.integration.server import ServerFailed, SglangServer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
+
+PACKAGE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
+OURS = {PACKAGE: "atom_plugin.sglang.models"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line that is refused, and what the message must say."""
+
+    says: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+    environ: dict[str, str] = field(default_factory=dict)
+    model: str = "sound"
+    ours: bool = True
+
+
+CASES = {
+    "LoRA": Case(("does not support LoRA adapters (--enable-lora",), ("--enable-lora", "--max-lora-rank", "8")),
+    "embedding": Case(("does not support embedding (--is-embedding)",), ("--is-embedding",)),
+    "two batches at once": Case(
+        ("does not support two-batch overlap (--enable-two-batch-overlap)",), ("--enable-two-batch-overlap",)
+    ),
+    "attention split by requests": Case(
+        ("does not support data-parallel attention",), ("--tp", "2", "--attn-dp-size", "2")
+    ),
+    "attention split by requests, by its old name": Case(
+        ("does not support data-parallel attention",), ("--tp", "2", "--dp", "2", "--enable-dp-attention")
+    ),
+    "multiplexed prefill and decode": Case(("--enable-pdmux",), ("--enable-pdmux", "--chunked-prefill-size", "-1")),
+    "compilation": Case(("--enable-torch-compile",), ("--enable-torch-compile",)),
+    "the same tokens in every batch": Case(
+        ("--enable-deterministic-inference",), ("--enable-deterministic-inference",)
+    ),
+    "weights in host memory": Case(("weight offloading (--cpu-offload-gb 1",), ("--cpu-offload-gb", "1")),
+    "speculation by a head on our hidden states": Case(
+        ("does not support --speculative-algorithm EAGLE", "STANDALONE, NGRAM"),
+        (
+            *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", checkpoint("llama")),
+            *("--speculative-num-steps", "2", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"),
+        ),
+    ),
+    "a KV cache of another type": Case(("--kv-cache-dtype fp8_e4m3", "use auto"), ("--kv-cache-dtype", "fp8_e4m3")),
+    "quantisation by flag": Case(("--quantization fp8", "is not supported"), ("--quantization", "fp8")),
+    "a quantised checkpoint": Case(("fp8' is not supported", "bfloat16, float16, float32"), model="quantised to fp8"),
+    "weights as pickles, by flag": Case(("--load-format pt", "safetensors"), ("--load-format", "pt")),
+    "weights as pickles, by what is there": Case(
+        ("has no *.safetensors file", "pytorch_model.bin", "never read"), model="pickled"
+    ),
+    "two backends": Case(
+        ("one backend", "atom, torch_native"),
+        ("--prefill-attention-backend", "atom", "--decode-attention-backend", "torch_native"),
+    ),
+    "heads that do not divide": Case(("3", "heads"), ("--tp", "3")),
+    "an unknown rope type": Case(("'spiral'", "yarn"), model="unknown rope"),
+    "missing tensors": Case(("does not fit Qwen3ForCausalLM", "missing (1)", NORM), model="missing tensor"),
+    "unexpected tensors": Case(
+        ("does not fit Qwen3ForCausalLM", "unexpected (1)", "model.extra.weight in model.safetensors"),
+        model="unexpected tensor",
+    ),
+    "misshapen tensors": Case(
+        ("does not fit Qwen3ForCausalLM", "misshapen (1)", f"{NORM} in model.safetensors is [63], should be [64]"),
+        model="misshapen tensor",
+    ),
+    "a file cut off in its tensors": Case(("model.safetensors is damaged", "beyond its end"), model="truncated"),
+    "a file cut off in its header": Case(("model.safetensors is cut off",), model="truncated header"),
+    "an unknown op": Case(
+        ("ATOM_KERNELS", "unknown op 'atention'", "attention", "rms_norm"),
+        environ={"ATOM_KERNELS": "atention=reference"},
+    ),
+    "an unknown implementation": Case(
+        ("ATOM_KERNELS asks for rms_norm=cuda", "reference"), environ={"ATOM_KERNELS": "rms_norm=cuda"}
+    ),
+    "a malformed setting": Case(
+        ("ATOM_KERNELS='attention'", "op=implementation"), environ={"ATOM_KERNELS": "attention"}
+    ),
+    "an unknown variable": Case(
+        ("unknown environment variable ATOM_KERNEL", "'attention=reference'", "did you mean ATOM_KERNELS?"),
+        environ={"ATOM_KERNEL": "attention=reference"},
+    ),
+    "a package of ours without models": Case(
+        ("SGLANG_EXTERNAL_MODEL_PACKAGE=atom_plugin.sglang names no package", "atom_plugin.sglang.models"),
+        environ={PACKAGE: "atom_plugin.sglang"},
+    ),
+    "our module switched off": Case(
+        ("asks for our Qwen3ForCausalLM", "SGLANG_DISABLED_MODEL_ARCHS=dense"),
+        environ={"SGLANG_DISABLED_MODEL_ARCHS": "dense"},
+    ),
+}
+# What must still be taken: the refusals must not reach further than they say.
+TAKEN = {
+    "the checkpoint itself": Case(()),
+    "two ranks": Case((), ("--tp", "2")),
+    "two stages": Case((), ("--pp-size", "2")),
+    "float16": Case((), ("--dtype", "float16")),
+    "random weights": Case((), ("--load-format", "dummy"), model="missing tensor"),
+    "drafts out of the prompt": Case((), ("--speculative-algorithm", "NGRAM")),
+    "SGLang's attention": Case((), ("--attention-backend", "torch_native")),
+    "LoRA for SGLang's own model": Case((), ("--enable-lora", "--max-lora-rank", "8"), ours=False),
+    "a wrong setting for SGLang's own model": Case((), environ={"ATOM_KERNEL": "x"}, ours=False),
+    "an architecture that only SGLang has": Case((), model="opt"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A copy of the checkpoint for each way in which one can be wrong."""
+    return {name: damaged(name, tmp_path_factory.mktemp("checkpoints")) for name in DAMAGES}
+
+
+@pytest.fixture(scope="module")
+def problems(folders, tmp_path_factory):
+    """What SGLang says to each case."""
+    cases = {**CASES, **TAKEN}
+    given, wanted = (tmp_path_factory.mktemp("resolve") / name for name in ("cases.json", "problems.json"))
+    described = [
+        {
+            "flags": ["--model-path", folders[case.model], "--device", "cpu", *case.flags],
+            "environ": {**(OURS if case.ours else {}), **case.environ},
+        }
+        for case in cases.values()
+    ]
+    given.write_text(json.dumps(described))
+    script = Path(__file__).with_name("resolve.py")
+    finished = run_group([sys.executable, str(script), str(given), str(wanted)], {PACKAGE: None}, 300)
+    assert finished.returncode == 0, finished.tail()
+    return dict(zip(cases, json.loads(wanted.read_text()), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_with_a_message_that_says_what_and_what_else(name, problems):
+    message = problems[name]
+    assert message is not None, "SGLang would have started"
+    for part in CASES[name].says:
+        assert part in message
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_it_is_not_refused(name, problems):
+    assert problems[name] is None
+
+
+# Which implementations can run is known where the model is built: after the others, still before weights are loaded.
+CANNOT_RUN = Case(
+    ("ATOM_KERNELS asks for attention=triton", "cannot run on cpu"), environ={"ATOM_KERNELS": "attention=triton"}
+)
+
+
+@pytest.mark.parametrize("case", [CASES["LoRA"], CASES["missing tensors"], CANNOT_RUN], ids=lambda case: case.says[0])
+def test_the_server_says_so_and_ends_before_it_loads_weights(case, folders):
+    server = SglangServer(folders[case.model], *case.flags, environ=case.environ, deadline=180)
+    with pytest.raises(ServerFailed) as failure, server:
+        pass
+    assert failure.value.returncode not in (None, 0)
+    for part in case.says:
+        assert part in failure.value.log
+    assert "Loading safetensors" not in failure.value.log
+    assert "atom-plugin serves" not in failure.value.log
