@@ -86,8 +86,6 @@ REFUSED_FLAGS = (
 #: The same of SGLang's flags: what reads safetensors, and the dtypes that its pool can have beside the model's.
 SGLANG_LOAD_FORMATS = ("auto", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "layered")
 SGLANG_CACHE_DTYPES = ("auto", "bf16", "bfloat16")
-#: Values of SGLang's `--speculative-algorithm`: drafts that read no hidden states of the model they draft for.
-SGLANG_SPECULATION = ("STANDALONE", "NGRAM")
 
 SGLANG_REFUSED_FLAGS = (
     RefusedFlag("--enable-lora", _NO_LORA),
@@ -108,7 +106,7 @@ SGLANG_REFUSED_FLAGS = (
     RefusedFlag("--enable-torch-compile", "our kernels are fused already"),
     RefusedFlag("--enable-deterministic-inference", "our kernels do not promise it"),
     RefusedFlag("--dllm-algorithm", "our models generate one token after another"),
-    RefusedFlag("--speculative-algorithm", "our models cannot draft this way", allowed=SGLANG_SPECULATION),
+    RefusedFlag("--speculative-algorithm", "our models take no drafts in SGLang yet"),
     RefusedFlag("--speculative-eagle-topk", "our drafts are chains", allowed=("1",)),
     RefusedFlag("--kv-cache-dtype", _NO_CACHE_DTYPE, allowed=SGLANG_CACHE_DTYPES),
     RefusedFlag("--load-format", _SAFETENSORS_ONLY, allowed=SGLANG_LOAD_FORMATS),

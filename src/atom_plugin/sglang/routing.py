@@ -23,7 +23,7 @@ from atom_core.models.registry import supported_architectures
 from atom_core.quant import read_quantization, unsupported
 from atom_core.standalone import check_files
 from atom_plugin.common.settings import load_settings
-from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS, SGLANG_SPECULATION
+from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS
 from atom_plugin.common.versions import check_version, installed
 from atom_plugin.sglang import BACKEND, MODEL_PACKAGE
 
@@ -113,12 +113,8 @@ def _refuse_features(view: Any) -> None:
             f"{view.offload_group_size})",
         ),
         (
-            algorithm is not None and algorithm.upper() not in SGLANG_SPECULATION,
-            f"--speculative-algorithm {algorithm}; it does {', '.join(SGLANG_SPECULATION)}",
-        ),
-        (
-            (view.speculative_eagle_topk or 1) > 1,
-            f"--speculative-eagle-topk {view.speculative_eagle_topk}; drafts are chains, so 1",
+            algorithm is not None,
+            f"speculative decoding (--speculative-algorithm {algorithm})",
         ),
         (
             view.kv_cache_dtype not in SGLANG_CACHE_DTYPES,

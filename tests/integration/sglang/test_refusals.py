@@ -55,7 +55,7 @@ CASES = {
     ),
     "weights in host memory": Case(("weight offloading (--cpu-offload-gb 1",), ("--cpu-offload-gb", "1")),
     "speculation by a head on our hidden states": Case(
-        ("does not support --speculative-algorithm EAGLE", "STANDALONE, NGRAM"),
+        ("does not support speculative decoding (--speculative-algorithm EAGLE)",),
         (
             *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", checkpoint("llama")),
             *("--speculative-num-steps", "2", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"),
@@ -115,7 +115,6 @@ TAKEN = {
     "two stages": Case((), ("--pp-size", "2")),
     "float16": Case((), ("--dtype", "float16")),
     "random weights": Case((), ("--load-format", "dummy"), model="missing tensor"),
-    "drafts out of the prompt": Case((), ("--speculative-algorithm", "NGRAM")),
     "SGLang's attention": Case((), ("--attention-backend", "torch_native")),
     "LoRA for SGLang's own model": Case((), ("--enable-lora", "--max-lora-rank", "8"), ours=False),
     "a wrong setting for SGLang's own model": Case((), environ={"ATOM_KERNEL": "x"}, ours=False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS, SGLANG_SPECULATION
+from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS
 from atom_plugin.doctor.command import check_command, check_flags, local_model, parse_command, tensor_parallel_size
 from atom_plugin.doctor.framework import SGLANG
 from atom_plugin.doctor.sglang import check_asked_for, check_attention_backends, check_sglang_variables
@@ -164,7 +164,6 @@ def test_refused_flags(flags):
         "--disable-radix-cache --device cpu",
         *(f"--kv-cache-dtype {dtype}" for dtype in SGLANG_CACHE_DTYPES),
         *(f"--load-format {form}" for form in SGLANG_LOAD_FORMATS),
-        *(f"--speculative-algorithm {algorithm}" for algorithm in SGLANG_SPECULATION),
     ],
 )
 def test_other_flags(flags):
