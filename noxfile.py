@@ -370,7 +370,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure beside the framework's own model: `nox -s bench -- parity | accuracy | vllm_offline | sglang_offline`."""
+    """Measure beside vLLM's own model: `nox -s bench -- parity | accuracy | vllm_offline`; SGLang's: `sglang_...`."""
     known = sorted(path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py"))
     name, *arguments = session.posargs or [""]
     if name not in known:

@@ -9,3 +9,5 @@ CHECKPOINTS = ROOT / "tests" / "checkpoints"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 #: What is compared, and the `--model-impl` of each.
 IMPLEMENTATIONS = {"native": "auto", "atom": "atom"}
+#: Holds the one function of vLLM's that native SGLang's rope imports on a CPU.
+SGLANG_STAND_INS = ROOT / "tests" / "integration" / "sglang" / "stand_ins"

@@ -14,7 +14,7 @@ import argparse
 import os
 import sys
 
-from benchmarks import ROOT
+from benchmarks import SGLANG_STAND_INS
 from benchmarks._turns import Generate, answer_runs, compare
 
 
@@ -27,7 +27,7 @@ def serve(arguments: argparse.Namespace) -> None:
         os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "atom_plugin.sglang.models"
     else:
         # The engine's processes get this one's path.
-        sys.path.insert(0, str(ROOT / "tests" / "integration" / "sglang" / "stand_ins"))
+        sys.path.insert(0, str(SGLANG_STAND_INS))
 
     def start() -> Generate:
         engine = sglang.Engine(
@@ -40,6 +40,7 @@ def serve(arguments: argparse.Namespace) -> None:
             max_running_requests=max(arguments.batches),
             max_total_tokens=arguments.max_model_len * max(arguments.batches),
             disable_radix_cache=True,
+            sleep_on_idle=True,  # or the engine whose turn it is not would keep a core busy
             log_level="warning",
             **({} if ours else {"attention_backend": "torch_native"}),
         )

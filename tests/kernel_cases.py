@@ -17,6 +17,7 @@ import torch
 
 from atom_core.kernels.attention import PagedAttentionKernel, PagedAttentionSpec
 from atom_core.kernels.attention.reference import ReferenceAttention
+from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache import QkNormRopeCacheKernel
 from atom_core.metadata import AttentionMetadata, KVCacheView
@@ -28,6 +29,9 @@ NAN = float("nan")
 #: 2^-11 of it): q and k after the norm, both partners of a rotation, and the result; in attention, probabilities before
 #: the second product, and the result.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3 * 2**-8, torch.float16: 3 * 2**-11}
+
+#: Scales of an FP8 cache's keys and values in attention: no powers of two, and one below 1, one above.
+K_SCALE, V_SCALE = 0.03, 1.7
 
 #: Every order in which a cache may lay out pages (P), heads (H) and tokens (N); a head's numbers are innermost.
 STORAGE_ORDERS = tuple("".join(order) for order in permutations("PHN"))
@@ -56,15 +60,15 @@ class AttentionCase:
     def __str__(self) -> str:
         return self.name
 
-    def spec(self, dtype: torch.dtype) -> PagedAttentionSpec:
-        """What a kernel is built with."""
+    def spec(self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> PagedAttentionSpec:
+        """What a kernel is built with; no ``cache_dtype`` is ``dtype``."""
         return PagedAttentionSpec(
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.dim,
             scale=self.dim**-0.5,
             dtype=dtype,
-            cache_dtype=dtype,
+            cache_dtype=cache_dtype or dtype,
             window=self.window,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
@@ -114,9 +118,17 @@ ATTENTION_CASES = (
 
 
 def attention_batch(
-    case: AttentionCase, dtype: torch.dtype, device: torch.device, seed: int = 0, by_token: bool = True
+    case: AttentionCase,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    by_token: bool = True,
+    cache_dtype: torch.dtype | None = None,
 ) -> AttentionBatch:
-    """The tensors of ``case``; ``by_token=False`` has the answer from the reference, for batches of many tokens."""
+    """The tensors of ``case``; ``by_token=False`` has the answer from the reference, for batches of many tokens.
+
+    The answer is that to the numbers which are in the cache, where ``cache_dtype`` holds fewer than ``dtype``.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -130,7 +142,11 @@ def attention_batch(
     q[num_real:] = NAN
     sinks = random(case.heads).bfloat16().float() if case.sinks else None  # exact in every dtype
 
-    cache, page_table = _paged(case, keys, values, dtype, device, generator)
+    k_scale, v_scale = (K_SCALE, V_SCALE) if cache_dtype in FP8_DTYPES else (1.0, 1.0)
+    keys, values = ([stored(x, s, cache_dtype or dtype) for x in xs] for xs, s in ((keys, k_scale), (values, v_scale)))
+    cache, page_table = _paged(case, keys, values, cache_dtype or dtype, device, generator)
+    cache = replace(cache, k_scale=k_scale, v_scale=v_scale)
+    keys, values = ([x.double() * s for x in xs] for xs, s in ((keys, k_scale), (values, v_scale)))
     slots = torch.full((q.shape[0],), -1, dtype=torch.int64)
     starts = [0, *accumulate(new for _, new in case.requests)]
     for request, (before, new) in enumerate(case.requests):
@@ -161,6 +177,20 @@ def check_attention(kernel: PagedAttentionKernel, batch: AttentionBatch) -> None
     num_real = batch.expected.shape[0]
     assert_close(out[:num_real], batch.expected)
     assert out[num_real:].isnan().all(), "rows of padding were written"
+
+
+def stored(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """``x / scale`` as a cache of ``dtype`` holds it."""
+    limit = torch.finfo(dtype).max
+    return (x.double() / scale).clamp(-limit, limit).to(dtype)
+
+
+def assert_stored(found: torch.Tensor, expected: torch.Tensor, scale: float, dtype: torch.dtype) -> None:
+    """``found``, of an FP8 cache, is what a number as near to ``expected`` as ``dtype`` allows is stored as."""
+    allowed = TOLERANCE[dtype] * expected.abs().max().item()
+    low, high = (stored(expected + shift, scale, found.dtype).double() for shift in (-allowed, allowed))
+    wide = found.double().cpu()
+    assert ((low <= wide) & (wide <= high)).all(), f"{wide} is not between {low} and {high}"  # a NaN fails too
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -197,7 +227,7 @@ def _attention_by_token(
 
 def _attention_by_reference(case: AttentionCase, batch: AttentionBatch) -> torch.Tensor:
     """The reference's answer to the same numbers in float32."""
-    wide = KVCacheView(batch.cache.key.float(), batch.cache.value.float())
+    wide = KVCacheView(batch.cache.key.float() * batch.cache.k_scale, batch.cache.value.float() * batch.cache.v_scale)
     num_real = sum(new for _, new in case.requests)
     out = torch.empty(batch.q.shape, dtype=torch.float32, device=batch.q.device)
     ReferenceAttention(case.spec(torch.float32))(batch.q.float(), wide, batch.metadata, batch.sinks, out)
@@ -293,11 +323,24 @@ QKV_CASES = (
     *(QkvCase(f"cache stored as {order}", storage=order) for order in STORAGE_ORDERS[1:]),
 )
 
+#: What an FP8 cache must hold besides: the largest number where a quotient is beyond it, and few digits of small ones.
+FP8_QKV_CASES = (
+    *QKV_CASES,
+    QkvCase("quotients beyond the largest number", k_scale=1e-5, v_scale=3e-6, qk_norm=True),
+    QkvCase("quotients of few digits or none", k_scale=500.0, v_scale=2e4),
+)
+
 _MAX_POSITION = 50
 
 
 def check_qkv(
-    case: QkvCase, kernel: QkNormRopeCacheKernel, dtype: torch.dtype, device: torch.device, *, padded: bool = True
+    case: QkvCase,
+    kernel: QkNormRopeCacheKernel,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    padded: bool = True,
+    cache_dtype: torch.dtype | None = None,
 ) -> None:
     """Run ``kernel`` over tokens of which some have no slot, if ``padded``; slots that are nobody's must stay NaN."""
     generator = torch.Generator().manual_seed(0)
@@ -311,7 +354,7 @@ def check_qkv(
         storage=case.storage,
         packed=case.packed,
     )
-    cache = empty_cache(layout, num_pages * max(1, 16 // case.page_size), dtype, device)
+    cache = empty_cache(layout, num_pages * max(1, 16 // case.page_size), cache_dtype or dtype, device)
     cache = replace(cache, k_scale=case.k_scale, v_scale=case.v_scale)
     num_slots = cache.key.shape[0] * case.page_size
 
@@ -338,10 +381,16 @@ def check_qkv(
         if slot >= 0:
             page, offset = divmod(slot, case.page_size)
             written[page, offset] = True
-            assert_close(cache.key[page, :, offset], expected_k[token] / case.k_scale)
-            assert_close(cache.value[page, :, offset], expected_v[token] / case.v_scale)
+            for side, expected, scale in (
+                (cache.key, expected_k[token], cache.k_scale),
+                (cache.value, expected_v[token], cache.v_scale),
+            ):
+                if side.dtype in FP8_DTYPES:
+                    assert_stored(side[page, :, offset], expected, scale, dtype)
+                else:
+                    assert_close(side[page, :, offset], expected / scale)
     for side in (cache.key, cache.value):
-        untouched = side.transpose(1, 2).cpu()[~written]
+        untouched = side.transpose(1, 2).float().cpu()[~written]
         assert untouched.isnan().all(), "a slot of nobody was written"
 
 

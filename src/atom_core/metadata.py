@@ -47,7 +47,10 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class KVCacheView:
-    """One layer's keys and values as a kernel sees them: ``[pages, kv heads, page size, head dim]`` of any strides."""
+    """One layer's keys and values as a kernel sees them: ``[pages, kv heads, page size, head dim]`` of any strides.
+
+    A stored number times its side's scale is the key's or the value's; only FP8 caches have scales other than 1.
+    """
 
     key: torch.Tensor
     value: torch.Tensor

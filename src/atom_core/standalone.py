@@ -32,15 +32,17 @@ def build_runtime(
     max_model_len: int,
     kernels: Mapping[str, str] | None = None,
     target: Target | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> Runtime:
     """A runtime of one rank whose attention takes its cache from the step.
 
     Args:
         device: where parameters go; the meta device lays a model out without memory.
-        dtype: of weights, activations and cache.
+        dtype: of weights and activations.
         max_model_len: the longest sequence.
         kernels: forced implementations by op, as in ``ATOM_KERNELS``.
         target: what kernels are chosen for; None: ``device``.
+        cache_dtype: of the cache; None: ``dtype``.
     """
     return Runtime(
         device=device,
@@ -48,7 +50,7 @@ def build_runtime(
         kernels=kernel_set(target or Target.of(device), kernels),
         attention=RadixAttention,
         max_model_len=max_model_len,
-        cache_dtype=dtype,
+        cache_dtype=cache_dtype or dtype,
     )
 
 
@@ -101,6 +103,7 @@ class Runner:
         max_model_len: the longest sequence; None: the config's ``max_position_embeddings``.
         page_size: tokens a page.
         kernels: forced implementations by op.
+        cache_dtype: the dtype of the cache; None: ``dtype``.
 
     Raises:
         ValueError: the checkpoint is not one that our models run.
@@ -115,13 +118,15 @@ class Runner:
         max_model_len: int | None = None,
         page_size: int = 16,
         kernels: Mapping[str, str] | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         hf = read_config_json(directory)
         read_quantization(hf)
         self.config = ModelConfig.from_hf(hf)
         check_files(self.config, directory)
         self.max_model_len = max_model_len or self.config.max_position
-        self.runtime = build_runtime(device or torch.device("cpu"), dtype, self.max_model_len, kernels)
+        device = device or torch.device("cpu")
+        self.runtime = build_runtime(device, dtype, self.max_model_len, kernels, cache_dtype=cache_dtype)
         self.page_size = page_size
         self.model: DecoderForCausalLM = load_model_class(self.config.architecture)(self.config, self.runtime)
         load_weights(self.model, Checkpoint.open(directory).load(), str(directory))

@@ -2,7 +2,7 @@
 
 Layers say how their parameters are named in checkpoints and which part of each tensor is this rank's
 (:mod:`atom_core.layers.parameters`); here the names are matched. Nothing is skipped quietly: a tensor that is missing,
-unexpected or misshapen is an error that lists them all.
+unexpected or misshapen is an error that lists them all. Scales of an FP8 cache alone may be there or not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from atom_core.checkpoint import Checkpoint
+from atom_core.layers.cache_scales import SCALE_NAMES, CacheScales
 from atom_core.layers.parameters import MissingLayer, ParameterLayer, Placement
 from atom_core.models.decoder import DecoderForCausalLM
 
@@ -67,6 +68,16 @@ def expected_tensors(model: DecoderForCausalLM) -> dict[str, Slot]:
     return slots
 
 
+def cache_scales(model: DecoderForCausalLM) -> dict[str, CacheScales]:
+    """Every name under which a checkpoint may have scales of a layer's cache, and the layer's."""
+    return {
+        f"{path.rpartition('.')[0]}.{name}": module
+        for path, module in model.named_modules()
+        if isinstance(module, CacheScales)
+        for name in SCALE_NAMES
+    }
+
+
 def _elsewhere(model: DecoderForCausalLM) -> tuple[str, ...]:
     """Prefixes of tensors that another pipeline stage loads."""
     return tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, MissingLayer))
@@ -86,13 +97,19 @@ def load_weights(
         The names of all parameters that were loaded.
 
     Raises:
-        ValueError: tensors are missing, unexpected, misshapen, or of a dtype that an unquantised model cannot have.
+        ValueError: tensors are missing, unexpected, misshapen, or of a dtype that an unquantised model cannot have; or
+            a scale of an FP8 cache is not one.
     """
     slots = expected_tensors(model)
     elsewhere = _elsewhere(model)
+    scales = cache_scales(model)
+    found: dict[CacheScales, dict[str, torch.Tensor]] = {}
     waiting = set(slots)
     mismatch = Mismatch()
     for name, tensor in tensors:
+        if name in scales:
+            found.setdefault(scales[name], {})[name] = tensor
+            continue
         slot = slots.get(name)
         if slot is None:
             if not _ignored(model, name, elsewhere):
@@ -105,6 +122,8 @@ def load_weights(
             slot.placement.load(tensor)
     mismatch.missing = sorted(waiting)
     mismatch.raise_if_any(model.config.architecture, checkpoint)
+    for layer, of_layer in found.items():
+        layer.adopt(of_layer)
     return {slot.parameter_name for slot in slots.values()}
 
 
@@ -115,12 +134,12 @@ def check_checkpoint(model: DecoderForCausalLM, checkpoint: Checkpoint) -> None:
         ValueError: as :func:`load_weights`, with the file of each tensor.
     """
     slots = expected_tensors(model)
-    elsewhere = _elsewhere(model)
+    elsewhere, scales = _elsewhere(model), cache_scales(model)
     mismatch = Mismatch(missing=sorted(set(slots) - set(checkpoint.tensors)))
     for name, info in checkpoint.tensors.items():
         slot = slots.get(name)
         if slot is None:
-            if not _ignored(model, name, elsewhere):
+            if name not in scales and not _ignored(model, name, elsewhere):
                 mismatch.unexpected.append(f"{name} in {info.file.name}")
         elif problem := _problem(slot.placement.shape, info.shape, info.dtype):
             mismatch.misshapen.append(f"{name} in {info.file.name} {problem}")

@@ -18,7 +18,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from atom_core.kernels.attention import triton_kernel as attention_kernel
+from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qkv_kernel
+from atom_core.kernels.select import Target
+from atom_core.kernels.triton_support import why_no_triton_cache
 from tests.kernel_cases import AttentionCase, QkvCase, attention_batch, check_attention, check_qkv
 
 CPU = torch.device("cpu")
@@ -35,6 +38,12 @@ class Gpu:
     def __str__(self) -> str:
         return str(self.target.arch)
 
+    def has(self, cache_dtype: torch.dtype) -> bool:
+        """Whether our kernels say that they take such a cache here."""
+        cuda = self.target.backend == "cuda"
+        target = Target("cuda", f"sm{self.target.arch}") if cuda else Target("rocm", str(self.target.arch))
+        return why_no_triton_cache(torch.bfloat16, cache_dtype, target) is None
+
 
 # CDNA 3 and 4 whitepapers; CUDA programming guide, technical specifications of compute capability 9.0.
 GPUS = (
@@ -42,6 +51,8 @@ GPUS = (
     Gpu(GPUTarget("hip", "gfx950", 64), 160 * KIB),
     Gpu(GPUTarget("cuda", 90, 32), 227 * KIB),
 )
+
+FP8_CACHES = tuple((gpu, dtype) for gpu in GPUS for dtype in FP8_DTYPES if gpu.has(dtype))
 
 #: Tiles are of other sizes where each request has one query than where some have many.
 BATCHES = {"decode": ((9, 1), (15, 1)), "prefill": ((9, 1), (0, 40))}
@@ -55,6 +66,8 @@ ATTENTION = {
     "the largest head, float32": (AttentionCase("", (), heads=8, kv_heads=4, dim=256), torch.float32),
     "an odd head, one token a page, bfloat16": (AttentionCase("", (), dim=80, page_size=1), torch.bfloat16),
 }
+#: FP8 keys and values are widened to the queries' dtype: float32 tiles are the largest, 16-bit ones the usual.
+FP8_ATTENTION = ("Qwen3 8B, bfloat16", "the largest head, float32")
 QKV = {
     "Qwen3 8B, bfloat16": (QkvCase("", heads=8, dim=128, rotary_dim=128, qk_norm=True), torch.bfloat16),
     "interleaved and partial, float16": (QkvCase("", dim=64, rotary_dim=32, interleaved=True), torch.float16),
@@ -85,6 +98,9 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.float8_e4m3fnuz: "*fp8e4b8",
 }
 
 
@@ -113,25 +129,36 @@ def fresh_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("gpu", GPUS, ids=str)
+@pytest.mark.parametrize(("gpu", "cache_dtype"), [(gpu, None) for gpu in GPUS], ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_compiles(monkeypatch, name, batch, gpu):
+def test_attention_compiles(monkeypatch, name, batch, gpu, cache_dtype):
     layer, dtype = ATTENTION[name]
     case = replace(layer, requests=BATCHES[batch])
     kernel = attention_kernel._attention
     monkeypatch.setattr(attention_kernel, "_attention", Recorder())
     with pytest.raises(Launched) as launched:
-        check_attention(attention_kernel.TritonAttention(case.spec(dtype)), attention_batch(case, dtype, CPU))
+        check_attention(
+            attention_kernel.TritonAttention(case.spec(dtype, cache_dtype)),
+            attention_batch(case, dtype, CPU, cache_dtype=cache_dtype),
+        )
     compile_launch(kernel, launched.value, gpu)
 
 
-@pytest.mark.parametrize("gpu", GPUS, ids=str)
+@pytest.mark.parametrize(("gpu", "cache_dtype"), FP8_CACHES, ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", FP8_ATTENTION)
+def test_attention_over_an_fp8_cache_compiles(monkeypatch, name, batch, gpu, cache_dtype):
+    test_attention_compiles(monkeypatch, name, batch, gpu, cache_dtype)
+
+
+@pytest.mark.parametrize(("gpu", "cache_dtype"), [*((gpu, None) for gpu in GPUS), *FP8_CACHES], ids=str)
 @pytest.mark.parametrize("name", QKV)
-def test_qk_norm_rope_cache_compiles(monkeypatch, name, gpu):
+def test_qk_norm_rope_cache_compiles(monkeypatch, name, gpu, cache_dtype):
     case, dtype = QKV[name]
     kernel = qkv_kernel._qk_norm_rope_cache
     monkeypatch.setattr(qkv_kernel, "_qk_norm_rope_cache", Recorder())
+    launch = partial(qkv_kernel.qk_norm_rope_cache, spec=case.spec(dtype))
     with pytest.raises(Launched) as launched:
-        check_qkv(case, partial(qkv_kernel.qk_norm_rope_cache, spec=case.spec(dtype)), dtype, CPU)
+        check_qkv(case, launch, dtype, CPU, cache_dtype=cache_dtype)
     compile_launch(kernel, launched.value, gpu)

@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from atom_core.kernels.attention.triton_kernel import TritonAttention
+from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.qk_norm_rope_cache.triton_kernel import qk_norm_rope_cache
+from atom_core.kernels.select import Target
+from atom_core.kernels.triton_support import why_no_triton_cache
 from tests.kernel_cases import (
     ATTENTION_CASES,
+    FP8_QKV_CASES,
     QKV_CASES,
     AttentionCase,
     QkvCase,
@@ -23,6 +27,15 @@ from tests.kernel_cases import (
 GPU = torch.device("cuda")
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+
+
+@pytest.fixture(params=FP8_DTYPES, ids=str)
+def cache_dtype(request):
+    """An FP8 dtype that this GPU's caches may have."""
+    if reason := why_no_triton_cache(torch.bfloat16, request.param, Target.of(GPU)):
+        pytest.skip(reason)
+    return request.param
+
 
 _LONG = ((4095, 1), (1000, 1), (17, 1), (2048, 513), (0, 700), (0, 1))
 LARGE_ATTENTION = (
@@ -58,6 +71,26 @@ def test_attention_over_large_batches(case, dtype):
 @pytest.mark.parametrize("case", QKV_CASES + LARGE_QKV, ids=str)
 def test_qk_norm_rope_cache(case, dtype):
     check_qkv(case, partial(qk_norm_rope_cache, spec=case.spec(dtype)), dtype, GPU)
+
+
+@every_dtype
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_attention_over_an_fp8_cache(case, dtype, cache_dtype):
+    batch = attention_batch(case, dtype, GPU, cache_dtype=cache_dtype)
+    check_attention(TritonAttention(case.spec(dtype, cache_dtype)), batch)
+
+
+@pytest.mark.parametrize("case", LARGE_ATTENTION, ids=str)
+def test_attention_over_large_batches_and_an_fp8_cache(case, cache_dtype):
+    batch = attention_batch(case, torch.bfloat16, GPU, by_token=False, cache_dtype=cache_dtype)
+    check_attention(TritonAttention(case.spec(torch.bfloat16, cache_dtype)), batch)
+
+
+@every_dtype
+@pytest.mark.parametrize("case", FP8_QKV_CASES + LARGE_QKV, ids=str)
+def test_qk_norm_rope_and_an_fp8_cache(case, dtype, cache_dtype):
+    launch = partial(qk_norm_rope_cache, spec=case.spec(dtype))
+    check_qkv(case, launch, dtype, GPU, cache_dtype=cache_dtype)
 
 
 def test_offsets_past_two_billion_elements():

@@ -17,6 +17,19 @@ import pytest
 from benchmarks import CHECKPOINTS, FAMILIES, ROOT
 from tests.integration.sglang.offline import Ask, Engine, Ran, run
 
+
+def _drafts(family: str) -> dict[str, Any]:
+    """Chains of three tokens by a model of its own."""
+    return {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(CHECKPOINTS / family),
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+        "max_running_requests": 32,
+    }
+
+
 WAYS: Mapping[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"disable_cuda_graph": True},
@@ -24,7 +37,13 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "pages of 64, chunks of 64": {"page_size": 64, "chunked_prefill_size": 64},
     "sglang's attention": {"attention_backend": "triton"},
     "no overlap": {"disable_overlap_schedule": True},
+    "drafts by itself": _drafts("qwen3"),
+    "drafts by another model": _drafts("llama"),
+    "drafts by another model, eager, pages of 16": {**_drafts("llama"), "disable_cuda_graph": True, "page_size": 16},
 }
+FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3"}
+#: Of the answers that are right with a cache in the model's dtype.
+STILL_RIGHT = 0.95
 NUM_PROMPTS = 200
 
 Key = tuple[str, bool, str]
@@ -52,12 +71,13 @@ def _engine(family: str, ours: bool, options: Mapping[str, Any], port: int) -> E
 def engines() -> Mapping[Key, Future[Ran]]:
     """Every engine that the tests look at."""
     keys: list[Key] = [(family, ours, "graphs") for family in FAMILIES for ours in (False, True)]
-    keys += [("qwen3", True, way) for way in WAYS if way != "graphs"]
+    keys += [("qwen3", True, way) for way in (*WAYS, "FP8 cache") if way != "graphs"]
     pool = ThreadPoolExecutor(4)
 
     def start(index: int, key: Key) -> Ran:
         family, ours, way = key
-        return run([_engine(family, ours, WAYS[way], 30000 + 200 * index)], deadline=560.0)[0]
+        options = FP8_CACHE if way == "FP8 cache" else WAYS[way]
+        return run([_engine(family, ours, options, 30000 + 200 * index)], deadline=560.0)[0]
 
     return {key: pool.submit(start, index, key) for index, key in enumerate(keys)}
 
@@ -84,3 +104,21 @@ def test_every_answer_is_right(engines: Mapping[Key, Future[Ran]], family: str) 
 def test_ways_to_run_do_not_change_tokens(engines: Mapping[Key, Future[Ran]], way: str) -> None:
     ours = engines["qwen3", True, way].result()
     assert _tokens(ours) == _tokens(engines["qwen3", False, "graphs"].result())
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("drafts")])
+def test_drafts_are_made_and_taken(engines: Mapping[Key, Future[Ran]], way: str) -> None:
+    answers = [answer for asked in engines["qwen3", True, way].result().answers for answer in asked]
+    proposed, right = (
+        sum(answer.meta[name] for answer in answers) for name in ("spec_num_proposed_drafts", "spec_num_correct_drafts")
+    )
+    assert 0 < right <= proposed
+    assert ("itself" in way) == (right == proposed)
+
+
+def test_an_fp8_cache_leaves_nearly_every_answer_right(engines: Mapping[Key, Future[Ran]]) -> None:
+    ran = engines["qwen3", True, "FP8 cache"].result()
+    assert "float8_e4m3" in ran.log
+    for answers in ran.answers:
+        right = sum(answer.text.strip() == row["answer"] for answer, row in zip(answers, _rows(), strict=True))
+        assert right >= STILL_RIGHT * NUM_PROMPTS

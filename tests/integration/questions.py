@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from openai import OpenAI
+from transformers import AutoTokenizer
 
 from tests.integration.server import Server
 
@@ -35,6 +37,12 @@ def read_rows() -> list[Row]:
     """All held-out questions."""
     lines = (TESTS / "evaluation" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
     return [Row(**json.loads(line)) for line in lines]
+
+
+def right_tokens(family: str, rows: Sequence[Row]) -> list[list[int]]:
+    """The tokens of the only right answers and the one that ends each: Hugging Face's greedy ones, in any framework."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint(family))
+    return [[*tokenizer(f" {row.answer}\n").input_ids, tokenizer.eos_token_id] for row in rows]
 
 
 def connect(server: Server) -> OpenAI:

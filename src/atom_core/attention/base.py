@@ -8,7 +8,7 @@ these two come from.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -53,6 +53,14 @@ class BaseAttention(nn.Module, ABC):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.k_scale = self.v_scale = 1.0
+
+    def set_scales(self, key: float, value: float) -> None:
+        """Scale an FP8 cache, once after loading: graphs are captured with the numbers.
+
+        Where a framework's layer keeps the cache, a child hands them on.
+        """
+        self.k_scale, self.v_scale = key, value
 
     @abstractmethod
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
@@ -97,9 +105,11 @@ class CachedAttention(BaseAttention):
             qkv: ``[T, (H + 2K) * D]``; rows past ``metadata.num_tokens`` are padding.
             positions: ``[T]``.
             metadata: the step.
-            cache: this layer's pages, in the order that ``self.kernel.order`` names.
+            cache: this layer's pages, in the order that ``self.kernel.order`` names; the scales are the layer's own.
             out: ``[T, H, D]``, written in its first ``metadata.num_tokens`` rows.
         """
+        if (self.k_scale, self.v_scale) != (cache.k_scale, cache.v_scale):
+            cache = replace(cache, k_scale=self.k_scale, v_scale=self.v_scale)
         slots = metadata.slot_mapping
         if (num_tokens := metadata.num_tokens) < qkv.shape[0]:
             qkv, positions, out = qkv[:num_tokens], positions[:num_tokens], out[:num_tokens]

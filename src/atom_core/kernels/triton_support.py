@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 
+import torch
+
+from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.select import Target
 
 
@@ -13,4 +16,17 @@ def why_no_triton(target: Target) -> str | None:
         return "Triton kernels need a GPU."
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; it comes with PyTorch's GPU builds."
+    return None
+
+
+def why_no_triton_cache(dtype: torch.dtype, cache_dtype: torch.dtype, target: Target) -> str | None:
+    """None where a Triton kernel of a model in ``dtype`` can use a cache of ``cache_dtype``, else the reason."""
+    if cache_dtype == dtype:
+        return None
+    if cache_dtype not in FP8_DTYPES:
+        return f"The Triton kernel has a cache in the model's dtype {dtype} or in FP8, not {cache_dtype}."
+    if cache_dtype == torch.float8_e4m3fnuz and target.kind != "rocm":
+        return f"Triton has {cache_dtype} on AMD alone."
+    if cache_dtype == torch.float8_e4m3fn and target.kind == "cuda" and int(target.arch.removeprefix("sm")) < 89:
+        return f"Triton has {cache_dtype} from sm89 on, not on {target.arch}."
     return None

@@ -8,6 +8,7 @@ from torch import nn
 from atom_core.attention.base import AttentionSpec
 from atom_core.config import LayerConfig, ModelConfig
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
+from atom_core.layers.cache_scales import CacheScales
 from atom_core.layers.linear import QkvLinear, RowLinear
 from atom_core.layers.norm import HeadNorm
 from atom_core.layers.rotary import RotaryTable
@@ -47,6 +48,7 @@ class Attention(nn.Module):
             window=layer.window,
         )
         self.attn = runtime.attention(spec, weights, None, runtime)
+        self.cache_scales = CacheScales(self.attn, runtime.cache_dtype)
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
         """``hidden [T, hidden]`` to ``[T, hidden]``."""

@@ -83,9 +83,12 @@ REFUSED_FLAGS = (
     RefusedFlag("--prefill-context-parallel-size", _NO_CONTEXT_SPLIT, allowed=("1",)),
 )
 
-#: The same of SGLang's flags: what reads safetensors, and the dtypes that its pool can have beside the model's.
+#: The same of SGLang's flags: what reads safetensors, and the dtypes that its pool can have beside the model's. SGLang
+#: itself has no fp8_e5m2 on a CPU, and takes either FP8 on ROCm for the one that the GPU has.
 SGLANG_LOAD_FORMATS = ("auto", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "layered")
-SGLANG_CACHE_DTYPES = ("auto", "bf16", "bfloat16")
+SGLANG_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+#: SGLang's ways to draft: a head on the target's last hidden states (two names for it), and a model of its own.
+SGLANG_DRAFTS = ("EAGLE", "NEXTN", "STANDALONE")
 
 SGLANG_REFUSED_FLAGS = (
     RefusedFlag("--enable-lora", _NO_LORA),
@@ -106,8 +109,10 @@ SGLANG_REFUSED_FLAGS = (
     RefusedFlag("--enable-torch-compile", "our kernels are fused already"),
     RefusedFlag("--enable-deterministic-inference", "our kernels do not promise it"),
     RefusedFlag("--dllm-algorithm", "our models generate one token after another"),
-    RefusedFlag("--speculative-algorithm", "our models take no drafts in SGLang yet"),
+    RefusedFlag("--speculative-algorithm", "this way to draft is not supported", allowed=SGLANG_DRAFTS),
     RefusedFlag("--speculative-eagle-topk", "our drafts are chains", allowed=("1",)),
+    RefusedFlag("--speculative-adaptive", "our drafts have a fixed length"),
+    RefusedFlag("--enable-unified-memory", "our attention reads slots where they are"),
     RefusedFlag("--kv-cache-dtype", _NO_CACHE_DTYPE, allowed=SGLANG_CACHE_DTYPES),
     RefusedFlag("--load-format", _SAFETENSORS_ONLY, allowed=SGLANG_LOAD_FORMATS),
 )

@@ -1,22 +1,39 @@
 """The entry point that SGLang calls in each of its processes; importing this module imports neither torch nor SGLang.
 
 It runs for every user of an environment that has this package, before the command line is parsed. It only registers:
-the attention backend's name and factory, and for each of our architectures what SGLang should resolve differently. The
-latter acts only while ``SGLANG_EXTERNAL_MODEL_PACKAGE`` names our package.
+the attention backend's name and factory; for each of our architectures what SGLang should resolve differently, which
+acts only while ``SGLANG_EXTERNAL_MODEL_PACKAGE`` names our package; and two hooks for the backends of drafts, which act
+only where a draft runs on our backend.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 MODEL_PACKAGE = "atom_plugin.sglang.models"
 BACKEND = "atom"
+#: On ROCm SGLang users know the attention of our kernels' library by this name; there it is ours for our models.
+ROCM_BACKEND = "aiter"
+
+#: SGLang's factory of the backends of drafts looks names up in tables inside two of its methods, and offers no
+#: registration: hooks on these, which SGLang has for plug-ins, are the only way to be found there.
+DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 
 _registered = False
+
+
+def our_backends() -> tuple[str, ...]:
+    """The names under which our models get our attention."""
+    from sglang.srt.utils import is_hip
+
+    return (BACKEND, ROCM_BACKEND) if is_hip() else (BACKEND,)
 
 
 def register() -> None:
@@ -30,12 +47,14 @@ def register() -> None:
         return
     _registered = True
     from sglang.srt.arg_groups.model_override_base import register_model_override, register_model_override_predicate
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import (
         ATTENTION_BACKEND_CHOICES,
         add_attention_backend_choices,
         add_draft_attention_backend_choices,
     )
+    from sglang.srt.utils import is_hip
 
     from atom_core.models.registry import supported_architectures
     from atom_plugin.sglang.routing import announce_native, resolve
@@ -44,6 +63,10 @@ def register() -> None:
         add_attention_backend_choices([BACKEND])
         add_draft_attention_backend_choices([BACKEND])
     register_attention_backend(BACKEND)(_build_backend)
+    if is_hip():
+        register_attention_backend(ROCM_BACKEND)(partial(_build_for_our_models, ATTENTION_BACKENDS[ROCM_BACKEND]))
+    HookRegistry.register(f"{DRAFT_BACKENDS}.create_decode_backend", _draft_decode_backend, HookType.AROUND)
+    HookRegistry.register(f"{DRAFT_BACKENDS}.create_draft_extend_backend", _draft_extend_backend, HookType.AROUND)
     supported = supported_architectures()
     for architecture in supported:
         register_model_override(architecture)(resolve)
@@ -54,3 +77,21 @@ def _build_backend(runner: ModelRunner) -> AttentionBackend:
     from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
 
     return AtomAttentionBackend(runner)
+
+
+def _build_for_our_models(native: Callable[[ModelRunner], AttentionBackend], runner: ModelRunner) -> AttentionBackend:
+    from atom_plugin.sglang.causal_lm import AtomForCausalLM
+
+    return _build_backend(runner) if isinstance(runner.model, AtomForCausalLM) else native(runner)
+
+
+def _draft_decode_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> Any:
+    from atom_plugin.sglang.drafts import create_decode_backend
+
+    return create_decode_backend(original, factory)
+
+
+def _draft_extend_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> Any:
+    from atom_plugin.sglang.drafts import create_draft_extend_backend
+
+    return create_draft_extend_backend(original, factory)

@@ -63,8 +63,15 @@ class FrameworkAttention(BaseAttention):
         super().__init__(spec)
         assert sinks is None, "no model of ours has sinks yet"
         self.weights = weights
+        self.device = runtime.device
         self.prepare = runtime.kernels.select(QK_NORM_ROPE, spec.qkv)
         self.host = _host_layer(spec)
+
+    def set_scales(self, key: float, value: float) -> None:
+        """See :class:`BaseAttention`: backends read them from SGLang's layer, some as tensors, some as numbers."""
+        super().set_scales(key, value)
+        self.host.k_scale, self.host.v_scale = torch.tensor((key, value), device=self.device).unbind()
+        self.host.k_scale_float, self.host.v_scale_float = key, value
 
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: ForwardBatch) -> torch.Tensor:
         """See :class:`BaseAttention`; ``step`` is SGLang's batch."""

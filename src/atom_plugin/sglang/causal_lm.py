@@ -14,7 +14,8 @@ import torch
 from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
-from sglang.srt.runtime_context import attention_backends
+from sglang.srt.model_loader.weight_utils import kv_cache_scales_loader
+from sglang.srt.runtime_context import attention_backends, get_spec
 from torch import nn
 
 from atom_core.config import ModelConfig
@@ -22,10 +23,10 @@ from atom_core.layers.embedding import LMHead
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.models.registry import load_model_class
 from atom_core.standalone import finalize
-from atom_core.weights import load_weights
+from atom_core.weights import cache_scales, load_weights
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
-from atom_plugin.sglang import BACKEND
+from atom_plugin.sglang import our_backends
 from atom_plugin.sglang.attention import FrameworkAttention, SglangRadixAttention
 from atom_plugin.sglang.runtime import build_runtime
 
@@ -73,7 +74,7 @@ class AtomForCausalLM(nn.Module):
         self.quant_config = quant_config
         architecture = type(self).__name__
         model_config = ModelConfig.from_hf({**config.to_dict(), "architectures": [architecture]})
-        ours = set(attention_backends()) == {BACKEND}
+        ours = set(attention_backends()) <= set(our_backends())
         attention = SglangRadixAttention if ours else FrameworkAttention
         self.runtime = build_runtime(int(config.context_len), model_config.num_layers, attention, settings)
         self.core: DecoderForCausalLM = load_model_class(architecture)(model_config, self.runtime, prefix)
@@ -126,6 +127,27 @@ class AtomForCausalLM(nn.Module):
     def post_load_weights(self) -> None:
         """Called instead of :meth:`load_weights` where weights are made up (``--load-format dummy``)."""
         finalize(self.core)
+
+    def load_kv_cache_scales(self, quantization_param_path: str) -> None:
+        """Scale an FP8 cache by the numbers of a file (``--quantization-param-path``), one for each layer.
+
+        Raises:
+            ValueError: SGLang cannot read the file, or a number in it cannot scale. SGLang's own models go on with 1.
+        """
+        group, count = self.runtime.tensor_parallel, self.core.config.num_layers
+        model_type = type(self.config).model_type
+        given = dict(kv_cache_scales_loader(quantization_param_path, group.rank, group.world_size, count, model_type))
+        flag = f"--quantization-param-path {quantization_param_path}"
+        if not given and get_spec().speculative_algorithm is not None:
+            return  # this may be the draft, which SGLang asks too; it has just said that the scales are 1
+        if not given:
+            raise ValueError(
+                f"{flag} has no scales for the {count} layers of a {model_type!r} model on {group.world_size} ranks; "
+                'it must be JSON, {"model_type": ..., "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": '
+                "{rank: {layer: scale}}}}."
+            )
+        for scales in dict.fromkeys(cache_scales(self.core).values()):
+            scales.adopt_one(given[scales.layer_index], f"{flag}, layer {scales.layer_index},")
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""

@@ -25,7 +25,8 @@ from atom_core.standalone import check_files
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS
 from atom_plugin.common.versions import check_version, installed
-from atom_plugin.sglang import BACKEND, MODEL_PACKAGE
+from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, our_backends
+from atom_plugin.sglang.speculation import check_drafts
 
 logger = logging.getLogger("sglang.atom_plugin")
 
@@ -52,14 +53,14 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
     _refuse_quantization(view, hf_config)
     _check_checkpoint(view, server_args, hf_config)
     prefill, decode = attention_backends_of(server_args)
-    if prefill is None and decode is None:
-        return {"attention_backend": BACKEND}
-    if BACKEND in (prefill, decode) and prefill != decode:
+    unnamed = prefill is None and decode is None
+    if prefill != decode and not {prefill, decode}.isdisjoint(our_backends()):
         raise ValueError(
             f"Prefill on the attention backend {prefill!r} and decode on {decode!r} cannot be: our models run both on "
             f"{BACKEND!r} (--attention-backend {BACKEND}, or none named) or both on SGLang's."
         )
-    return {}
+    check_drafts(view, BACKEND if unnamed else str(decode), architecture)
+    return {"attention_backend": BACKEND} if unnamed else {}
 
 
 def announce_native(server_args: Any, hf_config: Any) -> dict[str, Any]:
@@ -93,7 +94,6 @@ def _check_registered(architecture: str) -> None:
 
 
 def _refuse_features(view: Any) -> None:
-    algorithm = view.speculative_algorithm
     refusals = (
         (bool(view.enable_lora) or bool(view.lora_paths), "LoRA adapters (--enable-lora, --lora-paths)"),
         (bool(view.is_embedding), "embedding (--is-embedding); it generates text"),
@@ -102,6 +102,7 @@ def _refuse_features(view: Any) -> None:
             bool(view.enable_dp_attention) or view.attn_dp_size > 1,
             f"data-parallel attention (--attn-dp-size {view.attn_dp_size}, --enable-dp-attention)",
         ),
+        (bool(view.enable_unified_memory), "--enable-unified-memory"),
         (bool(view.enable_pdmux), "multiplexed prefill and decode (--enable-pdmux)"),
         (bool(view.enable_torch_compile), "--enable-torch-compile; its kernels are fused already"),
         (bool(view.enable_deterministic_inference), "--enable-deterministic-inference"),
@@ -111,10 +112,6 @@ def _refuse_features(view: Any) -> None:
             bool(view.cpu_offload_gb) or view.offload_group_size > 0,
             f"weight offloading (--cpu-offload-gb {view.cpu_offload_gb}, --offload-group-size "
             f"{view.offload_group_size})",
-        ),
-        (
-            algorithm is not None,
-            f"speculative decoding (--speculative-algorithm {algorithm})",
         ),
         (
             view.kv_cache_dtype not in SGLANG_CACHE_DTYPES,

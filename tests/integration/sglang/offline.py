@@ -110,9 +110,9 @@ def _run_engine(
     print(MARK, flush=True)  # noqa: T201
     variables = {**environ, **({PACKAGE: "atom_plugin.sglang.models"} if ours else {})}
     os.environ.update(variables)
-    engine = sglang.Engine(
-        model_path=model, **{"device": "cpu", "log_level": "info", "mem_fraction_static": 0.2, **options}
-    )
+    # A stated pool: what is free while others start and end means nothing.
+    pool = {"max_total_tokens": 65536, "mem_fraction_static": 0.6}
+    engine = sglang.Engine(model_path=model, **{"device": "cpu", "log_level": "info", **pool, **options})
     try:
         return [_ask(engine, **ask) for ask in asks]
     finally:

@@ -36,6 +36,14 @@ class Case:
     ours: bool = True
 
 
+CHAIN = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+
+
+def draft(algorithm: str) -> tuple[str, ...]:
+    """Flags that ask for drafts."""
+    return ("--speculative-algorithm", algorithm, "--speculative-draft-model-path", checkpoint("llama"))
+
+
 CASES = {
     "LoRA": Case(("does not support LoRA adapters (--enable-lora",), ("--enable-lora", "--max-lora-rank", "8")),
     "embedding": Case(("does not support embedding (--is-embedding)",), ("--is-embedding",)),
@@ -54,14 +62,22 @@ CASES = {
         ("--enable-deterministic-inference",), ("--enable-deterministic-inference",)
     ),
     "weights in host memory": Case(("weight offloading (--cpu-offload-gb 1",), ("--cpu-offload-gb", "1")),
-    "speculation by a head on our hidden states": Case(
-        ("does not support speculative decoding (--speculative-algorithm EAGLE)",),
-        (
-            *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", checkpoint("llama")),
-            *("--speculative-num-steps", "2", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"),
-        ),
+    "drafts from n-grams": Case(
+        ("does not support --speculative-algorithm NGRAM", "STANDALONE"), ("--speculative-algorithm", "NGRAM")
     ),
-    "a KV cache of another type": Case(("--kv-cache-dtype fp8_e4m3", "use auto"), ("--kv-cache-dtype", "fp8_e4m3")),
+    "trees of drafts": Case(
+        ("--speculative-eagle-topk 4 is not supported by --attention-backend atom", "set it to 1"),
+        (*draft("EAGLE"), "--speculative-num-steps", "3", "--speculative-eagle-topk", "4"),
+    ),
+    "drafts of a length that changes": Case(
+        ("--speculative-adaptive is not supported",), (*draft("EAGLE"), *CHAIN, "--speculative-adaptive")
+    ),
+    "a draft of ours on another backend": Case(
+        ("--speculative-draft-attention-backend triton", "the target's attention backend, which is atom"),
+        (*draft("STANDALONE"), "--speculative-draft-attention-backend", "triton"),
+    ),
+    "a pool whose slots move": Case(("--enable-unified-memory",), ("--enable-unified-memory",)),
+    "a KV cache of another type": Case(("--kv-cache-dtype mxfp8", "use auto"), ("--kv-cache-dtype", "mxfp8")),
     "quantisation by flag": Case(("--quantization fp8", "is not supported"), ("--quantization", "fp8")),
     "a quantised checkpoint": Case(("fp8' is not supported", "bfloat16, float16, float32"), model="quantised to fp8"),
     "weights as pickles, by flag": Case(("--load-format pt", "safetensors"), ("--load-format", "pt")),
@@ -69,7 +85,7 @@ CASES = {
         ("has no *.safetensors file", "pytorch_model.bin", "never read"), model="pickled"
     ),
     "two backends": Case(
-        ("one backend", "atom, torch_native"),
+        ("backend 'atom' and decode on 'torch_native' cannot be", "--attention-backend atom"),
         ("--prefill-attention-backend", "atom", "--decode-attention-backend", "torch_native"),
     ),
     "heads that do not divide": Case(("3", "heads"), ("--tp", "3")),
@@ -114,7 +130,10 @@ TAKEN = {
     "two ranks": Case((), ("--tp", "2")),
     "two stages": Case((), ("--pp-size", "2")),
     "float16": Case((), ("--dtype", "float16")),
+    "a KV cache in FP8": Case((), ("--kv-cache-dtype", "fp8_e4m3")),
     "random weights": Case((), ("--load-format", "dummy"), model="missing tensor"),
+    "a chain of drafts by a head": Case((), (*draft("EAGLE"), *CHAIN)),
+    "a chain of drafts by a model": Case((), draft("STANDALONE")),
     "SGLang's attention": Case((), ("--attention-backend", "torch_native")),
     "LoRA for SGLang's own model": Case((), ("--enable-lora", "--max-lora-rank", "8"), ours=False),
     "a wrong setting for SGLang's own model": Case((), environ={"ATOM_KERNEL": "x"}, ours=False),

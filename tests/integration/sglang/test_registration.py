@@ -28,19 +28,49 @@ ours = {
     for name, functions in model_override_base._MODEL_OVERRIDE_FNS.items()
 }
 from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+hooks = {
+    target: sum(hook.__module__.startswith("atom_plugin") for _, hook, _ in registered)
+    for target, registered in HookRegistry._hooks.items()
+}
 
 print(json.dumps({
     "light": light,
     "choices": ATTENTION_BACKEND_CHOICES.count("atom"),
     "overrides": {name: count for name, count in ours.items() if count},
+    "hooks": {target: count for target, count in hooks.items() if count},
     "qwen3": ModelRegistry.resolve_model_cls(["Qwen3ForCausalLM"])[0].__module__,
 }))
 """
 
+DRAFT_METHODS = [
+    f"sglang.srt.speculative.draft_utils.DraftBackendFactory.{method}"
+    for method in ("create_decode_backend", "create_draft_extend_backend")
+]
+# What SGLang would build on ROCm is known by name alone, so the answer to "is this ROCm?" is all that is put on.
+ON_ROCM = """
+import json
+from types import SimpleNamespace
 
-def probe(**environ):
+import sglang.srt.utils
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+import atom_plugin.sglang
+from atom_plugin.sglang.models.dense import Qwen3ForCausalLM
+
+sglang.srt.utils.is_hip = lambda: True
+ATTENTION_BACKENDS["aiter"] = lambda runner: "native"
+atom_plugin.sglang._build_backend = lambda runner: "ours"
+atom_plugin.sglang.register()
+models = [None, Qwen3ForCausalLM.__new__(Qwen3ForCausalLM)]
+print(json.dumps([ATTENTION_BACKENDS["aiter"](SimpleNamespace(model=model)) for model in models]))
+"""
+
+
+def probe(script=PROBE, **environ):
     result = subprocess.run(
-        [sys.executable, "-c", PROBE], env={**os.environ, **environ}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", script], env={**os.environ, **environ}, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
@@ -52,6 +82,7 @@ def test_the_backend_and_our_architectures_are_known_once_and_models_stay_sglang
     found = probe()
     assert found["light"]
     assert found["choices"] == 1
+    assert found["hooks"] == dict.fromkeys(DRAFT_METHODS, 1)
     assert found["overrides"] == dict.fromkeys(supported_architectures(), 1)
     assert found["qwen3"] == "sglang.srt.models.qwen3"
 
@@ -60,3 +91,7 @@ def test_the_variable_makes_the_models_ours():
     assert (
         probe(SGLANG_EXTERNAL_MODEL_PACKAGE="atom_plugin.sglang.models")["qwen3"] == "atom_plugin.sglang.models.dense"
     )
+
+
+def test_on_rocm_the_name_aiter_is_ours_for_our_models_alone():
+    assert probe(ON_ROCM) == ["native", "ours"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atom_core.kernels import OPS
-from tests.integration.questions import FAMILIES, MAX_TOKENS, checkpoint
+from tests.integration.questions import FAMILIES, MAX_TOKENS, checkpoint, right_tokens
 from tests.integration.sglang.offline import Ask, Engine, run
 
 pytestmark = pytest.mark.sglang
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.sglang
 NUM_FEW = 64
 CHUNK = 64
 MIXED_CHUNKS = {"page_size": 16, "chunked_prefill_size": CHUNK, "enable_mixed_chunk": True}
-LARGE_PAGES = {"page_size": 64}
+LARGE_PAGES = {"qwen3": {"page_size": 64}, "mistral": {"page_size": 1024}}
 PLAIN = {"disable_radix_cache": True, "disable_overlap_schedule": True}
 FRAMEWORK_ATTENTION = {"attention_backend": "torch_native"}
 REFERENCE_KERNELS = ",".join(f"{op.name}=reference" for op in OPS)
@@ -46,6 +46,7 @@ def test_every_held_out_question_is_answered_right_also_from_the_prefix_cache(fa
     assert "attention  SglangRadixAttention" in ran.log
     first, again = ran.answers
     assert [answer.text for answer in first] == [f" {row.answer}\n" for row in rows]
+    assert tokens(first) == right_tokens(family, rows)
     assert tokens(first[:NUM_FEW]) == tokens(again) == expected[family]
     assert all(answer.meta["cached_tokens"] == answer.meta["prompt_tokens"] - 1 for answer in again)
 
@@ -53,7 +54,7 @@ def test_every_held_out_question_is_answered_right_also_from_the_prefix_cache(fa
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_pages_and_chunks_give_the_same_tokens(family, expected, rows):
-    chunked, paged = run([few(family, rows, **MIXED_CHUNKS), few(family, rows, **LARGE_PAGES, **PLAIN)])
+    chunked, paged = run([few(family, rows, **MIXED_CHUNKS), few(family, rows, **LARGE_PAGES[family], **PLAIN)])
     assert tokens(chunked.answers[0]) == expected[family]
     assert f"#new-token: {CHUNK}," in chunked.log
     assert tokens(paged.answers[0]) == expected[family]

@@ -6,8 +6,9 @@ For request ``r`` with ``n`` cached and new tokens, of which the last ``m`` are 
     s_j = scale * q_i . k_j;  s_j = cap * tanh(s_j / cap) where capped
     o_i = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink_h))     (the sink term where the layer has sinks)
 
-The step's keys and values are in the cache already. ``q``, ``out``: ``[T, H, D]``; query head ``h`` reads key/value
-head ``h // (H / K)``. Rows of ``out`` past the batch's tokens are left alone.
+The step's keys and values are in the cache already; an FP8 one holds them divided by the scales of its view. ``q``,
+``out``: ``[T, H, D]``; query head ``h`` reads key/value head ``h // (H / K)``. Rows of ``out`` past the batch's tokens
+are left alone.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 
 from atom_core.kernels.attention.reference import ReferenceAttention
 from atom_core.kernels.attention.sdpa import SdpaAttention
-from atom_core.kernels.select import Implementation, Op, Target, always, only_on_cpu
-from atom_core.kernels.triton_support import why_no_triton
+from atom_core.kernels.cache_dtypes import FP8_DTYPES, why_unreadable
+from atom_core.kernels.select import Implementation, Op, Target, only_on_cpu
+from atom_core.kernels.triton_support import why_no_triton, why_no_triton_cache
 from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
 
 
@@ -67,9 +69,9 @@ def _triton_supports(spec: PagedAttentionSpec, target: Target) -> str | None:
         return reason
     if spec.head_dim > 256:
         return f"The Triton kernel has head sizes up to 256, not {spec.head_dim}."
-    if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32) or spec.cache_dtype != spec.dtype:
-        return f"The Triton kernel has one dtype for queries and cache, not {spec.dtype} over {spec.cache_dtype}."
-    return None
+    if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"The Triton kernel has queries in bfloat16, float16 and float32, not {spec.dtype}."
+    return why_no_triton_cache(spec.dtype, spec.cache_dtype, target)
 
 
 def _build_triton(spec: PagedAttentionSpec, target: Target) -> PagedAttentionKernel:
@@ -83,9 +85,13 @@ def _torch_supports(spec: PagedAttentionSpec, target: Target) -> str | None:
         return reason
     if spec.sinks or spec.soft_cap:
         return "torch's attention has neither sinks nor a soft cap."
-    if spec.cache_dtype != spec.dtype:
-        return f"torch's attention has one dtype for queries and cache, not {spec.dtype} over {spec.cache_dtype}."
+    if spec.cache_dtype not in (spec.dtype, *FP8_DTYPES):
+        return f"torch's attention has a cache in the model's dtype {spec.dtype} or in FP8, not {spec.cache_dtype}."
     return None
+
+
+def _reference_supports(spec: PagedAttentionSpec, target: Target) -> str | None:
+    return why_unreadable(spec.cache_dtype)
 
 
 ATTENTION: Op[PagedAttentionSpec, PagedAttentionKernel] = Op(
@@ -93,6 +99,6 @@ ATTENTION: Op[PagedAttentionSpec, PagedAttentionKernel] = Op(
     (
         Implementation("triton", _triton_supports, _build_triton),
         Implementation("torch", _torch_supports, lambda spec, target: SdpaAttention(spec)),
-        Implementation("reference", always, lambda spec, target: ReferenceAttention(spec)),
+        Implementation("reference", _reference_supports, lambda spec, target: ReferenceAttention(spec)),
     ),
 )

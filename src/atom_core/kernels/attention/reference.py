@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atom_core.kernels.cache_dtypes import as_bytes
 from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class ReferenceAttention:
     @staticmethod
     def _gather(side: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
         """The first ``length`` tokens of the given pages, float32 ``[length, K, D]``."""
-        return side[pages].transpose(1, 2).flatten(0, 1)[:length].float()
+        found = as_bytes(side)[pages].view(side.dtype)
+        return found.transpose(1, 2).flatten(0, 1)[:length].float()
 
     def _attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from atom_core.kernels.cache_dtypes import as_bytes
 from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
 
 if TYPE_CHECKING:
@@ -14,7 +15,11 @@ if TYPE_CHECKING:
 
 
 class SdpaAttention:
-    """See :mod:`atom_core.kernels.attention`; it reads lengths on the host, so no graphs."""
+    """See :mod:`atom_core.kernels.attention`; it reads lengths on the host, so no graphs.
+
+    Keys and values of an FP8 cache are widened to the queries' dtype, which is exact; their scales go to the scores and
+    to the result.
+    """
 
     order: CacheOrder = "plain"
     graph_support: GraphSupport = "none"
@@ -50,8 +55,9 @@ class SdpaAttention:
             first = self._first_page(length, end - begin, cache.page_size)
             used = pages[first : -(-length // cache.page_size)]
             left = first * cache.page_size  # tokens that the window has left behind
-            keys, values = (self._gather(side, used, length - left) for side in (cache.key, cache.value))
-            out[begin:end] = self._attend(q[begin:end], keys, values)
+            keys, values = (self._gather(side, used, length - left, q.dtype) for side in (cache.key, cache.value))
+            attended = self._attend(q[begin:end], keys, values, self.spec.scale * cache.k_scale)
+            torch.mul(attended, cache.v_scale, out=out[begin:end])
 
     def _first_page(self, length: int, num_queries: int, page_size: int) -> int:
         if self.spec.window is None:
@@ -59,12 +65,12 @@ class SdpaAttention:
         return max(0, length - num_queries - self.spec.window + 1) // page_size
 
     @staticmethod
-    def _gather(side: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-        """The first ``length`` tokens of the given pages, ``[1, K, length, D]``."""
-        found = side.index_select(0, pages)  # [pages, K, page size, D]
-        return found.transpose(0, 1).flatten(1, 2)[None, :, :length]
+    def _gather(side: torch.Tensor, pages: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first ``length`` tokens of the given pages in ``dtype``, ``[1, K, length, D]``."""
+        found = as_bytes(side).index_select(0, pages).view(side.dtype)  # [pages, K, page size, D]
+        return found.transpose(0, 1).flatten(1, 2)[None, :, :length].to(dtype)
 
-    def _attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         num_queries, length = q.shape[0], keys.shape[2]
         whole = num_queries == length and self.spec.window is None
         mask = None if whole or (num_queries == 1 and self.spec.window is None) else self._mask(num_queries, length)
@@ -74,7 +80,7 @@ class SdpaAttention:
             values,
             attn_mask=mask,
             is_causal=whole and num_queries > 1,
-            scale=self.spec.scale,
+            scale=scale,
             enable_gqa=self.spec.num_heads != self.spec.num_kv_heads,
         )
         return attended[0].transpose(0, 1)

@@ -1,7 +1,8 @@
 """From raw qkv to a query and a filled cache, in one step.
 
 :mod:`atom_core.kernels.qk_norm_rope`, then each token's key and value are written to its slot. Tokens with a negative
-slot write nothing. The cache's order must be the one that the attention kernel reads. Result: q ``[T, H, D]``.
+slot write nothing. An FP8 cache gets ``key / k_scale`` and ``value / v_scale``, cut to what it can hold. The cache's
+order must be the one that the attention kernel reads. Result: q ``[T, H, D]``.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Protocol
 
 import torch
 
+from atom_core.kernels.cache_dtypes import why_unreadable
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache.cpu import qk_norm_rope_cache as qk_norm_rope_cache_on_cpu
 from atom_core.kernels.qk_norm_rope_cache.reference import qk_norm_rope_cache
 from atom_core.kernels.select import Implementation, Op, Target, only_on_cpu
-from atom_core.kernels.triton_support import why_no_triton
+from atom_core.kernels.triton_support import why_no_triton, why_no_triton_cache
 from atom_core.metadata import CacheOrder, KVCacheView
 
 
@@ -45,7 +47,7 @@ class QkNormRopeCacheKernel(Protocol):
 def _reference_supports(spec: QkvCacheSpec, target: Target) -> str | None:
     if spec.order != "plain":
         return f"The reference writes plain pages, not {spec.order!r} ones."
-    return None
+    return why_unreadable(spec.cache_dtype)
 
 
 def _torch_supports(spec: QkvCacheSpec, target: Target) -> str | None:
@@ -57,9 +59,7 @@ def _triton_supports(spec: QkvCacheSpec, target: Target) -> str | None:
         return reason
     if spec.order != "plain":
         return f"The Triton kernel writes plain pages, not {spec.order!r} ones."
-    if spec.cache_dtype != spec.qkv.dtype:
-        return f"The Triton kernel writes the cache in the model's dtype {spec.qkv.dtype}, not {spec.cache_dtype}."
-    return None
+    return why_no_triton_cache(spec.qkv.dtype, spec.cache_dtype, target)
 
 
 def _build_triton(spec: QkvCacheSpec, target: Target) -> QkNormRopeCacheKernel:

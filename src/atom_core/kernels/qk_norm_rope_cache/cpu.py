@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atom_core.kernels.cache_dtypes import as_bytes, quantize
 from atom_core.kernels.qk_norm_rope_cache.reference import write_cache
 from atom_core.kernels.rms_norm.cpu import inverse_rms
 from atom_core.metadata import KVCacheView
@@ -34,11 +35,11 @@ def qk_norm_rope_cache(
         wide = wide.to(spec.dtype).float()  # the model's norm rounds before rope
     qk = _rotate(wide, weights.cos_sin.index_select(0, positions), spec.interleaved).to(spec.dtype)
     q, k, v = qk[:, : spec.num_heads], qk[:, spec.num_heads :], heads[:, turned:]
-    if cache.key.dtype == spec.dtype and cache.k_scale == cache.v_scale == 1.0 and not bool((slots < 0).any()):
-        _write_rows(k, cache.key, slots)
-        _write_rows(v, cache.value, slots)
-    else:
+    if bool((slots < 0).any()):
         write_cache(k, v, cache, slots)
+    else:
+        _write_rows(quantize(k, cache.k_scale, cache.key.dtype), cache.key, slots)
+        _write_rows(quantize(v, cache.v_scale, cache.value.dtype), cache.value, slots)
     return q
 
 
@@ -60,7 +61,7 @@ def _rotate(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.
 
 def _write_rows(rows: torch.Tensor, side: torch.Tensor, slots: torch.Tensor) -> None:
     """``rows [T, K, D]`` to their slots in ``side [pages, K, page size, D]``."""
-    by_token = side.transpose(1, 2)
+    rows, by_token = as_bytes(rows), as_bytes(side).transpose(1, 2)
     if by_token.stride(0) == by_token.stride(1) * by_token.shape[1]:
         by_token.flatten(0, 1).index_copy_(0, slots, rows)
     else:

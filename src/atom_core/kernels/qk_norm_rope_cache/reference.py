@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atom_core.kernels.cache_dtypes import as_bytes, quantize
 from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
 from atom_core.metadata import KVCacheView
 
@@ -32,5 +33,5 @@ def write_cache(k: torch.Tensor, v: torch.Tensor, cache: KVCacheView, slots: tor
     """Write ``k``, ``v`` ``[T, K, D]`` to ``slots [T]``; negative slots are skipped."""
     kept = slots >= 0
     page, offset = slots[kept] // cache.page_size, slots[kept] % cache.page_size
-    cache.key[page, :, offset] = (k[kept] / cache.k_scale).to(cache.key.dtype)
-    cache.value[page, :, offset] = (v[kept] / cache.v_scale).to(cache.value.dtype)
+    for rows, side, scale in ((k, cache.key, cache.k_scale), (v, cache.value, cache.v_scale)):
+        as_bytes(side)[page, :, offset] = as_bytes(quantize(rows[kept], scale, side.dtype))

@@ -13,10 +13,17 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.metadata import KVCacheView
 
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
+
+
+@triton.jit
+def _saturated(x, LIMIT: tl.constexpr):
+    # Comparisons let NaN through, which min and max may not.
+    return x if LIMIT is None else tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
 @triton.jit
@@ -48,6 +55,7 @@ def _qk_norm_rope_cache(
     R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -62,7 +70,8 @@ def _qk_norm_rope_cache(
     if head >= H + K:
         if slot >= 0:
             at = page * stride_v_page + (head - H - K).to(tl.int64) * stride_v_head + offset * stride_v_token + dim
-            tl.store(value + at, (x.to(tl.float32) / v_scale).to(value.dtype.element_ty), mask=used)
+            scaled = _saturated(x.to(tl.float32) / v_scale, LIMIT)
+            tl.store(value + at, scaled.to(value.dtype.element_ty), mask=used)
         return
 
     half: tl.constexpr = R // 2
@@ -95,8 +104,8 @@ def _qk_norm_rope_cache(
     elif slot >= 0:
         at = page * stride_k_page + (head - H).to(tl.int64) * stride_k_head + offset * stride_k_token + dim
         # through the model's dtype first: what attention would see of an uncached key
-        rounded = result.to(x.dtype).to(tl.float32) / k_scale
-        tl.store(key + at, rounded.to(key.dtype.element_ty), mask=used)
+        scaled = _saturated(result.to(x.dtype).to(tl.float32) / k_scale, LIMIT)
+        tl.store(key + at, scaled.to(key.dtype.element_ty), mask=used)
 
 
 def qk_norm_rope_cache(
@@ -136,5 +145,6 @@ def qk_norm_rope_cache(
         R=spec.rotary_dim,
         INTERLEAVED=spec.interleaved,
         NORM=weights.q_norm is not None,
+        LIMIT=saturation_limit(cache.key.dtype),
     )
     return q_out

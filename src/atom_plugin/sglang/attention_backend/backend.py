@@ -122,7 +122,8 @@ class AtomAttentionBackend(AttentionBackend):
             slots = self.windowed_metadata.slot_mapping if self.pools.hybrid and self.windowed_metadata else None
             target = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=slots)
             self.token_to_kv_pool.set_kv_buffer(layer, target, k, v, layer.k_scale, layer.v_scale)
-        view = self.pools.view(layer.layer_id, layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
+        k_scale, v_scale = _scale(layer.k_scale, layer.k_scale_float), _scale(layer.v_scale, layer.v_scale_float)
+        view = self.pools.view(layer.layer_id, k_scale, v_scale)
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.head_dim)
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         rows = metadata.num_tokens
@@ -159,3 +160,8 @@ class AtomAttentionBackend(AttentionBackend):
     def support_triton(self) -> bool:
         """Whether SGLang may prepare batches with Triton kernels: wherever there is a GPU."""
         return self.pools.req_to_token.is_cuda
+
+
+def _scale(scale: torch.Tensor | float | None, number: float | None) -> float:
+    """A scale of a layer of SGLang's: a tensor and its number from a checkpoint, one bare number from a file."""
+    return number or (scale if isinstance(scale, float) else 1.0)

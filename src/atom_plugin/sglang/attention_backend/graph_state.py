@@ -27,7 +27,7 @@ class GraphState:
         max_tokens: tokens of the largest graph.
         max_context: the longest sequence that is served.
         pools: of the runner.
-        step: see :meth:`Shape.of`.
+        step: see :meth:`Shape.of`. A draft's step has slots of its own here, for SGLang hands it a slice of others.
     """
 
     def __init__(self, max_requests: int, max_tokens: int, max_context: int, pools: Pools, step: int = 0) -> None:
@@ -38,6 +38,7 @@ class GraphState:
         self.page_table = torch.zeros(max_requests, pages, dtype=torch.int32, device=device)
         self._ramp = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
         self._starts: dict[int, torch.Tensor] = {1: self._ramp}
+        self.slots = torch.zeros(max_tokens, dtype=torch.int64, device=device) if step else None
         self.windowed_slots = self.windowed_table = None
         if pools.hybrid:
             self.windowed_slots = torch.zeros(max_tokens, dtype=torch.int64, device=device)
@@ -58,7 +59,7 @@ class GraphState:
             query_start_loc=self._query_start_loc(shape.queries_each)[: count + 1],
             seq_lens=seq_lens,
             page_table=table,
-            slot_mapping=batch.out_cache_loc[:num_tokens],
+            slot_mapping=self._slots(batch.out_cache_loc[:num_tokens]),
             num_requests=count,
             num_tokens=num_tokens,
             max_query_len=shape.queries_each,
@@ -67,6 +68,9 @@ class GraphState:
             num_decode_tokens=count if shape.queries_each == 1 else 0,
         )
         return metadata, self._windowed(metadata, current)
+
+    def _slots(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots if self.slots is None else self.slots[: slots.shape[0]].copy_(slots)
 
     def _query_start_loc(self, queries_each: int) -> torch.Tensor:
         if queries_each not in self._starts:

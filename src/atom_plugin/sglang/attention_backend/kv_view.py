@@ -24,10 +24,15 @@ class Pools:
     """The two pools of a runner.
 
     Raises:
-        ValueError: a pool of another kind than plain keys and values.
+        ValueError: a pool of another kind than plain keys and values, or one whose slots move.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
+        if runner.kv_index_translator.is_translating:
+            raise ValueError(
+                "--attention-backend atom reads slots where they are, and does not follow those of a unified pool; "
+                "leave out --enable-unified-memory, or name another --attention-backend."
+            )
         self.page_size = int(runner.page_size)
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self.kv: Any = runner.token_to_kv_pool

@@ -143,7 +143,8 @@ def test_a_gpu_takes_triton_for_what_triton_can(target):
     ("change", "reason"),
     [
         ({"head_dim": 512}, "head sizes up to 256, not 512"),
-        ({"cache_dtype": torch.float8_e4m3fn}, "one dtype for queries and cache"),
+        ({"cache_dtype": torch.float16}, "a cache in the model's dtype torch.bfloat16 or in FP8, not torch.float16"),
+        ({"cache_dtype": torch.float8_e4m3fnuz}, "Triton has torch.float8_e4m3fnuz on AMD alone."),
         ({"dtype": torch.float64, "cache_dtype": torch.float64}, "not torch.float64"),
     ],
 )
@@ -162,8 +163,37 @@ def test_pages_of_a_foreign_order_are_written_by_none_of_ours():
 
 def test_a_cache_of_another_dtype_is_written_by_the_reference():
     selection = kernel_set(CUDA)
-    selection.select(QK_NORM_ROPE_CACHE, replace(QKV_SPEC, cache_dtype=torch.float8_e4m3fn))
+    selection.select(QK_NORM_ROPE_CACHE, replace(QKV_SPEC, cache_dtype=torch.float16))
     assert selection.choices()[0].implementation == "reference"
+
+
+@pytest.mark.parametrize(
+    ("target", "cache_dtype", "reason"),
+    [
+        (CUDA, torch.float8_e4m3fn, None),
+        (CUDA, torch.float8_e5m2, None),
+        (Target("cuda", "sm120"), torch.float8_e4m3fn, None),
+        (ROCM, torch.float8_e4m3fn, None),
+        (ROCM, torch.float8_e4m3fnuz, None),
+        (Target("cuda", "sm80"), torch.float8_e4m3fn, "Triton has torch.float8_e4m3fn from sm89 on, not on sm80."),
+        (Target("cuda", "sm80"), torch.float8_e5m2, None),
+        (CUDA, torch.float8_e4m3fnuz, "Triton has torch.float8_e4m3fnuz on AMD alone."),
+    ],
+    ids=str,
+)
+def test_which_gpu_has_which_fp8_cache(target, cache_dtype, reason):
+    selection = kernel_set(target)
+    selection.select(ATTENTION, replace(ATTENTION_SPEC, cache_dtype=cache_dtype))
+    selection.select(QK_NORM_ROPE_CACHE, replace(QKV_SPEC, cache_dtype=cache_dtype))
+    passed_over = () if reason is None else (("triton", reason),)
+    assert [choice.passed_over for choice in selection.choices()] == [passed_over] * 2
+
+
+@pytest.mark.parametrize("target", [CPU, CUDA], ids=str)
+def test_a_cache_that_nothing_reads_or_writes_is_refused(target):
+    for op, spec in ((ATTENTION, ATTENTION_SPEC), (QK_NORM_ROPE_CACHE, QKV_SPEC)):
+        with pytest.raises(ValueError, match=r"reference: A cache has a floating-point dtype .* not torch\.uint8"):
+            kernel_set(target).select(op, replace(spec, cache_dtype=torch.uint8))
 
 
 def test_without_triton_a_gpu_is_told_so(monkeypatch):

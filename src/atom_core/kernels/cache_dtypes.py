@@ -1,0 +1,39 @@
+"""The dtypes that a cache may have, and how numbers get into the 8-bit ones.
+
+A cache has the model's dtype or an FP8 one. In FP8, ``x / scale`` is stored, cut to what the dtype can hold: beyond it
+a bare cast gives NaN or infinity. What is read is multiplied by the scale again. ``e4m3fn`` and ``e5m2`` are OCP's
+(https://www.opencompute.org/documents/ocp-8-bit-floating-point-specification-ofp8-revision-1-0-2023-12-01-pdf-1);
+``e4m3fnuz`` is what AMD's gfx942 computes with.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
+
+
+def saturation_limit(dtype: torch.dtype) -> float | None:
+    """The largest number of an FP8 dtype; None for the others, which nothing is cut to."""
+    return torch.finfo(dtype).max if dtype in FP8_DTYPES else None
+
+
+def quantize(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """``x / scale`` as a cache of ``dtype`` holds it, rounded once; NaN stays NaN."""
+    if scale != 1.0:
+        x = x.float() / scale
+    if (limit := saturation_limit(dtype)) is not None:
+        x = x.clamp(-limit, limit)
+    return x.to(dtype)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """A view to copy and to index by: torch does not do all of that for FP8 on every device."""
+    return x.view(torch.uint8) if x.dtype in FP8_DTYPES else x
+
+
+def why_unreadable(dtype: torch.dtype) -> str | None:
+    """None where plain torch reads and writes a cache of ``dtype``, else the reason."""
+    if (dtype.is_floating_point and dtype.itemsize > 1) or dtype in FP8_DTYPES:
+        return None
+    return f"A cache has a floating-point dtype of 16 bits or more, or an FP8 one, not {dtype}."

@@ -1,0 +1,95 @@
+"""The scales of one attention layer's FP8 cache: what checkpoints call them, and how the layer gets them.
+
+One number scales all keys of a layer, another all its values; they are the same on every rank. Without a number it is
+1. A cache in the model's own dtype has no scales, and then those of a checkpoint are not even looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from atom_core.attention.base import BaseAttention
+from atom_core.kernels.cache_dtypes import FP8_DTYPES
+
+#: Names of scales in checkpoints, beside the layer's projections, and which of the two each is. By who writes them:
+#: llm-compressor, ModelOpt, Quark, vLLM and SGLang when they save, and AutoFP8, which had one for both.
+SCALE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "k_scale": ("key",),
+    "v_scale": ("value",),
+    "k_proj.k_scale": ("key",),
+    "v_proj.v_scale": ("value",),
+    "k_proj.output_scale": ("key",),
+    "v_proj.output_scale": ("value",),
+    "attn.k_scale": ("key",),
+    "attn.v_scale": ("value",),
+    "kv_scale": ("key", "value"),
+    "attn.kv_scale": ("key", "value"),
+}
+
+
+class CacheScales(nn.Module):
+    """Gives an attention layer the scales of its cache.
+
+    Args:
+        attention: the layer.
+        cache_dtype: of its cache.
+    """
+
+    def __init__(self, attention: BaseAttention, cache_dtype: torch.dtype) -> None:
+        super().__init__()
+        self._attention = (attention,)  # referred to: it is a module of the layer around both
+        self.cache_dtype = cache_dtype
+
+    @property
+    def layer_index(self) -> int:
+        """Which decoder layer it is."""
+        return self._attention[0].spec.layer_index
+
+    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take a checkpoint's scales, named by any names that end in one of :data:`SCALE_NAMES`.
+
+        Raises:
+            ValueError: one is no single number, or not one that can scale.
+        """
+        if self.cache_dtype not in FP8_DTYPES:
+            return
+        given: dict[str, float] = {}
+        # Longer tuples first: where a side has a scale of its own beside one for both, its own counts.
+        for name in sorted(tensors, key=lambda name: -len(_sides(name))):
+            tensor = tensors[name]
+            if tensor.numel() != 1:
+                raise ValueError(f"{name} is {list(tensor.shape)}; supported: one scale for keys and one for values.")
+            scale = _checked(tensor.item(), name)
+            given |= dict.fromkeys(_sides(name), scale)
+        if given:
+            self._set(given.get("key"), given.get("value"))
+
+    def adopt_one(self, scale: float, source: str) -> None:
+        """Take one scale for keys and values, from ``source``; a cache that is not FP8 has no use for it.
+
+        Raises:
+            ValueError: it is not a number that can scale.
+        """
+        if self.cache_dtype in FP8_DTYPES:
+            scale = _checked(scale, source)
+            self._set(scale, scale)
+
+    def _set(self, key: float | None, value: float | None) -> None:
+        # Scales are made for e4m3fn. The same bits are half as much in e4m3fnuz.
+        factor = 2.0 if self.cache_dtype == torch.float8_e4m3fnuz else 1.0
+        self._attention[0].set_scales(*(1.0 if scale is None else factor * scale for scale in (key, value)))
+
+
+def _sides(name: str) -> tuple[str, ...]:
+    *_, parent, last = name.split(".")
+    return SCALE_NAMES.get(f"{parent}.{last}") or SCALE_NAMES[last]
+
+
+def _checked(scale: float, source: str) -> float:
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{source} scales a KV cache by {scale}; a scale is a finite number above 0.")
+    return scale

@@ -1,0 +1,108 @@
+"""Chains of draft tokens on our attention backend (EAGLE, NEXTN and STANDALONE drafts with one candidate a step).
+
+What the two hooks do that the plug-in registers (:mod:`atom_plugin.sglang` says why): each goes straight on to SGLang's
+own method unless the draft runs on our backend.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.runtime_context import attention_backends, get_spec
+from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
+
+from atom_plugin.sglang import BACKEND, our_backends
+from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
+from atom_plugin.sglang.causal_lm import AtomForCausalLM
+from atom_plugin.sglang.speculation import check_chain
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+#: Where SGLang has the name of the attention for each phase.
+_PREFILL, _DECODE = 0, 1
+
+
+class ChainDraftBackend:
+    """The backends of a draft that decodes ``num_steps`` tokens in a row: one for each token but the last.
+
+    It is planned once for all of them; SGLang then runs each step on its own of :attr:`attn_backends`.
+
+    Args:
+        runner: the draft's runner.
+        num_steps: tokens of the chain; the last one needs no step, since nothing is decoded from it.
+    """
+
+    needs_cpu_seq_lens = True
+
+    def __init__(self, runner: ModelRunner, num_steps: int) -> None:
+        self.num_steps = num_steps
+        # SGLang writes the names of what it makes on its backends, so ours carry theirs.
+        self.prefill_attention_backend_str = self.decode_attention_backend_str = BACKEND
+        self.attn_backends = [_named(AtomAttentionBackend(runner, step)) for step in range(1, num_steps)]
+        self.kv_index_translator = runner.kv_index_translator
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Before eager steps."""
+        for backend, batch in self._steps(forward_batch):
+            backend.init_forward_metadata(batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Before graphs are captured."""
+        for backend in self.attn_backends:
+            backend.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Before a capture or a replay."""
+        for backend, batch in self._steps(forward_batch):
+            backend.init_forward_metadata_out_graph(batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Nothing of a plan is computed inside graphs."""
+
+    def _steps(self, forward_batch: ForwardBatch) -> list[tuple[AtomAttentionBackend, ForwardBatch]]:
+        """Each backend with the batch of its step: the slots differ, and with the step the lengths."""
+        if forward_batch.forward_mode.is_idle():
+            return [(backend, forward_batch) for backend in self.attn_backends]
+        slots = per_step_draft_out_cache_loc(forward_batch.out_cache_loc, forward_batch.batch_size, 1, self.num_steps)
+        pairs = []
+        for step, backend in enumerate(self.attn_backends):
+            batch = copy.copy(forward_batch)
+            batch.out_cache_loc = slots[step]
+            pairs.append((backend, batch))
+        return pairs
+
+
+def _named(backend: AtomAttentionBackend) -> AtomAttentionBackend:
+    backend.prefill_attention_backend_str = backend.decode_attention_backend_str = BACKEND
+    return backend
+
+
+def create_decode_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> Any:
+    """The backends that decode the chain; None where there is nothing to decode, as SGLang's own does."""
+    if not _is_ours(factory, _DECODE):
+        return original(factory)
+    check_chain(factory.topk)
+    if factory.speculative_num_steps <= 1:
+        return None
+    return ChainDraftBackend(factory.draft_model_runner, factory.speculative_num_steps)
+
+
+def create_draft_extend_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> Any:
+    """The backend that writes the draft's keys and values of accepted tokens."""
+    if not _is_ours(factory, _DECODE if get_spec().speculative_attention_mode == "decode" else _PREFILL):
+        return original(factory)
+    return _named(AtomAttentionBackend(factory.draft_model_runner))
+
+
+def _is_ours(factory: DraftBackendFactory, phase: int) -> bool:
+    """Whether the draft's attention is ours: the one named for drafts, or else the target's in this phase."""
+    name = factory.draft_attn_backend or attention_backends()[phase]
+    # Under its other name on ROCm it is ours for our models only.
+    return bool(
+        name == BACKEND or (name in our_backends() and isinstance(factory.draft_model_runner.model, AtomForCausalLM))
+    )
