@@ -279,10 +279,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that needs no GPU but SGLang: the newest vLLM in full, older ones on their smoke tests.
-
-    SGLang's servers are `nox -s sglang`, until both suites together are known to fit into an hour on two cores.
-    """
+    """Everything that needs no GPU: SGLang and the newest vLLM in full, older ones on their smoke tests."""
     parts: dict[str, Callable[[], None]] = {
         "lint": lambda: _lint(session),
         "types": lambda: _types(session),
@@ -294,6 +291,7 @@ def tests(session: nox.Session) -> None:
     for version in VLLM_VERSIONS:
         selection = () if version == NEWEST_VLLM else ("-m", "smoke")
         parts[f"vllm-{version}"] = lambda version=version, selection=selection: _vllm(session, version, *selection)
+    parts[f"sglang-{SGLANG}"] = lambda: _sglang(session)
 
     start = time.time()
     outcomes = {}

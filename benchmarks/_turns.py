@@ -170,6 +170,9 @@ def measure(arguments: argparse.Namespace) -> Figures:
                 first = {name: engines[name].run(batch, 1) for name in order}
                 whole = {name: engines[name].run(batch, arguments.output_len) for name in order}
                 steps = arguments.output_len - 1
+                found.setdefault(f"batch {batch}: {arguments.input_len} in, {arguments.output_len} out, s", []).append(
+                    whole
+                )
                 found.setdefault(f"batch {batch}: time to first token of {arguments.input_len}, s", []).append(first)
                 found.setdefault(f"batch {batch}: time a token, s", []).append(
                     {name: (whole[name] - first[name]) / steps for name in names}
