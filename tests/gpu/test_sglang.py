@@ -42,8 +42,8 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "drafts by another model, eager, pages of 16": {**_drafts("llama"), "disable_cuda_graph": True, "page_size": 16},
 }
 FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3"}
-#: Of the drafts that a model makes for itself, how many are right; another model's are well below.
-ITS_OWN = 0.99
+#: Of the drafts that a model makes for itself, or another one that knows the answers too, how many are right.
+ITS_OWN, ANOTHERS = 0.99, 0.9
 #: Of the answers that are right with a cache in the model's dtype.
 STILL_RIGHT = 0.95
 NUM_PROMPTS = 200
@@ -114,9 +114,8 @@ def test_drafts_are_made_and_taken(engines: Mapping[Key, Future[Ran]], way: str)
     proposed, right = (
         sum(answer.meta[name] for answer in answers) for name in ("spec_num_proposed_drafts", "spec_num_correct_drafts")
     )
-    # In bfloat16 another batch rounds differently: its own drafts may miss where two tokens are as likely.
-    assert ("itself" in way) == (right > ITS_OWN * proposed)
-    assert right > 0
+    # In bfloat16 another batch rounds differently: its own drafts too may miss where two tokens are as likely.
+    assert (ITS_OWN if "itself" in way else ANOTHERS) * proposed < right <= proposed
 
 
 def test_an_fp8_cache_leaves_nearly_every_answer_right(engines: Mapping[Key, Future[Ran]]) -> None:

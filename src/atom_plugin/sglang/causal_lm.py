@@ -1,8 +1,4 @@
-"""A model of the core behind SGLang's model interface.
-
-The core sits in an attribute of that name: SGLang looks for a body to capture prefill graphs of in ``model``, with a
-call that is its own.
-"""
+"""A model of the core behind SGLang's model interface."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from torch import nn
 
 from atom_core.config import ModelConfig
 from atom_core.layers.embedding import LMHead
-from atom_core.models.decoder import Carried, DecoderForCausalLM
+from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.registry import load_model_class
 from atom_core.standalone import finalize
 from atom_core.weights import cache_scales, load_weights
@@ -28,6 +24,7 @@ from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.sglang import our_backends
 from atom_plugin.sglang.attention import FrameworkAttention, SglangRadixAttention
+from atom_plugin.sglang.body import Body
 from atom_plugin.sglang.runtime import build_runtime
 
 logger = logging.getLogger("sglang.atom_plugin")
@@ -78,6 +75,7 @@ class AtomForCausalLM(nn.Module):
         attention = SglangRadixAttention if ours else FrameworkAttention
         self.runtime = build_runtime(int(config.context_len), model_config.num_layers, attention, settings)
         self.core: DecoderForCausalLM = load_model_class(architecture)(model_config, self.runtime, prefix)
+        self.model = Body(self.core)
         stage = self.runtime.pipeline.layers(model_config.num_layers)
         self.start_layer, self.end_layer = stage.start, stage.stop
         self.is_last = self.runtime.pipeline.is_last(model_config.num_layers)
@@ -110,13 +108,10 @@ class AtomForCausalLM(nn.Module):
     ) -> LogitsProcessorOutput | PPProxyTensors:
         """One step; see SGLang's models."""
         assert not get_embedding, "embedding models are refused when arguments are resolved"
-        carried = None
-        if self.start_layer > 0:
-            assert pp_proxy_tensors is not None, "a later pipeline stage is given what the one before it carried"
-            carried = Carried(pp_proxy_tensors["hidden_states"], pp_proxy_tensors["residual"])
-        result = self.core(input_ids, positions, forward_batch, input_embeds, carried)
-        if isinstance(result, Carried):
-            return PPProxyTensors({"hidden_states": result.hidden, "residual": result.residual})
+        assert self.start_layer == 0 or pp_proxy_tensors is not None, "a later stage is given what one before carried"
+        result = self.model.forward(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+        if isinstance(result, PPProxyTensors):
+            return result
         return self.logits_processor(input_ids, result, self.lm_head, forward_batch)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

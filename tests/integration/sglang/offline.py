@@ -111,7 +111,7 @@ def _run_engine(
     variables = {**environ, **({PACKAGE: "atom_plugin.sglang.models"} if ours else {})}
     os.environ.update(variables)
     # A stated pool: what is free while others start and end means nothing.
-    pool = {"max_total_tokens": 65536, "mem_fraction_static": 0.6}
+    pool = {"max_total_tokens": 196608, "mem_fraction_static": 0.6}
     engine = sglang.Engine(model_path=model, **{"device": "cpu", "log_level": "info", **pool, **options})
     try:
         return [_ask(engine, **ask) for ask in asks]
