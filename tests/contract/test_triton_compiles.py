@@ -19,7 +19,10 @@ from triton.runtime.jit import JITFunction
 
 from atom_core.kernels.attention import triton_kernel as attention_kernel
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
+from atom_core.kernels.gated_activation import triton_kernel as activation_kernel
+from atom_core.kernels.linear import triton_kernel as linear_kernel
 from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qkv_kernel
+from atom_core.kernels.rms_norm import triton_kernel as norm_kernel
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import why_no_triton_cache
 from tests.kernel_cases import AttentionCase, QkvCase, attention_batch, check_attention, check_qkv
@@ -38,10 +41,14 @@ class Gpu:
     def __str__(self) -> str:
         return str(self.target.arch)
 
+    @property
+    def nvidia(self) -> bool:
+        """Whether it is one of NVIDIA's."""
+        return self.target.backend == "cuda"
+
     def has(self, cache_dtype: torch.dtype) -> bool:
         """Whether our kernels say that they take such a cache here."""
-        cuda = self.target.backend == "cuda"
-        target = Target("cuda", f"sm{self.target.arch}") if cuda else Target("rocm", str(self.target.arch))
+        target = Target("cuda", f"sm{self.target.arch}") if self.nvidia else Target("rocm", str(self.target.arch))
         return why_no_triton_cache(torch.bfloat16, cache_dtype, target) is None
 
 
@@ -118,9 +125,11 @@ def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> None:
     )
     positional = dict(zip(kernel.arg_names, launched.arguments, strict=False))
     signature = {name: type_of(value) for name, value in positional.items()}
-    signature |= dict.fromkeys(launched.constants, "constexpr")
-    constants = {**launched.constants, **{name: None for name, value in positional.items() if value is None}}
-    compiled = triton.compile(ASTSource(kernel, signature, constants), target=gpu.target)
+    constants = {name: value for name, value in launched.constants.items() if name in kernel.arg_names}
+    options = {name: value for name, value in launched.constants.items() if name not in constants}
+    signature |= dict.fromkeys(constants, "constexpr")
+    constants |= {name: None for name, value in positional.items() if value is None}
+    compiled = triton.compile(ASTSource(kernel, signature, constants), target=gpu.target, options=options)
     assert compiled.metadata.shared <= gpu.shared_memory
 
 
@@ -139,7 +148,7 @@ def test_attention_compiles(monkeypatch, name, batch, gpu, cache_dtype):
     monkeypatch.setattr(attention_kernel, "_attention", Recorder())
     with pytest.raises(Launched) as launched:
         check_attention(
-            attention_kernel.TritonAttention(case.spec(dtype, cache_dtype)),
+            attention_kernel.TritonAttention(case.spec(dtype, cache_dtype), nvidia=gpu.nvidia, overlap=gpu.nvidia),
             attention_batch(case, dtype, CPU, cache_dtype=cache_dtype),
         )
     compile_launch(kernel, launched.value, gpu)
@@ -158,7 +167,51 @@ def test_qk_norm_rope_cache_compiles(monkeypatch, name, gpu, cache_dtype):
     case, dtype = QKV[name]
     kernel = qkv_kernel._qk_norm_rope_cache
     monkeypatch.setattr(qkv_kernel, "_qk_norm_rope_cache", Recorder())
-    launch = partial(qkv_kernel.qk_norm_rope_cache, spec=case.spec(dtype))
+    launch = partial(qkv_kernel.qk_norm_rope_cache, spec=case.spec(dtype), overlap=gpu.nvidia)
     with pytest.raises(Launched) as launched:
         check_qkv(case, launch, dtype, CPU, cache_dtype=cache_dtype)
+    compile_launch(kernel, launched.value, gpu)
+
+
+every_gpu = pytest.mark.parametrize("gpu", GPUS, ids=str)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+@every_gpu
+@pytest.mark.parametrize("residual", [None, zeros(2, 4096)], ids=["alone", "with a residual"])
+def test_rms_norm_compiles(monkeypatch, residual, gpu):
+    kernel = norm_kernel._rms_norm
+    monkeypatch.setattr(norm_kernel, "_rms_norm", Recorder())
+    with pytest.raises(Launched) as launched:
+        norm_kernel.rms_norm(zeros(2, 4096), zeros(4096), 1e-6, residual, overlap=gpu.nvidia)
+    compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gated_activation_compiles(monkeypatch, activation, gpu):
+    kernel = activation_kernel._gated_activation
+    monkeypatch.setattr(activation_kernel, "_gated_activation", Recorder())
+    with pytest.raises(Launched) as launched:
+        activation_kernel.gated_activation(zeros(2, 6144), activation, gpu.nvidia)
+    compile_launch(kernel, launched.value, gpu)
+
+
+#: Products whose tiles differ: by rows of x, by outputs, by inputs; one that no tile divides.
+PRODUCTS = [(1, 4096, 4096), (1, 1024, 3072), (1, 32768, 4096), (8, 6144, 4096), (8, 4096, 12288), (3, 100, 1000)]
+
+
+@every_gpu
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), PRODUCTS)
+def test_linear_compiles(monkeypatch, rows, out_features, in_features, gpu):
+    name = "_one_row" if linear_kernel.takes_one_row(rows, out_features) else "_few_rows"
+    kernel = getattr(linear_kernel, name)
+    monkeypatch.setattr(linear_kernel, name, Recorder())
+    with pytest.raises(Launched) as launched:
+        linear_kernel.TritonLinear(gpu.nvidia, gpu.nvidia)(
+            zeros(rows, in_features), zeros(out_features, in_features), None
+        )
     compile_launch(kernel, launched.value, gpu)

@@ -15,6 +15,8 @@ import torch
 from atom_core.kernels.attention.triton_kernel import TritonAttention
 from atom_core.kernels.qk_norm_rope import QkvWeights
 from atom_core.kernels.qk_norm_rope_cache import reference, triton_kernel
+from atom_core.kernels.select import Target
+from atom_core.kernels.triton_support import overlaps
 from atom_core.metadata import KVCacheView
 from tests.kernel_cases import NAN, AttentionCase, QkvCase, assert_close, attention_batch
 
@@ -67,7 +69,7 @@ def test_attention_is_replayed_for_other_lengths(captured, layer, dtype):
     )
     q, out = torch.empty_like(first.q), torch.empty_like(first.q)
     sinks = first.sinks
-    kernel = TritonAttention(case.spec(dtype))
+    kernel = TritonAttention(case.spec(dtype), torch.version.hip is None, overlaps(Target.of(GPU)))
 
     def fill(batch):
         pool.fill_(NAN)

@@ -12,7 +12,7 @@ from atom_core.kernels.attention.triton_kernel import TritonAttention
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.qk_norm_rope_cache.triton_kernel import qk_norm_rope_cache
 from atom_core.kernels.select import Target
-from atom_core.kernels.triton_support import why_no_triton_cache
+from atom_core.kernels.triton_support import overlaps, why_no_triton_cache
 from tests.kernel_cases import (
     ATTENTION_CASES,
     FP8_QKV_CASES,
@@ -25,6 +25,7 @@ from tests.kernel_cases import (
 )
 
 GPU = torch.device("cuda")
+HERE = {"nvidia": torch.version.hip is None, "overlap": overlaps(Target.of(GPU))}
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
@@ -58,38 +59,38 @@ LARGE_QKV = (
 @every_dtype
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
 def test_attention(case, dtype):
-    check_attention(TritonAttention(case.spec(dtype)), attention_batch(case, dtype, GPU))
+    check_attention(TritonAttention(case.spec(dtype), **HERE), attention_batch(case, dtype, GPU))
 
 
 @every_dtype
 @pytest.mark.parametrize("case", LARGE_ATTENTION, ids=str)
 def test_attention_over_large_batches(case, dtype):
-    check_attention(TritonAttention(case.spec(dtype)), attention_batch(case, dtype, GPU, by_token=False))
+    check_attention(TritonAttention(case.spec(dtype), **HERE), attention_batch(case, dtype, GPU, by_token=False))
 
 
 @every_dtype
 @pytest.mark.parametrize("case", QKV_CASES + LARGE_QKV, ids=str)
 def test_qk_norm_rope_cache(case, dtype):
-    check_qkv(case, partial(qk_norm_rope_cache, spec=case.spec(dtype)), dtype, GPU)
+    check_qkv(case, partial(qk_norm_rope_cache, spec=case.spec(dtype), overlap=HERE["overlap"]), dtype, GPU)
 
 
 @every_dtype
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
 def test_attention_over_an_fp8_cache(case, dtype, cache_dtype):
     batch = attention_batch(case, dtype, GPU, cache_dtype=cache_dtype)
-    check_attention(TritonAttention(case.spec(dtype, cache_dtype)), batch)
+    check_attention(TritonAttention(case.spec(dtype, cache_dtype), **HERE), batch)
 
 
 @pytest.mark.parametrize("case", LARGE_ATTENTION, ids=str)
 def test_attention_over_large_batches_and_an_fp8_cache(case, cache_dtype):
     batch = attention_batch(case, torch.bfloat16, GPU, by_token=False, cache_dtype=cache_dtype)
-    check_attention(TritonAttention(case.spec(torch.bfloat16, cache_dtype)), batch)
+    check_attention(TritonAttention(case.spec(torch.bfloat16, cache_dtype), **HERE), batch)
 
 
 @every_dtype
 @pytest.mark.parametrize("case", FP8_QKV_CASES + LARGE_QKV, ids=str)
 def test_qk_norm_rope_and_an_fp8_cache(case, dtype, cache_dtype):
-    launch = partial(qk_norm_rope_cache, spec=case.spec(dtype))
+    launch = partial(qk_norm_rope_cache, spec=case.spec(dtype), overlap=HERE["overlap"])
     check_qkv(case, launch, dtype, GPU, cache_dtype=cache_dtype)
 
 
@@ -104,4 +105,4 @@ def test_offsets_past_two_billion_elements():
     far[..., case.dim :] = batch.cache.value
     cache = type(batch.cache).of_packed(far, case.dim)
     assert (pages - 1) * 2**26 > 2**31
-    check_attention(TritonAttention(case.spec(torch.bfloat16)), replace(batch, cache=cache))
+    check_attention(TritonAttention(case.spec(torch.bfloat16), **HERE), replace(batch, cache=cache))

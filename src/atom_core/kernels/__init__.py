@@ -29,6 +29,7 @@ def kernel_set(
     target: Target,
     forced: Mapping[str, str] | None = None,
     contributed: Mapping[str, Implementation[Hashable, object]] | None = None,
+    excluded: Mapping[tuple[str, str], str] | None = None,
 ) -> KernelSet:
     """The kernels of all ops for ``target``; see :class:`KernelSet`."""
-    return KernelSet(target, OPS, forced or {}, contributed or {})
+    return KernelSet(target, OPS, forced or {}, contributed or {}, excluded or {})

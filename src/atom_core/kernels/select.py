@@ -90,6 +90,7 @@ class KernelSet:
         ops: every op there is; names in ``forced`` are checked against it.
         forced: implementation by op name, from ``ATOM_KERNELS``.
         contributed: the framework's own kernels, by op name.
+        excluded: why an implementation is not used here unless forced, by op name and implementation.
 
     Raises:
         ValueError: ``forced`` names an unknown op, or an implementation that the op does not have.
@@ -99,6 +100,7 @@ class KernelSet:
     ops: Sequence[Op[Hashable, object]]
     forced: Mapping[str, str] = field(default_factory=dict)
     contributed: Mapping[str, Implementation[Hashable, object]] = field(default_factory=dict)
+    excluded: Mapping[tuple[str, str], str] = field(default_factory=dict)
     _choices: dict[tuple[str, Hashable], tuple[Implementation[Hashable, object], Choice]] = field(
         default_factory=dict, init=False
     )
@@ -156,7 +158,8 @@ class KernelSet:
         for implementation in self._in_order(op):
             if wanted is not None and implementation.name != wanted:
                 continue
-            reason = implementation.supports(spec, self.target)
+            reason = None if wanted else self.excluded.get((op.name, implementation.name))
+            reason = reason or implementation.supports(spec, self.target)
             if reason is None:
                 choice = Choice(op.name, implementation.name, wanted is not None, tuple(passed_over))
                 return implementation, choice

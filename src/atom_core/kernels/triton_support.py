@@ -19,6 +19,20 @@ def why_no_triton(target: Target) -> str | None:
     return None
 
 
+def overlaps(target: Target) -> bool:
+    """Whether a kernel may start while the one before it still runs ("programmatic dependent launch", from sm90 on).
+
+    A kernel that is launched so waits before it touches what others have written; what it does before, with weights
+    alone, costs no time. Small kernels let the next one start at once, those that fill the GPU when they are done.
+    """
+    return target.kind == "cuda" and int(target.arch.removeprefix("sm")) >= 90
+
+
+def launch_options(overlap: bool) -> dict[str, bool]:
+    """What a launch of such a kernel takes beside its arguments; other backends of Triton do not know the option."""
+    return {"launch_pdl": True} if overlap else {}
+
+
 def why_no_triton_cache(dtype: torch.dtype, cache_dtype: torch.dtype, target: Target) -> str | None:
     """None where a Triton kernel of a model in ``dtype`` can use a cache of ``cache_dtype``, else the reason."""
     if cache_dtype == dtype:

@@ -14,6 +14,7 @@ from atom_core.kernels.select import Target
 from atom_core.quant import Unquantized
 from atom_core.runtime import AttentionFactory, PipelineStage, Runtime
 from atom_plugin.common.settings import Settings
+from atom_plugin.vllm.attention import is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ class GroupCommunicator:
         return result
 
 
+#: What torch.compile makes of the torch ops has been measured in its graphs; ours are for runs without it.
+COMPILED = {
+    (op, "triton"): "torch.compile fuses the torch ops here." for op in ("rms_norm", "linear", "gated_activation")
+}
+
+
 def build_runtime(
     vllm_config: VllmConfig, model_config: ModelConfig, num_layers: int, attention: AttentionFactory, settings: Settings
 ) -> Runtime:
@@ -66,12 +73,13 @@ def build_runtime(
     device = torch.device(vllm_config.device_config.device)
     target = Target.of(device)
     contributed = cpu_kernels(vllm_config) if target.kind == "cpu" else {}
+    excluded = COMPILED if is_compiled(vllm_config) else {}
     pp = get_pp_group()
     first, end = get_pp_indices(num_layers, pp.rank_in_group, pp.world_size)
     return Runtime(
         device=device,
         dtype=model_config.dtype,
-        kernels=kernel_set(target, settings.kernels, contributed),
+        kernels=kernel_set(target, settings.kernels, contributed, excluded),
         attention=attention,
         max_model_len=model_config.max_model_len,
         cache_dtype=kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model_config),

@@ -23,7 +23,7 @@ from atom_core.kernels.attention.reference import ReferenceAttention
 from atom_core.kernels.attention.sdpa import SdpaAttention
 from atom_core.kernels.cache_dtypes import FP8_DTYPES, why_unreadable
 from atom_core.kernels.select import Implementation, Op, Target, only_on_cpu
-from atom_core.kernels.triton_support import why_no_triton, why_no_triton_cache
+from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
 from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
 
 
@@ -77,7 +77,7 @@ def _triton_supports(spec: PagedAttentionSpec, target: Target) -> str | None:
 def _build_triton(spec: PagedAttentionSpec, target: Target) -> PagedAttentionKernel:
     from atom_core.kernels.attention.triton_kernel import TritonAttention  # needs triton, which a CPU may lack
 
-    return TritonAttention(spec)
+    return TritonAttention(spec, nvidia=target.kind == "cuda", overlap=overlaps(target))
 
 
 def _torch_supports(spec: PagedAttentionSpec, target: Target) -> str | None:

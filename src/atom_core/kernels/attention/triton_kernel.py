@@ -5,6 +5,10 @@ keys serves the whole group; it walks the request's keys in tiles of ``BLOCK_N``
 (arXiv 2205.14135). Programs are numbered so that request ``r`` starts at ``query_start_loc[r] // BLOCK_Q + r``: the
 grid depends on the number of tokens and requests alone, never on a length, so a captured graph replays for any batch.
 
+Few programs leave most of a GPU idle, so where there are few, several share the keys of one tile ("splits"; flash
+decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). How many there may be depends on the grid, how many
+have work on the length. Each stores its part; the last to arrive adds the parts up, always in the same order.
+
 ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size up to 256, ``P`` page size, any strides.
 """
 
@@ -16,10 +20,14 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.triton_support import launch_options
 from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
 
 if TYPE_CHECKING:
     from atom_core.kernels.attention import PagedAttentionSpec
+
+#: Programs that keep a large GPU busy, and at most how many share a request's keys.
+_PROGRAMS, _MAX_SPLITS = 512, 32
 
 
 @triton.jit
@@ -29,10 +37,14 @@ def _attention(
     value,
     out,
     sinks,
+    parts,
+    part_sums,
+    arrivals,
     query_start_loc,
     seq_lens,
     page_table,
     num_requests,
+    num_tokens,
     scale,
     k_scale,
     v_scale,
@@ -58,9 +70,15 @@ def _attention(
     WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
 
     low = 0
     high = num_requests
@@ -89,20 +107,31 @@ def _attention(
     q_at = (start + token).to(tl.int64)[:, None] * stride_q_token + head[:, None] * stride_q_head + dim[None, :]
     query = tl.load(q + q_at, mask=row_used[:, None] & dim_used[None, :], other=0.0)
 
-    if HAS_SINKS:
-        # The sink is one more key of no value: its logit opens the running softmax.
-        highest = tl.load(sinks + head, mask=row_used, other=0.0).to(tl.float32)
-        total = tl.full([BLOCK_M], 1.0, tl.float32)
-    else:
-        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PADDED], tl.float32)
-
     last_position = length - num_queries + tl.minimum(first + BLOCK_Q, num_queries) - 1
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(length - num_queries + first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    for tile in range(begin, last_position + 1, BLOCK_N):
+    end = last_position + 1
+    working = 1
+    if SPLITS > 1:
+        num_tiles = tl.cdiv(end - begin, BLOCK_N)
+        share = tl.cdiv(num_tiles, SPLITS)
+        working = tl.cdiv(num_tiles, share)
+        if split >= working:
+            return
+        begin += split * share * BLOCK_N
+        end = tl.minimum(begin + share * BLOCK_N, end)
+
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:  # noqa: SIM102 - decided when compiling, unlike the next
+        # The sink is one more key of no value: its logit opens the running softmax, once.
+        if split == 0:
+            highest = tl.load(sinks + head, mask=row_used, other=0.0).to(tl.float32)
+            total = tl.full([BLOCK_M], 1.0, tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PADDED], tl.float32)
+
+    for tile in range(begin, end, BLOCK_N):
         other = tile + tl.arange(0, BLOCK_N)
         known = other < length
         page = tl.load(page_table + request * stride_table + other // PAGE, mask=known, other=0).to(tl.int64)
@@ -129,21 +158,61 @@ def _attention(
         acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         highest = new_highest
 
+    if SPLITS > 1:  # noqa: SIM102 - decided when compiling, unlike the next
+        if working > 1:
+            # Rows of the parts: split, token, head.
+            at = ((start + token).to(tl.int64) * tl.num_programs(1) + kv_head) * GROUP + rows % GROUP
+            part_rows = tl.cast(num_tokens, tl.int64) * tl.num_programs(1) * GROUP
+            mine = split * part_rows + at
+            kept = row_used[:, None] & dim_used[None, :]
+            tl.store(parts + mine[:, None] * D + dim[None, :], acc, mask=kept)
+            tl.store(part_sums + mine * 2, highest, mask=row_used)
+            tl.store(part_sums + mine * 2 + 1, total, mask=row_used)
+            tl.debug_barrier()  # all of this program's stores before its arrival is seen
+            arrival = arrivals + block * tl.num_programs(1) + kv_head
+            if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
+                return
+            tl.store(arrival, 0)  # as the next launch wants it
+            highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, D_PADDED], tl.float32)
+            for other_split in range(working):
+                row = other_split * part_rows + at
+                other_highest = tl.load(part_sums + row * 2, mask=row_used, other=float("-inf"), cache_modifier=".cg")
+                other_total = tl.load(part_sums + row * 2 + 1, mask=row_used, other=0.0, cache_modifier=".cg")
+                part = tl.load(parts + row[:, None] * D + dim[None, :], mask=kept, other=0.0, cache_modifier=".cg")
+                new_highest = tl.maximum(highest, other_highest)
+                base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+                shrink = tl.exp(highest - base)
+                other_shrink = tl.exp(other_highest - base)
+                total = total * shrink + other_total * other_shrink
+                acc = acc * shrink[:, None] + part * other_shrink[:, None]
+                highest = new_highest
+
     acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     o_at = (start + token).to(tl.int64)[:, None] * stride_o_token + head[:, None] * stride_o_head + dim[None, :]
     tl.store(out + o_at, acc.to(out.dtype.element_ty), mask=row_used[:, None] & dim_used[None, :])
 
 
 class TritonAttention:
-    """See :mod:`atom_core.kernels.attention`."""
+    """See :mod:`atom_core.kernels.attention`.
+
+    Args:
+        spec: the layer.
+        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+    """
 
     order: CacheOrder = "plain"
     graph_support: GraphSupport = "always"
 
-    def __init__(self, spec: PagedAttentionSpec) -> None:
+    def __init__(self, spec: PagedAttentionSpec, nvidia: bool, overlap: bool) -> None:
         self.spec = spec
+        self.nvidia, self.overlap = nvidia, overlap
         self.group: int = spec.num_heads // spec.num_kv_heads
         self.decode_rows: int = max(16, triton.next_power_of_2(self.group))  # tl.dot wants at least 16
+        # Zero between launches. Made on the first run outside of graphs, which all frameworks warm up with.
+        self._arrivals: torch.Tensor | None = None
 
     def _rows(self, max_query_len: int, d_padded: int) -> int:
         """Rows of a tile: as few as can be where each request has few queries, else enough to reuse keys.
@@ -154,9 +223,24 @@ class TritonAttention:
             return self.decode_rows
         return max(self.decode_rows, 64 if d_padded * self.spec.dtype.itemsize <= 256 else 32)
 
-    def _keys_a_tile(self, d_padded: int) -> int:
-        """64, or as many fewer as keep two tiles of keys and values within the 64 KiB of shared memory of gfx942."""
-        return 64 // (2 if d_padded > 128 else 1) // (2 if self.spec.dtype == torch.float32 else 1)
+    def _keys_a_tile(self, d_padded: int, split: bool) -> int:
+        """64, or as many fewer as keep two tiles of keys and values within the 64 KiB of shared memory of gfx942.
+
+        Where requests are split a program waits for memory most of the time, and takes more at once if it can.
+        """
+        keys = 64 // (2 if d_padded > 128 else 1) // (2 if self.spec.dtype == torch.float32 else 1)
+        return 2 * keys if split and self.nvidia else keys
+
+    def _splits(self, programs: int, max_seq_len: int, device: torch.device) -> int:
+        """How many programs may share one tile's keys: a power of two, to compile few variants."""
+        wanted = min(_PROGRAMS // max(programs, 1), -(-max_seq_len // 64), _MAX_SPLITS)
+        if wanted < 2:
+            return 1
+        if self._arrivals is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return 1  # zeros that a graph makes are zeros only once that graph has run
+            self._arrivals = torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
+        return 1 << (wanted.bit_length() - 1)
 
     def plan_key(self) -> None:
         """It plans nothing."""
@@ -181,17 +265,30 @@ class TritonAttention:
         d_padded = max(16, triton.next_power_of_2(spec.head_dim))
         block_m = self._rows(metadata.max_query_len, d_padded)
         block_q = max(1, block_m // self.group)
-        grid = (q.shape[0] // block_q + num_requests, spec.num_kv_heads)
-        _attention[grid](
+        num_tokens = q.shape[0]
+        blocks = num_tokens // block_q + num_requests
+        programs = blocks * spec.num_kv_heads
+        few_queries = block_m == self.decode_rows
+        splits = self._splits(programs, metadata.max_seq_len, q.device) if few_queries else 1
+        parts = part_sums = None
+        if splits > 1:
+            rows = splits * num_tokens * spec.num_heads
+            parts = torch.empty(rows, spec.head_dim, dtype=torch.float32, device=q.device)
+            part_sums = torch.empty(rows, 2, dtype=torch.float32, device=q.device)
+        _attention[blocks, spec.num_kv_heads, splits](
             q,
             cache.key,
             cache.value,
             out,
             sinks,
+            parts,
+            part_sums,
+            self._arrivals if splits > 1 else None,
             metadata.query_start_loc,
             metadata.seq_lens,
             metadata.page_table,
             num_requests,
+            num_tokens,
             spec.scale,
             cache.k_scale,
             cache.v_scale,
@@ -207,8 +304,11 @@ class TritonAttention:
             D_PADDED=d_padded,
             BLOCK_Q=block_q,
             BLOCK_M=block_m,
-            BLOCK_N=self._keys_a_tile(d_padded),
+            BLOCK_N=self._keys_a_tile(d_padded, splits > 1),
             WINDOW=spec.window or 0,
             HAS_CAP=bool(spec.soft_cap),
             HAS_SINKS=sinks is not None,
+            SPLITS=splits,
+            OVERLAP=self.overlap,
+            **launch_options(self.overlap),
         )

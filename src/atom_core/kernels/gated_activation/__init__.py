@@ -13,7 +13,8 @@ import torch
 
 from atom_core.config import Activation
 from atom_core.kernels.gated_activation.reference import gated_activation
-from atom_core.kernels.select import Implementation, Op, always
+from atom_core.kernels.select import Implementation, Op, Target, always
+from atom_core.kernels.triton_support import overlaps, why_no_triton
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,21 @@ class GatedActivationSpec:
 
 GatedActivationKernel = Callable[[torch.Tensor], torch.Tensor]
 
+
+def _triton_supports(spec: GatedActivationSpec, target: Target) -> str | None:
+    return why_no_triton(target)
+
+
+def _build_triton(spec: GatedActivationSpec, target: Target) -> GatedActivationKernel:
+    from atom_core.kernels.gated_activation.triton_kernel import gated_activation as launch  # needs triton
+
+    return partial(launch, activation=spec.activation, overlap=overlaps(target))
+
+
 GATED_ACTIVATION: Op[GatedActivationSpec, GatedActivationKernel] = Op(
     "gated_activation",
-    (Implementation("reference", always, lambda spec, target: partial(gated_activation, activation=spec.activation)),),
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("reference", always, lambda spec, target: partial(gated_activation, activation=spec.activation)),
+    ),
 )

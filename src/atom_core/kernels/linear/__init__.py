@@ -13,6 +13,7 @@ import torch
 from atom_core.kernels.linear.mkldnn import MkldnnLinear
 from atom_core.kernels.linear.reference import TorchLinear
 from atom_core.kernels.select import Implementation, Op, Target, always
+from atom_core.kernels.triton_support import overlaps, why_no_triton
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,24 @@ def _torch_supports(spec: LinearSpec, target: Target) -> str | None:
     return None
 
 
+def _triton_supports(spec: LinearSpec, target: Target) -> str | None:
+    if reason := why_no_triton(target):
+        return reason
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"The Triton kernel is for numbers of two bytes, not for {spec.dtype}."
+    return None
+
+
+def _build_triton(spec: LinearSpec, target: Target) -> LinearKernel:
+    from atom_core.kernels.linear.triton_kernel import TritonLinear  # needs triton, which a CPU may lack
+
+    return TritonLinear(nvidia=target.kind == "cuda", overlap=overlaps(target))
+
+
 LINEAR: Op[LinearSpec, LinearKernel] = Op(
     "linear",
     (
+        Implementation("triton", _triton_supports, _build_triton),
         Implementation("torch", _torch_supports, lambda spec, target: MkldnnLinear()),
         Implementation("reference", always, lambda spec, target: TorchLinear()),
     ),

@@ -18,7 +18,7 @@ from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache.cpu import qk_norm_rope_cache as qk_norm_rope_cache_on_cpu
 from atom_core.kernels.qk_norm_rope_cache.reference import qk_norm_rope_cache
 from atom_core.kernels.select import Implementation, Op, Target, only_on_cpu
-from atom_core.kernels.triton_support import why_no_triton, why_no_triton_cache
+from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
 from atom_core.metadata import CacheOrder, KVCacheView
 
 
@@ -65,7 +65,7 @@ def _triton_supports(spec: QkvCacheSpec, target: Target) -> str | None:
 def _build_triton(spec: QkvCacheSpec, target: Target) -> QkNormRopeCacheKernel:
     from atom_core.kernels.qk_norm_rope_cache.triton_kernel import qk_norm_rope_cache as launch  # needs triton
 
-    return partial(launch, spec=spec.qkv)
+    return partial(launch, spec=spec.qkv, overlap=overlaps(target))
 
 
 QK_NORM_ROPE_CACHE: Op[QkvCacheSpec, QkNormRopeCacheKernel] = Op(

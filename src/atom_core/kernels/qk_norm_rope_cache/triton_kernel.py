@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.cache_dtypes import saturation_limit
+from atom_core.kernels.triton_support import launch_options
 from atom_core.metadata import KVCacheView
 
 if TYPE_CHECKING:
@@ -56,7 +57,11 @@ def _qk_norm_rope_cache(
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     LIMIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, D_PADDED)
@@ -116,8 +121,9 @@ def qk_norm_rope_cache(
     slots: torch.Tensor,
     *,
     spec: QkvSpec,
+    overlap: bool = False,
 ) -> torch.Tensor:
-    """See :mod:`atom_core.kernels.qk_norm_rope_cache`."""
+    """See :mod:`atom_core.kernels.qk_norm_rope_cache`; ``overlap``: see :func:`triton_support.overlaps`."""
     assert qkv.stride(-1) == cache.key.stride(-1) == cache.value.stride(-1) == 1
     num_tokens = qkv.shape[0]
     q_out = torch.empty(num_tokens, spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -146,5 +152,7 @@ def qk_norm_rope_cache(
         INTERLEAVED=spec.interleaved,
         NORM=weights.q_norm is not None,
         LIMIT=saturation_limit(cache.key.dtype),
+        OVERLAP=overlap,
+        **launch_options(overlap),
     )
     return q_out

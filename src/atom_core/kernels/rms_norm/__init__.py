@@ -9,13 +9,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from atom_core.kernels.rms_norm.cpu import rms_norm as rms_norm_on_cpu
 from atom_core.kernels.rms_norm.reference import rms_norm
-from atom_core.kernels.select import Implementation, Op, always, only_on_cpu
+from atom_core.kernels.select import Implementation, Op, Target, always, only_on_cpu
+from atom_core.kernels.triton_support import overlaps, why_no_triton
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,22 @@ class RmsNormKernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
 
+def _triton_supports(spec: RmsNormSpec, target: Target) -> str | None:
+    if reason := why_no_triton(target):
+        return reason
+    return "The Triton kernel holds rows of up to 32768 numbers." if spec.size > 32768 else None
+
+
+def _build_triton(spec: RmsNormSpec, target: Target) -> RmsNormKernel:
+    from atom_core.kernels.rms_norm.triton_kernel import rms_norm as launch  # needs triton, which a CPU may lack
+
+    return partial(launch, overlap=overlaps(target))
+
+
 RMS_NORM: Op[RmsNormSpec, RmsNormKernel] = Op(
     "rms_norm",
     (
+        Implementation("triton", _triton_supports, _build_triton),
         Implementation("torch", only_on_cpu, lambda spec, target: rms_norm_on_cpu),
         Implementation("reference", always, lambda spec, target: rms_norm),
     ),

@@ -25,11 +25,11 @@ def test_the_reference_answers_as_token_by_token(case, dtype):
 
 
 @every_case
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter multiplies no bfloat16
-def test_the_triton_kernel_answers_as_token_by_token(case, dtype):
+@pytest.mark.parametrize(("dtype", "nvidia"), [(torch.float32, False), (torch.float16, True)], ids=str)
+def test_the_triton_kernel_answers_as_token_by_token(case, dtype, nvidia):  # the interpreter multiplies no bfloat16
     from atom_core.kernels.attention.triton_kernel import TritonAttention
 
-    check_attention(TritonAttention(case.spec(dtype)), attention_batch(case, dtype, CPU))
+    check_attention(TritonAttention(case.spec(dtype), nvidia, overlap=False), attention_batch(case, dtype, CPU))
 
 
 @every_case
@@ -61,7 +61,7 @@ def test_the_triton_kernel_reads_an_fp8_cache(exact_fp8_casts, case, cache_dtype
     from atom_core.kernels.attention.triton_kernel import TritonAttention
 
     batch = attention_batch(case, torch.float16, CPU, cache_dtype=cache_dtype)
-    check_attention(TritonAttention(case.spec(torch.float16, cache_dtype)), batch)
+    check_attention(TritonAttention(case.spec(torch.float16, cache_dtype), False, overlap=False), batch)
 
 
 def why_not_torch(spec: PagedAttentionSpec, target: Target | None = None) -> str | None:

@@ -59,6 +59,15 @@ def test_the_first_in_the_targets_order_that_can_run_is_chosen(target, order):
         assert choice == Choice("toy", expected, False, tuple((name, "no") for name in order[:index]))
 
 
+def test_an_excluded_one_is_passed_over_with_its_reason_and_can_be_forced():
+    op = Op("toy", (implementation("triton"), implementation("reference")))
+    excluded = {("toy", "triton"): "Not here."}
+    selection = KernelSet(CUDA, (op,), excluded=excluded)
+    assert selection.select(op, "spec") == ["reference"]
+    assert selection.choices() == [Choice("toy", "reference", False, (("triton", "Not here."),))]
+    assert KernelSet(CUDA, (op,), {"toy": "triton"}, excluded=excluded).select(op, "spec") == ["triton"]
+
+
 def test_a_forced_one_is_used_though_a_better_one_could():
     op, selection = kernels(CUDA, implementation("triton"), implementation("reference"), forced="reference")
     assert selection.select(op, "spec") == ["reference"]

@@ -54,6 +54,44 @@ def test_rms_norm_on_a_cpu_is_the_reference_in_fewer_passes(dtype):
         assert summed is None if given is None else torch.equal(summed.double(), total)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter cuts bfloat16 off
+@pytest.mark.parametrize("size", [24, 1000])
+def test_the_triton_rms_norm(dtype, size):
+    from atom_core.kernels.rms_norm.triton_kernel import rms_norm as launch
+
+    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((5, size), (5, size), (size,)))
+    for given in (None, residual):
+        expected, total = rms_norm(x, weight, 1e-3, given)
+        normed, summed = launch(x.clone(), weight, 1e-3, None if given is None else given.clone())
+        torch.testing.assert_close(normed, expected)
+        assert summed is None if given is None else torch.equal(summed, total)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("size", [20, 1500])
+def test_the_triton_gated_activation(activation, size):
+    from atom_core.kernels.gated_activation.reference import gated_activation
+    from atom_core.kernels.gated_activation.triton_kernel import gated_activation as launch
+
+    x = 3 * torch.randn(3, 2 * size)
+    torch.testing.assert_close(launch(x, activation), gated_activation(x, activation))
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(40, 600), (33, 1024)])
+@pytest.mark.parametrize("rows", [0, 1, 2, 16, 17])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("nvidia", [False, True])
+def test_the_triton_linear(rows, out_features, in_features, bias, nvidia):
+    from atom_core.kernels.linear.triton_kernel import TritonLinear
+
+    x = torch.randn(rows, in_features + 8, dtype=torch.float16)[:, :in_features]
+    weight = (torch.randn(out_features, in_features) / in_features**0.5).half()
+    offset = torch.randn(out_features).half() if bias else None
+    expected = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+    found = TritonLinear(nvidia, overlap=False)(x, weight, offset)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-9, atol=2**-9)
+
+
 def test_rms_norm_of_zeros_is_zeros():
     assert torch.equal(rms_norm(torch.zeros(2, 4), torch.ones(4), 1e-6, None)[0], torch.zeros(2, 4))
 

@@ -1,0 +1,107 @@
+"""Norms, gated activations and products of few rows on this GPU, against float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from atom_core.kernels.gated_activation.reference import gated_activation as gated_activation_reference
+from atom_core.kernels.gated_activation.triton_kernel import gated_activation as launch_gated_activation
+from atom_core.kernels.linear.triton_kernel import MAX_ROWS, TritonLinear
+from atom_core.kernels.rms_norm.triton_kernel import rms_norm as launch_rms_norm
+from atom_core.kernels.select import Target
+from atom_core.kernels.triton_support import overlaps
+
+GPU = torch.device("cuda")
+OVERLAP = overlaps(Target.of(GPU))
+rms_norm = partial(launch_rms_norm, overlap=OVERLAP)
+gated_activation = partial(launch_gated_activation, overlap=OVERLAP)
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+#: One rounding of the result, and of sums in float32.
+TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-9, torch.float32: 1e-5}
+
+
+def numbers(*shape, dtype, scale=1.0):
+    return (torch.randn(*shape, device=GPU) * scale).to(dtype)
+
+
+def assert_close(found, expected):
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@every_dtype
+@pytest.mark.parametrize("size", [64, 1000, 1024, 4096, 12288])
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_rms_norm(rows, size, dtype):
+    x, residual, weight = numbers(rows, size, dtype=dtype), numbers(rows, size, dtype=dtype), numbers(size, dtype=dtype)
+    for given in (None, residual):
+        total = x if given is None else (x.float() + given.float()).to(dtype)
+        wide = total.double()
+        expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+        normed, summed = rms_norm(x.clone(), weight, 1e-6, None if given is None else given.clone())
+        assert_close(normed, expected)
+        assert summed is None if given is None else torch.equal(summed, total)
+
+
+def test_rms_norm_of_rows_of_a_wider_tensor():
+    wide, weight = numbers(5, 300, dtype=torch.bfloat16), numbers(100, dtype=torch.bfloat16)
+    part = wide[:, 100:200]
+    normed, _ = rms_norm(part, weight, 1e-6, None)
+    assert torch.equal(normed, rms_norm(part.contiguous(), weight, 1e-6, None)[0])
+
+
+@every_dtype
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("size", [96, 1024, 12288])
+@pytest.mark.parametrize("rows", [1, 5, 2000])
+def test_gated_activation(rows, size, activation, dtype):
+    x = numbers(rows, 2 * size, dtype=dtype, scale=3.0)
+    assert_close(gated_activation(x, activation), gated_activation_reference(x.double(), activation))
+
+
+SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4096, 1024), (1024, 2048), (1024, 3072)]
+ODD_SHAPES = [(100, 80), (513, 1000), (31, 4104)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES + ODD_SHAPES)
+@pytest.mark.parametrize("rows", [0, 1, 2, 8, MAX_ROWS, MAX_ROWS + 1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(rows, out_features, in_features, bias, dtype):
+    x = numbers(rows, in_features + 8, dtype=dtype)[:, :in_features]
+    weight = numbers(out_features, in_features, dtype=dtype, scale=in_features**-0.5)
+    offset = numbers(out_features, dtype=dtype) if bias else None
+    found = TritonLinear(torch.version.hip is None, OVERLAP)(x, weight, offset)
+    expected = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+    assert found.shape == (rows, out_features)
+    assert_close(found, expected)
+
+
+def test_they_are_one_op_each_to_a_compiler_and_run_in_graphs():
+    weight, norm = numbers(96, 64, dtype=torch.bfloat16), numbers(64, dtype=torch.bfloat16)
+    linear = TritonLinear(torch.version.hip is None, OVERLAP)
+
+    def body(x, residual):
+        y, residual = rms_norm(x, norm, 1e-6, residual)
+        return gated_activation(linear(y, weight, None), "silu"), residual
+
+    compiled = torch.compile(body, fullgraph=True, dynamic=True)
+    for rows in (3, 40):
+        x, residual = numbers(rows, 64, dtype=torch.bfloat16), numbers(rows, 64, dtype=torch.bfloat16)
+        expected = body(x.clone(), residual.clone())
+        for found in (compiled(x.clone(), residual.clone()), _captured(body, x, residual)):
+            assert all(torch.equal(mine, his) for mine, his in zip(found, expected, strict=True))
+
+
+def _captured(body, x, residual):
+    given = x.clone(), residual.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = body(*given)
+    given[0].copy_(x)
+    given[1].copy_(residual)
+    graph.replay()
+    return found
