@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,8 +61,10 @@ def answer_runs(arguments: argparse.Namespace, start: Callable[[], Generate]) ->
         prompts = [[generator.randrange(100, 30000) for _ in range(arguments.input_len)] for _ in range(run["batch"])]
         begin = time.perf_counter()
         generate(prompts, run["tokens"])
-        reply({"seconds": time.perf_counter() - begin})
-    reply({"memory": memory.stop()})
+        seconds = time.perf_counter() - begin
+        memory.look()
+        reply({"seconds": seconds})
+    reply({"memory": memory.largest})
 
 
 class Engine:
@@ -110,23 +111,17 @@ class Engine:
 
 
 class ResidentMemory:
-    """The largest proportional memory, in bytes, that this process and its descendants have had together."""
+    """The largest proportional memory, in bytes, that this process and its descendants have had together.
+
+    It is looked at between runs: looking takes a process's memory map from it for milliseconds.
+    """
 
     def __init__(self) -> None:
         self.largest = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
 
-    def stop(self) -> int:
-        """The figure."""
-        self._stop.set()
-        self._thread.join()
-        return self.largest
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.2):
-            self.largest = max(self.largest, sum(map(_memory_of, _descendants(os.getpid()))))
+    def look(self) -> None:
+        """Take what there is now into account."""
+        self.largest = max(self.largest, sum(map(_memory_of, _descendants(os.getpid()))))
 
 
 def _descendants(root: int) -> list[int]:
