@@ -101,6 +101,8 @@ ATTENTION_CASES = (
     AttentionCase("three query heads a group", _MIXED, heads=6, kv_heads=2),
     AttentionCase("more query heads a group than a tile has rows", ((9, 1), (0, 3)), heads=20, kv_heads=1),
     AttentionCase("one token a page", _MIXED, page_size=1),
+    AttentionCase("decoding alone, lengths alike", ((40, 1), (33, 1), (47, 1), (20, 1))),
+    AttentionCase("decoding alone, one token a page, a window", ((40, 1), (9, 1), (47, 1)), page_size=1, window=12),
     AttentionCase("64 tokens a page", ((62, 1), (63, 1), (64, 1), (0, 5), (60, 8)), page_size=64),
     AttentionCase("longer than one tile of keys", ((70, 1), (127, 1), (128, 1), (60, 9)), page_size=16),
     AttentionCase("head size 20", _MIXED, dim=20),

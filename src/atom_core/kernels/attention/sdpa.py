@@ -1,8 +1,11 @@
-"""Paged attention on a CPU through torch's own attention: one request at a time, over keys gathered from its pages."""
+"""Paged attention on a CPU through torch's own attention, over keys gathered from their pages.
+
+Requests that all decode are attended to together where their lengths are alike, else one after the other.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +34,9 @@ class SdpaAttention:
         """One for all layers."""
         return "sdpa"
 
-    def plan(self, metadata: AttentionMetadata) -> list[tuple[int, int, int, torch.Tensor]]:
-        """For each request with queries: its first and last query, its length, its pages."""
-        starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        return [
-            (starts[request], starts[request + 1], length, metadata.page_table[request])
-            for request, length in enumerate(lengths)
-            if starts[request + 1] > starts[request]
-        ]
+    def plan(self, metadata: AttentionMetadata) -> tuple[list[int], list[int]]:
+        """On the host: where each request's queries start, and its length."""
+        return metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
 
     def __call__(
         self,
@@ -49,15 +47,61 @@ class SdpaAttention:
         out: torch.Tensor,
     ) -> None:
         """Write the attention of every request's queries to ``out``."""
-        plan = metadata.plans.get(self.plan_key())
-        requests = self.plan(metadata) if plan is None else plan
-        for begin, end, length, pages in requests:  # type: ignore[attr-defined]
+        planned = metadata.plans.get(self.plan_key())
+        starts, lengths = self.plan(metadata) if planned is None else cast(tuple[list[int], list[int]], planned)
+        sides = _by_slot(cache.key), _by_slot(cache.value)
+        if self._alike(starts, lengths) and sides[0] is not None and sides[1] is not None:
+            self._decode(q, (sides[0], sides[1]), cache, metadata, lengths, out)
+            return
+        for request, length in enumerate(lengths):
+            begin, end = starts[request], starts[request + 1]
+            if end == begin:
+                continue
             first = self._first_page(length, end - begin, cache.page_size)
-            used = pages[first : -(-length // cache.page_size)]
+            used = metadata.page_table[request, first : -(-length // cache.page_size)]
             left = first * cache.page_size  # tokens that the window has left behind
             keys, values = (self._gather(side, used, length - left, q.dtype) for side in (cache.key, cache.value))
             attended = self._attend(q[begin:end], keys, values, self.spec.scale * cache.k_scale)
             torch.mul(attended, cache.v_scale, out=out[begin:end])
+
+    def _width(self, lengths: list[int]) -> int:
+        """Keys that the longest of these requests looks back at."""
+        return min(max(lengths), self.spec.window or max(lengths))
+
+    def _alike(self, starts: list[int], lengths: list[int]) -> bool:
+        """Whether every request has one query, and padding them to one length costs less than twice their own."""
+        decode = len(lengths) > 1 and starts == list(range(len(lengths) + 1))
+        return decode and self._width(lengths) * len(lengths) <= 2 * sum(lengths)
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        sides: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCacheView,
+        metadata: AttentionMetadata,
+        lengths: list[int],
+        out: torch.Tensor,
+    ) -> None:
+        """One query of each request, all at once: shorter ones look at their last key again, masked."""
+        count, width = len(lengths), self._width(lengths)
+        ends = metadata.seq_lens[:, None].long()
+        position = (ends - width).clamp(min=0) + torch.arange(width)
+        known = position < ends
+        position = torch.minimum(position, ends - 1)
+        slots = metadata.page_table.long().gather(1, position // cache.page_size) * cache.page_size
+        slots = (slots + position % cache.page_size).flatten()
+        keys, values = (
+            as_bytes(side).index_select(0, slots).view(side.dtype).view(count, width, *side.shape[1:]) for side in sides
+        )
+        attended = F.scaled_dot_product_attention(
+            q[:count, :, None],
+            keys.transpose(1, 2).to(q.dtype),
+            values.transpose(1, 2).to(q.dtype),
+            attn_mask=None if bool(known.all()) else known[:, None, None],
+            scale=self.spec.scale * cache.k_scale,
+            enable_gqa=self.spec.num_heads != self.spec.num_kv_heads,
+        )
+        torch.mul(attended[:, :, 0], cache.v_scale, out=out[:count])
 
     def _first_page(self, length: int, num_queries: int, page_size: int) -> int:
         if self.spec.window is None:
@@ -93,3 +137,11 @@ class SdpaAttention:
         if self.spec.window is not None:
             seen &= other > position - self.spec.window
         return seen
+
+
+def _by_slot(side: torch.Tensor) -> torch.Tensor | None:
+    """``[pages, K, page size, D]`` as ``[slots, K, D]``; None where its storage has no such order."""
+    by_token = side.transpose(1, 2)
+    if by_token.shape[0] > 1 and by_token.stride(0) != by_token.stride(1) * by_token.shape[1]:
+        return None
+    return by_token.flatten(0, 1)
