@@ -43,7 +43,7 @@ WAYS: Mapping[str, dict[str, Any]] = {
 }
 FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3"}
 #: Of the drafts that a model makes for itself, or another one that knows the answers too, how many are right.
-ITS_OWN, ANOTHERS = 0.99, 0.9
+ITS_OWN, FROM_ANOTHER = 0.99, 0.9
 #: Of the answers that are right with a cache in the model's dtype.
 STILL_RIGHT = 0.95
 NUM_PROMPTS = 200
@@ -115,7 +115,7 @@ def test_drafts_are_made_and_taken(engines: Mapping[Key, Future[Ran]], way: str)
         sum(answer.meta[name] for answer in answers) for name in ("spec_num_proposed_drafts", "spec_num_correct_drafts")
     )
     # In bfloat16 another batch rounds differently: its own drafts too may miss where two tokens are as likely.
-    assert (ITS_OWN if "itself" in way else ANOTHERS) * proposed < right <= proposed
+    assert (ITS_OWN if "itself" in way else FROM_ANOTHER) * proposed < right <= proposed
 
 
 def test_an_fp8_cache_leaves_nearly_every_answer_right(engines: Mapping[Key, Future[Ran]]) -> None:
