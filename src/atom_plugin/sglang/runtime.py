@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
@@ -12,42 +10,8 @@ from sglang.srt.runtime_context import get_model, get_parallel
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.runtime import AttentionFactory, PipelineStage, Runtime
+from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.settings import Settings
-
-if TYPE_CHECKING:
-    from sglang.srt.distributed.parallel_state import GroupCoordinator
-
-
-class GroupCommunicator:
-    """The core's Communicator over one of SGLang's groups."""
-
-    def __init__(self, group: GroupCoordinator) -> None:
-        self.group = group
-        self.rank: int = group.rank_in_group
-        self.world_size: int = group.world_size
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See :class:`atom_core.runtime.Communicator`."""
-        return x if self.world_size == 1 else self.group.all_reduce(x)
-
-    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """See :class:`atom_core.runtime.Communicator`."""
-        return x if self.world_size == 1 else self.group.all_gather(x, dim)
-
-    def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """See :class:`atom_core.runtime.Communicator`."""
-        if self.world_size == 1:
-            return x
-        parts = x.movedim(dim, 0).contiguous()
-        result = parts.new_empty(parts.shape[0] // self.world_size, *parts.shape[1:])
-        torch.distributed.reduce_scatter_tensor(result, parts, group=self.group.device_group)
-        return result.movedim(0, dim)
-
-    def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        """See :class:`atom_core.runtime.Communicator`."""
-        result = x.new_empty(sum(receive), *x.shape[1:])
-        torch.distributed.all_to_all_single(result, x, receive, send, group=self.group.device_group)
-        return result
 
 
 def build_runtime(max_model_len: int, num_layers: int, attention: AttentionFactory, settings: Settings) -> Runtime:

@@ -13,6 +13,7 @@ from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.quant import Unquantized
 from atom_core.runtime import AttentionFactory, PipelineStage, Runtime
+from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.settings import Settings
 from atom_plugin.vllm.attention import is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
@@ -22,31 +23,14 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
 
-class GroupCommunicator:
-    """The core's Communicator over one of vLLM's groups, whose collectives are custom ops and survive graphs."""
+class VllmCommunicator(GroupCommunicator):
+    """Over one of vLLM's groups, whose reduce-scatter is a custom op too and survives graphs."""
 
-    def __init__(self, group: GroupCoordinator) -> None:
-        self.group = group
-        self.rank: int = group.rank_in_group
-        self.world_size: int = group.world_size
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See :class:`atom_core.runtime.Communicator`."""
-        return x if self.world_size == 1 else self.group.all_reduce(x)
-
-    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """See :class:`atom_core.runtime.Communicator`."""
-        return x if self.world_size == 1 else self.group.all_gather(x, dim)
+    group: GroupCoordinator
 
     def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """See :class:`atom_core.runtime.Communicator`."""
         return x if self.world_size == 1 else self.group.reduce_scatter(x, dim)
-
-    def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        """See :class:`atom_core.runtime.Communicator`."""
-        result = x.new_empty(sum(receive), *x.shape[1:])
-        torch.distributed.all_to_all_single(result, x, receive, send, group=self.group.device_group)
-        return result
 
 
 #: What torch.compile makes of the torch ops has been measured in its graphs; ours are for runs without it.
@@ -83,7 +67,7 @@ def build_runtime(
         attention=attention,
         max_model_len=model_config.max_model_len,
         cache_dtype=kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model_config),
-        tensor_parallel=GroupCommunicator(get_tp_group()),
+        tensor_parallel=VllmCommunicator(get_tp_group()),
         pipeline=PipelineStage(first, end),
         quant=Unquantized(),
     )

@@ -49,10 +49,11 @@ class SdpaAttention:
         """Write the attention of every request's queries to ``out``."""
         planned = metadata.plans.get(self.plan_key())
         starts, lengths = self.plan(metadata) if planned is None else cast(tuple[list[int], list[int]], planned)
-        sides = _by_slot(cache.key), _by_slot(cache.value)
-        if self._alike(starts, lengths) and sides[0] is not None and sides[1] is not None:
-            self._decode(q, (sides[0], sides[1]), cache, metadata, lengths, out)
-            return
+        if self._alike(starts, lengths):
+            keys, values = _by_slot(cache.key), _by_slot(cache.value)
+            if keys is not None and values is not None:
+                self._decode(q, (keys, values), cache, metadata, lengths, out)
+                return
         for request, length in enumerate(lengths):
             begin, end = starts[request], starts[request + 1]
             if end == begin:
