@@ -368,11 +368,19 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure beside vLLM's own model: `nox -s bench -- parity | accuracy | vllm_offline`; SGLang's: `sglang_...`."""
+    """Measure beside vLLM's own model: `nox -s bench -- parity | accuracy | vllm_offline`; SGLang's: `sglang_...`.
+
+    Benchmarks of a GPU run with the framework of the running Python: `vllm_gpu`, `sglang_gpu`, `serve_gpu`,
+    `gpu_accuracy`.
+    """
     known = sorted(path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py"))
     name, *arguments = session.posargs or [""]
     if name not in known:
         session.error(f"name a benchmark after --: {', '.join(known)}")
+    if "gpu" in name.split("_"):
+        command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+        session.run(*command, env={"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}, external=True)
+        return
     variables = {"LM_EVAL": _lm_eval(session), "VLLM_CPU_KVCACHE_SPACE": "1"}
     of_sglang = name.startswith("sglang")
     environment = _sglang_environment(session) if of_sglang else _vllm_environment(session, NEWEST_VLLM)

@@ -1,7 +1,7 @@
 """The core by itself: load a checkpoint, run prompts, no serving framework.
 
-Small and offline, for tests and ``atom-plugin check``: greedy decoding of a batch over one paged cache that it owns.
-It schedules nothing, frees nothing, and stops at a token count.
+Small and offline, for tests, ``atom-plugin check`` and ``atom-plugin bench``: greedy decoding of a batch over one paged
+cache that it owns. It schedules nothing, frees nothing, and stops at a token count.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from atom_core.attention.base import CachedAttention
 from atom_core.attention.radix import RadixAttention
 from atom_core.checkpoint import Checkpoint, read_config_json
 from atom_core.config import ModelConfig
@@ -21,9 +22,11 @@ from atom_core.layers.parameters import ParameterLayer
 from atom_core.metadata import AttentionMetadata, KVCacheView
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.registry import load_model_class
-from atom_core.quant import read_quantization
+from atom_core.quant import QuantConfig, Unquantized, read_quantization
 from atom_core.runtime import Runtime, SingleRank
 from atom_core.weights import check_checkpoint, load_weights
+
+UNQUANTIZED = Unquantized()
 
 
 def build_runtime(
@@ -33,6 +36,7 @@ def build_runtime(
     kernels: Mapping[str, str] | None = None,
     target: Target | None = None,
     cache_dtype: torch.dtype | None = None,
+    quant: QuantConfig = UNQUANTIZED,
 ) -> Runtime:
     """A runtime of one rank whose attention takes its cache from the step.
 
@@ -43,6 +47,7 @@ def build_runtime(
         kernels: forced implementations by op, as in ``ATOM_KERNELS``.
         target: what kernels are chosen for; None: ``device``.
         cache_dtype: of the cache; None: ``dtype``.
+        quant: of the linear layers.
     """
     return Runtime(
         device=device,
@@ -51,27 +56,75 @@ def build_runtime(
         attention=RadixAttention,
         max_model_len=max_model_len,
         cache_dtype=cache_dtype or dtype,
+        quant=quant,
     )
 
 
-def check_files(config: ModelConfig, directory: Path | None, tensor_parallel_size: int = 1) -> None:
+def check_files(
+    config: ModelConfig, directory: Path | None, tensor_parallel_size: int = 1, quant: QuantConfig = UNQUANTIZED
+) -> None:
     """Lay the model out without memory and compare it with a checkpoint's headers; no tensor is loaded.
 
     Args:
         config: the model.
         directory: the checkpoint; None checks the layout alone.
         tensor_parallel_size: ranks that would share the layers.
+        quant: of the linear layers.
 
     Raises:
         ValueError: damaged files, tensors that do not fit, or heads that do not divide over the ranks.
     """
-    runtime = replace(
-        build_runtime(torch.device("meta"), torch.bfloat16, max_model_len=1, target=Target("cpu", "")),
-        tensor_parallel=SingleRank(world_size=tensor_parallel_size),
-    )
-    model = load_model_class(config.architecture)(config, runtime)
+    model = lay_out(config, torch.bfloat16, tensor_parallel_size, quant)
     if directory is not None:
         check_checkpoint(model, Checkpoint.open(directory))
+
+
+def lay_out(
+    config: ModelConfig, dtype: torch.dtype, tensor_parallel_size: int = 1, quant: QuantConfig = UNQUANTIZED
+) -> DecoderForCausalLM:
+    """The first rank's model without memory: its parameters have shapes and dtypes, and no numbers.
+
+    Raises:
+        ValueError: heads that do not divide over the ranks.
+    """
+    runtime = replace(
+        build_runtime(torch.device("meta"), dtype, max_model_len=1, target=Target("cpu", ""), quant=quant),
+        tensor_parallel=SingleRank(world_size=tensor_parallel_size),
+    )
+    return load_model_class(config.architecture)(config, runtime)
+
+
+def random_model(config: ModelConfig, runtime: Runtime, seed: int = 0) -> DecoderForCausalLM:
+    """A model of random weights, ready to run: matrices and biases around 0, norms around 1."""
+    model = load_model_class(config.architecture)(config, runtime)
+    generator = torch.Generator(runtime.device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        centre = 1.0 if parameter.dim() == 1 and not name.endswith("bias") else 0.0
+        numbers = torch.empty(parameter.shape, dtype=runtime.dtype, device=runtime.device)
+        parameter.data.copy_(numbers.normal_(centre, 0.02, generator=generator))
+    finalize(model)
+    return model
+
+
+def page_pools(
+    config: ModelConfig, runtime: Runtime, num_pages: int, page_size: int, *, random: bool = False
+) -> list[KVCacheView]:
+    """Pages of every layer: random numbers, or NaN, with which a kernel that reads what it did not write shows."""
+    shape = (num_pages, config.num_kv_heads, page_size, 2 * config.head_dim)
+
+    def pool() -> torch.Tensor:
+        if not random:
+            return torch.full(shape, float("nan"), dtype=runtime.cache_dtype, device=runtime.device)
+        return torch.empty(shape, dtype=runtime.dtype, device=runtime.device).normal_().to(runtime.cache_dtype)
+
+    return [KVCacheView.of_packed(pool(), config.head_dim) for _ in config.layers]
+
+
+def plan(model: torch.nn.Module, metadata: AttentionMetadata) -> AttentionMetadata:
+    """The step with what the model's attention kernels work out once for all of their layers."""
+    kernels = (module.kernel for module in model.modules() if isinstance(module, CachedAttention))
+    planners = {key: kernel for kernel in kernels if (key := kernel.plan_key()) is not None}
+    return metadata.with_plans({key: kernel.plan(metadata) for key, kernel in planners.items()})
 
 
 def finalize(model: torch.nn.Module) -> None:
@@ -104,6 +157,7 @@ class Runner:
         page_size: tokens a page.
         kernels: forced implementations by op.
         cache_dtype: the dtype of the cache; None: ``dtype``.
+        quantization: quantise an unquantised checkpoint while it is loaded ("fp8").
 
     Raises:
         ValueError: the checkpoint is not one that our models run.
@@ -119,31 +173,24 @@ class Runner:
         page_size: int = 16,
         kernels: Mapping[str, str] | None = None,
         cache_dtype: torch.dtype | None = None,
+        quantization: str | None = None,
     ) -> None:
         hf = read_config_json(directory)
-        read_quantization(hf)
+        quant = read_quantization(hf, quantization)
         self.config = ModelConfig.from_hf(hf)
-        check_files(self.config, directory)
+        check_files(self.config, directory, quant=quant)
         self.max_model_len = max_model_len or self.config.max_position
         device = device or torch.device("cpu")
-        self.runtime = build_runtime(device, dtype, self.max_model_len, kernels, cache_dtype=cache_dtype)
+        self.runtime = build_runtime(device, dtype, self.max_model_len, kernels, cache_dtype=cache_dtype, quant=quant)
         self.page_size = page_size
         self.model: DecoderForCausalLM = load_model_class(self.config.architecture)(self.config, self.runtime)
         load_weights(self.model, Checkpoint.open(directory).load(), str(directory))
         finalize(self.model)
 
     def caches(self, num_requests: int) -> list[KVCacheView]:
-        """Empty pages for ``num_requests`` sequences of full length, a layer each.
-
-        They are filled with NaN: a kernel that reads what it did not write shows.
-        """
+        """Empty pages for ``num_requests`` sequences of full length, a layer each."""
         pages = num_requests * -(-self.max_model_len // self.page_size)
-        shape = (pages, self.config.num_kv_heads, self.page_size, 2 * self.config.head_dim)
-        dtype, device = self.runtime.cache_dtype, self.runtime.device
-        return [
-            KVCacheView.of_packed(torch.full(shape, float("nan"), dtype=dtype, device=device), self.config.head_dim)
-            for _ in self.config.layers
-        ]
+        return page_pools(self.config, self.runtime, pages, self.page_size)
 
     def metadata(self, cached: Sequence[int], new: Sequence[int]) -> AttentionMetadata:
         """The batch in which request ``r`` has ``cached[r]`` tokens in the cache and brings ``new[r]``."""

@@ -15,11 +15,17 @@ import torch
 
 from atom_core.checkpoint import Checkpoint
 from atom_core.layers.cache_scales import SCALE_NAMES, CacheScales
-from atom_core.layers.parameters import MissingLayer, ParameterLayer, Placement
+from atom_core.layers.parameters import MissingLayer, ParameterLayer, Placement, checkpoint_module
 from atom_core.models.decoder import DecoderForCausalLM
 
-#: The dtypes of an unquantised checkpoint, as safetensors spells them.
-_FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+#: As safetensors spells them; the others are called what torch calls them.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 _LISTED = 12  # names of a kind in an error; the rest is counted
 
 
@@ -61,10 +67,7 @@ def expected_tensors(model: DecoderForCausalLM) -> dict[str, Slot]:
         if not isinstance(module, ParameterLayer):
             continue
         for relative, name, placement in module.placements():
-            owner = path
-            if relative.startswith("../"):
-                owner = f"{path.rpartition('.')[0]}.{relative[3:]}"
-            slots[f"{owner}.{name}"] = Slot(f"{path}.{name}", placement)
+            slots[f"{checkpoint_module(path, relative)}.{name}"] = Slot(f"{path}.{name}", placement)
     return slots
 
 
@@ -97,7 +100,7 @@ def load_weights(
         The names of all parameters that were loaded.
 
     Raises:
-        ValueError: tensors are missing, unexpected, misshapen, or of a dtype that an unquantised model cannot have; or
+        ValueError: tensors are missing, unexpected, misshapen, or of a dtype that the model cannot have; or
             a scale of an FP8 cache is not one.
     """
     slots = expected_tensors(model)
@@ -116,10 +119,13 @@ def load_weights(
                 mismatch.unexpected.append(name)
             continue
         waiting.discard(name)
-        if problem := _problem(slot.placement.shape, tuple(tensor.shape), _dtype_of(tensor)):
+        if problem := slot.placement.problem(tuple(tensor.shape), _dtype_of(tensor)):
             mismatch.misshapen.append(f"{name} {problem}")
-        else:
+            continue
+        try:
             slot.placement.load(tensor)
+        except ValueError as error:
+            mismatch.misshapen.append(f"{name} {error}")
     mismatch.missing = sorted(waiting)
     mismatch.raise_if_any(model.config.architecture, checkpoint)
     for layer, of_layer in found.items():
@@ -141,7 +147,7 @@ def check_checkpoint(model: DecoderForCausalLM, checkpoint: Checkpoint) -> None:
         if slot is None:
             if name not in scales and not _ignored(model, name, elsewhere):
                 mismatch.unexpected.append(f"{name} in {info.file.name}")
-        elif problem := _problem(slot.placement.shape, info.shape, info.dtype):
+        elif problem := slot.placement.problem(info.shape, info.dtype):
             mismatch.misshapen.append(f"{name} in {info.file.name} {problem}")
     mismatch.raise_if_any(model.config.architecture, str(Path(checkpoint.directory)))
 
@@ -150,13 +156,5 @@ def _ignored(model: DecoderForCausalLM, name: str, elsewhere: tuple[str, ...]) -
     return name.endswith(model.ignored_suffixes) or name.startswith((*model.ignored_prefixes, *elsewhere))
 
 
-def _problem(wanted: tuple[int, ...], found: tuple[int, ...], dtype: str) -> str | None:
-    if wanted != found:
-        return f"is {list(found)}, should be {list(wanted)}"
-    if dtype not in _FLOATS.values():
-        return f"is stored as {dtype}, but config.json names no quantisation"
-    return None
-
-
 def _dtype_of(tensor: torch.Tensor) -> str:
-    return _FLOATS.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    return _DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))

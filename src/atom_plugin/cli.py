@@ -1,4 +1,4 @@
-"""`atom-plugin doctor | models | env | check`: see what is supported, what is set, and whether it works here."""
+"""`atom-plugin doctor | models | env | check | bench`: what is supported and set, whether it works here, how fast."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from atom_plugin.bench.cli import app as bench_app
 from atom_plugin.common import support, versions
 from atom_plugin.common.settings import load_settings, unknown_variables, variables
 from atom_plugin.doctor import checkpoint, command, environment, report
@@ -17,6 +18,7 @@ from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import FRAMEWORKS, VLLM
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.add_typer(bench_app, name="bench")
 
 
 @app.callback()

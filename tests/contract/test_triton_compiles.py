@@ -19,12 +19,17 @@ from triton.runtime.jit import JITFunction
 
 from atom_core.kernels.attention import triton_kernel as attention_kernel
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
+from atom_core.kernels.decode_attention import triton_kernel as decode_kernel
+from atom_core.kernels.fp8_linear import triton_kernel as fp8_kernel
+from atom_core.kernels.fp8_linear.scaled_mm import dtype_of
 from atom_core.kernels.gated_activation import triton_kernel as activation_kernel
 from atom_core.kernels.linear import triton_kernel as linear_kernel
+from atom_core.kernels.normed_linear import triton_kernel as normed_kernel
 from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qkv_kernel
 from atom_core.kernels.rms_norm import triton_kernel as norm_kernel
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import why_no_triton_cache
+from tests.decode_cases import DecodeCase, check_decode
 from tests.kernel_cases import AttentionCase, QkvCase, attention_batch, check_attention, check_qkv
 
 CPU = torch.device("cpu")
@@ -46,10 +51,14 @@ class Gpu:
         """Whether it is one of NVIDIA's."""
         return self.target.backend == "cuda"
 
+    @property
+    def device(self) -> Target:
+        """As kernels are chosen for it."""
+        return Target("cuda", f"sm{self.target.arch}") if self.nvidia else Target("rocm", str(self.target.arch))
+
     def has(self, cache_dtype: torch.dtype) -> bool:
         """Whether our kernels say that they take such a cache here."""
-        target = Target("cuda", f"sm{self.target.arch}") if self.nvidia else Target("rocm", str(self.target.arch))
-        return why_no_triton_cache(torch.bfloat16, cache_dtype, target) is None
+        return why_no_triton_cache(torch.bfloat16, cache_dtype, self.device) is None
 
 
 # CDNA 3 and 4 whitepapers; CUDA programming guide, technical specifications of compute capability 9.0.
@@ -80,6 +89,19 @@ QKV = {
     "interleaved and partial, float16": (QkvCase("", dim=64, rotary_dim=32, interleaved=True), torch.float16),
     "an odd head, float32": (QkvCase("", dim=80, rotary_dim=80, page_size=64), torch.float32),
 }
+
+
+_LENGTHS = ((9, 1), (200, 1))
+DECODES = (
+    DecodeCase(AttentionCase("Qwen3 8B", _LENGTHS, heads=8, kv_heads=2, dim=128)),
+    DecodeCase(AttentionCase("one of a batch", _LENGTHS * 40, heads=8, kv_heads=8, dim=64)),
+    DecodeCase(AttentionCase("the largest head", _LENGTHS, heads=8, kv_heads=4, dim=256), rotary_dim=128),
+    DecodeCase(
+        AttentionCase("an odd head and all features", _LENGTHS, dim=80, window=70, soft_cap=3.0, sinks=True),
+        rotary_dim=32,
+        interleaved=True,
+    ),
+)
 
 
 class Launched(Exception):
@@ -200,18 +222,87 @@ def test_gated_activation_compiles(monkeypatch, activation, gpu):
     compile_launch(kernel, launched.value, gpu)
 
 
-#: Products whose tiles differ: by rows of x, by outputs, by inputs; one that no tile divides.
-PRODUCTS = [(1, 4096, 4096), (1, 1024, 3072), (1, 32768, 4096), (8, 6144, 4096), (8, 4096, 12288), (3, 100, 1000)]
+#: Products whose kernels or tiles differ: by rows of x, by the weight's size; one that no tile divides.
+PRODUCTS = [
+    (1, 4096, 4096),
+    (1, 1024, 3072),
+    (1, 32768, 4096),
+    (8, 6144, 4096),
+    (8, 4096, 12288),
+    (8, 4096, 1024),
+    (3, 100, 1000),
+]
+
+
+class Recorders(dict):
+    """Stands in for the table of kernels; remembers which was asked for."""
+
+    asked = ""
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked = name
+        return Recorder()
+
+
+#: What surrounds a product; all of it together compiles the most.
+WAYS = [("plain", product) for product in PRODUCTS] + [
+    (way, product) for way in ("adding", "normed and activated") for product in (PRODUCTS[0], PRODUCTS[5])
+]
 
 
 @every_gpu
-@pytest.mark.parametrize(("rows", "out_features", "in_features"), PRODUCTS)
-def test_linear_compiles(monkeypatch, rows, out_features, in_features, gpu):
-    name = "_one_row" if linear_kernel.takes_one_row(rows, out_features) else "_few_rows"
-    kernel = getattr(linear_kernel, name)
-    monkeypatch.setattr(linear_kernel, name, Recorder())
+@pytest.mark.parametrize(("way", "product"), WAYS, ids=str)
+def test_linear_compiles(monkeypatch, way, product, gpu):
+    rows, out_features, in_features = product
+    kernels, recorders = linear_kernel._KERNELS, Recorders()
+    monkeypatch.setattr(linear_kernel, "_KERNELS", recorders)
+    monkeypatch.setattr(normed_kernel, "rms_norm", lambda x, *_, **__: (x, None))
+    x, weight, residual = zeros(rows, in_features), zeros(out_features, in_features), zeros(rows, out_features)
+    linear = linear_kernel.TritonLinear(gpu.nvidia, gpu.nvidia)
+    normed = normed_kernel.TritonNormedLinear("silu", gpu.nvidia, gpu.nvidia)
+    launches = {
+        "plain": lambda: linear(x, weight, None),
+        "adding": lambda: linear.add(x, weight, None, residual),
+        "normed and activated": lambda: normed(x, x[0], 1e-6, weight, None, None),
+    }
     with pytest.raises(Launched) as launched:
-        linear_kernel.TritonLinear(gpu.nvidia, gpu.nvidia)(
-            zeros(rows, in_features), zeros(out_features, in_features), None
-        )
+        launches[way]()
+    compile_launch(kernels[recorders.asked], launched.value, gpu)
+
+
+@pytest.mark.parametrize(("gpu", "cache_dtype"), [*((gpu, None) for gpu in GPUS), *FP8_CACHES], ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, torch.bfloat16) for case in DECODES), (DECODES[0], torch.float32)], ids=str
+)
+def test_decode_attention_compiles(monkeypatch, case, dtype, gpu, cache_dtype):
+    kernel = decode_kernel._decode_attention
+    monkeypatch.setattr(decode_kernel, "_decode_attention", Recorder())
+    spec = case.spec(dtype, cache_dtype)
+    with pytest.raises(Launched) as launched:
+        check_decode(case, decode_kernel.TritonDecodeAttention(spec, gpu.nvidia, gpu.nvidia), spec, CPU)
     compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("input_scale", [None, torch.ones(1)], ids=["dynamic", "static"])
+@pytest.mark.parametrize("size", [1024, 12288])
+def test_quantising_activations_compiles(monkeypatch, size, input_scale, gpu):
+    kernel = fp8_kernel._quantize
+    monkeypatch.setattr(fp8_kernel, "_quantize", Recorder())
+    with pytest.raises(Launched) as launched:
+        fp8_kernel.quantize(zeros(2, size), input_scale, dtype_of(gpu.device), gpu.nvidia)
+    compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), PRODUCTS)
+def test_products_with_fp8_weights_compile(monkeypatch, rows, out_features, in_features, dtype, gpu):
+    kernels, recorders = linear_kernel._KERNELS, Recorders()
+    monkeypatch.setattr(linear_kernel, "_KERNELS", recorders)
+    weight, scales = zeros(out_features, in_features).to(torch.float8_e4m3fn), torch.ones(out_features)
+    kernel = fp8_kernel.TritonFp8Linear(gpu.device, gpu.nvidia)
+    kernel.adopt(weight, scales)
+    with pytest.raises(Launched) as launched:
+        kernel(zeros(rows, in_features).to(dtype), weight, scales, None, None)
+    compile_launch(kernels[recorders.asked], launched.value, gpu)

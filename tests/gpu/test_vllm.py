@@ -1,6 +1,6 @@
 """vLLM on a GPU: our models under every kind of graph give the tokens of vLLM's own, on trained checkpoints.
 
-All engines start together, each in a process of its own with a small share of the GPU: a start is mostly host work.
+Engines start together, each in a process of its own with a small share of the GPU: a start is mostly host work.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from tests.integration.vllm.offline import Ask, Engine, Ran, run
 GRAPHS: Mapping[str, dict[str, Any]] = {
     "default": {},
     "full": {"compilation_config": {"cudagraph_mode": "FULL"}},
+    "compiled": {"compilation_config": {"mode": 3}},
+    "full-compiled": {"compilation_config": {"mode": 3, "cudagraph_mode": "FULL"}},
     "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
-    "full-uncompiled": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}},
+    "no-graphs": {"compilation_config": {"cudagraph_mode": "NONE"}},
     "eager": {"enforce_eager": True},
 }
 #: Ways to run that graphs have no part in: variables of the environment.
@@ -29,20 +32,40 @@ WAYS: Mapping[str, dict[str, str]] = {
     "vllm-attention": {"ATOM_DISABLE_VLLM_ATTENTION": "1"},
     "breakable-graphs": {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"},
 }
+#: Caches of other dtypes. Numbers of one byte cost an answer now and then, so answers are counted.
+CACHES: Mapping[str, dict[str, Any]] = {
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "fp8-eager": {"kv_cache_dtype": "fp8_e4m3", "enforce_eager": True},
+}
+#: Of the answers that are right with a cache in the model's dtype, and of vLLM's own with the same cache.
+STILL_RIGHT, AS_NATIVE = 0.95, 0.9
+#: Prompts in a row, up to nearly as many tokens as the model has positions. It was trained on none as long, so now and
+#: then two tokens are as likely.
+LONG = {"max_model_len": 2048}
+LONG_PROMPTS, LONG_AS_NATIVE = 8, 0.9
 NUM_PROMPTS = 200
 
 Key = tuple[str, str, str]
 
 
+def _rows() -> list[dict[str, str]]:
+    lines = (ROOT / "tests" / "evaluation" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines[:NUM_PROMPTS]]
+
+
 def _ask() -> Ask:
-    rows = [json.loads(line) for line in (ROOT / "tests" / "evaluation" / "heldout.jsonl").read_text().splitlines()]
-    return Ask([row["prompt"] for row in rows[:NUM_PROMPTS]], {"max_tokens": 32})
+    return Ask([row["prompt"] for row in _rows()], {"max_tokens": 32})
 
 
-def _engine(family: str, impl: str, options: Mapping[str, Any]) -> Engine:
+def _ask_at_length() -> Ask:
+    prompts = [row["prompt"] for row in _rows()]
+    return Ask(["\n\n".join(prompts[at : at + LONG_PROMPTS]) for at in range(0, 100, 5)], {"max_tokens": 8})
+
+
+def _engine(family: str, impl: str, options: Mapping[str, Any], asks: list[Ask]) -> Engine:
     # A stated cache size: measuring what is free makes no sense while others start on the same GPU.
     limits = {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05, "max_model_len": 1024}
-    return Engine(str(CHECKPOINTS / family), impl, [_ask()], {**limits, "max_num_seqs": 64, **options})
+    return Engine(str(CHECKPOINTS / family), impl, asks, {**limits, "max_num_seqs": 64, **options})
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +73,16 @@ def engines() -> Mapping[Key, Future[Ran]]:
     """Every engine that the tests look at."""
     keys: list[Key] = [(family, impl, "default") for family in FAMILIES for impl in ("auto", "atom")]
     keys += [("qwen3", "atom", name) for name in (*GRAPHS, *WAYS) if name != "default"]
-    pool = ThreadPoolExecutor(len(keys))
+    keys += [(family, impl, "fp8") for family in FAMILIES for impl in ("auto", "atom")]
+    keys += [("qwen3", "atom", "fp8-eager"), ("qwen3", "auto", "long"), ("qwen3", "atom", "long")]
+    pool = ThreadPoolExecutor(16)
 
     def start(key: Key) -> Ran:
         family, impl, name = key
-        return run([_engine(family, impl, GRAPHS.get(name, {}))], environ=WAYS.get(name), deadline=540.0)[0]
+        if name == "long":
+            return run([_engine(family, impl, LONG, [_ask_at_length()])], deadline=540.0)[0]
+        options = {**GRAPHS, **CACHES}.get(name, {})
+        return run([_engine(family, impl, options, [_ask()])], environ=WAYS.get(name), deadline=540.0)[0]
 
     return {key: pool.submit(start, key) for key in keys}
 
@@ -88,14 +116,63 @@ def test_ways_to_run_do_not_change_tokens(engines: Mapping[Key, Future[Ran]], wa
 @pytest.mark.parametrize(
     ("graphs", "mode"),
     [
-        ("default", "FULL_AND_PIECEWISE"),
+        ("default", "FULL_DECODE_ONLY"),
         ("full", "FULL"),
+        ("compiled", "FULL_AND_PIECEWISE"),
+        ("full-compiled", "FULL"),
         ("piecewise", "PIECEWISE"),
-        ("full-uncompiled", "FULL"),
+        ("no-graphs", "NONE"),
         ("eager", "NONE"),
     ],
 )
 def test_the_graphs_that_were_asked_for_were_captured(
     engines: Mapping[Key, Future[Ran]], graphs: str, mode: str
 ) -> None:
-    assert engines["qwen3", "atom", graphs].result().graph_mode == mode
+    ran = engines["qwen3", "atom", graphs].result()
+    assert ran.graph_mode == mode
+    assert ran.compiled == (graphs in ("compiled", "full-compiled", "piecewise"))
+
+
+def test_both_runners_have_the_same_default(engines: Mapping[Key, Future[Ran]]) -> None:
+    for way in ("v1-runner", "v2-runner"):
+        ran = engines["qwen3", "atom", way].result()
+        assert (ran.graph_mode, ran.compiled) == ("FULL_DECODE_ONLY", False)
+
+
+def _num_right(ran: Ran) -> int:
+    return sum(answer.text == f" {row['answer']}\n" for answer, row in zip(ran.answers[0], _rows(), strict=True))
+
+
+def _share_alike(ours: Ran, theirs: Ran) -> float:
+    pairs = list(zip(_tokens(ours), _tokens(theirs), strict=True))
+    return sum(mine == other for mine, other in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_from_an_fp8_cache_are_right_but_for_a_few(engines: Mapping[Key, Future[Ran]], family: str) -> None:
+    ours, full = engines[family, "atom", "fp8"].result(), engines[family, "atom", "default"].result()
+    assert ours.graph_mode == "FULL_DECODE_ONLY"
+    assert "VllmPagedAttention" in ours.layer_classes
+    assert _num_right(ours) >= STILL_RIGHT * _num_right(full)
+    assert _share_alike(ours, engines[family, "auto", "fp8"].result()) >= AS_NATIVE
+
+
+def test_graphs_do_not_change_answers_from_an_fp8_cache(engines: Mapping[Key, Future[Ran]]) -> None:
+    graphs, eager = (engines["qwen3", "atom", name].result() for name in ("fp8", "fp8-eager"))
+    assert _share_alike(graphs, eager) >= AS_NATIVE
+
+
+def test_long_prompts_get_the_tokens_of_vllms_own_model(engines: Mapping[Key, Future[Ran]]) -> None:
+    ours, native = (engines["qwen3", impl, "long"].result() for impl in ("atom", "auto"))
+    assert ours.model_class == "AtomQwen3ForCausalLM"
+    assert _share_alike(ours, native) >= LONG_AS_NATIVE
+
+
+def test_no_kernel_of_ours_is_compiled_once_the_engine_is_ready() -> None:
+    prompts = [row["prompt"] for row in _rows()]
+    asks = [
+        Ask(prompts[:1], {"max_tokens": 32}),
+        Ask(prompts[1:4], {"max_tokens": 32}),
+        Ask(prompts, {"max_tokens": 32}),
+    ]
+    run([_engine("qwen3", "atom", {}, asks)], script=Path(__file__).with_name("late_compiles.py"), deadline=540.0)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from atom_core.kernels.attention import ATTENTION, PagedAttentionKernel, PagedAttentionSpec
+from atom_core.kernels.decode_attention import DECODE_ATTENTION, DecodeAttentionSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
 from atom_core.metadata import AttentionMetadata, KVCacheView
@@ -84,12 +85,16 @@ class CachedAttention(BaseAttention):
         # Parameters of the model, referred to and not registered again under this module.
         self.weights = weights
         self._sinks = (sinks,)
-        self.kernel: PagedAttentionKernel = runtime.kernels.select(
-            ATTENTION, spec.paged(runtime.cache_dtype, sinks is not None)
+        kernels = runtime.kernels
+        paged = spec.paged(runtime.cache_dtype, sinks is not None)
+        self.kernel: PagedAttentionKernel = kernels.select(ATTENTION, paged)
+        filled = QkvCacheSpec(spec.qkv, runtime.cache_dtype, self.kernel.order)
+        self.fill_cache = kernels.select(QK_NORM_ROPE_CACHE, filled)
+        separate = (
+            (QK_NORM_ROPE_CACHE.name, kernels.chosen(QK_NORM_ROPE_CACHE, filled)),
+            (ATTENTION.name, kernels.chosen(ATTENTION, paged)),
         )
-        self.fill_cache = runtime.kernels.select(
-            QK_NORM_ROPE_CACHE, QkvCacheSpec(spec.qkv, runtime.cache_dtype, self.kernel.order)
-        )
+        self.decode = kernels.select(DECODE_ATTENTION, DecodeAttentionSpec(spec.qkv, paged, separate))
 
     def run(
         self,
@@ -113,5 +118,8 @@ class CachedAttention(BaseAttention):
         slots = metadata.slot_mapping
         if (num_tokens := metadata.num_tokens) < qkv.shape[0]:
             qkv, positions, out = qkv[:num_tokens], positions[:num_tokens], out[:num_tokens]
+        if self.decode is not None and self.decode.takes(metadata):
+            self.decode(qkv, positions, self.weights, cache, metadata, self._sinks[0], out)
+            return
         q = self.fill_cache(qkv, positions, self.weights, cache, slots[:num_tokens])
         self.kernel(q, cache, metadata, self._sinks[0], out)

@@ -10,9 +10,12 @@ from collections.abc import Hashable, Mapping
 from typing import cast
 
 from atom_core.kernels.attention import ATTENTION
+from atom_core.kernels.decode_attention import DECODE_ATTENTION
 from atom_core.kernels.embedding import EMBEDDING
+from atom_core.kernels.fp8_linear import FP8_LINEAR
 from atom_core.kernels.gated_activation import GATED_ACTIVATION
 from atom_core.kernels.linear import LINEAR
+from atom_core.kernels.normed_linear import NORMED_LINEAR
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE
 from atom_core.kernels.rms_norm import RMS_NORM
@@ -21,7 +24,18 @@ from atom_core.kernels.select import Implementation, KernelSet, Op, Target
 #: Every op, in the order of a decoder layer; start-up tables keep it.
 OPS = cast(
     "tuple[Op[Hashable, object], ...]",
-    (EMBEDDING, RMS_NORM, LINEAR, QK_NORM_ROPE, QK_NORM_ROPE_CACHE, ATTENTION, GATED_ACTIVATION),
+    (
+        EMBEDDING,
+        RMS_NORM,
+        LINEAR,
+        FP8_LINEAR,
+        NORMED_LINEAR,
+        QK_NORM_ROPE,
+        QK_NORM_ROPE_CACHE,
+        ATTENTION,
+        DECODE_ATTENTION,
+        GATED_ACTIVATION,
+    ),
 )
 
 

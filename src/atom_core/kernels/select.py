@@ -19,11 +19,12 @@ KernelT = TypeVar("KernelT")
 DeviceKind = Literal["cpu", "cuda", "rocm"]
 
 #: Which implementation is tried first, by kind of device. "framework" is what an adapter contributes; "torch" a
-#: faster way that torch has on a CPU.
+#: faster way that torch has on a CPU, "scaled_mm" its FP8 product on a GPU; "separate" runs what an op fuses by the ops
+#: that it is made of.
 PRIORITY: Mapping[DeviceKind, tuple[str, ...]] = {
-    "rocm": ("aiter", "triton", "framework", "reference"),
-    "cuda": ("triton", "framework", "reference"),
-    "cpu": ("framework", "torch", "reference"),
+    "rocm": ("aiter", "triton", "framework", "scaled_mm", "reference", "separate"),
+    "cuda": ("triton", "framework", "scaled_mm", "reference", "separate"),
+    "cpu": ("framework", "torch", "reference", "separate"),
 }
 
 
@@ -129,11 +130,17 @@ class KernelSet:
         Raises:
             ValueError: the forced implementation cannot run it, or none can.
         """
+        return cast(KernelT, self._chosen(op, spec).build(spec, self.target))
+
+    def chosen(self, op: Op[SpecT, KernelT], spec: SpecT) -> str:
+        """The name of the implementation that :meth:`select` takes; it raises what that raises."""
+        return self._chosen(op, spec).name
+
+    def _chosen(self, op: Op[SpecT, KernelT], spec: SpecT) -> Implementation[Hashable, object]:
         key = (op.name, spec)
         if key not in self._choices:
             self._choices[key] = self._decide(cast("Op[Hashable, object]", op), spec)
-        implementation, _ = self._choices[key]
-        return cast(KernelT, implementation.build(spec, self.target))
+        return self._choices[key][0]
 
     def choices(self) -> list[Choice]:
         """What was chosen so far, without repetitions, in the order of the ops."""

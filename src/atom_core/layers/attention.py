@@ -1,4 +1,4 @@
-"""The projections around a layer's attention: grouped queries, with or without biases and a norm over q and k."""
+"""The norm and projections around a layer's attention: grouped queries, with or without biases and norms of q and k."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from atom_core.config import LayerConfig, ModelConfig
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.layers.cache_scales import CacheScales
 from atom_core.layers.linear import QkvLinear, RowLinear
-from atom_core.layers.norm import HeadNorm
+from atom_core.layers.norm import HeadNorm, RMSNorm, Stream
+from atom_core.layers.normed_linear import NormedLinear
 from atom_core.layers.rotary import RotaryTable
 from atom_core.runtime import Runtime
 
@@ -19,13 +20,28 @@ class Attention(nn.Module):
     """Projections around the attention op, which norms, rotates, caches and attends."""
 
     def __init__(
-        self, config: ModelConfig, layer: LayerConfig, index: int, rotary: RotaryTable, runtime: Runtime, name: str
+        self,
+        config: ModelConfig,
+        layer: LayerConfig,
+        index: int,
+        norm: RMSNorm,
+        rotary: RotaryTable,
+        runtime: Runtime,
+        name: str,
     ) -> None:
         super().__init__()
         heads, dim = config.num_heads, config.head_dim
-        self.qkv_proj = QkvLinear(config.hidden_size, heads, config.num_kv_heads, dim, config.qkv_bias, runtime)
+        self.qkv_proj = QkvLinear(
+            config.hidden_size, heads, config.num_kv_heads, dim, config.qkv_bias, runtime, f"{name}.qkv_proj"
+        )
+        self.enter = NormedLinear(norm, self.qkv_proj, None, runtime)
         self.o_proj = RowLinear(
-            heads * dim, config.hidden_size, config.attention_out_bias, runtime, "num_attention_heads * head_dim"
+            heads * dim,
+            config.hidden_size,
+            config.attention_out_bias,
+            runtime,
+            "num_attention_heads * head_dim",
+            f"{name}.o_proj",
         )
         weights = QkvWeights(rotary.cos_sin)
         if config.qk_norm:
@@ -50,7 +66,7 @@ class Attention(nn.Module):
         self.attn = runtime.attention(spec, weights, None, runtime)
         self.cache_scales = CacheScales(self.attn, runtime.cache_dtype)
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
-        """``hidden [T, hidden]`` to ``[T, hidden]``."""
-        projected: torch.Tensor = self.o_proj(self.attn(self.qkv_proj(hidden), positions, step))
-        return projected
+    def forward(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
+        """Read the stream's norm and add to it."""
+        qkv, residual = self.enter(stream)
+        return self.o_proj.add(self.attn(qkv, positions, step), residual)

@@ -10,29 +10,69 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from atom_core.kernels.linear import LINEAR, LinearSpec
-from atom_core.layers.parameters import ParameterLayer, Placement, empty_parameter, share
+from atom_core.kernels.linear import LinearKernel, LinearSpec
+from atom_core.layers.linear_methods import Part, method_of
+from atom_core.layers.norm import Stream
+from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
 from atom_core.runtime import Runtime
 
 
 class Linear(ParameterLayer):
-    """``y = x W^T + b`` with this rank's ``W [out, in]``."""
+    """``y = x W^T + b`` with this rank's ``W [out, in]``, as the runtime's quantisation has it.
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, runtime: Runtime) -> None:
+    Args:
+        in_features: columns of ``W``.
+        out_features: its rows.
+        bias: whether there is ``b``.
+        runtime: the model's.
+        name: this module's in checkpoints, by which a quantisation may leave it out.
+        parts: the checkpoint matrices that ``W`` is made of; None: it is one of them.
+    """
+
+    weight: nn.Parameter
+    #: Where the layer is not quantised: what it asked of its kernel, and that.
+    spec: LinearSpec
+    kernel: LinearKernel
+    #: Where it is FP8: a scale a row, and the input's where that is static.
+    weight_scale: nn.Parameter
+    input_scale: nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        runtime: Runtime,
+        name: str = "",
+        parts: Sequence[Part] | None = None,
+    ) -> None:
         super().__init__()
-        self.weight = empty_parameter(runtime, out_features, in_features)
+        self.in_features, self.out_features = in_features, out_features
+        whole = Part("", out_features, in_features, range(out_features), range(in_features))
+        self.parts = (whole,) if parts is None else tuple(parts)
         self.bias = empty_parameter(runtime, out_features) if bias else None
-        self.kernel = runtime.kernels.select(LINEAR, LinearSpec(in_features, out_features, bias, runtime.dtype))
+        scheme = runtime.quant.linear([checkpoint_module(name, part.module) for part in self.parts])
+        self.quantized = scheme is not None
+        self.method = method_of(scheme)
+        self.method.create(self, runtime)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [T, in]`` to ``[T, out]``."""
-        return self.kernel(x, self.weight, self.bias)
+        return self.method.apply(self, x, self.bias)
+
+    def placements(self) -> Iterator[tuple[str, str, Placement]]:
+        """What the method keeps of each part, and the bias."""
+        for part in self.parts:
+            for name, placement in self.method.placements(self, part):
+                yield part.module, name, placement
+            if self.bias is not None:
+                yield part.module, "bias", part.of_rows(self.bias)
 
     def finalize_weights(self) -> None:
-        """Hand the weight to the kernel; where that keeps a form of its own, ours is freed."""
-        if self.kernel.adopt(self.weight, self.bias):
-            self.weight.data = self.weight.new_empty(0)
+        """See :class:`ParameterLayer`."""
+        self.method.finalize(self)
 
 
 @dataclass(frozen=True)
@@ -45,37 +85,31 @@ class Column:
 
 
 class MergedColumnLinear(Linear):
-    """Column-parallel layers that read the same input, as one weight."""
+    """Column-parallel layers that read the same input, as one weight; in checkpoints they are beside this module."""
 
-    def __init__(self, in_features: int, columns: Sequence[Column], bias: bool, runtime: Runtime) -> None:
-        super().__init__(in_features, sum(len(column.local) for column in columns), bias, runtime)
-        self.columns = tuple(columns)
-
-    def placements(self) -> Iterator[tuple[str, str, Placement]]:
-        """One tensor a column, stored beside this module under the column's name."""
-        for name, parameter in self.named_parameters(recurse=False):
-            begin = 0
-            for column in self.columns:
-                count = len(column.local)
-                yield (
-                    f"../{column.name}",
-                    name,
-                    Placement(
-                        parameter,
-                        (column.rows, *parameter.shape[1:]),
-                        source=column.local.start,
-                        target=begin,
-                        count=count,
-                    ),
-                )
-                begin += count
+    def __init__(
+        self, in_features: int, columns: Sequence[Column], bias: bool, runtime: Runtime, name: str = ""
+    ) -> None:
+        parts: list[Part] = []
+        begin = 0
+        for column in columns:
+            parts.append(Part(f"../{column.name}", column.rows, in_features, column.local, range(in_features), begin))
+            begin += len(column.local)
+        super().__init__(in_features, begin, bias, runtime, name, parts)
 
 
 class QkvLinear(MergedColumnLinear):
     """Query, key and value projections. With more ranks than key/value heads, heads are replicated."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, runtime: Runtime
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        runtime: Runtime,
+        name: str = "",
     ) -> None:
         group = runtime.tensor_parallel
         heads = share(num_heads, group.rank, group.world_size, "num_attention_heads")
@@ -89,7 +123,7 @@ class QkvLinear(MergedColumnLinear):
             column("k_proj", num_kv_heads, kv_heads),
             column("v_proj", num_kv_heads, kv_heads),
         )
-        super().__init__(hidden_size, columns, bias, runtime)
+        super().__init__(hidden_size, columns, bias, runtime, name)
         self.num_heads = len(heads)
         self.num_kv_heads = len(kv_heads)
 
@@ -114,22 +148,25 @@ def kv_share(num_kv_heads: int, rank: int, world_size: int) -> range:
 class RowLinear(Linear):
     """A layer whose input is split over ranks; the result is summed over them."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, runtime: Runtime, what: str) -> None:
-        self.group = runtime.tensor_parallel
-        mine = share(in_features, self.group.rank, self.group.world_size, what)
-        super().__init__(len(mine), out_features, bias, runtime)
-        self.in_features = in_features
-        self.mine = mine
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, runtime: Runtime, what: str, name: str = ""
+    ) -> None:
+        group = runtime.tensor_parallel
+        mine = share(in_features, group.rank, group.world_size, what)
+        part = Part("", out_features, in_features, range(out_features), mine)
+        super().__init__(len(mine), out_features, bias, runtime, name, [part])
+        self.group, self.mine = group, mine
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [T, in / ranks]`` to ``[T, out]``."""
         # The bias is whole on every rank and must enter the sum once.
         bias = self.bias if self.group.rank == 0 else None
-        return self.group.all_reduce(self.kernel(x, self.weight, bias))
+        return self.group.all_reduce(self.method.apply(self, x, bias))
 
-    def placements(self) -> Iterator[tuple[str, str, Placement]]:
-        """The weight is split along its inputs, the bias whole."""
-        shape = (self.weight.shape[0], self.in_features)
-        yield "", "weight", Placement(self.weight, shape, dim=1, source=self.mine.start, count=len(self.mine))
-        if self.bias is not None:
-            yield "", "bias", Placement(self.bias, tuple(self.bias.shape))
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> Stream:
+        """The layer's result added to ``residual [T, out]``, which is written to."""
+        if self.group.world_size == 1:
+            summed = self.method.add(self, x, self.bias, residual)
+            if summed is not None:
+                return Stream(None, summed)
+        return Stream(self(x), residual)

@@ -1,6 +1,8 @@
-"""Norm layers."""
+"""Norm layers, and the residual stream that they read."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -9,19 +11,32 @@ from atom_core.layers.parameters import ParameterLayer, empty_parameter
 from atom_core.runtime import Runtime
 
 
+class Stream(NamedTuple):
+    """The residual stream ``[T, hidden]``: a sum whose last addition may be left to the norm that reads it."""
+
+    last: torch.Tensor | None
+    """What is still to be added; None: nothing is."""
+    residual: torch.Tensor
+    """The sum so far. Whoever has the stream may write to both."""
+
+
 class RMSNorm(ParameterLayer):
-    """Root mean square norm; with a residual, of ``x + residual``, which is returned beside it."""
+    """Root mean square norm of the residual stream."""
 
     def __init__(self, size: int, eps: float, runtime: Runtime) -> None:
         super().__init__()
         self.weight = empty_parameter(runtime, size)
         self.eps = eps
-        self.kernel = runtime.kernels.select(RMS_NORM, RmsNormSpec(size, runtime.dtype))
+        self.spec = RmsNormSpec(size, runtime.dtype)
+        self.kernel = runtime.kernels.select(RMS_NORM, self.spec)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x``, ``residual`` ``[T, N]`` to (normed, new residual); without a residual, ``x`` becomes it."""
-        normed, summed = self.kernel(x, self.weight, self.eps, residual)
-        return normed, x if summed is None else summed
+    def forward(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normed stream, and the stream summed up, both ``[T, N]``."""
+        if stream.last is None:
+            return self.kernel(stream.residual, self.weight, self.eps, None)[0], stream.residual
+        normed, summed = self.kernel(stream.last, self.weight, self.eps, stream.residual)
+        assert summed is not None
+        return normed, summed
 
 
 class HeadNorm(ParameterLayer):

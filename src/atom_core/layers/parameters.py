@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from atom_core.runtime import Runtime
 
+#: The dtypes of numbers that are stored as they are, as safetensors spells them.
+FLOATS = ("F64", "F32", "F16", "BF16")
+
 
 @dataclass(frozen=True)
 class Placement:
     """Where a checkpoint tensor goes: along ``dim``, ``count`` rows from ``source`` on to those from ``target`` on."""
+
+    #: What it may be stored as.
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS
 
     parameter: nn.Parameter
     shape: tuple[int, ...]
@@ -28,8 +35,22 @@ class Placement:
     count: int | None = None
     """None: all of them."""
 
+    def problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
+        """None where a tensor of ``shape`` and ``dtype`` is what goes here, else what is wrong with it."""
+        if shape != self.shape:
+            return f"is {list(shape)}, should be {list(self.shape)}"
+        return self.dtype_problem(dtype)
+
+    def dtype_problem(self, dtype: str) -> str | None:
+        """The same of the dtype alone."""
+        return None if dtype in self.dtypes else f"is stored as {dtype}, but config.json names no quantisation of it"
+
     def load(self, tensor: torch.Tensor) -> None:
-        """Copy this rank's part of ``tensor``, which has :attr:`shape`."""
+        """Copy this rank's part of ``tensor``, with which there is no :meth:`problem`.
+
+        Raises:
+            ValueError: it holds numbers that cannot be what it is; the message goes on from the tensor's name.
+        """
         count = self.shape[self.dim] if self.count is None else self.count
         with torch.no_grad():
             mine = tensor.narrow(self.dim, self.source, count)
@@ -43,7 +64,7 @@ class ParameterLayer(nn.Module):
     """
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
-        """(checkpoint module, tensor name, placement) of each tensor; "" is this module's own name."""
+        """(checkpoint module, tensor name, placement) of each tensor; "" is this module, "../name" one beside it."""
         for name, parameter in self.named_parameters(recurse=False):
             yield "", name, Placement(parameter, tuple(parameter.shape))
 
@@ -58,6 +79,11 @@ def empty_parameter(runtime: Runtime, *shape: int) -> nn.Parameter:
 
 class MissingLayer(nn.Module):
     """A layer that another pipeline stage holds; checkpoint tensors under its name are not this rank's."""
+
+
+def checkpoint_module(path: str, relative: str) -> str:
+    """What checkpoints call a part of the module at ``path``; see :meth:`ParameterLayer.placements`."""
+    return f"{path.rpartition('.')[0]}.{relative[3:]}" if relative.startswith("../") else path
 
 
 def share(total: int, rank: int, world_size: int, what: str) -> range:

@@ -1,13 +1,13 @@
 """The pre-norm decoder that the dense families share: Llama, Mistral, Qwen2, Qwen3 differ in configuration alone.
 
-``T`` tokens of a batch in one row, no padding between requests. The residual is carried beside the hidden state, so
-that adding it and the next norm are one kernel.
+``T`` tokens of a batch in one row, no padding between requests. Adding to the residual stream is one kernel with the
+product in front or with the norm behind; see :class:`atom_core.layers.norm.Stream`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from atom_core.config import HfConfig, ModelConfig
 from atom_core.layers.attention import Attention
 from atom_core.layers.embedding import LMHead, TokenEmbedding
 from atom_core.layers.mlp import GatedMLP
-from atom_core.layers.norm import RMSNorm
+from atom_core.layers.norm import RMSNorm, Stream
 from atom_core.layers.parameters import MissingLayer
 from atom_core.layers.rotary import RotaryTable
 from atom_core.runtime import Runtime
@@ -24,7 +24,7 @@ from atom_core.runtime import Runtime
 
 @dataclass(frozen=True)
 class Carried:
-    """What one pipeline stage hands to the next: both ``[T, hidden]``."""
+    """What one pipeline stage hands to the next: two parts of the residual stream, both ``[T, hidden]``."""
 
     hidden: torch.Tensor
     residual: torch.Tensor
@@ -36,18 +36,16 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, rotary: RotaryTable, runtime: Runtime, name: str) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime)
-        self.self_attn = Attention(config, config.layers[index], index, rotary, runtime, f"{name}.self_attn")
+        self.self_attn = Attention(
+            config, config.layers[index], index, self.input_layernorm, rotary, runtime, f"{name}.self_attn"
+        )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime)
-        self.mlp = GatedMLP(config, runtime)
+        self.mlp = GatedMLP(config, self.post_attention_layernorm, runtime, f"{name}.mlp")
 
-    def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, step: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(hidden, residual) of the next layer; their sum is the stream."""
-        hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, positions, step)
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
+    def forward(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
+        """The stream behind this layer."""
+        result: Stream = self.mlp(self.self_attn(stream, positions, step))
+        return result
 
 
 class Decoder(nn.Module):
@@ -82,18 +80,17 @@ class Decoder(nn.Module):
         carried: Carried | None = None,
     ) -> torch.Tensor | Carried:
         """See :meth:`DecoderForCausalLM.forward`."""
-        residual: torch.Tensor | None = None
         if carried is not None:
-            hidden, residual = carried.hidden, carried.residual
+            stream = Stream(carried.hidden, carried.residual)
         else:
-            # The first residual is written to in place; given embeddings belong to the caller.
-            hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds.clone()
+            # The stream is written to in place; given embeddings belong to the caller.
+            stream = Stream(None, self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds.clone())
         for index in self.stage:
-            hidden, residual = self.layers[index](hidden, residual, positions, step)
+            stream = self.layers[index](stream, positions, step)
         if not self.is_last:
-            assert residual is not None, "a pipeline stage has at least one layer"
-            return Carried(hidden, residual)
-        normed: torch.Tensor = self.norm(hidden, residual)[0]
+            last, residual = stream
+            return Carried(torch.zeros_like(residual) if last is None else last, residual)
+        normed: torch.Tensor = self.norm(stream)[0]
         return normed
 
 
@@ -106,6 +103,7 @@ class DecoderForCausalLM(nn.Module, ABC):
     def __init__(self, config: ModelConfig, runtime: Runtime, prefix: str = "") -> None:
         super().__init__()
         self.config = config
+        runtime = replace(runtime, quant=runtime.quant.below(prefix))
         self.model = Decoder(config, runtime, f"{prefix}.model" if prefix else "model")
         if self.model.is_last:
             tied_to = self.model.embed_tokens if config.tie_word_embeddings else None

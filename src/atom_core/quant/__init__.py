@@ -1,24 +1,41 @@
-"""Quantised checkpoints: from a config's ``quantization_config`` to how a linear layer keeps and uses its weights.
+"""Quantised checkpoints: from a config's ``quantization_config`` to the scheme of each linear layer.
 
-A scheme is one module here and one entry in :func:`read_quantization`.
+A scheme is one module here, one entry in :func:`read_quantization`, and one way for a layer to keep its weight
+(:mod:`atom_core.layers.linear_methods`). Importing this imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from atom_core.quant.errors import unsupported
+from atom_core.quant.fp8 import Fp8Config, online_fp8, read_compressed_tensors, read_fp8, read_modelopt
+
+__all__ = ["CHECKPOINT_METHODS", "ONLINE_METHODS", "SUPPORTED", "Fp8Config", "QuantConfig", "Unquantized"]
+__all__ += ["read_quantization", "unsupported"]
+
 #: Schemes that models can run, by the name users know them under; "none" is a checkpoint in its own dtype.
-SUPPORTED: tuple[str, ...] = ("none",)
+SUPPORTED: tuple[str, ...] = ("none", "fp8")
 
 
 class QuantConfig(Protocol):
-    """A checkpoint's quantisation."""
+    """A model's quantisation."""
 
     @property
     def name(self) -> str:
         """As users know it."""
+
+    def linear(self, modules: Sequence[str]) -> Fp8Config | None:
+        """The scheme of a linear layer that is ``modules`` in checkpoints, several where it is merged; None: none.
+
+        Raises:
+            ValueError: some of them have it and some have not.
+        """
+
+    def below(self, prefix: str) -> QuantConfig:
+        """The same for a model whose modules are named from ``prefix`` on, which checkpoints leave out."""
 
 
 @dataclass(frozen=True)
@@ -27,21 +44,47 @@ class Unquantized:
 
     name: str = "none"
 
+    def linear(self, modules: Sequence[str]) -> None:
+        """See :class:`QuantConfig`."""
 
-def read_quantization(hf: Mapping[str, Any]) -> QuantConfig:
-    """The scheme of a parsed ``config.json``.
+    def below(self, prefix: str) -> Unquantized:
+        """See :class:`QuantConfig`."""
+        return self
+
+
+#: Readers of a ``quantization_config``, by its ``quant_method``; the second argument is the whole ``config.json``.
+_READERS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], QuantConfig]] = {
+    "fp8": read_fp8,
+    "compressed-tensors": read_compressed_tensors,
+    "modelopt": read_modelopt,
+}
+CHECKPOINT_METHODS: tuple[str, ...] = tuple(_READERS)
+#: What weights of an unquantised checkpoint can be turned into while they are loaded, by the frameworks' flags.
+ONLINE_METHODS: tuple[str, ...] = ("fp8", "fp8_per_tensor", "fp8_per_channel")
+
+
+def read_quantization(hf: Mapping[str, Any], asked: str | None = None) -> QuantConfig:
+    """The quantisation of a parsed ``config.json``.
+
+    Args:
+        hf: the configuration.
+        asked: the quantisation that a flag asks for; of a quantised checkpoint it can only name the checkpoint's own.
 
     Raises:
-        ValueError: a scheme that no model here can run.
+        ValueError: a scheme that no model here can run, or a flag and a checkpoint that contradict each other.
     """
     config = hf.get("quantization_config") or hf.get("compression_config")
     if not config:
-        return Unquantized()
-    raise unsupported(str(config.get("quant_method", "unknown")))
-
-
-def unsupported(method: str) -> ValueError:
-    """The error for a quantisation ``method`` that is asked for, by a checkpoint or by a flag."""
-    return ValueError(
-        f"Quantisation {method!r} is not supported; supported: unquantised checkpoints (bfloat16, float16, float32)."
-    )
+        if asked is None:
+            return Unquantized()
+        if asked not in ONLINE_METHODS:
+            raise unsupported(asked)
+        return online_fp8()
+    method = str(config.get("quant_method", "unknown"))
+    if method not in _READERS:
+        raise unsupported(method)
+    if asked not in (None, method):
+        raise ValueError(
+            f"--quantization {asked} contradicts the checkpoint, whose quant_method is {method!r}; leave the flag out."
+        )
+    return _READERS[method](config, hf)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atom_core.models.registry import MODELS
-from atom_core.quant import SUPPORTED
+from atom_core.quant import CHECKPOINT_METHODS, ONLINE_METHODS, SUPPORTED
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,8 +55,11 @@ class RefusedFlag:
 
 #: Values of vLLM's `--load-format` that read safetensors; the others read pickles, other formats, or nothing that fits.
 SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "instanttensor")
-#: Values of vLLM's `--kv-cache-dtype`: the cache has the model's dtype, or one that is stored as it is.
-CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+#: Values of vLLM's `--kv-cache-dtype`: the cache has the model's dtype, one that is stored as it is, or FP8 with
+#: scales; "fp8" is the e4m3 that the device computes with.
+CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+#: Values of vLLM's `--quantization`: what is done while an unquantised checkpoint is loaded, or the checkpoint's own.
+QUANTIZATIONS = ("none", *dict.fromkeys((*ONLINE_METHODS, *CHECKPOINT_METHODS)))
 
 _NO_LORA = "our models take no LoRA adapters"
 _TEXT_ONLY = "our models generate text only"
@@ -72,12 +75,13 @@ REFUSED_FLAGS = (
     RefusedFlag("--enable-lora", _NO_LORA),
     RefusedFlag("--runner", _TEXT_ONLY, allowed=("auto", "generate")),
     RefusedFlag("--convert", _TEXT_ONLY, allowed=("auto", "none")),
-    RefusedFlag("--quantization", _NO_QUANTIZATION, allowed=SUPPORTED),
-    RefusedFlag("-q", _NO_QUANTIZATION, allowed=SUPPORTED),
+    RefusedFlag("--quantization", _NO_QUANTIZATION, allowed=QUANTIZATIONS),
+    RefusedFlag("-q", _NO_QUANTIZATION, allowed=QUANTIZATIONS),
     RefusedFlag("--cpu-offload-gb", _NO_OFFLOAD, allowed=("0",)),
     RefusedFlag("--offload-group-size", _NO_OFFLOAD, allowed=("0",)),
     RefusedFlag("--enable-dbo", _NO_OVERLAP),
     RefusedFlag("--kv-cache-dtype", _NO_CACHE_DTYPE, allowed=CACHE_DTYPES),
+    RefusedFlag("--kv-cache-dtype-skip-layers", "our layers have caches of one dtype"),
     RefusedFlag("--load-format", _SAFETENSORS_ONLY, allowed=SAFETENSORS_FORMATS),
     RefusedFlag("--decode-context-parallel-size", _NO_CONTEXT_SPLIT, allowed=("1",)),
     RefusedFlag("--prefill-context-parallel-size", _NO_CONTEXT_SPLIT, allowed=("1",)),
@@ -87,6 +91,8 @@ REFUSED_FLAGS = (
 #: itself has no fp8_e5m2 on a CPU, and takes either FP8 on ROCm for the one that the GPU has.
 SGLANG_LOAD_FORMATS = ("auto", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "layered")
 SGLANG_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+#: The same of `--quantization`; SGLang has a second name for ModelOpt's FP8, and for leaving weights as they are.
+SGLANG_QUANTIZATIONS = ("unquant", *dict.fromkeys(("fp8", *CHECKPOINT_METHODS)), "modelopt_fp8")
 #: SGLang's ways to draft: a head on the target's last hidden states (two names for it), and a model of its own.
 SGLANG_DRAFTS = ("EAGLE", "NEXTN", "STANDALONE")
 
@@ -94,7 +100,7 @@ SGLANG_REFUSED_FLAGS = (
     RefusedFlag("--enable-lora", _NO_LORA),
     RefusedFlag("--lora-paths", _NO_LORA),
     RefusedFlag("--is-embedding", _TEXT_ONLY),
-    RefusedFlag("--quantization", _NO_QUANTIZATION, allowed=("unquant",)),
+    RefusedFlag("--quantization", _NO_QUANTIZATION, allowed=SGLANG_QUANTIZATIONS),
     RefusedFlag("--cpu-offload-gb", _NO_OFFLOAD, allowed=("0",)),
     RefusedFlag("--offload-group-size", _NO_OFFLOAD, allowed=("-1", "0")),
     RefusedFlag("--enable-two-batch-overlap", _NO_OVERLAP),

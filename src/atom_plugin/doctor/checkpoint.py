@@ -35,5 +35,7 @@ def check_checkpoint(folder: Path, tensor_parallel_size: int = 1, framework: Fra
             consequence = framework.unknown_architecture
         findings = found(lambda: read_quantization(values)) + found(lambda: ModelConfig.from_hf(values))
     if not findings:
-        findings = found(lambda: check_files(ModelConfig.from_hf(values), folder, tensor_parallel_size))
+        findings = found(
+            lambda: check_files(ModelConfig.from_hf(values), folder, tensor_parallel_size, read_quantization(values))
+        )
     return findings

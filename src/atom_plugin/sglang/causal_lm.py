@@ -73,7 +73,7 @@ class AtomForCausalLM(nn.Module):
         model_config = ModelConfig.from_hf({**config.to_dict(), "architectures": [architecture]})
         ours = set(attention_backends()) <= set(our_backends())
         attention = SglangRadixAttention if ours else FrameworkAttention
-        self.runtime = build_runtime(int(config.context_len), model_config.num_layers, attention, settings)
+        self.runtime = build_runtime(config, quant_config, model_config.num_layers, attention, settings)
         self.core: DecoderForCausalLM = load_model_class(architecture)(model_config, self.runtime, prefix)
         self.model = Body(self.core)
         stage = self.runtime.pipeline.layers(model_config.num_layers)

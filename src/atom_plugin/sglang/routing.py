@@ -20,12 +20,12 @@ from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.models.registry import supported_architectures
-from atom_core.quant import read_quantization, unsupported
 from atom_core.standalone import check_files
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS
 from atom_plugin.common.versions import check_version, installed
 from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, our_backends
+from atom_plugin.sglang.quantization import quantization_of
 from atom_plugin.sglang.speculation import check_drafts
 
 logger = logging.getLogger("sglang.atom_plugin")
@@ -50,7 +50,6 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
     _check_registered(architecture)
     view = resolving_view(server_args)
     _refuse_features(view)
-    _refuse_quantization(view, hf_config)
     _check_checkpoint(view, server_args, hf_config)
     prefill, decode = attention_backends_of(server_args)
     unnamed = prefill is None and decode is None
@@ -127,20 +126,16 @@ def _refuse_features(view: Any) -> None:
             raise ValueError(f"atom-plugin does not support {what}. Unset SGLANG_EXTERNAL_MODEL_PACKAGE to use it.")
 
 
-def _refuse_quantization(view: Any, hf_config: Any) -> None:
-    if view.quantization not in (None, "unquant"):
-        raise unsupported(f"--quantization {view.quantization}")
-    read_quantization(hf_config.to_dict())
-
-
 def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> None:
-    """Compare a local checkpoint's headers with our model, before anything is loaded."""
+    """Compare a local checkpoint's headers with our model and its quantisation, before anything is loaded."""
+    quant = quantization_of(hf_config, view.quantization)
     config = ModelConfig.from_hf(hf_config)
     directory = Path(view.model_path)
     check_files(
         config,
         directory if directory.is_dir() and view.load_format != "dummy" else None,
         tensor_parallel_size=view.tp_size,
+        quant=quant,
     )
     dtype = model_config_of(server_args).dtype
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):

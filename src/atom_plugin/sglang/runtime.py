@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
@@ -12,19 +15,23 @@ from atom_core.kernels.select import Target
 from atom_core.runtime import AttentionFactory, PipelineStage, Runtime
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.settings import Settings
+from atom_plugin.sglang.quantization import quantization_of
 
 
-def build_runtime(max_model_len: int, num_layers: int, attention: AttentionFactory, settings: Settings) -> Runtime:
+def build_runtime(
+    config: Any, quant_config: Any, num_layers: int, attention: AttentionFactory, settings: Settings
+) -> Runtime:
     """The runtime of the model that SGLang is about to build, on the device and in the dtype that it has set.
 
     Args:
-        max_model_len: the longest sequence that will be served.
+        config: of the model, as SGLang has read and completed it.
+        quant_config: SGLang's own object for the model's quantisation, or None.
         num_layers: the model's decoder layers, to be split over pipeline stages.
         attention: makes its attention layers.
         settings: the ``ATOM_*`` variables.
 
     Raises:
-        ValueError: ``ATOM_KERNELS`` names something that does not exist.
+        ValueError: ``ATOM_KERNELS`` names something that does not exist, or our models cannot run the quantisation.
     """
     device, dtype = torch.empty(0).device, torch.get_default_dtype()
     parallel = get_parallel()
@@ -34,18 +41,19 @@ def build_runtime(max_model_len: int, num_layers: int, attention: AttentionFacto
         dtype=dtype,
         kernels=kernel_set(Target.of(device), settings.kernels),
         attention=attention,
-        max_model_len=max_model_len,
-        cache_dtype=_cache_dtype(dtype),
+        max_model_len=int(config.context_len),
+        cache_dtype=_cache_dtype(dtype, quant_config),
         tensor_parallel=GroupCommunicator(parallel.tp_group),
         pipeline=PipelineStage(first, end),
+        quant=quantization_of(config, None if quant_config is None else quant_config.get_name()),
     )
 
 
-def _cache_dtype(model_dtype: torch.dtype) -> torch.dtype:
+def _cache_dtype(model_dtype: torch.dtype, quant_config: Any) -> torch.dtype:
     """The dtype of the pool, which SGLang makes later and by the same function."""
     _, dtype = configure_kv_cache_dtype(
         server_args_kv_cache_dtype=get_model().kv_cache_dtype,
-        model=None,
+        model=SimpleNamespace(quant_config=quant_config),
         model_dtype=model_dtype,
         is_draft_worker=False,
         is_dflash=False,

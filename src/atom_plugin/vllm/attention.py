@@ -8,6 +8,7 @@ No ``from __future__ import annotations`` here: an op's schema is read from its 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch.library import Library
@@ -32,12 +33,13 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec as VllmAttentionSpec
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from atom_core.attention.base import AttentionSpec, BaseAttention
 from atom_core.attention.paged import PagedAttention
 from atom_core.kernels.attention import PagedAttentionKernel
+from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE, QkvWeights
 from atom_core.metadata import AttentionMetadata, KVCacheView
 from atom_core.runtime import Runtime
@@ -199,12 +201,14 @@ class VllmPagedAttention(PagedAttention, AttentionLayerBase):
         return _backend(self.kernel)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        """See vLLM; asked after the block size is final."""
+        """See vLLM; asked after the block size is final. What is FP8 is bytes to vLLM."""
+        cache = vllm_config.cache_config
         shape = {
-            "block_size": vllm_config.cache_config.block_size,
+            "block_size": cache.block_size,
             "num_kv_heads": self.spec.qkv.num_kv_heads,
             "head_size": self.spec.qkv.head_dim,
-            "dtype": self.cache_dtype,
+            "dtype": torch.uint8 if self.cache_dtype in FP8_DTYPES else self.cache_dtype,
+            "kv_quant_mode": get_kv_quant_mode(cache.cache_dtype),
         }
         if self.spec.window is not None:
             return SlidingWindowSpec(**shape, sliding_window=self.spec.window)
@@ -224,7 +228,8 @@ class VllmPagedAttention(PagedAttention, AttentionLayerBase):
         """See :class:`PagedAttention`."""
         if self._view is None or self._view[0] is not self.kv_cache:
             make = view_pages if self.kernel.order == CPU_PAGE_ORDER else KVCacheView.of_packed
-            self._view = (self.kv_cache, make(self.kv_cache, self.spec.qkv.head_dim))
+            view = make(self.kv_cache.view(self.cache_dtype), self.spec.qkv.head_dim)
+            self._view = (self.kv_cache, replace(view, k_scale=self.k_scale, v_scale=self.v_scale))
         return self._view[1]
 
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: object = None) -> torch.Tensor:
@@ -257,6 +262,22 @@ class FrameworkAttention(BaseAttention):
             per_layer_sliding_window=spec.window,
             prefix=spec.name,
         )
+
+    def set_scales(self, key: float, value: float) -> None:
+        """See :class:`BaseAttention`: backends read them from vLLM's layer, some as tensors, some as numbers."""
+        super().set_scales(key, value)
+        layer = self.attention
+        for scale, on_device, on_host in (
+            (key, layer._k_scale, layer._k_scale_cpu),
+            (value, layer._v_scale, layer._v_scale_cpu),
+        ):
+            on_device.fill_(scale)
+            on_host.fill_(scale)
+        layer._k_scale_float, layer._v_scale_float = key, value
+
+    def restore_scales(self) -> None:
+        """Hand the scales on again: when all weights are loaded, vLLM's layer goes back to scales of 1."""
+        self.set_scales(self.k_scale, self.v_scale)
 
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: object = None) -> torch.Tensor:
         """See :class:`BaseAttention`."""

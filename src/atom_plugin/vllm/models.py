@@ -22,6 +22,7 @@ from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.vllm.attention import FrameworkAttention, VllmPagedAttention, is_compiled
 from atom_plugin.vllm.runtime import build_runtime
+from atom_plugin.vllm.warmup import register_warm_up
 
 logger = logging.getLogger("vllm.atom_plugin")
 
@@ -47,6 +48,7 @@ class AtomForCausalLM(nn.Module):
         self.runtime = build_runtime(vllm_config, model_config, config.num_layers, attention, settings)
         self.core: DecoderForCausalLM = load_model_class(architecture)(config, self.runtime, prefix)
         self.checkpoint = str(model_config.model)
+        register_warm_up(self.core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
             kind = type(self.core).__name__
             table = startup_table(kind, attention.__name__, self.runtime)
@@ -93,6 +95,9 @@ class AtomForCausalLM(nn.Module):
     def process_weights_after_loading(self) -> None:
         """The last hook that vLLM calls on a loaded model."""
         finalize(self.core)
+        for layer in self.core.modules():
+            if isinstance(layer, FrameworkAttention):
+                layer.restore_scales()
 
     def make_empty_intermediate_tensors(
         self, batch_size: int, dtype: torch.dtype, device: torch.device

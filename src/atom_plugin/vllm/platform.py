@@ -1,4 +1,4 @@
-"""vLLM's platform with one hook more: where ``--model-impl atom`` is read.
+"""vLLM's platform with two hooks more: where ``--model-impl atom`` is read.
 
 The class is made on demand from whichever built-in platform applies and keeps its ``_enum``, so every branch that asks
 "is this CUDA?" answers as before. See https://docs.vllm.ai/en/latest/design/plugin_system.html for the plug-in group.
@@ -19,6 +19,15 @@ class AtomPlatformMixin:
     """Routes a model to our class when the user asked for it, and only then."""
 
     @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        """Say how our models run where the user did not; vLLM asks before it fills in its own defaults."""
+        super().apply_config_platform_defaults(vllm_config)  # type: ignore[misc]
+        if _asked_for(vllm_config):
+            from atom_plugin.vllm.graphs import set_graph_defaults
+
+            set_graph_defaults(vllm_config)
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Check a whole configuration; vLLM calls it again in the engine core and for each copy made for a draft.
 
@@ -27,10 +36,14 @@ class AtomPlatformMixin:
         """
         # The platform's own rules first: they settle what ours look at (the CPU's block size, the compile mode).
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
-        if vllm_config.model_config is not None and vllm_config.model_config.model_impl == "atom":
+        if _asked_for(vllm_config):
             from atom_plugin.vllm.routing import route
 
             route(vllm_config)
+
+
+def _asked_for(vllm_config: VllmConfig) -> bool:
+    return vllm_config.model_config is not None and vllm_config.model_config.model_impl == "atom"
 
 
 def __getattr__(name: str) -> type[Any]:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.config import ModelConfig as CoreConfig
-from atom_core.models.registry import MODELS, supported_architectures
-from atom_core.quant import unsupported
+from atom_core.models.registry import MODELS, supported_architectures, unsupported_architecture
 from atom_core.standalone import check_files
 from atom_plugin.common.settings import Settings, load_settings
 from atom_plugin.common.support import CACHE_DTYPES, SAFETENSORS_FORMATS
 from atom_plugin.common.versions import DISTRIBUTION, check_version, installed
 from atom_plugin.vllm import ARCHITECTURE_PREFIX
+from atom_plugin.vllm.quantization import quantization_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -46,7 +46,7 @@ def route(vllm_config: VllmConfig) -> None:
     _refuse_platform()
     architecture = _supported_architecture(model_config)
     _refuse_features(vllm_config)
-    _refuse_quantization(vllm_config)
+    _take_cache_dtype_of_checkpoint(vllm_config)
     _check_checkpoint(vllm_config)
     _rewrite(model_config, architecture)
     _route_draft(vllm_config)
@@ -93,7 +93,14 @@ def _refuse_features(vllm_config: VllmConfig) -> None:
             model.multimodal_config is not None,
             "multimodal input; for a multimodal checkpoint's text part add --language-model-only",
         ),
-        (cache.cache_dtype not in CACHE_DTYPES, f"--kv-cache-dtype {cache.cache_dtype}; use auto"),
+        (
+            cache.cache_dtype not in CACHE_DTYPES,
+            f"--kv-cache-dtype {cache.cache_dtype}; it does {', '.join(CACHE_DTYPES)}",
+        ),
+        (
+            bool(cache.kv_cache_dtype_skip_layers),
+            "a KV cache of another dtype in some layers (--kv-cache-dtype-skip-layers)",
+        ),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
         (bool(getattr(parallel, "enable_dbo", False)), "dual-batch overlap (--enable-dbo)"),
@@ -122,18 +129,30 @@ def _offloads(vllm_config: VllmConfig) -> bool:
     return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
 
 
-def _refuse_quantization(vllm_config: VllmConfig) -> None:
-    method = vllm_config.model_config.quantization
-    if method is not None:
-        raise unsupported(str(method))
+def _take_cache_dtype_of_checkpoint(vllm_config: VllmConfig) -> None:
+    """Have an FP8 cache where a compressed-tensors checkpoint says so and the user nothing.
+
+    vLLM does it while it builds an attention layer of its own; other checkpoints that say so it has read by now.
+    """
+    scheme, cache = getattr(vllm_config.quant_config, "kv_cache_scheme", None), vllm_config.cache_config
+    if not scheme or cache.cache_dtype != "auto":
+        return
+    found = {name: scheme.get(name) for name in ("type", "num_bits", "strategy", "symmetric")}
+    if found != {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True}:
+        raise ValueError(
+            f"The checkpoint's kv_cache_scheme is {found}; --model-impl atom supports symmetric 8-bit floating point "
+            "with one scale a tensor. Name a --kv-cache-dtype to leave it aside."
+        )
+    cache.cache_dtype = "fp8"
 
 
 def _check_checkpoint(vllm_config: VllmConfig) -> None:
-    """Compare a local checkpoint's headers with our model, before anything is loaded.
+    """Compare a local checkpoint's headers with our model and its quantisation, before anything is loaded.
 
     A model named by its hub id is not on disk yet; loading makes the same comparison.
     """
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    quant = quantization_of(model_config)
     config = CoreConfig.from_hf(model_config.hf_text_config)
     dummy = vllm_config.load_config.load_format == "dummy"
     directory = None if dummy else Path(model_config.model)
@@ -141,6 +160,7 @@ def _check_checkpoint(vllm_config: VllmConfig) -> None:
         config,
         directory if directory is not None and directory.is_dir() else None,
         tensor_parallel_size=parallel.tensor_parallel_size,
+        quant=quant,
     )
     if model_config.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"--dtype {model_config.dtype} is not supported; supported: bfloat16, float16, float32.")
@@ -177,10 +197,20 @@ def _route_draft(vllm_config: VllmConfig) -> None:
     if draft is None or speculative.method != "draft_model" or _is_ours(draft):
         return
     names = list(draft.model_arch_config.architectures or [])
-    if names and names[0] in MODELS and draft.quantization is None:
-        _rewrite(draft, names[0])
+    if reason := _why_not_ours(draft, names):
+        logger.info("--model-impl atom: the draft model %s is vLLM's own. %s", ", ".join(names), reason)
     else:
-        logger.info("--model-impl atom: the draft model %s is vLLM's own", ", ".join(names))
+        _rewrite(draft, names[0])
     # The V1 runner gives a draft the block table of the first cache group, whichever group the draft's layers are in.
     # Layers with other windows than the target's would be a group of their own and overwrite the target's cache.
     vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
+
+
+def _why_not_ours(draft: ModelConfig, names: list[str]) -> str | None:
+    if not names or names[0] not in MODELS:
+        return unsupported_architecture(", ".join(names))
+    try:
+        quantization_of(draft)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -11,12 +11,12 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
-from atom_core.quant import Unquantized
 from atom_core.runtime import AttentionFactory, PipelineStage, Runtime
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.settings import Settings
 from atom_plugin.vllm.attention import is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
+from atom_plugin.vllm.quantization import quantization_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -39,6 +39,15 @@ COMPILED = {
 }
 
 
+def cache_dtype(name: str, model_config: ModelConfig) -> torch.dtype:
+    """What the numbers in the cache are for a value of ``--kv-cache-dtype``; vLLM's own function has bytes for FP8."""
+    if name in ("fp8", "fp8_e4m3"):
+        from vllm.platforms import current_platform
+
+        return current_platform.fp8_dtype()
+    return torch.float8_e5m2 if name == "fp8_e5m2" else kv_cache_dtype_str_to_dtype(name, model_config)
+
+
 def build_runtime(
     vllm_config: VllmConfig, model_config: ModelConfig, num_layers: int, attention: AttentionFactory, settings: Settings
 ) -> Runtime:
@@ -52,7 +61,7 @@ def build_runtime(
         settings: the ``ATOM_*`` variables.
 
     Raises:
-        ValueError: ``ATOM_KERNELS`` names something that does not exist.
+        ValueError: ``ATOM_KERNELS`` names something that does not exist, or our models cannot run the quantisation.
     """
     device = torch.device(vllm_config.device_config.device)
     target = Target.of(device)
@@ -66,8 +75,8 @@ def build_runtime(
         kernels=kernel_set(target, settings.kernels, contributed, excluded),
         attention=attention,
         max_model_len=model_config.max_model_len,
-        cache_dtype=kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model_config),
+        cache_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, model_config),
         tensor_parallel=VllmCommunicator(get_tp_group()),
         pipeline=PipelineStage(first, end),
-        quant=Unquantized(),
+        quant=quantization_of(model_config),
     )

@@ -27,10 +27,13 @@ NAMES = (
     "vllm:ModelRegistry.get_supported_archs",
     "vllm.config:VllmConfig",
     "vllm.config:CompilationMode.NONE",
+    "vllm.config:CUDAGraphMode.FULL_DECODE_ONLY",
     "vllm.distributed:get_pp_group",
     "vllm.distributed:get_tp_group",
     "vllm.envs:VLLM_CPU_ATTN_SPLIT_KV",
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
+    "vllm.model_executor.warmup.jit_warmup:VllmJitKernel",
+    "vllm.platforms:current_platform.fp8_dtype",
     "vllm.platforms:current_platform.is_cpu",
     "vllm.platforms:current_platform.is_cuda_alike",
     "vllm.utils.torch_utils:LayerNameType",
@@ -93,6 +96,10 @@ CALLS = {
     ),
     "vllm.model_executor.layers.attention.kv_transfer_utils:maybe_transfer_kv_layer": (("function",), {}),
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": (("layer",), {"remove_weight": True}),
+    "vllm.config.quantization:resolve_quantization_config": (("quantization", "quantization_config"), {}),
+    "vllm.forward_context:create_forward_context": (("metadata", "vllm_config"), {}),
+    "vllm.forward_context:override_forward_context": (("context",), {}),
+    "vllm.platforms.interface:Platform.apply_config_platform_defaults": (("vllm_config",), {}),
     "vllm.platforms.interface:Platform.check_and_update_config": (("vllm_config",), {}),
     "vllm.sequence:IntermediateTensors": (("tensors",), {}),
     "vllm.utils.torch_utils:_encode_layer_name": (("name",), {}),
@@ -108,6 +115,7 @@ CALLS = {
     ),
     "vllm.v1.attention.backends.cpu_attn:_get_attn_isa": (("dtype", "block size", "head size"), {}),
     "vllm.v1.attention.backends.utils:split_decodes_and_prefills": (("metadata",), {}),
+    "vllm.v1.kv_cache_interface:get_kv_quant_mode": (("fp8",), {}),
 }
 
 
@@ -118,21 +126,24 @@ def test_it_takes_what_we_pass(path):
 
 
 FIELDS = {
-    "vllm.config:CacheConfig": ("block_size", "cache_dtype"),
-    "vllm.config:CompilationConfig": ("mode", "splitting_ops", "static_forward_context"),
+    "vllm.config:CacheConfig": ("block_size", "cache_dtype", "kv_cache_dtype_skip_layers"),
+    "vllm.config:CompilationConfig": ("cudagraph_mode", "mode", "splitting_ops", "static_forward_context"),
     "vllm.config:DeviceConfig": ("device",),
     "vllm.config:LoadConfig": ("load_format",),
     "vllm.config:ModelConfig": (
         *("dtype", "hf_config", "hf_text_config", "max_model_len", "model", "model_impl", "multimodal_config"),
         "quantization",
+        "quantization_config",
     ),
     "vllm.config:ParallelConfig": (
         *("decode_context_parallel_size", "enable_dbo", "prefill_context_parallel_size", "tensor_parallel_size"),
     ),
+    "vllm.config:SchedulerConfig": ("max_num_batched_tokens", "max_num_seqs"),
     "vllm.config:SpeculativeConfig": ("draft_model_config", "method"),
     "vllm.config:VllmConfig": (
         *("additional_config", "cache_config", "compilation_config", "device_config", "load_config", "lora_config"),
-        *("model_config", "offload_config", "parallel_config", "speculative_config"),
+        *("model_config", "offload_config", "optimization_level", "parallel_config", "quant_config"),
+        *("scheduler_config", "speculative_config"),
     ),
     "vllm.forward_context:ForwardContext": ("attn_metadata", "no_compile_layers"),
     "vllm.v1.attention.backend:CommonAttentionMetadata": (
@@ -186,9 +197,15 @@ def test_a_compiled_op_takes_what_we_pass_in_that_order(name):
 
 @pytest.mark.parametrize("window", [None, 64])
 def test_a_cache_spec_is_made_of_what_we_give(window):
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
-    shape = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    shape = {
+        "block_size": 32,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "dtype": torch.uint8,
+        "kv_quant_mode": KVQuantMode(1),
+    }
     spec = FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
     assert (spec.block_size, spec.num_kv_heads, spec.head_size) == (32, 2, 64)
 

@@ -78,8 +78,19 @@ CASES = {
     ),
     "a pool whose slots move": Case(("--enable-unified-memory",), ("--enable-unified-memory",)),
     "a KV cache of another type": Case(("--kv-cache-dtype mxfp8", "use auto"), ("--kv-cache-dtype", "mxfp8")),
-    "quantisation by flag": Case(("--quantization fp8", "is not supported"), ("--quantization", "fp8")),
-    "a quantised checkpoint": Case(("fp8' is not supported", "bfloat16, float16, float32"), model="quantised to fp8"),
+    "quantisation by flag": Case(
+        ("Quantisation 'w8a8_fp8' is not supported", "bfloat16, float16, float32", "--quantization fp8"),
+        ("--quantization", "w8a8_fp8"),
+    ),
+    "a checkpoint in FP8 blocks": Case(
+        ("Quantisation 'fp8' with weight_block_size=[128, 128] is not supported",), model="quantised in blocks"
+    ),
+    "a checkpoint that is not the FP8 that it says": Case(
+        ("missing (", "weight_scale", "is stored as BF16, but config.json says FP8"), model="quantised to fp8"
+    ),
+    "modules left out by a variable": Case(
+        ("SGLANG_FP8_IGNORED_LAYERS=o_proj",), ("--quantization", "fp8"), {"SGLANG_FP8_IGNORED_LAYERS": "o_proj"}
+    ),
     "weights as pickles, by flag": Case(("--load-format pt", "safetensors"), ("--load-format", "pt")),
     "weights as pickles, by what is there": Case(
         ("has no *.safetensors file", "pytorch_model.bin", "never read"), model="pickled"
@@ -130,6 +141,7 @@ TAKEN = {
     "two ranks": Case((), ("--tp", "2")),
     "two stages": Case((), ("--pp-size", "2")),
     "float16": Case((), ("--dtype", "float16")),
+    "quantisation while loading": Case((), ("--quantization", "fp8")),
     "a KV cache in FP8": Case((), ("--kv-cache-dtype", "fp8_e4m3")),
     "random weights": Case((), ("--load-format", "dummy"), model="missing tensor"),
     "a chain of drafts by a head": Case((), (*draft("EAGLE"), *CHAIN)),

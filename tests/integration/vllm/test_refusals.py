@@ -47,10 +47,26 @@ CASES = {
     "pooling": Case(("--model-impl atom does not support the 'pooling' runner (--runner)",), {"runner": "pooling"}),
     "conversion to an embedder": Case(("does not support the 'pooling' runner",), {"convert": "embed"}),
     "quantisation by flag": Case(
-        ("Quantisation 'fp8' is not supported", "bfloat16, float16, float32"), {"quantization": "fp8"}
+        ("Quantisation 'fp8_per_block' is not supported", "bfloat16, float16, float32", "--quantization fp8"),
+        {"quantization": "fp8_per_block"},
+    ),
+    "quantisation by a flag of many parts": Case(
+        ("does not support --quantization-config", "--quantization fp8"),
+        {"quantization": "fp8_per_channel", "quantization_config": {"ignore": ["re:.*o_proj"]}},
+    ),
+    "a checkpoint in FP8 blocks": Case(
+        ("Quantisation 'fp8' with weight_block_size=[128, 128] is not supported",), model="quantised in blocks"
+    ),
+    "a checkpoint that is not the FP8 that it says": Case(
+        ("missing (", "weight_scale", "is stored as BF16, but config.json says FP8"), model="quantised to fp8"
     ),
     "a quantised checkpoint": Case(("gptq' is not supported", "bfloat16, float16, float32"), model="quantised"),
-    "a KV cache of another type": Case(("--kv-cache-dtype fp8", "use auto"), {"kv_cache_dtype": "fp8"}),
+    "a KV cache of another type": Case(
+        ("--kv-cache-dtype fp8_per_token_head", "it does auto", "fp8_e5m2"), {"kv_cache_dtype": "fp8_per_token_head"}
+    ),
+    "a KV cache of two types": Case(
+        ("--kv-cache-dtype-skip-layers",), {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}
+    ),
     "weights as pickles, by flag": Case(("--load-format pt", "safetensors"), {"load_format": "pt"}),
     "weights as pickles, by what is there": Case(
         ("has no *.safetensors file", "pytorch_model.bin", "never read"), model="pickled"
@@ -113,6 +129,8 @@ TAKEN = {
     ),
     "two ranks": Case((), {"tensor_parallel_size": 2}),
     "float16": Case((), {"dtype": "float16"}),
+    "quantisation while loading": Case((), {"quantization": "fp8"}),
+    "an FP8 KV cache": Case((), {"kv_cache_dtype": "fp8"}),
     "random weights": Case((), {"load_format": "dummy"}, model="missing tensor"),
     "LoRA for vLLM's own model": Case((), {"enable_lora": True}, impl="auto"),
     "a wrong setting for vLLM's own model": Case((), environ={"ATOM_KERNEL": "x"}, impl="auto"),

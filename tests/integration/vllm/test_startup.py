@@ -23,8 +23,10 @@ def test_the_log_says_once_which_model_attention_and_kernels_run(server):
         ("embedding", "reference"),
         ("rms_norm", "framework"),
         ("linear", "framework"),
+        ("normed_linear", "separate"),
         ("qk_norm_rope_cache", "framework"),
         ("attention", "framework"),
+        ("decode_attention", "separate"),
         ("gated_activation", "reference"),
     ]
 

@@ -107,3 +107,13 @@ def test_a_compiled_model_gives_the_same_tokens(native, rows):
     assert ran.model_class == "AtomQwen3ForCausalLM"
     assert ran.compiled
     assert tokens(ran.answers[0]) == tokens(native("qwen3").answers[0][:NUM_FEW])
+
+
+@pytest.mark.slow
+def test_a_model_that_was_warmed_up_gives_the_same_tokens(native, rows):
+    prompts = [row.prompt for row in rows[:NUM_FEW]]
+    families = ("qwen3", "mistral")
+    engines = [Engine(checkpoint(family), "atom", [Ask(prompts, ANSWER)], SMALL_CHUNKS) for family in families]
+    for family, ran in zip(families, run(engines, script=Path(__file__).with_name("warmed.py")), strict=True):
+        assert ran.model_class == f"Atom{CLASSES[family]}"
+        assert tokens(ran.answers[0]) == tokens(native(family).answers[0][:NUM_FEW])

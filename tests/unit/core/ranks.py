@@ -72,7 +72,7 @@ def on_ranks(world_size: int, work: Callable[[Communicator], Any]) -> list[Any]:
 
 def build(runner: Runner, directory: Path, **runtime: Any) -> DecoderForCausalLM:
     """The model of ``runner`` again, loaded, with other ``runtime`` fields."""
-    base = build_runtime(torch.device("cpu"), torch.float32, runner.max_model_len)
+    base = build_runtime(torch.device("cpu"), torch.float32, runner.max_model_len, quant=runner.runtime.quant)
     model = load_model_class(runner.config.architecture)(runner.config, replace(base, **runtime))
     load_weights(model, Checkpoint.open(directory).load())
     finalize(model)

@@ -83,8 +83,10 @@ def test_the_kernels_that_were_chosen_can_be_listed(directory):
         "embedding",
         "rms_norm",
         "linear",
+        "normed_linear",
         "qk_norm_rope_cache",
         "attention",
+        "decode_attention",
         "gated_activation",
     ]
     faster = [choice.op for choice in choices if choice.implementation == "torch"]

@@ -59,7 +59,7 @@ def test_loading_lists_all_that_is_missing_unexpected_and_misshapen(directory):
         "  missing (2): model.layers.1.mlp.up_proj.weight, model.norm.weight",
         "  unexpected (1): model.layers.0.self_attn.rotor.weight",
         "  misshapen (2): "
-        "model.layers.2.mlp.down_proj.weight is stored as int8, but config.json names no quantisation, "
+        "model.layers.2.mlp.down_proj.weight is stored as int8, but config.json names no quantisation of it, "
         "model.layers.2.self_attn.o_proj.weight is [3, 5], should be [96, 80]",
         "Check that config.json belongs to these weights.",
     ]
@@ -95,7 +95,7 @@ def test_a_quantised_tensor_in_an_unquantised_model_is_named(directory):
     edit(directory, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
     with pytest.raises(ValueError, match=f"{re.escape(name)} in .* is stored as F8_E4M3, but config.json names no"):
         Runner(directory)
-    with pytest.raises(ValueError, match=f"{re.escape(name)} is stored as float8_e4m3fn"):
+    with pytest.raises(ValueError, match=f"{re.escape(name)} is stored as F8_E4M3"):
         load_weights(empty_model(directory), Checkpoint.open(directory).load())
 
 

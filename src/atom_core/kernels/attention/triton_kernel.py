@@ -31,6 +31,20 @@ _PROGRAMS, _MAX_SPLITS = 512, 32
 
 
 @triton.jit
+def _scaled(scores, scale, soft_cap, HAS_CAP: tl.constexpr):
+    """Logits to the base of 2."""
+    log2e: tl.constexpr = 1.4426950408889634
+    if HAS_CAP:
+        # tanh(x) = 2 / (1 + exp(-2x)) - 1, which Triton has on every target
+        return soft_cap * (2.0 / (1.0 + tl.exp(-2.0 * scores * scale / soft_cap)) - 1.0) * log2e
+    return scores * (scale * log2e)
+
+
+#: Batches differ in these: one kernel must do for all.
+_VARYING = ["num_requests", "num_tokens"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def _attention(
     q,
     key,
@@ -70,7 +84,8 @@ def _attention(
     WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -113,52 +128,77 @@ def _attention(
         begin = tl.maximum(length - num_queries + first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     end = last_position + 1
     working = 1
-    if SPLITS > 1:
+    if SPLIT:
         num_tiles = tl.cdiv(end - begin, BLOCK_N)
-        share = tl.cdiv(num_tiles, SPLITS)
+        share = tl.cdiv(num_tiles, tl.num_programs(2))
         working = tl.cdiv(num_tiles, share)
         if split >= working:
             return
         begin += split * share * BLOCK_N
         end = tl.minimum(begin + share * BLOCK_N, end)
 
+    # Exponents are to the base of 2, which the hardware has.
+    log2e: tl.constexpr = 1.4426950408889634
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:  # noqa: SIM102 - decided when compiling, unlike the next
         # The sink is one more key of no value: its logit opens the running softmax, once.
         if split == 0:
-            highest = tl.load(sinks + head, mask=row_used, other=0.0).to(tl.float32)
+            highest = tl.load(sinks + head, mask=row_used, other=0.0).to(tl.float32) * log2e
             total = tl.full([BLOCK_M], 1.0, tl.float32)
     acc = tl.zeros([BLOCK_M, D_PADDED], tl.float32)
 
-    for tile in range(begin, end, BLOCK_N):
+    key += kv_head * stride_k_head
+    value += kv_head * stride_v_head
+    table = page_table + request * stride_table
+    # Keys that every query of the tile sees need no mask: with a window, none are told apart.
+    unmasked_end = begin
+    if WINDOW == 0:
+        seen_by_all = tl.minimum(length - num_queries + first + 1, end) - begin
+        unmasked_end = begin + tl.maximum(seen_by_all, 0) // BLOCK_N * BLOCK_N
+    for tile in tl.range(begin, unmasked_end, BLOCK_N, num_stages=STAGES):
+        other = tile + tl.arange(0, BLOCK_N)
+        page = tl.load(table + other // PAGE).to(tl.int64)
+        offset = (other % PAGE).to(tl.int64)
+        k_at = key + (page * stride_k_page + offset * stride_k_token)[None, :] + dim[:, None]
+        keys = tl.load(k_at) if D == D_PADDED else tl.load(k_at, mask=dim_used[:, None], other=0.0)
+        scores = tl.dot(query, keys.to(query.dtype), input_precision="ieee")
+        scores = _scaled(scores, scale * k_scale, soft_cap, HAS_CAP)
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(weights, 1)
+        v_at = value + (page * stride_v_page + offset * stride_v_token)[:, None] + dim[None, :]
+        values = tl.load(v_at) if D == D_PADDED else tl.load(v_at, mask=dim_used[None, :], other=0.0)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(query.dtype), values.to(query.dtype), acc, input_precision="ieee")
+        highest = new_highest
+    for tile in tl.range(unmasked_end, end, BLOCK_N, num_stages=STAGES):
         other = tile + tl.arange(0, BLOCK_N)
         known = other < length
-        page = tl.load(page_table + request * stride_table + other // PAGE, mask=known, other=0).to(tl.int64)
+        page = tl.load(table + other // PAGE, mask=known, other=0).to(tl.int64)
         offset = (other % PAGE).to(tl.int64)
-        k_at = page * stride_k_page + kv_head * stride_k_head + offset * stride_k_token
-        keys = tl.load(key + k_at[None, :] + dim[:, None], mask=dim_used[:, None] & known[None, :], other=0.0)
-        scores = tl.dot(query, keys.to(query.dtype), input_precision="ieee") * (scale * k_scale)
-        if HAS_CAP:
-            # tanh(x) = 2 / (1 + exp(-2x)) - 1, which Triton has on every target
-            scores = soft_cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / soft_cap)) - 1.0)
+        k_at = key + (page * stride_k_page + offset * stride_k_token)[None, :] + dim[:, None]
+        keys = tl.load(k_at, mask=dim_used[:, None] & known[None, :], other=0.0)
+        scores = tl.dot(query, keys.to(query.dtype), input_precision="ieee")
+        scores = _scaled(scores, scale * k_scale, soft_cap, HAS_CAP)
         seen = (other[None, :] <= position[:, None]) & known[None, :] & row_used[:, None]
         if WINDOW > 0:
             seen &= other[None, :] > position[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # A row may have seen no key yet (its window starts later): keep exp() away from inf - inf.
+        # A row may have seen no key yet (its window starts later): keep exp2() away from inf - inf.
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp(scores - base[:, None])
-        shrink = tl.exp(highest - base)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(weights, 1)
-        v_at = page * stride_v_page + kv_head * stride_v_head + offset * stride_v_token
-        values = tl.load(value + v_at[:, None] + dim[None, :], mask=known[:, None] & dim_used[None, :], other=0.0)
-        values = values.to(query.dtype)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        v_at = value + (page * stride_v_page + offset * stride_v_token)[:, None] + dim[None, :]
+        values = tl.load(v_at, mask=known[:, None] & dim_used[None, :], other=0.0)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(query.dtype), values.to(query.dtype), acc, input_precision="ieee")
         highest = new_highest
 
-    if SPLITS > 1:  # noqa: SIM102 - decided when compiling, unlike the next
+    if SPLIT:  # noqa: SIM102 - decided when compiling, unlike the next
         if working > 1:
             # Rows of the parts: split, token, head.
             at = ((start + token).to(tl.int64) * tl.num_programs(1) + kv_head) * GROUP + rows % GROUP
@@ -183,8 +223,8 @@ def _attention(
                 part = tl.load(parts + row[:, None] * D + dim[None, :], mask=kept, other=0.0, cache_modifier=".cg")
                 new_highest = tl.maximum(highest, other_highest)
                 base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-                shrink = tl.exp(highest - base)
-                other_shrink = tl.exp(other_highest - base)
+                shrink = tl.exp2(highest - base)
+                other_shrink = tl.exp2(other_highest - base)
                 total = total * shrink + other_total * other_shrink
                 acc = acc * shrink[:, None] + part * other_shrink[:, None]
                 highest = new_highest
@@ -223,16 +263,19 @@ class TritonAttention:
             return self.decode_rows
         return max(self.decode_rows, 64 if d_padded * self.spec.dtype.itemsize <= 256 else 32)
 
-    def _keys_a_tile(self, d_padded: int, split: bool) -> int:
+    def _keys_a_tile(self, d_padded: int, few_queries: bool, split: bool) -> int:
         """64, or as many fewer as keep two tiles of keys and values within the 64 KiB of shared memory of gfx942.
 
-        Where requests are split a program waits for memory most of the time, and takes more at once if it can.
+        Where requests are split a program waits for memory most of the time, and takes more at once if it can. On
+        NVIDIA many queries want fewer keys at once, for the registers that their weights take.
         """
         keys = 64 // (2 if d_padded > 128 else 1) // (2 if self.spec.dtype == torch.float32 else 1)
-        return 2 * keys if split and self.nvidia else keys
+        if not self.nvidia:
+            return keys
+        return 2 * keys if split else keys if few_queries else max(16, keys // 2)
 
     def _splits(self, programs: int, max_seq_len: int, device: torch.device) -> int:
-        """How many programs may share one tile's keys: a power of two, to compile few variants."""
+        """How many programs may share one tile's keys."""
         wanted = min(_PROGRAMS // max(programs, 1), -(-max_seq_len // 64), _MAX_SPLITS)
         if wanted < 2:
             return 1
@@ -240,7 +283,7 @@ class TritonAttention:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return 1  # zeros that a graph makes are zeros only once that graph has run
             self._arrivals = torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
-        return 1 << (wanted.bit_length() - 1)
+        return wanted
 
     def plan_key(self) -> None:
         """It plans nothing."""
@@ -304,11 +347,12 @@ class TritonAttention:
             D_PADDED=d_padded,
             BLOCK_Q=block_q,
             BLOCK_M=block_m,
-            BLOCK_N=self._keys_a_tile(d_padded, splits > 1),
+            BLOCK_N=self._keys_a_tile(d_padded, few_queries, splits > 1),
             WINDOW=spec.window or 0,
             HAS_CAP=bool(spec.soft_cap),
             HAS_SINKS=sinks is not None,
-            SPLITS=splits,
+            SPLIT=splits > 1,
+            STAGES=3 if self.nvidia and few_queries else 2,
             OVERLAP=self.overlap,
             **launch_options(self.overlap),
         )

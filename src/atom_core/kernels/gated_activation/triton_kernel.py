@@ -9,8 +9,8 @@ import triton.language as tl
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 
-#: By the names of :data:`atom_core.config.Activation`.
-_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+#: What the kernels call them, by the names of :data:`atom_core.config.Activation`.
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _BLOCK = 1024
 
 
@@ -50,6 +50,6 @@ def gated_activation(x: torch.Tensor, activation: str, overlap: bool = False) ->
     out = x.new_empty(num_rows, size)
     if num_rows:
         grid = (num_rows, triton.cdiv(size, _BLOCK))
-        choice = {"BLOCK": _BLOCK, "KIND": _KINDS[activation], "OVERLAP": overlap, "num_warps": 4}
+        choice = {"BLOCK": _BLOCK, "KIND": ACTIVATIONS[activation], "OVERLAP": overlap, "num_warps": 4}
         _gated_activation[grid](x, out, x.stride(0), size, **choice, **launch_options(overlap))
     return out

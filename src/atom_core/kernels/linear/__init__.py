@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -37,6 +37,16 @@ class LinearKernel(Protocol):
         """Take over loaded weights. True: the kernel holds all it needs and the layer's copy is to be freed."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class AddingLinearKernel(Protocol):
+    """A product that can add to a residual on its way."""
+
+    def add(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """``residual += x W^T + b``, rounded once; ``residual`` is contiguous, and is the result."""
 
 
 def _torch_supports(spec: LinearSpec, target: Target) -> str | None:

@@ -1,19 +1,26 @@
 """Products of few rows in Triton, where the time is that of reading the weight once.
 
-One row: a program takes some rows of the weight and multiplies number by number; what it has summed is summed up at the
-end. Up to 16 rows: tiles of the weight are the left side of a matrix product, because its instructions want many rows
-there and few on the right. More rows are torch's.
+A weight so small that the GPU's registers hold it is loaded whole before the input is there ("resident"): what is left
+when the kernel in front ends is one short sum. A larger weight is streamed: for one row number by number,
+for up to 16 rows as the left side of a matrix product, because its instructions want many rows there and few on the
+right. More rows are torch's.
+
+All can end in a gated activation (rows of gate and up are taken in turns) or add to a residual. Where the input is read
+whole anyhow, they can norm it on the way, because the norm's factor may be applied to the sums.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from atom_core.config import Activation
+from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS, activated
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 
@@ -22,54 +29,163 @@ MAX_ROWS = 16
 
 
 @triton.jit
-def _one_row(
-    x,
-    weight,
+def _weight_rows(N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """The weight's rows of this program, in the order in which it takes them; past the last, the last again."""
+    lane = tl.arange(0, BLOCK_N)
+    if GATED:
+        half = N // 2
+        row = tl.minimum(tl.program_id(0) * (BLOCK_N // 2) + lane // 2, half - 1) + lane % 2 * half
+    else:
+        row = tl.minimum(tl.program_id(0) * BLOCK_N + lane, N - 1)
+    return row.to(tl.int64)
+
+
+@triton.jit
+def _finish(
+    total,
+    scales,
     bias,
+    residual,
     y,
+    row,
+    given,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Scale ``total [BLOCK_M, BLOCK_N]``, add what is to be added, activate and store."""
+    if scales is not None:
+        total *= tl.load(scales + row)[None, :]
+    if bias is not None:
+        total += tl.load(bias + row).to(tl.float32)[None, :]
+    width = N
+    if ACTIVATION is not None:
+        gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
+        # Rounded where a kernel of its own would read them.
+        gate = gate.to(y.dtype.element_ty).to(tl.float32)
+        up = up.to(y.dtype.element_ty).to(tl.float32)
+        total = activated(gate, ACTIVATION) * up
+        width = N // 2
+        out = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = given.to(tl.int64)[:, None] * width + out[None, :]
+    used = (given < M)[:, None] & (out < width)[None, :]
+    if residual is not None:
+        total += tl.load(residual + at, mask=used, other=0.0).to(tl.float32)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=used)
+
+
+@triton.jit
+def _streamed_row(
+    x,
+    norm,
+    weight,
+    scales,
+    bias,
+    residual,
+    y,
+    eps,
+    M,
     N,
     K,
+    stride_x,
     stride_weight,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if OVERLAP and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = _weight_rows(N, BLOCK_N, ACTIVATION is not None)
     column = tl.arange(0, BLOCK_K)
-    # Rows past the last are the last again, and are not stored.
-    at = weight + tl.minimum(row, N - 1).to(tl.int64)[:, None] * stride_weight + column[None, :]
+    at = weight + row[:, None] * stride_weight + column[None, :]
     # The first tile of the weight is on its way before x is there.
-    known = column < K
+    known = tl.full([BLOCK_K], True, tl.int1) if EVEN else column < K
     tile = tl.load(at, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+    if norm is not None:
+        factors = tl.load(norm + column, mask=known, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    given = tl.load(x + column, mask=known, other=0.0)
-    sums = tile.to(tl.float32) * given.to(tl.float32)[None, :]
+    wide = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
+    if norm is not None:
+        squares = wide * wide
+        wide *= factors
+    sums = tile.to(tl.float32) * wide[None, :]
     for begin in tl.range(BLOCK_K, K, BLOCK_K):
-        if EVEN:
-            tile = tl.load(at + begin, eviction_policy="evict_first")
-            given = tl.load(x + begin + column)
-        else:
+        if not EVEN:
             known = begin + column < K
-            tile = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
-            given = tl.load(x + begin + column, mask=known, other=0.0)
-        sums += tile.to(tl.float32) * given.to(tl.float32)[None, :]
-    if OVERLAP:
+        tile = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+        wide = tl.load(x + begin + column, mask=known, other=0.0).to(tl.float32)
+        if norm is not None:
+            squares += wide * wide
+            wide *= tl.load(norm + begin + column, mask=known, other=0.0).to(tl.float32)
+        sums += tile.to(tl.float32) * wide[None, :]
+    if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.sum(sums, 1)
-    if HAS_BIAS:
-        total += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
-    tl.store(y + row, total.to(y.dtype.element_ty), mask=row < N)
+    if norm is not None:
+        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    _finish(total[None, :], scales, bias, residual, y, row, tl.arange(0, 1), M, N, 1, BLOCK_N, ACTIVATION)
 
 
 @triton.jit
-def _few_rows(
+def _resident_row(
     x,
+    norm,
     weight,
+    scales,
     bias,
+    residual,
     y,
+    eps,
+    M,
+    N,
+    K,
+    stride_x,
+    stride_weight,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = _weight_rows(N, BLOCK_N, ACTIVATION is not None)
+    column = tl.arange(0, BLOCK_K)
+    known = tl.full([BLOCK_K], True, tl.int1) if EVEN else column < K
+    at = weight + row[:, None] * stride_weight + column[None, :]
+    tile = tl.load(at, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+    if norm is not None:
+        factors = tl.load(norm + column, mask=known, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    wide = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
+    if norm is not None:
+        squares = wide * wide
+        wide *= factors
+    total = tl.sum(tile.to(tl.float32) * wide[None, :], 1)
+    if norm is not None:
+        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    _finish(total[None, :], scales, bias, residual, y, row, tl.arange(0, 1), M, N, 1, BLOCK_N, ACTIVATION)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _streamed_rows(
+    x,
+    norm,
+    weight,
+    scales,
+    bias,
+    residual,
+    y,
+    eps,
     M,
     N,
     K,
@@ -79,14 +195,18 @@ def _few_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.static_assert(norm is None)
+    if OVERLAP and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = _weight_rows(N, BLOCK_N, ACTIVATION is not None)
     column = tl.arange(0, BLOCK_K)
     given = tl.arange(0, BLOCK_M)
-    at = weight + tl.minimum(row, N - 1).to(tl.int64)[:, None] * stride_weight + column[None, :]
+    at = weight + row[:, None] * stride_weight + column[None, :]
     x_at = x + given.to(tl.int64)[None, :] * stride_x + column[:, None]
     used = given[None, :] < M
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -100,43 +220,136 @@ def _few_rows(
             known = begin + column < K
             tile = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
             right = tl.load(x_at + begin, mask=used & known[:, None], other=0.0)
-        total = tl.dot(tile, right, total)
-    if OVERLAP:
+        total = tl.dot(tile.to(right.dtype), right, total)
+    if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if HAS_BIAS:
-        total += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
-    y_at = y + given.to(tl.int64)[None, :] * N + row[:, None]
-    tl.store(y_at, total.to(y.dtype.element_ty), mask=used & (row[:, None] < N))
+    _finish(tl.trans(total), scales, bias, residual, y, row, given, M, N, BLOCK_M, BLOCK_N, ACTIVATION)
+
+
+Kernel = Literal["resident row", "streamed row", "streamed rows"]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program takes: rows and columns of the weight at a time, and how many such tiles are on their way."""
+    """A kernel, and what one of its programs takes."""
 
+    kernel: Kernel
     rows: int
+    """Rows of the weight."""
     columns: int
+    """Columns of it at a time."""
     warps: int
-    stages: int
+    stages: int = 1
+    """How many tiles are on their way at once."""
+    early: bool = False
+    """Whether the next kernel may start when this one's programs all have, and not only when they are done."""
+
+    @property
+    def norms(self) -> bool:
+        """Whether the kernel can norm its input."""
+        return self.kernel != "streamed rows"
 
 
-#: Weights with as many rows keep every processor busy with whole tiles, also for one row of x.
-_MANY = 65536
+#: Bytes of a weight that the registers of a large GPU hold beside what they need otherwise.
+_RESIDENT_BYTES = 16 << 20
 
 
-def tile_for(num_rows: int, out_features: int, in_features: int, nvidia: bool) -> Tile:
+def tile_for(num_rows: int, out_features: int, in_features: int, itemsize: int, nvidia: bool) -> Tile:
     """The tile of a product; on an H200 within a few per cent of the best of 40 for the shapes of Qwen3 0.6B and 8B."""
-    if takes_one_row(num_rows, out_features):
-        return Tile(4, 1024, 4, 1)
+    columns = triton.next_power_of_2(in_features)
+    if num_rows == 1 and nvidia and out_features * in_features * itemsize <= _RESIDENT_BYTES and columns <= 8192:
+        # As many rows as give each processor two programs, in tiles of at most 32 KiB.
+        rows = min(16384 // columns, max(4, triton.next_power_of_2(out_features // 256)))
+        return Tile("resident row", max(2, rows), columns, 8 if columns * rows > 8192 else 4)
+    if num_rows == 1 and out_features < 65536:
+        if not nvidia:
+            return Tile("streamed row", 4, 1024, 4)
+        wide = out_features > in_features
+        return Tile("streamed row", 16, 512, 4, early=True) if wide else Tile("streamed row", 8, 1024, 4, early=True)
     if not nvidia:
-        return Tile(32, 256, 4, 2)
-    if out_features >= 6144:
-        return Tile(64, 128, 4, 5 if out_features < _MANY else 3)
-    return Tile(32, 256, 4, 5) if in_features <= 4096 else Tile(32, 512, 4, 3)
+        return Tile("streamed rows", 32, 256, 4, 2)
+    if in_features > 4096:
+        return Tile("streamed rows", 32, 256, 4, 5, early=True)
+    return Tile("streamed rows", 64, 128, 4, 5 if out_features < 65536 else 3)
 
 
-def takes_one_row(num_rows: int, out_features: int) -> bool:
-    """Whether the kernel for one row is used."""
-    return num_rows == 1 and out_features < _MANY
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm of the input."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    tile: Tile,
+    overlap: bool,
+    scales: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    activation: Activation | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``act(norm(x) (scales W)^T + b) + residual``, of at most :data:`MAX_ROWS` rows.
+
+    Args:
+        x: ``[M, K]`` in bfloat16 or float16.
+        weight: ``[N, K]`` in the same dtype or in FP8.
+        bias: ``[N]``.
+        tile: see :func:`tile_for`.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        scales: float32 ``[N]``, of the weight's rows.
+        norm: norm ``x`` first; only where ``tile.norms``.
+        activation: the weight is ``[gate | up]``; the result is ``[M, N / 2]``.
+        residual: contiguous, in the result's shape; it is written to, and is the result.
+    """
+    num_rows = x.shape[0]
+    assert 0 < num_rows <= MAX_ROWS
+    assert x.stride(1) == weight.stride(1) == 1
+    assert norm is None or tile.norms
+    assert residual is None or residual.is_contiguous()
+    out_features, in_features = weight.shape
+    outputs = out_features if activation is None else out_features // 2
+    y = x.new_empty(num_rows, outputs) if residual is None else residual
+    choices: dict[str, object] = {}
+    if tile.kernel == "streamed rows":
+        choices |= {"BLOCK_M": MAX_ROWS, "STAGES": tile.stages}
+    if tile.kernel != "resident row":
+        choices |= {"EARLY": tile.early}
+    _KERNELS[tile.kernel][(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2),)](
+        x,
+        None if norm is None else norm.weight,
+        weight,
+        scales,
+        bias,
+        residual,
+        y,
+        0.0 if norm is None else norm.eps,
+        num_rows,
+        out_features,
+        in_features,
+        x.stride(0),
+        weight.stride(0),
+        BLOCK_N=tile.rows,
+        BLOCK_K=tile.columns,
+        EVEN=in_features % tile.columns == 0,
+        ACTIVATION=None if activation is None else ACTIVATIONS[activation],
+        OVERLAP=overlap,
+        num_warps=tile.warps,
+        **choices,
+        **launch_options(overlap),
+    )
+    return y
+
+
+_KERNELS = {
+    "resident row": _resident_row,
+    "streamed row": _streamed_row,
+    "streamed rows": _streamed_rows,
+}
 
 
 class TritonLinear:
@@ -158,6 +371,16 @@ class TritonLinear:
         """``x [T, in]`` to ``[T, out]``."""
         return linear(x, weight, bias, self.nvidia, self.overlap)
 
+    def add(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.linear.AddingLinearKernel`: ours for few rows, torch's for more."""
+        if not 0 < x.shape[0] <= MAX_ROWS:
+            residual.addmm_(x, weight.t())
+            return residual if bias is None else residual.add_(bias)
+        tile = tile_for(x.shape[0], weight.shape[0], weight.shape[1], weight.element_size(), self.nvidia)
+        return product(x, weight, bias, tile=tile, overlap=self.overlap, residual=residual)
+
 
 def _fake(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, nvidia: bool, overlap: bool
@@ -170,28 +393,7 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, nvidia: bool, overlap: bool
 ) -> torch.Tensor:
     """``x W^T + b``: ours for few rows, torch's for more."""
-    num_rows = x.shape[0]
-    if not 0 < num_rows <= MAX_ROWS:
+    if not 0 < x.shape[0] <= MAX_ROWS:
         return F.linear(x, weight, bias)
-    assert x.stride(1) == weight.stride(1) == 1
-    out_features, in_features = weight.shape
-    tile = tile_for(num_rows, out_features, in_features, nvidia)
-    y = x.new_empty(num_rows, out_features)
-    grid = (triton.cdiv(out_features, tile.rows),)
-    shared = {
-        "BLOCK_N": tile.rows,
-        "BLOCK_K": tile.columns,
-        "EVEN": in_features % tile.columns == 0,
-        "HAS_BIAS": bias is not None,
-        "OVERLAP": overlap,
-        "num_warps": tile.warps,
-        **launch_options(overlap),
-    }
-    sizes = (out_features, in_features)
-    if takes_one_row(num_rows, out_features):
-        _one_row[grid](x, weight, bias, y, *sizes, weight.stride(0), **shared)
-    else:
-        strides = (x.stride(0), weight.stride(0))
-        tiles = {"BLOCK_M": MAX_ROWS, "STAGES": tile.stages}
-        _few_rows[grid](x, weight, bias, y, num_rows, *sizes, *strides, **tiles, **shared)
-    return y
+    tile = tile_for(x.shape[0], weight.shape[0], weight.shape[1], weight.element_size(), nvidia)
+    return product(x, weight, bias, tile=tile, overlap=overlap)

@@ -1,8 +1,9 @@
 """q/k norm, rope and the cache write in Triton, one launch straight from raw qkv.
 
-A program takes one head of one token. ``T`` tokens, ``H`` query and ``K`` key/value heads of ``D`` numbers, the first
-``R`` of them rotated; a head is loaded twice, the second time with partners exchanged, so that rotation needs no
-shuffle between threads. Padded tokens (negative slots) still get a query, and write nothing to the cache.
+A program takes some heads of one token. ``T`` tokens, ``H`` query and ``K`` key/value heads of ``D`` numbers, the first
+``R`` of them rotated: the partners of a rotation are loaded as two tiles of their own, so that every number is read
+once and turned without a shuffle between threads. Padded tokens (negative slots) still get a query, and write nothing
+to the cache.
 """
 
 from __future__ import annotations
@@ -20,11 +21,8 @@ from atom_core.metadata import KVCacheView
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 
-
-@triton.jit
-def _saturated(x, LIMIT: tl.constexpr):
-    # Comparisons let NaN through, which min and max may not.
-    return x if LIMIT is None else tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+#: Heads a program takes: few where latency counts, more where there are tokens enough to fill a GPU.
+_FEW_HEADS, _MANY_HEADS, _MANY_TOKENS = 4, 16, 64
 
 
 @triton.jit
@@ -52,8 +50,10 @@ def _qk_norm_rope_cache(
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
-    D_PADDED: tl.constexpr,
     R: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -63,54 +63,89 @@ def _qk_norm_rope_cache(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    dim = tl.arange(0, D_PADDED)
-    used = dim < D
-    row = qkv + token * stride_qkv + head * D
-    x = tl.load(row + dim, mask=used, other=0.0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_query = head < H
+    is_key = (head >= H) & (head < H + K)
+    is_value = (head >= H + K) & (head < H + 2 * K)
+    exists = head < H + 2 * K
+
+    # The two halves of what is rotated, partner by partner, and the numbers past it.
+    half: tl.constexpr = R // 2
+    pair = tl.arange(0, PAIRS)
+    paired = pair < half
+    first = 2 * pair if INTERLEAVED else pair
+    second = first + 1 if INTERLEAVED else pair + half
+    row = qkv + token * stride_qkv + head[:, None] * D
+    used = exists[:, None] & paired[None, :]
+    x = tl.load(row + first[None, :], mask=used, other=0.0)
+    y = tl.load(row + second[None, :], mask=used, other=0.0)
     slot = tl.load(slots + token)
+    angles = cos_sin + tl.load(positions + token).to(tl.int64) * R
+    cos = tl.load(angles + pair, mask=paired, other=1.0)[None, :]
+    sin = tl.load(angles + half + pair, mask=paired, other=0.0)[None, :]
+    wide_x = x.to(tl.float32)
+    wide_y = y.to(tl.float32)
+    squares = tl.sum(wide_x * wide_x, 1) + tl.sum(wide_y * wide_y, 1)
+    if REST > 0:
+        rest = R + tl.arange(0, REST)
+        rest_used = exists[:, None] & (rest < D)[None, :]
+        z = tl.load(row + rest[None, :], mask=rest_used, other=0.0)
+        wide_z = z.to(tl.float32)
+        squares += tl.sum(wide_z * wide_z, 1)
+    if NORM:
+        factor = (1.0 / tl.sqrt(squares / D + eps))[:, None]
+        # rounded between norm and rope, as the model defines it
+        wide_x = _normed(wide_x, factor, q_norm, k_norm, first, paired, is_query).to(x.dtype).to(tl.float32)
+        wide_y = _normed(wide_y, factor, q_norm, k_norm, second, paired, is_query).to(x.dtype).to(tl.float32)
+        if REST > 0:
+            wide_z = _normed(wide_z, factor, q_norm, k_norm, rest, rest < D, is_query).to(x.dtype).to(tl.float32)
+    turned_x = wide_x * cos - wide_y * sin
+    turned_y = wide_y * cos + wide_x * sin
+
+    query_at = q_out + (token * H + head[:, None]) * D
+    asked = is_query[:, None] & paired[None, :]
+    tl.store(query_at + first[None, :], turned_x.to(q_out.dtype.element_ty), mask=asked)
+    tl.store(query_at + second[None, :], turned_y.to(q_out.dtype.element_ty), mask=asked)
+
     page = slot // PAGE
     offset = slot % PAGE
+    key_at = page * stride_k_page + offset * stride_k_token + (head - H).to(tl.int64) * stride_k_head
+    value_at = page * stride_v_page + offset * stride_v_token + (head - H - K).to(tl.int64) * stride_v_head
+    kept = tl.where(slot >= 0, is_key, False)[:, None]
+    also = tl.where(slot >= 0, is_value, False)[:, None]
+    key_at = key + key_at[:, None]
+    value_at = value + value_at[:, None]
+    # Keys go through the model's dtype first: what attention would see of an uncached one.
+    stored_x = stored(turned_x.to(x.dtype).to(tl.float32), k_scale, LIMIT).to(key.dtype.element_ty)
+    stored_y = stored(turned_y.to(x.dtype).to(tl.float32), k_scale, LIMIT).to(key.dtype.element_ty)
+    tl.store(key_at + first[None, :], stored_x, mask=kept & paired[None, :])
+    tl.store(key_at + second[None, :], stored_y, mask=kept & paired[None, :])
+    plain_x = stored(x.to(tl.float32), v_scale, LIMIT).to(value.dtype.element_ty)
+    plain_y = stored(y.to(tl.float32), v_scale, LIMIT).to(value.dtype.element_ty)
+    tl.store(value_at + first[None, :], plain_x, mask=also & paired[None, :])
+    tl.store(value_at + second[None, :], plain_y, mask=also & paired[None, :])
+    if REST > 0:
+        inside = (rest < D)[None, :]
+        tl.store(query_at + rest[None, :], wide_z.to(q_out.dtype.element_ty), mask=is_query[:, None] & inside)
+        stored_z = stored(wide_z.to(x.dtype).to(tl.float32), k_scale, LIMIT).to(key.dtype.element_ty)
+        tl.store(key_at + rest[None, :], stored_z, mask=kept & inside)
+        plain_z = stored(z.to(tl.float32), v_scale, LIMIT).to(value.dtype.element_ty)
+        tl.store(value_at + rest[None, :], plain_z, mask=also & inside)
 
-    if head >= H + K:
-        if slot >= 0:
-            at = page * stride_v_page + (head - H - K).to(tl.int64) * stride_v_head + offset * stride_v_token + dim
-            scaled = _saturated(x.to(tl.float32) / v_scale, LIMIT)
-            tl.store(value + at, scaled.to(value.dtype.element_ty), mask=used)
-        return
 
-    half: tl.constexpr = R // 2
-    turned = dim < R
-    if INTERLEAVED:
-        partner = tl.where(turned, dim ^ 1, dim)
-        pair = dim // 2
-        sign = tl.where(dim % 2 == 0, -1.0, 1.0)
-    else:
-        partner = tl.where(turned, (dim + half) % R, dim)
-        pair = dim % half
-        sign = tl.where(dim < half, -1.0, 1.0)
-    wide = x.to(tl.float32)
-    other = tl.load(row + partner, mask=used, other=0.0).to(tl.float32)
-    if NORM:
-        factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / D + eps)
-        weight = q_norm if head < H else k_norm
-        # rounded between norm and rope, as the model defines it
-        wide = (wide * factor * tl.load(weight + dim, mask=used, other=0.0).to(tl.float32)).to(x.dtype)
-        other = (other * factor * tl.load(weight + partner, mask=used, other=0.0).to(tl.float32)).to(x.dtype)
-        wide = wide.to(tl.float32)
-        other = other.to(tl.float32)
-    angles = cos_sin + tl.load(positions + token).to(tl.int64) * R
-    cos = tl.load(angles + pair, mask=turned, other=1.0)
-    sin = tl.load(angles + half + pair, mask=turned, other=0.0)
-    result = tl.where(turned, wide * cos + sign * other * sin, wide)
+@triton.jit
+def _normed(x, factor, q_norm, k_norm, columns, used, is_query):
+    q_weight = tl.load(q_norm + columns, mask=used, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_norm + columns, mask=used, other=0.0).to(tl.float32)
+    return x * factor * tl.where(is_query[:, None], q_weight[None, :], k_weight[None, :])
 
-    if head < H:
-        tl.store(q_out + (token * H + head) * D + dim, result.to(q_out.dtype.element_ty), mask=used)
-    elif slot >= 0:
-        at = page * stride_k_page + (head - H).to(tl.int64) * stride_k_head + offset * stride_k_token + dim
-        # through the model's dtype first: what attention would see of an uncached key
-        scaled = _saturated(result.to(x.dtype).to(tl.float32) / k_scale, LIMIT)
-        tl.store(key + at, scaled.to(key.dtype.element_ty), mask=used)
+
+@triton.jit
+def stored(x, scale, LIMIT: tl.constexpr):
+    """What a cache holds of ``x``, in float32: divided by the scale, within ``LIMIT`` where there is one."""
+    x = x / scale
+    # Comparisons let NaN through, which min and max may not.
+    return x if LIMIT is None else tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
 def qk_norm_rope_cache(
@@ -127,7 +162,9 @@ def qk_norm_rope_cache(
     assert qkv.stride(-1) == cache.key.stride(-1) == cache.value.stride(-1) == 1
     num_tokens = qkv.shape[0]
     q_out = torch.empty(num_tokens, spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device)
-    _qk_norm_rope_cache[(num_tokens, spec.num_heads + 2 * spec.num_kv_heads)](
+    rest = spec.head_dim - spec.rotary_dim
+    heads = _FEW_HEADS if num_tokens < _MANY_TOKENS else _MANY_HEADS
+    _qk_norm_rope_cache[num_tokens, triton.cdiv(spec.num_heads + 2 * spec.num_kv_heads, heads)](
         qkv,
         positions,
         slots,
@@ -147,12 +184,15 @@ def qk_norm_rope_cache(
         H=spec.num_heads,
         K=spec.num_kv_heads,
         D=spec.head_dim,
-        D_PADDED=triton.next_power_of_2(spec.head_dim),
         R=spec.rotary_dim,
+        PAIRS=triton.next_power_of_2(spec.rotary_dim // 2),
+        REST=triton.next_power_of_2(rest) if rest else 0,
+        HEADS=heads,
         INTERLEAVED=spec.interleaved,
         NORM=weights.q_norm is not None,
         LIMIT=saturation_limit(cache.key.dtype),
         OVERLAP=overlap,
+        num_warps=4,
         **launch_options(overlap),
     )
     return q_out

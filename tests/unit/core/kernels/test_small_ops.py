@@ -8,6 +8,7 @@ import torch
 from atom_core.kernels import kernel_set
 from atom_core.kernels.embedding.reference import embedding
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
+from atom_core.kernels.gated_activation.reference import gated_activation
 from atom_core.kernels.linear import LINEAR, LinearSpec
 from atom_core.kernels.linear.mkldnn import MkldnnLinear
 from atom_core.kernels.rms_norm.cpu import rms_norm as rms_norm_on_cpu
@@ -77,7 +78,11 @@ def test_the_triton_gated_activation(activation, size):
     torch.testing.assert_close(launch(x, activation), gated_activation(x, activation))
 
 
-@pytest.mark.parametrize(("out_features", "in_features"), [(40, 600), (33, 1024)])
+#: Weights that each kernel takes: resident and streamed, of sizes that tiles divide and not.
+PRODUCTS = [(40, 600), (34, 1024), (18, 5000), (34, 9000)]
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), PRODUCTS)
 @pytest.mark.parametrize("rows", [0, 1, 2, 16, 17])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("nvidia", [False, True])
@@ -159,3 +164,38 @@ def test_which_weights_are_packed(spec, reason):
     (implementation,) = (one for one in LINEAR.implementations if one.name == "torch")
     found = implementation.supports(spec, CPU)
     assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("out_features", "in_features"), PRODUCTS)
+def test_the_triton_normed_linear(out_features, in_features, bias, rows, activation):
+    from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
+
+    x, norm = torch.randn(rows, in_features).half(), torch.rand(in_features).half()
+    weight = (torch.randn(out_features, in_features) / in_features**0.5).half()
+    offset = torch.randn(out_features).half() if bias else None
+    kernel = TritonNormedLinear(activation, nvidia=True, overlap=False)
+    found = kernel(x, norm, 1e-3, weight, None, offset)
+    expected = rms_norm(x.double(), norm.double(), 1e-3, None)[0] @ weight.double().T
+    expected += 0 if offset is None else offset.double()
+    if activation is not None:
+        expected = gated_activation(expected, activation)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 16, 17])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("out_features", "in_features"), PRODUCTS)
+@pytest.mark.parametrize("nvidia", [False, True])
+def test_the_triton_linear_adds_to_a_residual(nvidia, out_features, in_features, bias, rows):
+    from atom_core.kernels.linear.triton_kernel import TritonLinear
+
+    x, residual = torch.randn(rows, in_features).half(), torch.randn(rows, out_features).half()
+    weight = (torch.randn(out_features, in_features) / in_features**0.5).half()
+    offset = torch.randn(out_features).half() if bias else None
+    expected = residual.double() + x.double() @ weight.double().T + (0 if offset is None else offset.double())
+    found = TritonLinear(nvidia, overlap=False).add(x, weight, offset, residual)
+    assert found is residual
+    torch.testing.assert_close(found.double(), expected, rtol=2**-9, atol=2**-9)

@@ -35,6 +35,7 @@ def test_a_good_one(checkpoint):
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported: Llama"),
         ({"architectures": []}, "names no architecture"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "'awq' is not supported; supported: "),
+        ({"quantization_config": {"quant_method": "fp8"}}, "but config.json says FP8"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"intermediate_size": 96}, "mlp"),
     ],

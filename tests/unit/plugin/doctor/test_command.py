@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from atom_plugin.common.support import QUANTIZATIONS
 from atom_plugin.doctor.command import (
     check_flags,
     check_model_impl,
@@ -89,7 +90,7 @@ def test_refused_flags(flags):
     "flags",
     [
         "--runner generate",
-        "--quantization none",
+        *(f"--quantization {name}" for name in QUANTIZATIONS),
         "--cpu-offload-gb 0",
         "--max-model-len 512",
         "--no-enable-prefix-caching",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS
+from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS, SGLANG_QUANTIZATIONS
 from atom_plugin.doctor.command import check_command, check_flags, local_model, parse_command, tensor_parallel_size
 from atom_plugin.doctor.framework import SGLANG
 from atom_plugin.doctor.sglang import check_asked_for, check_attention_backends, check_sglang_variables
@@ -135,7 +135,7 @@ def test_backends_that_agree_or_are_sglangs(flags):
         "--enable-lora",
         "--lora-paths a",
         "--is-embedding",
-        "--quantization fp8",
+        "--quantization awq",
         "--kv-cache-dtype mxfp8",
         "--load-format gguf",
         "--speculative-algorithm EAGLE3",
@@ -159,7 +159,7 @@ def test_refused_flags(flags):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--quantization unquant",
+        *(f"--quantization {name}" for name in SGLANG_QUANTIZATIONS),
         "--offload-group-size -1",
         "--speculative-eagle-topk 1",
         "--speculative-algorithm STANDALONE",

@@ -1,0 +1,279 @@
+"""Native and atom engines on a GPU, one at a time and in turns: each round starts one of both, in alternating order.
+
+An engine takes most of the GPU's memory, so the two cannot live side by side; several rounds show how much figures
+wander. In the first round the compile caches are empty ("cold"), in later ones they are those of the first. Weights
+are random. A benchmark says how an engine is started; its main is `compare`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atom_plugin.bench.models import read_config
+from benchmarks import IMPLEMENTATIONS
+from benchmarks._figures import Rounds, as_json, markdown, plot, require_matplotlib, summarise
+
+#: Caches of compiled code, by the variable that moves each; a fresh folder is a machine that never ran an engine.
+_CACHES = {
+    "VLLM_CACHE_ROOT": "vllm",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "CUDA_CACHE_PATH": "cuda",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Requests at once, and the tokens of each prompt."""
+
+    batch: int
+    input_len: int
+
+    @classmethod
+    def read(cls, text: str) -> Shape:
+        """From "8x128"."""
+        try:
+            batch, input_len = map(int, text.split("x"))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not of the form 8x128") from None
+        return cls(batch, input_len)
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.input_len}"
+
+
+@dataclass(frozen=True)
+class Started:
+    """An engine that is ready."""
+
+    generate: Callable[[list[list[int]], int], object]
+    """Runs prompts of token ids to so many new tokens each."""
+    cache_tokens: int
+    """What its cache holds."""
+    stop: Callable[[], object]
+
+
+def engine_options(parser: argparse.ArgumentParser) -> None:
+    """What is served and how: the same for native and atom."""
+    parser.add_argument("--model", default="qwen3-0.6b", help="a name, a config.json or a checkpoint's folder")
+    parser.add_argument("--layers", type=int, help="keep so many layers")
+    parser.add_argument("--load-format", default="dummy", help="dummy: random weights")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument(
+        "--extra-engine-json", type=json.loads, default={}, help="JSON: more arguments of the engine, for both"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="engines of each kind")
+    parser.add_argument("--json", type=Path, help="write all figures there; the plot goes beside it")
+    parser.add_argument("--no-plot", action="store_true")
+
+
+@contextmanager
+def model_folder(arguments: argparse.Namespace) -> Iterator[str]:
+    """The folder that engines are given: a checkpoint's own, or one that holds a configuration alone."""
+    if arguments.load_format != "dummy":
+        yield arguments.model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(read_config(arguments.model, arguments.layers)))
+        yield folder
+
+
+def serve(arguments: argparse.Namespace, start: Callable[[argparse.Namespace], Started]) -> None:
+    """Be one engine: start it, run every shape, write what was found to the file in `arguments.result`."""
+    engine = start(arguments)
+    found: dict[str, Any] = {
+        "start": time.time() - arguments.begun,
+        "cache_tokens": engine.cache_tokens,
+        "shapes": {},
+    }
+    vocabulary = json.loads((Path(arguments.model) / "config.json").read_text())["vocab_size"]
+    for shape in arguments.shapes:
+        found["shapes"][str(shape)] = run_shape(engine, shape, arguments.output_len, arguments.repetitions, vocabulary)
+    arguments.result.write_text(json.dumps(found))
+    engine.stop()
+
+
+def run_shape(engine: Started, shape: Shape, output_len: int, repetitions: int, vocabulary: int) -> dict[str, float]:
+    """Seconds until all requests have their first token, and seconds of each further step."""
+    generator = random.Random(0)
+    prompts = [[generator.randrange(vocabulary) for _ in range(shape.input_len)] for _ in range(shape.batch)]
+
+    def seconds(tokens: int) -> float:
+        begin = time.perf_counter()
+        engine.generate(prompts, tokens)
+        return time.perf_counter() - begin
+
+    seconds(8)
+    first = [seconds(1) for _ in range(repetitions)]
+    whole = [seconds(output_len) for _ in range(repetitions)]
+    ttft = statistics.median(first)
+    return {"ttft": ttft, "tpot": (statistics.median(whole) - ttft) / (output_len - 1)}
+
+
+class Turns:
+    """All rounds of a benchmark: starts an engine's process at a time."""
+
+    def __init__(self, module: str, arguments: argparse.Namespace, model: str) -> None:
+        self.module, self.arguments, self.model = module, arguments, model
+        self.folder = tempfile.TemporaryDirectory()
+        self.engines: list[dict[str, Any]] = []
+
+    def run(self) -> Rounds:
+        """Every figure of every round."""
+        names = list(IMPLEMENTATIONS)
+        self._warm_files()
+        rounds: dict[str, dict[str, list[float]]] = {}
+        for index in range(self.arguments.rounds):
+            for name in names if index % 2 == 0 else names[::-1]:
+                found = self._engine(name)
+                self.engines.append({"round": index, "implementation": name, **found})
+                for figure, value in _figures(found, cold=index == 0).items():
+                    rounds.setdefault(figure, {}).setdefault(name, []).append(value)
+            last = {figure: {name: numbers[name][-1:] for name in names} for figure, numbers in rounds.items()}
+            print(
+                f"round {index}: " + "; ".join(f"{row.figure} x{row.ratio:.2f}" for row in summarise(last)), flush=True
+            )
+        return rounds
+
+    def _engine(self, name: str) -> dict[str, Any]:
+        folder = Path(self.folder.name)
+        result, log = folder / "result.json", folder / "log"
+        result.unlink(missing_ok=True)
+        command = [sys.executable, "-m", f"benchmarks.{self.module}", *sys.argv[1:], "--model", self.model]
+        command += ["--serve", name, "--result", str(result), "--begun", str(time.time())]
+        caches = {variable: str(folder / name / kind) for variable, kind in _CACHES.items()}
+        with log.open("w") as file:
+            code = subprocess.run(
+                command, env={**os.environ, **caches}, stdout=file, stderr=file, check=False
+            ).returncode
+        if not result.exists():
+            sys.stderr.write(log.read_text(errors="replace")[-20000:])
+            raise SystemExit(f"the {name} engine failed with exit code {code}")
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+    def _warm_files(self) -> None:
+        """Read the framework's files once, or the first engine alone would wait for the disk."""
+        framework = self.module.partition("_")[0]
+        subprocess.run([sys.executable, "-c", f"import {framework}"], check=False, capture_output=True)
+
+
+def _figures(found: Mapping[str, Any], *, cold: bool) -> dict[str, float]:
+    """One engine's figures by name: milliseconds and seconds."""
+    figures = {}
+    for shape, times in found["shapes"].items():
+        figures[f"{shape} tpot, ms"] = times["tpot"] * 1e3
+        figures[f"{shape} ttft, ms"] = times["ttft"] * 1e3
+    figures[f"start, {'cold' if cold else 'warm'}, s"] = found["start"]
+    figures["cache tokens"] = found["cache_tokens"]
+    return figures
+
+
+def floors(arguments: argparse.Namespace, bandwidth: float) -> dict[str, float | None]:
+    """The least time a token of each shape, in ms, half of the answer in the cache; None: an unknown architecture."""
+    import torch
+
+    from atom_core.config import ModelConfig
+    from atom_core.quant import read_quantization
+    from atom_plugin.bench.floor import step_traffic
+    from atom_plugin.bench.step import torch_dtype
+
+    dtype = torch_dtype(arguments.dtype)
+    cache_dtype = torch.float8_e4m3fn if "fp8" in arguments.kv_cache_dtype else dtype
+    hf = read_config(arguments.model, arguments.layers)
+    found: dict[str, float | None] = {}
+    for shape in arguments.shapes:
+        context = shape.input_len + arguments.output_len // 2
+        try:
+            quant = read_quantization(hf, arguments.quantization)
+            traffic = step_traffic(ModelConfig.from_hf(hf), shape.batch, context, dtype, cache_dtype, quant)
+        except ValueError:
+            found[f"{shape} tpot, ms"] = None
+            continue
+        found[f"{shape} tpot, ms"] = traffic.seconds(bandwidth * arguments.tensor_parallel_size) * 1e3
+    return found
+
+
+def measure_ceiling() -> dict[str, Any]:
+    """The GPU's name and bandwidth, from a process of its own that leaves nothing in its memory."""
+    code = (
+        "import json; from atom_plugin.bench.device import measure_ceiling, require_gpu; "
+        "it = measure_ceiling(require_gpu()); "
+        "print(json.dumps({'device': it.device, 'copy': it.copy, 'read': it.read, 'bandwidth': it.bandwidth}))"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    if finished.returncode:
+        raise SystemExit(finished.stderr.strip().splitlines()[-1])
+    found: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+    return found
+
+
+def compare(
+    module: str,
+    description: str | None,
+    start: Callable[[argparse.Namespace], Started],
+    more_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """The command line: measure both in turns, or be one engine.
+
+    Args:
+        module: the benchmark's name in this folder.
+        description: what `--help` says.
+        start: starts the engine that `arguments.serve` names.
+        more_options: adds the benchmark's own.
+        arguments: None: the process's.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    engine_options(parser)
+    more_options(parser)
+    default = [Shape(1, 128), Shape(8, 128), Shape(64, 512), Shape(256, 512)]
+    parser.add_argument("--shapes", type=Shape.read, nargs="+", default=default, help="requests x tokens, as 8x128")
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--repetitions", type=int, default=3, help="runs of each shape in an engine")
+    parser.add_argument("--serve", choices=list(IMPLEMENTATIONS), help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.serve:
+        serve(given, start)
+        return
+    if given.output_len < 2:
+        parser.error("--output-len must be 2 at least: the first token counts as prefill")
+    if not given.no_plot and given.json:
+        require_matplotlib()
+    ceiling = measure_ceiling()
+    print(f"{ceiling['device']}: {ceiling['bandwidth'] / 1e12:.2f} TB/s, measured here", flush=True)
+    with model_folder(given) as model:
+        turns = Turns(module, given, model)
+        rows = summarise(turns.run(), floors(given, ceiling["bandwidth"]))
+    print(markdown(rows), end="")
+    if given.json:
+        asked = {name: str(value) for name, value in vars(given).items() if name not in ("serve", "result", "begun")}
+        found = {"asked": asked, "ceiling": ceiling, "rows": as_json(rows), "engines": turns.engines}
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+        if not given.no_plot:
+            quantized = f", {given.quantization}" if given.quantization else ""
+            title = f"{module.partition('_')[0]}: {given.model}{quantized}, {ceiling['device']}, {given.rounds} rounds"
+            times = [row for row in rows if row.figure.endswith(", ms")]
+            plot(times, given.json.with_suffix(".png"), title)

@@ -1,0 +1,58 @@
+"""Native SGLang and atom on a GPU, offline, in turns: decoding, prefill, start and cache, beside the memory's floor.
+
+    python -m benchmarks.sglang_gpu --model qwen3-8b --json qwen3-8b.json    # also writes qwen3-8b.png
+
+Run it with the Python that has SGLang and atom-plugin installed. Both get the same flags; native's attention is
+SGLang's choice unless `--native-attention-backend` names another. See `benchmarks._gpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from benchmarks._gpu import Started, compare
+
+
+def start(arguments: argparse.Namespace) -> Started:
+    """One engine, in this process."""
+    os.environ.pop("SGLANG_EXTERNAL_MODEL_PACKAGE", None)
+    own = {}
+    if arguments.serve == "atom":
+        os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "atom_plugin.sglang.models"
+        own = {"attention_backend": "atom"}
+    elif arguments.native_attention_backend:
+        own = {"attention_backend": arguments.native_attention_backend}
+    import sglang
+
+    options = {
+        "model_path": arguments.model,
+        "load_format": arguments.load_format,
+        "skip_tokenizer_init": True,
+        "dtype": arguments.dtype,
+        "quantization": arguments.quantization,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "context_length": arguments.max_model_len,
+        "max_running_requests": arguments.max_num_seqs,
+        "mem_fraction_static": arguments.gpu_memory_utilization,
+        "tp_size": arguments.tensor_parallel_size,
+        "disable_radix_cache": True,
+        "log_level": "warning",
+        **own,
+        **arguments.extra_engine_json,
+    }
+    engine = sglang.Engine(**options)
+
+    def generate(prompts: list[list[int]], tokens: int) -> object:
+        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        return engine.generate(input_ids=prompts, sampling_params=sampling)
+
+    return Started(generate, engine.get_server_info()["max_total_num_tokens"], stop=engine.shutdown)
+
+
+def _own_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--native-attention-backend", help="for native alone, as --attention-backend of SGLang")
+
+
+if __name__ == "__main__":
+    compare("sglang_gpu", __doc__, start, _own_options)

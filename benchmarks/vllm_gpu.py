@@ -1,0 +1,51 @@
+"""Native vLLM and atom on a GPU, offline, in turns: decoding, prefill, start and cache, beside the memory's floor.
+
+    python -m benchmarks.vllm_gpu --model qwen3-8b --json qwen3-8b.json      # also writes qwen3-8b.png
+    python -m benchmarks.vllm_gpu --model qwen3-8b --quantization fp8 --kv-cache-dtype fp8 --rounds 5
+
+Run it with the Python that has vLLM and atom-plugin installed. Both get the same flags. "tpot" is the time of each
+token after the first, "ttft" the time until all requests have theirs; see `benchmarks._gpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks import IMPLEMENTATIONS
+from benchmarks._gpu import Started, compare
+
+
+def start(arguments: argparse.Namespace) -> Started:
+    """One engine, in this process."""
+    from vllm import LLM, SamplingParams
+
+    options = {
+        "model": arguments.model,
+        "model_impl": IMPLEMENTATIONS[arguments.serve],
+        "load_format": arguments.load_format,
+        "skip_tokenizer_init": True,
+        "dtype": arguments.dtype,
+        "quantization": arguments.quantization,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "max_model_len": arguments.max_model_len,
+        "max_num_seqs": arguments.max_num_seqs,
+        "gpu_memory_utilization": arguments.gpu_memory_utilization,
+        "tensor_parallel_size": arguments.tensor_parallel_size,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        **arguments.extra_engine_json,
+    }
+    llm = LLM(**options)
+
+    def generate(prompts: list[list[int]], tokens: int) -> object:
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+
+    cache = llm.llm_engine.vllm_config.cache_config
+    return Started(generate, cache.num_gpu_blocks * cache.block_size, stop=llm.llm_engine.engine_core.shutdown)
+
+
+if __name__ == "__main__":
+    compare("vllm_gpu", __doc__, start)

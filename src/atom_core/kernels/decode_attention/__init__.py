@@ -1,0 +1,71 @@
+"""All of a decoding layer's attention at once, where every request has one new token: from raw qkv to the output.
+
+:mod:`atom_core.kernels.qk_norm_rope_cache`, then :mod:`atom_core.kernels.attention`, with the same results: the new
+key and value are in the cache afterwards. ``qkv``: ``[T, (H + 2K) * D]``; ``out``: ``[T, H, D]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from atom_core.kernels.attention import PagedAttentionSpec
+from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
+from atom_core.kernels.select import Implementation, Op, Target, always
+from atom_core.kernels.triton_support import overlaps
+from atom_core.metadata import AttentionMetadata, KVCacheView
+
+
+@dataclass(frozen=True)
+class DecodeAttentionSpec:
+    """One attention layer.
+
+    ``separate`` names the implementation that was chosen for each op by itself: what is fused is what was chosen.
+    """
+
+    qkv: QkvSpec
+    attention: PagedAttentionSpec
+    separate: tuple[tuple[str, str], ...]
+
+
+class DecodeAttentionKernel(Protocol):
+    """The call; :meth:`takes` says whether it may be made for a batch."""
+
+    def takes(self, metadata: AttentionMetadata) -> bool:
+        """Whether it can run this batch, and in a captured graph every batch that the graph may replay."""
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        weights: QkvWeights,
+        cache: KVCacheView,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None: ...
+
+
+def _triton_supports(spec: DecodeAttentionSpec, target: Target) -> str | None:
+    for op, chosen in spec.separate:
+        if chosen != "triton":
+            return f"It fuses Triton kernels, and {op} is {chosen} here."
+    return None
+
+
+def _build_triton(spec: DecodeAttentionSpec, target: Target) -> DecodeAttentionKernel | None:
+    from atom_core.kernels.decode_attention.triton_kernel import TritonDecodeAttention  # needs triton
+
+    return TritonDecodeAttention(spec, nvidia=target.kind == "cuda", overlap=overlaps(target))
+
+
+#: "separate" is no kernel: the cache is filled, then attention runs.
+DECODE_ATTENTION: Op[DecodeAttentionSpec, DecodeAttentionKernel | None] = Op(
+    "decode_attention",
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("separate", always, lambda spec, target: None),
+    ),
+)

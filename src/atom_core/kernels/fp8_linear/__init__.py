@@ -1,0 +1,98 @@
+"""Matrix product with a weight in FP8: ``y = (s_x * X) (s_w * W)^T + b``.
+
+``x``: ``[T, K]`` and ``b``: ``[N]`` or None, of the model's dtype; ``W``: ``[N, K]`` float8_e4m3fn with ``s_w [N]``
+float32, a scale a row however many the checkpoint has; ``y``: ``[T, N]``. ``X`` is ``x / s_x`` in e4m3, cut to what
+that holds (448): ``s_x`` is the checkpoint's (static), or for each token its largest magnitude / 448 (dynamic).
+
+An implementation may leave ``x`` as it is, which is only more exact; the Triton one does so for few rows, where reading
+the weight is all that takes time. So the last digits of an answer may depend on how many tokens share a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from atom_core.kernels.fp8_linear.reference import ReferenceFp8Linear
+from atom_core.kernels.fp8_linear.scaled_mm import ScaledMm, why_no_scaled_mm
+from atom_core.kernels.select import Implementation, Op, Target, always
+from atom_core.kernels.triton_support import overlaps, why_no_triton
+from atom_core.quant.fp8 import InputScale
+
+
+@dataclass(frozen=True)
+class Fp8LinearSpec:
+    """One product: ``in_features`` is K, ``out_features`` N, as this rank holds them; ``dtype`` is the model's."""
+
+    in_features: int
+    out_features: int
+    bias: bool
+    dtype: torch.dtype
+    input_scale: InputScale
+
+
+class Fp8LinearKernel(Protocol):
+    """A product bound to one layer."""
+
+    def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+        """See the weights once they are loaded; a kernel may change bits of them that do not count."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        input_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``x [T, K]`` to ``[T, N]``; ``input_scale`` is float32 ``[1]``, or None where each token has its own."""
+
+
+@runtime_checkable
+class FewRowsFp8Kernel(Protocol):
+    """A product that multiplies few rows by itself, so that others may be fused with it."""
+
+    max_rows: int
+
+    def few_rows(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weight and the scales as :func:`atom_core.kernels.linear.triton_kernel.product` takes them."""
+
+    def add(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """``residual += y``, rounded once, of at most ``max_rows`` rows; ``residual`` is contiguous."""
+
+
+def _scaled_mm_supports(spec: Fp8LinearSpec, target: Target) -> str | None:
+    return why_no_scaled_mm(spec.in_features, spec.out_features, target)
+
+
+def _triton_supports(spec: Fp8LinearSpec, target: Target) -> str | None:
+    if reason := why_no_triton(target):
+        return reason
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"The Triton kernel is for inputs of two bytes, not for {spec.dtype}."
+    return _scaled_mm_supports(spec, target)  # takes the products of many rows
+
+
+def _build_triton(spec: Fp8LinearSpec, target: Target) -> Fp8LinearKernel:
+    from atom_core.kernels.fp8_linear.triton_kernel import TritonFp8Linear  # needs triton, which a CPU may lack
+
+    return TritonFp8Linear(target, overlaps(target))
+
+
+FP8_LINEAR: Op[Fp8LinearSpec, Fp8LinearKernel] = Op(
+    "fp8_linear",
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("scaled_mm", _scaled_mm_supports, lambda spec, target: ScaledMm(target)),
+        Implementation("reference", always, lambda spec, target: ReferenceFp8Linear()),
+    ),
+)

@@ -1,0 +1,108 @@
+"""The product through torch's own FP8 matrix product: cuBLASLt or CUTLASS on NVIDIA, hipBLASLt on AMD.
+
+gfx942 multiplies e4m3fnuz alone: the same bits are half as much there, and minus zero is its NaN. So weights keep their
+bits, but for minus zeros, and each of the two scales is taken twice.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from atom_core.kernels.fp8_linear.reference import E4M3, quantize_input
+from atom_core.kernels.select import Target
+
+FNUZ = torch.float8_e4m3fnuz
+_MINUS_ZERO = 0x80
+#: What the sizes of a matrix in FP8 are multiples of.
+_MULTIPLE = 16
+
+
+def why_no_scaled_mm(in_features: int, out_features: int, target: Target) -> str | None:
+    """None where torch multiplies FP8 matrices of these sizes on ``target``, else the reason."""
+    if target.kind == "cpu":
+        return "torch's FP8 product of scaled matrices is for GPUs."
+    if target.kind == "cuda" and int(target.arch.removeprefix("sm")) < 89:
+        return f"NVIDIA's GPUs multiply FP8 from sm89 on, not on {target.arch}."
+    if target.kind == "rocm" and target.arch not in ("gfx942", "gfx950"):
+        return f"AMD's GPUs multiply FP8 on gfx942 and gfx950, not on {target.arch}."
+    if in_features % _MULTIPLE or out_features % _MULTIPLE:
+        return (
+            f"torch's FP8 product wants inputs and outputs in multiples of {_MULTIPLE}, "
+            f"not {in_features} and {out_features}."
+        )
+    return None
+
+
+def dtype_of(target: Target) -> torch.dtype:
+    """The form of e4m3 that ``target`` multiplies."""
+    return FNUZ if target.arch == "gfx942" else E4M3
+
+
+def clear_minus_zeros(weight: torch.Tensor) -> None:
+    """Make zeros of minus zeros, in place: in e4m3 they are the same, in e4m3fnuz the latter is NaN."""
+    stored = weight.view(torch.uint8)
+    stored.masked_fill_(stored == _MINUS_ZERO, 0)
+
+
+def multiply(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """``(x_scale * x) (weight_scale * weight)^T + bias`` in ``dtype``.
+
+    Args:
+        x: FP8 ``[T, K]``.
+        x_scale: float32 ``[T, 1]``.
+        weight: FP8 ``[N, K]``.
+        weight_scale: float32 ``[N]``.
+        bias: ``[N]`` in ``dtype``.
+        dtype: of the result.
+    """
+    if not len(x):
+        return torch.empty(0, len(weight), dtype=dtype, device=x.device)
+    right = weight.t()
+    # NVIDIA's tensor cores sum a few products in fewer bits than float32, and much faster; frameworks do so too.
+    fast = torch.version.hip is None
+    if dtype == torch.bfloat16:
+        return torch._scaled_mm(
+            x, right, x_scale, weight_scale[None, :], bias=bias, out_dtype=dtype, use_fast_accum=fast
+        )
+    # With a scale a row torch gives bfloat16 alone.
+    one = torch.ones((), dtype=torch.float32, device=x.device)
+    y = torch._scaled_mm(x, right, one, one, out_dtype=torch.float32, use_fast_accum=fast)
+    y = y * x_scale * weight_scale
+    if bias is not None:
+        y += bias
+    return y.to(dtype)
+
+
+class ScaledMm:
+    """See :mod:`atom_core.kernels.fp8_linear`; quantises its input with torch's ops."""
+
+    def __init__(self, target: Target) -> None:
+        self.dtype = dtype_of(target)
+
+    def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+        """Mend what the device would read otherwise."""
+        if self.dtype == FNUZ:
+            clear_minus_zeros(weight)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        input_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``x [T, K]`` to ``[T, N]``."""
+        quantized, scale = quantize_input(x, input_scale)
+        if self.dtype == FNUZ:
+            # 4: twice for each of the two sides
+            clear_minus_zeros(quantized)
+            quantized, weight, scale = quantized.view(FNUZ), weight.view(FNUZ), 4.0 * scale
+        return multiply(quantized, scale.expand(x.shape[0], 1).contiguous(), weight, weight_scale, bias, x.dtype)

@@ -1,0 +1,252 @@
+"""How a linear layer keeps its weight and multiplies by it: in the model's dtype, or quantised.
+
+A method registers on the layer what is loaded, under the names that checkpoints have, and says of each checkpoint
+tensor which part is this rank's. The layer says which matrices of a checkpoint it is made of (:class:`Part`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+from atom_core.kernels.fp8_linear import FP8_LINEAR, FewRowsFp8Kernel, Fp8LinearSpec
+from atom_core.kernels.fp8_linear.reference import E4M3, row_scales, to_e4m3
+from atom_core.kernels.linear import LINEAR, AddingLinearKernel, LinearSpec
+from atom_core.kernels.select import KernelSet
+from atom_core.layers.parameters import Placement, empty_parameter
+from atom_core.quant.fp8 import Fp8Config
+from atom_core.runtime import Runtime
+
+if TYPE_CHECKING:
+    from atom_core.layers.linear import Linear
+
+#: Rows of a weight that are quantised at once: what is wider than the weight on the way stays small.
+_CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class Part:
+    """One matrix ``[rows, columns]`` of a checkpoint, and what of it is this rank's: some rows or some columns."""
+
+    module: str
+    """As :meth:`atom_core.layers.parameters.ParameterLayer.placements` has it."""
+    rows: int
+    columns: int
+    my_rows: range
+    my_columns: range
+    begin: int = 0
+    """The layer's row where this one begins."""
+
+    def of_rows(self, parameter: nn.Parameter) -> Placement:
+        """This rank's rows of a vector with a number a row."""
+        return Placement(parameter, (self.rows,), source=self.my_rows.start, target=self.begin, count=len(self.my_rows))
+
+
+class LinearMethod(Protocol):
+    """One way to do it; an object a layer."""
+
+    def create(self, layer: Linear, runtime: Runtime) -> None:
+        """Register the parameters; ``layer`` has its sizes, its parts and its bias."""
+
+    def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
+        """(tensor name, placement) of all that a checkpoint has for ``part``, but for the bias."""
+
+    def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x [T, in]`` to ``[T, out]``."""
+
+    def add(
+        self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """``residual += x W^T + b`` where one kernel does both, else None."""
+
+    def chosen(self, layer: Linear, kernels: KernelSet) -> tuple[str, str]:
+        """The op that multiplies, and the implementation of it."""
+
+    def few_rows(self, layer: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight as Triton's kernels for few rows read it, and its scales where it has any."""
+
+    def finalize(self, layer: Linear) -> None:
+        """Called after loading, and again after weights were loaded anew."""
+
+
+def method_of(scheme: Fp8Config | None) -> LinearMethod:
+    """The way of ``scheme``; None is no quantisation."""
+    return UnquantizedMethod() if scheme is None else Fp8Method(scheme)
+
+
+class UnquantizedMethod:
+    """The model's dtype; see :class:`LinearMethod`."""
+
+    def create(self, layer: Linear, runtime: Runtime) -> None:
+        """The weight."""
+        layer.weight = empty_parameter(runtime, layer.out_features, layer.in_features)
+        layer.spec = LinearSpec(layer.in_features, layer.out_features, layer.bias is not None, runtime.dtype)
+        layer.kernel = runtime.kernels.select(LINEAR, layer.spec)
+        self.adding = layer.kernel if isinstance(layer.kernel, AddingLinearKernel) else None
+
+    def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
+        """The weight."""
+        yield "weight", _of_matrix(Placement, layer.weight, part)
+
+    def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`LinearMethod`."""
+        return layer.kernel(x, layer.weight, bias)
+
+    def add(
+        self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """See :class:`LinearMethod`."""
+        return None if self.adding is None else self.adding.add(x, layer.weight, bias, residual)
+
+    def chosen(self, layer: Linear, kernels: KernelSet) -> tuple[str, str]:
+        """See :class:`LinearMethod`."""
+        return LINEAR.name, kernels.chosen(LINEAR, layer.spec)
+
+    def few_rows(self, layer: Linear) -> tuple[torch.Tensor, None]:
+        """See :class:`LinearMethod`."""
+        return layer.weight, None
+
+    def finalize(self, layer: Linear) -> None:
+        """Hand the weight to the kernel; where that keeps a form of its own, ours is freed."""
+        if layer.kernel.adopt(layer.weight, layer.bias):
+            layer.weight.data = layer.weight.new_empty(0)
+
+
+class Fp8Method:
+    """FP8, with one float32 scale a row whatever the checkpoint has; see :class:`LinearMethod`.
+
+    A checkpoint that is not FP8 is quantised tensor by tensor as it comes, so the device never holds more than one of
+    its tensors. The scales are those of whole rows, however many ranks share them: ranks agree, and need not be asked.
+    """
+
+    def __init__(self, scheme: Fp8Config) -> None:
+        self.scheme = scheme
+
+    def create(self, layer: Linear, runtime: Runtime) -> None:
+        """The weight, its scales and, where it is static, the input's scale of each part."""
+        self.spec = Fp8LinearSpec(
+            layer.in_features, layer.out_features, layer.bias is not None, runtime.dtype, self.scheme.input_scale
+        )
+        self.kernel = runtime.kernels.select(FP8_LINEAR, self.spec)
+        self.fewer = self.kernel if isinstance(self.kernel, FewRowsFp8Kernel) else None
+        self.static = self.scheme.input_scale == "static"
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=runtime.device), requires_grad=False)
+
+        layer.weight = empty(layer.out_features, layer.in_features, dtype=E4M3)
+        layer.weight_scale = empty(layer.out_features)
+        if self.static:
+            layer.input_scale = empty(len(layer.parts))
+
+    def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
+        """What an FP8 checkpoint has, or the weight that is to be quantised."""
+        if not self.scheme.serialized:
+            shape = (part.rows, part.columns)
+            yield (
+                "weight",
+                QuantizingPlacement(parameter=layer.weight, shape=shape, scales=layer.weight_scale, part=part),
+            )
+            return
+        yield "weight", _of_matrix(Fp8Placement, layer.weight, part)
+        scales = part.of_rows(layer.weight_scale)
+        yield (
+            "weight_scale",
+            ScalePlacement(
+                scales.parameter, scales.shape, source=scales.source, target=scales.target, count=scales.count
+            ),
+        )
+        if self.static:
+            index = layer.parts.index(part)
+            yield "input_scale", ScalePlacement(layer.input_scale, (1,), target=index, count=1)
+
+    def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`LinearMethod`."""
+        input_scale = layer.input_scale[:1] if self.static else None
+        return self.kernel(x, layer.weight, layer.weight_scale, input_scale, bias)
+
+    def add(
+        self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """See :class:`LinearMethod`."""
+        if self.fewer is None or not 0 < x.shape[0] <= self.fewer.max_rows:
+            return None
+        return self.fewer.add(x, layer.weight, layer.weight_scale, bias, residual)
+
+    def chosen(self, layer: Linear, kernels: KernelSet) -> tuple[str, str]:
+        """See :class:`LinearMethod`."""
+        return FP8_LINEAR.name, kernels.chosen(FP8_LINEAR, self.spec)
+
+    def few_rows(self, layer: Linear) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`LinearMethod`."""
+        assert self.fewer is not None, "few rows are asked for where the Triton kernel was chosen"
+        return self.fewer.few_rows(layer.weight, layer.weight_scale)
+
+    def finalize(self, layer: Linear) -> None:
+        """Parts that read one input share the largest of their scales for it: it cuts off none of their numbers."""
+        if self.static:
+            layer.input_scale.fill_(layer.input_scale.max())
+        self.kernel.adopt(layer.weight, layer.weight_scale)
+
+
+class Fp8Placement(Placement):
+    """A weight that is stored in FP8."""
+
+    dtypes = ("F8_E4M3",)
+
+    def dtype_problem(self, dtype: str) -> str | None:
+        """See :class:`Placement`."""
+        if dtype in self.dtypes:
+            return None
+        return f"is stored as {dtype}, but config.json says FP8 (F8_E4M3) and does not leave this module out"
+
+
+class ScalePlacement(Placement):
+    """One scale for all rows, or one for each: ``[rows]``, ``[rows, 1]``, or a single number of any shape."""
+
+    def problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
+        """See :class:`Placement`."""
+        (rows,) = self.shape
+        if shape not in ((rows,), (rows, 1)) and any(size != 1 for size in shape):
+            allowed = "one number" if rows == 1 else f"one number or {[rows, 1]}"
+            return f"is {list(shape)}, should be {allowed}"
+        return self.dtype_problem(dtype)
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        if not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
+            raise ValueError("holds a scale that is no finite number of at least 0")
+        super().load(tensor.reshape(-1).expand(self.shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizingPlacement(Placement):
+    """A weight in the model's dtype, which is stored in FP8 here."""
+
+    scales: nn.Parameter
+    part: Part
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`; rows are scaled as a whole, also where only some of their columns are this rank's."""
+        part, begin = self.part, self.part.begin
+        with torch.no_grad():
+            for first in range(part.my_rows.start, part.my_rows.stop, _CHUNK):
+                rows = tensor[first : min(first + _CHUNK, part.my_rows.stop)].to(self.parameter.device)
+                scale, end = row_scales(rows), begin + len(rows)
+                if not bool(torch.isfinite(scale).all()):
+                    raise ValueError("holds numbers that are not finite, which FP8 cannot scale")
+                mine = rows[:, part.my_columns.start : part.my_columns.stop]
+                self.parameter[begin:end].copy_(to_e4m3(mine, scale))
+                self.scales[begin:end].copy_(scale[:, 0])
+                begin = end
+
+
+def _of_matrix(kind: type[Placement], parameter: nn.Parameter, part: Part) -> Placement:
+    shape = (part.rows, part.columns)
+    if len(part.my_columns) < part.columns:
+        return kind(parameter, shape, dim=1, source=part.my_columns.start, count=len(part.my_columns))
+    return kind(parameter, shape, source=part.my_rows.start, target=part.begin, count=len(part.my_rows))

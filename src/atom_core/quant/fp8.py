@@ -1,0 +1,155 @@
+"""FP8 (e4m3) weights with a scale for each tensor or each row, and activations that are quantised too.
+
+Checkpoints of three makers are read: ``quant_method`` "fp8" (AutoFP8 and Hugging Face), "compressed-tensors"
+(llm-compressor; https://github.com/vllm-project/compressed-tensors) and "modelopt" (NVIDIA). A scale is never read from
+here: whether a weight has one or one a row is what the checkpoint's tensor says. Blocks of 128 by 128 are refused.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from atom_core.quant.errors import unsupported
+
+InputScale = Literal["static", "dynamic"]
+
+_HEAD = "lm_head"
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """How the linear layers of a model are quantised; the embedding and the head are not."""
+
+    serialized: bool
+    """The checkpoint's weights are FP8; else they are quantised while they are loaded."""
+    input_scale: InputScale = "dynamic"
+    """Activations have the checkpoint's scale, or each token gets one of its own.
+
+    Checkpoints that ask for one dynamic scale for all tokens get one a token too, which is finer and needs no second
+    pass over them.
+    """
+    ignored: tuple[str, ...] = ()
+    """Modules that stay as they are: see :func:`names`."""
+    prefix: str = ""
+    """What the model's module names start with, before those of checkpoints."""
+    name: str = "fp8"
+
+    def linear(self, modules: Sequence[str]) -> Fp8Config | None:
+        """See :class:`atom_core.quant.QuantConfig`."""
+        ignored = {module: self.ignores(module.removeprefix(self.prefix)) for module in modules}
+        if all(ignored.values()) and ignored:
+            return None
+        if any(ignored.values()):
+            kept = ", ".join(module for module, is_ignored in ignored.items() if is_ignored)
+            raise ValueError(
+                f"The checkpoint quantises only some of {', '.join(modules)}, which are one weight here: its config "
+                f"leaves out {kept}. Supported: all of them quantised, or none."
+            )
+        return self
+
+    def below(self, prefix: str) -> Fp8Config:
+        """See :class:`atom_core.quant.QuantConfig`."""
+        return replace(self, prefix=f"{prefix}." if prefix else "")
+
+    def ignores(self, module: str) -> bool:
+        """Whether the checkpoint's ``module`` is not quantised."""
+        return any(names(pattern, module) for pattern in self.ignored)
+
+
+def names(pattern: str, module: str) -> bool:
+    """Whether a config's ``pattern`` names ``module``.
+
+    "re:" begins a regular expression, which matches from the name's start on; "*" stands for anything; else the pattern
+    is some whole parts of the name in a row ("mlp.down_proj", "model.layers.0").
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    if "*" in pattern:
+        return fnmatch.fnmatchcase(module, pattern)
+    return f".{pattern}." in f".{module}."
+
+
+def online_fp8() -> Fp8Config:
+    """FP8 of a checkpoint that is not: a scale a row for weights, one a token for activations."""
+    return Fp8Config(serialized=False)
+
+
+def read_fp8(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config:
+    """A checkpoint of ``quant_method`` "fp8".
+
+    Raises:
+        ValueError: its weights have a scale for each block, or its activation scheme is unknown.
+    """
+    if block := config.get("weight_block_size"):
+        raise unsupported("fp8", f"weight_block_size={list(block)}")
+    scheme = config.get("activation_scheme", "dynamic")
+    if scheme not in ("static", "dynamic"):
+        raise unsupported("fp8", f"activation_scheme={scheme!r}")
+    ignored = config.get("ignored_layers") or config.get("modules_to_not_convert") or ()
+    return Fp8Config(serialized=True, input_scale=scheme, ignored=tuple(ignored))
+
+
+def read_compressed_tensors(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config:
+    """A checkpoint of ``quant_method`` "compressed-tensors", where it is FP8 for weights and activations.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    method = "compressed-tensors"
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise unsupported(method, f"sparsity format {sparsity!r}")
+    if config.get("transform_config"):
+        raise unsupported(method, "transforms (transform_config)")
+    groups = list((config.get("config_groups") or {}).values())
+    found = {_group_scheme(group) for group in groups}
+    if len(found) != 1:
+        raise unsupported(method, f"{len(found)} different schemes in config_groups")
+    targets = {target for group in groups for target in group.get("targets", ())}
+    if targets != {"Linear"}:
+        raise unsupported(method, f"targets {sorted(targets)} (only ['Linear'], with modules left out by 'ignore')")
+    return _with_plain_head(
+        Fp8Config(serialized=True, input_scale=found.pop(), ignored=tuple(config.get("ignore") or ())), method, hf
+    )
+
+
+def _group_scheme(group: Mapping[str, Any]) -> InputScale:
+    method = "compressed-tensors"
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    kind = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"))
+    if kind[:2] != ("float", 8) or kind[2] not in ("tensor", "channel"):
+        raise unsupported(method, f"weights of type={kind[0]!r}, num_bits={kind[1]}, strategy={kind[2]!r}")
+    if not weights.get("symmetric", True) or weights.get("dynamic"):
+        raise unsupported(method, "weights that are not symmetric and static")
+    if not inputs:
+        raise unsupported(method, "weights alone quantised (no input_activations)")
+    kind = (inputs.get("type"), inputs.get("num_bits"), inputs.get("strategy"))
+    dynamic = inputs.get("dynamic", False)
+    if kind[:2] != ("float", 8) or kind[2] not in (("token", "tensor") if dynamic else ("tensor",)):
+        described = f"type={kind[0]!r}, num_bits={kind[1]}, strategy={kind[2]!r}, dynamic={dynamic}"
+        raise unsupported(method, f"input_activations of {described}")
+    return "dynamic" if dynamic else "static"
+
+
+def read_modelopt(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config:
+    """A checkpoint of ``quant_method`` "modelopt" and ``quant_algo`` "FP8": one scale a weight, static activations.
+
+    Raises:
+        ValueError: another algorithm.
+    """
+    inner = config.get("quantization") or config
+    algorithm = inner.get("quant_algo")
+    if algorithm != "FP8":
+        raise unsupported("modelopt", f"quant_algo={algorithm!r}")
+    ignored = inner.get("ignore") or inner.get("exclude_modules") or ()
+    return _with_plain_head(Fp8Config(serialized=True, input_scale="static", ignored=tuple(ignored)), "modelopt", hf)
+
+
+def _with_plain_head(scheme: Fp8Config, method: str, hf: Mapping[str, Any]) -> Fp8Config:
+    if not scheme.ignores(_HEAD) and not hf.get("tie_word_embeddings", False):
+        raise unsupported(method, f"a quantised {_HEAD} ('ignore' does not list it)")
+    return scheme

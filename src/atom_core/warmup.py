@@ -1,0 +1,105 @@
+"""One run for each kind of batch that a model will serve, so that no request waits for a kernel to be compiled.
+
+Which variants of a kernel there are is the kernel's business. From outside they differ by how many requests and tokens
+a batch has, whether requests bring one token or many, and how long they may be at most; so a handful of each is run.
+Nothing is written to the cache, and what is read from it is the page of number 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from atom_core.metadata import AttentionMetadata
+from atom_core.models.decoder import Carried, DecoderForCausalLM
+from atom_core.runtime import Runtime
+from atom_core.standalone import plan
+
+#: Prompts at most as long: kernels that take all tokens of a prompt do not change any more beyond.
+_LONGEST_PROMPT = 2048
+#: Lengths up to which a decode does not share out a request's keys, and up to which it does.
+_SHORT_LENGTHS = (64, 4096)
+#: Lengths of prompts: what a tile of queries takes, and an odd number more.
+_PROMPTS = (5, 16, 64, 257, _LONGEST_PROMPT)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the host knows of a batch."""
+
+    queries: tuple[int, ...]
+    """New tokens of each request."""
+    max_seq_len: int
+    """An upper bound of any request's length; the requests here have no more than their new tokens."""
+
+
+def batches_to_serve(max_requests: int, max_tokens: int, max_seq_len: int) -> list[Batch]:
+    """Batches of every kind that an engine with these limits can make: decodes, prefills, and both in one."""
+    sizes = {1, 2, 8, 32, 128, max_requests}
+    found = [Batch((1,) * size, max_seq_len) for size in sorted(sizes)]
+    for length in _SHORT_LENGTHS:
+        found += [Batch((new,) * size, length) for size in (1, 3) for new in (1, 2)]
+    for prompt in _PROMPTS:
+        found += [Batch((prompt,), max_seq_len), Batch((1, 1, prompt), max_seq_len)]
+    possible = (
+        batch
+        for batch in found
+        if len(batch.queries) <= max_requests
+        and sum(batch.queries) <= max_tokens
+        and max(batch.queries) <= batch.max_seq_len <= max_seq_len
+    )
+    return list(dict.fromkeys(possible))
+
+
+def metadata_of(batch: Batch, model: DecoderForCausalLM, page_size: int, device: torch.device) -> AttentionMetadata:
+    """``batch`` as ``model``'s kernels are told of it: no token has a slot, and all pages are page 0."""
+    num_requests, num_tokens = len(batch.queries), sum(batch.queries)
+    decodes = next((at for at, new in enumerate(batch.queries) if new > 1), num_requests)
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, *accumulate(batch.queries)], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(batch.queries, dtype=torch.int32, device=device),
+        page_table=torch.zeros(num_requests, -(-batch.max_seq_len // page_size), dtype=torch.int32, device=device),
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        num_requests=num_requests,
+        num_tokens=num_tokens,
+        max_query_len=max(batch.queries),
+        max_seq_len=batch.max_seq_len,
+        num_decode_requests=decodes,
+        num_decode_tokens=decodes,
+    )
+    return plan(model, metadata)
+
+
+@torch.inference_mode()
+def run_batch(
+    batch: Batch,
+    model: DecoderForCausalLM,
+    runtime: Runtime,
+    page_size: int,
+    announce: Callable[[AttentionMetadata], AbstractContextManager[object]],
+) -> None:
+    """Run ``model`` on ``batch``; all ranks of a parallel group have to.
+
+    Args:
+        batch: see :func:`batches_to_serve`.
+        model: loaded and finalized.
+        runtime: what the model was built with.
+        page_size: tokens a page of the cache.
+        announce: makes a step's metadata known as the framework does, and gives what it passes through as ``step``.
+    """
+    device, num_tokens = runtime.device, sum(batch.queries)
+    positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    input_ids, carried = None, None
+    if model.model.is_first:
+        input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    else:
+        shape = (num_tokens, model.config.hidden_size)
+        carried = Carried(*(torch.zeros(shape, dtype=runtime.dtype, device=device) for _ in range(2)))
+    with announce(metadata_of(batch, model, page_size, device)) as step:
+        hidden = model(input_ids, positions, step, carried=carried)
+        if isinstance(hidden, torch.Tensor):
+            model.logits(hidden[: len(batch.queries)])

@@ -1,0 +1,461 @@
+"""What `atom-plugin bench kernels` measures: the calls of each op that a model makes, ours beside others'.
+
+A case says what a call must move and compute, and how each contender runs it; :data:`CASES` maps an op to the function
+that lists its cases, and another op is one more function there. A contender makes as many sets of buffers as it is
+asked for, always with the same numbers, and answers a function that runs the call on one of them.
+
+`T` tokens or rows, `N` and `K` a weight's rows and columns, `H` query and `K` key/value heads of `D` numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from atom_core.config import ModelConfig
+from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
+from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
+from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
+from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
+from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
+from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
+from atom_core.kernels.select import KernelSet
+from atom_core.metadata import AttentionMetadata, KVCacheView
+from atom_core.rope import cos_sin_table
+from atom_plugin.bench import vllm_kernels
+
+#: Rows of a product, tokens of the small ops, and (requests, tokens each) of attention.
+PRODUCT_ROWS = (1, 2, 4, 8, 16)
+NORM_ROWS = (1, 8, 64, 4096)
+QKV_TOKENS = (1, 8, 64, 512, 4096)
+DECODES = ((1, 2048), (8, 2048), (64, 2048), (256, 512))
+PREFILLS = ((8, 512), (1, 8192))
+
+PAGE_SIZE = 16
+#: As an engine captures its decoding graphs: for sequences of up to so many tokens.
+MAX_MODEL_LEN = 4096
+
+#: Runs the call on the set of buffers of that index.
+Run = Callable[[int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where cases run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: KernelSet
+
+    def random(self, *shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+        """The same numbers for the same shape and seed."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        numbers = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return numbers.normal_(0.0, scale, generator=generator)
+
+
+#: Makes so many sets of buffers. It raises :class:`vllm_kernels.Unavailable` where the contender cannot run.
+Contender = Callable[[Bench, int], Run]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call."""
+
+    op: str
+    name: str
+    num_bytes: int
+    """What it must read and write at least, each once."""
+    num_operations: int
+    contenders: Mapping[str, Contender]
+    """By name; "atom" is ours. All answer the same numbers but for rounding."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product of a model."""
+
+    name: str
+    out_features: int
+    in_features: int
+    bias: bool = False
+    few_rows: bool = False
+
+
+def products(config: ModelConfig) -> list[Product]:
+    """A layer's products and the head's."""
+    heads = config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    hidden, middle = config.hidden_size, config.intermediate_size
+    return [
+        Product("qkv", heads + 2 * kv_heads, hidden, config.qkv_bias),
+        Product("o", hidden, heads, config.attention_out_bias),
+        Product("gate_up", 2 * middle, hidden, config.mlp_bias),
+        Product("down", hidden, middle, config.mlp_bias),
+        Product("head", config.vocab_size, hidden, few_rows=True),
+    ]
+
+
+def linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
+    """Products of few rows, where a weight's bytes are all that counts."""
+    for product in products(config):
+        N, K = product.out_features, product.in_features
+        for rows in PRODUCT_ROWS:
+            yield Case(
+                "linear",
+                f"{product.name} {N} x {K}, {rows} {'row' if rows == 1 else 'rows'}",
+                num_bytes=(N * K + rows * (N + K) + (N if product.bias else 0)) * itemsize,
+                num_operations=2 * rows * N * K,
+                contenders={
+                    "atom": partial(_our_product, product, rows),
+                    "torch": partial(_torch_product, product, rows),
+                },
+            )
+
+
+def _product_buffers(product: Product, rows: int, bench: Bench, copies: int) -> tuple[Any, ...]:
+    N, K = product.out_features, product.in_features
+    x = bench.random(rows, K, seed=0)
+    weights = [bench.random(N, K, seed=1, scale=K**-0.5) for _ in range(copies)]
+    return x, weights, bench.random(N, seed=2) if product.bias else None
+
+
+def _our_product(product: Product, rows: int, bench: Bench, copies: int) -> Run:
+    x, weights, bias = _product_buffers(product, rows, bench, copies)
+    spec = LinearSpec(product.in_features, product.out_features, product.bias, bench.dtype, few_rows=product.few_rows)
+    kernels = [bench.kernels.select(LINEAR, spec) for _ in weights]
+    for kernel, weight in zip(kernels, weights, strict=True):
+        kernel.adopt(weight, bias)
+    return lambda index: kernels[index](x, weights[index], bias)
+
+
+def _torch_product(product: Product, rows: int, bench: Bench, copies: int) -> Run:
+    x, weights, bias = _product_buffers(product, rows, bench, copies)
+    return lambda index: F.linear(x, weights[index], bias)
+
+
+def rms_norm_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
+    """A norm with its residual: both are read, both are written."""
+    N = config.hidden_size
+    for rows in NORM_ROWS:
+        yield Case(
+            "rms_norm",
+            f"{rows} x {N} with residual",
+            num_bytes=(4 * rows * N + N) * itemsize,
+            num_operations=0,
+            contenders={
+                "atom": partial(_our_norm, rows, N),
+                "torch": partial(_torch_norm, rows, N),
+                "vllm": partial(_vllm_norm, rows, N),
+            },
+        )
+
+
+def _norm_buffers(rows: int, N: int, bench: Bench, copies: int) -> tuple[Any, ...]:
+    weight = 1.0 + bench.random(N, seed=0, scale=0.1)
+    inputs = [bench.random(rows, N, seed=1) for _ in range(copies)]
+    return weight, inputs, [bench.random(rows, N, seed=2) for _ in range(copies)]
+
+
+def _our_norm(rows: int, N: int, bench: Bench, copies: int) -> Run:
+    weight, inputs, residuals = _norm_buffers(rows, N, bench, copies)
+    kernel = bench.kernels.select(RMS_NORM, RmsNormSpec(N, bench.dtype))
+    return lambda index: kernel(inputs[index], weight, 1e-6, residuals[index])[0]
+
+
+def _torch_norm(rows: int, N: int, bench: Bench, copies: int) -> Run:
+    weight, inputs, residuals = _norm_buffers(rows, N, bench, copies)
+    return lambda index: F.rms_norm(residuals[index].add_(inputs[index]), (N,), weight, 1e-6)
+
+
+def _vllm_norm(rows: int, N: int, bench: Bench, copies: int) -> Run:
+    norm = vllm_kernels.add_and_rms_norm()
+    weight, inputs, residuals = _norm_buffers(rows, N, bench, copies)
+    return lambda index: norm(inputs[index], residuals[index], weight, 1e-6)
+
+
+def gated_activation_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
+    """SiLU-and-multiply, or what the model has instead."""
+    N = config.intermediate_size
+    for rows in NORM_ROWS:
+        contenders: dict[str, Contender] = {"atom": partial(_our_activation, config, rows)}
+        if config.activation == "silu":
+            contenders["torch"] = partial(_torch_activation, rows, N)
+            contenders["vllm"] = partial(_vllm_activation, rows, N)
+        yield Case("gated_activation", f"{rows} x {N}", 3 * rows * N * itemsize, 0, contenders)
+
+
+def _our_activation(config: ModelConfig, rows: int, bench: Bench, copies: int) -> Run:
+    N = config.intermediate_size
+    inputs = [bench.random(rows, 2 * N, seed=0) for _ in range(copies)]
+    kernel = bench.kernels.select(GATED_ACTIVATION, GatedActivationSpec(config.activation, N, bench.dtype))
+    return lambda index: kernel(inputs[index])
+
+
+def _torch_activation(rows: int, N: int, bench: Bench, copies: int) -> Run:
+    inputs = [bench.random(rows, 2 * N, seed=0) for _ in range(copies)]
+    return lambda index: F.silu(inputs[index][:, :N]) * inputs[index][:, N:]
+
+
+def _vllm_activation(rows: int, N: int, bench: Bench, copies: int) -> Run:
+    activate = vllm_kernels.silu_and_mul()
+    inputs = [bench.random(rows, 2 * N, seed=0) for _ in range(copies)]
+    return lambda index: activate(inputs[index])
+
+
+def qk_norm_rope_cache_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
+    """From raw qkv to a query and a filled cache."""
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    for tokens in QKV_TOKENS:
+        yield Case(
+            "qk_norm_rope_cache",
+            f"{tokens} tokens, {config.num_heads} + {config.num_kv_heads} heads of {config.head_dim}",
+            num_bytes=tokens * (2 * width * itemsize + 4 * config.rope.rotary_dim),
+            num_operations=0,
+            contenders={
+                "atom": partial(_our_qkv, config, tokens),
+                "torch": partial(_torch_qkv, config, tokens),
+                "vllm": partial(_vllm_qkv, config, tokens),
+            },
+        )
+
+
+@dataclass(frozen=True)
+class _Qkv:
+    """What the op gets; the cache is made by each contender in its own layout."""
+
+    spec: QkvSpec
+    qkv: list[torch.Tensor]
+    positions: torch.Tensor
+    weights: QkvWeights
+    slots: torch.Tensor
+    num_pages: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, tokens: int, bench: Bench, copies: int) -> _Qkv:
+        spec = QkvSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rotary_dim=config.rope.rotary_dim,
+            interleaved=config.rope.interleaved,
+            qk_norm=config.qk_norm,
+            dtype=bench.dtype,
+        )
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        num_pages = tokens // PAGE_SIZE + 1
+        generator = torch.Generator().manual_seed(0)
+        slots = torch.randperm(num_pages * PAGE_SIZE, generator=generator)[:tokens]
+        weights = QkvWeights(cos_sin_table(config.rope, MAX_MODEL_LEN, bench.device))
+        if config.qk_norm:
+            norms = [1.0 + bench.random(config.head_dim, seed=seed, scale=0.1) for seed in (1, 2)]
+            weights = replace(weights, q_norm=norms[0], k_norm=norms[1], eps=config.rms_norm_eps)
+        return cls(
+            spec,
+            [bench.random(tokens, width, seed=0) for _ in range(copies)],
+            torch.arange(tokens, device=bench.device) % MAX_MODEL_LEN,
+            weights,
+            slots.to(bench.device),
+            num_pages,
+        )
+
+    def pools(self, bench: Bench) -> list[KVCacheView]:
+        spec = self.spec
+        shape = (self.num_pages, spec.num_kv_heads, PAGE_SIZE, 2 * spec.head_dim)
+        empty = (torch.zeros(shape, dtype=bench.dtype, device=bench.device) for _ in self.qkv)
+        return [KVCacheView.of_packed(pool, spec.head_dim) for pool in empty]
+
+
+def _our_qkv(config: ModelConfig, tokens: int, bench: Bench, copies: int) -> Run:
+    it = _Qkv.of(config, tokens, bench, copies)
+    pools = it.pools(bench)
+    kernel = bench.kernels.select(QK_NORM_ROPE_CACHE, QkvCacheSpec(it.spec, bench.dtype, "plain"))
+    return lambda index: kernel(it.qkv[index], it.positions, it.weights, pools[index], it.slots)
+
+
+def _torch_qkv(config: ModelConfig, tokens: int, bench: Bench, copies: int) -> Run:
+    it = _Qkv.of(config, tokens, bench, copies)
+    pools = it.pools(bench)
+    page, offset = it.slots // PAGE_SIZE, it.slots % PAGE_SIZE
+
+    def run(index: int) -> torch.Tensor:
+        q, k, v = qk_norm_rope(it.qkv[index], it.positions, it.weights, spec=it.spec)
+        pools[index].key[page, :, offset] = k
+        pools[index].value[page, :, offset] = v
+        return q
+
+    return run
+
+
+def _vllm_qkv(config: ModelConfig, tokens: int, bench: Bench, copies: int) -> Run:
+    launch = vllm_kernels.qk_norm_rope_cache()
+    it = _Qkv.of(config, tokens, bench, copies)
+    shape = (2, it.num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    pools = [torch.zeros(shape, dtype=bench.dtype, device=bench.device) for _ in range(copies)]
+    # vLLM keeps the table in the model's dtype.
+    weights = replace(it.weights, cos_sin=it.weights.cos_sin.to(bench.dtype))
+    # Without norms it rotates in place, over again from what it has left there: the numbers grow no larger.
+    return lambda index: launch(it.qkv[index], it.positions, weights, pools[index], it.slots, it.spec)
+
+
+def attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
+    """Requests that decode over long contexts, and whole prompts."""
+    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+    for phase, batches in (("decode", DECODES), ("prefill", PREFILLS)):
+        for requests, tokens in batches:
+            queries = 1 if phase == "decode" else tokens
+            pairs = tokens if phase == "decode" else tokens * (tokens + 1) // 2
+            layer = _Attention(requests, tokens, queries, H, K, D)
+            yield Case(
+                "attention",
+                f"{phase} {requests} x {tokens}, {H} + {K} heads of {D}",
+                num_bytes=requests * (2 * tokens * K * D + 2 * queries * H * D) * itemsize,
+                num_operations=4 * requests * pairs * H * D,
+                contenders={
+                    "atom": partial(_our_attention, layer),
+                    "torch": partial(_torch_attention, layer),
+                    "FlashAttention 3": partial(_flash_attention, layer),
+                },
+            )
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """A batch of equal requests: so many tokens each, of which the last so many are queries."""
+
+    requests: int
+    tokens: int
+    queries: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    @property
+    def longest(self) -> int:
+        """What a launch is made for: a decoding graph for any length, a prefill for its own."""
+        return max(MAX_MODEL_LEN, self.tokens) if self.queries == 1 else self.tokens
+
+    def queries_of(self, bench: Bench) -> torch.Tensor:
+        """``[R * queries, H, D]``."""
+        return bench.random(self.requests * self.queries, self.num_heads, self.head_dim, seed=0)
+
+    def keys_of(self, bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two ``[R, tokens, K, D]``."""
+        shape = (self.requests, self.tokens, self.num_kv_heads, self.head_dim)
+        return bench.random(*shape, seed=1), bench.random(*shape, seed=2)
+
+    def pages_of(self, bench: Bench) -> torch.Tensor:
+        """int32 ``[R, pages]``, shuffled."""
+        pages_each = self.tokens // PAGE_SIZE
+        order = torch.randperm(self.requests * pages_each, generator=torch.Generator().manual_seed(0))
+        return order.view(self.requests, pages_each).to(bench.device, torch.int32)
+
+    def starts_of(self, bench: Bench) -> torch.Tensor:
+        """int32 ``[R + 1]``."""
+        return torch.arange(self.requests + 1, dtype=torch.int32, device=bench.device) * self.queries
+
+    def lengths_of(self, bench: Bench) -> torch.Tensor:
+        """int32 ``[R]``."""
+        return torch.full((self.requests,), self.tokens, dtype=torch.int32, device=bench.device)
+
+
+def _in_pages(numbers: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """``[R, tokens, K, D]`` as ``[pages, page size, K, D]``."""
+    pages = numbers.reshape(-1, PAGE_SIZE, *numbers.shape[2:])
+    result = torch.empty_like(pages)
+    result[table.flatten().long()] = pages
+    return result
+
+
+def _our_attention(layer: _Attention, bench: Bench, copies: int) -> Run:
+    spec = PagedAttentionSpec(
+        layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.scale, bench.dtype, bench.dtype
+    )
+    kernel = bench.kernels.select(ATTENTION, spec)
+    if kernel.order != "plain":
+        raise vllm_kernels.Unavailable(f"it reads pages in the order {kernel.order!r}, which this does not make")
+    table = layer.pages_of(bench)
+    q = layer.queries_of(bench)
+    out = torch.empty_like(q)
+    k, v = layer.keys_of(bench)
+    packed = torch.cat((_in_pages(k, table), _in_pages(v, table)), -1).transpose(1, 2).contiguous()
+    del k, v
+    pools = [packed, *(packed.clone() for _ in range(copies - 1))]
+    caches = [KVCacheView.of_packed(pool, layer.head_dim) for pool in pools]
+    decoding = layer.requests if layer.queries == 1 else 0
+    metadata = AttentionMetadata(
+        query_start_loc=layer.starts_of(bench),
+        seq_lens=layer.lengths_of(bench),
+        page_table=table,
+        slot_mapping=torch.full((len(q),), -1, device=bench.device),
+        num_requests=layer.requests,
+        num_tokens=len(q),
+        max_query_len=layer.queries,
+        max_seq_len=layer.longest,
+        num_decode_requests=decoding,
+        num_decode_tokens=decoding,
+    )
+    if (key := kernel.plan_key()) is not None:
+        metadata = metadata.with_plans({key: kernel.plan(metadata)})
+
+    def run(index: int) -> torch.Tensor:
+        kernel(q, caches[index], metadata, None, out)
+        return out
+
+    return run
+
+
+def _torch_attention(layer: _Attention, bench: Bench, copies: int) -> Run:
+    """torch's attention over keys that lie in a row, which no paged cache has."""
+    q = torch.unflatten(layer.queries_of(bench), 0, (layer.requests, layer.queries)).transpose(1, 2).contiguous()
+    keys, values = (side.transpose(1, 2).contiguous() for side in layer.keys_of(bench))
+    pools = [(keys, values), *((keys.clone(), values.clone()) for _ in range(copies - 1))]
+    causal = layer.queries > 1
+
+    def run(index: int) -> torch.Tensor:
+        k, v = pools[index]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=layer.scale, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return run
+
+
+def _flash_attention(layer: _Attention, bench: Bench, copies: int) -> Run:
+    table, starts, lengths = layer.pages_of(bench), layer.starts_of(bench), layer.lengths_of(bench)
+    q = layer.queries_of(bench)
+    out = torch.empty_like(q)
+    k, v = (_in_pages(side, table) for side in layer.keys_of(bench))
+    pools = [(k, v), *((k.clone(), v.clone()) for _ in range(copies - 1))]
+    attend = vllm_kernels.flash_attention_3(
+        query_start_loc=starts,
+        seq_lens=lengths,
+        page_table=table,
+        max_query_len=layer.queries,
+        max_seq_len=layer.longest,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        page_size=PAGE_SIZE,
+        dtype=bench.dtype,
+    )
+    return lambda index: attend(q, *pools[index], out)
+
+
+#: The cases of a model by op: a function of its configuration and of the bytes of one number.
+CASES: Mapping[str, Callable[[ModelConfig, int], Iterator[Case]]] = {
+    "linear": linear_cases,
+    "rms_norm": rms_norm_cases,
+    "gated_activation": gated_activation_cases,
+    "qk_norm_rope_cache": qk_norm_rope_cache_cases,
+    "attention": attention_cases,
+}

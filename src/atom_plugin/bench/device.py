@@ -1,0 +1,157 @@
+"""Time on a GPU, and the GPU's own limits: captured graphs between events, bandwidth and matrix products.
+
+All of it is torch's CUDA interface, which builds for AMD GPUs have under the same names. Seconds, bytes and operations
+throughout.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+#: Bytes a second of a GPU's memory as its maker states them, by the name that torch gives it.
+DATASHEET_BANDWIDTH: Mapping[str, float] = {
+    "AMD Instinct MI300X": 5.3e12,
+    "AMD Instinct MI325X": 6.0e12,
+    "AMD Instinct MI355X": 8.0e12,
+    "NVIDIA A100-SXM4-40GB": 1.555e12,
+    "NVIDIA A100-SXM4-80GB": 2.039e12,
+    "NVIDIA B200": 8.0e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+    "NVIDIA H200": 4.8e12,
+}
+
+#: Seconds for which a GPU is kept busy before anything counts, so that its clocks are up.
+_WARM_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one run, from several samples that each hold many."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        """The samples' median and spread."""
+        return cls(statistics.median(samples), min(samples), max(samples))
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What a GPU's memory does at best, measured in the same run as what is held against it.
+
+    Copying reads and writes; reading alone is faster on some GPUs, and a decoding step mostly reads.
+    """
+
+    device: str
+    copy: float
+    read: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that a kernel can hope for."""
+        return max(self.copy, self.read)
+
+    @property
+    def datasheet(self) -> float | None:
+        """Bytes a second as the maker states them, where known."""
+        return datasheet_bandwidth(self.device)
+
+
+def datasheet_bandwidth(device_name: str) -> float | None:
+    """Bytes a second of a GPU as its maker states them; None for one not in :data:`DATASHEET_BANDWIDTH`.
+
+    A name may go on after that of the table, as in "AMD Instinct MI300X OAM".
+    """
+    for name, bandwidth in DATASHEET_BANDWIDTH.items():
+        if device_name == name or device_name.startswith(f"{name} "):
+            return bandwidth
+    return None
+
+
+def require_gpu() -> torch.device:
+    """The GPU to measure on.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"No GPU that torch {torch.__version__} can use: `atom-plugin bench` measures kernels on one. "
+            "On a CPU, benchmarks/vllm_offline.py compares whole engines."
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of `run`, after three runs on a stream of their own that compile and allocate."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def warm(run: Callable[[], object], seconds: float = _WARM_SECONDS) -> float:
+    """Keep the GPU busy with `run` for a while; seconds that one took."""
+    count, begin = 0, time.perf_counter()
+    while True:
+        for _ in range(4):
+            run()
+        torch.cuda.synchronize()
+        count += 4
+        passed = time.perf_counter() - begin
+        if passed >= seconds:
+            return passed / count
+
+
+def measure(
+    run: Callable[[], object],
+    repetitions: int,
+    sample_seconds: float = 0.02,
+    warm_seconds: float = _WARM_SECONDS,
+) -> Timing:
+    """Seconds of one `run`, after a warm-up: each of so many samples is runs back to back between two events."""
+    each = max(1, round(sample_seconds / warm(run, warm_seconds)))
+    samples = []
+    for _ in range(repetitions):
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(each):
+            run()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) / 1e3 / each)
+    return Timing.of(samples)
+
+
+def measure_ceiling(device: torch.device) -> Ceiling:
+    """Copy and read a buffer that no cache holds; the best of several samples."""
+    free, _ = torch.cuda.mem_get_info(device)
+    size = min(1 << 30, free // 4) // 4
+    source = torch.ones(size, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / measure(lambda: target.copy_(source), 10).least
+    read = source.nbytes / measure(source.sum, 10).least
+    return Ceiling(torch.cuda.get_device_name(device), copy, read)
+
+
+def measure_products(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
+    """Operations a second of torch's product of two large matrices, the best of several samples."""
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2.0 * size**3 / measure(lambda: torch.mm(left, right, out=out), 10).least

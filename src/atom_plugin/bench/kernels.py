@@ -1,0 +1,315 @@
+"""Each op's calls of a model, timed in captured graphs beside torch's and vLLM's, and beside what the GPU could do.
+
+Calls in a graph walk over buffers that together are larger than the GPU's cache, as a model's layers do; where a call's
+buffers are so small that they are not, the row says so. A time counts only where the numbers agree with torch's.
+Without the command line's packages: `python -m atom_plugin.bench.kernels --op linear --model qwen3-8b`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atom_core.config import ModelConfig
+from atom_core.kernels import kernel_set
+from atom_core.kernels.select import Target
+from atom_plugin.bench import tune
+from atom_plugin.bench.cases import CASES, Bench, Case, Contender
+from atom_plugin.bench.device import (
+    Ceiling,
+    Timing,
+    capture,
+    measure,
+    measure_ceiling,
+    measure_products,
+    require_gpu,
+)
+from atom_plugin.bench.models import read_config
+from atom_plugin.bench.step import torch_dtype
+from atom_plugin.bench.vllm_kernels import Unavailable
+from atom_plugin.common.settings import load_settings
+
+#: The largest difference from torch's numbers, as a share of their largest magnitude, that rounding explains.
+TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11, torch.float32: 1e-3}
+
+DEFAULT_MODELS = ("qwen3-0.6b", "qwen3-8b")
+#: Contenders that need vLLM.
+_OF_VLLM = ("vllm", "FlashAttention 3")
+_MAX_COPIES, _MIN_CALLS = 256, 16
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """What is measured."""
+
+    models: tuple[str, ...] = DEFAULT_MODELS
+    ops: tuple[str, ...] = ()
+    """None: all."""
+    against_vllm: bool = False
+    dtype: str = "bfloat16"
+    repetitions: int = 10
+
+    def check(self) -> None:
+        """Refuse what cannot be measured.
+
+        Raises:
+            ValueError: an option's value is not supported.
+        """
+        if self.repetitions < 1:
+            raise ValueError(f"--repetitions {self.repetitions}: a positive number is needed.")
+        for op in self.ops:
+            if op not in CASES:
+                raise ValueError(f"--op {op!r}: supported: {', '.join(CASES)}.")
+        torch_dtype(self.dtype)
+        for model in self.models:
+            ModelConfig.from_hf(read_config(model))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The GPU's ceiling in memory and in products, measured in the same run."""
+
+    memory: Ceiling
+    products: float
+
+    def least_seconds(self, case: Case) -> tuple[float, bool]:
+        """The least time of a call, and whether that is the memory's."""
+        moving, computing = case.num_bytes / self.memory.bandwidth, case.num_operations / self.products
+        return max(moving, computing), moving >= computing
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender's time for one case; None where it could not run, for the reason in ``note``."""
+
+    model: str
+    op: str
+    case: str
+    contender: str
+    num_bytes: int
+    num_operations: int
+    floor_seconds: float
+    memory_bound: bool
+    timing: Timing | None
+    note: str = ""
+
+    @property
+    def share(self) -> float | None:
+        """Of the ceiling."""
+        return None if self.timing is None else self.floor_seconds / self.timing.median
+
+    def rate(self) -> str:
+        """What was reached, in the unit that limits the call."""
+        if self.timing is None:
+            return ""
+        if self.memory_bound:
+            return f"{self.num_bytes / self.timing.median / 1e9:.0f} GB/s"
+        return f"{self.num_operations / self.timing.median / 1e12:.1f} TFLOP/s"
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, in the units of the names."""
+        timing = self.timing
+        return {
+            "model": self.model,
+            "op": self.op,
+            "case": self.case,
+            "contender": self.contender,
+            "microseconds": None if timing is None else timing.median * 1e6,
+            "least_microseconds": None if timing is None else timing.least * 1e6,
+            "most_microseconds": None if timing is None else timing.most * 1e6,
+            "floor_microseconds": self.floor_seconds * 1e6,
+            "share_of_ceiling": self.share,
+            "limited_by": "memory" if self.memory_bound else "products",
+            "num_bytes": self.num_bytes,
+            "num_operations": self.num_operations,
+            "note": self.note,
+        }
+
+    def line(self) -> str:
+        """For a person."""
+        head = f"{self.model:<14}{self.op:<20}{self.case:<44}{self.contender:<18}"
+        if self.timing is None or self.share is None:
+            return f"{head}{'-':>10}  {self.note}"
+        note = f"  {self.note}" if self.note else ""
+        return (
+            f"{head}{self.timing.median * 1e6:>10.2f} us{self.rate():>16}"
+            f"{self.floor_seconds * 1e6:>10.2f} us{self.share:>7.0%}{note}"
+        )
+
+
+HEADING = f"{'model':<14}{'op':<20}{'case':<44}{'by':<18}{'time':>13}{'reached':>16}{'floor':>13}{'share':>7}"
+
+
+@torch.inference_mode()
+def measure_kernels(options: KernelOptions, say: Callable[[str], None]) -> tuple[Limits, list[Row]]:
+    """Measure every case; `say` gets a line as soon as it is known.
+
+    Raises:
+        ValueError: no GPU, or an option that is not supported.
+    """
+    options.check()
+    device, dtype = require_gpu(), torch_dtype(options.dtype)
+    limits = Limits(measure_ceiling(device), measure_products(device, dtype))
+    say(f"{limits.memory.device}, torch {torch.__version__}, {options.dtype}")
+    say(
+        f"ceiling, measured here: copying {limits.memory.copy / 1e12:.2f} TB/s, reading "
+        f"{limits.memory.read / 1e12:.2f} TB/s, products {limits.products / 1e12:.0f} TFLOP/s"
+    )
+    say(HEADING)
+    bench = Bench(device, dtype, kernel_set(Target.of(device), load_settings().kernels))
+    rows = []
+    for model in options.models:
+        config = ModelConfig.from_hf(read_config(model))
+        for op in options.ops or CASES:
+            for case in CASES[op](config, dtype.itemsize):
+                for row in _rows(model, case, bench, limits, options):
+                    say(row.line())
+                    rows.append(row)
+    return limits, rows
+
+
+def _rows(model: str, case: Case, bench: Bench, limits: Limits, options: KernelOptions) -> Iterator[Row]:
+    floor, memory_bound = limits.least_seconds(case)
+    copies = num_copies(case.num_bytes, *cache_and_memory(bench.device))
+    cached = copies * case.num_bytes < 2 * cache_and_memory(bench.device)[0]
+    expected: torch.Tensor | None = None
+    # torch first: the others are held against its numbers.
+    names = sorted(case.contenders, key=lambda name: name != "torch")
+    for name in names:
+        if name in _OF_VLLM and not options.against_vllm:
+            continue
+        timing, note = None, ""
+        try:
+            timing, found = _measure_one(case.contenders[name], bench, copies, options.repetitions)
+        except Unavailable as reason:
+            note = str(reason)
+        else:
+            if expected is None:
+                expected = found
+            elif (distance := _distance(found, expected)) > TOLERANCE[bench.dtype]:
+                timing, note = None, f"its numbers are {distance:.1e} from {names[0]}'s: no time is given"
+            elif cached:
+                note = "fits the GPU's cache"
+        yield Row(
+            model, case.op, case.name, name, case.num_bytes, case.num_operations, floor, memory_bound, timing, note
+        )
+
+
+def _measure_one(contender: Contender, bench: Bench, copies: int, repetitions: int) -> tuple[Timing, torch.Tensor]:
+    run = contender(bench, copies)
+    found = run(0).float().clone()
+    calls = copies * math.ceil(_MIN_CALLS / copies)
+
+    def all_calls() -> None:
+        for index in range(calls):
+            run(index % copies)
+
+    graph = capture(all_calls)
+    timing = measure(graph.replay, repetitions, warm_seconds=0.1)
+    del graph
+    torch.cuda.empty_cache()
+    return Timing(timing.median / calls, timing.least / calls, timing.most / calls), found
+
+
+def num_copies(num_bytes: int, cache: int, free: int) -> int:
+    """How many sets of buffers a case has: twice what the GPU's cache holds, within its memory.
+
+    Args:
+        num_bytes: of one set.
+        cache: bytes of the GPU's cache.
+        free: bytes of memory that may be used.
+    """
+    wanted = math.ceil(2 * cache / num_bytes)
+    return max(1, min(wanted, _MAX_COPIES, free // 4 // num_bytes))
+
+
+def cache_and_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of the GPU's last cache, and of its free memory."""
+    cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
+    # MI300's last cache is behind the one that torch knows of.
+    return max(cache, 256 << 20) if torch.version.hip else cache, torch.cuda.mem_get_info(device)[0]
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    largest = (found - expected).abs().max() / expected.abs().max()
+    return float(largest) if bool(largest.isfinite()) else math.inf
+
+
+def as_json(limits: Limits, rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything that was found."""
+    return {
+        **asdict(limits.memory),
+        "torch": torch.__version__,
+        "datasheet_bytes_a_second": limits.memory.datasheet,
+        "products_a_second": limits.products,
+        "rows": [row.as_json() for row in rows],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m atom_plugin.bench.kernels`: the same options as `atom-plugin bench kernels`."""
+    parser = argparse.ArgumentParser(prog="python -m atom_plugin.bench.kernels", description="See the module's text.")
+    parser.add_argument("--op", action="append", default=[], help=f"one of {', '.join(CASES)}; may be repeated")
+    parser.add_argument("--model", action="append", default=[], help="may be repeated")
+    parser.add_argument("--dtype", default=KernelOptions.dtype)
+    parser.add_argument("--repetitions", type=int, default=KernelOptions.repetitions)
+    parser.add_argument("--against", choices=["vllm"])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args(arguments)
+    options = KernelOptions(
+        models=tuple(given.model) or DEFAULT_MODELS,
+        ops=tuple(given.op),
+        against_vllm=given.against == "vllm",
+        dtype=given.dtype,
+        repetitions=given.repetitions,
+    )
+    try:
+        execute(options, given.json, given.tune, given.output, print_line)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def execute(
+    options: KernelOptions, path: Path | None, tuning: bool, output: Path | None, say: Callable[[str], None]
+) -> None:
+    """What the command does: measure, or tune.
+
+    Raises:
+        ValueError: no GPU, or an option that is not supported, alone or beside another.
+    """
+    if not tuning:
+        if output is not None:
+            raise ValueError("--output is where --tune writes; without it, use --json.")
+        limits, rows = measure_kernels(options, say)
+        if path is not None:
+            path.write_text(json.dumps(as_json(limits, rows), indent=1) + "\n")
+        return
+    if options.ops not in ((), ("linear",)):
+        raise ValueError(f"--tune has tiles to choose for linear alone, not for --op {', '.join(options.ops)}.")
+    if path is not None or options.against_vllm:
+        raise ValueError("--tune writes its own file, and compares with the default alone: no --json, no --against.")
+    options.check()
+    written = tune.tune_linear(options.models, torch_dtype(options.dtype), output, say)
+    say(f"written: {written}")
+
+
+def print_line(line: str) -> None:
+    """To standard output, at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

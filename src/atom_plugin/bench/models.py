@@ -1,0 +1,249 @@
+"""Which model is measured: a checkpoint's folder, a `config.json`, or a public model by name.
+
+The dimensions of a named model are facts of its published `config.json`; weights are random, so nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from atom_core.checkpoint import read_config_json
+
+HfValues = dict[str, Any]
+
+
+def _qwen3(**values: Any) -> HfValues:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+        **values,
+    }
+
+
+def _qwen2(**values: Any) -> HfValues:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        **values,
+    }
+
+
+def _llama3(**values: Any) -> HfValues:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+        **values,
+    }
+
+
+#: By name: the `config.json` of each. Those whose architecture the core does not have are for engines alone.
+CONFIGS: Mapping[str, HfValues] = {
+    "qwen3-0.6b": _qwen3(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-1.7b": _qwen3(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-4b": _qwen3(
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-8b": _qwen3(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32),
+    "qwen3-14b": _qwen3(hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40),
+    "qwen3-32b": _qwen3(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64),
+    "qwen2.5-0.5b": _qwen2(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        vocab_size=151936,
+    ),
+    "qwen2.5-7b": _qwen2(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+    ),
+    "llama-3.1-8b": _llama3(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
+    "mistral-7b": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32768,
+    },
+    "qwen3-30b-a3b": _qwen3(
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        num_experts=128,
+        num_experts_per_tok=8,
+    ),
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "attention_bias": False,
+        "bos_token_id": 100000,
+        "eos_token_id": 100001,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 32768,
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "torch_dtype": "bfloat16",
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    },
+}
+
+
+def read_config(model: str, num_layers: int | None = None) -> HfValues:
+    """The parsed `config.json` that `model` means.
+
+    Args:
+        model: a name of :data:`CONFIGS`, a checkpoint's folder, or a JSON file.
+        num_layers: keep this many layers; None: all.
+
+    Raises:
+        ValueError: it is none of the three, cannot be read, or does not have so many layers.
+    """
+    values = _read(model)
+    return values if num_layers is None else cut(values, num_layers)
+
+
+def cut(values: Mapping[str, Any], num_layers: int) -> HfValues:
+    """A configuration with its first layers alone.
+
+    Raises:
+        ValueError: it does not have so many.
+    """
+    has = values.get("num_hidden_layers")
+    if not isinstance(has, int) or not 0 < num_layers <= has:
+        raise ValueError(f"--layers {num_layers}: the model has num_hidden_layers={has!r}.")
+    kept = {**values, "num_hidden_layers": num_layers}
+    if isinstance(types := values.get("layer_types"), list):
+        kept["layer_types"] = types[:num_layers]
+    return kept
+
+
+def _read(model: str) -> HfValues:
+    path = Path(model)
+    if path.is_dir():
+        return read_config_json(path)
+    if path.is_file():
+        try:
+            values = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}.") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} holds a {type(values).__name__}, not a JSON object.")
+        return values
+    if model in CONFIGS:
+        return dict(CONFIGS[model])
+    raise ValueError(
+        f"{model!r} is neither a folder, nor a file, nor one of the models known by name: {', '.join(CONFIGS)}."
+    )

@@ -1,0 +1,255 @@
+"""The GPU's part of one decoding step: the whole model in one captured graph, replayed without an engine.
+
+An engine's host work hides what a small model gains; this is what is left when that work costs nothing. Embedding,
+all layers, final norm, head and the choice of the likeliest token are in the graph. Weights and cached keys are random;
+each request's pages lie anywhere. Without the command line's packages:
+
+    python -m atom_plugin.bench.step qwen3-0.6b --batch 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atom_core.config import ModelConfig
+from atom_core.metadata import AttentionMetadata
+from atom_core.quant import read_quantization
+from atom_core.standalone import Step, build_runtime, page_pools, plan, random_model
+from atom_plugin.bench.device import Ceiling, Timing, capture, measure, measure_ceiling, require_gpu
+from atom_plugin.bench.floor import Traffic, step_traffic
+from atom_plugin.bench.models import read_config
+from atom_plugin.common.settings import load_settings
+
+PAGE_SIZE = 16
+#: As an engine captures its graphs: for sequences of up to so many tokens, whatever they have at the time.
+MAX_MODEL_LEN = 4096
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_CACHE_DTYPES = {**_DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What is measured."""
+
+    model: str
+    """A checkpoint's folder, a config.json, or a model known by name."""
+    batch: int = 1
+    context: int = 128
+    dtype: str = "bfloat16"
+    cache_dtype: str = "auto"
+    quantization: str | None = None
+    """What an engine's flag of that name says; None: as the configuration has it."""
+    layers: int | None = None
+    repetitions: int = 20
+
+    def check(self) -> None:
+        """Refuse what cannot be measured.
+
+        Raises:
+            ValueError: an option's value is not supported.
+        """
+        for name in ("batch", "repetitions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: a positive number is needed.")
+        if not 0 <= self.context < MAX_MODEL_LEN:
+            raise ValueError(f"--context {self.context}: supported: 0 to {MAX_MODEL_LEN - 1}.")
+        torch_dtype(self.dtype)
+        cache_torch_dtype(self.cache_dtype, torch_dtype(self.dtype))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step's time beside the least that it could take."""
+
+    options: StepOptions
+    ceiling: Ceiling
+    traffic: Traffic
+    timing: Timing
+    kernels: dict[str, str]
+
+    @property
+    def floor(self) -> float:
+        """Seconds at the bandwidth that was measured."""
+        return self.traffic.seconds(self.ceiling.bandwidth)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, in the units of the names."""
+        datasheet = self.ceiling.datasheet
+        return {
+            **asdict(self.options),
+            "device": self.ceiling.device,
+            "torch": torch.__version__,
+            "kernels": self.kernels,
+            "milliseconds": self.timing.median * 1e3,
+            "least_milliseconds": self.timing.least * 1e3,
+            "most_milliseconds": self.timing.most * 1e3,
+            "weight_bytes": self.traffic.weights,
+            "cache_bytes": self.traffic.cache,
+            "copy_bytes_a_second": self.ceiling.copy,
+            "read_bytes_a_second": self.ceiling.read,
+            "floor_milliseconds": self.floor * 1e3,
+            "share_of_floor": self.floor / self.timing.median,
+            "datasheet_bytes_a_second": datasheet,
+            "datasheet_floor_milliseconds": None if datasheet is None else self.traffic.seconds(datasheet) * 1e3,
+            "share_of_datasheet_floor": (
+                None if datasheet is None else self.traffic.seconds(datasheet) / self.timing.median
+            ),
+        }
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        options, timing, ceiling, traffic = self.options, self.timing, self.ceiling, self.traffic
+        cut = "" if options.layers is None else f" cut to {options.layers} layers"
+        quantized = "" if options.quantization is None else f", {options.quantization}"
+        reached = traffic.total / timing.median
+        lines = [
+            f"{options.model}{cut}, batch {options.batch}, {options.context} tokens of context each, "
+            f"{options.dtype}{quantized}, on {ceiling.device}",
+            f"  kernels    {', '.join(f'{op}={name}' for op, name in self.kernels.items())}",
+            f"  step       {timing.median * 1e3:.4f} ms ({timing.least * 1e3:.4f} to {timing.most * 1e3:.4f})",
+            f"  moves      {traffic.weights / 1e9:.3f} GB of weights, {traffic.cache / 1e9:.3f} GB of cache: "
+            f"{reached / 1e12:.2f} TB/s",
+            f"  floor      {self.floor * 1e3:.4f} ms at {ceiling.bandwidth / 1e12:.2f} TB/s "
+            f"(copying {ceiling.copy / 1e12:.2f}, reading {ceiling.read / 1e12:.2f}, measured here): "
+            f"{self.floor / timing.median:.0%} of it reached",
+        ]
+        if ceiling.datasheet is not None:
+            least = traffic.seconds(ceiling.datasheet)
+            lines.append(
+                f"  datasheet  {least * 1e3:.4f} ms at {ceiling.datasheet / 1e12:.2f} TB/s: "
+                f"{least / timing.median:.0%} of it reached"
+            )
+        return lines
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a model.
+
+    Raises:
+        ValueError: it is not one of those supported.
+    """
+    if name not in _DTYPES:
+        raise ValueError(f"--dtype {name!r}: supported: {', '.join(_DTYPES)}.")
+    return _DTYPES[name]
+
+
+def cache_torch_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a cache; "auto" is the model's.
+
+    Raises:
+        ValueError: it is not one of those supported.
+    """
+    if name == "auto":
+        return dtype
+    if name not in _CACHE_DTYPES:
+        raise ValueError(f"--cache-dtype {name!r}: supported: auto, {', '.join(_CACHE_DTYPES)}.")
+    # gfx942 has an e4m3 of its own.
+    if name == "fp8_e4m3" and torch.version.hip and "gfx94" in torch.cuda.get_device_properties(0).gcnArchName:
+        return torch.float8_e4m3fnuz
+    return _CACHE_DTYPES[name]
+
+
+def decode_batch(batch: int, context: int, device: torch.device, seed: int = 0) -> tuple[AttentionMetadata, int]:
+    """The batch in which each request has `context` tokens cached and brings one, and how many pages it needs."""
+    pages_each = context // PAGE_SIZE + 1
+    num_pages = batch * pages_each
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.zeros(batch, MAX_MODEL_LEN // PAGE_SIZE, dtype=torch.int32)
+    table[:, :pages_each] = torch.randperm(num_pages, generator=generator).view(batch, pages_each)
+    slots = table[:, context // PAGE_SIZE].long() * PAGE_SIZE + context % PAGE_SIZE
+    metadata = AttentionMetadata(
+        query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device),
+        seq_lens=torch.full((batch,), context + 1, dtype=torch.int32, device=device),
+        page_table=table.to(device),
+        slot_mapping=slots.to(device),
+        num_requests=batch,
+        num_tokens=batch,
+        max_query_len=1,
+        max_seq_len=MAX_MODEL_LEN,
+        num_decode_requests=batch,
+        num_decode_tokens=batch,
+    )
+    return metadata, num_pages
+
+
+@torch.inference_mode()
+def measure_step(options: StepOptions) -> StepResult:
+    """Build the model, capture its step, and time it.
+
+    Raises:
+        ValueError: no GPU, an unsupported model or option, or too little memory.
+    """
+    options.check()
+    hf = read_config(options.model, options.layers)
+    quant = read_quantization(hf, options.quantization)
+    config = ModelConfig.from_hf(hf)
+    device = require_gpu()
+    dtype = torch_dtype(options.dtype)
+    cache_dtype = cache_torch_dtype(options.cache_dtype, dtype)
+    traffic = step_traffic(config, options.batch, options.context, dtype, cache_dtype, quant)
+    free, _ = torch.cuda.mem_get_info(device)
+    # Pages are made with numbers of the model's dtype, one layer at a time.
+    if traffic.total > 0.95 * free:
+        raise ValueError(
+            f"The step reads {traffic.total / 1e9:.1f} GB, and {free / 1e9:.1f} GB of the GPU's memory are free: "
+            "use fewer --layers, a smaller --batch or less --context."
+        )
+    ceiling = measure_ceiling(device)
+    torch.cuda.empty_cache()
+
+    runtime = build_runtime(device, dtype, MAX_MODEL_LEN, load_settings().kernels, cache_dtype=cache_dtype, quant=quant)
+    model = random_model(config, runtime)
+    metadata, num_pages = decode_batch(options.batch, options.context, device)
+    step = Step(plan(model, metadata), page_pools(config, runtime, num_pages, PAGE_SIZE, random=True))
+    ids = torch.randint(config.vocab_size, (options.batch,), device=device)
+    positions = torch.full((options.batch,), options.context, device=device)
+    chosen = torch.empty_like(ids)
+
+    def run() -> None:
+        torch.argmax(model.logits(model(ids, positions, step)), -1, out=chosen)
+
+    graph = capture(run)
+    timing = measure(graph.replay, options.repetitions, sample_seconds=0.05)
+    kernels = {choice.op: choice.implementation for choice in runtime.kernels.choices()}
+    return StepResult(options, ceiling, traffic, timing, kernels)
+
+
+def write_json(result: StepResult, path: Path) -> None:
+    """The result as a JSON file."""
+    path.write_text(json.dumps(result.as_json(), indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m atom_plugin.bench.step`: the same options as `atom-plugin bench step`."""
+    parser = argparse.ArgumentParser(prog="python -m atom_plugin.bench.step", description="See the module's text.")
+    parser.add_argument("model")
+    for name, kind in (("batch", int), ("context", int), ("layers", int), ("repetitions", int)):
+        parser.add_argument(f"--{name}", type=kind, default=getattr(StepOptions, name))
+    parser.add_argument("--dtype", default=StepOptions.dtype)
+    parser.add_argument("--cache-dtype", default=StepOptions.cache_dtype)
+    parser.add_argument("--quantization")
+    parser.add_argument("--json", type=Path)
+    given = vars(parser.parse_args(arguments))
+    path = given.pop("json")
+    try:
+        result = measure_step(StepOptions(**given))
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write("\n".join(result.lines()) + "\n")
+    if path is not None:
+        write_json(result, path)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

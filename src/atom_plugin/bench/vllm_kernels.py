@@ -1,0 +1,149 @@
+"""vLLM's own kernels, as its models call them, for a comparison: each function makes a call, or says why it cannot.
+
+vLLM is imported only here, and only when one of these is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
+
+#: As vLLM 0.32 captures decoding graphs: its own default for the most programs that share a request's keys.
+_SPLITS_IN_GRAPHS = 32
+
+
+class Unavailable(Exception):
+    """A contender that cannot run here; the message says why."""
+
+
+def add_and_rms_norm() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]:
+    """``(x, residual, weight, eps)``, both written to in place."""
+    ops = _ops()
+
+    def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        ops.fused_add_rms_norm(x, residual, weight, eps)
+        return x
+
+    return run
+
+
+def silu_and_mul() -> Callable[[torch.Tensor], torch.Tensor]:
+    """``[T, 2N]`` to ``[T, N]``."""
+    _ops()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(x.shape[0], x.shape[1] // 2)
+        torch.ops._C.silu_and_mul(out, x)
+        return out
+
+    return run
+
+
+def qk_norm_rope_cache() -> Callable[..., torch.Tensor]:
+    """``(qkv, positions, weights, cache, slots, spec)`` to q: norms, rope and the cache write, each a kernel.
+
+    ``cache`` is ``[2, pages, page size, K, D]``. q and k are rotated in place.
+    """
+    ops = _ops()
+    # The scale of a cache that is not quantised; made before any graph.
+    one = torch.ones(1, device="cuda")
+
+    def run(
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        weights: QkvWeights,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        spec: QkvSpec,
+    ) -> torch.Tensor:
+        D = spec.head_dim
+        q, k, v = torch.split(qkv, [spec.num_heads * D, spec.num_kv_heads * D, spec.num_kv_heads * D], -1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q, k = (_head_norm(ops, x, D, norm, weights.eps) for x, norm in ((q, weights.q_norm), (k, weights.k_norm)))
+        ops.rotary_embedding(positions, q, k, D, weights.cos_sin, not spec.interleaved)
+        heads = (len(qkv), spec.num_kv_heads, D)
+        ops.reshape_and_cache_flash(k.view(heads), v.view(heads), cache[0], cache[1], slots, "auto", one, one)
+        rotated: torch.Tensor = q.reshape(len(qkv), spec.num_heads, D)
+        return rotated
+
+    return run
+
+
+def flash_attention_3(
+    *,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """``(q, keys, values, out)`` over pages ``[pages, page size, K, D]``; scheduled once, as for all layers."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_interface as interface
+    except Exception as error:  # a wheel for another device fails in as many ways as it has libraries
+        raise Unavailable(f"vLLM's FlashAttention cannot be imported: {error}") from error
+    if not interface.is_fa_version_supported(3):
+        raise Unavailable(f"FlashAttention 3 cannot run here: {interface.fa_version_unsupported_reason(3)}")
+    splits = _SPLITS_IN_GRAPHS if max_query_len == 1 else 0
+    schedule = interface.get_scheduler_metadata(
+        batch_size=len(seq_lens),
+        max_seqlen_q=max_query_len,
+        max_seqlen_k=max_seq_len,
+        num_heads_q=num_heads,
+        num_heads_kv=num_kv_heads,
+        headdim=head_dim,
+        cache_seqlens=seq_lens,
+        qkv_dtype=dtype,
+        cu_seqlens_q=query_start_loc,
+        page_size=page_size,
+        causal=True,
+        num_splits=splits,
+    )
+
+    def run(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        interface.flash_attn_varlen_func(
+            q=q,
+            k=keys,
+            v=values,
+            out=out,
+            max_seqlen_q=max_query_len,
+            cu_seqlens_q=query_start_loc,
+            max_seqlen_k=max_seq_len,
+            seqused_k=seq_lens,
+            softmax_scale=head_dim**-0.5,
+            causal=True,
+            block_table=page_table,
+            scheduler_metadata=schedule,
+            num_splits=splits,
+            fa_version=3,
+        )
+        return out
+
+    return run
+
+
+def _head_norm(ops: Any, x: torch.Tensor, head_dim: int, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    heads = torch.unflatten(x, -1, (-1, head_dim))
+    out = torch.empty(heads.shape, dtype=x.dtype, device=x.device)
+    ops.rms_norm(out, heads, weight, eps)
+    return out.flatten(1)
+
+
+def _ops() -> Any:
+    try:
+        from vllm import _custom_ops
+    except Exception as error:  # as above
+        raise Unavailable(f"vLLM's kernels cannot be imported: {error}") from error
+    if not hasattr(torch.ops._C, "silu_and_mul"):
+        raise Unavailable("vLLM is here, and its compiled kernels are not")
+    return _custom_ops

@@ -1,0 +1,33 @@
+"""The quantisation of a model as vLLM's configuration has it: the checkpoint's, or the one that a flag asks for.
+
+vLLM makes an object of its own for it too, which its layers read; ours read this one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from atom_core.quant import QuantConfig, read_quantization
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+
+def quantization_of(model_config: ModelConfig) -> QuantConfig:
+    """See the module's text.
+
+    Raises:
+        ValueError: our models cannot run it; the message says what they can.
+    """
+    from vllm.config.quantization import resolve_quantization_config
+
+    asked = model_config.quantization
+    if model_config.quantization_config != resolve_quantization_config(asked, None):
+        raise ValueError(
+            "--model-impl atom does not support --quantization-config; it supports --quantization fp8, which gives "
+            "each row of a weight a scale, and each token one. Leave --model-impl out to use it."
+        )
+    values = model_config.hf_text_config.to_dict()
+    return read_quantization(
+        {**values, "quantization_config": model_config.model_arch_config.quantization_config}, asked
+    )

@@ -1,0 +1,60 @@
+"""Our kernels in vLLM's own warm-up: compiled in each worker before graphs are captured and the server is ready.
+
+vLLM's models announce what is to be compiled in a registry of the model runner, open while a model is built; a worker
+goes through it once the cache is there, unless the user has switched ``--kernel-config.enable_jit_warmup`` off, as
+``--enforce-eager`` does. We announce whole batches: what they compile is the kernels' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from vllm.forward_context import create_forward_context, override_forward_context
+from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
+
+from atom_core.metadata import AttentionMetadata
+from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.runtime import Runtime
+from atom_core.warmup import Batch, batches_to_serve, run_batch
+from atom_plugin.vllm.attention import VllmPagedAttention
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class ModelWarmUp(VllmJitKernel[Batch]):
+    """Every batch of :func:`atom_core.warmup.batches_to_serve`, each as one key of vLLM's registry."""
+
+    CompileKey = Batch
+
+    def __init__(self, model: DecoderForCausalLM, runtime: Runtime, vllm_config: VllmConfig) -> None:
+        super().__init__()
+        self.model, self.runtime, self.vllm_config = model, runtime, vllm_config
+
+    def get_warmup_keys(self) -> list[Batch]:
+        """See vLLM."""
+        scheduler = self.vllm_config.scheduler_config
+        return batches_to_serve(
+            scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.vllm_config.model_config.max_model_len
+        )
+
+    def compile(self, compile_key: Batch) -> None:
+        """See vLLM."""
+        page_size = self.vllm_config.cache_config.block_size
+        run_batch(compile_key, self.model, self.runtime, page_size, self._announce)
+
+    @contextmanager
+    def _announce(self, metadata: AttentionMetadata) -> Iterator[None]:
+        layers = [layer for layer in self.model.modules() if isinstance(layer, VllmPagedAttention)]
+        # vLLM's own attention layers have metadata of their own; without any they give zeros, as when profiling.
+        known = {layer.layer_name: metadata for layer in layers if layer.kv_cache.numel()}
+        with override_forward_context(create_forward_context(known or None, self.vllm_config)):
+            yield
+
+
+def register_warm_up(model: DecoderForCausalLM, runtime: Runtime, vllm_config: VllmConfig) -> None:
+    """Have vLLM warm ``model`` up, if it is being built by a runner that does; on a CPU nothing is compiled."""
+    if runtime.device.type != "cpu":
+        ModelWarmUp(model, runtime, vllm_config).register_warmup()

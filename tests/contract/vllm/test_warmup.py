@@ -1,0 +1,71 @@
+"""Our batches in vLLM's registry of what to compile before a server is ready."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+
+from atom_core.warmup import Batch
+from atom_plugin.vllm import warmup
+from atom_plugin.vllm.attention import VllmPagedAttention
+
+pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
+
+CONFIG = SimpleNamespace(
+    cache_config=SimpleNamespace(block_size=16),
+    compilation_config=SimpleNamespace(static_forward_context={}, fast_moe_cold_start=False),
+    model_config=SimpleNamespace(max_model_len=256),
+    scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
+)
+
+
+class OneLayer(nn.Module):
+    """What of a model is looked at here: its attention layers."""
+
+    def __init__(self, cache):
+        super().__init__()
+        self.layer = VllmPagedAttention.__new__(VllmPagedAttention)
+        nn.Module.__init__(self.layer)
+        self.layer.layer_name, self.layer.kv_cache = "model.layers.0.self_attn.attn", cache
+
+
+def registered(device, cache=None):
+    """A registry in which a model on `device` has been announced."""
+    registry = JitWarmupRegistry(CONFIG)
+    with registry.activate():
+        model = OneLayer(torch.ones(1) if cache is None else cache)
+        warmup.register_warm_up(model, SimpleNamespace(device=torch.device(device)), CONFIG)
+    return registry
+
+
+def test_a_model_on_a_gpu_is_announced_and_one_on_a_cpu_is_not():
+    assert len(registered("cuda")) == 1
+    assert len(registered("cpu")) == 0
+
+
+@pytest.mark.parametrize(("cache", "known"), [(torch.ones(1), True), (torch.tensor([]), False)])
+def test_vllm_runs_every_batch_with_its_metadata_where_layers_look_for_it(cache, known, monkeypatch):
+    seen = []
+
+    def run_batch(batch, model, runtime, page_size, announce):
+        with announce("metadata"):
+            seen.append((batch, page_size, get_forward_context().attn_metadata))
+
+    monkeypatch.setattr(warmup, "run_batch", run_batch)
+    monkeypatch.setattr("vllm.distributed.is_global_first_rank", lambda: False)
+    registered("cuda", cache).warmup()
+    batches = warmup.batches_to_serve(8, 64, 256)
+    assert [batch for batch, _, _ in seen] == batches
+    assert Batch((1,) * 8, 256) in batches
+    metadata = {"model.layers.0.self_attn.attn": "metadata"} if known else None
+    assert all((page_size, given) == (16, metadata) for _, page_size, given in seen)
+    assert not is_forward_context_available()
+
+
+def test_a_model_built_outside_of_a_runner_is_announced_to_nobody():
+    warmup.register_warm_up(OneLayer(torch.ones(1)), SimpleNamespace(device=torch.device("cuda")), CONFIG)

@@ -1,0 +1,122 @@
+"""FP8 checkpoints made from others, as the tools that people use write them, and what they stand for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+E4M3 = torch.float8_e4m3fn
+#: The linear layers of a decoder layer, which FP8 checkpoints quantise.
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def scheme(strategy: str, dynamic: bool, inputs: str | None = None) -> dict[str, Any]:
+    """A group of llm-compressor's."""
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    return {
+        "targets": ["Linear"],
+        "weights": {**number, "strategy": strategy, "dynamic": False},
+        "input_activations": {**number, "strategy": inputs or ("token" if dynamic else "tensor"), "dynamic": dynamic},
+    }
+
+
+def compressed(strategy: str, dynamic: bool, **more: Any) -> dict[str, Any]:
+    """A ``quantization_config`` of llm-compressor's."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": scheme(strategy, dynamic)},
+        "ignore": ["lm_head"],
+        **more,
+    }
+
+
+@dataclass(frozen=True)
+class Format:
+    """One tool's way to write an FP8 checkpoint."""
+
+    name: str
+    config: Mapping[str, Any] = field(hash=False)
+    per_row: bool = False
+    static: bool = False
+    scale_shape: tuple[int, ...] = ()
+    """Of a tensor's one scale."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FORMATS = (
+    Format("fp8, dynamic", {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    Format("fp8, static", {"quant_method": "fp8", "activation_scheme": "static"}, static=True, scale_shape=(1,)),
+    Format("fp8, a scale a row", {"quant_method": "fp8", "activation_scheme": "dynamic"}, per_row=True),
+    Format("compressed, tensor, dynamic", compressed("tensor", dynamic=True), scale_shape=(1,)),
+    Format("compressed, tensor, static", compressed("tensor", dynamic=False), static=True, scale_shape=(1,)),
+    Format("compressed, channel, dynamic", compressed("channel", dynamic=True), per_row=True),
+    Format("modelopt", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, static=True),
+)
+
+
+def quantize(weight: torch.Tensor, per_row: bool, scale_shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight in FP8 and its scale, as a tool stores them."""
+    wide = weight.float()
+    largest = wide.abs().amax(-1, keepdim=True) if per_row else wide.abs().max()
+    scale = largest / 448.0
+    quantized = (wide / scale).clamp(-448.0, 448.0).to(E4M3)
+    return quantized, scale if per_row else scale.reshape(scale_shape)
+
+
+def make_fp8(
+    source: Path,
+    target: Path,
+    form: Format,
+    *,
+    keep: Callable[[str], bool] = lambda module: False,
+    input_scale: Callable[[str], float] = lambda module: 0.05,
+) -> None:
+    """Write ``source`` quantised to ``target``.
+
+    Args:
+        source: a checkpoint in one file.
+        target: a folder that is made.
+        form: how.
+        keep: which modules stay as they are.
+        input_scale: of a module, where the format has such scales.
+    """
+    shutil.copytree(source, target)
+    path = target / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(form.config)}))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module.rpartition(".")[2] in LINEARS and not keep(module):
+            tensors[name], tensors[f"{module}.weight_scale"] = quantize(tensor, form.per_row, form.scale_shape)
+            if form.static:
+                tensors[f"{module}.input_scale"] = torch.full(form.scale_shape, input_scale(module))
+        else:
+            tensors[name] = tensor
+    save_file(tensors, target / "model.safetensors")
+
+
+def make_plain(source: Path, target: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write the FP8 checkpoint ``source`` to ``target`` in ``dtype``: its weights times their scales."""
+    shutil.copytree(source, target)
+    path = target / "config.json"
+    config = {key: value for key, value in json.loads(path.read_text()).items() if key != "quantization_config"}
+    path.write_text(json.dumps(config))
+    stored = load_file(source / "model.safetensors")
+    plain = {}
+    for name, tensor in stored.items():
+        if tensor.dtype == E4M3:
+            scale = stored[f"{name}_scale"]
+            tensor = (tensor.float() * scale).to(dtype)
+        if not name.endswith("_scale"):
+            plain[name] = tensor
+    save_file(plain, target / "model.safetensors")

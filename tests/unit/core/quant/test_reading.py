@@ -1,0 +1,152 @@
+"""What a ``quantization_config`` says, and which of them are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from atom_core.quant import Unquantized, read_quantization
+from atom_core.quant.fp8 import Fp8Config, names
+from tests.unit.core.fp8_checkpoints import FORMATS, compressed, scheme
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+LAYER = "model.layers.3"
+
+
+def read(config, asked=None, **hf):
+    return read_quantization({"quantization_config": config, **hf}, asked)
+
+
+def test_no_quantisation_is_one_too():
+    assert read_quantization({}) == Unquantized()
+    assert Unquantized().linear([f"{LAYER}.mlp.down_proj"]) is None
+    assert Unquantized().below("draft") == Unquantized()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_each_format_is_read(form):
+    found = read(form.config)
+    assert isinstance(found, Fp8Config)
+    assert found.name == "fp8"
+    assert found.serialized
+    assert found.input_scale == ("static" if form.static else "dynamic")
+    assert found.linear([f"{LAYER}.mlp.down_proj"]) == found
+
+
+def test_the_old_key_of_compressed_tensors_is_read():
+    assert read_quantization({"compression_config": compressed("channel", dynamic=True)}).name == "fp8"
+
+
+def test_modelopts_own_nesting_is_read():
+    config = {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    assert read(config).input_scale == "static"
+
+
+@pytest.mark.parametrize("asked", ["fp8", "fp8_per_tensor", "fp8_per_channel"])
+def test_a_flag_quantises_an_unquantised_checkpoint(asked):
+    assert read_quantization({}, asked) == Fp8Config(serialized=False)
+
+
+def test_a_flag_may_name_what_the_checkpoint_is():
+    assert read(FP8, "fp8") == read(FP8)
+
+
+def test_a_flag_that_contradicts_the_checkpoint_is_refused():
+    with pytest.raises(ValueError, match=r"--quantization fp8 contradicts .* quant_method is 'compressed-tensors'"):
+        read(compressed("channel", dynamic=True), "fp8")
+
+
+def with_group(**changes):
+    return compressed("channel", dynamic=True, config_groups={"group_0": {**scheme("channel", True), **changes}})
+
+
+def weights(**changes):
+    return with_group(weights={**scheme("channel", True)["weights"], **changes})
+
+
+def inputs(**changes):
+    return with_group(input_activations={**scheme("channel", True)["input_activations"], **changes})
+
+
+REFUSED = {
+    "an unknown method": ({"quant_method": "gptq"}, "'gptq' is not supported"),
+    "a method without a name": ({"bits": 4}, "'unknown' is not supported"),
+    "blocks": ({**FP8, "weight_block_size": [128, 128]}, r"'fp8' with weight_block_size=\[128, 128\] is not"),
+    "an unknown activation scheme": ({**FP8, "activation_scheme": "mixed"}, "activation_scheme='mixed'"),
+    "integers": (weights(type="int"), "weights of type='int', num_bits=8, strategy='channel'"),
+    "four bits": (weights(num_bits=4), "weights of type='float', num_bits=4"),
+    "groups": (weights(strategy="group"), "strategy='group'"),
+    "blocks in compressed-tensors": (weights(strategy="block"), "strategy='block'"),
+    "zero points": (weights(symmetric=False), "weights that are not symmetric and static"),
+    "weights alone": (with_group(input_activations=None), "weights alone quantised"),
+    "static scales a token": (inputs(dynamic=False), "input_activations of .* strategy='token', dynamic=False"),
+    "local dynamic inputs": (inputs(dynamic="local", strategy="group"), "strategy='group', dynamic=local"),
+    "other targets": (with_group(targets=["re:.*mlp.*"]), r"targets \['re:\.\*mlp\.\*'\]"),
+    "no scheme": (compressed("channel", True, config_groups={}), "0 different schemes"),
+    "two schemes": (
+        compressed("channel", True, config_groups={"a": scheme("channel", True), "b": scheme("tensor", False)}),
+        "2 different schemes in config_groups",
+    ),
+    "a sparse checkpoint": (compressed("channel", True, sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24"),
+    "rotations": (compressed("channel", True, transform_config={"config_groups": {}, "x": 1}), "transforms"),
+    "a quantised head": (compressed("channel", True, ignore=[]), "'compressed-tensors' with a quantised lm_head"),
+    "a quantised head by modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quantised lm_head"),
+    "modelopt's other algorithms": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_model_runs_is_refused_with_what_it_is_and_what_is_supported(name):
+    config, says = REFUSED[name]
+    with pytest.raises(ValueError, match=says) as caught:
+        read(config)
+    assert "supported: unquantised checkpoints (bfloat16, float16, float32)" in str(caught.value)
+    assert "one scale for a weight or for each of its rows" in str(caught.value)
+
+
+def test_a_flag_for_anything_else_is_refused():
+    with pytest.raises(ValueError, match="Quantisation 'awq' is not supported; supported: unquantised"):
+        read_quantization({}, "awq")
+
+
+def test_a_tied_head_is_nobodys_to_quantise():
+    assert read(compressed("channel", True, ignore=[]), tie_word_embeddings=True).name == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "module", "matches"),
+    [
+        ("lm_head", "lm_head", True),
+        ("model.layers.3.mlp.down_proj", f"{LAYER}.mlp.down_proj", True),
+        ("model.layers.3.mlp.down_proj", "model.layers.13.mlp.down_proj", False),
+        ("mlp.down_proj", f"{LAYER}.mlp.down_proj", True),
+        ("model.layers.3", f"{LAYER}.mlp.down_proj", True),
+        ("model.layers.3", "model.layers.31.mlp.down_proj", False),
+        ("down", f"{LAYER}.mlp.down_proj", False),
+        (r"re:.*\.mlp\..*", f"{LAYER}.mlp.down_proj", True),
+        (r"re:mlp", f"{LAYER}.mlp.down_proj", False),
+        ("model.layers.3*", f"{LAYER}.mlp.down_proj", True),
+        ("*.self_attn.*", f"{LAYER}.mlp.down_proj", False),
+    ],
+)
+def test_what_a_pattern_names(pattern, module, matches):
+    assert names(pattern, module) == matches
+
+
+@pytest.mark.parametrize("key", ["ignored_layers", "modules_to_not_convert"])
+def test_ignored_modules_have_no_scheme(key):
+    found = read({**FP8, key: [f"{LAYER}.mlp.down_proj"]})
+    assert found.linear([f"{LAYER}.mlp.down_proj"]) is None
+    assert found.linear([f"{LAYER}.self_attn.o_proj"]) is not None
+
+
+def test_a_drafts_prefix_is_none_of_the_checkpoints():
+    found = read({**FP8, "ignored_layers": [r"re:model\.layers\.3\."]}).below("draft_model")
+    assert found.linear([f"draft_model.{LAYER}.mlp.down_proj"]) is None
+    assert found.linear(["draft_model.model.layers.2.mlp.down_proj"]) is not None
+
+
+def test_a_merged_layer_is_quantised_as_a_whole_or_not_at_all():
+    modules = [f"{LAYER}.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    assert read({**FP8, "ignored_layers": modules}).linear(modules) is None
+    with pytest.raises(ValueError, match=r"quantises only some of .*q_proj, .*k_proj, .*v_proj.*leaves out .*k_proj"):
+        read({**FP8, "ignored_layers": modules[1:2]}).linear(modules)

@@ -1,0 +1,136 @@
+"""Medians, ratios, table and plot of the end-to-end benchmarks, from figures that nobody measured."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from benchmarks import _gpu, gpu_accuracy, serve_gpu
+from benchmarks._figures import Spread, as_json, markdown, plot, require_matplotlib, summarise
+from tests.integration.vllm.offline import Answer
+
+ROUNDS = {
+    "1x128 tpot, ms": {"native": [2.0, 2.2, 1.8], "atom": [1.0, 1.0, 1.2]},
+    "cache tokens": {"native": [1000, 1000, 1000], "atom": [1100, 1100, 1100]},
+    "start, cold, s": {"native": [60.0], "atom": [30.0]},
+}
+FLOORS = {"1x128 tpot, ms": 0.5}
+
+
+def test_ratios_are_those_of_the_rounds_and_above_one_where_atom_is_better():
+    token, cache, start = summarise(ROUNDS, FLOORS)
+    assert token.native == Spread(2.0, 1.8, 2.2)
+    assert token.ratio == 2.0
+    assert (token.least_ratio, token.most_ratio) == (pytest.approx(1.5), 2.2)
+    assert token.share == 0.5
+    assert cache.ratio == pytest.approx(1.1)
+    assert (start.ratio, start.share) == (2.0, None)
+
+
+def test_the_table_is_one_of_markdown():
+    lines = markdown(summarise(ROUNDS, FLOORS)).splitlines()
+    assert lines[2] == "| 1x128 tpot, ms | 2 (1.8 to 2.2) | 1 (1 to 1.2) | 2.000 (1.50 to 2.20) | 0.5 | 50% |"
+    assert lines[4] == "| start, cold, s | 60 | 30 | 2.000 |  |  |"
+
+
+def test_rows_for_a_file_hold_the_share():
+    assert as_json(summarise(ROUNDS, FLOORS))[0]["share_of_floor"] == 0.5
+
+
+def test_a_plot_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot(summarise(ROUNDS, FLOORS), tmp_path / "plot.png", "a title")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_matplotlib_is_named_before_anything_runs(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="--no-plot"):
+        require_matplotlib()
+
+
+def test_shapes_are_requests_and_tokens():
+    assert _gpu.Shape.read("8x128") == _gpu.Shape(8, 128)
+    assert str(_gpu.Shape(64, 512)) == "64x512"
+    with pytest.raises(argparse.ArgumentTypeError, match="'8' is not of the form 8x128"):
+        _gpu.Shape.read("8")
+
+
+def options(*given):
+    parser = argparse.ArgumentParser()
+    _gpu.engine_options(parser)
+    found = parser.parse_args(given)
+    found.shapes, found.output_len = [_gpu.Shape(1, 128), _gpu.Shape(8, 128)], 256
+    return found
+
+
+def test_the_floor_of_a_shape_has_half_of_the_answer_in_the_cache():
+    one, eight = _gpu.floors(options("--model", "qwen3-8b"), 4.8e12).values()
+    assert one == pytest.approx(3.17, abs=0.02)
+    assert eight > one
+    (quantized, *_) = _gpu.floors(options("--model", "qwen3-8b", "--quantization", "fp8"), 4.8e12).values()
+    assert one / 2 < quantized < 0.6 * one
+
+
+def test_an_architecture_that_is_not_ours_has_no_floor():
+    assert set(_gpu.floors(options("--model", "deepseek-v2-lite"), 4.8e12).values()) == {None}
+
+
+def test_a_shape_is_run_for_one_token_and_for_all(monkeypatch):
+    clock, runs = [0.0], []
+
+    def generate(prompts, tokens):
+        runs.append((len(prompts), len(prompts[0]), tokens))
+        clock[0] += 1.0 + 0.1 * (tokens - 1)
+
+    monkeypatch.setattr(_gpu.time, "perf_counter", lambda: clock[0])
+    engine = _gpu.Started(generate, cache_tokens=1, stop=lambda: None)
+    times = _gpu.run_shape(engine, _gpu.Shape(2, 5), output_len=11, repetitions=2, vocabulary=50)
+    assert times == {"ttft": pytest.approx(1.0), "tpot": pytest.approx(0.1)}
+    assert [tokens for _, _, tokens in runs] == [8, 1, 1, 11, 11]
+    assert {run[:2] for run in runs} == {(2, 5)}
+
+
+def test_both_servers_get_the_same_flags_but_for_one():
+    given = options("--quantization", "fp8", "--extra-engine-json", '{"enforce_eager": true, "block_size": 32}')
+    native, atom = (serve_gpu.server_flags(name, given) for name in ("native", "atom"))
+    assert [(one, other) for one, other in zip(native, atom, strict=True) if one != other] == [("auto", "atom")]
+    assert native[-3:] == ["--enforce-eager", "--block-size", "32"]
+    assert native[-5:-3] == ["--quantization", "fp8"]
+
+
+def test_every_token_of_a_random_model_is_a_word(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"vocab_size": 50}')
+    serve_gpu.write_tokenizer(tmp_path)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokens = [7, 49, 0, 7]
+    assert len(tokenizer) == 50
+    assert tokenizer(tokenizer.decode(tokens, skip_special_tokens=True), add_special_tokens=False).input_ids == tokens
+
+
+def test_a_load_says_how_many_prompts_it_needs():
+    assert serve_gpu.Load(concurrency=64).num_prompts(8, 20.0) == 512
+    assert serve_gpu.Load(concurrency=1).num_prompts(8, 20.0) == 16
+    assert serve_gpu.Load(rate=4.0).num_prompts(8, 20.0) == 80
+    assert serve_gpu.Load(rate=4.0).flags() == ["--request-rate", "4.0"]
+    assert str(serve_gpu.Load(rate=4.0)) == "4 a second"
+
+
+def answer(text, tokens, logprob=-0.5):
+    return Answer(text, tokens, [{"1": logprob}], [])
+
+
+def test_answers_are_scored_by_their_first_line():
+    questions = [{"answer": "42"}, {"answer": "Kate"}, {"answer": "7"}]
+    answers = [answer(" 42\nQuestion", [1]), answer(" Kate", [2]), answer(" 8\n7", [3])]
+    assert gpu_accuracy.accuracy(answers, questions) == pytest.approx(2 / 3)
+
+
+def test_answers_are_compared_by_token_and_by_bit():
+    some = [answer("a", [1, 2]), answer("b", [3])]
+    others = [answer("a", [1, 2], logprob=-0.5000001), answer("b", [4])]
+    assert gpu_accuracy.equal_share(some, others) == 0.5
+    assert gpu_accuracy.differing(some, others) == 2
+    assert gpu_accuracy.differing(some, some) == 0

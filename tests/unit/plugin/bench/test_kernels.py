@@ -1,0 +1,163 @@
+"""The table of cases, its arithmetic and its errors; contenders that need no GPU agree with each other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from atom_core.config import ModelConfig
+from atom_core.kernels import kernel_set
+from atom_core.kernels.select import Target
+from atom_plugin.bench import cases, kernels
+from atom_plugin.bench.cases import CASES, Bench
+from atom_plugin.bench.device import Ceiling, Timing
+from atom_plugin.bench.kernels import KernelOptions, Limits, Row, num_copies
+from atom_plugin.bench.vllm_kernels import Unavailable
+from tests.unit.plugin.bench.test_step import TINY
+from tests.unit.plugin.installed import run_cli, run_python
+
+CONFIG = ModelConfig.from_hf({**TINY, "head_dim": 64})
+LIMITS = Limits(Ceiling("a GPU", copy=4e12, read=3e12), products=8e14)
+
+
+def case_of(op, name):
+    (found,) = (case for case in CASES[op](CONFIG, 2) if case.name.startswith(name))
+    return found
+
+
+def test_a_product_moves_its_weight_input_and_output():
+    case = case_of("linear", "gate_up 192 x 64, 4 rows")
+    assert case.num_bytes == 2 * (192 * 64 + 4 * (192 + 64))
+    assert case.num_operations == 2 * 4 * 192 * 64
+
+
+def test_a_norm_reads_and_writes_two_streams():
+    assert case_of("rms_norm", "8 x 64").num_bytes == 2 * (4 * 8 * 64 + 64)
+
+
+def test_attention_counts_the_keys_that_are_seen():
+    H, K, D = 4, 2, 64
+    assert case_of("attention", "decode 8 x 2048").num_bytes == 8 * 2 * (2 * 2048 * K * D + 2 * H * D)
+    assert case_of("attention", "prefill 8 x 512").num_operations == 4 * 8 * (512 * 513 // 2) * H * D
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Sizes that a CPU is done with at once."""
+    monkeypatch.setattr(cases, "PRODUCT_ROWS", (1, 3))
+    monkeypatch.setattr(cases, "NORM_ROWS", (1, 5))
+    monkeypatch.setattr(cases, "QKV_TOKENS", (1, 20))
+    monkeypatch.setattr(cases, "DECODES", ((2, 48),))
+    monkeypatch.setattr(cases, "PREFILLS", ((2, 32),))
+
+
+@pytest.mark.parametrize("op", list(CASES))
+def test_contenders_answer_the_same(few, op):
+    target = Target.of(torch.device("cpu"))
+    bench = Bench(torch.device("cpu"), torch.float32, kernel_set(target))
+    for case in CASES[op](CONFIG, 4):
+        found = {}
+        with torch.inference_mode():
+            for name, contender in case.contenders.items():
+                try:
+                    run = contender(bench, 2)
+                except Unavailable as reason:
+                    assert name in ("vllm", "FlashAttention 3"), reason  # noqa: PT017 - which one it was
+                    continue
+                found[name] = run(0).clone()
+                assert run(1).shape == found[name].shape
+        assert set(found) >= {"atom", "torch"}
+        torch.testing.assert_close(found["atom"], found["torch"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_call_is_limited_by_memory_or_by_products():
+    assert LIMITS.least_seconds(SimpleNamespace(num_bytes=4000, num_operations=0)) == (1e-9, True)
+    assert LIMITS.least_seconds(SimpleNamespace(num_bytes=4000, num_operations=8_000_000)) == (1e-8, False)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "cache", "free", "copies"),
+    [(10, 50, 10_000, 10), (1000, 50, 10_000, 1), (1, 50_000, 10**9, 256), (10, 50, 200, 5), (10**9, 50, 10, 1)],
+)
+def test_buffers_are_larger_than_the_cache_where_they_can_be(num_bytes, cache, free, copies):
+    assert num_copies(num_bytes, cache, free) == copies
+
+
+def row(**changes):
+    values = {
+        "model": "qwen3-8b",
+        "op": "linear",
+        "case": "qkv",
+        "contender": "atom",
+        "num_bytes": 4_000_000,
+        "num_operations": 0,
+        "floor_seconds": 1e-6,
+        "memory_bound": True,
+        "timing": Timing(2e-6, 1.9e-6, 2.1e-6),
+        **changes,
+    }
+    return Row(**values)
+
+
+def test_a_row_has_rate_and_share():
+    assert row().share == 0.5
+    assert row().rate() == "2000 GB/s"
+    assert row(memory_bound=False, num_operations=2_000_000_000).rate() == "1000.0 TFLOP/s"
+    assert "50%" in row().line()
+    assert row().as_json()["microseconds"] == pytest.approx(2.0)
+
+
+def test_a_contender_that_could_not_run_says_why():
+    found = row(timing=None, note="vLLM's kernels cannot be imported")
+    assert found.share is None
+    assert found.line().endswith("-  vLLM's kernels cannot be imported")
+    assert found.as_json()["microseconds"] is None
+    assert kernels.as_json(LIMITS, [found])["rows"][0]["note"] == found.note
+
+
+def test_numbers_that_disagree_are_far_apart():
+    ours, nan = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
+    assert kernels._distance(ours, ours) == 0.0
+    assert kernels._distance(2 * ours, ours) == 1.0
+    assert kernels._distance(nan, ours) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ops": ("matmul",)}, "--op 'matmul': supported: linear, rms_norm"),
+        ({"models": ("qwen9",)}, "neither a folder"),
+        ({"dtype": "int8"}, "--dtype 'int8'"),
+        ({"repetitions": 0}, "--repetitions 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        KernelOptions(**options).check()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "No GPU that torch"),
+        (("--op", "matmul"), "--op 'matmul'"),
+        (("--output", "tiles"), "--output is where --tune writes"),
+        (("--tune", "--op", "attention"), "--tune has tiles to choose for linear alone"),
+        (("--tune", "--json", "tiles.json"), "no --json"),
+        (("--tune",), "No GPU that torch"),
+    ],
+)
+def test_both_command_lines_say_what_is_wrong(arguments, message):
+    for result in (run_cli("bench", "kernels", *arguments), run_python("-m", "atom_plugin.bench.kernels", *arguments)):
+        assert result.returncode == 1, result.stdout + result.stderr
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_only_vllm_can_be_compared_with():
+    result = run_cli("bench", "kernels", "--against", "trt")
+    assert result.returncode == 2
+    assert "'trt' is not vllm" in result.stderr

@@ -1,0 +1,203 @@
+"""What `atom-plugin bench step` works out without a GPU: the model, the batch, the floor, the report, the errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from atom_core.config import ModelConfig
+from atom_core.quant import read_quantization
+from atom_core.standalone import Step, build_runtime, page_pools, plan, random_model
+from atom_plugin.bench import step
+from atom_plugin.bench.device import Ceiling, Timing, datasheet_bandwidth
+from atom_plugin.bench.floor import Traffic, step_traffic
+from atom_plugin.bench.models import CONFIGS, cut, read_config
+from atom_plugin.bench.step import MAX_MODEL_LEN, PAGE_SIZE, StepOptions, StepResult, decode_batch
+from tests.unit.plugin.installed import run_cli, run_python
+
+TINY = {
+    **CONFIGS["qwen3-0.6b"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+}
+BF16 = torch.bfloat16
+#: Of a layer of TINY: qkv, o, gate and up, down, two norms and those of q and k.
+LAYER = 64 * 128 + 64 * 64 + 64 * 192 + 96 * 64 + 2 * 64 + 2 * 16
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("qwen3-30b-a3b", "deepseek-v2-lite")])
+def test_a_model_known_by_name_is_one_of_ours(name):
+    assert ModelConfig.from_hf(read_config(name)).num_layers == CONFIGS[name]["num_hidden_layers"]
+
+
+def test_a_model_is_a_folder_a_file_or_a_name(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    assert read_config(str(tmp_path)) == read_config(str(path)) == TINY
+    with pytest.raises(ValueError, match=r"'qwen9' is neither a folder, nor a file, nor one .*: qwen3-0\.6b, "):
+        read_config("qwen9")
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, content):
+    path = tmp_path / "model.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"model\.json (is not valid JSON|holds a list)"):
+        read_config(str(path))
+
+
+def test_a_model_is_cut_to_its_first_layers():
+    types = ["full_attention", "sliding_attention"]
+    assert cut({**TINY, "layer_types": types}, 1)["layer_types"] == types[:1]
+    assert read_config("qwen3-8b", 3)["num_hidden_layers"] == 3
+    for wrong in (0, 3):
+        with pytest.raises(ValueError, match=f"--layers {wrong}: the model has num_hidden_layers=2"):
+            cut(TINY, wrong)
+
+
+@pytest.mark.parametrize(("tied", "table"), [(True, 100 * 64), (False, 3 * 64 + 100 * 64)], ids=["tied", "apart"])
+def test_the_floor_counts_each_weight_and_cached_token_once(tied, table):
+    config = ModelConfig.from_hf({**TINY, "tie_word_embeddings": tied})
+    traffic = step_traffic(config, 3, 128, BF16, BF16)
+    assert traffic.weights == 2 * (2 * LAYER + 64 + table)
+    assert traffic.cache == 3 * 129 * 2 * (2 * 2 * 16) * 2
+    assert traffic.seconds(2.0) == traffic.total / 2
+
+
+def test_the_floor_knows_smaller_numbers_and_windows():
+    config = ModelConfig.from_hf({**TINY, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1})
+    assert step_traffic(config, 1, 128, BF16, torch.float8_e4m3fn).cache == (129 + 32) * 2 * 2 * 16
+    config = ModelConfig.from_hf(TINY)
+    quant = read_quantization(TINY, "fp8")
+    matrices = 64 * 128 + 64 * 64 + 64 * 192 + 96 * 64
+    whole, half = (step_traffic(config, 1, 0, BF16, BF16, it).weights for it in (read_quantization(TINY), quant))
+    rows = 128 + 64 + 192 + 64  # a float32 scale each
+    assert whole - half == 2 * (matrices - 4 * rows)
+
+
+def test_public_models_read_what_they_are_known_to():
+    traffic = step_traffic(ModelConfig.from_hf(read_config("qwen3-8b")), 1, 128, BF16, BF16)
+    assert 15.1e9 < traffic.weights < 15.2e9
+    assert traffic.seconds(4.8e12) == pytest.approx(3.15e-3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("device", "bandwidth"),
+    [
+        ("NVIDIA H200", 4.8e12),
+        ("AMD Instinct MI300X OAM", 5.3e12),
+        ("NVIDIA H2000", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_datasheet_is_known_or_not(device, bandwidth):
+    assert datasheet_bandwidth(device) == bandwidth
+
+
+@pytest.mark.parametrize("context", [0, 15, 16, 40])
+def test_each_request_of_the_batch_has_pages_of_its_own(context):
+    metadata, num_pages = decode_batch(3, context, torch.device("cpu"))
+    used = metadata.page_table[:, : context // PAGE_SIZE + 1]
+    assert sorted(used.flatten().tolist()) == list(range(num_pages))
+    assert metadata.page_table.shape == (3, MAX_MODEL_LEN // PAGE_SIZE)
+    assert (metadata.slot_mapping // PAGE_SIZE).tolist() == used[:, -1].tolist()
+    assert (metadata.slot_mapping % PAGE_SIZE == context % PAGE_SIZE).all()
+    assert metadata.seq_lens.tolist() == [context + 1] * 3
+
+
+@pytest.mark.parametrize("cache_dtype", [BF16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_step_of_a_random_model_gives_finite_logits(quantization, cache_dtype):
+    config = ModelConfig.from_hf(TINY)
+    quant = read_quantization(TINY, quantization)
+    runtime = build_runtime(torch.device("cpu"), BF16, MAX_MODEL_LEN, cache_dtype=cache_dtype, quant=quant)
+    with torch.inference_mode():
+        model = random_model(config, runtime)
+        metadata, num_pages = decode_batch(3, 40, runtime.device)
+        pools = page_pools(config, runtime, num_pages, PAGE_SIZE, random=True)
+        hidden = model(torch.tensor([1, 2, 3]), torch.full((3,), 40), Step(plan(model, metadata), pools))
+        logits = model.logits(hidden)
+    assert logits.shape == (3, 100)
+    assert logits.isfinite().all()
+
+
+def test_random_weights_are_the_same_each_time():
+    config = ModelConfig.from_hf(TINY)
+    runtime = build_runtime(torch.device("cpu"), torch.float32, 64)
+    ours, again, other = (random_model(config, runtime, seed).model.embed_tokens.weight for seed in (0, 0, 1))
+    assert torch.equal(ours, again)
+    assert not torch.equal(ours, other)
+
+
+RESULT = StepResult(
+    StepOptions("qwen3-0.6b"),
+    Ceiling("NVIDIA H200", copy=4.0e12, read=4.2e12),
+    Traffic(1_190_000_000, 14_000_000),
+    Timing(0.4e-3, 0.39e-3, 0.45e-3),
+    {"linear": "triton"},
+)
+
+
+def test_the_report_has_the_share_of_both_floors(tmp_path):
+    found = RESULT.as_json()
+    assert found["floor_milliseconds"] == pytest.approx(1.204e9 / 4.2e12 * 1e3)
+    assert found["share_of_floor"] == pytest.approx(1.204e9 / 4.2e12 / 0.4e-3)
+    assert found["share_of_datasheet_floor"] == pytest.approx(1.204e9 / 4.8e12 / 0.4e-3)
+    text = "\n".join(RESULT.lines())
+    assert "0.4000 ms (0.3900 to 0.4500)" in text
+    assert "72% of it reached" in text
+    assert "datasheet" in text
+    step.write_json(RESULT, tmp_path / "step.json")
+    assert json.loads((tmp_path / "step.json").read_text())["model"] == "qwen3-0.6b"
+
+
+def test_an_unknown_device_has_no_datasheet():
+    result = StepResult(RESULT.options, Ceiling("a GPU", 1e12, 1e12), RESULT.traffic, RESULT.timing, {})
+    assert result.as_json()["share_of_datasheet_floor"] is None
+    assert "datasheet" not in "\n".join(result.lines())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch": 0}, "--batch 0: a positive number"),
+        ({"repetitions": 0}, "--repetitions 0"),
+        ({"context": 4096}, "--context 4096: supported: 0 to 4095"),
+        ({"dtype": "int8"}, "--dtype 'int8': supported: bfloat16, float16, float32"),
+        ({"cache_dtype": "int8"}, "--cache-dtype 'int8': supported: auto, bfloat16"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        StepOptions("qwen3-0.6b", **options).check()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("qwen3-0.6b",), "No GPU that torch"),
+        (("qwen9",), "neither a folder"),
+        (("qwen3-30b-a3b",), "'Qwen3MoeForCausalLM' is not supported"),
+        (("qwen3-0.6b", "--batch", "0"), "--batch 0"),
+        (("qwen3-0.6b", "--quantization", "awq"), "'awq' is not supported"),
+    ],
+)
+def test_both_command_lines_say_what_is_wrong(arguments, message):
+    for result in (run_cli("bench", "step", *arguments), run_python("-m", "atom_plugin.bench.step", *arguments)):
+        assert result.returncode == 1, result.stdout + result.stderr
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_measuring_needs_no_package_of_the_command_line():
+    modules = "atom_plugin.bench.step, atom_plugin.bench.kernels"
+    result = run_python("-c", f"import sys, {modules}; print('typer' in sys.modules or 'rich' in sys.modules)")
+    assert result.stdout.split() == ["False"], result.stderr
