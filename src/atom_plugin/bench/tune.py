@@ -73,10 +73,6 @@ def candidates(
             found.append(Candidate("streamed row", rows, columns, warps))
             if small and columns == whole:
                 found.append(Candidate("resident row", rows, columns, warps))
-    if small:
-        for rows, warps in product((16, 32), (4, 8, 16)):
-            if whole // warps >= 32 and rows * whole // (32 * warps) <= 256:
-                found.append(Candidate("resident rows", rows, whole // warps, warps))
     for rows, columns, stages, warps in product((16, 32, 64, 128), (64, 128, 256, 512), (2, 3, 4, 5), (4, 8)):
         taken = stages * columns * (rows * itemsize + 16 * 2)
         if 4096 <= rows * columns <= 32768 and columns <= whole and taken <= shared_memory:

@@ -68,9 +68,9 @@ def multiply(
     # NVIDIA's tensor cores sum a few products in fewer bits than float32, and much faster; frameworks do so too.
     fast = torch.version.hip is None
     if dtype == torch.bfloat16:
-        return torch._scaled_mm(
-            x, right, x_scale, weight_scale[None, :], bias=bias, out_dtype=dtype, use_fast_accum=fast
-        )
+        y = torch._scaled_mm(x, right, x_scale, weight_scale[None, :], out_dtype=dtype, use_fast_accum=fast)
+        # cuBLAS has no kernel with a scale a row and a bias for every shape.
+        return y if bias is None else y.add_(bias)
     # With a scale a row torch gives bfloat16 alone.
     one = torch.ones((), dtype=torch.float32, device=x.device)
     y = torch._scaled_mm(x, right, one, one, out_dtype=torch.float32, use_fast_accum=fast)

@@ -133,9 +133,9 @@ def test_choices_are_in_the_order_of_the_ops_without_repetitions():
     assert [choice.op for choice in selection.choices()] == ["linear", "attention"]
 
 
-def test_every_op_has_a_reference_that_comes_last():
+def test_every_op_has_a_reference_that_comes_last_or_can_be_run_by_others():
     for op in OPS:
-        assert op.implementations[-1].name == "reference"
+        assert op.implementations[-1].name in ("reference", "separate")
 
 
 @pytest.mark.parametrize("target", [CUDA, ROCM], ids=str)
