@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from atom_core.checkpoint import read_config_json
 from atom_core.config import ModelConfig
+from atom_core.layers.norm import Stream
 from atom_core.standalone import Runner
 
 #: Largest |difference| of a stage, as a share of its spread. In float32, sums in another order differ by some 1e-6 of
@@ -249,10 +250,9 @@ def _first(output: Any) -> torch.Tensor:
     return first
 
 
-def _summed(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Our layers carry the residual beside the hidden state; the stream is their sum."""
-    hidden, residual = output
-    return hidden + residual
+def _summed(stream: Stream) -> torch.Tensor:
+    """Our layers may leave the last addition to the next norm."""
+    return stream.residual if stream.last is None else stream.last + stream.residual
 
 
 def _stage(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> Stage:

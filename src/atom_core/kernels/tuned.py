@@ -10,7 +10,7 @@
                 "out_features": 4096,
                 "in_features": 4096,
                 "dtype": "bfloat16",
-                "tile": {"kernel": "streamed row", "rows": 4, "columns": 1024, "warps": 4, "stages": 1},
+                "tile": {"kernel": "streamed row", "rows": 4, "columns": 1024, "warps": 4, "stages": 1, "early": true},
                 "microseconds": 9.1,
                 "default_microseconds": 9.6,
                 "gigabytes_per_second": 3690.0,
@@ -52,15 +52,12 @@ def lookup(
 ) -> Tile | None:
     """The tile for a product on a device; None where nothing was measured, and the kernel's default is right.
 
-    A number of rows that was not measured takes the tile of the next larger one that was. A kernel asks once for each
-    call, which costs a look into a dictionary, and makes its own tile of the answer::
-
-        found = tuned.lookup(Path(__file__).parent, device_name, rows, out_features, in_features, "bfloat16")
-        tile = tile_for(rows, out_features, in_features, 2, nvidia) if found is None else Tile(**found)
+    A number of rows that was not measured takes the tile of the next larger one that was. A kernel makes its own tile
+    of the answer; see :func:`atom_core.kernels.linear.triton_kernel.chosen_tile`.
 
     Args:
         op_folder: of the kernel, which holds ``tuned/``.
-        device_name: as ``torch.cuda.get_device_name()`` gives it; ask torch once, when the kernel is built.
+        device_name: as ``torch.cuda.get_device_name()`` gives it.
         rows, out_features, in_features, dtype: see :class:`Shape`.
 
     Raises:
@@ -138,8 +135,8 @@ def _why_wrong(entry: object) -> str | None:
     if not isinstance(tile, dict) or not tile:
         return f"has tile={tile!r}; the fields of a kernel's tile are needed"
     for name, value in tile.items():
-        if not (isinstance(value, str) or _is_count(value, 0)):
-            return f"has a tile with {name}={value!r}; a name or a whole number is needed"
+        if not (isinstance(value, (str, bool)) or _is_count(value, 0)):
+            return f"has a tile with {name}={value!r}; a name, a whole number, true or false is needed"
     for name in _FIGURES:
         if isinstance(entry[name], bool) or not isinstance(entry[name], (int, float)):
             return f"has {name}={entry[name]!r}, which is no number"

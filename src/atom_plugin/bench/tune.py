@@ -48,6 +48,7 @@ class Candidate:
     columns: int
     warps: int
     stages: int = 1
+    early: bool = False
 
 
 def candidates(
@@ -70,13 +71,13 @@ def candidates(
             held = rows * columns // (32 * warps)
             if rows > out_features or columns > whole or not 8 <= held <= 128:
                 continue
-            found.append(Candidate("streamed row", rows, columns, warps))
+            found.append(Candidate("streamed row", rows, columns, warps, early=True))
             if small and columns == whole:
                 found.append(Candidate("resident row", rows, columns, warps))
     for rows, columns, stages, warps in product((16, 32, 64, 128), (64, 128, 256, 512), (2, 3, 4, 5), (4, 8)):
         taken = stages * columns * (rows * itemsize + 16 * 2)
         if 4096 <= rows * columns <= 32768 and columns <= whole and taken <= shared_memory:
-            found.append(Candidate("streamed rows", rows, columns, warps, stages))
+            found += [Candidate("streamed rows", rows, columns, warps, stages, early) for early in (False, True)]
     return found
 
 

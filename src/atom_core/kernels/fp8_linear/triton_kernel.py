@@ -12,7 +12,7 @@ import triton.language as tl
 
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtype_of, multiply
-from atom_core.kernels.linear.triton_kernel import MAX_ROWS, product, tile_for
+from atom_core.kernels.linear.triton_kernel import MAX_ROWS, chosen_tile, product
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import launch_options
@@ -125,7 +125,7 @@ class TritonFp8Linear:
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.fp8_linear.FewRowsFp8Kernel`."""
         weight, scales = self.few_rows(weight, weight_scale)
-        tile = tile_for(x.shape[0], weight.shape[0], weight.shape[1], 1, self.nvidia)
+        tile = chosen_tile(x, weight, self.nvidia)
         return product(x, weight, bias, tile=tile, overlap=self.overlap, scales=scales, residual=residual)
 
     def __call__(
@@ -174,5 +174,5 @@ def fp8_linear(
         quantized, scales = quantize(x, input_scale, weight.dtype, overlap)
         return multiply(quantized, scales, weight, weight_scale, bias, x.dtype)
     few = weight_scale if doubled_scale is None else doubled_scale
-    tile = tile_for(num_rows, weight.shape[0], weight.shape[1], weight.element_size(), nvidia)
+    tile = chosen_tile(x, weight, nvidia)
     return product(x, weight, bias, tile=tile, overlap=overlap, scales=few)

@@ -11,7 +11,9 @@ whole anyhow, they can norm it on the way, because the norm's factor may be appl
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -20,6 +22,7 @@ import triton
 import triton.language as tl
 
 from atom_core.config import Activation
+from atom_core.kernels import tuned
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS, activated
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
@@ -273,6 +276,25 @@ def tile_for(num_rows: int, out_features: int, in_features: int, itemsize: int, 
     return Tile("streamed rows", 64, 128, 4, 5 if out_features < 65536 else 3)
 
 
+def chosen_tile(x: torch.Tensor, weight: torch.Tensor, nvidia: bool) -> Tile:
+    """The tile for ``x [M, K]`` and ``weight [N, K]``: the one measured to be fastest here, or the default."""
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return _chosen_tile(_device_name(x.device), x.shape[0], weight.shape[0], weight.shape[1], dtype, nvidia)
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen_tile(device: str, num_rows: int, out_features: int, in_features: int, dtype: str, nvidia: bool) -> Tile:
+    found = tuned.lookup(Path(__file__).parent, device, num_rows, out_features, in_features, dtype)
+    if found is not None:
+        return Tile(**found)
+    return tile_for(num_rows, out_features, in_features, getattr(torch, dtype).itemsize, nvidia)
+
+
+@functools.lru_cache
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 @dataclass(frozen=True)
 class Norm:
     """An RMS norm of the input."""
@@ -299,7 +321,7 @@ def product(
         x: ``[M, K]`` in bfloat16 or float16.
         weight: ``[N, K]`` in the same dtype or in FP8.
         bias: ``[N]``.
-        tile: see :func:`tile_for`.
+        tile: see :func:`chosen_tile`.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         scales: float32 ``[N]``, of the weight's rows.
         norm: norm ``x`` first; only where ``tile.norms``.
@@ -378,7 +400,7 @@ class TritonLinear:
         if not 0 < x.shape[0] <= MAX_ROWS:
             residual.addmm_(x, weight.t())
             return residual if bias is None else residual.add_(bias)
-        tile = tile_for(x.shape[0], weight.shape[0], weight.shape[1], weight.element_size(), self.nvidia)
+        tile = chosen_tile(x, weight, self.nvidia)
         return product(x, weight, bias, tile=tile, overlap=self.overlap, residual=residual)
 
 
@@ -395,5 +417,4 @@ def linear(
     """``x W^T + b``: ours for few rows, torch's for more."""
     if not 0 < x.shape[0] <= MAX_ROWS:
         return F.linear(x, weight, bias)
-    tile = tile_for(x.shape[0], weight.shape[0], weight.shape[1], weight.element_size(), nvidia)
-    return product(x, weight, bias, tile=tile, overlap=overlap)
+    return product(x, weight, bias, tile=chosen_tile(x, weight, nvidia), overlap=overlap)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from atom_core.config import Activation
-from atom_core.kernels.linear.triton_kernel import MAX_ROWS, Norm, product, tile_for
+from atom_core.kernels.linear.triton_kernel import MAX_ROWS, Norm, chosen_tile, product
 from atom_core.kernels.rms_norm.triton_kernel import rms_norm
 
 
@@ -33,7 +33,7 @@ class TritonNormedLinear:
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.normed_linear.NormedLinearKernel`."""
-        tile = tile_for(x.shape[0], weight.shape[0], weight.shape[1], weight.element_size(), self.nvidia)
+        tile = chosen_tile(x, weight, self.nvidia)
         given: Norm | None = Norm(norm, eps)
         if not tile.norms:
             x, given = rms_norm(x, norm, eps, None, overlap=self.overlap)[0], None

@@ -199,3 +199,21 @@ def test_the_triton_linear_adds_to_a_residual(nvidia, out_features, in_features,
     found = TritonLinear(nvidia, overlap=False).add(x, weight, offset, residual)
     assert found is residual
     torch.testing.assert_close(found.double(), expected, rtol=2**-9, atol=2**-9)
+
+
+def test_a_product_takes_the_tile_that_was_measured(monkeypatch):
+    from atom_core.kernels.linear import triton_kernel
+
+    asked = []
+
+    def lookup(folder, device, *shape):
+        asked.append((folder.name, device, *shape))
+        return {"kernel": "streamed row", "rows": 2, "columns": 128, "warps": 4, "stages": 1, "early": True}
+
+    monkeypatch.setattr(triton_kernel.tuned, "lookup", lookup)
+    triton_kernel._chosen_tile.cache_clear()
+    x, weight = torch.randn(1, 96).half(), torch.randn(52, 96).half()
+    assert triton_kernel.chosen_tile(x, weight, nvidia=True).columns == 128
+    torch.testing.assert_close(triton_kernel.TritonLinear(True, overlap=False)(x, weight, None), x @ weight.T)
+    assert asked == [("linear", "cpu", 1, 52, 96, "float16")]
+    triton_kernel._chosen_tile.cache_clear()
