@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from atom_core.kernels.attention import triton_kernel as attention_kernel
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.decode_attention import triton_kernel as decode_kernel
+from atom_core.kernels.embedding import triton_kernel as embedding_kernel
 from atom_core.kernels.fp8_linear import triton_kernel as fp8_kernel
 from atom_core.kernels.fp8_linear.scaled_mm import dtype_of
 from atom_core.kernels.gated_activation import triton_kernel as activation_kernel
@@ -219,6 +220,17 @@ def test_gated_activation_compiles(monkeypatch, activation, gpu):
     monkeypatch.setattr(activation_kernel, "_gated_activation", Recorder())
     with pytest.raises(Launched) as launched:
         activation_kernel.gated_activation(zeros(2, 6144), activation, gpu.nvidia)
+    compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("first", [None, 1000])
+def test_embedding_compiles(monkeypatch, first, gpu):
+    kernel = embedding_kernel._embedding
+    monkeypatch.setattr(embedding_kernel, "_embedding", Recorder())
+    ids = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(Launched) as launched:
+        embedding_kernel.embedding(ids, zeros(10, 4096), first)
     compile_launch(kernel, launched.value, gpu)
 
 

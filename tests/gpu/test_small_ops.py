@@ -7,9 +7,12 @@ from functools import partial
 import pytest
 import torch
 
+from atom_core.kernels.embedding.reference import embedding as embedding_reference
+from atom_core.kernels.embedding.triton_kernel import embedding
 from atom_core.kernels.gated_activation.reference import gated_activation as gated_activation_reference
 from atom_core.kernels.gated_activation.triton_kernel import gated_activation as launch_gated_activation
 from atom_core.kernels.linear.triton_kernel import MAX_ROWS, TritonLinear
+from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
 from atom_core.kernels.rms_norm.triton_kernel import rms_norm as launch_rms_norm
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps
@@ -62,6 +65,15 @@ def test_gated_activation(rows, size, activation, dtype):
     assert_close(gated_activation(x, activation), gated_activation_reference(x.double(), activation))
 
 
+@every_dtype
+@pytest.mark.parametrize("first", [None, 50])
+@pytest.mark.parametrize("size", [100, 4096, 5000])
+def test_embedding(size, first, dtype):
+    table = numbers(200, size, dtype=dtype)
+    ids = torch.arange(0, 200 if first is None else 400, 7, device="cuda")
+    assert torch.equal(embedding(ids, table, first), embedding_reference(ids, table, first))
+
+
 SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4096, 1024), (1024, 2048), (1024, 3072)]
 ODD_SHAPES = [(100, 80), (513, 1000), (31, 4104)]
 
@@ -78,6 +90,35 @@ def test_linear(rows, out_features, in_features, bias, dtype):
     expected = x.double() @ weight.double().T + (0 if offset is None else offset.double())
     assert found.shape == (rows, out_features)
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [*SHAPES, (100, 80), (514, 1000)])
+@pytest.mark.parametrize("rows", [1, 2, MAX_ROWS])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_normed_linear_and_a_residual_behind_it(activation, rows, out_features, in_features):
+    x, norm = numbers(rows, in_features, dtype=torch.bfloat16), numbers(in_features, dtype=torch.bfloat16)
+    weight = numbers(out_features, in_features, dtype=torch.bfloat16, scale=in_features**-0.5)
+    back = numbers(in_features, out_features if activation is None else out_features // 2, dtype=torch.bfloat16)
+    back *= back.shape[1] ** -0.5
+    nvidia = torch.version.hip is None
+    normed, linear = TritonNormedLinear(activation, nvidia, OVERLAP), TritonLinear(nvidia, OVERLAP)
+    wide = x.double()
+    wide = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.double()
+    expected = wide @ weight.double().T
+    if activation is not None:
+        expected = gated_activation_reference(expected, activation)
+    y = normed(x, norm, 1e-6, weight, None, None)
+    assert_close(y, expected)
+    residual = x.clone()
+    assert linear.add(y, back, None, residual) is residual
+    assert_close(residual, x.double() + y.double() @ back.double().T)
+
+    def body(x, residual):
+        y = normed(x, norm, 1e-6, weight, None, None)
+        return y, linear.add(y, back, None, residual)
+
+    for found, wanted in zip(_captured(body, x, x), (y, residual), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_they_are_one_op_each_to_a_compiler_and_run_in_graphs():

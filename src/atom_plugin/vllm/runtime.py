@@ -35,7 +35,8 @@ class VllmCommunicator(GroupCommunicator):
 
 #: What torch.compile makes of the torch ops has been measured in its graphs; ours are for runs without it.
 COMPILED = {
-    (op, "triton"): "torch.compile fuses the torch ops here." for op in ("rms_norm", "linear", "gated_activation")
+    (op, "triton"): "torch.compile fuses the torch ops here."
+    for op in ("embedding", "rms_norm", "linear", "gated_activation")
 }
 
 

@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 
 from atom_core.kernels.embedding.reference import embedding
-from atom_core.kernels.select import Implementation, Op, always
+from atom_core.kernels.select import Implementation, Op, Target, always
+from atom_core.kernels.triton_support import why_no_triton
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,20 @@ class EmbeddingKernel(Protocol):
     def __call__(self, ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor: ...
 
 
+def _triton_supports(spec: EmbeddingSpec, target: Target) -> str | None:
+    return why_no_triton(target)
+
+
+def _build_triton(spec: EmbeddingSpec, target: Target) -> EmbeddingKernel:
+    from atom_core.kernels.embedding.triton_kernel import embedding as launch  # needs triton, which a CPU may lack
+
+    return launch
+
+
 EMBEDDING: Op[EmbeddingSpec, EmbeddingKernel] = Op(
-    "embedding", (Implementation("reference", always, lambda spec, target: embedding),)
+    "embedding",
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("reference", always, lambda spec, target: embedding),
+    ),
 )

@@ -125,6 +125,17 @@ def test_ids_outside_a_slice_of_the_vocabulary_embed_to_zeros(first):
         assert torch.equal(row, table[token - first] if inside else torch.zeros(4))
 
 
+@pytest.mark.parametrize("first", [None, 0, 3, 20])
+@pytest.mark.parametrize("size", [4, 3000])
+def test_the_triton_embedding(size, first):
+    from atom_core.kernels.embedding.triton_kernel import embedding as launch
+
+    table = torch.randn(10, size + 2)[:, :size]
+    ids = torch.tensor([0, 2, 3, 9] if first is None else [0, 2, 3, 9, 12, 29])
+    assert torch.equal(launch(ids, table, first), embedding(ids, table, first))
+    assert launch(ids[:0], table, first).shape == (0, size)
+
+
 def test_a_whole_vocabulary_is_looked_up():
     table = torch.randn(10, 4)
     assert torch.equal(embedding(torch.tensor([3, 9]), table, None), table[[3, 9]])
