@@ -218,12 +218,16 @@ def _types(session: nox.Session) -> None:
     _core_environment(session).run(session, "-m", "mypy")
 
 
+#: Tests that start no server share nothing, so some run at once; one thread each, or they would wait for one another.
+SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4")
+
+
 def _unit(session: nox.Session) -> None:
-    _pytest(session, _core_environment(session), "unit", "tests/unit")
+    _pytest(session, _core_environment(session), "unit", "tests/unit", *SIDE_BY_SIDE, OMP_NUM_THREADS="1")
 
 
 def _contract(session: nox.Session) -> None:
-    _pytest(session, _core_environment(session), "contract", "tests/contract")
+    _pytest(session, _core_environment(session), "contract", "tests/contract", *SIDE_BY_SIDE, OMP_NUM_THREADS="1")
 
 
 def _lm_eval(session: nox.Session) -> str:

@@ -282,9 +282,14 @@ def test_linear_compiles(monkeypatch, way, product, gpu):
     compile_launch(kernels[recorders.asked], launched.value, gpu)
 
 
-@pytest.mark.parametrize(("gpu", "cache_dtype"), [*((gpu, None) for gpu in GPUS), *FP8_CACHES], ids=str)
 @pytest.mark.parametrize(
-    ("case", "dtype"), [*((case, torch.bfloat16) for case in DECODES), (DECODES[0], torch.float32)], ids=str
+    ("case", "dtype", "gpu", "cache_dtype"),
+    [
+        *((case, torch.bfloat16, gpu, None) for case in DECODES for gpu in GPUS),
+        *((DECODES[0], torch.float32, gpu, None) for gpu in GPUS),
+        *((DECODES[0], torch.bfloat16, gpu, cache_dtype) for gpu, cache_dtype in FP8_CACHES),
+    ],
+    ids=str,
 )
 def test_decode_attention_compiles(monkeypatch, case, dtype, gpu, cache_dtype):
     kernel = decode_kernel._decode_attention
