@@ -32,7 +32,8 @@ def _fake(ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.T
 def embedding(ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
     """See :mod:`atom_core.kernels.embedding`; ids outside a whole vocabulary give zeros too."""
     num_tokens, (rows, size) = ids.shape[0], weight.shape
-    assert weight.stride(1) == ids.stride(0) == 1
+    assert weight.stride(1) == 1
+    ids = ids.contiguous()
     out = weight.new_empty(num_tokens, size)
     if num_tokens:
         grid = (num_tokens, triton.cdiv(size, _BLOCK))
