@@ -18,7 +18,7 @@ MIXED_CHUNKS = {"page_size": 16, "chunked_prefill_size": CHUNK, "enable_mixed_ch
 LARGE_PAGES = {"qwen3": {"page_size": 64}, "mistral": {"page_size": 1024}}
 PLAIN = {"disable_radix_cache": True, "disable_overlap_schedule": True}
 FRAMEWORK_ATTENTION = {"attention_backend": "torch_native"}
-REFERENCE_KERNELS = ",".join(f"{op.name}=reference" for op in OPS)
+REFERENCE_KERNELS = ",".join(f"{op.name}={op.implementations[-1].name}" for op in OPS)
 # On a CPU each rank needs cores of its own.
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 

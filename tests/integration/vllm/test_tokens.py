@@ -20,7 +20,7 @@ CLASSES = {
     "mistral": "MistralForCausalLM",
 }
 SMALL_CHUNKS = {"enable_prefix_caching": False, "max_num_batched_tokens": 128, "max_num_seqs": 32}
-REFERENCE_KERNELS = ",".join(f"{op.name}=reference" for op in OPS)
+REFERENCE_KERNELS = ",".join(f"{op.name}={op.implementations[-1].name}" for op in OPS)
 NUM_FEW = 64
 
 
