@@ -10,7 +10,7 @@
                 "out_features": 4096,
                 "in_features": 4096,
                 "dtype": "bfloat16",
-                "tile": {"kernel": "streamed row", "rows": 4, "columns": 1024, "warps": 4, "stages": 1, "early": true},
+                "tile": {"kernel": "row", "rows": 4, "columns": 1024, "warps": 4, "stages": 1, "early": true},
                 "microseconds": 9.1,
                 "default_microseconds": 9.6,
                 "gigabytes_per_second": 3690.0,

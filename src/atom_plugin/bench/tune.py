@@ -33,8 +33,6 @@ OP_FOLDER = Path(atom_core.kernels.linear.__file__).parent
 WORTH = 1.02
 #: Candidates that are looked at again.
 _FINAL = 5
-#: Weights up to this size are tried in the kernels that hold them in registers whole.
-_RESIDENT_BYTES = 64 << 20
 #: Shared memory of one program, where torch does not tell.
 _SHARED_MEMORY = 64 << 10
 
@@ -64,20 +62,17 @@ def candidates(
     """
     found: list[Candidate] = []
     whole = 1 << max(in_features - 1, 1).bit_length()
-    small = out_features * in_features * itemsize <= _RESIDENT_BYTES
     if num_rows == 1:
         for rows, columns, warps in product((1, 2, 4, 8, 16), (256, 512, 1024, 2048, 4096, 8192), (4, 8)):
             # Numbers that a thread holds: too many spill, too few leave the memory waiting.
             held = rows * columns // (32 * warps)
             if rows > out_features or columns > whole or not 8 <= held <= 128:
                 continue
-            found.append(Candidate("streamed row", rows, columns, warps, early=True))
-            if small and columns == whole:
-                found.append(Candidate("resident row", rows, columns, warps))
+            found += [Candidate("row", rows, columns, warps, early=early) for early in (False, True)]
     for rows, columns, stages, warps in product((16, 32, 64, 128), (64, 128, 256, 512), (2, 3, 4, 5), (4, 8)):
         taken = stages * columns * (rows * itemsize + 16 * 2)
         if 4096 <= rows * columns <= 32768 and columns <= whole and taken <= shared_memory:
-            found += [Candidate("streamed rows", rows, columns, warps, stages, early) for early in (False, True)]
+            found += [Candidate("rows", rows, columns, warps, stages, early) for early in (False, True)]
     return found
 
 

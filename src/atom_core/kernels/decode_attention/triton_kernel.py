@@ -13,7 +13,7 @@ have work on the length. Each stores its part; the last to arrive adds the parts
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -114,7 +114,6 @@ def _decode_attention(
     REST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     STAGES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
@@ -144,7 +143,7 @@ def _decode_attention(
     working = 1
     if SPLIT:
         num_tiles = tl.cdiv(end - begin, BLOCK_N)
-        share = tl.maximum(tl.cdiv(num_tiles, tl.num_programs(2)), MIN_TILES)
+        share = tl.maximum(tl.cdiv(num_tiles, tl.num_programs(2)), 1)
         working = tl.maximum(tl.cdiv(num_tiles, share), 1)
         if split >= working:
             return
@@ -331,6 +330,15 @@ def _weights(q_norm, k_norm, columns, used, is_query):
     return tl.where(is_query[:, None], q_weight[None, :], k_weight[None, :])
 
 
+class Tile(NamedTuple):
+    """What a program takes at once."""
+
+    keys: int
+    stages: int
+    """Tiles on their way at once."""
+    warps: int
+
+
 class TritonDecodeAttention:
     """See :mod:`atom_core.kernels.decode_attention`.
 
@@ -352,14 +360,24 @@ class TritonDecodeAttention:
         """One new token a request. In a graph ``max_query_len`` bounds every batch that it may replay."""
         return metadata.max_query_len == 1
 
-    def _keys_a_tile(self, programs: int) -> int:
-        """64, or as many fewer as keep two tiles of keys and values within the 64 KiB of shared memory of gfx942.
+    def tile(self, programs: int) -> Tile:
+        """As many keys as keep two tiles of keys and values within the 64 KiB of shared memory of gfx942.
 
-        Where there are few programs each waits for memory most of the time, and takes more at once if it can.
+        On NVIDIA the choice is that of an H200 with heads of 128: few programs each wait for memory most of the time
+        and take more keys at once, all loaded before they wait for qkv; many get small, so that all of a large batch
+        run at the same time.
         """
         spec = self.spec.attention
-        keys = 64 // (2 if spec.head_dim > 128 else 1) // (2 if spec.dtype == torch.float32 else 1)
-        return 2 * keys if programs <= 32 and self.nvidia else keys
+        halved = (2 if spec.head_dim > 128 else 1) * (2 if spec.dtype == torch.float32 else 1)
+        if not self.nvidia:
+            return Tile(64 // halved, stages=2, warps=4)
+        if programs <= 64:
+            return Tile(128 // halved, stages=1, warps=4 if programs <= 32 or halved > 1 else 2)
+        if programs <= 128 and halved == 1:
+            return Tile(64, stages=1, warps=2)
+        if programs <= 512 or halved > 1 or self.rows > 16:
+            return Tile(64 // halved, stages=2, warps=4)
+        return Tile(16, stages=3, warps=1)
 
     def _splits(self, programs: int, max_seq_len: int, device: torch.device) -> int:
         """How many programs may share one request's keys."""
@@ -392,6 +410,7 @@ class TritonDecodeAttention:
             rows = splits * num_tokens * spec.num_heads
             parts = torch.empty(rows, spec.head_dim, dtype=torch.float32, device=qkv.device)
             part_sums = torch.empty(rows, 2, dtype=torch.float32, device=qkv.device)
+        tile = self.tile(num_requests * spec.num_kv_heads)
         rest = spec.head_dim - heads.rotary_dim
         _decode_attention[num_requests, spec.num_kv_heads, splits](
             qkv,
@@ -430,9 +449,8 @@ class TritonDecodeAttention:
             PAIRS=max(8, triton.next_power_of_2(heads.rotary_dim // 2)),
             REST=max(16, triton.next_power_of_2(rest)) if rest else 0,
             BLOCK_M=self.rows,
-            BLOCK_N=self._keys_a_tile(num_requests * spec.num_kv_heads),
-            MIN_TILES=1,
-            STAGES=2,
+            BLOCK_N=tile.keys,
+            STAGES=tile.stages,
             INTERLEAVED=heads.interleaved,
             NORM=weights.q_norm is not None,
             LIMIT=saturation_limit(cache.key.dtype),
@@ -441,6 +459,6 @@ class TritonDecodeAttention:
             HAS_SINKS=sinks is not None,
             SPLIT=splits > 1,
             OVERLAP=self.overlap,
-            num_warps=4,
+            num_warps=tile.warps,
             **launch_options(self.overlap),
         )

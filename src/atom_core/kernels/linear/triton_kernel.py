@@ -1,9 +1,8 @@
 """Products of few rows in Triton, where the time is that of reading the weight once.
 
-A weight so small that the GPU's registers hold it is loaded whole before the input is there ("resident"): what is left
-when the kernel in front ends is one short sum. A larger weight is streamed: for one row number by number,
-for up to 16 rows as the left side of a matrix product, because its instructions want many rows there and few on the
-right. More rows are torch's.
+One row is multiplied number by number. The first tile of the weight is loaded before the input is there, each further
+one before the last is used, so that the memory always has something to do. 2 to 16 rows are the right side of a matrix
+product, because its instructions want many rows on the left and few on the right. More rows are torch's.
 
 All can end in a gated activation (rows of gate and up are taken in turns) or add to a residual. Where the input is read
 whole anyhow, they can norm it on the way, because the norm's factor may be applied to the sums.
@@ -82,7 +81,13 @@ def _finish(
 
 
 @triton.jit
-def _streamed_row(
+def _products(tile, wide, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``tile * wide``, summed up as far as one thread has the numbers: few registers, no exchange."""
+    return tl.sum(tl.reshape(tile.to(tl.float32) * wide[None, :], (BLOCK_N, BLOCK_K // 8, 8)), 2)
+
+
+@triton.jit
+def _row(
     x,
     norm,
     weight,
@@ -108,79 +113,41 @@ def _streamed_row(
     row = _weight_rows(N, BLOCK_N, ACTIVATION is not None)
     column = tl.arange(0, BLOCK_K)
     at = weight + row[:, None] * stride_weight + column[None, :]
-    # The first tile of the weight is on its way before x is there.
+    # The first tile of the weight is on its way before x is there, and each further one before the last is used.
     known = tl.full([BLOCK_K], True, tl.int1) if EVEN else column < K
     tile = tl.load(at, mask=known[None, :], other=0.0, eviction_policy="evict_first")
     if norm is not None:
-        factors = tl.load(norm + column, mask=known, other=0.0).to(tl.float32)
+        factors = tl.load(norm + column, mask=known, other=0.0)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     wide = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
-    if norm is not None:
-        squares = wide * wide
-        wide *= factors
-    sums = tile.to(tl.float32) * wide[None, :]
+    sums = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
     for begin in tl.range(BLOCK_K, K, BLOCK_K):
         if not EVEN:
             known = begin + column < K
-        tile = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
-        wide = tl.load(x + begin + column, mask=known, other=0.0).to(tl.float32)
+        ahead = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+        wide_ahead = tl.load(x + begin + column, mask=known, other=0.0).to(tl.float32)
         if norm is not None:
             squares += wide * wide
-            wide *= tl.load(norm + begin + column, mask=known, other=0.0).to(tl.float32)
-        sums += tile.to(tl.float32) * wide[None, :]
+            wide *= factors.to(tl.float32)
+            factors = tl.load(norm + begin + column, mask=known, other=0.0)
+        sums += _products(tile, wide, BLOCK_N, BLOCK_K)
+        tile = ahead
+        wide = wide_ahead
     if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    total = tl.sum(sums, 1)
     if norm is not None:
-        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
-    _finish(total[None, :], scales, bias, residual, y, row, tl.arange(0, 1), M, N, 1, BLOCK_N, ACTIVATION)
-
-
-@triton.jit
-def _resident_row(
-    x,
-    norm,
-    weight,
-    scales,
-    bias,
-    residual,
-    y,
-    eps,
-    M,
-    N,
-    K,
-    stride_x,
-    stride_weight,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-    row = _weight_rows(N, BLOCK_N, ACTIVATION is not None)
-    column = tl.arange(0, BLOCK_K)
-    known = tl.full([BLOCK_K], True, tl.int1) if EVEN else column < K
-    at = weight + row[:, None] * stride_weight + column[None, :]
-    tile = tl.load(at, mask=known[None, :], other=0.0, eviction_policy="evict_first")
-    if norm is not None:
-        factors = tl.load(norm + column, mask=known, other=0.0).to(tl.float32)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    wide = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
-    if norm is not None:
-        squares = wide * wide
-        wide *= factors
-    total = tl.sum(tile.to(tl.float32) * wide[None, :], 1)
+        squares += wide * wide
+        wide *= factors.to(tl.float32)
+    total = tl.sum(sums + _products(tile, wide, BLOCK_N, BLOCK_K), 1)
     if norm is not None:
         total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
     _finish(total[None, :], scales, bias, residual, y, row, tl.arange(0, 1), M, N, 1, BLOCK_N, ACTIVATION)
 
 
 @triton.jit(do_not_specialize=["M"])
-def _streamed_rows(
+def _rows(
     x,
     norm,
     weight,
@@ -229,7 +196,7 @@ def _streamed_rows(
     _finish(tl.trans(total), scales, bias, residual, y, row, given, M, N, BLOCK_M, BLOCK_N, ACTIVATION)
 
 
-Kernel = Literal["resident row", "streamed row", "streamed rows"]
+Kernel = Literal["row", "rows"]
 
 
 @dataclass(frozen=True)
@@ -250,30 +217,30 @@ class Tile:
     @property
     def norms(self) -> bool:
         """Whether the kernel can norm its input."""
-        return self.kernel != "streamed rows"
+        return self.kernel == "row"
 
 
-#: Bytes of a weight that the registers of a large GPU hold beside what they need otherwise.
-_RESIDENT_BYTES = 16 << 20
+#: Bytes of a weight that is read in about the time that a kernel takes to start and to end.
+_SMALL_BYTES = 16 << 20
 
 
 def tile_for(num_rows: int, out_features: int, in_features: int, itemsize: int, nvidia: bool) -> Tile:
-    """The tile of a product; on an H200 within a few per cent of the best of 40 for the shapes of Qwen3 0.6B and 8B."""
-    columns = triton.next_power_of_2(in_features)
-    if num_rows == 1 and nvidia and out_features * in_features * itemsize <= _RESIDENT_BYTES and columns <= 8192:
-        # As many rows as give each processor two programs, in tiles of at most 32 KiB.
-        rows = min(16384 // columns, max(4, triton.next_power_of_2(out_features // 256)))
-        return Tile("resident row", max(2, rows), columns, 8 if columns * rows > 8192 else 4)
-    if num_rows == 1 and out_features < 65536:
+    """The tile of a product; on an H200 within a few per cent of the best of 60 in a chain of Qwen3 0.6B's and 8B's."""
+    if num_rows > 1 or out_features >= 65536:
         if not nvidia:
-            return Tile("streamed row", 4, 1024, 4)
-        wide = out_features > in_features
-        return Tile("streamed row", 16, 512, 4, early=True) if wide else Tile("streamed row", 8, 1024, 4, early=True)
+            return Tile("rows", 32, 256, 4, 2)
+        if out_features >= 16384:
+            return Tile("rows", 64, 128, 4, 3)
+        return Tile("rows", 32, 128, 4, 6) if in_features > 4096 else Tile("rows", 64, 128, 4, 5, early=True)
     if not nvidia:
-        return Tile("streamed rows", 32, 256, 4, 2)
-    if in_features > 4096:
-        return Tile("streamed rows", 32, 256, 4, 5, early=True)
-    return Tile("streamed rows", 64, 128, 4, 5 if out_features < 65536 else 3)
+        return Tile("row", 4, 1024, 4)
+    if out_features * in_features * itemsize <= _SMALL_BYTES:
+        if out_features > in_features:
+            return Tile("row", 4, 512, 2, early=True)
+        return Tile("row", 2, 2048, 4, early=True) if in_features <= 2048 else Tile("row", 8, 1024, 4, early=True)
+    if out_features >= 16384:
+        return Tile("row", 16, 256, 4)
+    return Tile("row", 16 if out_features >= 4096 else 8, 1024, 8, early=True)
 
 
 def chosen_tile(x: torch.Tensor, weight: torch.Tensor, nvidia: bool) -> Tile:
@@ -336,11 +303,7 @@ def product(
     out_features, in_features = weight.shape
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(num_rows, outputs) if residual is None else residual
-    choices: dict[str, object] = {}
-    if tile.kernel == "streamed rows":
-        choices |= {"BLOCK_M": MAX_ROWS, "STAGES": tile.stages}
-    if tile.kernel != "resident row":
-        choices |= {"EARLY": tile.early}
+    choices: dict[str, object] = {"BLOCK_M": MAX_ROWS, "STAGES": tile.stages} if tile.kernel == "rows" else {}
     _KERNELS[tile.kernel][(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2),)](
         x,
         None if norm is None else norm.weight,
@@ -360,6 +323,7 @@ def product(
         EVEN=in_features % tile.columns == 0,
         ACTIVATION=None if activation is None else ACTIVATIONS[activation],
         OVERLAP=overlap,
+        EARLY=tile.early,
         num_warps=tile.warps,
         **choices,
         **launch_options(overlap),
@@ -367,11 +331,7 @@ def product(
     return y
 
 
-_KERNELS = {
-    "resident row": _resident_row,
-    "streamed row": _streamed_row,
-    "streamed rows": _streamed_rows,
-}
+_KERNELS = {"row": _row, "rows": _rows}
 
 
 class TritonLinear:

@@ -219,7 +219,7 @@ def test_a_product_takes_the_tile_that_was_measured(monkeypatch):
 
     def lookup(folder, device, *shape):
         asked.append((folder.name, device, *shape))
-        return {"kernel": "streamed row", "rows": 2, "columns": 128, "warps": 4, "stages": 1, "early": True}
+        return {"kernel": "row", "rows": 2, "columns": 128, "warps": 4, "stages": 1, "early": True}
 
     monkeypatch.setattr(triton_kernel.tuned, "lookup", lookup)
     triton_kernel._chosen_tile.cache_clear()

@@ -9,7 +9,7 @@ import pytest
 from atom_core.kernels import tuned
 from atom_core.kernels.tuned import Shape, load, lookup, tuned_file
 
-TILE = {"kernel": "streamed row", "rows": 4, "columns": 1024, "warps": 4, "stages": 1}
+TILE = {"kernel": "row", "rows": 4, "columns": 1024, "warps": 4, "stages": 1}
 
 
 def entry(**changes):
