@@ -25,6 +25,7 @@ from atom_core.kernels.fp8_linear import triton_kernel as fp8_kernel
 from atom_core.kernels.fp8_linear.scaled_mm import dtype_of
 from atom_core.kernels.gated_activation import triton_kernel as activation_kernel
 from atom_core.kernels.linear import triton_kernel as linear_kernel
+from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear import triton_kernel as normed_kernel
 from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qkv_kernel
 from atom_core.kernels.rms_norm import triton_kernel as norm_kernel
@@ -271,11 +272,11 @@ def test_linear_compiles(monkeypatch, way, product, gpu):
     monkeypatch.setattr(normed_kernel, "rms_norm", lambda x, *_, **__: (x, None))
     x, weight, residual = zeros(rows, in_features), zeros(out_features, in_features), zeros(rows, out_features)
     linear = linear_kernel.TritonLinear(gpu.nvidia, gpu.nvidia)
-    normed = normed_kernel.TritonNormedLinear("silu", gpu.nvidia, gpu.nvidia)
+    normed = normed_kernel.TritonNormedLinear("silu", False, gpu.nvidia, gpu.nvidia)
     launches = {
         "plain": lambda: linear(x, weight, None),
         "adding": lambda: linear.add(x, weight, None, residual),
-        "normed and activated": lambda: normed(x, x[0], 1e-6, weight, None, None),
+        "normed and activated": lambda: normed(x, x[0], 1e-6, Operands(weight, None)),
     }
     with pytest.raises(Launched) as launched:
         launches[way]()
@@ -301,25 +302,29 @@ def test_decode_attention_compiles(monkeypatch, case, dtype, gpu, cache_dtype):
 
 
 @every_gpu
+@pytest.mark.parametrize("norm", [None, linear_kernel.Norm(zeros(12288), 1e-6)], ids=["alone", "normed"])
 @pytest.mark.parametrize("input_scale", [None, torch.ones(1)], ids=["dynamic", "static"])
 @pytest.mark.parametrize("size", [1024, 12288])
-def test_quantising_activations_compiles(monkeypatch, size, input_scale, gpu):
+def test_quantising_activations_compiles(monkeypatch, size, input_scale, norm, gpu):
     kernel = fp8_kernel._quantize
     monkeypatch.setattr(fp8_kernel, "_quantize", Recorder())
     with pytest.raises(Launched) as launched:
-        fp8_kernel.quantize(zeros(2, size), input_scale, dtype_of(gpu.device), gpu.nvidia)
+        fp8_kernel.quantize(zeros(2, size), input_scale, dtype_of(gpu.device), gpu.nvidia, norm)
     compile_launch(kernel, launched.value, gpu)
 
 
 @every_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("rows", "out_features", "in_features"), PRODUCTS)
-def test_products_with_fp8_weights_compile(monkeypatch, rows, out_features, in_features, dtype, gpu):
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), [*PRODUCTS, (40, 4096, 4096)])
+def test_products_in_fp8_compile(monkeypatch, rows, out_features, in_features, gpu):
     kernels, recorders = linear_kernel._KERNELS, Recorders()
     monkeypatch.setattr(linear_kernel, "_KERNELS", recorders)
+    dtype = dtype_of(gpu.device)
+    monkeypatch.setattr(
+        fp8_kernel, "quantize", lambda x, *_: (torch.zeros_like(x, dtype=torch.uint8).view(dtype), torch.ones(rows, 1))
+    )
     weight, scales = zeros(out_features, in_features).to(torch.float8_e4m3fn), torch.ones(out_features)
     kernel = fp8_kernel.TritonFp8Linear(gpu.device, gpu.nvidia)
     kernel.adopt(weight, scales)
     with pytest.raises(Launched) as launched:
-        kernel(zeros(rows, in_features).to(dtype), weight, scales, None, None)
+        kernel(zeros(rows, in_features), weight, scales, None, None)
     compile_launch(kernels[recorders.asked], launched.value, gpu)

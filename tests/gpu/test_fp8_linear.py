@@ -10,7 +10,7 @@ from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import E4M3, quantize_input
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, ScaledMm, dtype_of
 from atom_core.kernels.fp8_linear.triton_kernel import TritonFp8Linear, quantize
-from atom_core.kernels.linear.triton_kernel import MAX_ROWS
+from atom_core.kernels.linear.triton_kernel import MAX_FP8_ROWS
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps
 
@@ -23,9 +23,8 @@ every_kernel = pytest.mark.parametrize("name", KERNELS)
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 every_scale = pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 
-#: As a share of the answer's largest magnitude. One rounding of the result and of sums in float32; FP8 products sum
-#: in fewer bits than float32 (some 13 on Hopper), which over K of these sizes shows in the third digit.
-EXACT = {torch.bfloat16: 2**-7, torch.float16: 2**-9}
+#: As a share of the answer's largest magnitude. FP8 products sum in fewer bits than float32 (some 13 on Hopper), which
+#: over K of these sizes shows in the third digit.
 FEWER_BITS = 2**-6
 
 SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4096, 1024), (1024, 2048), (1024, 3072)]
@@ -45,11 +44,9 @@ def operands(rows, out_features, in_features, dtype, static=False):
     return wide[:, :in_features], weight, weight_scale, input_scale, bias
 
 
-def expected(x, weight, weight_scale, input_scale, bias, quantized):
-    if quantized:
-        stored, scale = quantize_input(x, input_scale)
-        x = stored.double() * scale
-    y = x.double() @ (weight.double() * weight_scale[:, None]).T
+def expected(x, weight, weight_scale, input_scale, bias):
+    stored, scale = quantize_input(x, input_scale)
+    y = (stored.double() * scale) @ (weight.double() * weight_scale[:, None]).T
     return y if bias is None else y + bias.double()
 
 
@@ -63,17 +60,16 @@ def assert_close(found, wanted, tolerance):
 @every_scale
 @every_dtype
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES + EDGES)
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 8, MAX_ROWS, MAX_ROWS + 1, 100, 515])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 16, 17, 33, MAX_FP8_ROWS, MAX_FP8_ROWS + 1, 515])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_product(with_bias, rows, out_features, in_features, dtype, static, name):
     x, weight, weight_scale, input_scale, bias = operands(rows, out_features, in_features, dtype, static)
     bias = bias if with_bias else None
-    quantized = name == "scaled_mm" or rows > MAX_ROWS
-    wanted = expected(x, weight, weight_scale, input_scale, bias, quantized)
+    wanted = expected(x, weight, weight_scale, input_scale, bias)
     kernel = KERNELS[name]()
     kernel.adopt(weight, weight_scale)
     found = kernel(x, weight, weight_scale, input_scale, bias)
-    assert_close(found, wanted, FEWER_BITS if quantized else EXACT[dtype])
+    assert_close(found, wanted, FEWER_BITS)
 
 
 @every_scale
@@ -93,7 +89,7 @@ def test_activations_are_quantised_as_the_reference_does(rows, size, dtype, stat
 
 
 def test_a_row_with_nan_is_nan_and_its_neighbours_are_not():
-    x, weight, weight_scale, _, _ = operands(MAX_ROWS + 4, 48, 80, torch.bfloat16)
+    x, weight, weight_scale, _, _ = operands(20, 48, 80, torch.bfloat16)
     x[3, 5] = float("nan")
     y = TritonFp8Linear(TARGET, OVERLAP)(x, weight, weight_scale, None, None)
     assert y[3].isnan().all()
@@ -102,7 +98,7 @@ def test_a_row_with_nan_is_nan_and_its_neighbours_are_not():
 
 @every_kernel
 @every_scale
-@pytest.mark.parametrize("rows", [1, 3, MAX_ROWS, 40])
+@pytest.mark.parametrize("rows", [1, 3, 40, 100])
 def test_it_runs_in_graphs_with_other_numbers_than_were_captured(rows, static, name):
     x, weight, weight_scale, input_scale, bias = operands(rows, 528, 4112, torch.bfloat16, static)
     kernel = KERNELS[name]()
@@ -128,7 +124,7 @@ def test_it_is_one_op_to_a_compiler():
         return torch.nn.functional.silu(kernel(x, weight, weight_scale, None, bias)) * 2
 
     compiled = torch.compile(body, fullgraph=True, dynamic=True)
-    for rows in (3, 40):
+    for rows in (3, 100):
         x = torch.randn(rows, 64, device=GPU).to(torch.bfloat16)
         torch.testing.assert_close(compiled(x), body(x), rtol=2**-7, atol=2**-7)
 

@@ -12,6 +12,7 @@ from atom_core.kernels.embedding.triton_kernel import embedding
 from atom_core.kernels.gated_activation.reference import gated_activation as gated_activation_reference
 from atom_core.kernels.gated_activation.triton_kernel import gated_activation as launch_gated_activation
 from atom_core.kernels.linear.triton_kernel import MAX_ROWS, TritonLinear
+from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
 from atom_core.kernels.rms_norm.triton_kernel import rms_norm as launch_rms_norm
 from atom_core.kernels.select import Target
@@ -101,20 +102,20 @@ def test_normed_linear_and_a_residual_behind_it(activation, rows, out_features, 
     back = numbers(in_features, out_features if activation is None else out_features // 2, dtype=torch.bfloat16)
     back *= back.shape[1] ** -0.5
     nvidia = torch.version.hip is None
-    normed, linear = TritonNormedLinear(activation, nvidia, OVERLAP), TritonLinear(nvidia, OVERLAP)
+    normed, linear = TritonNormedLinear(activation, False, nvidia, OVERLAP), TritonLinear(nvidia, OVERLAP)
     wide = x.double()
     wide = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.double()
     expected = wide @ weight.double().T
     if activation is not None:
         expected = gated_activation_reference(expected, activation)
-    y = normed(x, norm, 1e-6, weight, None, None)
+    y = normed(x, norm, 1e-6, Operands(weight, None))
     assert_close(y, expected)
     residual = x.clone()
     assert linear.add(y, back, None, residual) is residual
     assert_close(residual, x.double() + y.double() @ back.double().T)
 
     def body(x, residual):
-        y = normed(x, norm, 1e-6, weight, None, None)
+        y = normed(x, norm, 1e-6, Operands(weight, None))
         return y, linear.add(y, back, None, residual)
 
     for found, wanted in zip(_captured(body, x, x), (y, residual), strict=True):

@@ -16,6 +16,7 @@ from torch import nn
 from atom_core.kernels.fp8_linear import FP8_LINEAR, FewRowsFp8Kernel, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import E4M3, row_scales, to_e4m3
 from atom_core.kernels.linear import LINEAR, AddingLinearKernel, LinearSpec
+from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.select import KernelSet
 from atom_core.layers.parameters import Placement, empty_parameter
 from atom_core.quant.fp8 import Fp8Config
@@ -66,8 +67,8 @@ class LinearMethod(Protocol):
     def chosen(self, layer: Linear, kernels: KernelSet) -> tuple[str, str]:
         """The op that multiplies, and the implementation of it."""
 
-    def few_rows(self, layer: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The weight as Triton's kernels for few rows read it, and its scales where it has any."""
+    def operands(self, layer: Linear) -> Operands:
+        """What Triton's kernels for few rows multiply by."""
 
     def finalize(self, layer: Linear) -> None:
         """Called after loading, and again after weights were loaded anew."""
@@ -106,9 +107,9 @@ class UnquantizedMethod:
         """See :class:`LinearMethod`."""
         return LINEAR.name, kernels.chosen(LINEAR, layer.spec)
 
-    def few_rows(self, layer: Linear) -> tuple[torch.Tensor, None]:
+    def operands(self, layer: Linear) -> Operands:
         """See :class:`LinearMethod`."""
-        return layer.weight, None
+        return Operands(layer.weight, layer.bias)
 
     def finalize(self, layer: Linear) -> None:
         """Hand the weight to the kernel; where that keeps a form of its own, ours is freed."""
@@ -166,8 +167,10 @@ class Fp8Method:
 
     def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See :class:`LinearMethod`."""
-        input_scale = layer.input_scale[:1] if self.static else None
-        return self.kernel(x, layer.weight, layer.weight_scale, input_scale, bias)
+        return self.kernel(x, layer.weight, layer.weight_scale, self._input_scale(layer), bias)
+
+    def _input_scale(self, layer: Linear) -> torch.Tensor | None:
+        return layer.input_scale[:1] if self.static else None
 
     def add(
         self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
@@ -175,16 +178,17 @@ class Fp8Method:
         """See :class:`LinearMethod`."""
         if self.fewer is None or not 0 < x.shape[0] <= self.fewer.max_rows:
             return None
-        return self.fewer.add(x, layer.weight, layer.weight_scale, bias, residual)
+        return self.fewer.add(x, layer.weight, layer.weight_scale, self._input_scale(layer), bias, residual)
 
     def chosen(self, layer: Linear, kernels: KernelSet) -> tuple[str, str]:
         """See :class:`LinearMethod`."""
         return FP8_LINEAR.name, kernels.chosen(FP8_LINEAR, self.spec)
 
-    def few_rows(self, layer: Linear) -> tuple[torch.Tensor, torch.Tensor]:
+    def operands(self, layer: Linear) -> Operands:
         """See :class:`LinearMethod`."""
         assert self.fewer is not None, "few rows are asked for where the Triton kernel was chosen"
-        return self.fewer.few_rows(layer.weight, layer.weight_scale)
+        weight = self.fewer.stored(layer.weight)
+        return Operands(weight, layer.bias, layer.weight_scale, self._input_scale(layer))
 
     def finalize(self, layer: Linear) -> None:
         """Parts that read one input share the largest of their scales for it: it cuts off none of their numbers."""

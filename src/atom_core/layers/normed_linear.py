@@ -42,8 +42,7 @@ class NormedLinear:
         norm, linear = self.norm, self.linear
         x = stream.residual
         if self.fused is not None and stream.last is None and 0 < x.shape[0] <= self.fused.max_rows:
-            weight, scales = linear.method.few_rows(linear)
-            return self.fused(x, norm.weight, norm.eps, weight, scales, linear.bias), x
+            return self.fused(x, norm.weight, norm.eps, linear.method.operands(linear)), x
         x, summed = norm(stream)
         y = linear(x)
         return y if self.activate is None else self.activate(y), summed

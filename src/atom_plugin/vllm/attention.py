@@ -53,11 +53,15 @@ def is_compiled(vllm_config: VllmConfig) -> bool:
     """Whether our models go through torch.compile.
 
     On a CPU they do not: their kernels are fused already, and tracing alone takes longer than the rest of the start.
+    Nor do they where graphs break (:mod:`atom_plugin.vllm.graphs`).
     """
+    from vllm import envs
     from vllm.config import CompilationMode
     from vllm.platforms import current_platform
 
-    return vllm_config.compilation_config.mode != CompilationMode.NONE and not current_platform.is_cpu()
+    if current_platform.is_cpu() or envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+        return False
+    return vllm_config.compilation_config.mode != CompilationMode.NONE
 
 
 class AtomMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):

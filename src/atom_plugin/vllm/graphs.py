@@ -1,16 +1,21 @@
-"""How our models run on a GPU where the user does not say: uncompiled, decode in full graphs, prefill outside of them.
+"""How our models run on a GPU where the user does not say: uncompiled, decode in full graphs, prefill between them.
 
-Our kernels are fused by hand, so a compiler has little left to do and takes most of a start; and graphs of mixed
-batches would run a decode with the launches of a prefill.
+Our kernels are fused by hand, so a compiler has little left to do and takes most of a start. Graphs of mixed batches
+would run a decode with the launches of a prefill, and launching a prefill's kernels one by one takes longer than they
+run; so a prefill's are captured between its attention layers, which vLLM calls breakable graphs and does without
+torch.compile for models that it cannot compile.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.config.vllm import OptimizationLevel
+
+from atom_plugin.common.settings import load_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,13 +25,23 @@ logger = logging.getLogger("vllm.atom_plugin")
 #: vLLM's own, so it cannot be told from one that the user gave.
 _DEFAULT_LEVEL = OptimizationLevel.O2
 
+#: vLLM's variable for breakable graphs. It sets it itself for some of its models, as the processes of an engine have to
+#: have it when they import what breaks graphs.
+BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+
+
+class _Ours:
+    """Whether the variable is from us, so that it can be taken back for the next engine's model."""
+
+    is_set = False
+
 
 def set_graph_defaults(vllm_config: VllmConfig) -> None:
     """Fill in the compilation and graph modes that the user left open; vLLM has not done so yet when this is called.
 
     Stated modes stand, and so does another optimization level than vLLM's default. ``--enforce-eager``, breakable
     graphs and ``TORCH_COMPILE_DISABLE`` have set the compilation mode by now. A graph mode that cannot do without the
-    compiler leaves that mode to vLLM, which compiles.
+    compiler, where graphs cannot break, leaves that mode to vLLM, which compiles.
     """
     from vllm.platforms import current_platform
 
@@ -36,13 +51,46 @@ def set_graph_defaults(vllm_config: VllmConfig) -> None:
     if not current_platform.is_cuda_alike():
         return
     graphs = compilation.cudagraph_mode
-    if graphs is not None and graphs.requires_piecewise_compilation():
+    if current_platform.is_cuda() and _may_break(vllm_config) and (graphs is None or _is_piecewise(graphs)):
+        os.environ[BREAKABLE] = "1"
+        _Ours.is_set = True
+        # With another mode vLLM takes piecewise graphs away again, having looked for the variable before it asked us.
+        # Our models are not compiled where it is set, whatever the mode.
+        compilation.mode = CompilationMode.VLLM_COMPILE
+        if graphs is None:
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    elif graphs is not None and _is_piecewise(graphs):
         return
-    compilation.mode = CompilationMode.NONE
-    if graphs is None:
-        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    else:
+        compilation.mode = CompilationMode.NONE
+        if graphs is None:
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
     logger.info(
         "--model-impl atom: not compiled, CUDA graphs %s. Compile with -cc.mode=3; choose graphs with "
-        "-cc.cudagraph_mode=NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.",
+        "-cc.cudagraph_mode=NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE; with %s=0 no prefill is "
+        "captured that is not compiled.",
         compilation.cudagraph_mode.name,
+        BREAKABLE,
     )
+
+
+def take_back_graph_defaults(vllm_config: VllmConfig) -> None:
+    """Let a model of vLLM's own, behind one of ours in the same process, have vLLM's defaults."""
+    if _Ours.is_set:
+        _Ours.is_set = False
+        del os.environ[BREAKABLE]
+        if not vllm_config.model_config.enforce_eager:
+            vllm_config.compilation_config.mode = None
+
+
+def _is_piecewise(graphs: CUDAGraphMode) -> bool:
+    return bool(graphs.requires_piecewise_compilation())
+
+
+def _may_break(vllm_config: VllmConfig) -> bool:
+    """Whether all attention is ours: vLLM's own may have been imported by now, and would not break."""
+    if BREAKABLE in os.environ and not _Ours.is_set:
+        return False
+    speculative = vllm_config.speculative_config
+    drafts = speculative is not None and speculative.method == "draft_model"
+    return not drafts and not load_settings().disable_vllm_attention

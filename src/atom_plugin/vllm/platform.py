@@ -22,10 +22,14 @@ class AtomPlatformMixin:
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
         """Say how our models run where the user did not; vLLM asks before it fills in its own defaults."""
         super().apply_config_platform_defaults(vllm_config)  # type: ignore[misc]
-        if _asked_for(vllm_config):
-            from atom_plugin.vllm.graphs import set_graph_defaults
+        if vllm_config.model_config is None:
+            return
+        from atom_plugin.vllm import graphs
 
-            set_graph_defaults(vllm_config)
+        if _asked_for(vllm_config):
+            graphs.set_graph_defaults(vllm_config)
+        else:
+            graphs.take_back_graph_defaults(vllm_config)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:

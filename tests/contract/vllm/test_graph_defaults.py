@@ -5,6 +5,7 @@ vLLM's own configuration is made, on a platform that calls itself CUDA and is ot
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, Model
 from vllm.config.vllm import OptimizationLevel
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from atom_plugin.vllm import register_models
+from atom_plugin.vllm import graphs, register_models
+from atom_plugin.vllm.attention import is_compiled
 from atom_plugin.vllm.platform import AtomPlatformMixin
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
@@ -51,42 +53,89 @@ def configure(monkeypatch):
 
 
 def modes(config):
-    """The two modes, by name."""
-    compilation = config.compilation_config
-    return compilation.mode.name, compilation.cudagraph_mode.name
+    """Whether our model would be compiled, and the graphs, by name."""
+    return is_compiled(config), config.compilation_config.cudagraph_mode.name
 
 
+#: Whether it is compiled, the graphs, and whether they break.
 CASES = {
-    "nothing said": ({}, ("NONE", "FULL_DECODE_ONLY")),
-    "compiled": ({"mode": CompilationMode.VLLM_COMPILE}, ("VLLM_COMPILE", "FULL_AND_PIECEWISE")),
-    "uncompiled": ({"mode": CompilationMode.NONE}, ("NONE", "FULL_DECODE_ONLY")),
-    "full graphs": ({"cudagraph_mode": CUDAGraphMode.FULL}, ("NONE", "FULL")),
-    "no graphs": ({"cudagraph_mode": CUDAGraphMode.NONE}, ("NONE", "NONE")),
-    "piecewise graphs": ({"cudagraph_mode": CUDAGraphMode.PIECEWISE}, ("VLLM_COMPILE", "PIECEWISE")),
+    "nothing said": ({}, (False, "FULL_AND_PIECEWISE"), True),
+    "compiled": ({"mode": CompilationMode.VLLM_COMPILE}, (True, "FULL_AND_PIECEWISE"), False),
+    "uncompiled": ({"mode": CompilationMode.NONE}, (False, "FULL_DECODE_ONLY"), False),
+    "full graphs": ({"cudagraph_mode": CUDAGraphMode.FULL}, (False, "FULL"), False),
+    "no graphs": ({"cudagraph_mode": CUDAGraphMode.NONE}, (False, "NONE"), False),
+    "piecewise graphs": ({"cudagraph_mode": CUDAGraphMode.PIECEWISE}, (False, "PIECEWISE"), True),
     "both kinds of graphs": (
         {"cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE},
-        ("VLLM_COMPILE", "FULL_AND_PIECEWISE"),
+        (False, "FULL_AND_PIECEWISE"),
+        True,
     ),
-    "eager": ({"eager": True}, ("NONE", "NONE")),
-    "-O0": ({"level": OptimizationLevel.O0}, ("NONE", "NONE")),
-    "-O1": ({"level": OptimizationLevel.O1}, ("VLLM_COMPILE", "PIECEWISE")),
-    "-O3": ({"level": OptimizationLevel.O3}, ("VLLM_COMPILE", "FULL_AND_PIECEWISE")),
-    "vLLM's own model": ({"impl": "auto"}, ("VLLM_COMPILE", "FULL_AND_PIECEWISE")),
+    "both kinds, compiled": (
+        {"mode": CompilationMode.VLLM_COMPILE, "cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE},
+        (True, "FULL_AND_PIECEWISE"),
+        False,
+    ),
+    "eager": ({"eager": True}, (False, "NONE"), False),
+    "-O0": ({"level": OptimizationLevel.O0}, (False, "NONE"), False),
+    "-O1": ({"level": OptimizationLevel.O1}, (True, "PIECEWISE"), False),
+    "-O3": ({"level": OptimizationLevel.O3}, (True, "FULL_AND_PIECEWISE"), False),
+    "vLLM's own model": ({"impl": "auto"}, (True, "FULL_AND_PIECEWISE"), False),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch):
+    """Each test begins without the variable, and leaves none behind."""
+    monkeypatch.setattr(graphs._Ours, "is_set", False)
+    monkeypatch.setenv(graphs.BREAKABLE, "1")  # for monkeypatch to know what was there
+    monkeypatch.delenv(graphs.BREAKABLE)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_stated_stands_and_the_rest_is_filled_in(configure, name):
-    arguments, expected = CASES[name]
+    arguments, expected, breaks = CASES[name]
     assert modes(configure(**arguments)) == expected
+    assert os.environ.get(graphs.BREAKABLE) == ("1" if breaks else None)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_same_when_vllm_looks_again(configure, name):
-    arguments, expected = CASES[name]
+    arguments, expected, breaks = CASES[name]
     config = configure(**arguments)
     config.__post_init__()  # as the engine core and copies for a draft do
     assert modes(config) == expected
+    assert os.environ.get(graphs.BREAKABLE) == ("1" if breaks else None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_same_in_a_process_that_starts_with_the_variable(configure, monkeypatch, name):
+    arguments, expected, breaks = CASES[name]
+    config = configure(**arguments)
+    monkeypatch.setattr(graphs._Ours, "is_set", False)  # as in the engine's own process
+    if breaks:
+        config.__post_init__()
+        assert modes(config) == expected
+        assert os.environ[graphs.BREAKABLE] == "1"
+
+
+def test_graphs_do_not_break_where_the_user_does_not_want_it(configure, monkeypatch):
+    monkeypatch.setenv(graphs.BREAKABLE, "0")
+    assert modes(configure()) == (False, "FULL_DECODE_ONLY")
+    assert modes(configure(cudagraph_mode=CUDAGraphMode.PIECEWISE)) == (True, "PIECEWISE")
+    assert os.environ[graphs.BREAKABLE] == "0"
+
+
+def test_graphs_do_not_break_around_vllms_attention(configure, monkeypatch):
+    monkeypatch.setenv("ATOM_DISABLE_VLLM_ATTENTION", "1")
+    assert modes(configure()) == (False, "FULL_DECODE_ONLY")
+    assert graphs.BREAKABLE not in os.environ
+
+
+def test_a_model_of_vllms_own_in_the_same_process_has_vllms_defaults(configure):
+    configure()
+    assert modes(configure(impl="auto")) == (True, "FULL_AND_PIECEWISE")
+    assert graphs.BREAKABLE not in os.environ
+    assert modes(configure()) == (False, "FULL_AND_PIECEWISE")
 
 
 def test_a_platform_s_own_defaults_are_kept(configure, monkeypatch):
@@ -96,7 +145,7 @@ def test_a_platform_s_own_defaults_are_kept(configure, monkeypatch):
     monkeypatch.setattr(Platform, "apply_config_platform_defaults", staticmethod(own_defaults))
     config = configure()
     assert "+silu_and_mul" in config.compilation_config.custom_ops
-    assert modes(config) == ("NONE", "FULL_DECODE_ONLY")
+    assert modes(config) == (False, "FULL_AND_PIECEWISE")
 
 
 def test_what_was_filled_in_is_said_once(configure, monkeypatch):
@@ -107,7 +156,7 @@ def test_what_was_filled_in_is_said_once(configure, monkeypatch):
     configure().__post_init__()
     configure(mode=CompilationMode.VLLM_COMPILE)
     (line,) = (line for line in said if "CUDA graphs" in line)
-    assert "not compiled, CUDA graphs FULL_DECODE_ONLY" in line
+    assert "not compiled, CUDA graphs FULL_AND_PIECEWISE" in line
     assert "-cc.mode=3" in line
 
 

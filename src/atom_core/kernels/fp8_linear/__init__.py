@@ -3,9 +3,6 @@
 ``x``: ``[T, K]`` and ``b``: ``[N]`` or None, of the model's dtype; ``W``: ``[N, K]`` float8_e4m3fn with ``s_w [N]``
 float32, a scale a row however many the checkpoint has; ``y``: ``[T, N]``. ``X`` is ``x / s_x`` in e4m3, cut to what
 that holds (448): ``s_x`` is the checkpoint's (static), or for each token its largest magnitude / 448 (dynamic).
-
-An implementation may leave ``x`` as it is, which is only more exact; the Triton one does so for few rows, where reading
-the weight is all that takes time. So the last digits of an answer may depend on how many tokens share a step.
 """
 
 from __future__ import annotations
@@ -56,14 +53,15 @@ class FewRowsFp8Kernel(Protocol):
 
     max_rows: int
 
-    def few_rows(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weight and the scales as :func:`atom_core.kernels.linear.triton_kernel.product` takes them."""
+    def stored(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight in the form of e4m3 that the device multiplies."""
 
     def add(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
+        input_scale: torch.Tensor | None,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
     ) -> torch.Tensor:

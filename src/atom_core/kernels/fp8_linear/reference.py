@@ -13,7 +13,9 @@ SMALLEST = 1e-12
 
 def row_scales(x: torch.Tensor) -> torch.Tensor:
     """The scale of each row of ``x [R, C]``: float32 ``[R, 1]``; NaN where a row has one."""
-    return x.abs().amax(-1, keepdim=True).float().clamp_min(SMALLEST) / LIMIT
+    # On a GPU torch divides by a number of the host's by multiplying, which may miss the nearest float32.
+    limit = torch.full((), LIMIT, device=x.device)
+    return x.abs().amax(-1, keepdim=True).float().clamp_min(SMALLEST) / limit
 
 
 def to_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

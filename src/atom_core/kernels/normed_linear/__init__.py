@@ -1,16 +1,16 @@
 """A norm, the product behind it, and the gated activation behind that where there is one, in as few launches as pay.
 
-    y = act(rms_norm(x) (s W)^T + b)
+    y = act(rms_norm(x) W^T + b)
 
-as :mod:`atom_core.kernels.rms_norm`, :mod:`atom_core.kernels.linear` and :mod:`atom_core.kernels.gated_activation`
-define them. ``x``: ``[T, K]``, left as it is; ``W``: ``[N, K]``, in FP8 with ``s [N]``, a scale a row; ``y``:
-``[T, N]``, with an activation ``[T, N / 2]``. It is for few rows: more are run by the ops that it is made of.
+as :mod:`atom_core.kernels.rms_norm`, :mod:`atom_core.kernels.linear` or :mod:`atom_core.kernels.fp8_linear`, and
+:mod:`atom_core.kernels.gated_activation` define them. ``x``: ``[T, K]``, left as it is; ``y``: ``[T, N]``, with an
+activation ``[T, N / 2]``. It is for few rows: more are run by the ops that it is made of.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -32,21 +32,25 @@ class NormedLinearSpec:
     separate: tuple[tuple[str, str], ...]
 
 
+class Operands(NamedTuple):
+    """A layer's side of the product."""
+
+    weight: torch.Tensor
+    """``[N, K]``, in FP8 as the device multiplies it."""
+    bias: torch.Tensor | None
+    scale: torch.Tensor | None = None
+    """With FP8: float32 ``[N]``, of the weight's rows."""
+    input_scale: torch.Tensor | None = None
+    """With FP8: float32 ``[1]`` where it is static."""
+
+
 class NormedLinearKernel(Protocol):
-    """The call: ``(x, norm weight, eps, W, s, b)`` to ``y``."""
+    """The call: ``(x, norm weight, eps, the layer's)`` to ``y``."""
 
     max_rows: int
     """Rows of ``x`` up to which it is to be called, from 1 on."""
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        norm: torch.Tensor,
-        eps: float,
-        weight: torch.Tensor,
-        scales: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, norm: torch.Tensor, eps: float, layer: Operands) -> torch.Tensor: ...
 
 
 def _triton_supports(spec: NormedLinearSpec, target: Target) -> str | None:
@@ -59,7 +63,8 @@ def _triton_supports(spec: NormedLinearSpec, target: Target) -> str | None:
 def _build_triton(spec: NormedLinearSpec, target: Target) -> NormedLinearKernel | None:
     from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear  # needs triton, which a CPU may lack
 
-    return TritonNormedLinear(spec.activation, nvidia=target.kind == "cuda", overlap=overlaps(target))
+    fp8 = any(op == "fp8_linear" for op, _ in spec.separate)
+    return TritonNormedLinear(spec.activation, fp8, nvidia=target.kind == "cuda", overlap=overlaps(target))
 
 
 #: "separate" is no kernel: the layers run each op by itself.

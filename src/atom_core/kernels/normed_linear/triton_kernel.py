@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from atom_core.config import Activation
-from atom_core.kernels.linear.triton_kernel import MAX_ROWS, Norm, chosen_tile, product
+from atom_core.kernels.fp8_linear.triton_kernel import quantize
+from atom_core.kernels.linear.triton_kernel import MAX_FP8_ROWS, MAX_ROWS, Norm, chosen_tile, product
+from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.rms_norm.triton_kernel import rms_norm
 
 
@@ -14,36 +16,35 @@ class TritonNormedLinear:
 
     Args:
         activation: behind the product.
+        fp8: whether weight and input are multiplied in FP8.
         nvidia: whether the device is one of NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
 
-    max_rows = MAX_ROWS
-
-    def __init__(self, activation: Activation | None, nvidia: bool, overlap: bool) -> None:
+    def __init__(self, activation: Activation | None, fp8: bool, nvidia: bool, overlap: bool) -> None:
         self.activation, self.nvidia, self.overlap = activation, nvidia, overlap
+        self.max_rows: int = MAX_FP8_ROWS if fp8 else MAX_ROWS
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        norm: torch.Tensor,
-        eps: float,
-        weight: torch.Tensor,
-        scales: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, norm: torch.Tensor, eps: float, layer: Operands) -> torch.Tensor:
         """See :class:`atom_core.kernels.normed_linear.NormedLinearKernel`."""
-        tile = chosen_tile(x, weight, self.nvidia)
-        given: Norm | None = Norm(norm, eps)
-        if not tile.norms:
-            x, given = rms_norm(x, norm, eps, None, overlap=self.overlap)[0], None
+        given, dtype = Norm(norm, eps), x.dtype
+        scales, left = None, None
+        if layer.scale is not None:
+            x, scales = quantize(x, layer.input_scale, layer.weight.dtype, self.overlap, given)
+        tile = chosen_tile(x, layer.weight, self.nvidia)
+        if scales is None and tile.norms:
+            left = given
+        elif scales is None:
+            x = rms_norm(x, norm, eps, None, overlap=self.overlap)[0]
         return product(
             x,
-            weight,
-            bias,
+            layer.weight,
+            layer.bias,
             tile=tile,
             overlap=self.overlap,
-            scales=scales,
-            norm=given,
+            scales=layer.scale,
+            input_scales=scales,
+            norm=left,
             activation=self.activation,
+            dtype=dtype,
         )

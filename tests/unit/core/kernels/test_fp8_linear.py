@@ -9,7 +9,9 @@ from atom_core.kernels import kernel_set
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import E4M3, ReferenceFp8Linear, quantize_input, row_scales
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, ScaledMm, clear_minus_zeros, multiply
-from atom_core.kernels.linear.triton_kernel import MAX_ROWS
+from atom_core.kernels.gated_activation.reference import gated_activation
+from atom_core.kernels.linear.triton_kernel import MAX_FP8_ROWS
+from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 
 CPU, CUDA, GFX942 = Target("cpu", "x86_64"), Target("cuda", "sm90"), Target("rocm", "gfx942")
@@ -28,17 +30,15 @@ def operands(rows, dtype=torch.bfloat16, in_features=64, out_features=32, static
     return x, weight, scale, torch.tensor([0.003]) if static else None, bias  # 0.003: some of x is beyond 448 times it
 
 
-def by_definition(x, weight, weight_scale, input_scale, bias, *, quantize=True):
+def by_definition(x, weight, weight_scale, input_scale, bias):
     """float64, a number at a time where FP8 is made."""
     rows = []
     for row in x.double():
-        if quantize:
-            scale = row.abs().max() / 448 if input_scale is None else input_scale.double()
-            # float32 is what scales are; the quotient is cut before it is rounded, beyond the last number too
-            scale = scale.float()
-            quotients = [min(max(float(number / scale), -448.0), 448.0) for number in row.float()]
-            row = torch.tensor(quotients).to(E4M3).double() * scale.double()
-        rows.append(row)
+        scale = row.abs().max() / 448 if input_scale is None else input_scale.double()
+        # float32 is what scales are; the quotient is cut before it is rounded, beyond the last number too
+        scale = scale.float()
+        quotients = [min(max(float(number / scale), -448.0), 448.0) for number in row.float()]
+        rows.append(torch.tensor(quotients).to(E4M3).double() * scale.double())
     y = torch.stack(rows) @ (weight.double() * weight_scale.double()[:, None]).T
     return y if bias is None else y + bias.double()
 
@@ -147,37 +147,47 @@ def test_triton_quantises_to_e4m3fnuz_with_the_factor_of_both_sides(static):
 
 
 @pytest.mark.parametrize("fnuz", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 3, MAX_ROWS])
+@pytest.mark.parametrize("rows", [1, 2, 3, 17, MAX_FP8_ROWS])
 @pytest.mark.parametrize("sizes", [(64, 32), (272, 48), (1040, 80)], ids=str)
+@every_scale
 @pytest.mark.usefixtures("exact_fp8_casts")
-def test_few_rows_in_triton_leave_the_input_as_it_is(sizes, rows, fnuz):
+def test_few_rows_in_triton(static, sizes, rows, fnuz):
     from atom_core.kernels.fp8_linear.triton_kernel import TritonFp8Linear
 
-    x, weight, weight_scale, _, bias = operands(rows, torch.float16, *sizes)
+    x, weight, weight_scale, input_scale, bias = operands(rows, torch.float16, *sizes, static)
     kernel = TritonFp8Linear(GFX942 if fnuz else CUDA, overlap=False)
     kernel.adopt(weight, weight_scale)
-    found = kernel(x, weight, weight_scale, None, bias)
-    assert_close(found, by_definition(x, weight, weight_scale, None, bias, quantize=False))
-    assert kernel(x[:0], weight, weight_scale, None, bias).shape == (0, sizes[1])
+    expected = by_definition(x, weight, weight_scale, input_scale, bias)
+    assert_close(kernel(x, weight, weight_scale, input_scale, bias), expected)
+    residual = torch.randn(rows, sizes[1]).to(torch.float16)
+    wanted = residual.double() + expected
+    found = kernel.add(x, weight, weight_scale, input_scale, bias, residual)
+    assert found is residual
+    assert_close(found, wanted)
+    assert kernel(x[:0], weight, weight_scale, input_scale, bias).shape == (0, sizes[1])
 
 
-def test_adopting_again_keeps_the_address_of_what_graphs_may_have():
-    from atom_core.kernels.fp8_linear.triton_kernel import TritonFp8Linear
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_a_norm_in_front_of_few_rows(activation):
+    from atom_core.kernels.normed_linear import Operands
+    from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
 
-    _, weight, weight_scale, _, _ = operands(1)
-    kernel = TritonFp8Linear(GFX942, overlap=False)
-    kernel.adopt(weight, weight_scale)
-    before = kernel._doubled.data_ptr()
-    kernel.adopt(weight, 3 * weight_scale)
-    assert kernel._doubled.data_ptr() == before
-    assert torch.equal(kernel._doubled, 6 * weight_scale)
+    x, weight, weight_scale, _, bias = operands(3, torch.float16, 272, 48)
+    norm = torch.rand(272).to(torch.float16)
+    normed = rms_norm(x, norm, 1e-6, None)[0]
+    wanted = by_definition(normed, weight, weight_scale, None, bias)
+    if activation is not None:
+        wanted = gated_activation(wanted.to(torch.float16), activation).double()
+    kernel = TritonNormedLinear(activation, fp8=True, nvidia=True, overlap=False)
+    assert_close(kernel(x, norm, 1e-6, Operands(weight, bias, weight_scale)), wanted)
 
 
 @pytest.mark.usefixtures("exact_fp8_casts")
 def test_many_rows_in_triton_are_quantised_and_torchs():
     from atom_core.kernels.fp8_linear.triton_kernel import TritonFp8Linear
 
-    x, weight, weight_scale, _, bias = operands(MAX_ROWS + 1)
+    x, weight, weight_scale, _, bias = operands(MAX_FP8_ROWS + 1)
     found = TritonFp8Linear(CUDA, overlap=False)(x, weight, weight_scale, None, bias)
     assert torch.equal(found, ScaledMm(CUDA)(x, weight, weight_scale, None, bias))
 
