@@ -39,7 +39,7 @@ class Batch:
 
 def batches_to_serve(max_requests: int, max_tokens: int, max_seq_len: int) -> list[Batch]:
     """Batches of every kind that an engine with these limits can make: decodes, prefills, and both in one."""
-    sizes = {1, 2, 8, 32, 128, max_requests}
+    sizes = {1, 2, 8, 16, 32, 64, 128, max_requests}
     found = [Batch((1,) * size, max_seq_len) for size in sorted(sizes)]
     for length in _SHORT_LENGTHS:
         found += [Batch((new,) * size, length) for size in (1, 3) for new in (1, 2)]

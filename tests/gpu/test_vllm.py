@@ -31,6 +31,7 @@ WAYS: Mapping[str, dict[str, str]] = {
     "v2-runner": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
     "vllm-attention": {"ATOM_DISABLE_VLLM_ATTENTION": "1"},
     "breakable-graphs": {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"},
+    "no-breaks": {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"},
 }
 #: Caches of other dtypes. Numbers of one byte cost an answer now and then, so answers are counted.
 CACHES: Mapping[str, dict[str, Any]] = {
@@ -116,7 +117,7 @@ def test_ways_to_run_do_not_change_tokens(engines: Mapping[Key, Future[Ran]], wa
 @pytest.mark.parametrize(
     ("graphs", "mode"),
     [
-        ("default", "FULL_DECODE_ONLY"),
+        ("default", "FULL_AND_PIECEWISE"),
         ("full", "FULL"),
         ("compiled", "FULL_AND_PIECEWISE"),
         ("full-compiled", "FULL"),
@@ -130,13 +131,18 @@ def test_the_graphs_that_were_asked_for_were_captured(
 ) -> None:
     ran = engines["qwen3", "atom", graphs].result()
     assert ran.graph_mode == mode
-    assert ran.compiled == (graphs in ("compiled", "full-compiled", "piecewise"))
+    assert ran.compiled == (graphs in ("compiled", "full-compiled"))
 
 
 def test_both_runners_have_the_same_default(engines: Mapping[Key, Future[Ran]]) -> None:
     for way in ("v1-runner", "v2-runner"):
         ran = engines["qwen3", "atom", way].result()
-        assert (ran.graph_mode, ran.compiled) == ("FULL_DECODE_ONLY", False)
+        assert (ran.graph_mode, ran.compiled) == ("FULL_AND_PIECEWISE", False)
+
+
+def test_prefill_outside_of_graphs_is_to_be_had(engines: Mapping[Key, Future[Ran]]) -> None:
+    ran = engines["qwen3", "atom", "no-breaks"].result()
+    assert (ran.graph_mode, ran.compiled) == ("FULL_DECODE_ONLY", False)
 
 
 def _num_right(ran: Ran) -> int:
@@ -151,7 +157,7 @@ def _share_alike(ours: Ran, theirs: Ran) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_from_an_fp8_cache_are_right_but_for_a_few(engines: Mapping[Key, Future[Ran]], family: str) -> None:
     ours, full = engines[family, "atom", "fp8"].result(), engines[family, "atom", "default"].result()
-    assert ours.graph_mode == "FULL_DECODE_ONLY"
+    assert ours.graph_mode == "FULL_AND_PIECEWISE"
     assert "VllmPagedAttention" in ours.layer_classes
     assert _num_right(ours) >= STILL_RIGHT * _num_right(full)
     assert _share_alike(ours, engines[family, "auto", "fp8"].result()) >= AS_NATIVE

@@ -55,7 +55,7 @@ def set_graph_defaults(vllm_config: VllmConfig) -> None:
         os.environ[BREAKABLE] = "1"
         _Ours.is_set = True
         # With another mode vLLM takes piecewise graphs away again, having looked for the variable before it asked us.
-        # Our models are not compiled where it is set, whatever the mode.
+        # This one lasts until a model of ours is built.
         compilation.mode = CompilationMode.VLLM_COMPILE
         if graphs is None:
             compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
@@ -72,6 +72,12 @@ def set_graph_defaults(vllm_config: VllmConfig) -> None:
         compilation.cudagraph_mode.name,
         BREAKABLE,
     )
+
+
+def compile_nothing_between_breaks(vllm_config: VllmConfig) -> None:
+    """Have the mode that vLLM's own models have where graphs break; to be called where one of ours is built."""
+    if os.environ.get(BREAKABLE) == "1":
+        vllm_config.compilation_config.mode = CompilationMode.NONE
 
 
 def take_back_graph_defaults(vllm_config: VllmConfig) -> None:

@@ -21,6 +21,7 @@ from atom_core.weights import load_weights
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.vllm.attention import FrameworkAttention, VllmPagedAttention, is_compiled
+from atom_plugin.vllm.graphs import compile_nothing_between_breaks
 from atom_plugin.vllm.runtime import build_runtime
 from atom_plugin.vllm.warmup import register_warm_up
 
@@ -39,6 +40,7 @@ class AtomForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
+        compile_nothing_between_breaks(vllm_config)
         model_config = vllm_config.model_config
         settings = load_settings()
         self.config = model_config.hf_config
