@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 
 import torch
 
@@ -16,6 +17,14 @@ def why_no_triton(target: Target) -> str | None:
         return "Triton kernels need a GPU."
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; it comes with PyTorch's GPU builds."
+    return None
+
+
+def why_not_fused(separate: Iterable[tuple[str, str]]) -> str | None:
+    """None where each of the ops, which come with the implementations chosen for them, is Triton's, else the reason."""
+    for op, chosen in separate:
+        if chosen != "triton":
+            return f"It fuses Triton kernels, and {op} is {chosen} here."
     return None
 
 

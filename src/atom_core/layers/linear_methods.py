@@ -42,9 +42,9 @@ class Part:
     begin: int = 0
     """The layer's row where this one begins."""
 
-    def of_rows(self, parameter: nn.Parameter) -> Placement:
+    def of_rows(self, parameter: nn.Parameter, kind: type[Placement] = Placement) -> Placement:
         """This rank's rows of a vector with a number a row."""
-        return Placement(parameter, (self.rows,), source=self.my_rows.start, target=self.begin, count=len(self.my_rows))
+        return kind(parameter, (self.rows,), source=self.my_rows.start, target=self.begin, count=len(self.my_rows))
 
 
 class LinearMethod(Protocol):
@@ -154,13 +154,7 @@ class Fp8Method:
             )
             return
         yield "weight", _of_matrix(Fp8Placement, layer.weight, part)
-        scales = part.of_rows(layer.weight_scale)
-        yield (
-            "weight_scale",
-            ScalePlacement(
-                scales.parameter, scales.shape, source=scales.source, target=scales.target, count=scales.count
-            ),
-        )
+        yield "weight_scale", part.of_rows(layer.weight_scale, ScalePlacement)
         if self.static:
             index = layer.parts.index(part)
             yield "input_scale", ScalePlacement(layer.input_scale, (1,), target=index, count=1)

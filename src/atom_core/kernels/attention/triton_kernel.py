@@ -20,14 +20,19 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.attention.splits import SplitBuffers, Splits
 from atom_core.kernels.triton_support import launch_options
 from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
 
 if TYPE_CHECKING:
     from atom_core.kernels.attention import PagedAttentionSpec
 
-#: Programs that keep a large GPU busy, and at most how many share a request's keys.
-_PROGRAMS, _MAX_SPLITS = 512, 32
+
+@triton.jit
+def capped(scores, soft_cap):
+    """``soft_cap * tanh(scores / soft_cap)``."""
+    # tanh(x) = 2 / (1 + exp(-2x)) - 1, which Triton has on every target
+    return soft_cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / soft_cap)) - 1.0)
 
 
 @triton.jit
@@ -35,9 +40,10 @@ def _scaled(scores, scale, soft_cap, HAS_CAP: tl.constexpr):
     """Logits to the base of 2."""
     log2e: tl.constexpr = 1.4426950408889634
     if HAS_CAP:
-        # tanh(x) = 2 / (1 + exp(-2x)) - 1, which Triton has on every target
-        return soft_cap * (2.0 / (1.0 + tl.exp(-2.0 * scores * scale / soft_cap)) - 1.0) * log2e
-    return scores * (scale * log2e)
+        scores = capped(scores * scale, soft_cap) * log2e
+    else:
+        scores *= scale * log2e
+    return scores
 
 
 #: Batches differ in these: one kernel must do for all.
@@ -251,8 +257,7 @@ class TritonAttention:
         self.nvidia, self.overlap = nvidia, overlap
         self.group: int = spec.num_heads // spec.num_kv_heads
         self.decode_rows: int = max(16, triton.next_power_of_2(self.group))  # tl.dot wants at least 16
-        # Zero between launches. Made on the first run outside of graphs, which all frameworks warm up with.
-        self._arrivals: torch.Tensor | None = None
+        self.split_buffers = SplitBuffers()
 
     def _rows(self, max_query_len: int, d_padded: int) -> int:
         """Rows of a tile: as few as can be where each request has few queries, else enough to reuse keys.
@@ -273,17 +278,6 @@ class TritonAttention:
         if not self.nvidia:
             return keys
         return 2 * keys if split else keys if few_queries else max(16, keys // 2)
-
-    def _splits(self, programs: int, max_seq_len: int, device: torch.device) -> int:
-        """How many programs may share one tile's keys."""
-        wanted = min(_PROGRAMS // max(programs, 1), -(-max_seq_len // 64), _MAX_SPLITS)
-        if wanted < 2:
-            return 1
-        if self._arrivals is None:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return 1  # zeros that a graph makes are zeros only once that graph has run
-            self._arrivals = torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
-        return wanted
 
     def plan_key(self) -> None:
         """It plans nothing."""
@@ -312,21 +306,19 @@ class TritonAttention:
         blocks = num_tokens // block_q + num_requests
         programs = blocks * spec.num_kv_heads
         few_queries = block_m == self.decode_rows
-        splits = self._splits(programs, metadata.max_seq_len, q.device) if few_queries else 1
-        parts = part_sums = None
-        if splits > 1:
-            rows = splits * num_tokens * spec.num_heads
-            parts = torch.empty(rows, spec.head_dim, dtype=torch.float32, device=q.device)
-            part_sums = torch.empty(rows, 2, dtype=torch.float32, device=q.device)
-        _attention[blocks, spec.num_kv_heads, splits](
+        splits = Splits(1)
+        if few_queries:
+            rows = num_tokens * spec.num_heads
+            splits = self.split_buffers.share(programs, metadata.max_seq_len, rows, spec.head_dim, q.device)
+        _attention[blocks, spec.num_kv_heads, splits.count](
             q,
             cache.key,
             cache.value,
             out,
             sinks,
-            parts,
-            part_sums,
-            self._arrivals if splits > 1 else None,
+            splits.parts,
+            splits.sums,
+            splits.arrivals,
             metadata.query_start_loc,
             metadata.seq_lens,
             metadata.page_table,
@@ -347,11 +339,11 @@ class TritonAttention:
             D_PADDED=d_padded,
             BLOCK_Q=block_q,
             BLOCK_M=block_m,
-            BLOCK_N=self._keys_a_tile(d_padded, few_queries, splits > 1),
+            BLOCK_N=self._keys_a_tile(d_padded, few_queries, splits.count > 1),
             WINDOW=spec.window or 0,
             HAS_CAP=bool(spec.soft_cap),
             HAS_SINKS=sinks is not None,
-            SPLIT=splits > 1,
+            SPLIT=splits.count > 1,
             STAGES=3 if self.nvidia and few_queries else 2,
             OVERLAP=self.overlap,
             **launch_options(self.overlap),

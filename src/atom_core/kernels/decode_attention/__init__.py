@@ -14,7 +14,7 @@ import torch
 from atom_core.kernels.attention import PagedAttentionSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.select import Implementation, Op, Target, always
-from atom_core.kernels.triton_support import overlaps
+from atom_core.kernels.triton_support import overlaps, why_not_fused
 from atom_core.metadata import AttentionMetadata, KVCacheView
 
 
@@ -49,10 +49,7 @@ class DecodeAttentionKernel(Protocol):
 
 
 def _triton_supports(spec: DecodeAttentionSpec, target: Target) -> str | None:
-    for op, chosen in spec.separate:
-        if chosen != "triton":
-            return f"It fuses Triton kernels, and {op} is {chosen} here."
-    return None
+    return why_not_fused(spec.separate)
 
 
 def _build_triton(spec: DecodeAttentionSpec, target: Target) -> DecodeAttentionKernel | None:

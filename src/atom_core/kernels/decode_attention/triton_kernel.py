@@ -19,17 +19,16 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.attention.splits import SplitBuffers
+from atom_core.kernels.attention.triton_kernel import capped
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.qk_norm_rope import QkvWeights
-from atom_core.kernels.qk_norm_rope_cache.triton_kernel import stored
+from atom_core.kernels.qk_norm_rope_cache.triton_kernel import norm_weights, stored
 from atom_core.kernels.triton_support import launch_options
 from atom_core.metadata import AttentionMetadata, KVCacheView
 
 if TYPE_CHECKING:
     from atom_core.kernels.decode_attention import DecodeAttentionSpec
-
-#: Programs that keep a large GPU busy, and at most how many share a request's keys.
-_PROGRAMS, _MAX_SPLITS = 512, 32
 
 
 @triton.jit
@@ -42,14 +41,9 @@ def _scores(query_xy, query_z, keys_xy, keys_z, scale, soft_cap, REST: tl.conste
     scores = tl.dot(query_xy, keys_xy.to(query_xy.dtype), input_precision="ieee")
     if REST > 0:
         scores += tl.dot(query_z, keys_z.to(query_z.dtype), input_precision="ieee")
-    return _capped(scores * scale, soft_cap, HAS_CAP)
-
-
-@triton.jit
-def _capped(scores, soft_cap, HAS_CAP: tl.constexpr):
+    scores *= scale
     if HAS_CAP:
-        # tanh(x) = 2 / (1 + exp(-2x)) - 1, which Triton has on every target
-        scores = soft_cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / soft_cap)) - 1.0)
+        scores = capped(scores, soft_cap)
     return scores
 
 
@@ -194,10 +188,10 @@ def _decode_attention(
     norm_y = cos
     norm_z = cos
     if NORM:
-        norm_x = _weights(q_norm, k_norm, first, paired, is_query)
-        norm_y = _weights(q_norm, k_norm, second, paired, is_query)
+        norm_x = norm_weights(q_norm, k_norm, first, paired, is_query)
+        norm_y = norm_weights(q_norm, k_norm, second, paired, is_query)
         if REST > 0:
-            norm_z = _weights(q_norm, k_norm, rest, rest_used, is_query)
+            norm_z = norm_weights(q_norm, k_norm, rest, rest_used, is_query)
     sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks + kv_head * GROUP + row, mask=is_query, other=0.0).to(tl.float32)
@@ -254,7 +248,9 @@ def _decode_attention(
     acc = tl.zeros([BLOCK_M, D_PADDED], tl.float32)
     if split == 0:
         # The new key, and the sink, which is one more key of no value, open the running softmax, once.
-        score = _capped(products * (scale * k_scale), soft_cap, HAS_CAP)
+        score = products * (scale * k_scale)
+        if HAS_CAP:
+            score = capped(score, soft_cap)
         highest = tl.maximum(score, sink)
         own = tl.exp(score - highest)
         total = own + tl.exp(sink - highest)
@@ -323,13 +319,6 @@ def _decode_attention(
     tl.store(o_at, acc.to(out.dtype.element_ty), mask=is_query[:, None] & dim_used[None, :])
 
 
-@triton.jit
-def _weights(q_norm, k_norm, columns, used, is_query):
-    q_weight = tl.load(q_norm + columns, mask=used, other=0.0).to(tl.float32)
-    k_weight = tl.load(k_norm + columns, mask=used, other=0.0).to(tl.float32)
-    return tl.where(is_query[:, None], q_weight[None, :], k_weight[None, :])
-
-
 class Tile(NamedTuple):
     """What a program takes at once."""
 
@@ -353,8 +342,7 @@ class TritonDecodeAttention:
         self.nvidia, self.overlap = nvidia, overlap
         group = spec.attention.num_heads // spec.attention.num_kv_heads
         self.rows: int = max(16, triton.next_power_of_2(group + 1))  # tl.dot wants at least 16
-        # Zero between launches. Made on the first run outside of graphs, which all frameworks warm up with.
-        self._arrivals: torch.Tensor | None = None
+        self.split_buffers = SplitBuffers()
 
     def takes(self, metadata: AttentionMetadata) -> bool:
         """One new token a request. In a graph ``max_query_len`` bounds every batch that it may replay."""
@@ -379,17 +367,6 @@ class TritonDecodeAttention:
             return Tile(64 // halved, stages=2, warps=4)
         return Tile(16, stages=3, warps=1)
 
-    def _splits(self, programs: int, max_seq_len: int, device: torch.device) -> int:
-        """How many programs may share one request's keys."""
-        wanted = min(_PROGRAMS // max(programs, 1), -(-max_seq_len // 64), _MAX_SPLITS)
-        if wanted < 2:
-            return 1
-        if self._arrivals is None:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return 1  # zeros that a graph makes are zeros only once that graph has run
-            self._arrivals = torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
-        return wanted
-
     def __call__(
         self,
         qkv: torch.Tensor,
@@ -404,15 +381,11 @@ class TritonDecodeAttention:
         spec, heads = self.spec.attention, self.spec.qkv
         assert qkv.stride(-1) == cache.key.stride(-1) == cache.value.stride(-1) == out.stride(-1) == 1
         num_requests, num_tokens = metadata.seq_lens.shape[0], qkv.shape[0]
-        splits = self._splits(num_requests * spec.num_kv_heads, metadata.max_seq_len, qkv.device)
-        parts = part_sums = None
-        if splits > 1:
-            rows = splits * num_tokens * spec.num_heads
-            parts = torch.empty(rows, spec.head_dim, dtype=torch.float32, device=qkv.device)
-            part_sums = torch.empty(rows, 2, dtype=torch.float32, device=qkv.device)
-        tile = self.tile(num_requests * spec.num_kv_heads)
+        programs, rows = num_requests * spec.num_kv_heads, num_tokens * spec.num_heads
+        splits = self.split_buffers.share(programs, metadata.max_seq_len, rows, spec.head_dim, qkv.device)
+        tile = self.tile(programs)
         rest = spec.head_dim - heads.rotary_dim
-        _decode_attention[num_requests, spec.num_kv_heads, splits](
+        _decode_attention[num_requests, spec.num_kv_heads, splits.count](
             qkv,
             positions,
             metadata.slot_mapping,
@@ -423,9 +396,9 @@ class TritonDecodeAttention:
             cache.value,
             out,
             sinks,
-            parts,
-            part_sums,
-            self._arrivals if splits > 1 else None,
+            splits.parts,
+            splits.sums,
+            splits.arrivals,
             metadata.query_start_loc,
             metadata.seq_lens,
             metadata.page_table,
@@ -457,7 +430,7 @@ class TritonDecodeAttention:
             WINDOW=spec.window or 0,
             HAS_CAP=bool(spec.soft_cap),
             HAS_SINKS=sinks is not None,
-            SPLIT=splits > 1,
+            SPLIT=splits.count > 1,
             OVERLAP=self.overlap,
             num_warps=tile.warps,
             **launch_options(self.overlap),

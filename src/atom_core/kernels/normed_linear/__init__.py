@@ -16,7 +16,7 @@ import torch
 
 from atom_core.config import Activation
 from atom_core.kernels.select import Implementation, Op, Target, always
-from atom_core.kernels.triton_support import overlaps
+from atom_core.kernels.triton_support import overlaps, why_not_fused
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,7 @@ class NormedLinearKernel(Protocol):
 
 
 def _triton_supports(spec: NormedLinearSpec, target: Target) -> str | None:
-    for op, chosen in spec.separate:
-        if chosen != "triton":
-            return f"It fuses Triton kernels, and {op} is {chosen} here."
-    return None
+    return why_not_fused(spec.separate)
 
 
 def _build_triton(spec: NormedLinearSpec, target: Target) -> NormedLinearKernel | None:

@@ -95,10 +95,12 @@ def _qk_norm_rope_cache(
     if NORM:
         factor = (1.0 / tl.sqrt(squares / D + eps))[:, None]
         # rounded between norm and rope, as the model defines it
-        wide_x = _normed(wide_x, factor, q_norm, k_norm, first, paired, is_query).to(x.dtype).to(tl.float32)
-        wide_y = _normed(wide_y, factor, q_norm, k_norm, second, paired, is_query).to(x.dtype).to(tl.float32)
+        wide_x = (wide_x * factor * norm_weights(q_norm, k_norm, first, paired, is_query)).to(x.dtype).to(tl.float32)
+        wide_y = (wide_y * factor * norm_weights(q_norm, k_norm, second, paired, is_query)).to(x.dtype).to(tl.float32)
         if REST > 0:
-            wide_z = _normed(wide_z, factor, q_norm, k_norm, rest, rest < D, is_query).to(x.dtype).to(tl.float32)
+            wide_z = (
+                (wide_z * factor * norm_weights(q_norm, k_norm, rest, rest < D, is_query)).to(x.dtype).to(tl.float32)
+            )
     turned_x = wide_x * cos - wide_y * sin
     turned_y = wide_y * cos + wide_x * sin
 
@@ -134,10 +136,11 @@ def _qk_norm_rope_cache(
 
 
 @triton.jit
-def _normed(x, factor, q_norm, k_norm, columns, used, is_query):
+def norm_weights(q_norm, k_norm, columns, used, is_query):
+    """For rows that are query heads the query norm's weight, for others the key norm's, in float32."""
     q_weight = tl.load(q_norm + columns, mask=used, other=0.0).to(tl.float32)
     k_weight = tl.load(k_norm + columns, mask=used, other=0.0).to(tl.float32)
-    return x * factor * tl.where(is_query[:, None], q_weight[None, :], k_weight[None, :])
+    return tl.where(is_query[:, None], q_weight[None, :], k_weight[None, :])
 
 
 @triton.jit

@@ -1,0 +1,54 @@
+"""How many programs share a request's keys where few of them leave a GPU idle, and where they meet.
+
+Each stores its part of the softmax and of the sum; the last to arrive adds the parts up ("flash decoding",
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+#: Programs that keep a large GPU busy, at most how many share a request's keys, and the fewest keys that are shared.
+_PROGRAMS, _MAX_SPLITS, _KEYS = 512, 32, 64
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Of one launch: float32 ``parts [count, rows, D]`` and ``sums [count, rows, 2]``; None where the count is 1."""
+
+    count: int
+    parts: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+    arrivals: torch.Tensor | None = None
+    """int32, for each group of programs how many have arrived; zero between launches."""
+
+
+class SplitBuffers:
+    """What outlives a launch of one layer's kernel."""
+
+    def __init__(self) -> None:
+        # Made on the first run outside of graphs, which all frameworks warm up with.
+        self._arrivals: torch.Tensor | None = None
+
+    def share(self, programs: int, max_seq_len: int, rows: int, head_dim: int, device: torch.device) -> Splits:
+        """How a launch shares keys.
+
+        Args:
+            programs: as many as there are without sharing.
+            max_seq_len: tokens of the longest request that may come.
+            rows: query tokens times heads.
+            head_dim: ``D``.
+            device: where it runs.
+        """
+        count = min(_PROGRAMS // max(programs, 1), -(-max_seq_len // _KEYS), _MAX_SPLITS)
+        if count < 2:
+            return Splits(1)
+        if self._arrivals is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return Splits(1)  # zeros that a graph makes are zeros only once that graph has run
+            self._arrivals = torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
+        parts = torch.empty(count, rows, head_dim, dtype=torch.float32, device=device)
+        sums = torch.empty(count, rows, 2, dtype=torch.float32, device=device)
+        return Splits(count, parts, sums, self._arrivals)
