@@ -22,7 +22,8 @@ from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_plugin.bench import tune
-from atom_plugin.bench.cases import CASES, Bench, Case, Contender
+from atom_plugin.bench.cases import CASES as PLAIN_CASES
+from atom_plugin.bench.cases import Bench, Case, Contender
 from atom_plugin.bench.device import (
     Ceiling,
     Timing,
@@ -32,6 +33,7 @@ from atom_plugin.bench.device import (
     measure_products,
     require_gpu,
 )
+from atom_plugin.bench.fused_cases import FUSED_CASES
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.step import torch_dtype
 from atom_plugin.bench.vllm_kernels import Unavailable
@@ -40,6 +42,8 @@ from atom_plugin.common.settings import load_settings
 #: The largest difference from torch's numbers, as a share of their largest magnitude, that rounding explains.
 TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11, torch.float32: 1e-3}
 
+#: The cases of a model by op.
+CASES = {**PLAIN_CASES, **FUSED_CASES}
 DEFAULT_MODELS = ("qwen3-0.6b", "qwen3-8b")
 #: Contenders that need vLLM.
 _OF_VLLM = ("vllm", "FlashAttention 3")

@@ -10,10 +10,10 @@ import torch
 from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
-from atom_plugin.bench import cases, kernels
-from atom_plugin.bench.cases import CASES, Bench
+from atom_plugin.bench import cases, fused_cases, kernels
+from atom_plugin.bench.cases import Bench
 from atom_plugin.bench.device import Ceiling, Timing
-from atom_plugin.bench.kernels import KernelOptions, Limits, Row, num_copies
+from atom_plugin.bench.kernels import CASES, KernelOptions, Limits, Row, num_copies
 from atom_plugin.bench.vllm_kernels import Unavailable
 from tests.unit.plugin.bench.test_step import TINY
 from tests.unit.plugin.installed import run_cli, run_python
@@ -43,6 +43,14 @@ def test_attention_counts_the_keys_that_are_seen():
     assert case_of("attention", "prefill 8 x 512").num_operations == 4 * 8 * (512 * 513 // 2) * H * D
 
 
+def test_fused_ops_move_what_enters_and_leaves_them():
+    H, K, D = 4, 2, 64
+    assert case_of("normed_linear", "gate_up 192 x 64, 8 rows").num_bytes == 2 * (192 * 64 + 64 + 8 * (64 + 96))
+    assert case_of("fp8_linear", "o 64 x 256, 8 rows").num_bytes == 64 * 256 + 4 * 64 + 2 * 8 * (64 + 256)
+    moved = 64 * 2 * (2 * 513 * K * D + (2 * H + 2 * K) * D)
+    assert case_of("decode_attention", "64 x 513").num_bytes == moved
+
+
 @pytest.fixture
 def few(monkeypatch):
     """Sizes that a CPU is done with at once."""
@@ -51,6 +59,9 @@ def few(monkeypatch):
     monkeypatch.setattr(cases, "QKV_TOKENS", (1, 20))
     monkeypatch.setattr(cases, "DECODES", ((2, 48),))
     monkeypatch.setattr(cases, "PREFILLS", ((2, 32),))
+    monkeypatch.setattr(fused_cases, "NORMED_ROWS", (1, 3))
+    monkeypatch.setattr(fused_cases, "FP8_ROWS", (1, 5))
+    monkeypatch.setattr(fused_cases, "DECODES", ((2, 33), (1, 16)))
 
 
 @pytest.mark.parametrize("op", list(CASES))

@@ -1,0 +1,232 @@
+"""What `atom-plugin bench kernels` measures of ops that are made of others, and of products in FP8.
+
+Ours go through the core's own layers, so a row is what a model does here: one launch where an op is fused on this
+device, and the ops that it is made of where it is not. See :mod:`atom_plugin.bench.cases` for what a case is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from atom_core.attention.base import AttentionSpec
+from atom_core.attention.radix import RadixAttention
+from atom_core.config import ModelConfig
+from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
+from atom_core.kernels.fp8_linear.reference import row_scales, to_e4m3
+from atom_core.kernels.fp8_linear.scaled_mm import ScaledMm
+from atom_core.kernels.gated_activation.reference import gated_activation
+from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
+from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
+from atom_core.kernels.select import Target
+from atom_core.layers.linear import Column, MergedColumnLinear
+from atom_core.layers.norm import RMSNorm, Stream
+from atom_core.layers.normed_linear import NormedLinear
+from atom_core.metadata import AttentionMetadata, KVCacheView
+from atom_core.rope import cos_sin_table
+from atom_core.runtime import Runtime
+from atom_core.standalone import Step, build_runtime
+from atom_plugin.bench.cases import MAX_MODEL_LEN, PAGE_SIZE, Bench, Case, Product, Run, products
+
+#: Rows of products, and (requests, tokens that each has with its new one) of decoding attention.
+NORMED_ROWS = (1, 8, 16)
+FP8_ROWS = (1, 8, 64, 256)
+DECODES = ((1, 129), (8, 513), (64, 513), (64, 2049), (256, 513))
+
+
+def normed_linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
+    """A norm, the product of gate and up, and the activation behind it."""
+    hidden, middle = config.hidden_size, config.intermediate_size
+    for rows in NORMED_ROWS:
+        yield Case(
+            "normed_linear",
+            f"gate_up {2 * middle} x {hidden}, {rows} {'row' if rows == 1 else 'rows'}",
+            num_bytes=(2 * middle * hidden + hidden + rows * (hidden + middle)) * itemsize,
+            num_operations=4 * rows * middle * hidden,
+            contenders={
+                "atom": partial(_our_normed_product, config, rows),
+                "torch": partial(_torch_normed_product, config, rows),
+            },
+        )
+
+
+def _gate_up(config: ModelConfig, rows: int, bench: Bench) -> tuple[torch.Tensor, ...]:
+    hidden = config.hidden_size
+    weights = bench.random(2 * config.intermediate_size, hidden, seed=2, scale=hidden**-0.5)
+    return bench.random(rows, hidden, seed=0), 1.0 + bench.random(hidden, seed=1, scale=0.1), weights
+
+
+def _our_normed_product(config: ModelConfig, rows: int, bench: Bench, copies: int) -> Run:
+    x, norm_weight, weight = _gate_up(config, rows, bench)
+    runtime = _runtime(bench)
+    size = config.intermediate_size
+    columns = [Column(name, size, range(size)) for name in ("gate_proj", "up_proj")]
+
+    def layer() -> NormedLinear:
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime)
+        norm.weight.data.copy_(norm_weight)
+        linear = MergedColumnLinear(config.hidden_size, columns, False, runtime)
+        linear.weight.data.copy_(weight)
+        linear.finalize_weights()
+        return NormedLinear(norm, linear, config.activation, runtime)
+
+    layers = [layer() for _ in range(copies)]
+    return lambda index: layers[index](Stream(None, x))[0]
+
+
+def _torch_normed_product(config: ModelConfig, rows: int, bench: Bench, copies: int) -> Run:
+    x, norm_weight, weight = _gate_up(config, rows, bench)
+    weights = [weight, *(weight.clone() for _ in range(copies - 1))]
+
+    def run(index: int) -> torch.Tensor:
+        normed = F.rms_norm(x, norm_weight.shape, norm_weight, config.rms_norm_eps)
+        return gated_activation(F.linear(normed, weights[index]), config.activation)
+
+    return run
+
+
+def fp8_linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
+    """Products of FP8 weights, with what quantises their inputs."""
+    for product in products(config)[:-1]:  # a head is not quantised
+        N, K = product.out_features, product.in_features
+        for rows in FP8_ROWS:
+            yield Case(
+                "fp8_linear",
+                f"{product.name} {N} x {K}, {rows} {'row' if rows == 1 else 'rows'}",
+                num_bytes=N * K + 4 * N + rows * (N + K) * itemsize,
+                num_operations=2 * rows * N * K,
+                contenders={
+                    "atom": partial(_our_fp8_product, product, rows),
+                    "torch": partial(_torch_fp8_product, product, rows),
+                },
+            )
+
+
+def _fp8_buffers(
+    product: Product, rows: int, bench: Bench, copies: int
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    N, K = product.out_features, product.in_features
+    wide = bench.random(N, K, seed=1, scale=K**-0.5)
+    scale = row_scales(wide)
+    weight = to_e4m3(wide, scale)
+    return bench.random(rows, K, seed=0), [weight, *(weight.clone() for _ in range(copies - 1))], scale[:, 0]
+
+
+def _our_fp8_product(product: Product, rows: int, bench: Bench, copies: int) -> Run:
+    x, weights, scale = _fp8_buffers(product, rows, bench, copies)
+    spec = Fp8LinearSpec(product.in_features, product.out_features, False, bench.dtype, "dynamic")
+    kernels = [bench.kernels.select(FP8_LINEAR, spec) for _ in weights]
+    for kernel, weight in zip(kernels, weights, strict=True):
+        kernel.adopt(weight, scale)
+    return lambda index: kernels[index](x, weights[index], scale, None, None)
+
+
+def _torch_fp8_product(product: Product, rows: int, bench: Bench, copies: int) -> Run:
+    x, weights, scale = _fp8_buffers(product, rows, bench, copies)
+    kernel = ScaledMm(Target.of(bench.device))
+    for weight in weights:
+        kernel.adopt(weight, scale)
+    return lambda index: kernel(x, weights[index], scale, None, None)
+
+
+def decode_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
+    """A decoding layer's attention from raw qkv to its output, the cache written on the way."""
+    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+    for requests, tokens in DECODES:
+        yield Case(
+            "decode_attention",
+            f"{requests} x {tokens}, {H} + {K} heads of {D}",
+            num_bytes=requests * (2 * tokens * K * D + (2 * H + 2 * K) * D) * itemsize,
+            num_operations=4 * requests * tokens * H * D,
+            contenders={
+                "atom": partial(_our_decode, config, requests, tokens),
+                "torch": partial(_torch_decode, config, requests, tokens),
+            },
+        )
+
+
+def _runtime(bench: Bench) -> Runtime:
+    return replace(build_runtime(bench.device, bench.dtype, MAX_MODEL_LEN), kernels=bench.kernels)
+
+
+class _Decode:
+    """Requests of so many tokens each, of which the last is new: raw qkv, and keys and values of the others."""
+
+    def __init__(self, config: ModelConfig, requests: int, tokens: int, bench: Bench) -> None:
+        self.config, self.requests, self.tokens, self.bench = config, requests, tokens, bench
+        H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+        self.spec = QkvSpec(H, K, D, config.rope.rotary_dim, config.rope.interleaved, config.qk_norm, bench.dtype)
+        self.qkv = bench.random(requests, (H + 2 * K) * D, seed=0)
+        self.positions = torch.full((requests,), tokens - 1, device=bench.device)
+        self.weights = QkvWeights(cos_sin_table(config.rope, MAX_MODEL_LEN, bench.device))
+        if config.qk_norm:
+            norms = [1.0 + bench.random(D, seed=seed, scale=0.1) for seed in (1, 2)]
+            self.weights = replace(self.weights, q_norm=norms[0], k_norm=norms[1], eps=config.rms_norm_eps)
+        # In whole pages; what is past the requests' tokens is never read.
+        self.pages_each = -(-tokens // PAGE_SIZE)
+        shape = (requests, self.pages_each * PAGE_SIZE, K, D)
+        self.keys, self.values = bench.random(*shape, seed=3), bench.random(*shape, seed=4)
+
+    def metadata(self) -> AttentionMetadata:
+        requests, device, last = self.requests, self.bench.device, self.tokens - 1
+        order = torch.randperm(requests * self.pages_each, generator=torch.Generator().manual_seed(0))
+        table = order.view(requests, self.pages_each).to(device, torch.int32)
+        return AttentionMetadata(
+            query_start_loc=torch.arange(requests + 1, dtype=torch.int32, device=device),
+            seq_lens=torch.full((requests,), self.tokens, dtype=torch.int32, device=device),
+            page_table=table,
+            slot_mapping=table[:, last // PAGE_SIZE].long() * PAGE_SIZE + last % PAGE_SIZE,
+            num_requests=requests,
+            num_tokens=requests,
+            max_query_len=1,
+            max_seq_len=max(MAX_MODEL_LEN, self.tokens),
+            num_decode_requests=requests,
+            num_decode_tokens=requests,
+        )
+
+
+def _our_decode(config: ModelConfig, requests: int, tokens: int, bench: Bench, copies: int) -> Run:
+    it = _Decode(config, requests, tokens, bench)
+    scale = config.head_dim**-0.5
+    layer = RadixAttention(AttentionSpec("bench", 0, it.spec, scale), it.weights, None, _runtime(bench))
+    metadata = it.metadata()
+    if (key := layer.kernel.plan_key()) is not None:
+        metadata = metadata.with_plans({key: layer.kernel.plan(metadata)})
+    pages = (
+        torch.cat((it.keys, it.values), -1)
+        .view(-1, PAGE_SIZE, *it.keys.shape[2:-1], 2 * config.head_dim)
+        .transpose(1, 2)
+    )
+    pool = torch.empty_like(pages, memory_format=torch.contiguous_format)
+    pool[metadata.page_table.flatten().long()] = pages
+    pools = [pool, *(pool.clone() for _ in range(copies - 1))]
+    steps = [Step(metadata, [KVCacheView.of_packed(each, config.head_dim)]) for each in pools]
+    return lambda index: layer(it.qkv, it.positions, steps[index])
+
+
+def _torch_decode(config: ModelConfig, requests: int, tokens: int, bench: Bench, copies: int) -> Run:
+    """torch's ops, over keys that lie in a row, which no paged cache has."""
+    it = _Decode(config, requests, tokens, bench)
+    sides = [side[:, :tokens].transpose(1, 2).contiguous() for side in (it.keys, it.values)]
+    pools = [sides, *([side.clone() for side in sides] for _ in range(copies - 1))]
+    scale = config.head_dim**-0.5
+
+    def run(index: int) -> torch.Tensor:
+        keys, values = pools[index]
+        q, k, v = qk_norm_rope(it.qkv, it.positions, it.weights, spec=it.spec)
+        keys[:, :, -1], values[:, :, -1] = k, v
+        return F.scaled_dot_product_attention(q[:, :, None], keys, values, scale=scale, enable_gqa=True).flatten(1)
+
+    return run
+
+
+#: See :data:`atom_plugin.bench.cases.CASES`.
+FUSED_CASES: Mapping[str, Callable[[ModelConfig, int], Iterator[Case]]] = {
+    "normed_linear": normed_linear_cases,
+    "fp8_linear": fp8_linear_cases,
+    "decode_attention": decode_attention_cases,
+}
