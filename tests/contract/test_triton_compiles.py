@@ -143,6 +143,19 @@ def type_of(argument: Any) -> str:
     return "fp32" if isinstance(argument, float) else "i32"
 
 
+def specialized(kernel: JITFunction, positional: dict[str, Any]) -> dict[tuple[int, ...], Any]:
+    """What a launch tells the compiler of its arguments; without it loads are narrow and take no shared memory."""
+    return {
+        (at,): [["tt.divisibility", 16]]
+        for at, parameter in enumerate(kernel.params)
+        if not parameter.do_not_specialize
+        and (
+            isinstance(value := positional.get(parameter.name), torch.Tensor)
+            or (isinstance(value, int) and value % 16 == 0)
+        )
+    }
+
+
 def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> None:
     assert isinstance(kernel, JITFunction), (
         "with TRITON_INTERPRET set nothing is compiled: run this apart from tests/unit"
@@ -153,7 +166,9 @@ def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> None:
     options = {name: value for name, value in launched.constants.items() if name not in constants}
     signature |= dict.fromkeys(constants, "constexpr")
     constants |= {name: None for name, value in positional.items() if value is None}
-    compiled = triton.compile(ASTSource(kernel, signature, constants), target=gpu.target, options=options)
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, specialized(kernel, positional)), target=gpu.target, options=options
+    )
     assert compiled.metadata.shared <= gpu.shared_memory
 
 

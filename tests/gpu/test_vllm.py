@@ -38,6 +38,8 @@ CACHES: Mapping[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8"},
     "fp8-eager": {"kv_cache_dtype": "fp8_e4m3", "enforce_eager": True},
 }
+#: Weights quantised while loading: native has one scale a tensor, ours a scale a row.
+WEIGHTS: Mapping[str, dict[str, Any]] = {"fp8-weights": {"quantization": "fp8"}}
 #: Of the answers that are right with a cache in the model's dtype, and of vLLM's own with the same cache.
 STILL_RIGHT, AS_NATIVE = 0.95, 0.9
 #: Prompts in a row, up to nearly as many tokens as the model has positions. It was trained on none as long, so now and
@@ -75,6 +77,7 @@ def engines() -> Mapping[Key, Future[Ran]]:
     keys: list[Key] = [(family, impl, "default") for family in FAMILIES for impl in ("auto", "atom")]
     keys += [("qwen3", "atom", name) for name in (*GRAPHS, *WAYS) if name != "default"]
     keys += [(family, impl, "fp8") for family in FAMILIES for impl in ("auto", "atom")]
+    keys += [(family, "atom", "fp8-weights") for family in FAMILIES]
     keys += [("qwen3", "atom", "fp8-eager"), ("qwen3", "auto", "long"), ("qwen3", "atom", "long")]
     pool = ThreadPoolExecutor(16)
 
@@ -82,7 +85,7 @@ def engines() -> Mapping[Key, Future[Ran]]:
         family, impl, name = key
         if name == "long":
             return run([_engine(family, impl, LONG, [_ask_at_length()])], deadline=540.0)[0]
-        options = {**GRAPHS, **CACHES}.get(name, {})
+        options = {**GRAPHS, **CACHES, **WEIGHTS}.get(name, {})
         return run([_engine(family, impl, options, [_ask()])], environ=WAYS.get(name), deadline=540.0)[0]
 
     return {key: pool.submit(start, key) for key in keys}
@@ -161,6 +164,12 @@ def test_answers_from_an_fp8_cache_are_right_but_for_a_few(engines: Mapping[Key,
     assert "VllmPagedAttention" in ours.layer_classes
     assert _num_right(ours) >= STILL_RIGHT * _num_right(full)
     assert _share_alike(ours, engines[family, "auto", "fp8"].result()) >= AS_NATIVE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_with_fp8_weights_are_right_but_for_a_few(engines: Mapping[Key, Future[Ran]], family: str) -> None:
+    ours, full = (engines[family, "atom", name].result() for name in ("fp8-weights", "default"))
+    assert _num_right(ours) >= STILL_RIGHT * _num_right(full)
 
 
 def test_graphs_do_not_change_answers_from_an_fp8_cache(engines: Mapping[Key, Future[Ran]]) -> None:
