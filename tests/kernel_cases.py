@@ -244,10 +244,13 @@ def _paged(
     device: torch.device,
     generator: torch.Generator,
 ) -> tuple[KVCacheView, torch.Tensor]:
-    """The cache with every request's tokens in pages of random order, and the page table. Page 0 is nobody's."""
+    """The cache with every request's tokens in pages of random order, and the page table. Page 0 is nobody's.
+
+    Past a request's pages the table names pages that there are not.
+    """
     counts = [-(-len(k) // case.page_size) for k in keys]
     order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
-    page_table = torch.zeros(len(keys) + case.padded_requests, max(counts) + 2, dtype=torch.int32)
+    page_table = torch.full((len(keys) + case.padded_requests, max(counts) + 2), 2**30, dtype=torch.int32)
     cache = empty_cache(case, sum(counts) + 1, dtype, device)
     for request, (k, v) in enumerate(zip(keys, values, strict=True)):
         for index in range(counts[request]):

@@ -125,10 +125,17 @@ def _decode_attention(
     request = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    # Loads that need not wait for each other stand before the first branch, behind which they would.
     token = tl.load(query_start_loc + request).to(tl.int64)
-    if tl.load(query_start_loc + request + 1) == token:
-        return
+    following = tl.load(query_start_loc + request + 1)
     newest = tl.load(seq_lens + request) - 1
+    other = tl.arange(0, BLOCK_N)
+    FROM_FIRST: tl.constexpr = not SPLIT and WINDOW == 0
+    if FROM_FIRST:
+        # Past the request's pages the table has room for more: what it says there is looked at by nobody.
+        page = _pages(page_table, request, other, other < stride_table * PAGE, stride_table, PAGE)
+    if following == token:
+        return
 
     begin = 0
     if WINDOW > 0:
@@ -160,9 +167,10 @@ def _decode_attention(
     value += kv_head * stride_v_head
 
     # The first tile of what is cached is on its way before qkv is there.
-    other = begin + tl.arange(0, BLOCK_N)
+    other += begin
     known = other < end
-    page = _pages(page_table, request, other, known, stride_table, PAGE)
+    if not FROM_FIRST:
+        page = _pages(page_table, request, other, known, stride_table, PAGE)
     k_at = key + (page * stride_k_page + (other % PAGE).to(tl.int64) * stride_k_token)[None, :]
     v_at = value + (page * stride_v_page + (other % PAGE).to(tl.int64) * stride_v_token)[:, None]
     keys_xy = tl.load(k_at + dim_xy[:, None], mask=used_xy[:, None] & known[None, :], other=0.0)
