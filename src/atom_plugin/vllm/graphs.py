@@ -94,8 +94,13 @@ def _is_piecewise(graphs: CUDAGraphMode) -> bool:
 
 
 def _may_break(vllm_config: VllmConfig) -> bool:
-    """Whether all attention is ours: vLLM's own may have been imported by now, and would not break."""
+    """Whether all attention is ours, as vLLM's own may have been imported by now and would not break, and on one GPU.
+
+    Several have not been tried.
+    """
     if BREAKABLE in os.environ and not _Ours.is_set:
+        return False
+    if vllm_config.parallel_config.world_size > 1:
         return False
     speculative = vllm_config.speculative_config
     drafts = speculative is not None and speculative.method == "draft_model"

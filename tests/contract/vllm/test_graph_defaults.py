@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from vllm import ModelRegistry, platforms
-from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, ModelConfig, VllmConfig
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, ModelConfig, ParallelConfig, VllmConfig
 from vllm.config.vllm import OptimizationLevel
 from vllm.platforms.interface import Platform, PlatformEnum
 
@@ -37,16 +37,21 @@ class CudaInName(AtomPlatformMixin, Platform):
 
 @pytest.fixture
 def configure(monkeypatch):
-    """Makes a configuration; arguments are those of `CompilationConfig`, and `impl`, `eager` and `level`."""
+    """Makes a configuration; arguments are those of `CompilationConfig`, and `impl`, `eager`, `level` and `ranks`."""
     register_models()
 
-    def configure(*, impl="atom", eager=False, level=None, **compilation):
+    def configure(*, impl="atom", eager=False, level=None, ranks=1, **compilation):
         monkeypatch.setattr(platforms, "_current_platform", CPU)
         model = ModelConfig(str(CHECKPOINT), model_impl=impl, enforce_eager=eager)
         # What inspects a class imports what only a GPU's vLLM has, if asked on one.
         ModelRegistry.inspect_model_cls(["AtomQwen3ForCausalLM"], model)
         monkeypatch.setattr(platforms, "_current_platform", CudaInName())
         given = {} if level is None else {"optimization_level": level}
+        if ranks > 1:
+            # A launcher that vLLM does not start: the test's machine has no GPUs to count.
+            given["parallel_config"] = ParallelConfig(
+                pipeline_parallel_size=ranks, distributed_executor_backend="external_launcher"
+            )
         return VllmConfig(model_config=model, compilation_config=CompilationConfig(**compilation), **given)
 
     return configure
@@ -128,6 +133,11 @@ def test_graphs_do_not_break_where_the_user_does_not_want_it(configure, monkeypa
 def test_graphs_do_not_break_around_vllms_attention(configure, monkeypatch):
     monkeypatch.setenv("ATOM_DISABLE_VLLM_ATTENTION", "1")
     assert modes(configure()) == (False, "FULL_DECODE_ONLY")
+    assert graphs.BREAKABLE not in os.environ
+
+
+def test_graphs_do_not_break_on_several_gpus(configure):
+    assert modes(configure(ranks=2)) == (False, "FULL_DECODE_ONLY")
     assert graphs.BREAKABLE not in os.environ
 
 
