@@ -252,11 +252,9 @@ def tile_for(num_rows: int, out_features: int, in_features: int, itemsize: int, 
     if itemsize == 1:
         if not nvidia:
             return Tile("rows", 32, 256, 4, 2)
-        return (
-            Tile("rows", 64, 128, 4, 4)
-            if out_features >= 16384
-            else Tile("rows", 64, 256, 4, 5 if num_rows <= 16 else 4)
-        )
+        if out_features >= 16384:
+            return Tile("rows", 64, 128, 4, 4)
+        return Tile("rows", 64, 256, 4, 5 if num_rows <= 16 else 4)
     if num_rows > 1 or out_features >= 65536:
         if not nvidia:
             return Tile("rows", 32, 256, 4, 2)
@@ -268,7 +266,9 @@ def tile_for(num_rows: int, out_features: int, in_features: int, itemsize: int, 
     if out_features * in_features * itemsize <= _SMALL_BYTES:
         if out_features > in_features:
             return Tile("row", 4, 512, 2, early=True)
-        return Tile("row", 2, 2048, 4, early=True) if in_features <= 2048 else Tile("row", 8, 1024, 4, early=True)
+        if in_features > 2048:
+            return Tile("row", 8, 1024, 4, early=True)
+        return Tile("row", 2, max(128, triton.next_power_of_2(in_features)), 4, early=True)
     if out_features >= 16384:
         return Tile("row", 16, 256, 4)
     return Tile("row", 16 if out_features >= 4096 else 8, 1024, 8, early=True)
