@@ -226,6 +226,28 @@ def qk_norm_rope_cache_cases(config: ModelConfig, itemsize: int) -> Iterator[Cas
         )
 
 
+def qkv_spec(config: ModelConfig, bench: Bench) -> QkvSpec:
+    """The shapes of a layer's qkv."""
+    return QkvSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rotary_dim=config.rope.rotary_dim,
+        interleaved=config.rope.interleaved,
+        qk_norm=config.qk_norm,
+        dtype=bench.dtype,
+    )
+
+
+def qkv_weights(config: ModelConfig, bench: Bench) -> QkvWeights:
+    """What a layer's q and k are transformed with: the model's rope, and random norms where it has them."""
+    weights = QkvWeights(cos_sin_table(config.rope, MAX_MODEL_LEN, bench.device))
+    if config.qk_norm:
+        norms = [1.0 + bench.random(config.head_dim, seed=seed, scale=0.1) for seed in (1, 2)]
+        weights = replace(weights, q_norm=norms[0], k_norm=norms[1], eps=config.rms_norm_eps)
+    return weights
+
+
 @dataclass(frozen=True)
 class _Qkv:
     """What the op gets; the cache is made by each contender in its own layout."""
@@ -239,28 +261,15 @@ class _Qkv:
 
     @classmethod
     def of(cls, config: ModelConfig, tokens: int, bench: Bench, copies: int) -> _Qkv:
-        spec = QkvSpec(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rotary_dim=config.rope.rotary_dim,
-            interleaved=config.rope.interleaved,
-            qk_norm=config.qk_norm,
-            dtype=bench.dtype,
-        )
         width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         num_pages = tokens // PAGE_SIZE + 1
         generator = torch.Generator().manual_seed(0)
         slots = torch.randperm(num_pages * PAGE_SIZE, generator=generator)[:tokens]
-        weights = QkvWeights(cos_sin_table(config.rope, MAX_MODEL_LEN, bench.device))
-        if config.qk_norm:
-            norms = [1.0 + bench.random(config.head_dim, seed=seed, scale=0.1) for seed in (1, 2)]
-            weights = replace(weights, q_norm=norms[0], k_norm=norms[1], eps=config.rms_norm_eps)
         return cls(
-            spec,
+            qkv_spec(config, bench),
             [bench.random(tokens, width, seed=0) for _ in range(copies)],
             torch.arange(tokens, device=bench.device) % MAX_MODEL_LEN,
-            weights,
+            qkv_weights(config, bench),
             slots.to(bench.device),
             num_pages,
         )

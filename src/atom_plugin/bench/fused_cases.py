@@ -20,17 +20,16 @@ from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import row_scales, to_e4m3
 from atom_core.kernels.fp8_linear.scaled_mm import ScaledMm
 from atom_core.kernels.gated_activation.reference import gated_activation
-from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
 from atom_core.kernels.select import Target
 from atom_core.layers.linear import Column, MergedColumnLinear
 from atom_core.layers.norm import RMSNorm, Stream
 from atom_core.layers.normed_linear import NormedLinear
-from atom_core.metadata import AttentionMetadata, KVCacheView
-from atom_core.rope import cos_sin_table
+from atom_core.metadata import KVCacheView
 from atom_core.runtime import Runtime
 from atom_core.standalone import Step, build_runtime
-from atom_plugin.bench.cases import MAX_MODEL_LEN, PAGE_SIZE, Bench, Case, Product, Run, products
+from atom_plugin.bench.cases import MAX_MODEL_LEN, PAGE_SIZE, Bench, Case, Product, Run, products, qkv_spec, qkv_weights
+from atom_plugin.bench.step import decode_batch
 
 #: Rows of products, and (requests, tokens that each has with its new one) of decoding attention.
 NORMED_ROWS = (1, 8, 16)
@@ -157,43 +156,22 @@ class _Decode:
     """Requests of so many tokens each, of which the last is new: raw qkv, and keys and values of the others."""
 
     def __init__(self, config: ModelConfig, requests: int, tokens: int, bench: Bench) -> None:
-        self.config, self.requests, self.tokens, self.bench = config, requests, tokens, bench
         H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
-        self.spec = QkvSpec(H, K, D, config.rope.rotary_dim, config.rope.interleaved, config.qk_norm, bench.dtype)
+        self.spec, self.weights = qkv_spec(config, bench), qkv_weights(config, bench)
         self.qkv = bench.random(requests, (H + 2 * K) * D, seed=0)
         self.positions = torch.full((requests,), tokens - 1, device=bench.device)
-        self.weights = QkvWeights(cos_sin_table(config.rope, MAX_MODEL_LEN, bench.device))
-        if config.qk_norm:
-            norms = [1.0 + bench.random(D, seed=seed, scale=0.1) for seed in (1, 2)]
-            self.weights = replace(self.weights, q_norm=norms[0], k_norm=norms[1], eps=config.rms_norm_eps)
+        self.metadata, num_pages = decode_batch(requests, tokens - 1, bench.device)
         # In whole pages; what is past the requests' tokens is never read.
-        self.pages_each = -(-tokens // PAGE_SIZE)
+        self.pages_each = num_pages // requests
         shape = (requests, self.pages_each * PAGE_SIZE, K, D)
         self.keys, self.values = bench.random(*shape, seed=3), bench.random(*shape, seed=4)
-
-    def metadata(self) -> AttentionMetadata:
-        requests, device, last = self.requests, self.bench.device, self.tokens - 1
-        order = torch.randperm(requests * self.pages_each, generator=torch.Generator().manual_seed(0))
-        table = order.view(requests, self.pages_each).to(device, torch.int32)
-        return AttentionMetadata(
-            query_start_loc=torch.arange(requests + 1, dtype=torch.int32, device=device),
-            seq_lens=torch.full((requests,), self.tokens, dtype=torch.int32, device=device),
-            page_table=table,
-            slot_mapping=table[:, last // PAGE_SIZE].long() * PAGE_SIZE + last % PAGE_SIZE,
-            num_requests=requests,
-            num_tokens=requests,
-            max_query_len=1,
-            max_seq_len=max(MAX_MODEL_LEN, self.tokens),
-            num_decode_requests=requests,
-            num_decode_tokens=requests,
-        )
 
 
 def _our_decode(config: ModelConfig, requests: int, tokens: int, bench: Bench, copies: int) -> Run:
     it = _Decode(config, requests, tokens, bench)
     scale = config.head_dim**-0.5
     layer = RadixAttention(AttentionSpec("bench", 0, it.spec, scale), it.weights, None, _runtime(bench))
-    metadata = it.metadata()
+    metadata = it.metadata
     if (key := layer.kernel.plan_key()) is not None:
         metadata = metadata.with_plans({key: layer.kernel.plan(metadata)})
     pages = (
@@ -202,7 +180,7 @@ def _our_decode(config: ModelConfig, requests: int, tokens: int, bench: Bench, c
         .transpose(1, 2)
     )
     pool = torch.empty_like(pages, memory_format=torch.contiguous_format)
-    pool[metadata.page_table.flatten().long()] = pages
+    pool[metadata.page_table[:, : it.pages_each].flatten().long()] = pages
     pools = [pool, *(pool.clone() for _ in range(copies - 1))]
     steps = [Step(metadata, [KVCacheView.of_packed(each, config.head_dim)]) for each in pools]
     return lambda index: layer(it.qkv, it.positions, steps[index])

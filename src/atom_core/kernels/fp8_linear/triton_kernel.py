@@ -128,16 +128,7 @@ class TritonFp8Linear:
         """See :class:`atom_core.kernels.fp8_linear.FewRowsFp8Kernel`."""
         weight = self.stored(weight)
         quantized, scales = quantize(x, input_scale, weight.dtype, self.overlap)
-        return product(
-            quantized,
-            weight,
-            bias,
-            tile=chosen_tile(quantized, weight, self.nvidia),
-            overlap=self.overlap,
-            scales=weight_scale,
-            input_scales=scales,
-            residual=residual,
-        )
+        return _few_rows(quantized, scales, weight, weight_scale, bias, x.dtype, self.nvidia, self.overlap, residual)
 
     def __call__(
         self,
@@ -177,6 +168,20 @@ def fp8_linear(
     quantized, scales = quantize(x, input_scale, weight.dtype, overlap)
     if not 0 < x.shape[0] <= MAX_FP8_ROWS:
         return multiply(quantized, scales, weight, weight_scale, bias, x.dtype)
+    return _few_rows(quantized, scales, weight, weight_scale, bias, x.dtype, nvidia, overlap)
+
+
+def _few_rows(
+    quantized: torch.Tensor,
+    input_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    nvidia: bool,
+    overlap: bool,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
     return product(
         quantized,
         weight,
@@ -184,6 +189,7 @@ def fp8_linear(
         tile=chosen_tile(quantized, weight, nvidia),
         overlap=overlap,
         scales=weight_scale,
-        input_scales=scales,
-        dtype=x.dtype,
+        input_scales=input_scales,
+        residual=residual,
+        dtype=dtype,
     )
