@@ -21,6 +21,8 @@ from atom_core.kernels.attention import triton_kernel as attention_kernel
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.decode_attention import triton_kernel as decode_kernel
 from atom_core.kernels.embedding import triton_kernel as embedding_kernel
+from atom_core.kernels.fp8_linear import one_row as fp8_row_kernel
+from atom_core.kernels.fp8_linear import quantize as quantize_kernel
 from atom_core.kernels.fp8_linear import triton_kernel as fp8_kernel
 from atom_core.kernels.fp8_linear.scaled_mm import dtype_of
 from atom_core.kernels.gated_activation import triton_kernel as activation_kernel
@@ -321,15 +323,42 @@ def test_decode_attention_compiles(monkeypatch, case, dtype, gpu, cache_dtype):
 @pytest.mark.parametrize("input_scale", [None, torch.ones(1)], ids=["dynamic", "static"])
 @pytest.mark.parametrize("size", [1024, 12288])
 def test_quantising_activations_compiles(monkeypatch, size, input_scale, norm, gpu):
-    kernel = fp8_kernel._quantize
-    monkeypatch.setattr(fp8_kernel, "_quantize", Recorder())
+    kernel = quantize_kernel._quantize
+    monkeypatch.setattr(quantize_kernel, "_quantize", Recorder())
     with pytest.raises(Launched) as launched:
-        fp8_kernel.quantize(zeros(2, size), input_scale, dtype_of(gpu.device), gpu.nvidia, norm)
+        quantize_kernel.quantize(zeros(2, size), input_scale, dtype_of(gpu.device), gpu.nvidia, norm)
     compile_launch(kernel, launched.value, gpu)
 
 
 @every_gpu
-@pytest.mark.parametrize(("rows", "out_features", "in_features"), [*PRODUCTS, (40, 4096, 4096)])
+@pytest.mark.parametrize("norm", [None, linear_kernel.Norm(zeros(4096), 1e-6)], ids=["alone", "normed"])
+@pytest.mark.parametrize("input_scale", [None, torch.ones(1)], ids=["dynamic", "static"])
+@pytest.mark.parametrize("out_features", [4096, 6144, 24576])
+def test_one_row_in_fp8_compiles(monkeypatch, out_features, input_scale, norm, gpu):
+    kernel = fp8_row_kernel._one_row
+    monkeypatch.setattr(fp8_row_kernel, "_one_row", Recorder())
+    weight = torch.zeros(out_features, 4096, dtype=torch.uint8).view(dtype_of(gpu.device))
+    tile = fp8_row_kernel.tile_for(out_features, 4096)
+    with pytest.raises(Launched) as launched:
+        fp8_row_kernel.multiply_row(
+            zeros(1, 4096),
+            weight,
+            torch.ones(out_features),
+            input_scale,
+            None,
+            tile=tile,
+            native=gpu.nvidia,
+            overlap=gpu.nvidia,
+            norm=norm,
+            activation="silu" if norm else None,
+        )
+    compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features"), [*(it for it in PRODUCTS if it[0] > 1), (2, 4096, 4096), (40, 4096, 4096)]
+)
 def test_products_in_fp8_compile(monkeypatch, rows, out_features, in_features, gpu):
     kernels, recorders = linear_kernel._KERNELS, Recorders()
     monkeypatch.setattr(linear_kernel, "_KERNELS", recorders)

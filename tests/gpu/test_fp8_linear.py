@@ -7,10 +7,15 @@ import torch
 
 from atom_core.kernels import kernel_set
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
+from atom_core.kernels.fp8_linear.quantize import quantize
 from atom_core.kernels.fp8_linear.reference import E4M3, quantize_input
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, ScaledMm, dtype_of
-from atom_core.kernels.fp8_linear.triton_kernel import TritonFp8Linear, quantize
-from atom_core.kernels.linear.triton_kernel import MAX_FP8_ROWS
+from atom_core.kernels.fp8_linear.triton_kernel import TritonFp8Linear
+from atom_core.kernels.gated_activation.reference import gated_activation
+from atom_core.kernels.linear.tiles import MAX_FP8_ROWS
+from atom_core.kernels.normed_linear import Operands
+from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
+from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps
 
@@ -26,6 +31,8 @@ every_scale = pytest.mark.parametrize("static", [False, True], ids=["dynamic", "
 #: As a share of the answer's largest magnitude. FP8 products sum in fewer bits than float32 (some 13 on Hopper), which
 #: over K of these sizes shows in the third digit.
 FEWER_BITS = 2**-6
+#: One row is summed in float16 by eights and in float32 beyond.
+ONE_ROW = 2**-8
 
 SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4096, 1024), (1024, 2048), (1024, 3072)]
 EDGES = [(16, 16), (48, 80), (112, 1008), (528, 4112)]
@@ -69,6 +76,27 @@ def test_the_product(with_bias, rows, out_features, in_features, dtype, static, 
     kernel = KERNELS[name]()
     kernel.adopt(weight, weight_scale)
     found = kernel(x, weight, weight_scale, input_scale, bias)
+    assert_close(found, wanted, ONE_ROW if rows == 1 and name == "triton" else FEWER_BITS)
+
+
+@every_scale
+@every_dtype
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES + EDGES)
+@pytest.mark.parametrize("rows", [1, 3, MAX_FP8_ROWS])
+def test_norm_activation_and_residual_around_it(rows, out_features, in_features, dtype, static):
+    x, weight, weight_scale, input_scale, bias = operands(rows, out_features, in_features, dtype, static)
+    kernel = TritonFp8Linear(TARGET, OVERLAP)
+    kernel.adopt(weight, weight_scale)
+    norm = torch.rand(in_features, device=GPU).to(dtype)
+    normed = rms_norm(x, norm, 1e-6, None)[0]
+    wanted = gated_activation(expected(normed, weight, weight_scale, input_scale, bias).to(dtype), "silu")
+    fused = TritonNormedLinear("silu", fp8=True, nvidia=TARGET.kind == "cuda", overlap=OVERLAP)
+    layer = Operands(kernel.stored(weight), bias, weight_scale, input_scale)
+    assert_close(fused(x, norm, 1e-6, layer), wanted.double(), 2 * FEWER_BITS)
+    residual = torch.randn(rows, out_features, device=GPU).to(dtype)
+    wanted = residual.double() + expected(x, weight, weight_scale, input_scale, bias)
+    found = kernel.add(x, weight, weight_scale, input_scale, bias, residual)
+    assert found is residual
     assert_close(found, wanted, FEWER_BITS)
 
 

@@ -11,7 +11,8 @@ from atom_core.kernels.embedding.reference import embedding as embedding_referen
 from atom_core.kernels.embedding.triton_kernel import embedding
 from atom_core.kernels.gated_activation.reference import gated_activation as gated_activation_reference
 from atom_core.kernels.gated_activation.triton_kernel import gated_activation as launch_gated_activation
-from atom_core.kernels.linear.triton_kernel import MAX_ROWS, TritonLinear
+from atom_core.kernels.linear.tiles import MAX_ROWS
+from atom_core.kernels.linear.triton_kernel import TritonLinear
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
 from atom_core.kernels.rms_norm.triton_kernel import rms_norm as launch_rms_norm

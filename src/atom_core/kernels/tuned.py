@@ -53,7 +53,7 @@ def lookup(
     """The tile for a product on a device; None where nothing was measured, and the kernel's default is right.
 
     A number of rows that was not measured takes the tile of the next larger one that was. A kernel makes its own tile
-    of the answer; see :func:`atom_core.kernels.linear.triton_kernel.chosen_tile`.
+    of the answer; see :func:`atom_core.kernels.linear.tiles.chosen_tile`.
 
     Args:
         op_folder: of the kernel, which holds ``tuned/``.

@@ -69,6 +69,9 @@ def candidates(
             if rows > out_features or columns > whole or not 8 <= held <= 128:
                 continue
             found += [Candidate("row", rows, columns, warps, early=early) for early in (False, True)]
+            for stages in (2, 3):
+                if stages * columns * (rows + 1) * itemsize <= shared_memory:
+                    found += [Candidate("ring", rows, columns, warps, stages, early) for early in (False, True)]
     for rows, columns, stages, warps in product((16, 32, 64, 128), (64, 128, 256, 512), (2, 3, 4, 5), (4, 8)):
         taken = stages * columns * (rows * itemsize + 16 * 2)
         if 4096 <= rows * columns <= 32768 and columns <= whole and taken <= shared_memory:
@@ -195,7 +198,7 @@ def _tune_one(
 
 def default_tile(rows: int, out_features: int, in_features: int, itemsize: int, device: torch.device) -> Candidate:
     """The kernel's own choice where nothing is tuned."""
-    from atom_core.kernels.linear.triton_kernel import tile_for  # needs triton, which a CPU may lack
+    from atom_core.kernels.linear.tiles import tile_for  # needs triton, which a CPU may lack
 
     nvidia = Target.of(device).kind == "cuda"
     return Candidate(**asdict(tile_for(rows, out_features, in_features, itemsize, nvidia)))
@@ -203,7 +206,7 @@ def default_tile(rows: int, out_features: int, in_features: int, itemsize: int, 
 
 def run_with_tile(x: torch.Tensor, weight: torch.Tensor, tile: Candidate) -> torch.Tensor:
     """``x W^T`` by our kernel with a tile of one's choice."""
-    from atom_core.kernels.linear.triton_kernel import Tile
+    from atom_core.kernels.linear.tiles import Tile
     from atom_core.kernels.linear.triton_kernel import product as multiply  # needs triton, which a CPU may lack
 
     overlap = overlaps(Target.of(x.device))

@@ -19,8 +19,11 @@ def row_scales(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``x / scale`` in e4m3, cut to what that holds and rounded once; NaN stays NaN."""
-    return (x.float() / scale).clamp_(-LIMIT, LIMIT).to(E4M3)
+    """``x / scale`` in e4m3, cut to what that holds; NaN stays NaN.
+
+    It is multiplied by what 1 is of the scale, as kernels do, which may round some numbers the other way.
+    """
+    return (x.float() * scale.reciprocal()).clamp_(-LIMIT, LIMIT).to(E4M3)
 
 
 def quantize_input(x: torch.Tensor, input_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

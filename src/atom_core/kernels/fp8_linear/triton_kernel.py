@@ -1,96 +1,22 @@
-"""Products with FP8 weights on a GPU: the input is quantised in one launch, with the norm in front where there is one.
+"""Products with FP8 weights on a GPU; the input is always FP8 as well.
 
-Up to 64 rows are multiplied by the kernel of :mod:`atom_core.kernels.linear`, more by torch. Both multiply FP8 by FP8:
-an H200 widens FP8 to 16 bits no faster than at half the speed of its memory.
+One row on NVIDIA's GPUs is one launch (:mod:`.one_row`). Else the input is quantised in a launch of its own, with the
+norm in front where there is one: up to 64 rows are then multiplied by the kernel of :mod:`atom_core.kernels.linear`,
+more by torch.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
-from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
+from atom_core.config import Activation
+from atom_core.kernels.fp8_linear.one_row import MAX_INPUTS, multiply_row, tile_for
+from atom_core.kernels.fp8_linear.quantize import quantize
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtype_of, multiply
-from atom_core.kernels.linear.triton_kernel import MAX_FP8_ROWS, Norm, chosen_tile, product
+from atom_core.kernels.linear.tiles import MAX_FP8_ROWS, chosen_tile
+from atom_core.kernels.linear.triton_kernel import Norm, product
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
-from atom_core.kernels.triton_support import launch_options
-
-
-@triton.jit
-def _quantize(
-    x,
-    norm,
-    given,
-    quantized,
-    scales,
-    eps,
-    stride_x,
-    K: tl.constexpr,
-    UNIT: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One row. ``UNIT``: what the output dtype's 1 is in e4m3fn's."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    known = column < K
-    if norm is not None:
-        factors = tl.load(norm + column, mask=known, other=0.0).to(tl.float32)
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    numbers = tl.load(x + row * stride_x + column, mask=known, other=0.0).to(tl.float32)
-    if norm is not None:
-        numbers *= 1.0 / tl.sqrt(tl.sum(numbers * numbers, 0) / K + eps)
-        # rounded between the two, as the model defines them
-        numbers = (numbers * factors).to(x.dtype.element_ty).to(tl.float32)
-    if given is None:  # noqa: SIM108 - decided when compiling
-        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(numbers), 0), SMALLEST), LIMIT)
-    else:
-        scale = tl.load(given)
-    tl.store(scales + row, scale * (UNIT * UNIT))
-    limit: tl.constexpr = LIMIT / UNIT
-    numbers = tl.div_rn(numbers, tl.full([BLOCK], 0.0, tl.float32) + scale * UNIT)
-    # Comparisons let NaN through, which min and max may not.
-    numbers = tl.where(numbers > limit, limit, tl.where(numbers < -limit, -limit, numbers))
-    tl.store(quantized + row * K + column, numbers.to(quantized.dtype.element_ty), mask=known)
-
-
-def quantize(
-    x: torch.Tensor, input_scale: torch.Tensor | None, dtype: torch.dtype, overlap: bool, norm: Norm | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``norm(x) [T, K]`` in ``dtype``, and float32 ``[T, 1]``, which goes with a product of e4m3fn's bits.
-
-    In e4m3fnuz the bits of both sides are half of what they are in e4m3fn, so that factor has two times two in it.
-    """
-    num_rows, size = x.shape
-    assert x.stride(1) == 1
-    quantized = torch.empty(num_rows, size, dtype=dtype, device=x.device)
-    scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
-    if num_rows:
-        block = triton.next_power_of_2(size)
-        _quantize[(num_rows,)](
-            x,
-            None if norm is None else norm.weight,
-            input_scale,
-            quantized,
-            scales,
-            0.0 if norm is None else norm.eps,
-            x.stride(0),
-            K=size,
-            UNIT=2.0 if dtype == FNUZ else 1.0,
-            LIMIT=LIMIT,
-            SMALLEST=SMALLEST,
-            BLOCK=block,
-            OVERLAP=overlap,
-            num_warps=min(16, max(1, block // 512)),
-            **launch_options(overlap),
-        )
-    return quantized, scales
 
 
 class TritonFp8Linear:
@@ -127,8 +53,9 @@ class TritonFp8Linear:
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.fp8_linear.FewRowsFp8Kernel`."""
         weight = self.stored(weight)
-        quantized, scales = quantize(x, input_scale, weight.dtype, self.overlap)
-        return _few_rows(quantized, scales, weight, weight_scale, bias, x.dtype, self.nvidia, self.overlap, residual)
+        return multiply_few(
+            x, weight, weight_scale, input_scale, bias, nvidia=self.nvidia, overlap=self.overlap, residual=residual
+        )
 
     def __call__(
         self,
@@ -165,23 +92,44 @@ def fp8_linear(
     overlap: bool,
 ) -> torch.Tensor:
     """``x (weight_scale * weight)^T + b``; the weight is in the device's form of e4m3, the scale that of e4m3fn."""
+    if 0 < x.shape[0] <= MAX_FP8_ROWS:
+        return multiply_few(x, weight, weight_scale, input_scale, bias, nvidia=nvidia, overlap=overlap)
     quantized, scales = quantize(x, input_scale, weight.dtype, overlap)
-    if not 0 < x.shape[0] <= MAX_FP8_ROWS:
-        return multiply(quantized, scales, weight, weight_scale, bias, x.dtype)
-    return _few_rows(quantized, scales, weight, weight_scale, bias, x.dtype, nvidia, overlap)
+    return multiply(quantized, scales, weight, weight_scale, bias, x.dtype)
 
 
-def _few_rows(
-    quantized: torch.Tensor,
-    input_scales: torch.Tensor,
+def multiply_few(
+    x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
-    dtype: torch.dtype,
+    *,
     nvidia: bool,
     overlap: bool,
+    norm: Norm | None = None,
+    activation: Activation | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """``act(norm(x) (weight_scale W)^T + b) + residual``, of 1 to :data:`MAX_FP8_ROWS` rows.
+
+    As :func:`atom_core.kernels.fp8_linear.one_row.multiply_row`; several rows are quantised in a launch of their own.
+    """
+    if nvidia and len(x) == 1 and x.shape[1] <= MAX_INPUTS:
+        return multiply_row(
+            x,
+            weight,
+            weight_scale,
+            input_scale,
+            bias,
+            tile=tile_for(*weight.shape),
+            native=True,
+            overlap=overlap,
+            norm=norm,
+            activation=activation,
+            residual=residual,
+        )
+    quantized, scales = quantize(x, input_scale, weight.dtype, overlap, norm)
     return product(
         quantized,
         weight,
@@ -189,7 +137,8 @@ def _few_rows(
         tile=chosen_tile(quantized, weight, nvidia),
         overlap=overlap,
         scales=weight_scale,
-        input_scales=input_scales,
+        input_scales=scales,
+        activation=activation,
         residual=residual,
-        dtype=dtype,
+        dtype=x.dtype,
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from atom_core.config import Activation
-from atom_core.kernels.fp8_linear.triton_kernel import quantize
-from atom_core.kernels.linear.triton_kernel import MAX_FP8_ROWS, MAX_ROWS, Norm, chosen_tile, product
+from atom_core.kernels.fp8_linear.triton_kernel import multiply_few
+from atom_core.kernels.linear.tiles import MAX_FP8_ROWS, MAX_ROWS, chosen_tile
+from atom_core.kernels.linear.triton_kernel import Norm, product
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.rms_norm.triton_kernel import rms_norm
 
@@ -27,24 +28,22 @@ class TritonNormedLinear:
 
     def __call__(self, x: torch.Tensor, norm: torch.Tensor, eps: float, layer: Operands) -> torch.Tensor:
         """See :class:`atom_core.kernels.normed_linear.NormedLinearKernel`."""
-        given, dtype = Norm(norm, eps), x.dtype
-        scales, left = None, None
+        given: Norm | None = Norm(norm, eps)
         if layer.scale is not None:
-            x, scales = quantize(x, layer.input_scale, layer.weight.dtype, self.overlap, given)
+            return multiply_few(
+                x,
+                layer.weight,
+                layer.scale,
+                layer.input_scale,
+                layer.bias,
+                nvidia=self.nvidia,
+                overlap=self.overlap,
+                norm=given,
+                activation=self.activation,
+            )
         tile = chosen_tile(x, layer.weight, self.nvidia)
-        if scales is None and tile.norms:
-            left = given
-        elif scales is None:
-            x = rms_norm(x, norm, eps, None, overlap=self.overlap)[0]
+        if not tile.norms:
+            x, given = rms_norm(x, norm, eps, None, overlap=self.overlap)[0], None
         return product(
-            x,
-            layer.weight,
-            layer.bias,
-            tile=tile,
-            overlap=self.overlap,
-            scales=layer.scale,
-            input_scales=scales,
-            norm=left,
-            activation=self.activation,
-            dtype=dtype,
+            x, layer.weight, layer.bias, tile=tile, overlap=self.overlap, norm=given, activation=self.activation
         )

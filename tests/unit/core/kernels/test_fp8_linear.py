@@ -10,7 +10,7 @@ from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import E4M3, ReferenceFp8Linear, quantize_input, row_scales
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, ScaledMm, clear_minus_zeros, multiply
 from atom_core.kernels.gated_activation.reference import gated_activation
-from atom_core.kernels.linear.triton_kernel import MAX_FP8_ROWS
+from atom_core.kernels.linear.tiles import MAX_FP8_ROWS
 from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 
@@ -35,9 +35,9 @@ def by_definition(x, weight, weight_scale, input_scale, bias):
     rows = []
     for row in x.double():
         scale = row.abs().max() / 448 if input_scale is None else input_scale.double()
-        # float32 is what scales are; the quotient is cut before it is rounded, beyond the last number too
+        # float32 is what scales and what they are divided into are; what is beyond the last number is cut
         scale = scale.float()
-        quotients = [min(max(float(number / scale), -448.0), 448.0) for number in row.float()]
+        quotients = [min(max(float(number * (1 / scale)), -448.0), 448.0) for number in row.float()]
         rows.append(torch.tensor(quotients).to(E4M3).double() * scale.double())
     y = torch.stack(rows) @ (weight.double() * weight_scale.double()[:, None]).T
     return y if bias is None else y + bias.double()
@@ -106,7 +106,7 @@ def test_the_bits_of_e4m3_are_half_as_much_in_e4m3fnuz():
 
 
 def quantize_in_triton(x, input_scale, dtype):
-    from atom_core.kernels.fp8_linear.triton_kernel import quantize
+    from atom_core.kernels.fp8_linear.quantize import quantize
 
     return quantize(x, input_scale, dtype, overlap=False)
 
@@ -167,13 +167,65 @@ def test_few_rows_in_triton(static, sizes, rows, fnuz):
     assert kernel(x[:0], weight, weight_scale, input_scale, bias).shape == (0, sizes[1])
 
 
+@pytest.mark.parametrize("fnuz", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 32), (1024, 48), (1040, 80)], ids=str)
+@pytest.mark.parametrize(
+    ("around", "dtype"),
+    [
+        ("nothing", torch.bfloat16),
+        ("nothing", torch.float16),
+        ("residual", torch.float16),
+        # The interpreter cuts bfloat16 off where a norm is rounded.
+        ("norm and activation", torch.float16),
+    ],
+    ids=str,
+)
+@every_scale
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_one_row_in_triton(static, around, sizes, fnuz, dtype):
+    from atom_core.kernels.fp8_linear.one_row import multiply_row
+    from atom_core.kernels.linear.tiles import Tile
+    from atom_core.kernels.linear.triton_kernel import Norm
+
+    x, weight, weight_scale, input_scale, bias = operands(1, dtype, *sizes, static)
+    norm = residual = activation = None
+    wanted = x
+    if around == "norm and activation":
+        norm, activation = Norm(torch.rand(sizes[0]).to(dtype), 1e-6), "silu"
+        wanted = rms_norm(x, norm.weight, norm.eps, None)[0]
+    wanted = by_definition(wanted, weight, weight_scale, input_scale, bias)
+    if activation is not None:
+        wanted = gated_activation(wanted.to(dtype), activation).double()
+    if around == "residual":
+        residual = torch.randn(1, sizes[1]).to(dtype)
+        wanted += residual.double()
+    if fnuz:
+        clear_minus_zeros(weight)
+    found = multiply_row(
+        x,
+        weight.view(FNUZ) if fnuz else weight,
+        weight_scale,
+        input_scale,
+        bias,
+        tile=Tile("row", 16, 512, 4),
+        native=False,
+        overlap=False,
+        norm=norm,
+        activation=activation,
+        residual=residual,
+    )
+    assert found is residual or residual is None
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.usefixtures("exact_fp8_casts")
-def test_a_norm_in_front_of_few_rows(activation):
+def test_a_norm_in_front_of_few_rows(activation, rows):
     from atom_core.kernels.normed_linear import Operands
     from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
 
-    x, weight, weight_scale, _, bias = operands(3, torch.float16, 272, 48)
+    x, weight, weight_scale, _, bias = operands(rows, torch.float16, 272, 48)
     norm = torch.rand(272).to(torch.float16)
     normed = rms_norm(x, norm, 1e-6, None)[0]
     wanted = by_definition(normed, weight, weight_scale, None, bias)

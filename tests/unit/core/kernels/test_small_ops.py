@@ -213,8 +213,34 @@ def test_the_triton_linear_adds_to_a_residual(nvidia, out_features, in_features,
     torch.testing.assert_close(found.double(), expected, rtol=2**-9, atol=2**-9)
 
 
+@pytest.mark.parametrize("in_features", [512, 600, 2048, 3000])
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("around", ["nothing", "norm and activation", "residual"])
+def test_one_row_with_tiles_in_shared_memory(around, stages, in_features):
+    from atom_core.kernels.linear.tiles import Tile
+    from atom_core.kernels.linear.triton_kernel import Norm, product
+
+    x = torch.randn(1, in_features).half()
+    weight, bias = (torch.randn(34, in_features) / in_features**0.5).half(), torch.randn(34).half()
+    norm = residual = activation = None
+    expected = x.double()
+    if around == "norm and activation":
+        norm, activation = Norm(torch.rand(in_features).half(), 1e-3), "silu"
+        expected = rms_norm(expected, norm.weight.double(), norm.eps, None)[0]
+    expected = expected @ weight.double().T + bias.double()
+    if activation is not None:
+        expected = gated_activation(expected, activation)
+    if around == "residual":
+        residual = torch.randn(1, 34).half()
+        expected += residual.double()
+    tile = Tile("ring", 8, 512, 4, stages)
+    found = product(x, weight, bias, tile=tile, overlap=False, norm=norm, activation=activation, residual=residual)
+    assert found is residual or residual is None
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=2**-8)
+
+
 def test_a_product_takes_the_tile_that_was_measured(monkeypatch):
-    from atom_core.kernels.linear import triton_kernel
+    from atom_core.kernels.linear import tiles, triton_kernel
 
     asked = []
 
@@ -222,10 +248,10 @@ def test_a_product_takes_the_tile_that_was_measured(monkeypatch):
         asked.append((folder.name, device, *shape))
         return {"kernel": "row", "rows": 2, "columns": 128, "warps": 4, "stages": 1, "early": True}
 
-    monkeypatch.setattr(triton_kernel.tuned, "lookup", lookup)
-    triton_kernel._chosen_tile.cache_clear()
+    monkeypatch.setattr(tiles.tuned, "lookup", lookup)
+    tiles._chosen_tile.cache_clear()
     x, weight = torch.randn(1, 96).half(), torch.randn(52, 96).half()
-    assert triton_kernel.chosen_tile(x, weight, nvidia=True).columns == 128
+    assert tiles.chosen_tile(x, weight, nvidia=True).columns == 128
     torch.testing.assert_close(triton_kernel.TritonLinear(True, overlap=False)(x, weight, None), x @ weight.T)
     assert asked == [("linear", "cpu", 1, 52, 96, "float16")]
-    triton_kernel._chosen_tile.cache_clear()
+    tiles._chosen_tile.cache_clear()

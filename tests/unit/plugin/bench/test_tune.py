@@ -30,7 +30,8 @@ def test_less_shared_memory_leaves_fewer():
 
 def test_candidates_are_tiles_of_the_kernel():
     pytest.importorskip("triton")
-    from atom_core.kernels.linear.triton_kernel import _KERNELS, Tile
+    from atom_core.kernels.linear.tiles import Tile
+    from atom_core.kernels.linear.triton_kernel import _KERNELS
 
     for rows in (1, 8):
         assert all(Tile(**asdict(tile)).kernel in _KERNELS for tile in candidates(rows, 4096, 1024))

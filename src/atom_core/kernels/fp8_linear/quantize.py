@@ -1,0 +1,110 @@
+"""Activations in FP8, a scale a row or one for all, with the norm in front where there is one."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
+from atom_core.kernels.fp8_linear.scaled_mm import FNUZ
+from atom_core.kernels.linear.triton_kernel import Norm
+from atom_core.kernels.triton_support import launch_options
+
+
+def unit_of(dtype: torch.dtype) -> float:
+    """What the bits of 1 in a form of e4m3 are in e4m3fn."""
+    return 2.0 if dtype == FNUZ else 1.0
+
+
+@triton.jit
+def norm_factor(numbers, K, eps):
+    """What an RMS norm multiplies a row of ``K`` numbers by, beside its weight."""
+    return 1.0 / tl.sqrt(tl.sum(numbers * numbers, 0) / K + eps)
+
+
+@triton.jit
+def scale_of(numbers, given, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
+    """The scale of a row: what is given, or its largest magnitude over the largest number of e4m3."""
+    if given is None:
+        return tl.div_rn(tl.maximum(tl.max(tl.abs(numbers), 0), SMALLEST), LIMIT)
+    else:  # noqa: RET505 - decided when compiling, and what stands behind a return would be compiled all the same
+        return tl.load(given)
+
+
+@triton.jit
+def narrowed(numbers, scale, LIMIT: tl.constexpr, UNIT: tl.constexpr, dtype: tl.constexpr):
+    """``numbers / scale`` in a form of e4m3, cut to what that holds. ``UNIT``: see :func:`unit_of`."""
+    limit: tl.constexpr = LIMIT / UNIT
+    numbers *= tl.div_rn(1.0, scale * UNIT)
+    # Comparisons let NaN through, which min and max may not.
+    return tl.where(numbers > limit, limit, tl.where(numbers < -limit, -limit, numbers)).to(dtype)
+
+
+@triton.jit
+def _quantize(
+    x,
+    norm,
+    given,
+    quantized,
+    scales,
+    eps,
+    stride_x,
+    K: tl.constexpr,
+    UNIT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    known = column < K
+    if norm is not None:
+        factors = tl.load(norm + column, mask=known, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    numbers = tl.load(x + row * stride_x + column, mask=known, other=0.0).to(tl.float32)
+    if norm is not None:
+        # rounded between norm and scale, as the model defines them
+        numbers = (numbers * norm_factor(numbers, K, eps) * factors).to(x.dtype.element_ty).to(tl.float32)
+    scale = scale_of(numbers, given, LIMIT, SMALLEST)
+    tl.store(scales + row, scale * (UNIT * UNIT))
+    tl.store(
+        quantized + row * K + column, narrowed(numbers, scale, LIMIT, UNIT, quantized.dtype.element_ty), mask=known
+    )
+
+
+def quantize(
+    x: torch.Tensor, input_scale: torch.Tensor | None, dtype: torch.dtype, overlap: bool, norm: Norm | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``norm(x) [T, K]`` in ``dtype``, and float32 ``[T, 1]``, which goes with a product of e4m3fn's bits.
+
+    In e4m3fnuz the bits of both sides are half of what they are in e4m3fn, so that factor has two times two in it.
+    """
+    num_rows, size = x.shape
+    assert x.stride(1) == 1
+    quantized = torch.empty(num_rows, size, dtype=dtype, device=x.device)
+    scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
+    if num_rows:
+        block = triton.next_power_of_2(size)
+        _quantize[(num_rows,)](
+            x,
+            None if norm is None else norm.weight,
+            input_scale,
+            quantized,
+            scales,
+            0.0 if norm is None else norm.eps,
+            x.stride(0),
+            K=size,
+            UNIT=unit_of(dtype),
+            LIMIT=LIMIT,
+            SMALLEST=SMALLEST,
+            BLOCK=block,
+            OVERLAP=overlap,
+            num_warps=min(16, max(1, block // 512)),
+            **launch_options(overlap),
+        )
+    return quantized, scales

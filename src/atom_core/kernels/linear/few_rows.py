@@ -1,0 +1,77 @@
+"""2 to 64 rows by a weight: they are the right side of a matrix product, whose instructions want few columns there."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from atom_core.kernels.linear.parts import finish, weight_rows
+
+#: Bytes of a line of the second-level cache, and lines of each row of the weight that are fetched there while the input
+#: is not there yet, by the kernel whose loop cannot have its first tiles on their way by then.
+LINE, FETCHED = 128, 4
+
+
+@triton.jit
+def _fetch(at):
+    """Have the second-level cache fetch the lines at these addresses."""
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["M"])
+def few_rows(
+    x,
+    input_scales,
+    norm,
+    weight,
+    scales,
+    bias,
+    residual,
+    y,
+    eps,
+    M,
+    N,
+    K,
+    stride_x,
+    stride_weight,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
+    STAGES: tl.constexpr,
+    FETCH: tl.constexpr,
+    LINE: tl.constexpr,
+):
+    """Programs of ``BLOCK_N`` rows of the weight and all of ``x``."""
+    tl.static_assert(norm is None)
+    if OVERLAP and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = weight_rows(N, BLOCK_N, ACTIVATION is not None)
+    column = tl.arange(0, BLOCK_K)
+    given = tl.arange(0, BLOCK_M)
+    at = weight + row[:, None] * stride_weight + column[None, :]
+    x_at = x + given.to(tl.int64)[None, :] * stride_x + column[:, None]
+    used = given[None, :] < M
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if OVERLAP:
+        if FETCH > 0:
+            line = tl.arange(0, FETCH) * (LINE * 8 // weight.dtype.element_ty.primitive_bitwidth)
+            _fetch(weight + row[:, None] * stride_weight + line[None, :])
+        tl.extra.cuda.gdc_wait()
+    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if EVEN:
+            tile = tl.load(at + begin, eviction_policy="evict_first")
+            right = tl.load(x_at + begin, mask=used, other=0.0)
+        else:
+            known = begin + column < K
+            tile = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+            right = tl.load(x_at + begin, mask=used & known[:, None], other=0.0)
+        total = tl.dot(tile, right, total)
+    if OVERLAP and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    finish(tl.trans(total), input_scales, scales, bias, residual, y, row, given, M, N, BLOCK_M, BLOCK_N, ACTIVATION)

@@ -1,0 +1,141 @@
+"""One row by a weight, number by number.
+
+The first tile of the weight is on its way before the input is there, and each further one before the last is used, so
+that the memory always has something to do: in registers, or in shared memory, which has room for more.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from atom_core.kernels.linear.parts import finish, weight_rows
+
+
+@triton.jit
+def _products(tile, wide, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``tile * wide``, summed up as far as one thread has the numbers: few registers, no exchange."""
+    return tl.sum(tl.reshape(tile.to(tl.float32) * wide[None, :], (BLOCK_N, BLOCK_K // 8, 8)), 2)
+
+
+@triton.jit
+def one_row(
+    x,
+    input_scales,
+    norm,
+    weight,
+    scales,
+    bias,
+    residual,
+    y,
+    eps,
+    M,
+    N,
+    K,
+    stride_x,
+    stride_weight,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Tiles in registers: one is loaded before the last is used."""
+    tl.static_assert(input_scales is None)
+    if OVERLAP and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = weight_rows(N, BLOCK_N, ACTIVATION is not None)
+    column = tl.arange(0, BLOCK_K)
+    at = weight + row[:, None] * stride_weight + column[None, :]
+    # The first tile of the weight is on its way before x is there, and each further one before the last is used.
+    known = tl.full([BLOCK_K], True, tl.int1) if EVEN else column < K
+    tile = tl.load(at, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+    if norm is not None:
+        factors = tl.load(norm + column, mask=known, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    wide = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
+    sums = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for begin in tl.range(BLOCK_K, K, BLOCK_K):
+        if not EVEN:
+            known = begin + column < K
+        ahead = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+        wide_ahead = tl.load(x + begin + column, mask=known, other=0.0).to(tl.float32)
+        if norm is not None:
+            squares += wide * wide
+            wide *= factors.to(tl.float32)
+            factors = tl.load(norm + begin + column, mask=known, other=0.0)
+        sums += _products(tile, wide, BLOCK_N, BLOCK_K)
+        tile = ahead
+        wide = wide_ahead
+    if OVERLAP and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if norm is not None:
+        squares += wide * wide
+        wide *= factors.to(tl.float32)
+    total = tl.sum(sums + _products(tile, wide, BLOCK_N, BLOCK_K), 1)
+    if norm is not None:
+        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    finish(total[None, :], None, scales, bias, residual, y, row, tl.arange(0, 1), M, N, 1, BLOCK_N, ACTIVATION)
+
+
+@triton.jit
+def one_row_ring(
+    x,
+    input_scales,
+    norm,
+    weight,
+    scales,
+    bias,
+    residual,
+    y,
+    eps,
+    M,
+    N,
+    K,
+    stride_x,
+    stride_weight,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Tiles in shared memory: ``STAGES`` are on their way at once."""
+    tl.static_assert(input_scales is None)
+    if OVERLAP and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = weight_rows(N, BLOCK_N, ACTIVATION is not None)
+    column = tl.arange(0, BLOCK_K)
+    at = weight + row[:, None] * stride_weight + column[None, :]
+    sums = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    following = tl.zeros([BLOCK_K], x.dtype.element_ty)
+    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        known = tl.full([BLOCK_K], True, tl.int1) if EVEN else begin + column < K
+        tile = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+        here = following
+        # What is loaded ahead is loaded in front of the loop. The input must not be: it is loaded under a condition,
+        # which keeps it, and the wait for it, within.
+        if begin == 0:
+            if OVERLAP:
+                tl.extra.cuda.gdc_wait()
+            here = tl.load(x + column, mask=known, other=0.0)
+        if begin + BLOCK_K < K:
+            ahead = begin + BLOCK_K + column
+            following = tl.load(x + ahead, mask=None if EVEN else ahead < K, other=None if EVEN else 0.0)
+        wide = here.to(tl.float32)
+        if norm is not None:
+            squares += wide * wide
+            wide *= tl.load(norm + begin + column, mask=known, other=0.0).to(tl.float32)
+        sums += _products(tile, wide, BLOCK_N, BLOCK_K)
+    if OVERLAP and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.sum(sums, 1)
+    if norm is not None:
+        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    finish(total[None, :], None, scales, bias, residual, y, row, tl.arange(0, 1), M, N, 1, BLOCK_N, ACTIVATION)

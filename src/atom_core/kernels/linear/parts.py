@@ -1,0 +1,61 @@
+"""What the kernels of few rows begin and end with, whichever dtype the weight has."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from atom_core.kernels.gated_activation.triton_kernel import activated
+
+
+@triton.jit
+def weight_rows(N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """The weight's rows of this program, in the order in which it takes them; past the last, the last again."""
+    lane = tl.arange(0, BLOCK_N)
+    if GATED:
+        half = N // 2
+        row = tl.minimum(tl.program_id(0) * (BLOCK_N // 2) + lane // 2, half - 1) + lane % 2 * half
+    else:
+        row = tl.minimum(tl.program_id(0) * BLOCK_N + lane, N - 1)
+    return row.to(tl.int64)
+
+
+@triton.jit
+def finish(
+    total,
+    input_scales,
+    scales,
+    bias,
+    residual,
+    y,
+    row,
+    given,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Scale ``total [BLOCK_M, BLOCK_N]``, add what is to be added, activate and store."""
+    if input_scales is not None:
+        total *= tl.load(input_scales + given, mask=given < M, other=0.0)[:, None]
+    if scales is not None:
+        total *= tl.load(scales + row)[None, :]
+    if bias is not None:
+        total += tl.load(bias + row).to(tl.float32)[None, :]
+    width = N
+    if ACTIVATION is not None:
+        gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
+        # Rounded where a kernel of its own would read them.
+        gate = gate.to(y.dtype.element_ty).to(tl.float32)
+        up = up.to(y.dtype.element_ty).to(tl.float32)
+        total = activated(gate, ACTIVATION) * up
+        width = N // 2
+        out = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = given.to(tl.int64)[:, None] * width + out[None, :]
+    used = (given < M)[:, None] & (out < width)[None, :]
+    if residual is not None:
+        total += tl.load(residual + at, mask=used, other=0.0).to(tl.float32)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=used)
