@@ -99,6 +99,7 @@ _LENGTHS = ((9, 1), (200, 1))
 DECODES = (
     DecodeCase(AttentionCase("Qwen3 8B", _LENGTHS, heads=8, kv_heads=2, dim=128)),
     DecodeCase(AttentionCase("one of a batch", _LENGTHS * 40, heads=8, kv_heads=8, dim=64)),
+    DecodeCase(AttentionCase("a small head, some of it rotated", _LENGTHS, dim=32), rotary_dim=16),
     DecodeCase(AttentionCase("the largest head", _LENGTHS, heads=8, kv_heads=4, dim=256), rotary_dim=128),
     DecodeCase(
         AttentionCase("an odd head and all features", _LENGTHS, dim=80, window=70, soft_cap=3.0, sinks=True),

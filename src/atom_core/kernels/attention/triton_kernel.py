@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from atom_core.kernels.attention import PagedAttentionSpec
 
 
+#: Softmaxes are of powers of 2, which the hardware has.
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
 @triton.jit
 def capped(scores, soft_cap):
     """``soft_cap * tanh(scores / soft_cap)``."""
@@ -36,13 +40,12 @@ def capped(scores, soft_cap):
 
 
 @triton.jit
-def _scaled(scores, scale, soft_cap, HAS_CAP: tl.constexpr):
+def scaled(scores, scale, soft_cap, HAS_CAP: tl.constexpr):
     """Logits to the base of 2."""
-    log2e: tl.constexpr = 1.4426950408889634
     if HAS_CAP:
-        scores = capped(scores * scale, soft_cap) * log2e
+        scores = capped(scores * scale, soft_cap) * LOG2_E
     else:
-        scores *= scale * log2e
+        scores *= scale * LOG2_E
     return scores
 
 
@@ -144,13 +147,12 @@ def _attention(
         end = tl.minimum(begin + share * BLOCK_N, end)
 
     # Exponents are to the base of 2, which the hardware has.
-    log2e: tl.constexpr = 1.4426950408889634
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:  # noqa: SIM102 - decided when compiling, unlike the next
         # The sink is one more key of no value: its logit opens the running softmax, once.
         if split == 0:
-            highest = tl.load(sinks + head, mask=row_used, other=0.0).to(tl.float32) * log2e
+            highest = tl.load(sinks + head, mask=row_used, other=0.0).to(tl.float32) * LOG2_E
             total = tl.full([BLOCK_M], 1.0, tl.float32)
     acc = tl.zeros([BLOCK_M, D_PADDED], tl.float32)
 
@@ -169,7 +171,7 @@ def _attention(
         k_at = key + (page * stride_k_page + offset * stride_k_token)[None, :] + dim[:, None]
         keys = tl.load(k_at) if D == D_PADDED else tl.load(k_at, mask=dim_used[:, None], other=0.0)
         scores = tl.dot(query, keys.to(query.dtype), input_precision="ieee")
-        scores = _scaled(scores, scale * k_scale, soft_cap, HAS_CAP)
+        scores = scaled(scores, scale * k_scale, soft_cap, HAS_CAP)
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
@@ -187,7 +189,7 @@ def _attention(
         k_at = key + (page * stride_k_page + offset * stride_k_token)[None, :] + dim[:, None]
         keys = tl.load(k_at, mask=dim_used[:, None] & known[None, :], other=0.0)
         scores = tl.dot(query, keys.to(query.dtype), input_precision="ieee")
-        scores = _scaled(scores, scale * k_scale, soft_cap, HAS_CAP)
+        scores = scaled(scores, scale * k_scale, soft_cap, HAS_CAP)
         seen = (other[None, :] <= position[:, None]) & known[None, :] & row_used[:, None]
         if WINDOW > 0:
             seen &= other[None, :] > position[:, None] - WINDOW

@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.attention.splits import SplitBuffers
-from atom_core.kernels.attention.triton_kernel import capped
+from atom_core.kernels.attention.triton_kernel import LOG2_E, scaled
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.qk_norm_rope import QkvWeights
-from atom_core.kernels.qk_norm_rope_cache.triton_kernel import norm_weights, stored
+from atom_core.kernels.qk_norm_rope_cache.triton_kernel import stored
 from atom_core.kernels.triton_support import launch_options
 from atom_core.metadata import AttentionMetadata, KVCacheView
 
@@ -32,19 +32,110 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _pages(page_table, request, other, known, stride_table, PAGE: tl.constexpr):
-    return tl.load(page_table + request * stride_table + other // PAGE, mask=known, other=0).to(tl.int64)
+def _located(table, tile, known, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
+    """Pages of the tokens of a tile, which begins at a multiple of its size, and their places there."""
+    lane = tl.arange(0, BLOCK_N).to(tl.uint32)  # unsigned numbers divide in fewer instructions
+    if BLOCK_N % PAGE == 0:
+        page = tl.load(table + tl.cast(tile, tl.uint32) // PAGE + lane // PAGE, mask=known, other=0)
+        within = lane % PAGE
+    else:
+        token = tl.cast(tile, tl.uint32) + lane
+        page = tl.load(table + token // PAGE, mask=known, other=0)
+        within = token % PAGE
+    return page.to(tl.int64), within.to(tl.int64)
 
 
 @triton.jit
-def _scores(query_xy, query_z, keys_xy, keys_z, scale, soft_cap, REST: tl.constexpr, HAS_CAP: tl.constexpr):
-    scores = tl.dot(query_xy, keys_xy.to(query_xy.dtype), input_precision="ieee")
+def _rows(
+    page,
+    within,
+    stride_k_page,
+    stride_k_token,
+    stride_v_page,
+    stride_v_token,
+    SAME_STRIDES: tl.constexpr,
+):
+    """Where the tokens' keys and values are."""
+    key_row = page * stride_k_page + within * stride_k_token
+    value_row = key_row
+    if not SAME_STRIDES:
+        value_row = page * stride_v_page + within * stride_v_token
+    return key_row[:, None], value_row[:, None]
+
+
+@triton.jit
+def _keys(
+    key,
+    row,
+    known,
+    first,
+    first_used,
+    second,
+    second_used,
+    rest,
+    rest_used,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """A tile of keys in the parts of the query's: first and second of what is rotated (interleaved: both), the rest."""
+    keys_x = tl.load(key + row + first[None, :], mask=known[:, None] & first_used[None, :], other=0.0)
+    keys_y = keys_x
+    if not INTERLEAVED:
+        keys_y = tl.load(key + row + second[None, :], mask=known[:, None] & second_used[None, :], other=0.0)
+    keys_z = keys_x
     if REST > 0:
-        scores += tl.dot(query_z, keys_z.to(query_z.dtype), input_precision="ieee")
-    scores *= scale
-    if HAS_CAP:
-        scores = capped(scores, soft_cap)
-    return scores
+        keys_z = tl.load(key + row + rest[None, :], mask=known[:, None] & rest_used[None, :], other=0.0)
+    return keys_x, keys_y, keys_z
+
+
+@triton.jit
+def _normed(x, y, z, norm_x, norm_y, norm_z, eps, AXIS: tl.constexpr, D: tl.constexpr, REST: tl.constexpr):
+    """RMS norms of heads along an axis, in the dtype of what they are of."""
+    dtype: tl.constexpr = x.dtype
+    x = x.to(tl.float32)
+    y = y.to(tl.float32)
+    squares = tl.sum(x * x + y * y, AXIS, keep_dims=True)
+    if REST > 0:
+        z = z.to(tl.float32)
+        squares += tl.sum(z * z, AXIS, keep_dims=True)
+    factor = 1.0 / tl.sqrt(squares / D + eps)
+    # rounded between norm and rope, as the model defines it
+    x = (x * factor * norm_x).to(dtype)
+    y = (y * factor * norm_y).to(dtype)
+    z = (z * factor * norm_z).to(dtype) if REST > 0 else x
+    return x, y, z
+
+
+@triton.jit
+def _turned(x, y, cos, sin):
+    """Pairs of numbers, rotated."""
+    wide_x = x.to(tl.float32)
+    wide_y = y.to(tl.float32)
+    return (wide_x * cos - wide_y * sin).to(x.dtype), (wide_y * cos + wide_x * sin).to(x.dtype)
+
+
+@triton.jit
+def _scores(
+    query_x,
+    query_y,
+    query_z,
+    keys_x,
+    keys_y,
+    keys_z,
+    scale,
+    soft_cap,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    """To the base of 2."""
+    dtype: tl.constexpr = query_x.dtype
+    scores = tl.dot(query_x, tl.trans(keys_x.to(dtype)), input_precision="ieee")
+    if not INTERLEAVED:
+        scores = tl.dot(query_y, tl.trans(keys_y.to(dtype)), scores, input_precision="ieee")
+    if REST > 0:
+        scores = tl.dot(query_z, tl.trans(keys_z.to(dtype)), scores, input_precision="ieee")
+    return scaled(scores, scale, soft_cap, HAS_CAP)
 
 
 @triton.jit
@@ -55,12 +146,12 @@ def _seen(scores, other, known, values, highest, total, acc, newest, WINDOW: tl.
         seen &= other > newest - WINDOW
     scores = tl.where(seen[None, :], scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
-    # No key may have been seen yet: keep exp() away from inf - inf.
+    # No key may have been seen yet: keep exp2() away from inf - inf.
     base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    weights = tl.exp(scores - base[:, None])
-    shrink = tl.exp(highest - base)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(highest - base)
     total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
     return new_highest, total, acc
 
 
@@ -99,6 +190,7 @@ def _decode_attention(
     stride_o_head,
     stride_table,
     PAGE: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -131,13 +223,14 @@ def _decode_attention(
     newest = tl.load(seq_lens + request) - 1
     other = tl.arange(0, BLOCK_N)
     FROM_FIRST: tl.constexpr = not SPLIT and WINDOW == 0
+    table = page_table + request * stride_table
+    begin = 0
     if FROM_FIRST:
         # Past the request's pages the table has room for more: what it says there is looked at by nobody.
-        page = _pages(page_table, request, other, other < stride_table * PAGE, stride_table, PAGE)
+        page, within = _located(table, begin, other < stride_table * PAGE, BLOCK_N, PAGE)
     if following == token:
         return
 
-    begin = 0
     if WINDOW > 0:
         begin = tl.maximum(newest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     end = newest
@@ -151,14 +244,16 @@ def _decode_attention(
         begin += split * share * BLOCK_N
         end = tl.minimum(begin + share * BLOCK_N, end)
 
-    # Dimensions in the order of the query's tile: the rotated ones, and the rest.
-    lane = tl.arange(0, 2 * PAIRS)
-    if INTERLEAVED or PAIRS == HALF:
-        dim_xy = lane
-        used_xy = lane < R
-    else:
-        dim_xy = lane // PAIRS * HALF + lane % PAIRS
-        used_xy = lane % PAIRS < HALF
+    # Dimensions of the parts of a key: first and second of each pair, where they lie side by side both at once.
+    pair = tl.arange(0, PAIRS)
+    paired = pair < HALF
+    first = 2 * pair if INTERLEAVED else pair
+    second = first + 1 if INTERLEAVED else pair + HALF
+    key_dim = first
+    key_used = paired
+    if INTERLEAVED:
+        key_dim = tl.arange(0, 2 * PAIRS)
+        key_used = key_dim < R
     rest = R + tl.arange(0, max(REST, 16))
     rest_used = rest < D
     dim = tl.arange(0, D_PADDED)
@@ -170,124 +265,136 @@ def _decode_attention(
     other += begin
     known = other < end
     if not FROM_FIRST:
-        page = _pages(page_table, request, other, known, stride_table, PAGE)
-    k_at = key + (page * stride_k_page + (other % PAGE).to(tl.int64) * stride_k_token)[None, :]
-    v_at = value + (page * stride_v_page + (other % PAGE).to(tl.int64) * stride_v_token)[:, None]
-    keys_xy = tl.load(k_at + dim_xy[:, None], mask=used_xy[:, None] & known[None, :], other=0.0)
-    keys_z = keys_xy
-    if REST > 0:
-        keys_z = tl.load(k_at + rest[:, None], mask=rest_used[:, None] & known[None, :], other=0.0)
-    values = tl.load(v_at + dim[None, :], mask=known[:, None] & dim_used[None, :], other=0.0)
+        page, within = _located(table, begin, known, BLOCK_N, PAGE)
+    key_row, value_row = _rows(page, within, stride_k_page, stride_k_token, stride_v_page, stride_v_token, SAME_STRIDES)
+    keys_x, keys_y, keys_z = _keys(
+        key, key_row, known, key_dim, key_used, second, paired, rest, rest_used, REST, INTERLEAVED
+    )
+    values = tl.load(value + value_row + dim[None, :], mask=known[:, None] & dim_used[None, :], other=0.0)
 
-    pair = tl.arange(0, PAIRS)
-    paired = pair < HALF
-    first = 2 * pair if INTERLEAVED else pair
-    second = first + 1 if INTERLEAVED else pair + HALF
     slot = tl.load(slots + token)
     angles = cos_sin + tl.load(positions + token).to(tl.int64) * R
-    cos = tl.load(angles + pair, mask=paired, other=1.0)[None, :]
-    sin = tl.load(angles + HALF + pair, mask=paired, other=0.0)[None, :]
-    # Rows of the tile: the group's query heads, then the key, of which each program needs its own copy.
+    cos = tl.load(angles + pair, mask=paired, other=1.0)
+    sin = tl.load(angles + HALF + pair, mask=paired, other=0.0)
     row = tl.arange(0, BLOCK_M)
     is_query = row < GROUP
-    head = tl.where(is_query, kv_head * GROUP + row, H + kv_head)
-    exists = row <= GROUP
-    norm_x = cos
-    norm_y = cos
-    norm_z = cos
+    head = (kv_head * GROUP + row)[:, None]
+    q_x = cos
+    q_y = cos
+    q_z = cos
+    k_x = cos
+    k_y = cos
+    k_z = cos
     if NORM:
-        norm_x = norm_weights(q_norm, k_norm, first, paired, is_query)
-        norm_y = norm_weights(q_norm, k_norm, second, paired, is_query)
+        q_x = tl.load(q_norm + first, mask=paired, other=0.0).to(tl.float32)
+        q_y = tl.load(q_norm + second, mask=paired, other=0.0).to(tl.float32)
+        k_x = tl.load(k_norm + first, mask=paired, other=0.0).to(tl.float32)
+        k_y = tl.load(k_norm + second, mask=paired, other=0.0).to(tl.float32)
         if REST > 0:
-            norm_z = norm_weights(q_norm, k_norm, rest, rest_used, is_query)
+            q_z = tl.load(q_norm + rest, mask=rest_used, other=0.0).to(tl.float32)
+            k_z = tl.load(k_norm + rest, mask=rest_used, other=0.0).to(tl.float32)
     sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if HAS_SINKS:
-        sink = tl.load(sinks + kv_head * GROUP + row, mask=is_query, other=0.0).to(tl.float32)
+        sink = tl.load(sinks + kv_head * GROUP + row, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
 
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     given = qkv + token * stride_qkv
-    at = given + head[:, None] * D
-    x = tl.load(at + first[None, :], mask=exists[:, None] & paired[None, :], other=0.0)
-    y = tl.load(at + second[None, :], mask=exists[:, None] & paired[None, :], other=0.0)
-    new_value = tl.load(given + (H + K + kv_head) * D + dim, mask=dim_used, other=0.0)
-    dtype = x.dtype
-    x = x.to(tl.float32)
-    y = y.to(tl.float32)
-    z = x
+    at = given + head * D
+    own = given + (H + kv_head) * D
+    query_x = tl.load(at + first[None, :], mask=is_query[:, None] & paired[None, :], other=0.0)
+    query_y = tl.load(at + second[None, :], mask=is_query[:, None] & paired[None, :], other=0.0)
+    key_x = tl.load(own + first, mask=paired, other=0.0)
+    key_y = tl.load(own + second, mask=paired, other=0.0)
+    new_value = tl.load(own + K * D + dim, mask=dim_used, other=0.0)
+    query_z = query_x
+    key_z = key_x
     if REST > 0:
-        z = tl.load(at + rest[None, :], mask=exists[:, None] & rest_used[None, :], other=0.0).to(tl.float32)
+        query_z = tl.load(at + rest[None, :], mask=is_query[:, None] & rest_used[None, :], other=0.0)
+        key_z = tl.load(own + rest, mask=rest_used, other=0.0)
     if NORM:
-        squares = tl.sum(x * x, 1) + tl.sum(y * y, 1)
-        if REST > 0:
-            squares += tl.sum(z * z, 1)
-        factor = (1.0 / tl.sqrt(squares / D + eps))[:, None]
-        # rounded between norm and rope, as the model defines it
-        x = (x * factor * norm_x).to(dtype).to(tl.float32)
-        y = (y * factor * norm_y).to(dtype).to(tl.float32)
-        if REST > 0:
-            z = (z * factor * norm_z).to(dtype).to(tl.float32)
-    turned = (x * cos - y * sin).to(dtype)
-    y = (y * cos + x * sin).to(dtype)
-    x = turned
-    query_xy = tl.join(x, y)
-    if not INTERLEAVED:
-        query_xy = tl.permute(query_xy, (0, 2, 1))
-    query_xy = tl.reshape(query_xy, (BLOCK_M, 2 * PAIRS))
-    query_z = query_xy
-    if REST > 0:
-        query_z = z.to(dtype)
+        query_x, query_y, query_z = _normed(
+            query_x, query_y, query_z, q_x[None, :], q_y[None, :], q_z[None, :], eps, 1, D, REST
+        )
+        key_x, key_y, key_z = _normed(key_x, key_y, key_z, k_x, k_y, k_z, eps, 0, D, REST)
+    query_x, query_y = _turned(query_x, query_y, cos[None, :], sin[None, :])
+    key_x, key_y = _turned(key_x, key_y, cos, sin)
 
-    # The new key as the cache holds it, once for each row.
-    is_key = (row == GROUP)[:, None]
+    # The new key and value as the cache holds them. They, and the sink, which is one more key of no value, open the
+    # running softmax, once.
     key_dtype = key.dtype.element_ty
-    kept_x = stored(tl.sum(tl.where(is_key, x.to(tl.float32), 0.0), 0), k_scale, LIMIT).to(key_dtype)
-    kept_y = stored(tl.sum(tl.where(is_key, y.to(tl.float32), 0.0), 0), k_scale, LIMIT).to(key_dtype)
-    products = tl.sum(x.to(tl.float32) * kept_x.to(tl.float32)[None, :], 1)
-    products += tl.sum(y.to(tl.float32) * kept_y.to(tl.float32)[None, :], 1)
+    kept_x = stored(key_x.to(tl.float32), k_scale, LIMIT).to(key_dtype)
+    kept_y = stored(key_y.to(tl.float32), k_scale, LIMIT).to(key_dtype)
     kept_value = stored(new_value.to(tl.float32), v_scale, LIMIT).to(value.dtype.element_ty)
+    products = query_x.to(tl.float32) * kept_x.to(tl.float32)[None, :]
+    products += query_y.to(tl.float32) * kept_y.to(tl.float32)[None, :]
+    score = tl.sum(products, 1)
     kept_z = kept_x
     if REST > 0:
-        kept_z = stored(tl.sum(tl.where(is_key, query_z.to(tl.float32), 0.0), 0), k_scale, LIMIT).to(key_dtype)
-        products += tl.sum(query_z.to(tl.float32) * kept_z.to(tl.float32)[None, :], 1)
+        kept_z = stored(key_z.to(tl.float32), k_scale, LIMIT).to(key_dtype)
+        score += tl.sum(query_z.to(tl.float32) * kept_z.to(tl.float32)[None, :], 1)
+    score = scaled(score, scale * k_scale, soft_cap, HAS_CAP)
+    highest = tl.maximum(score, sink)
+    opened = tl.exp2(score - highest)
+    total = opened + tl.exp2(sink - highest)
+    if SPLIT:
+        highest = tl.where(split == 0, highest, float("-inf"))
+        opened = tl.where(split == 0, opened, 0.0)
+        total = tl.where(split == 0, total, 0.0)
+    acc = opened[:, None] * kept_value.to(tl.float32)[None, :]
+    if (slot >= 0) & (split == 0):
+        k_new = key + slot // PAGE * stride_k_page + slot % PAGE * stride_k_token
+        v_new = value + slot // PAGE * stride_v_page + slot % PAGE * stride_v_token
+        tl.store(k_new + first, kept_x, mask=paired)
+        tl.store(k_new + second, kept_y, mask=paired)
+        if REST > 0:
+            tl.store(k_new + rest, kept_z, mask=rest_used)
+        tl.store(v_new + dim, kept_value, mask=dim_used)
 
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PADDED], tl.float32)
-    if split == 0:
-        # The new key, and the sink, which is one more key of no value, open the running softmax, once.
-        score = products * (scale * k_scale)
-        if HAS_CAP:
-            score = capped(score, soft_cap)
-        highest = tl.maximum(score, sink)
-        own = tl.exp(score - highest)
-        total = own + tl.exp(sink - highest)
-        acc = own[:, None] * kept_value.to(tl.float32)[None, :]
-        if slot >= 0:
-            k_new = key + slot // PAGE * stride_k_page + slot % PAGE * stride_k_token
-            v_new = value + slot // PAGE * stride_v_page + slot % PAGE * stride_v_token
-            tl.store(k_new + first, kept_x, mask=paired)
-            tl.store(k_new + second, kept_y, mask=paired)
-            if REST > 0:
-                tl.store(k_new + rest, kept_z, mask=rest_used)
-            tl.store(v_new + dim, kept_value, mask=dim_used)
-
+    if INTERLEAVED:
+        query_x = tl.reshape(tl.join(query_x, query_y), (BLOCK_M, 2 * PAIRS))
     if begin < end:
-        scores = _scores(query_xy, query_z, keys_xy, keys_z, scale * k_scale, soft_cap, REST, HAS_CAP)
-        highest, total, acc = _seen(scores, other, known, values.to(dtype), highest, total, acc, newest, WINDOW)
+        scores = _scores(
+            query_x,
+            query_y,
+            query_z,
+            keys_x,
+            keys_y,
+            keys_z,
+            scale * k_scale,
+            soft_cap,
+            REST,
+            INTERLEAVED,
+            HAS_CAP,
+        )
+        highest, total, acc = _seen(scores, other, known, values.to(query_x.dtype), highest, total, acc, newest, WINDOW)
     for tile in tl.range(begin + BLOCK_N, end, BLOCK_N, num_stages=STAGES):
         place = tile + tl.arange(0, BLOCK_N)
         cached = place < end
-        pages = _pages(page_table, request, place, cached, stride_table, PAGE)
-        keys_at = key + (pages * stride_k_page + (place % PAGE).to(tl.int64) * stride_k_token)[None, :]
-        values_at = value + (pages * stride_v_page + (place % PAGE).to(tl.int64) * stride_v_token)[:, None]
-        more_xy = tl.load(keys_at + dim_xy[:, None], mask=used_xy[:, None] & cached[None, :], other=0.0)
-        more_z = more_xy
-        if REST > 0:
-            more_z = tl.load(keys_at + rest[:, None], mask=rest_used[:, None] & cached[None, :], other=0.0)
-        points = _scores(query_xy, query_z, more_xy, more_z, scale * k_scale, soft_cap, REST, HAS_CAP)
-        more = tl.load(values_at + dim[None, :], mask=cached[:, None] & dim_used[None, :], other=0.0).to(dtype)
-        highest, total, acc = _seen(points, place, cached, more, highest, total, acc, newest, WINDOW)
+        page, within = _located(table, tile, cached, BLOCK_N, PAGE)
+        key_row, value_row = _rows(
+            page, within, stride_k_page, stride_k_token, stride_v_page, stride_v_token, SAME_STRIDES
+        )
+        keys_x, keys_y, keys_z = _keys(
+            key, key_row, cached, key_dim, key_used, second, paired, rest, rest_used, REST, INTERLEAVED
+        )
+        scores = _scores(
+            query_x,
+            query_y,
+            query_z,
+            keys_x,
+            keys_y,
+            keys_z,
+            scale * k_scale,
+            soft_cap,
+            REST,
+            INTERLEAVED,
+            HAS_CAP,
+        )
+        values = tl.load(value + value_row + dim[None, :], mask=cached[:, None] & dim_used[None, :], other=0.0)
+        highest, total, acc = _seen(
+            scores, place, cached, values.to(query_x.dtype), highest, total, acc, newest, WINDOW
+        )
 
     if SPLIT:  # noqa: SIM102 - decided when compiling, unlike the next
         if working > 1:
@@ -316,8 +423,8 @@ def _decode_attention(
                 )
                 new_highest = tl.maximum(highest, other_highest)
                 base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-                shrink = tl.exp(highest - base)
-                other_shrink = tl.exp(other_highest - base)
+                shrink = tl.exp2(highest - base)
+                other_shrink = tl.exp2(other_highest - base)
                 total = total * shrink + other_total * other_shrink
                 acc = acc * shrink[:, None] + other_acc * other_shrink[:, None]
                 highest = new_highest
@@ -349,7 +456,7 @@ class TritonDecodeAttention:
         self.spec = spec
         self.nvidia, self.overlap = nvidia, overlap
         group = spec.attention.num_heads // spec.attention.num_kv_heads
-        self.rows: int = max(16, triton.next_power_of_2(group + 1))  # tl.dot wants at least 16
+        self.rows: int = max(16, triton.next_power_of_2(group))  # tl.dot wants at least 16
         self.split_buffers = SplitBuffers()
 
     def takes(self, metadata: AttentionMetadata) -> bool:
@@ -359,21 +466,19 @@ class TritonDecodeAttention:
     def tile(self, programs: int) -> Tile:
         """As many keys as keep two tiles of keys and values within the 64 KiB of shared memory of gfx942.
 
-        On NVIDIA the choice is that of an H200 with heads of 128: few programs each wait for memory most of the time
-        and take more keys at once, all loaded before they wait for qkv; many get small, so that all of a large batch
-        run at the same time.
+        On NVIDIA the choice is that of an H200 with heads of 128, among the products of a layer: few programs each wait
+        for memory most of the time and take more keys at once, all loaded before they wait for qkv; many get a warp
+        each, which needs no other for its softmax.
         """
         spec = self.spec.attention
         halved = (2 if spec.head_dim > 128 else 1) * (2 if spec.dtype == torch.float32 else 1)
         if not self.nvidia:
             return Tile(64 // halved, stages=2, warps=4)
         if programs <= 64:
-            return Tile(128 // halved, stages=1, warps=4 if programs <= 32 or halved > 1 else 2)
-        if programs <= 128 and halved == 1:
-            return Tile(64, stages=1, warps=2)
-        if programs <= 512 or halved > 1 or self.rows > 16:
+            return Tile(128 // halved if programs <= 32 else 64 // halved, stages=1, warps=4)
+        if programs <= 128 or halved > 1 or self.rows > 16:
             return Tile(64 // halved, stages=2, warps=4)
-        return Tile(16, stages=3, warps=1)
+        return Tile(32, stages=3 if programs <= 512 else 2, warps=1)
 
     def __call__(
         self,
@@ -422,12 +527,13 @@ class TritonDecodeAttention:
             *out.stride()[:2],
             metadata.page_table.stride(0),
             PAGE=cache.page_size,
+            SAME_STRIDES=cache.key.stride() == cache.value.stride(),
             H=spec.num_heads,
             K=spec.num_kv_heads,
             D=spec.head_dim,
             D_PADDED=max(16, triton.next_power_of_2(spec.head_dim)),
             R=heads.rotary_dim,
-            PAIRS=max(8, triton.next_power_of_2(heads.rotary_dim // 2)),
+            PAIRS=max(16, triton.next_power_of_2(heads.rotary_dim // 2)),  # tl.dot wants at least 16
             REST=max(16, triton.next_power_of_2(rest)) if rest else 0,
             BLOCK_M=self.rows,
             BLOCK_N=tile.keys,

@@ -145,10 +145,12 @@ def norm_weights(q_norm, k_norm, columns, used, is_query):
 
 @triton.jit
 def stored(x, scale, LIMIT: tl.constexpr):
-    """What a cache holds of ``x``, in float32: divided by the scale, within ``LIMIT`` where there is one."""
-    x = x / scale
-    # Comparisons let NaN through, which min and max may not.
-    return x if LIMIT is None else tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+    """What a cache holds of ``x``, in float32: in FP8, which has a ``LIMIT``, divided by the scale and within it."""
+    if LIMIT is not None:
+        x = x / scale
+        # Comparisons let NaN through, which min and max may not.
+        x = tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+    return x
 
 
 def qk_norm_rope_cache(
