@@ -324,13 +324,13 @@ QKV_CASES = (
     QkvCase("a key/value head for each query head", heads=3, kv_heads=3),
     QkvCase("one token a page", page_size=1, qk_norm=True),
     QkvCase("keys and values apart", packed=False),
-    QkvCase("scales", k_scale=0.5, v_scale=4.0),
     *(QkvCase(f"cache stored as {order}", storage=order) for order in STORAGE_ORDERS[1:]),
 )
 
 #: What an FP8 cache must hold besides: the largest number where a quotient is beyond it, and few digits of small ones.
 FP8_QKV_CASES = (
     *QKV_CASES,
+    QkvCase("scales", k_scale=0.5, v_scale=4.0),
     QkvCase("quotients beyond the largest number", k_scale=1e-5, v_scale=3e-6, qk_norm=True),
     QkvCase("quotients of few digits or none", k_scale=500.0, v_scale=2e4),
 )

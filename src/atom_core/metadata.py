@@ -58,6 +58,9 @@ class KVCacheView:
     k_scale: float = 1.0
     v_scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        assert self.k_scale == self.v_scale == 1.0 or self.key.itemsize == 1, "kernels scale FP8 caches alone"
+
     @property
     def page_size(self) -> int:
         """Tokens a page."""
