@@ -40,6 +40,39 @@ def capped(scores, soft_cap):
 
 
 @triton.jit
+def parts_joined(
+    parts,
+    part_sums,
+    row,
+    part_rows,
+    working,
+    row_used,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D_PADDED: tl.constexpr,
+):
+    """The softmax's sums and the weighted values of rows that ``working`` programs have shared the keys of."""
+    dim = tl.arange(0, D_PADDED)
+    kept = row_used[:, None] & (dim < D)[None, :]
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PADDED], tl.float32)
+    for split in range(working):
+        at = split * part_rows + row
+        part_highest = tl.load(part_sums + at * 2, mask=row_used, other=float("-inf"), cache_modifier=".cg")
+        part_total = tl.load(part_sums + at * 2 + 1, mask=row_used, other=0.0, cache_modifier=".cg")
+        part = tl.load(parts + at[:, None] * D + dim[None, :], mask=kept, other=0.0, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, part_highest)
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        shrink = tl.exp2(highest - base)
+        part_shrink = tl.exp2(part_highest - base)
+        total = total * shrink + part_total * part_shrink
+        acc = acc * shrink[:, None] + part * part_shrink[:, None]
+        highest = new_highest
+    return total, acc
+
+
+@triton.jit
 def scaled(scores, scale, soft_cap, HAS_CAP: tl.constexpr):
     """Logits to the base of 2."""
     if HAS_CAP:
@@ -221,21 +254,7 @@ def _attention(
             if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
                 return
             tl.store(arrival, 0)  # as the next launch wants it
-            highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, D_PADDED], tl.float32)
-            for other_split in range(working):
-                row = other_split * part_rows + at
-                other_highest = tl.load(part_sums + row * 2, mask=row_used, other=float("-inf"), cache_modifier=".cg")
-                other_total = tl.load(part_sums + row * 2 + 1, mask=row_used, other=0.0, cache_modifier=".cg")
-                part = tl.load(parts + row[:, None] * D + dim[None, :], mask=kept, other=0.0, cache_modifier=".cg")
-                new_highest = tl.maximum(highest, other_highest)
-                base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-                shrink = tl.exp2(highest - base)
-                other_shrink = tl.exp2(other_highest - base)
-                total = total * shrink + other_total * other_shrink
-                acc = acc * shrink[:, None] + part * other_shrink[:, None]
-                highest = new_highest
+            total, acc = parts_joined(parts, part_sums, at, part_rows, working, row_used, D, BLOCK_M, D_PADDED)
 
     acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     o_at = (start + token).to(tl.int64)[:, None] * stride_o_token + head[:, None] * stride_o_head + dim[None, :]

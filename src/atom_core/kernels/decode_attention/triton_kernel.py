@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.attention.splits import SplitBuffers
-from atom_core.kernels.attention.triton_kernel import LOG2_E, scaled
+from atom_core.kernels.attention.triton_kernel import LOG2_E, parts_joined, scaled
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.qk_norm_rope import QkvWeights
 from atom_core.kernels.qk_norm_rope_cache.triton_kernel import stored
@@ -411,23 +411,7 @@ def _decode_attention(
             if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
                 return
             tl.store(arrival, 0)  # as the next launch wants it
-            highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, D_PADDED], tl.float32)
-            for other_split in range(working):
-                part_row = other_split * part_rows + part
-                other_highest = tl.load(part_sums + part_row * 2, mask=is_query, other=0.0, cache_modifier=".cg")
-                other_total = tl.load(part_sums + part_row * 2 + 1, mask=is_query, other=0.0, cache_modifier=".cg")
-                other_acc = tl.load(
-                    parts + part_row[:, None] * D + dim[None, :], mask=kept, other=0.0, cache_modifier=".cg"
-                )
-                new_highest = tl.maximum(highest, other_highest)
-                base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-                shrink = tl.exp2(highest - base)
-                other_shrink = tl.exp2(other_highest - base)
-                total = total * shrink + other_total * other_shrink
-                acc = acc * shrink[:, None] + other_acc * other_shrink[:, None]
-                highest = new_highest
+            total, acc = parts_joined(parts, part_sums, part, part_rows, working, is_query, D, BLOCK_M, D_PADDED)
 
     acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     o_at = out + token * stride_o_token + (kv_head * GROUP + row)[:, None] * stride_o_head + dim[None, :]
