@@ -13,6 +13,9 @@ from typing import Any, Literal, TypeVar, cast
 from atom_core.rope import RopeConfig, read_rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+Scoring = Literal["softmax", "sigmoid"]
+#: What the score of a group of experts is: of its largest, or the sum of its two largest.
+GroupScore = Literal["largest", "two largest"]
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -84,11 +87,43 @@ class HfConfig:
 
 
 @dataclass(frozen=True)
+class RoutingConfig:
+    """How a router of a mixture of experts chooses; see :mod:`atom_core.kernels.moe_routing`."""
+
+    num_experts: int
+    top_k: int
+    scoring: Scoring
+    renormalize: bool
+    correction: bool = False
+    """Whether the choice, and it alone, goes by scores that are corrected."""
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "two largest"
+
+    def __post_init__(self) -> None:
+        assert self.num_experts % self.num_groups == 0
+        assert 0 < self.top_groups <= self.num_groups
+        assert 0 < self.top_k <= self.top_groups * (self.num_experts // self.num_groups)
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in place of a feed-forward network."""
+
+    routing: RoutingConfig
+    intermediate_size: int
+    """Of each expert."""
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What one decoder layer has that another may not."""
 
     window: int | None
     """Sliding window in tokens, the query's own included; None attends to everything before."""
+    moe: MoEConfig | None = None
+    """None: a dense feed-forward network."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +174,7 @@ def read_decoder(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     windows: Sequence[int | None] | None = None,
+    mixtures: Sequence[MoEConfig | None] | None = None,
     default_head_dim: int | None = None,
     tie_word_embeddings: bool = False,
 ) -> ModelConfig:
@@ -148,6 +184,7 @@ def read_decoder(
         hf: the configuration.
         qkv_bias, attention_out_bias, mlp_bias, qk_norm: the family's facts.
         windows: one sliding window a layer; None for none at all.
+        mixtures: one mixture of experts a layer; None for none at all.
         default_head_dim: the head size where the config gives none; None for ``hidden_size / num_heads``.
         tie_word_embeddings: what a config without that key means.
 
@@ -178,7 +215,10 @@ def read_decoder(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        layers=tuple(LayerConfig(window) for window in windows or [None] * num_layers),
+        layers=tuple(
+            LayerConfig(window, moe)
+            for window, moe in zip(windows or [None] * num_layers, mixtures or [None] * num_layers, strict=True)
+        ),
         rope=read_rope(hf.values, head_dim=head_dim, max_position=max_position),
         rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         activation=hf.activation(),

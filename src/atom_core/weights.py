@@ -67,7 +67,9 @@ def expected_tensors(model: DecoderForCausalLM) -> dict[str, Slot]:
         if not isinstance(module, ParameterLayer):
             continue
         for relative, name, placement in module.placements():
-            slots[f"{checkpoint_module(path, relative)}.{name}"] = Slot(f"{path}.{name}", placement)
+            slots[f"{checkpoint_module(path, relative)}.{name}"] = Slot(
+                f"{path}.{placement.held_by or name}", placement
+            )
     return slots
 
 

@@ -12,9 +12,11 @@ from typing import cast
 from atom_core.kernels.attention import ATTENTION
 from atom_core.kernels.decode_attention import DECODE_ATTENTION
 from atom_core.kernels.embedding import EMBEDDING
+from atom_core.kernels.experts import EXPERTS
 from atom_core.kernels.fp8_linear import FP8_LINEAR
 from atom_core.kernels.gated_activation import GATED_ACTIVATION
 from atom_core.kernels.linear import LINEAR
+from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.normed_linear import NORMED_LINEAR
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE
@@ -35,6 +37,8 @@ OPS = cast(
         ATTENTION,
         DECODE_ATTENTION,
         GATED_ACTIVATION,
+        MOE_ROUTING,
+        EXPERTS,
     ),
 )
 

@@ -26,7 +26,8 @@ class Placement:
     #: What it may be stored as.
     dtypes: ClassVar[tuple[str, ...]] = FLOATS
 
-    parameter: nn.Parameter
+    parameter: torch.Tensor
+    """What is written to: a parameter, or a part of one."""
     shape: tuple[int, ...]
     """The whole tensor's shape in the checkpoint."""
     dim: int = 0
@@ -34,6 +35,8 @@ class Placement:
     target: int = 0
     count: int | None = None
     """None: all of them."""
+    held_by: str = ""
+    """The module's parameter that this is a part of, where it is not called as the tensor is."""
 
     def problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
         """None where a tensor of ``shape`` and ``dtype`` is what goes here, else what is wrong with it."""

@@ -1,4 +1,4 @@
-"""The pre-norm decoder that the dense families share: Llama, Mistral, Qwen2, Qwen3 differ in configuration alone.
+"""The pre-norm decoder that the families share: they differ in configuration alone.
 
 ``T`` tokens of a batch in one row, no padding between requests. Adding to the residual stream is one kernel with the
 product in front or with the norm behind; see :class:`atom_core.layers.norm.Stream`.
@@ -16,6 +16,7 @@ from atom_core.config import HfConfig, ModelConfig
 from atom_core.layers.attention import Attention
 from atom_core.layers.embedding import LMHead, TokenEmbedding
 from atom_core.layers.mlp import GatedMLP
+from atom_core.layers.moe import MoE
 from atom_core.layers.norm import RMSNorm, Stream
 from atom_core.layers.parameters import MissingLayer
 from atom_core.layers.rotary import RotaryTable
@@ -40,7 +41,12 @@ class DecoderLayer(nn.Module):
             config, config.layers[index], index, self.input_layernorm, rotary, runtime, f"{name}.self_attn"
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime)
-        self.mlp = GatedMLP(config, self.post_attention_layernorm, runtime, f"{name}.mlp")
+        moe, norm = config.layers[index].moe, self.post_attention_layernorm
+        self.mlp = (
+            GatedMLP(config, norm, runtime, f"{name}.mlp")
+            if moe is None
+            else MoE(moe, config.hidden_size, config.activation, norm, runtime, f"{name}.mlp")
+        )
 
     def forward(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
         """The stream behind this layer."""

@@ -1,0 +1,55 @@
+"""The experts of a mixture: each token through those that it was sent to, and the weighted sum of their answers.
+
+    y[t] = sum over j of weights[t, j] * (down[e] (act(gate[e] x[t]) * (up[e] x[t])) + c[e]),  e = experts[t, j]
+
+``x``: ``[T, H]``; ``weights``: float32 ``[T, k]``, ``experts``: int32 ``[T, k]``, no expert twice for a token; the
+weights of gate and up ``[E, 2I, H]``, one behind the other, of down ``[E, H, I]``, their biases ``[E, 2I]`` and
+``[E, H]`` or None; ``y``: ``[T, H]``. A rank may hold some of the experts: those that it does not hold add nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from atom_core.config import Activation
+from atom_core.kernels.experts.reference import ReferenceExperts
+from atom_core.kernels.select import Implementation, Op, always
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """The experts of one layer that this rank holds: ``count`` from ``first`` on, ``intermediate_size`` wide."""
+
+    first: int
+    count: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+    activation: Activation
+    bias: bool
+    dtype: torch.dtype
+
+
+class ExpertWeights(NamedTuple):
+    """Of all experts that this rank holds."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+class ExpertsKernel(Protocol):
+    """The call: ``x``, ``weights`` and ``experts`` as the module's text has them, and the layer's, to ``y``."""
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
+    ) -> torch.Tensor: ...
+
+
+EXPERTS: Op[ExpertsSpec, ExpertsKernel] = Op(
+    "experts", (Implementation("reference", always, lambda spec, target: ReferenceExperts(spec)),)
+)

@@ -1,0 +1,47 @@
+"""The experts one after the other, in torch: products in the model's dtype, the sum over a token's experts in float32.
+
+It looks at which experts were chosen, so it cannot be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from atom_core.kernels.gated_activation.reference import gated_activation
+
+if TYPE_CHECKING:
+    from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
+
+
+class ReferenceExperts:
+    """See :mod:`atom_core.kernels.experts`."""
+
+    def __init__(self, spec: ExpertsSpec) -> None:
+        self.spec = spec
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.experts.ExpertsKernel`."""
+        spec = self.spec
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        # Pairs of a token and its place among its experts, in the order of the experts.
+        held = experts.flatten() - spec.first
+        order = held.argsort(stable=True)
+        counts = torch.bincount(held[(held >= 0) & (held < spec.count)], minlength=spec.count).tolist()
+        begin = int((held < 0).sum())
+        for expert, count in enumerate(counts):
+            if not count:
+                continue
+            pairs = order[begin : begin + count]
+            begin += count
+            tokens = pairs // spec.top_k
+            gate_up_bias = None if layer.gate_up_bias is None else layer.gate_up_bias[expert]
+            down_bias = None if layer.down_bias is None else layer.down_bias[expert]
+            middle = gated_activation(F.linear(x[tokens], layer.gate_up[expert], gate_up_bias), spec.activation)
+            answer = F.linear(middle, layer.down[expert], down_bias)
+            total.index_add_(0, tokens, answer.float() * weights.flatten()[pairs, None])
+        return total.to(x.dtype)

@@ -1,0 +1,55 @@
+"""Which experts a token goes to, and with what weights.
+
+``logits``: ``[T, E]`` of the router, and where there is one a correction ``[E]`` in float32; the result is ``weights
+[T, k]`` float32 and ``experts [T, k]`` int32, in no order. In float32 throughout:
+
+    scores  = softmax(logits) or sigmoid(logits)
+    experts = the k with the largest scores + correction, among those of the groups that are let in
+    weights = scale * scores[experts] (/ their sum, where renormalised)
+
+Where experts are in ``G`` equal groups, those of ``top_groups`` groups are let in: of the groups whose largest member
+is largest (DeepSeek V2, arXiv 2405.04434), or the sum of whose two largest is (V3, arXiv 2412.19437; GLM 4.5).
+
+A softmax over the chosen logits alone (Mixtral, GPT-OSS) is a renormalised one over all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from atom_core.config import RoutingConfig
+from atom_core.kernels.moe_routing.reference import route
+from atom_core.kernels.select import Implementation, Op, Target, always
+from atom_core.kernels.triton_support import overlaps, why_no_triton
+
+#: Experts that one program of the Triton kernel looks at.
+_MAX_EXPERTS = 1024
+
+
+RoutingKernel = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _triton_supports(spec: RoutingConfig, target: Target) -> str | None:
+    if reason := why_no_triton(target):
+        return reason
+    if spec.num_experts > _MAX_EXPERTS:
+        return f"The Triton kernel is for up to {_MAX_EXPERTS} experts, not for {spec.num_experts}."
+    return None
+
+
+def _build_triton(spec: RoutingConfig, target: Target) -> RoutingKernel:
+    from atom_core.kernels.moe_routing.triton_kernel import route as launch  # needs triton, which a CPU may lack
+
+    return partial(launch, spec=spec, overlap=overlaps(target))
+
+
+MOE_ROUTING: Op[RoutingConfig, RoutingKernel] = Op(
+    "moe_routing",
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("reference", always, lambda spec, target: partial(route, spec=spec)),
+    ),
+)

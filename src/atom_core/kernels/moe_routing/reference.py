@@ -1,0 +1,31 @@
+"""Routing as it is defined, in torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from atom_core.config import RoutingConfig
+
+
+def route(
+    logits: torch.Tensor, correction: torch.Tensor | None, spec: RoutingConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :mod:`atom_core.kernels.moe_routing`."""
+    wide = logits.float()
+    scores = wide.sigmoid() if spec.scoring == "sigmoid" else wide.softmax(-1)
+    ranked = scores if correction is None else scores + correction.float()
+    if spec.num_groups > 1:
+        grouped = ranked.view(len(ranked), spec.num_groups, spec.num_experts // spec.num_groups)
+        of_group = grouped.topk(min(2 if spec.group_score == "two largest" else 1, grouped.shape[-1]), -1)[0].sum(-1)
+        let_in = torch.zeros_like(of_group, dtype=torch.bool)
+        let_in.scatter_(-1, of_group.topk(spec.top_groups, -1)[1], True)
+        ranked = grouped.masked_fill(~let_in[..., None], float("-inf")).flatten(-2)
+    experts = ranked.topk(spec.top_k, -1)[1]
+    weights = scores.gather(-1, experts)
+    if spec.renormalize:
+        # A sigmoid may be zero in float32 for all of them.
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+    return weights * spec.scale, experts.int()

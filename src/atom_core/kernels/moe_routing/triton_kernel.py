@@ -1,0 +1,176 @@
+"""Routing in Triton: a program a token, which takes the largest score again and again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.kernels.opaque import opaque
+from atom_core.kernels.triton_support import launch_options
+
+if TYPE_CHECKING:
+    from atom_core.config import RoutingConfig
+
+
+@triton.jit
+def _largest(numbers, place, AXIS: tl.constexpr):
+    """The largest number along an axis and the first place that has it; NaN is not larger than anything."""
+    most = tl.max(numbers, AXIS, keep_dims=True)
+    first = tl.min(tl.where(numbers == most, place, 1 << 30), AXIS, keep_dims=True)
+    return most, first
+
+
+@triton.jit
+def _route(
+    logits,
+    correction,
+    weights,
+    experts,
+    scale,
+    stride,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TWO: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """``SIZE``: experts of a group, and ``GROUPS_PADDED`` groups, in powers of two."""
+    EACH: tl.constexpr = E // GROUPS
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS_PADDED)[:, None]
+    member = tl.arange(0, SIZE)[None, :]
+    exists = (group < GROUPS) & (member < EACH)
+    expert = group * EACH + member
+    if correction is not None:
+        corrected_by = tl.load(correction + expert, mask=exists, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    scores = tl.load(logits + token * stride + expert, mask=exists, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-scores))
+    else:
+        scores = tl.exp(scores - tl.max(tl.max(scores, 1), 0))
+        scores /= tl.sum(tl.sum(scores, 1), 0)
+    ranked = scores
+    if correction is not None:
+        ranked += corrected_by
+    ranked = tl.where(exists, ranked, float("-inf"))
+    if GROUPS > 1:
+        of_group, first = _largest(ranked, member, 1)
+        if TWO:
+            second = tl.max(tl.where(member == first, float("-inf"), ranked), 1, keep_dims=True)
+            of_group += tl.where(second == float("-inf"), 0.0, second)
+        of_group = tl.where(group < GROUPS, of_group, float("-inf"))
+        let_in = group < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            _, best = _largest(tl.where(let_in, float("-inf"), of_group), group, 0)
+            let_in |= group == best
+        ranked = tl.where(let_in, ranked, float("-inf"))
+    place = tl.arange(0, K_PADDED)
+    chosen = tl.zeros([K_PADDED], tl.int32)
+    given = tl.zeros([K_PADDED], tl.float32)
+    taken = ~exists
+    for k in tl.static_range(TOP_K):
+        left = tl.where(taken, float("-inf"), ranked)
+        most = tl.max(tl.max(left, 1), 0)
+        # Where all that is left is NaN or let in no more, the first that is left.
+        here = tl.where((left == most) & ~taken, expert, 1 << 30)
+        best = tl.min(tl.min(here, 1), 0)
+        best = tl.where(best == 1 << 30, tl.min(tl.min(tl.where(taken, 1 << 30, expert), 1), 0), best)
+        is_best = expert == best
+        taken |= is_best
+        chosen = tl.where(place == k, best, chosen)
+        given = tl.where(place == k, tl.sum(tl.sum(tl.where(is_best, scores, 0.0), 1), 0), given)
+    if RENORMALIZE:
+        given /= tl.maximum(tl.sum(given, 0), 1e-20)
+    tl.store(weights + token * TOP_K + place, given * scale, mask=place < TOP_K)
+    tl.store(experts + token * TOP_K + place, chosen, mask=place < TOP_K)
+
+
+def route(
+    logits: torch.Tensor, correction: torch.Tensor | None, spec: RoutingConfig, overlap: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :mod:`atom_core.kernels.moe_routing`."""
+    groups = spec.num_groups
+    return _routed(
+        logits,
+        correction,
+        spec.num_experts,
+        spec.top_k,
+        groups,
+        spec.top_groups,
+        spec.group_score == "two largest",
+        spec.scoring == "sigmoid",
+        spec.renormalize,
+        spec.scale,
+        overlap,
+    )
+
+
+def _fake(
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    num_experts: int,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    two: bool,
+    sigmoid: bool,
+    renormalize: bool,
+    scale: float,
+    overlap: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+@opaque("moe_routing", _fake)
+def _routed(
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    num_experts: int,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    two: bool,
+    sigmoid: bool,
+    renormalize: bool,
+    scale: float,
+    overlap: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert logits.stride(1) == 1
+    weights = torch.empty(logits.shape[0], top_k, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(logits.shape[0], top_k, dtype=torch.int32, device=logits.device)
+    if logits.shape[0]:
+        _route[(logits.shape[0],)](
+            logits,
+            correction,
+            weights,
+            experts,
+            scale,
+            logits.stride(0),
+            E=num_experts,
+            TOP_K=top_k,
+            GROUPS=groups,
+            GROUPS_PADDED=triton.next_power_of_2(groups),
+            TOP_GROUPS=top_groups,
+            TWO=two,
+            SIGMOID=sigmoid,
+            RENORMALIZE=renormalize,
+            SIZE=triton.next_power_of_2(num_experts // groups),
+            K_PADDED=triton.next_power_of_2(top_k),
+            OVERLAP=overlap,
+            num_warps=1,
+            **launch_options(overlap),
+        )
+    return weights, experts

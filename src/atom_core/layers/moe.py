@@ -1,0 +1,95 @@
+"""A mixture of experts behind its norm, in place of a feed-forward network.
+
+Each rank of a tensor-parallel group holds some of every expert's middle, and the sums of all ranks are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from atom_core.config import Activation, MoEConfig, RoutingConfig
+from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
+from atom_core.kernels.moe_routing import MOE_ROUTING
+from atom_core.layers.linear import Linear
+from atom_core.layers.norm import RMSNorm, Stream
+from atom_core.layers.parameters import ParameterLayer, Placement, empty_parameter, share
+from atom_core.quant import Unquantized
+from atom_core.runtime import Runtime
+
+
+class Router(Linear):
+    """From a token to its experts; never quantised, and whole on every rank."""
+
+    def __init__(self, hidden_size: int, routing: RoutingConfig, runtime: Runtime, name: str) -> None:
+        super().__init__(hidden_size, routing.num_experts, False, replace(runtime, quant=Unquantized()), name)
+        self.select = runtime.kernels.select(MOE_ROUTING, routing)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x [T, hidden]`` to weights and experts, both ``[T, k]``."""
+        return self.select(self(x), None)
+
+
+class Experts(ParameterLayer):
+    """All experts of a layer, each a matrix in two tensors; checkpoints have them one by one."""
+
+    def __init__(
+        self, config: MoEConfig, hidden_size: int, activation: Activation, runtime: Runtime, name: str
+    ) -> None:
+        super().__init__()
+        if runtime.quant.linear([f"{name}.{part}" for part in ("0.gate_proj", "0.up_proj", "0.down_proj")]) is not None:
+            raise ValueError(f"The experts of {name} are quantised, which mixtures of experts do not support yet.")
+        group, routing = runtime.tensor_parallel, config.routing
+        self.size = config.intermediate_size
+        self.mine = share(self.size, group.rank, group.world_size, "moe_intermediate_size")
+        self.hidden_size, self.count = hidden_size, routing.num_experts
+        self.gate_up_proj = empty_parameter(runtime, self.count, 2 * len(self.mine), hidden_size)
+        self.down_proj = empty_parameter(runtime, self.count, hidden_size, len(self.mine))
+        self.kernel = runtime.kernels.select(
+            EXPERTS,
+            ExpertsSpec(0, self.count, hidden_size, len(self.mine), routing.top_k, activation, False, runtime.dtype),
+        )
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """``x [T, hidden]``, weights and experts ``[T, k]`` to this rank's part of the sum, ``[T, hidden]``."""
+        return self.kernel(x, weights, experts, ExpertWeights(self.gate_up_proj, self.down_proj))
+
+    def placements(self) -> Iterator[tuple[str, str, Placement]]:
+        """Three matrices an expert."""
+        first, count = self.mine.start, len(self.mine)
+        wide, narrow = (self.size, self.hidden_size), (self.hidden_size, self.size)
+        for expert in range(self.count):
+            module = f"../experts.{expert}"
+            gate_up, down = self.gate_up_proj[expert], self.down_proj[expert]
+            for part, target in (("gate_proj", 0), ("up_proj", count)):
+                placement = Placement(gate_up, wide, 0, first, target, count, held_by="gate_up_proj")
+                yield f"{module}.{part}", "weight", placement
+            yield f"{module}.down_proj", "weight", Placement(down, narrow, 1, first, 0, count, held_by="down_proj")
+
+
+class MoE(nn.Module):
+    """See the module's text."""
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        hidden_size: int,
+        activation: Activation,
+        norm: RMSNorm,
+        runtime: Runtime,
+        name: str,
+    ) -> None:
+        super().__init__()
+        self.enter = (norm,)  # it is the decoder layer's, whose parameter it stays
+        self.group = runtime.tensor_parallel
+        self.gate = Router(hidden_size, config.routing, runtime, f"{name}.gate")
+        self.experts = Experts(config, hidden_size, activation, runtime, f"{name}.experts")
+
+    def forward(self, stream: Stream) -> Stream:
+        """Read the stream's norm and add to it."""
+        x, residual = self.enter[0](stream)
+        weights, experts = self.gate.route(x)
+        return Stream(self.group.all_reduce(self.experts(x, weights, experts)), residual)

@@ -1,0 +1,98 @@
+"""The experts of a mixture: the reference against the formula, the Triton kernels against it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
+from atom_core.kernels.experts.reference import ReferenceExperts
+from atom_core.kernels.gated_activation.reference import gated_activation
+
+SPEC = ExpertsSpec(0, 6, 40, 24, 3, "silu", bias=False, dtype=torch.float32)
+SPECS = {
+    "all experts": SPEC,
+    "with biases": replace(SPEC, bias=True),
+    "GELU": replace(SPEC, activation="gelu_tanh"),
+    "one expert a token": replace(SPEC, top_k=1),
+    "the first of them": replace(SPEC, count=3),
+    "the last of them, with biases": replace(SPEC, first=4, count=2, bias=True),
+    "sizes of a power of two": replace(SPEC, hidden_size=64, intermediate_size=32),
+    "several tiles of gate and up": replace(SPEC, hidden_size=1100, top_k=1),
+    "several tiles of down": replace(SPEC, intermediate_size=1040, top_k=1),
+}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-8}
+
+
+def operands(spec, tokens, dtype, total=6):
+    """Of ``total`` experts, of which the spec's are held."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    hidden, size, held = spec.hidden_size, spec.intermediate_size, slice(spec.first, spec.first + spec.count)
+    layer = ExpertWeights(
+        (random(total, 2 * size, hidden) / hidden**0.5)[held].contiguous(),
+        (random(total, hidden, size) / size**0.5)[held].contiguous(),
+        random(total, 2 * size)[held].contiguous() if spec.bias else None,
+        random(total, hidden)[held].contiguous() if spec.bias else None,
+    )
+    chosen = [torch.randperm(total, generator=generator)[: spec.top_k] for _ in range(tokens)]
+    experts = torch.stack(chosen).int() if tokens else torch.empty(0, spec.top_k, dtype=torch.int32)
+    return random(tokens, hidden), torch.rand(tokens, spec.top_k, generator=generator), experts, layer
+
+
+def by_definition(spec, x, weights, experts, layer):
+    """float64, a pair at a time."""
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(len(x)):
+        for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
+            index = expert - spec.first
+            if not 0 <= index < spec.count:
+                continue
+            middle = layer.gate_up[index].double() @ x[token].double()
+            middle += 0 if layer.gate_up_bias is None else layer.gate_up_bias[index].double()
+            answer = layer.down[index].double() @ gated_activation(middle, spec.activation)
+            answer += 0 if layer.down_bias is None else layer.down_bias[index].double()
+            y[token] += weight * answer
+    return y
+
+
+def assert_close(found, wanted):
+    tolerance = TOLERANCE[found.dtype]
+    largest = wanted.abs().max().item() if wanted.numel() else 0.0
+    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance * largest)
+
+
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+
+
+@every_spec
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_the_reference_is_the_definition(spec, dtype, tokens):
+    given = operands(spec, tokens, dtype)
+    assert_close(ReferenceExperts(spec)(*given), by_definition(spec, *given))
+
+
+@every_spec
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_few_tokens_in_triton(spec, dtype, tokens):
+    from atom_core.kernels.experts.triton_kernel import TritonExperts
+
+    given = operands(spec, tokens, dtype)
+    assert_close(TritonExperts(spec, overlap=False)(*given), by_definition(spec, *given))
+
+
+def test_ranks_that_hold_some_experts_each_add_up_to_one_that_holds_all():
+    x, weights, experts, layer = operands(SPEC, 7, torch.float32)
+    whole = ReferenceExperts(SPEC)(x, weights, experts, layer)
+    parts = []
+    for first, count in ((0, 2), (2, 3), (5, 1)):
+        held = ExpertWeights(layer.gate_up[first : first + count], layer.down[first : first + count])
+        parts.append(ReferenceExperts(replace(SPEC, first=first, count=count))(x, weights, experts, held))
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-5)
