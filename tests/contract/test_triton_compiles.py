@@ -17,16 +17,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from atom_core.config import RoutingConfig
 from atom_core.kernels.attention import triton_kernel as attention_kernel
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.decode_attention import triton_kernel as decode_kernel
 from atom_core.kernels.embedding import triton_kernel as embedding_kernel
+from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
+from atom_core.kernels.experts import grouped as grouped_kernel
+from atom_core.kernels.experts import triton_kernel as experts_kernel
 from atom_core.kernels.fp8_linear import one_row as fp8_row_kernel
 from atom_core.kernels.fp8_linear import quantize as quantize_kernel
 from atom_core.kernels.fp8_linear import triton_kernel as fp8_kernel
 from atom_core.kernels.fp8_linear.scaled_mm import dtype_of
 from atom_core.kernels.gated_activation import triton_kernel as activation_kernel
 from atom_core.kernels.linear import triton_kernel as linear_kernel
+from atom_core.kernels.moe_routing import triton_kernel as routing_kernel
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear import triton_kernel as normed_kernel
 from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qkv_kernel
@@ -163,10 +168,12 @@ def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> None:
     assert isinstance(kernel, JITFunction), (
         "with TRITON_INTERPRET set nothing is compiled: run this apart from tests/unit"
     )
-    positional = dict(zip(kernel.arg_names, launched.arguments, strict=False))
+    given = {**dict(zip(kernel.arg_names, launched.arguments, strict=False)), **launched.constants}
+    fixed = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    positional = {name: value for name, value in given.items() if name in kernel.arg_names and name not in fixed}
     signature = {name: type_of(value) for name, value in positional.items()}
-    constants = {name: value for name, value in launched.constants.items() if name in kernel.arg_names}
-    options = {name: value for name, value in launched.constants.items() if name not in constants}
+    constants = {name: value for name, value in launched.constants.items() if name in fixed}
+    options = {name: value for name, value in launched.constants.items() if name not in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
     constants |= {name: None for name, value in positional.items() if value is None}
     compiled = triton.compile(
@@ -373,3 +380,53 @@ def test_products_in_fp8_compile(monkeypatch, rows, out_features, in_features, g
     with pytest.raises(Launched) as launched:
         kernel(zeros(rows, in_features), weight, scales, None, None)
     compile_launch(kernels[recorders.asked], launched.value, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize(
+    "spec",
+    [RoutingConfig(128, 8, "softmax", renormalize=True), RoutingConfig(256, 8, "sigmoid", True, True, 2.5, 8, 4)],
+    ids=["Qwen3", "DeepSeek V3"],
+)
+def test_routing_compiles(monkeypatch, spec, gpu):
+    kernel = routing_kernel._route
+    monkeypatch.setattr(routing_kernel, "_route", Recorder())
+    correction = torch.zeros(spec.num_experts) if spec.correction else None
+    with pytest.raises(Launched) as launched:
+        routing_kernel.route(zeros(3, spec.num_experts), correction, spec, gpu.nvidia)
+    compile_launch(kernel, launched.value, gpu)
+
+
+class Keeper:
+    """Stands in for a kernel, and keeps its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launched] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **constants: self.launches.append(Launched(arguments, constants))
+
+
+@every_gpu
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
+@pytest.mark.parametrize("tokens", [1, 40, 3000])
+def test_experts_compile(monkeypatch, tokens, bias, gpu):
+    kernels = [(experts_kernel, name) for name in ("_gate_up", "_down")]
+    kernels += [(grouped_kernel, name) for name in ("_count", "_arrange", "_place", "_multiply", "_combine")]
+    originals = {name: getattr(module, name) for module, name in kernels}
+    keepers = {name: Keeper() for name in originals}
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, keepers[name])
+    spec = ExpertsSpec(0, 16, 2048, 768, 8, "silu", bias, torch.bfloat16)
+    layer = ExpertWeights(
+        torch.empty(16, 1536, 2048, dtype=torch.bfloat16),
+        torch.empty(16, 2048, 768, dtype=torch.bfloat16),
+        zeros(16, 1536) if bias else None,
+        zeros(16, 2048) if bias else None,
+    )
+    experts = torch.zeros(tokens, 8, dtype=torch.int32)
+    experts_kernel.TritonExperts(spec, gpu.nvidia)(zeros(tokens, 2048), torch.zeros(tokens, 8), experts, layer)
+    launched = [(name, launch) for name, keeper in keepers.items() for launch in keeper.launches]
+    assert len(launched) == (2 if tokens <= experts_kernel.MAX_TOKENS else 6)
+    for name, launch in launched:
+        compile_launch(originals[name], launch, gpu)

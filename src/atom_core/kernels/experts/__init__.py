@@ -16,7 +16,8 @@ import torch
 
 from atom_core.config import Activation
 from atom_core.kernels.experts.reference import ReferenceExperts
-from atom_core.kernels.select import Implementation, Op, always
+from atom_core.kernels.select import Implementation, Op, Target
+from atom_core.kernels.triton_support import overlaps, why_no_triton
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,26 @@ class ExpertsKernel(Protocol):
     ) -> torch.Tensor: ...
 
 
+def _triton_supports(spec: ExpertsSpec, target: Target) -> str | None:
+    return why_no_triton(target)
+
+
+def _build_triton(spec: ExpertsSpec, target: Target) -> ExpertsKernel:
+    from atom_core.kernels.experts.triton_kernel import TritonExperts  # needs triton, which a CPU may lack
+
+    return TritonExperts(spec, overlaps(target))
+
+
+def _reference_supports(spec: ExpertsSpec, target: Target) -> str | None:
+    if target.kind == "cpu":
+        return None
+    return "It asks which experts were chosen, which a graph on a GPU cannot wait for."
+
+
 EXPERTS: Op[ExpertsSpec, ExpertsKernel] = Op(
-    "experts", (Implementation("reference", always, lambda spec, target: ReferenceExperts(spec)),)
+    "experts",
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("reference", _reference_supports, lambda spec, target: ReferenceExperts(spec)),
+    ),
 )

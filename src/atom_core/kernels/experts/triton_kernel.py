@@ -1,23 +1,31 @@
-"""Experts of few tokens in Triton, without sorting: a program takes some rows of one expert's weight for one token.
+"""Experts in Triton. Few tokens need no sorting: a program takes some rows of one expert's weight for one token.
 
-Two launches: gate and up with their activation, for each token and each of its experts; and down, where a program goes
-through all experts of a token, so that the weighted sum stays in its registers and is always added up in one order.
+Two launches then: gate and up with their activation, for each token and each of its experts; and down, where a program
+goes through all experts of a token, so that the weighted sum stays in its registers and has one order always. More
+tokens: :mod:`.grouped`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import triton
 import triton.language as tl
 
+from atom_core.config import Activation
+from atom_core.kernels.experts.grouped import Held, many_tokens
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.parts import finish, weight_rows
+from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
+
+
+#: Tokens up to which each is multiplied by itself.
+MAX_TOKENS = 16
 
 
 @triton.jit
@@ -141,48 +149,84 @@ class TritonExperts:
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.experts.ExpertsKernel`."""
         spec = self.spec
-        tokens, hidden = x.shape
-        assert x.stride(1) == 1
-        assert all(it.is_contiguous() for it in (weights, experts, layer.gate_up, layer.down))
-        y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-        if not tokens:
-            return y
-        size = spec.intermediate_size
-        middle = torch.empty(tokens * spec.top_k, size, dtype=x.dtype, device=x.device)
-        columns = min(1024, triton.next_power_of_2(hidden))
-        held = {"FIRST": spec.first, "COUNT": spec.count, "TOP_K": spec.top_k, "OVERLAP": self.overlap}
-        _gate_up[(triton.cdiv(size, 4), tokens * spec.top_k)](
-            x,
-            experts,
-            layer.gate_up,
-            layer.gate_up_bias,
-            middle,
-            K=hidden,
-            N=2 * size,
-            stride_x=x.stride(0),
-            BLOCK_N=8,
-            BLOCK_K=columns,
-            EVEN=hidden % columns == 0,
-            ACTIVATION=ACTIVATIONS[spec.activation],
-            num_warps=4,
-            **held,
-            **launch_options(self.overlap),
-        )
-        columns = min(1024, triton.next_power_of_2(size))
-        _down[(triton.cdiv(hidden, 8), tokens)](
-            middle,
-            weights,
-            experts,
-            layer.down,
-            layer.down_bias,
-            y,
-            K=size,
-            N=hidden,
-            BLOCK_N=8,
-            BLOCK_K=columns,
-            EVEN=size % columns == 0,
-            num_warps=4,
-            **held,
-            **launch_options(self.overlap),
-        )
+        return mixture(x, weights, experts, *layer, spec.first, spec.count, spec.activation, self.overlap)
+
+
+def _fake(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    first: int,
+    count: int,
+    activation: str,
+    overlap: bool,
+) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@opaque("experts", _fake)
+def mixture(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    first: int,
+    count: int,
+    activation: str,
+    overlap: bool,
+) -> torch.Tensor:
+    """See :mod:`atom_core.kernels.experts`; ``first`` and ``count`` say which experts are held."""
+    assert x.stride(1) == 1
+    assert all(it.is_contiguous() for it in (weights, experts, gate_up, down))
+    tokens, hidden = x.shape
+    act = ACTIVATIONS[cast(Activation, activation)]
+    held = Held(first, count, experts.shape[1])
+    if tokens > MAX_TOKENS:
+        return many_tokens(x, weights, experts, gate_up, down, gate_up_bias, down_bias, held, act)
+    y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    if not tokens:
         return y
+    size = down.shape[2]
+    middle = torch.empty(tokens * held.top_k, size, dtype=x.dtype, device=x.device)
+    constants = {"FIRST": first, "COUNT": count, "TOP_K": held.top_k, "OVERLAP": overlap, "num_warps": 4}
+    columns = min(1024, triton.next_power_of_2(hidden))
+    _gate_up[(triton.cdiv(size, 4), tokens * held.top_k)](
+        x,
+        experts,
+        gate_up,
+        gate_up_bias,
+        middle,
+        K=hidden,
+        N=2 * size,
+        stride_x=x.stride(0),
+        BLOCK_N=8,
+        BLOCK_K=columns,
+        EVEN=hidden % columns == 0,
+        ACTIVATION=act,
+        **constants,
+        **launch_options(overlap),
+    )
+    columns = min(1024, triton.next_power_of_2(size))
+    _down[(triton.cdiv(hidden, 8), tokens)](
+        middle,
+        weights,
+        experts,
+        down,
+        down_bias,
+        y,
+        K=size,
+        N=hidden,
+        BLOCK_N=8,
+        BLOCK_K=columns,
+        EVEN=size % columns == 0,
+        **constants,
+        **launch_options(overlap),
+    )
+    return y

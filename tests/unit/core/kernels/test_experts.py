@@ -88,6 +88,38 @@ def test_few_tokens_in_triton(spec, dtype, tokens):
     assert_close(TritonExperts(spec, overlap=False)(*given), by_definition(spec, *given))
 
 
+@every_spec
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", [17, 90])
+def test_many_tokens_in_triton(spec, dtype, tokens):
+    from atom_core.kernels.experts.triton_kernel import TritonExperts
+
+    given = operands(spec, tokens, dtype)
+    assert_close(TritonExperts(spec, overlap=False)(*given), by_definition(spec, *given))
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("tokens", [1, 20, 300])
+@pytest.mark.parametrize("spec", [SPEC, SPECS["the last of them, with biases"]], ids=["all", "some"])
+def test_every_pair_is_in_one_block_of_its_expert(spec, tokens, rows):
+    from atom_core.kernels.experts.grouped import Held, sort_by_expert
+
+    experts = operands(spec, tokens, torch.float32)[2]
+    if tokens == 300:
+        experts[:] = torch.tensor([5, 4, 0])  # as uneven as can be
+    blocks = sort_by_expert(experts, Held(spec.first, spec.count, spec.top_k), rows)
+    held = {
+        pair for pair, expert in enumerate(experts.flatten().tolist()) if spec.first <= expert < spec.first + spec.count
+    }
+    found = []
+    for expert, slots in zip(blocks.experts.tolist(), blocks.slots.view(-1, rows).tolist(), strict=True):
+        pairs = [pair for pair in slots if pair >= 0]
+        assert bool(pairs) == (expert >= 0)
+        assert all(experts.flatten()[pair] == expert + spec.first for pair in pairs)
+        found += pairs
+    assert sorted(found) == sorted(held)
+
+
 def test_ranks_that_hold_some_experts_each_add_up_to_one_that_holds_all():
     x, weights, experts, layer = operands(SPEC, 7, torch.float32)
     whole = ReferenceExperts(SPEC)(x, weights, experts, layer)

@@ -1,0 +1,285 @@
+"""Experts of many tokens in Triton: pairs of a token and an expert are sorted by expert, then multiplied in blocks.
+
+A block is some rows of one expert. How many there are is known to the GPU alone, so launches are for as many as there
+may be, and blocks behind the last do nothing: nothing waits for the host, and a graph fits any routing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.kernels.gated_activation.triton_kernel import activated
+
+#: Pairs that one program sorts, and blocks whose experts one program looks up at a time.
+_PAIRS, _BLOCKS = 256, 64
+
+
+@triton.jit
+def _count(experts, counts, ranks, pairs, FIRST: tl.constexpr, COUNT: tl.constexpr, PAIRS: tl.constexpr):
+    """How many pairs each expert has, and each pair's place among its expert's, in any order."""
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    expert = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
+    held = (expert >= 0) & (expert < COUNT)
+    rank = tl.atomic_add(counts + tl.where(held, expert, 0), 1, mask=held, sem="relaxed")
+    tl.store(ranks + pair, rank, mask=held)
+
+
+@triton.jit
+def _arrange(
+    counts,
+    first_blocks,
+    block_experts,
+    num_blocks,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The first block of each expert, and the expert of each block; -1: the block is none."""
+    expert = tl.arange(0, PADDED)
+    number = tl.load(counts + expert, mask=expert < COUNT, other=0)
+    needed = (number + BLOCK_M - 1) // BLOCK_M
+    end = tl.cumsum(needed, 0)
+    tl.store(first_blocks + expert, end - needed, mask=expert < COUNT)
+    total = tl.sum(needed, 0)
+    for begin in range(0, num_blocks, BLOCKS):
+        block = begin + tl.arange(0, BLOCKS)
+        # Experts that end at a block or before it are those in front of its own.
+        passed = tl.sum(((end[None, :] <= block[:, None]) & (expert < COUNT)[None, :]).to(tl.int32), 1)
+        tl.store(block_experts + block, tl.where(block < total, passed, -1), mask=block < num_blocks)
+
+
+@triton.jit
+def _place(
+    experts,
+    ranks,
+    first_blocks,
+    slots,
+    pairs,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Each pair into the blocks of its expert."""
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    expert = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
+    held = (expert >= 0) & (expert < COUNT)
+    first = tl.load(first_blocks + expert, mask=held, other=0)
+    rank = tl.load(ranks + pair, mask=held, other=0)
+    tl.store(slots + first * BLOCK_M + rank, pair, mask=held)
+
+
+@triton.jit
+def _multiply(
+    x,
+    slots,
+    block_experts,
+    weights,
+    weight,
+    bias,
+    out,
+    K,
+    N,
+    stride_x,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """A block of rows of one expert by some rows of its weight.
+
+    With an activation rows of ``x`` are those of the pairs' tokens, and the result goes where the block is; without,
+    rows of ``x`` are the block's, and the result, times the pair's weight, goes where the pair is.
+    """
+    GATED: tl.constexpr = ACTIVATION is not None
+    block = tl.program_id(1)
+    expert = tl.load(block_experts + block).to(tl.int64)
+    if expert < 0:
+        return
+    slot = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    pair = tl.load(slots + slot).to(tl.int64)
+    used = pair >= 0
+    lane = tl.arange(0, BLOCK_N)
+    if GATED:
+        # Rows of gate and up in turns, so that one program has both of each.
+        row = tl.minimum(tl.program_id(0) * (BLOCK_N // 2) + lane // 2, N // 2 - 1) + lane % 2 * (N // 2)
+    else:
+        row = tl.minimum(tl.program_id(0) * BLOCK_N + lane, N - 1)
+    column = tl.arange(0, BLOCK_K)
+    x_row = pair // TOP_K if GATED else slot
+    x_at = x + x_row[:, None] * stride_x + column[None, :]
+    at = weight + expert * N * K + row.to(tl.int64)[None, :] * K + column[:, None]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        known = begin + column < K
+        left = tl.load(x_at + begin, mask=used[:, None] & known[None, :], other=0.0)
+        right = tl.load(at + begin, mask=known[:, None], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    if bias is not None:
+        total += tl.load(bias + expert * N + row).to(tl.float32)[None, :]
+    if GATED:
+        gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
+        # Rounded where a kernel of its own would read them.
+        gate = gate.to(out.dtype.element_ty).to(tl.float32)
+        up = up.to(out.dtype.element_ty).to(tl.float32)
+        total = activated(gate, ACTIVATION) * up
+        width = N // 2
+        to = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        out_row = slot
+    else:
+        total *= tl.load(weights + pair, mask=used, other=0.0)[:, None]
+        width = N
+        to = tl.program_id(0) * BLOCK_N + lane
+        out_row = pair
+    tl.store(
+        out + out_row[:, None] * width + to[None, :],
+        total.to(out.dtype.element_ty),
+        mask=used[:, None] & (to < width)[None, :],
+    )
+
+
+@triton.jit
+def _combine(
+    answers,
+    experts,
+    y,
+    N,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of a token's answers, always in the order of its experts."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = token * TOP_K + place
+        expert = tl.load(experts + pair + tl.zeros([BLOCK], tl.int32)) - FIRST
+        held = (expert >= 0) & (expert < COUNT) & (column < N)
+        total += tl.load(answers + pair * N + column, mask=held, other=0.0).to(tl.float32)
+    tl.store(y + token * N + column, total.to(y.dtype.element_ty), mask=column < N)
+
+
+@dataclass(frozen=True)
+class Held:
+    """The experts that this rank holds, ``count`` from ``first`` on, and how many a token goes to."""
+
+    first: int
+    count: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Pairs in the order of their experts."""
+
+    rows: int
+    """Of a block."""
+    slots: torch.Tensor
+    """int32 ``[blocks x rows]``: the pair that is there; -1: none."""
+    experts: torch.Tensor
+    """int32 ``[blocks]``: whose a block is; -1: nobody's."""
+
+
+def sort_by_expert(experts: torch.Tensor, held: Held, rows: int) -> Blocks:
+    """The pairs of ``experts [T, k]`` in blocks of ``rows``, none of which has two experts."""
+    pairs, device = experts.numel(), experts.device
+    # Each expert may leave one block unfilled.
+    num_blocks = min(pairs, held.count) + pairs // rows
+    counts = torch.zeros(held.count, dtype=torch.int32, device=device)
+    first_blocks = torch.empty_like(counts)
+    ranks = torch.empty(pairs, dtype=torch.int32, device=device)
+    block_experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
+    slots = torch.full((num_blocks * rows,), -1, dtype=torch.int32, device=device)
+    grid = (triton.cdiv(pairs, _PAIRS),)
+    constants = {"FIRST": held.first, "COUNT": held.count, "PAIRS": _PAIRS}
+    _count[grid](experts, counts, ranks, pairs, **constants)
+    _arrange[(1,)](
+        counts,
+        first_blocks,
+        block_experts,
+        num_blocks,
+        COUNT=held.count,
+        PADDED=triton.next_power_of_2(held.count),
+        BLOCK_M=rows,
+        BLOCKS=_BLOCKS,
+    )
+    _place[grid](experts, ranks, first_blocks, slots, pairs, BLOCK_M=rows, **constants)
+    return Blocks(rows, slots, block_experts)
+
+
+def block_rows(tokens: int, held: Held) -> int:
+    """Rows of a block: as many as an expert has on average, in powers of two."""
+    average = triton.cdiv(tokens * held.top_k, held.count)
+    return int(min(128, max(16, triton.next_power_of_2(average))))
+
+
+def many_tokens(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    held: Held,
+    activation: int,
+) -> torch.Tensor:
+    """See :mod:`atom_core.kernels.experts`; ``activation`` is one of ``ACTIVATIONS``' numbers."""
+    tokens, hidden = x.shape
+    size = down.shape[2]
+    blocks = sort_by_expert(experts, held, block_rows(tokens, held))
+    num_blocks = len(blocks.experts)
+    wide = x.dtype == torch.float32
+    tile = {
+        "TOP_K": held.top_k,
+        "BLOCK_M": blocks.rows,
+        "BLOCK_N": 64 if wide or blocks.rows < 64 else 128,
+        "BLOCK_K": 32 if wide else 64,
+        "STAGES": 2 if wide else 3,
+        "num_warps": 4 if blocks.rows < 64 else 8,
+    }
+    middle = torch.empty(num_blocks * blocks.rows, size, dtype=x.dtype, device=x.device)
+    _multiply[(triton.cdiv(2 * size, tile["BLOCK_N"]), num_blocks)](
+        x,
+        blocks.slots,
+        blocks.experts,
+        None,
+        gate_up,
+        gate_up_bias,
+        middle,
+        hidden,
+        2 * size,
+        x.stride(0),
+        ACTIVATION=activation,
+        **tile,
+    )
+    answers = torch.empty(tokens * held.top_k, hidden, dtype=x.dtype, device=x.device)
+    _multiply[(triton.cdiv(hidden, tile["BLOCK_N"]), num_blocks)](
+        middle,
+        blocks.slots,
+        blocks.experts,
+        weights,
+        down,
+        down_bias,
+        answers,
+        size,
+        hidden,
+        size,
+        ACTIVATION=None,
+        **tile,
+    )
+    y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _combine[(tokens, triton.cdiv(hidden, block))](
+        answers, experts, y, hidden, FIRST=held.first, COUNT=held.count, TOP_K=held.top_k, BLOCK=block
+    )
+    return y
