@@ -1,0 +1,122 @@
+"""Mixtures of experts on this GPU: routing and experts against the references, and in graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atom_core.config import RoutingConfig
+from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
+from atom_core.kernels.experts.reference import ReferenceExperts
+from atom_core.kernels.experts.triton_kernel import MAX_TOKENS, TritonExperts
+from atom_core.kernels.moe_routing.reference import route
+from atom_core.kernels.moe_routing.triton_kernel import route as launch
+from atom_core.kernels.select import Target
+from atom_core.kernels.triton_support import overlaps
+
+GPU = torch.device("cuda")
+OVERLAP = overlaps(Target.of(GPU))
+
+ROUTING = {
+    "Qwen3": RoutingConfig(128, 8, "softmax", renormalize=True),
+    "Mixtral": RoutingConfig(8, 2, "softmax", renormalize=True),
+    "GLM 4.5": RoutingConfig(128, 8, "sigmoid", True, True, 2.5),
+    "DeepSeek V3": RoutingConfig(256, 8, "sigmoid", True, True, 2.5, 8, 4),
+    "DeepSeek V2": RoutingConfig(60, 6, "softmax", False, False, 16.0, 6, 3, "largest"),
+    "Kimi K2": RoutingConfig(384, 8, "sigmoid", True, True, 2.827),
+}
+SMALL = ExpertsSpec(0, 6, 1100, 1040, 3, "silu", bias=True, dtype=torch.bfloat16)
+SPECS = {
+    "odd sizes, with biases": SMALL,
+    "some of them": replace(SMALL, first=2, count=3),
+    "GELU": replace(SMALL, activation="gelu_tanh", hidden_size=256, intermediate_size=96),
+    "Qwen3 30B": ExpertsSpec(0, 128, 2048, 768, 8, "silu", bias=False, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("spec", ROUTING.values(), ids=ROUTING)
+@pytest.mark.parametrize("tokens", [1, 9, 3000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_routing_is_the_reference(spec, tokens, dtype):
+    torch.manual_seed(0)
+    wide = torch.full((tokens, spec.num_experts + 8), float("nan"), dtype=dtype, device=GPU)
+    # Equal scores are nobody's choice: bfloat16 has few numbers, so each has its own.
+    order = torch.rand(tokens, spec.num_experts, device=GPU).argsort(-1)
+    wide[:, : spec.num_experts] = (order.float() - spec.num_experts / 2) / 16
+    logits = wide[:, : spec.num_experts]
+    correction = torch.rand(spec.num_experts, device=GPU) * 1e-3 if spec.correction else None
+    weights, experts = launch(logits, correction, spec, OVERLAP)
+    wanted_weights, wanted = route(logits, correction, spec)
+    found = torch.zeros(tokens, spec.num_experts, device=GPU).scatter_(1, experts.long(), weights)
+    expected = torch.zeros_like(found).scatter_(1, wanted.long(), wanted_weights)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_rows_of_nan_choose_as_many_experts_as_others():
+    spec = ROUTING["DeepSeek V3"]
+    logits = torch.full((2, spec.num_experts), float("nan"), device=GPU)
+    _, experts = launch(logits, torch.zeros(spec.num_experts, device=GPU), spec, OVERLAP)
+    for row in experts.tolist():
+        assert len(set(row)) == spec.top_k
+        assert all(0 <= expert < spec.num_experts for expert in row)
+
+
+def operands(spec, tokens, total=None):
+    torch.manual_seed(0)
+    total = total or spec.first + spec.count + 1
+    hidden, size, dtype = spec.hidden_size, spec.intermediate_size, spec.dtype
+    wide = torch.full((tokens, hidden + 8), float("nan"), dtype=dtype, device=GPU)
+    wide[:, :hidden] = torch.randn(tokens, hidden, device=GPU)
+    layer = ExpertWeights(
+        torch.randn(spec.count, 2 * size, hidden, device=GPU).div_(hidden**0.5).to(dtype),
+        torch.randn(spec.count, hidden, size, device=GPU).div_(size**0.5).to(dtype),
+        torch.randn(spec.count, 2 * size, device=GPU).to(dtype) if spec.bias else None,
+        torch.randn(spec.count, hidden, device=GPU).to(dtype) if spec.bias else None,
+    )
+    experts = torch.rand(tokens, total, device=GPU).argsort(-1)[:, : spec.top_k].int().contiguous()
+    return wide[:, :hidden], torch.rand(tokens, spec.top_k, device=GPU), experts, layer
+
+
+def assert_close(found, wanted):
+    atol = 2**-7 * wanted.abs().max().item()
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-6, atol=atol)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("tokens", [1, 3, MAX_TOKENS, MAX_TOKENS + 1, 300, 5000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_experts_are_the_reference(spec, tokens, dtype):
+    spec = replace(spec, dtype=dtype)
+    given = operands(spec, tokens)
+    assert_close(TritonExperts(spec, OVERLAP)(*given), ReferenceExperts(spec)(*given))
+
+
+@pytest.mark.parametrize("tokens", [40, 1000])
+def test_all_tokens_may_go_to_the_same_experts(tokens):
+    spec = SPECS["Qwen3 30B"]
+    x, weights, experts, layer = operands(spec, tokens)
+    experts[:] = torch.arange(120, 128, device=GPU)
+    assert_close(
+        TritonExperts(spec, OVERLAP)(x, weights, experts, layer), ReferenceExperts(spec)(x, weights, experts, layer)
+    )
+
+
+@pytest.mark.parametrize("tokens", [2, 64])
+def test_a_graph_fits_other_routing_than_it_was_captured_with(tokens):
+    spec = SPECS["Qwen3 30B"]
+    kernel, (x, weights, experts, layer) = TritonExperts(spec, OVERLAP), operands(spec, tokens)
+    other_x = torch.randn_like(x)
+    other = torch.rand(tokens, spec.count, device=GPU).argsort(-1)[:, : spec.top_k].int()
+    wanted = kernel(other_x, weights, other.contiguous(), layer)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = kernel(x, weights, experts, layer)
+    x.copy_(other_x)
+    experts.copy_(other)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(found, wanted)
