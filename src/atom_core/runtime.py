@@ -104,5 +104,7 @@ class Runtime:
     """The longest sequence that will be served: rows of the rope table."""
     cache_dtype: torch.dtype
     tensor_parallel: Communicator = field(default_factory=SingleRank)
+    expert_parallel: bool = False
+    """Whether ranks of the tensor-parallel group share out the experts, and not each expert's middle."""
     pipeline: PipelineStage = field(default_factory=PipelineStage)
     quant: QuantConfig = field(default_factory=Unquantized)

@@ -84,8 +84,14 @@ def cache_scales(model: DecoderForCausalLM) -> dict[str, CacheScales]:
 
 
 def _elsewhere(model: DecoderForCausalLM) -> tuple[str, ...]:
-    """Prefixes of tensors that another pipeline stage loads."""
-    return tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, MissingLayer))
+    """Prefixes of tensors that other ranks load alone."""
+    prefixes: list[str] = []
+    for path, module in model.named_modules():
+        if isinstance(module, MissingLayer):
+            prefixes.append(f"{path}.")
+        elif isinstance(module, ParameterLayer):
+            prefixes += (f"{checkpoint_module(path, relative)}." for relative in module.elsewhere())
+    return tuple(prefixes)
 
 
 def load_weights(

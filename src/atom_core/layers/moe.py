@@ -1,6 +1,7 @@
 """A mixture of experts behind its norm, in place of a feed-forward network.
 
-Each rank of a tensor-parallel group holds some of every expert's middle, and the sums of all ranks are added up.
+Each rank of a tensor-parallel group holds some of every expert's middle, or, with expert parallelism, some of the
+experts. All see all tokens, and their sums are added up.
 """
 
 from __future__ import annotations
@@ -43,14 +44,21 @@ class Experts(ParameterLayer):
         if runtime.quant.linear([f"{name}.{part}" for part in ("0.gate_proj", "0.up_proj", "0.down_proj")]) is not None:
             raise ValueError(f"The experts of {name} are quantised, which mixtures of experts do not support yet.")
         group, routing = runtime.tensor_parallel, config.routing
-        self.size = config.intermediate_size
-        self.mine = share(self.size, group.rank, group.world_size, "moe_intermediate_size")
-        self.hidden_size, self.count = hidden_size, routing.num_experts
-        self.gate_up_proj = empty_parameter(runtime, self.count, 2 * len(self.mine), hidden_size)
-        self.down_proj = empty_parameter(runtime, self.count, hidden_size, len(self.mine))
+        self.hidden_size, self.size, self.total = hidden_size, config.intermediate_size, routing.num_experts
+        #: This rank's experts, and what it has of the middle of each.
+        self.held, self.mine = range(self.total), range(self.size)
+        if runtime.expert_parallel:
+            self.held = share(self.total, group.rank, group.world_size, "num_experts")
+        else:
+            self.mine = share(self.size, group.rank, group.world_size, "moe_intermediate_size")
+        count, size = len(self.held), len(self.mine)
+        self.gate_up_proj = empty_parameter(runtime, count, 2 * size, hidden_size)
+        self.down_proj = empty_parameter(runtime, count, hidden_size, size)
         self.kernel = runtime.kernels.select(
             EXPERTS,
-            ExpertsSpec(0, self.count, hidden_size, len(self.mine), routing.top_k, activation, False, runtime.dtype),
+            ExpertsSpec(
+                self.held.start, count, hidden_size, size, routing.top_k, activation, bias=False, dtype=runtime.dtype
+            ),
         )
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
@@ -61,13 +69,17 @@ class Experts(ParameterLayer):
         """Three matrices an expert."""
         first, count = self.mine.start, len(self.mine)
         wide, narrow = (self.size, self.hidden_size), (self.hidden_size, self.size)
-        for expert in range(self.count):
+        for index, expert in enumerate(self.held):
             module = f"../experts.{expert}"
-            gate_up, down = self.gate_up_proj[expert], self.down_proj[expert]
+            gate_up, down = self.gate_up_proj[index], self.down_proj[index]
             for part, target in (("gate_proj", 0), ("up_proj", count)):
                 placement = Placement(gate_up, wide, 0, first, target, count, held_by="gate_up_proj")
                 yield f"{module}.{part}", "weight", placement
             yield f"{module}.down_proj", "weight", Placement(down, narrow, 1, first, 0, count, held_by="down_proj")
+
+    def elsewhere(self) -> Iterator[str]:
+        """Other ranks' experts."""
+        return (f"../experts.{expert}" for expert in range(self.total) if expert not in self.held)
 
 
 class MoE(nn.Module):

@@ -71,6 +71,10 @@ class ParameterLayer(nn.Module):
         for name, parameter in self.named_parameters(recurse=False):
             yield "", name, Placement(parameter, tuple(parameter.shape))
 
+    def elsewhere(self) -> Iterator[str]:
+        """Checkpoint modules, as in :meth:`placements`, whose tensors are other ranks' alone."""
+        yield from ()
+
     def finalize_weights(self) -> None:
         """Called once after loading: bring weights into the form that the kernel reads."""
 

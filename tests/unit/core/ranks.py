@@ -94,12 +94,14 @@ def run(
     return model(ids, torch.arange(len(tokens)), step, carried=carried)
 
 
-def tensor_parallel_logits(runner: Runner, directory: Path, tokens: list[int], world_size: int) -> list[torch.Tensor]:
-    """The logits that each of ``world_size`` ranks ends up with."""
+def tensor_parallel_logits(
+    runner: Runner, directory: Path, tokens: list[int], world_size: int, **runtime: Any
+) -> list[torch.Tensor]:
+    """The logits that each of ``world_size`` ranks ends up with; ``runtime``: other fields of theirs."""
 
     @torch.inference_mode()
     def work(group: Communicator) -> torch.Tensor:
-        model = build(runner, directory, tensor_parallel=group)
+        model = build(runner, directory, tensor_parallel=group, **runtime)
         hidden = run(runner, model, tokens, model.model.layers[0].self_attn.qkv_proj.num_kv_heads)
         return model.logits(hidden)
 

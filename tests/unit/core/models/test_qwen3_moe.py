@@ -23,7 +23,7 @@ from tests.unit.core.hugging_face import (
     make_model,
     random_tokens,
 )
-from tests.unit.core.ranks import tensor_parallel_logits
+from tests.unit.core.ranks import build, on_ranks, tensor_parallel_logits
 
 NAME = "Qwen3MoeForCausalLM"
 FAMILY = Family(
@@ -79,12 +79,31 @@ def test_bfloat16_is_as_near_to_the_truth_as_hugging_face(tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_that_share_every_expert_answer_as_one(tmp_path, world_size):
-    make_model(tmp_path, make_config(FAMILY, num_key_value_heads=4))
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["every expert", "the experts"])
+def test_ranks_that_share_them_answer_as_one(tmp_path, world_size, expert_parallel):
+    make_model(tmp_path, make_config(FAMILY, num_key_value_heads=4, num_experts=8))
     runner = Runner(tmp_path)
     expected = runner.logits(TOKENS)
-    for found in tensor_parallel_logits(runner, tmp_path, TOKENS, world_size):
-        assert distance(found, expected) <= LOGITS_TOLERANCE
+    found = tensor_parallel_logits(runner, tmp_path, TOKENS, world_size, expert_parallel=expert_parallel)
+    assert all(distance(it, expected) <= LOGITS_TOLERANCE for it in found)
+
+
+def test_a_rank_holds_its_experts_alone(tmp_path):
+    make_model(tmp_path, make_config(FAMILY, num_key_value_heads=4))
+    runner = Runner(tmp_path)
+
+    def work(group):
+        experts = build(runner, tmp_path, tensor_parallel=group, expert_parallel=True).model.layers[0].mlp.experts
+        return experts.held, experts.gate_up_proj.shape, experts.down_proj.shape
+
+    assert on_ranks(2, work) == [(held, (3, 80, 96), (3, 96, 40)) for held in (range(3), range(3, 6))]
+
+
+def test_experts_that_do_not_divide_among_ranks_are_refused(tmp_path):
+    make_model(tmp_path, make_config(FAMILY, num_key_value_heads=4))
+    runner = Runner(tmp_path)
+    with pytest.raises(ValueError, match="tensor parallel size 4 does not divide num_experts=6"):
+        tensor_parallel_logits(runner, tmp_path, TOKENS, 4, expert_parallel=True)
 
 
 def test_experts_that_ranks_cannot_share_are_refused(tmp_path):
