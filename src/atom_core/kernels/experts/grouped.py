@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.gated_activation.triton_kernel import activated
+from atom_core.kernels.linear.parts import weight_rows
 
 #: Pairs that one program sorts, and blocks whose experts one program looks up at a time.
 _PAIRS, _BLOCKS = 256, 64
@@ -106,16 +107,11 @@ def _multiply(
     slot = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     pair = tl.load(slots + slot).to(tl.int64)
     used = pair >= 0
-    lane = tl.arange(0, BLOCK_N)
-    if GATED:
-        # Rows of gate and up in turns, so that one program has both of each.
-        row = tl.minimum(tl.program_id(0) * (BLOCK_N // 2) + lane // 2, N // 2 - 1) + lane % 2 * (N // 2)
-    else:
-        row = tl.minimum(tl.program_id(0) * BLOCK_N + lane, N - 1)
+    row = weight_rows(N, BLOCK_N, GATED)
     column = tl.arange(0, BLOCK_K)
     x_row = pair // TOP_K if GATED else slot
     x_at = x + x_row[:, None] * stride_x + column[None, :]
-    at = weight + expert * N * K + row.to(tl.int64)[None, :] * K + column[:, None]
+    at = weight + expert * N * K + row[None, :] * K + column[:, None]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         known = begin + column < K
@@ -136,7 +132,7 @@ def _multiply(
     else:
         total *= tl.load(weights + pair, mask=used, other=0.0)[:, None]
         width = N
-        to = tl.program_id(0) * BLOCK_N + lane
+        to = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         out_row = pair
     tl.store(
         out + out_row[:, None] * width + to[None, :],

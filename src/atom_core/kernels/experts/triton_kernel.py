@@ -16,7 +16,7 @@ import triton.language as tl
 from atom_core.config import Activation
 from atom_core.kernels.experts.grouped import Held, many_tokens
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
-from atom_core.kernels.linear.parts import finish, weight_rows
+from atom_core.kernels.linear.parts import finish, products, weight_rows
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 
@@ -72,18 +72,12 @@ def _gate_up(
             known = begin + column < K
         ahead = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
         wide_ahead = tl.load(x + begin + column, mask=known, other=0.0).to(tl.float32)
-        sums += _products(tile, wide, BLOCK_N, BLOCK_K)
+        sums += products(tile, wide, BLOCK_N, BLOCK_K)
         tile = ahead
         wide = wide_ahead
-    total = tl.sum(sums + _products(tile, wide, BLOCK_N, BLOCK_K), 1)
+    total = tl.sum(sums + products(tile, wide, BLOCK_N, BLOCK_K), 1)
     middle += pair.to(tl.int64) * (N // 2)
     finish(total[None, :], None, None, bias, None, middle, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
-
-
-@triton.jit
-def _products(tile, wide, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """As in :mod:`atom_core.kernels.linear.one_row`."""
-    return tl.sum(tl.reshape(tile.to(tl.float32) * wide[None, :], (BLOCK_N, BLOCK_K // 8, 8)), 2)
 
 
 @triton.jit
@@ -124,7 +118,7 @@ def _down(
                 known = tl.full([BLOCK_K], True, tl.int1) if EVEN else begin + column < K
                 tile = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
                 wide = tl.load(here + begin + column, mask=known, other=0.0).to(tl.float32)
-                sums += _products(tile, wide, BLOCK_N, BLOCK_K)
+                sums += products(tile, wide, BLOCK_N, BLOCK_K)
             answer = tl.sum(sums, 1)
             if bias is not None:
                 answer += tl.load(bias + expert.to(tl.int64) * N + row).to(tl.float32)

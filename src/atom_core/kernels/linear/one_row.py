@@ -9,13 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from atom_core.kernels.linear.parts import finish, weight_rows
-
-
-@triton.jit
-def _products(tile, wide, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``tile * wide``, summed up as far as one thread has the numbers: few registers, no exchange."""
-    return tl.sum(tl.reshape(tile.to(tl.float32) * wide[None, :], (BLOCK_N, BLOCK_K // 8, 8)), 2)
+from atom_core.kernels.linear.parts import finish, products, weight_rows
 
 
 @triton.jit
@@ -67,7 +61,7 @@ def one_row(
             squares += wide * wide
             wide *= factors.to(tl.float32)
             factors = tl.load(norm + begin + column, mask=known, other=0.0)
-        sums += _products(tile, wide, BLOCK_N, BLOCK_K)
+        sums += products(tile, wide, BLOCK_N, BLOCK_K)
         tile = ahead
         wide = wide_ahead
     if OVERLAP and not EARLY:
@@ -75,7 +69,7 @@ def one_row(
     if norm is not None:
         squares += wide * wide
         wide *= factors.to(tl.float32)
-    total = tl.sum(sums + _products(tile, wide, BLOCK_N, BLOCK_K), 1)
+    total = tl.sum(sums + products(tile, wide, BLOCK_N, BLOCK_K), 1)
     if norm is not None:
         total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
     finish(total[None, :], None, scales, bias, residual, y, row, tl.arange(0, 1), M, N, 1, BLOCK_N, ACTIVATION)
@@ -132,7 +126,7 @@ def one_row_ring(
         if norm is not None:
             squares += wide * wide
             wide *= tl.load(norm + begin + column, mask=known, other=0.0).to(tl.float32)
-        sums += _products(tile, wide, BLOCK_N, BLOCK_K)
+        sums += products(tile, wide, BLOCK_N, BLOCK_K)
     if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.sum(sums, 1)

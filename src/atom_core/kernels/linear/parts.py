@@ -59,3 +59,9 @@ def finish(
     if residual is not None:
         total += tl.load(residual + at, mask=used, other=0.0).to(tl.float32)
     tl.store(y + at, total.to(y.dtype.element_ty), mask=used)
+
+
+@triton.jit
+def products(tile, wide, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``tile * wide``, summed up as far as one thread has the numbers: few registers, no exchange."""
+    return tl.sum(tl.reshape(tile.to(tl.float32) * wide[None, :], (BLOCK_N, BLOCK_K // 8, 8)), 2)
