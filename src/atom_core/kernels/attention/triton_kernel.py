@@ -179,7 +179,6 @@ def _attention(
         begin += split * share * BLOCK_N
         end = tl.minimum(begin + share * BLOCK_N, end)
 
-    # Exponents are to the base of 2, which the hardware has.
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:  # noqa: SIM102 - decided when compiling, unlike the next

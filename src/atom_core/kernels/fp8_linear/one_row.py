@@ -45,7 +45,7 @@ def _as_multiplied(
     words,
     norm_words,
     factor,
-    scale,
+    inverse,
     NORM: tl.constexpr,
     LIMIT: tl.constexpr,
     UNIT: tl.constexpr,
@@ -59,8 +59,8 @@ def _as_multiplied(
         # rounded between norm and scale, as the model defines them
         low = (low * factor * norm_low).to(dtype).to(tl.float32)
         high = (high * factor * norm_high).to(dtype).to(tl.float32)
-    low = _sixty_fourth(narrowed(low, scale, LIMIT, UNIT, fp8))
-    high = _sixty_fourth(narrowed(high, scale, LIMIT, UNIT, fp8))
+    low = _sixty_fourth(narrowed(low, inverse, LIMIT, UNIT, fp8))
+    high = _sixty_fourth(narrowed(high, inverse, LIMIT, UNIT, fp8))
     return low | (high << 16)
 
 
@@ -199,6 +199,7 @@ def _one_row(
     else:
         numbers = 0.0
     scale = scale_of(numbers, given, LIMIT, SMALLEST)
+    inverse = tl.div_rn(1.0, scale * UNIT)
     sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
     for begin in tl.range(BLOCK_K, K, BLOCK_K):
         if not EVEN:
@@ -206,7 +207,7 @@ def _one_row(
             known_two = begin // 2 + two < K // 2
         ahead = tl.load(at + begin // 4, mask=known[None, :], other=0, eviction_policy="evict_first")
         words_ahead = tl.load(x_at + begin // 2, mask=known_two, other=0)
-        pairs = _as_multiplied(words, norm_words, factor, scale, NORM, LIMIT, UNIT, dtype, fp8)
+        pairs = _as_multiplied(words, norm_words, factor, inverse, NORM, LIMIT, UNIT, dtype, fp8)
         if NORM:
             norm_words = tl.load(norm_at + begin // 2, mask=known_two, other=0)
         sums += _products(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8)
@@ -214,7 +215,7 @@ def _one_row(
         words = words_ahead
     if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    pairs = _as_multiplied(words, norm_words, factor, scale, NORM, LIMIT, UNIT, dtype, fp8)
+    pairs = _as_multiplied(words, norm_words, factor, inverse, NORM, LIMIT, UNIT, dtype, fp8)
     total = tl.sum(sums + _products(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8), 1) * (scale * (64.0 * UNIT * UNIT))
     finish(total[None, :], None, scales, bias, residual, y, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
 

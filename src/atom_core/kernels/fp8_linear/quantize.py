@@ -33,10 +33,13 @@ def scale_of(numbers, given, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
 
 
 @triton.jit
-def narrowed(numbers, scale, LIMIT: tl.constexpr, UNIT: tl.constexpr, dtype: tl.constexpr):
-    """``numbers / scale`` in a form of e4m3, cut to what that holds. ``UNIT``: see :func:`unit_of`."""
+def narrowed(numbers, inverse, LIMIT: tl.constexpr, UNIT: tl.constexpr, dtype: tl.constexpr):
+    """``numbers * inverse`` in a form of e4m3, cut to what that holds.
+
+    ``UNIT``: see :func:`unit_of`; ``inverse``: what 1 is of so many times the scale.
+    """
     limit: tl.constexpr = LIMIT / UNIT
-    numbers *= tl.div_rn(1.0, scale * UNIT)
+    numbers *= inverse
     # Comparisons let NaN through, which min and max may not.
     return tl.where(numbers > limit, limit, tl.where(numbers < -limit, -limit, numbers)).to(dtype)
 
@@ -72,8 +75,9 @@ def _quantize(
         numbers = (numbers * norm_factor(numbers, K, eps) * factors).to(x.dtype.element_ty).to(tl.float32)
     scale = scale_of(numbers, given, LIMIT, SMALLEST)
     tl.store(scales + row, scale * (UNIT * UNIT))
+    inverse = tl.div_rn(1.0, scale * UNIT)
     tl.store(
-        quantized + row * K + column, narrowed(numbers, scale, LIMIT, UNIT, quantized.dtype.element_ty), mask=known
+        quantized + row * K + column, narrowed(numbers, inverse, LIMIT, UNIT, quantized.dtype.element_ty), mask=known
     )
 
 
