@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from atom_core.config import RoutingConfig
@@ -31,6 +32,7 @@ from atom_core.kernels.fp8_linear import triton_kernel as fp8_kernel
 from atom_core.kernels.fp8_linear.scaled_mm import dtype_of
 from atom_core.kernels.gated_activation import triton_kernel as activation_kernel
 from atom_core.kernels.linear import triton_kernel as linear_kernel
+from atom_core.kernels.linear.tiles import tile_for
 from atom_core.kernels.moe_routing import triton_kernel as routing_kernel
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear import triton_kernel as normed_kernel
@@ -176,8 +178,11 @@ def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> None:
     options = {name: value for name, value in launched.constants.items() if name not in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
     constants |= {name: None for name, value in positional.items() if value is None}
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    order = {name: signature[name] for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     compiled = triton.compile(
-        ASTSource(kernel, signature, constants, specialized(kernel, positional)), target=gpu.target, options=options
+        source(kernel, order, places, specialized(kernel, positional)), target=gpu.target, options=options
     )
     assert compiled.metadata.shared <= gpu.shared_memory
 
@@ -297,7 +302,7 @@ def test_linear_compiles(monkeypatch, way, product, gpu):
     monkeypatch.setattr(normed_kernel, "rms_norm", lambda x, *_, **__: (x, None))
     x, weight, residual = zeros(rows, in_features), zeros(out_features, in_features), zeros(rows, out_features)
     linear = linear_kernel.TritonLinear(gpu.nvidia, gpu.nvidia)
-    normed = normed_kernel.TritonNormedLinear("silu", False, gpu.nvidia, gpu.nvidia)
+    normed = normed_kernel.TritonNormedLinear("silu", gpu.nvidia, gpu.nvidia)
     launches = {
         "plain": lambda: linear(x, weight, None),
         "adding": lambda: linear.add(x, weight, None, residual),
@@ -305,6 +310,28 @@ def test_linear_compiles(monkeypatch, way, product, gpu):
     }
     with pytest.raises(Launched) as launched:
         launches[way]()
+    compile_launch(kernels[recorders.asked], launched.value, gpu)
+
+
+@pytest.mark.parametrize("rows", [2, 16, 32, 64])
+@pytest.mark.parametrize("size", [(6144, 4096), (24576, 4096), (4096, 12288), (1024, 256)], ids=str)
+@pytest.mark.parametrize("way", ["plain", "activated", "FP8 and a residual"])
+def test_products_for_hopper_compile(monkeypatch, way, size, rows):
+    gpu, kernels, recorders = GPUS[-1], linear_kernel._KERNELS, Recorders()
+    fp8 = way == "FP8 and a residual"
+    tile = tile_for(rows, *size, 1 if fp8 else 2, nvidia=True, hopper=True)
+    if tile is None:
+        assert rows > 32
+        return
+    assert tile.kernel == "hopper" or rows > 32
+    monkeypatch.setattr(linear_kernel, "_KERNELS", recorders)
+    x, weight = zeros(rows, size[1]), zeros(*size)
+    others: dict[str, Any] = {"activation": "gelu_tanh"} if way == "activated" else {}
+    if fp8:
+        x, weight = (matrix.to(torch.float8_e4m3fn) for matrix in (x, weight))
+        others = {"scales": torch.ones(size[0]), "input_scales": torch.ones(rows), "residual": zeros(rows, size[0])}
+    with pytest.raises(Launched) as launched:
+        linear_kernel.product(x, weight, None, tile=tile, overlap=True, dtype=torch.bfloat16, **others)
     compile_launch(kernels[recorders.asked], launched.value, gpu)
 
 

@@ -12,7 +12,7 @@ from atom_core.kernels.fp8_linear.reference import E4M3, quantize_input
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, ScaledMm, dtype_of
 from atom_core.kernels.fp8_linear.triton_kernel import TritonFp8Linear
 from atom_core.kernels.gated_activation.reference import gated_activation
-from atom_core.kernels.linear.tiles import MAX_FP8_ROWS
+from atom_core.kernels.linear.tiles import MAX_ROWS
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
 from atom_core.kernels.rms_norm.reference import rms_norm
@@ -67,7 +67,7 @@ def assert_close(found, wanted, tolerance):
 @every_scale
 @every_dtype
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES + EDGES)
-@pytest.mark.parametrize("rows", [0, 1, 3, 8, 16, 17, 33, MAX_FP8_ROWS, MAX_FP8_ROWS + 1, 515])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 16, 17, 33, MAX_ROWS, MAX_ROWS + 1, 515])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_product(with_bias, rows, out_features, in_features, dtype, static, name):
     x, weight, weight_scale, input_scale, bias = operands(rows, out_features, in_features, dtype, static)
@@ -82,7 +82,7 @@ def test_the_product(with_bias, rows, out_features, in_features, dtype, static, 
 @every_scale
 @every_dtype
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES + EDGES)
-@pytest.mark.parametrize("rows", [1, 3, MAX_FP8_ROWS])
+@pytest.mark.parametrize("rows", [1, 3, MAX_ROWS])
 def test_norm_activation_and_residual_around_it(rows, out_features, in_features, dtype, static):
     x, weight, weight_scale, input_scale, bias = operands(rows, out_features, in_features, dtype, static)
     kernel = TritonFp8Linear(TARGET, OVERLAP)
@@ -90,7 +90,7 @@ def test_norm_activation_and_residual_around_it(rows, out_features, in_features,
     norm = torch.rand(in_features, device=GPU).to(dtype)
     normed = rms_norm(x, norm, 1e-6, None)[0]
     wanted = gated_activation(expected(normed, weight, weight_scale, input_scale, bias).to(dtype), "silu")
-    fused = TritonNormedLinear("silu", fp8=True, nvidia=TARGET.kind == "cuda", overlap=OVERLAP)
+    fused = TritonNormedLinear("silu", nvidia=TARGET.kind == "cuda", overlap=OVERLAP)
     layer = Operands(kernel.stored(weight), bias, weight_scale, input_scale)
     assert_close(fused(x, norm, 1e-6, layer), wanted.double(), 2 * FEWER_BITS)
     residual = torch.randn(rows, out_features, device=GPU).to(dtype)

@@ -51,7 +51,13 @@ def test_routing_is_the_reference(spec, tokens, dtype):
     wanted_weights, wanted = route(logits, correction, spec)
     found = torch.zeros(tokens, spec.num_experts, device=GPU).scatter_(1, experts.long(), weights)
     expected = torch.zeros_like(found).scatter_(1, wanted.long(), wanted_weights)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    # Where a sum with the correction is as large as another but for rounding, either expert is right.
+    clear = torch.ones(tokens, dtype=torch.bool, device=GPU)
+    for _ in range(8):
+        nearly = logits.float() * (1 + 1e-5 * torch.randn_like(logits, dtype=torch.float32))
+        clear &= (route(nearly, correction, spec)[1].sort(-1)[0] == wanted.sort(-1)[0]).all(-1)
+    assert clear.sum() >= 0.95 * tokens
+    torch.testing.assert_close(found[clear], expected[clear], rtol=1e-5, atol=1e-7)
 
 
 def test_rows_of_nan_choose_as_many_experts_as_others():

@@ -6,12 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from atom_core.kernels.embedding.reference import embedding as embedding_reference
 from atom_core.kernels.embedding.triton_kernel import embedding
 from atom_core.kernels.gated_activation.reference import gated_activation as gated_activation_reference
 from atom_core.kernels.gated_activation.triton_kernel import gated_activation as launch_gated_activation
-from atom_core.kernels.linear.tiles import MAX_ROWS
+from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
 from atom_core.kernels.linear.triton_kernel import TritonLinear
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
@@ -32,8 +33,8 @@ def numbers(*shape, dtype, scale=1.0):
     return (torch.randn(*shape, device=GPU) * scale).to(dtype)
 
 
-def assert_close(found, expected):
-    tolerance = TOLERANCE[found.dtype]
+def assert_close(found, expected, ulps=1):
+    tolerance = ulps * TOLERANCE[found.dtype]
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -82,7 +83,7 @@ ODD_SHAPES = [(100, 80), (513, 1000), (31, 4104)]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES + ODD_SHAPES)
-@pytest.mark.parametrize("rows", [0, 1, 2, 8, MAX_ROWS, MAX_ROWS + 1])
+@pytest.mark.parametrize("rows", [0, 1, 2, 8, 16, 17, 33, MAX_ROWS, MAX_ROWS + 1])
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear(rows, out_features, in_features, bias, dtype):
     x = numbers(rows, in_features + 8, dtype=dtype)[:, :in_features]
@@ -91,11 +92,14 @@ def test_linear(rows, out_features, in_features, bias, dtype):
     found = TritonLinear(torch.version.hip is None, OVERLAP)(x, weight, offset)
     expected = x.double() @ weight.double().T + (0 if offset is None else offset.double())
     assert found.shape == (rows, out_features)
-    assert_close(found, expected)
+    if rows and (rows > MAX_ROWS or chosen_tile(x, weight, torch.version.hip is None) is None):
+        assert torch.equal(found, F.linear(x, weight, offset))
+    else:
+        assert_close(found, expected)
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [*SHAPES, (100, 80), (514, 1000)])
-@pytest.mark.parametrize("rows", [1, 2, MAX_ROWS])
+@pytest.mark.parametrize("rows", [1, 2, 16, 33, MAX_ROWS])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_normed_linear_and_a_residual_behind_it(activation, rows, out_features, in_features):
     x, norm = numbers(rows, in_features, dtype=torch.bfloat16), numbers(in_features, dtype=torch.bfloat16)
@@ -103,14 +107,18 @@ def test_normed_linear_and_a_residual_behind_it(activation, rows, out_features, 
     back = numbers(in_features, out_features if activation is None else out_features // 2, dtype=torch.bfloat16)
     back *= back.shape[1] ** -0.5
     nvidia = torch.version.hip is None
-    normed, linear = TritonNormedLinear(activation, False, nvidia, OVERLAP), TritonLinear(nvidia, OVERLAP)
+    normed, linear = TritonNormedLinear(activation, nvidia, OVERLAP), TritonLinear(nvidia, OVERLAP)
     wide = x.double()
     wide = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.double()
+    if rows > 1:
+        # A kernel of its own norms it, and rounds.
+        wide = wide.to(x.dtype).double()
     expected = wide @ weight.double().T
     if activation is not None:
-        expected = gated_activation_reference(expected, activation)
+        expected = gated_activation_reference(expected.to(x.dtype).double(), activation)
     y = normed(x, norm, 1e-6, Operands(weight, None))
-    assert_close(y, expected)
+    # Gate and up are rounded, each to a neighbour perhaps, before they are multiplied.
+    assert_close(y, expected, ulps=1 if activation is None else 2)
     residual = x.clone()
     assert linear.add(y, back, None, residual) is residual
     assert_close(residual, x.double() + y.double() @ back.double().T)

@@ -50,7 +50,12 @@ class Candidate:
 
 
 def candidates(
-    num_rows: int, out_features: int, in_features: int, shared_memory: int = _SHARED_MEMORY, itemsize: int = 2
+    num_rows: int,
+    out_features: int,
+    in_features: int,
+    shared_memory: int = _SHARED_MEMORY,
+    itemsize: int = 2,
+    hopper: bool = False,
 ) -> list[Candidate]:
     """Tiles worth a try for a product.
 
@@ -59,6 +64,7 @@ def candidates(
         out_features, in_features: the weight's.
         shared_memory: bytes that one program may have.
         itemsize: bytes of one number of the weight.
+        hopper: whether the kernel for that architecture can be used.
     """
     found: list[Candidate] = []
     whole = 1 << max(in_features - 1, 1).bit_length()
@@ -76,6 +82,12 @@ def candidates(
         taken = stages * columns * (rows * itemsize + 16 * 2)
         if 4096 <= rows * columns <= 32768 and columns <= whole and taken <= shared_memory:
             found += [Candidate("rows", rows, columns, warps, stages, early) for early in (False, True)]
+    if hopper and num_rows > 1:
+        inputs = max(8, 1 << (num_rows - 1).bit_length())
+        for rows, columns, stages in product((64, 128), (64, 128, 256), (4, 5, 6, 7, 8, 10, 12)):
+            taken = stages * columns * (rows + inputs) * itemsize
+            if in_features % columns == 0 and stages * columns <= in_features and taken <= shared_memory:
+                found += [Candidate("hopper", rows, columns, 4, stages, early) for early in (False, True)]
     return found
 
 
@@ -108,6 +120,9 @@ def tune_linear(models: Sequence[str], dtype: torch.dtype, output: Path | None, 
     for out_features, in_features in sizes:
         for rows in PRODUCT_ROWS:
             entry = _tune_one(rows, out_features, in_features, dtype, device)
+            if entry is None:
+                say(f"{rows:>3} rows, {out_features} x {in_features}: torch's")
+                continue
             entries[_key(entry)] = entry
             say(line(entry))
             # After each, so that an interrupted run has not been for nothing.
@@ -147,7 +162,10 @@ def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
 @torch.inference_mode()
 def _tune_one(
     rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
+    default = default_tile(rows, out_features, in_features, dtype.itemsize, device)
+    if default is None:
+        return None
     properties = torch.cuda.get_device_properties(device)
     shared_memory = int(getattr(properties, "shared_memory_per_block_optin", _SHARED_MEMORY))
     weight_bytes = out_features * in_features * dtype.itemsize
@@ -158,7 +176,6 @@ def _tune_one(
         for _ in range(copies)
     ]
     expected = F.linear(x, weights[0]).float()
-    default = default_tile(rows, out_features, in_features, dtype.itemsize, device)
 
     def seconds(tile: Candidate, repetitions: int, sample_seconds: float) -> float | None:
         try:
@@ -179,7 +196,8 @@ def _tune_one(
         graph = capture(all_calls)
         return measure(graph.replay, repetitions, sample_seconds, warm_seconds=0.02).median / calls
 
-    tried = dict.fromkeys([default, *candidates(rows, out_features, in_features, shared_memory, dtype.itemsize)])
+    worth = candidates(rows, out_features, in_features, shared_memory, dtype.itemsize, _on_hopper(device))
+    tried = dict.fromkeys([default, *worth])
     roughly = {tile: time for tile in tried if (time := seconds(tile, 3, 0.002)) is not None}
     final = dict.fromkeys([default, *sorted(roughly, key=lambda tile: roughly[tile])[:_FINAL]])
     carefully = {tile: time for tile in final if (time := seconds(tile, 15, 0.01)) is not None}
@@ -196,12 +214,21 @@ def _tune_one(
     }
 
 
-def default_tile(rows: int, out_features: int, in_features: int, itemsize: int, device: torch.device) -> Candidate:
-    """The kernel's own choice where nothing is tuned."""
+def default_tile(
+    rows: int, out_features: int, in_features: int, itemsize: int, device: torch.device
+) -> Candidate | None:
+    """The kernel's own choice where nothing is tuned; None: the product is torch's."""
     from atom_core.kernels.linear.tiles import tile_for  # needs triton, which a CPU may lack
 
     nvidia = Target.of(device).kind == "cuda"
-    return Candidate(**asdict(tile_for(rows, out_features, in_features, itemsize, nvidia)))
+    tile = tile_for(rows, out_features, in_features, itemsize, nvidia, _on_hopper(device))
+    return None if tile is None else Candidate(**asdict(tile))
+
+
+def _on_hopper(device: torch.device) -> bool:
+    from atom_core.kernels.linear.tiles import on_hopper  # needs triton, which a CPU may lack
+
+    return on_hopper(device)
 
 
 def run_with_tile(x: torch.Tensor, weight: torch.Tensor, tile: Candidate) -> torch.Tensor:

@@ -226,7 +226,7 @@ def tile_for(out_features: int, in_features: int) -> Tile:
         return Tile("row", 32, 512, 8)
     if out_features > in_features:
         return Tile("row", 32, 512, 8, early=True)
-    return Tile("row", 8, 1024, 8)
+    return Tile("row", 8, 1024, 8, early=in_features > 4096)
 
 
 def multiply_row(

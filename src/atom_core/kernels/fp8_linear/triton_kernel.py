@@ -13,7 +13,7 @@ from atom_core.config import Activation
 from atom_core.kernels.fp8_linear.one_row import MAX_INPUTS, multiply_row, tile_for
 from atom_core.kernels.fp8_linear.quantize import quantize
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtype_of, multiply
-from atom_core.kernels.linear.tiles import MAX_FP8_ROWS, chosen_tile
+from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
 from atom_core.kernels.linear.triton_kernel import Norm, product
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
@@ -27,7 +27,7 @@ class TritonFp8Linear:
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
 
-    max_rows = MAX_FP8_ROWS
+    max_rows = MAX_ROWS
 
     def __init__(self, target: Target, overlap: bool) -> None:
         self.nvidia, self.overlap = target.kind == "cuda", overlap
@@ -92,7 +92,7 @@ def fp8_linear(
     overlap: bool,
 ) -> torch.Tensor:
     """``x (weight_scale * weight)^T + b``; the weight is in the device's form of e4m3, the scale that of e4m3fn."""
-    if 0 < x.shape[0] <= MAX_FP8_ROWS:
+    if 0 < x.shape[0] <= MAX_ROWS:
         return multiply_few(x, weight, weight_scale, input_scale, bias, nvidia=nvidia, overlap=overlap)
     quantized, scales = quantize(x, input_scale, weight.dtype, overlap)
     return multiply(quantized, scales, weight, weight_scale, bias, x.dtype)
@@ -111,7 +111,7 @@ def multiply_few(
     activation: Activation | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``act(norm(x) (weight_scale W)^T + b) + residual``, of 1 to :data:`MAX_FP8_ROWS` rows.
+    """``act(norm(x) (weight_scale W)^T + b) + residual``, of 1 to :data:`MAX_ROWS` rows.
 
     As :func:`atom_core.kernels.fp8_linear.one_row.multiply_row`; several rows are quantised in a launch of their own.
     """
@@ -130,11 +130,13 @@ def multiply_few(
             residual=residual,
         )
     quantized, scales = quantize(x, input_scale, weight.dtype, overlap, norm)
+    tile = chosen_tile(quantized, weight, nvidia)
+    assert tile is not None, "every product of few rows in FP8 is ours"
     return product(
         quantized,
         weight,
         bias,
-        tile=chosen_tile(quantized, weight, nvidia),
+        tile=tile,
         overlap=overlap,
         scales=weight_scale,
         input_scales=scales,

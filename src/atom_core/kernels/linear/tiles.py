@@ -12,11 +12,24 @@ import triton
 
 from atom_core.kernels import tuned
 
-#: Rows up to which our kernels multiply, more are torch's; and those where weight and input are FP8.
-MAX_ROWS, MAX_FP8_ROWS = 16, 64
+#: Rows up to which our kernels multiply; more are torch's.
+MAX_ROWS = 64
+#: Those of 16-bit weights on GPUs other than Hopper's.
+_MAX_WIDE_ROWS = 16
 
-#: One row with tiles of the weight in registers or in shared memory, and several rows.
-Kernel = Literal["row", "ring", "rows"]
+#: One row with tiles of the weight in registers or in shared memory; several rows, anywhere and on Hopper.
+Kernel = Literal["row", "ring", "rows", "hopper"]
+
+#: Versions of Triton whose Gluon, an experiment there, the kernel for Hopper is known to compile with.
+_GLUON = ((3, 6), (3, 9))
+
+
+def why_no_gluon() -> str | None:
+    """None where the kernel for Hopper can be compiled, else the reason."""
+    found = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if not _GLUON[0] <= found <= _GLUON[1]:
+        return f"The kernel for Hopper is known to compile with Triton 3.6 to 3.9, not with {triton.__version__}."
+    return "Triton's interpreter runs no Gluon." if triton.knobs.runtime.interpret else None
 
 
 @dataclass(frozen=True)
@@ -37,22 +50,35 @@ class Tile:
     @property
     def norms(self) -> bool:
         """Whether the kernel can norm its input."""
-        return self.kernel != "rows"
+        return self.kernel in ("row", "ring")
 
 
+#: Rows of a weight from which it is taken for a head.
+_HEAD = 65536
+#: What bytes of a row of the weight are a multiple of in the kernel for Hopper.
+_HOPPER_BYTES = 256
 #: Bytes of a weight that is read in about the time that a kernel takes to start and to end.
 _SMALL_BYTES = 16 << 20
 
 
-def tile_for(num_rows: int, out_features: int, in_features: int, itemsize: int, nvidia: bool) -> Tile:
-    """The tile of a product; on an H200 within a few per cent of the best of 60 in a chain of Qwen3 0.6B's and 8B's."""
+def tile_for(
+    num_rows: int, out_features: int, in_features: int, itemsize: int, nvidia: bool, hopper: bool = False
+) -> Tile | None:
+    """The tile of a product; on an H200 within a few per cent of the best of 60 in a chain of Qwen3 0.6B's and 8B's.
+
+    None: torch is as fast or faster.
+    """
+    if num_rows > 1 and hopper and out_features < _HEAD and in_features * itemsize % _HOPPER_BYTES == 0:
+        return _hopper_tile(num_rows, out_features, in_features, itemsize)
     if itemsize == 1:
         if not nvidia:
             return Tile("rows", 32, 256, 4, 2)
         if out_features >= 16384:
             return Tile("rows", 64, 128, 4, 4)
         return Tile("rows", 64, 256, 4, 5 if num_rows <= 16 else 4)
-    if num_rows > 1 or out_features >= 65536:
+    if num_rows > _MAX_WIDE_ROWS:
+        return None
+    if num_rows > 1 or out_features >= _HEAD:
         if not nvidia:
             return Tile("rows", 32, 256, 4, 2)
         if out_features >= 16384:
@@ -73,20 +99,55 @@ def tile_for(num_rows: int, out_features: int, in_features: int, itemsize: int, 
     return Tile("row", 16 if out_features >= 4096 else 8, 1024, 8, early=True)
 
 
-def chosen_tile(x: torch.Tensor, weight: torch.Tensor, nvidia: bool) -> Tile:
-    """The tile for ``x [M, K]`` and ``weight [N, K]``: the one measured to be fastest here, or the default."""
+def _hopper_tile(num_rows: int, out_features: int, in_features: int, itemsize: int) -> Tile | None:
+    """The fewer rows, the more tiles have room."""
+    stages = 10 if num_rows <= 16 else 8 if num_rows <= 32 else 7
+    if itemsize == 1:
+        if out_features < 16384:
+            return Tile("hopper", 64, 256, 4, stages, early=num_rows > 16)
+        return Tile("hopper", 128, 128, 4, 5) if num_rows <= 32 else Tile("rows", 64, 128, 4, 4)
+    if out_features >= 16384:
+        if num_rows <= 16:
+            return Tile("hopper", 64, 128, 4, 12 if num_rows <= 8 else 10)
+        return Tile("hopper", 128, 64, 4, 5) if num_rows <= 32 else None
+    if num_rows > 32 and in_features > 2048 and out_features <= in_features:
+        return None
+    return Tile("hopper", 64, 128, 4, stages, early=True)
+
+
+def chosen_tile(x: torch.Tensor, weight: torch.Tensor, nvidia: bool) -> Tile | None:
+    """The tile for ``x [M, K]`` and ``weight [N, K]``: the one measured to be fastest here, or the default.
+
+    None: the product is torch's.
+    """
+    num_rows, (out_features, in_features) = x.shape[0], weight.shape
+    hopper = on_hopper(x.device) and _aligned(x) and _aligned(weight)
     dtype = str(weight.dtype).removeprefix("torch.")
-    return _chosen_tile(_device_name(x.device), x.shape[0], weight.shape[0], weight.shape[1], dtype, nvidia)
+    return _chosen_tile(_device_name(x.device), num_rows, out_features, in_features, dtype, nvidia, hopper)
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen_tile(device: str, num_rows: int, out_features: int, in_features: int, dtype: str, nvidia: bool) -> Tile:
+def _chosen_tile(
+    device: str, num_rows: int, out_features: int, in_features: int, dtype: str, nvidia: bool, hopper: bool
+) -> Tile | None:
     found = tuned.lookup(Path(__file__).parent, device, num_rows, out_features, in_features, dtype)
-    if found is not None:
+    if found is not None and (hopper or found["kernel"] != "hopper"):
         return Tile(**found)
-    return tile_for(num_rows, out_features, in_features, getattr(torch, dtype).itemsize, nvidia)
+    return tile_for(num_rows, out_features, in_features, getattr(torch, dtype).itemsize, nvidia, hopper)
 
 
 @functools.lru_cache
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@functools.lru_cache
+def on_hopper(device: torch.device) -> bool:
+    """Whether tensor cores are Hopper's, and the kernel written for them can be compiled."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) == (9, 0) and why_no_gluon() is None
+
+
+def _aligned(matrix: torch.Tensor) -> bool:
+    """Whether Triton sees that rows can be copied to shared memory 16 bytes at a time: it asks for multiples of 16."""
+    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 16 == 0

@@ -1,7 +1,7 @@
 """Products of few rows in Triton, where the time is that of reading the weight once.
 
-One row is multiplied number by number (:mod:`.one_row`), 2 to 16 are the right side of a matrix product
-(:mod:`.few_rows`), more are torch's.
+One row is multiplied number by number (:mod:`.one_row`), several are the right side of a matrix product: up to 64 on
+Hopper (:mod:`.few_rows_hopper`), up to 16 elsewhere (:mod:`.few_rows`). More are torch's.
 
 All can end in a gated activation (rows of gate and up are taken in turns) or add to a residual. Where the input is read
 whole anyhow, they can norm it on the way, because the norm's factor may be applied to the sums.
@@ -19,11 +19,15 @@ from atom_core.config import Activation
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.few_rows import FETCHED, LINE, few_rows
 from atom_core.kernels.linear.one_row import one_row, one_row_ring
-from atom_core.kernels.linear.tiles import MAX_FP8_ROWS, MAX_ROWS, Tile, chosen_tile
+from atom_core.kernels.linear.tiles import MAX_ROWS, Tile, chosen_tile, why_no_gluon
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 
 _KERNELS = {"row": one_row, "ring": one_row_ring, "rows": few_rows}
+if why_no_gluon() is None:
+    from atom_core.kernels.linear.few_rows_hopper import LAG, few_rows_hopper
+
+    _KERNELS["hopper"] = few_rows_hopper
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def product(
     """``act(norm(input_scales x) (scales W)^T + b) + residual``, of at most :data:`MAX_ROWS` rows.
 
     Args:
-        x: ``[M, K]`` in bfloat16 or float16; or in FP8, of at most :data:`MAX_FP8_ROWS` rows.
+        x: ``[M, K]`` in bfloat16, float16 or FP8.
         weight: ``[N, K]`` in the same dtype.
         bias: ``[N]``.
         tile: see :func:`chosen_tile`.
@@ -64,7 +68,7 @@ def product(
         dtype: the result's; None: that of ``x``.
     """
     num_rows = x.shape[0]
-    assert 0 < num_rows <= (MAX_ROWS if input_scales is None else MAX_FP8_ROWS)
+    assert 0 < num_rows <= MAX_ROWS
     assert x.dtype == weight.dtype
     assert x.stride(1) == weight.stride(1) == 1
     assert norm is None or tile.norms
@@ -73,11 +77,14 @@ def product(
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(num_rows, outputs, dtype=dtype) if residual is None else residual
     choices: dict[str, object] = {}
+    if tile.kernel == "ring":
+        choices = {"STAGES": tile.stages}
     if tile.kernel == "rows":
-        choices = {"BLOCK_M": max(16, triton.next_power_of_2(num_rows)), "LINE": LINE}
+        choices = {"BLOCK_M": max(16, triton.next_power_of_2(num_rows)), "STAGES": tile.stages, "LINE": LINE}
         choices["FETCH"] = FETCHED if overlap and in_features * weight.itemsize >= FETCHED * LINE else 0
-    if tile.kernel != "row":
-        choices["STAGES"] = tile.stages
+    if tile.kernel == "hopper":
+        choices = {"BLOCK_M": max(8, triton.next_power_of_2(num_rows)), "LAG": LAG}
+        choices["STAGES"] = min(tile.stages, in_features // tile.columns + LAG)
     _KERNELS[tile.kernel][(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2),)](
         x,
         input_scales,
@@ -129,10 +136,10 @@ class TritonLinear:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.linear.AddingLinearKernel`: ours for few rows, torch's for more."""
-        if not 0 < x.shape[0] <= MAX_ROWS:
+        tile = chosen_tile(x, weight, self.nvidia) if 0 < x.shape[0] <= MAX_ROWS else None
+        if tile is None:
             residual.addmm_(x, weight.t())
             return residual if bias is None else residual.add_(bias)
-        tile = chosen_tile(x, weight, self.nvidia)
         return product(x, weight, bias, tile=tile, overlap=self.overlap, residual=residual)
 
 
@@ -147,6 +154,5 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, nvidia: bool, overlap: bool
 ) -> torch.Tensor:
     """``x W^T + b``: ours for few rows, torch's for more."""
-    if not 0 < x.shape[0] <= MAX_ROWS:
-        return F.linear(x, weight, bias)
-    return product(x, weight, bias, tile=chosen_tile(x, weight, nvidia), overlap=overlap)
+    tile = chosen_tile(x, weight, nvidia) if 0 < x.shape[0] <= MAX_ROWS else None
+    return F.linear(x, weight, bias) if tile is None else product(x, weight, bias, tile=tile, overlap=overlap)

@@ -60,8 +60,7 @@ def _triton_supports(spec: NormedLinearSpec, target: Target) -> str | None:
 def _build_triton(spec: NormedLinearSpec, target: Target) -> NormedLinearKernel | None:
     from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear  # needs triton, which a CPU may lack
 
-    fp8 = any(op == "fp8_linear" for op, _ in spec.separate)
-    return TritonNormedLinear(spec.activation, fp8, nvidia=target.kind == "cuda", overlap=overlaps(target))
+    return TritonNormedLinear(spec.activation, nvidia=target.kind == "cuda", overlap=overlaps(target))
 
 
 #: "separate" is no kernel: the layers run each op by itself.

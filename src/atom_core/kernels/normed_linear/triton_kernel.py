@@ -1,12 +1,14 @@
-"""A norm and a product of few rows in Triton: one launch where the product's kernel can norm, else two."""
+"""A norm and a product of few rows in Triton: one launch where the product's kernel can norm, else more."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from atom_core.config import Activation
 from atom_core.kernels.fp8_linear.triton_kernel import multiply_few
-from atom_core.kernels.linear.tiles import MAX_FP8_ROWS, MAX_ROWS, chosen_tile
+from atom_core.kernels.gated_activation.triton_kernel import gated_activation
+from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
 from atom_core.kernels.linear.triton_kernel import Norm, product
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.rms_norm.triton_kernel import rms_norm
@@ -17,14 +19,14 @@ class TritonNormedLinear:
 
     Args:
         activation: behind the product.
-        fp8: whether weight and input are multiplied in FP8.
         nvidia: whether the device is one of NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
 
-    def __init__(self, activation: Activation | None, fp8: bool, nvidia: bool, overlap: bool) -> None:
+    max_rows = MAX_ROWS
+
+    def __init__(self, activation: Activation | None, nvidia: bool, overlap: bool) -> None:
         self.activation, self.nvidia, self.overlap = activation, nvidia, overlap
-        self.max_rows: int = MAX_FP8_ROWS if fp8 else MAX_ROWS
 
     def __call__(self, x: torch.Tensor, norm: torch.Tensor, eps: float, layer: Operands) -> torch.Tensor:
         """See :class:`atom_core.kernels.normed_linear.NormedLinearKernel`."""
@@ -42,8 +44,11 @@ class TritonNormedLinear:
                 activation=self.activation,
             )
         tile = chosen_tile(x, layer.weight, self.nvidia)
-        if not tile.norms:
+        if tile is None or not tile.norms:
             x, given = rms_norm(x, norm, eps, None, overlap=self.overlap)[0], None
+        if tile is None:
+            y = F.linear(x, layer.weight, layer.bias)
+            return y if self.activation is None else gated_activation(y, self.activation, self.overlap)
         return product(
             x, layer.weight, layer.bias, tile=tile, overlap=self.overlap, norm=given, activation=self.activation
         )

@@ -10,7 +10,7 @@ from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import E4M3, ReferenceFp8Linear, quantize_input, row_scales
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, ScaledMm, clear_minus_zeros, multiply
 from atom_core.kernels.gated_activation.reference import gated_activation
-from atom_core.kernels.linear.tiles import MAX_FP8_ROWS
+from atom_core.kernels.linear.tiles import MAX_ROWS
 from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 
@@ -147,7 +147,7 @@ def test_triton_quantises_to_e4m3fnuz_with_the_factor_of_both_sides(static):
 
 
 @pytest.mark.parametrize("fnuz", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 3, 17, MAX_FP8_ROWS])
+@pytest.mark.parametrize("rows", [1, 2, 3, 17, MAX_ROWS])
 @pytest.mark.parametrize("sizes", [(64, 32), (272, 48), (1040, 80)], ids=str)
 @every_scale
 @pytest.mark.usefixtures("exact_fp8_casts")
@@ -231,7 +231,7 @@ def test_a_norm_in_front_of_few_rows(activation, rows):
     wanted = by_definition(normed, weight, weight_scale, None, bias)
     if activation is not None:
         wanted = gated_activation(wanted.to(torch.float16), activation).double()
-    kernel = TritonNormedLinear(activation, fp8=True, nvidia=True, overlap=False)
+    kernel = TritonNormedLinear(activation, nvidia=True, overlap=False)
     assert_close(kernel(x, norm, 1e-6, Operands(weight, bias, weight_scale)), wanted)
 
 
@@ -239,7 +239,7 @@ def test_a_norm_in_front_of_few_rows(activation, rows):
 def test_many_rows_in_triton_are_quantised_and_torchs():
     from atom_core.kernels.fp8_linear.triton_kernel import TritonFp8Linear
 
-    x, weight, weight_scale, _, bias = operands(MAX_FP8_ROWS + 1)
+    x, weight, weight_scale, _, bias = operands(MAX_ROWS + 1)
     found = TritonFp8Linear(CUDA, overlap=False)(x, weight, weight_scale, None, bias)
     assert torch.equal(found, ScaledMm(CUDA)(x, weight, weight_scale, None, bias))
 

@@ -188,7 +188,7 @@ def test_the_triton_normed_linear(out_features, in_features, bias, rows, activat
     x, norm = torch.randn(rows, in_features).half(), torch.rand(in_features).half()
     weight = (torch.randn(out_features, in_features) / in_features**0.5).half()
     offset = torch.randn(out_features).half() if bias else None
-    kernel = TritonNormedLinear(activation, fp8=False, nvidia=True, overlap=False)
+    kernel = TritonNormedLinear(activation, nvidia=True, overlap=False)
     found = kernel(x, norm, 1e-3, Operands(weight, offset))
     expected = rms_norm(x.double(), norm.double(), 1e-3, None)[0] @ weight.double().T
     expected += 0 if offset is None else offset.double()
