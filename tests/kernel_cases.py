@@ -195,10 +195,10 @@ def assert_stored(found: torch.Tensor, expected: torch.Tensor, scale: float, dty
     assert ((low <= wide) & (wide <= high)).all(), f"{wide} is not between {low} and {high}"  # a NaN fails too
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """``found`` is as near to ``expected`` as its dtype allows."""
+def assert_close(found: torch.Tensor, expected: torch.Tensor, ulps: int = 1) -> None:
+    """``found`` is as near to ``expected`` as its dtype allows, or ``ulps`` times that."""
     difference = (found.double().cpu() - expected).abs().max().item()
-    allowed = TOLERANCE[found.dtype] * expected.abs().max().item()
+    allowed = ulps * TOLERANCE[found.dtype] * expected.abs().max().item()
     assert difference <= allowed, f"differs by {difference:.3g}, allowed {allowed:.3g}"  # a NaN fails too
 
 

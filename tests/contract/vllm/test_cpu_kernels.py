@@ -110,8 +110,14 @@ def test_norm_alone_and_with_a_residual(dtype):
     for given in (None, residual):
         expected, total = rms_norm(x, weight, 1e-5, given)
         found, summed = cpu_kernels._rms_norm(x.clone(), weight, 1e-5, None if given is None else given.clone())
-        assert_close(found, expected.double())
-        assert summed is None if given is None else torch.equal(summed, total)
+        # Where the processor has no instruction for it, vLLM cuts numbers off to bfloat16 and does not round them.
+        cut = dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
+        assert_close(found, expected.double(), ulps=2 if cut else 1)
+        if given is not None:
+            assert_close(summed, total.double(), ulps=2 if cut else 1)
+            assert cut or torch.equal(summed, total)
+        else:
+            assert summed is None
 
 
 @every_dtype

@@ -188,6 +188,8 @@ SCHEMAS = {
 def test_a_compiled_op_takes_what_we_pass_in_that_order(name):
     import vllm._custom_ops  # noqa: F401 - loads the compiled ops
 
+    if name == "convert_weight_packed" and not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("vLLM has it for processors with bfloat16 dot products, and we ask for it there alone")
     arguments = getattr(torch.ops._C, name).default._schema.arguments
     passed, others = arguments[: len(SCHEMAS[name])], arguments[len(SCHEMAS[name]) :]
     written = [it.alias_info is not None and it.alias_info.is_write for it in passed]

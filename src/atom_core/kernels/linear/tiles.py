@@ -106,12 +106,13 @@ def _hopper_tile(num_rows: int, out_features: int, in_features: int, itemsize: i
         if out_features < 16384:
             return Tile("hopper", 64, 256, 4, stages, early=num_rows > 16)
         return Tile("hopper", 128, 128, 4, 5) if num_rows <= 32 else Tile("rows", 64, 128, 4, 4)
-    if out_features >= 16384:
-        if num_rows <= 16:
-            return Tile("hopper", 64, 128, 4, 12 if num_rows <= 8 else 10)
-        return Tile("hopper", 128, 64, 4, 5) if num_rows <= 32 else None
-    if num_rows > 32 and in_features > 2048 and out_features <= in_features:
+    if num_rows > 32 and in_features > 2048:
+        # 6.55 ms a token for 64 requests of the 8B with its qkv here, 6.40 ms with torch's.
         return None
+    if out_features >= 16384:
+        if num_rows > 16:
+            return Tile("hopper", 128, 64, 4, 5)
+        return Tile("hopper", 64, 128, 4, 12 if num_rows <= 8 else 10)
     return Tile("hopper", 64, 128, 4, stages, early=True)
 
 
