@@ -153,6 +153,16 @@ class ModelConfig:
         """Number of decoder layers."""
         return len(self.layers)
 
+    @property
+    def has_mixtures(self) -> bool:
+        """Whether some layer is a mixture of experts."""
+        return any(layer.moe is not None for layer in self.layers)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layer has a feed-forward network that all tokens go through."""
+        return any(layer.moe is None for layer in self.layers)
+
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | Any) -> ModelConfig:
         """Read ``source``, a parsed ``config.json`` or a ``PretrainedConfig``, through its family's reader.

@@ -61,7 +61,11 @@ def build_runtime(
 
 
 def check_files(
-    config: ModelConfig, directory: Path | None, tensor_parallel_size: int = 1, quant: QuantConfig = UNQUANTIZED
+    config: ModelConfig,
+    directory: Path | None,
+    tensor_parallel_size: int = 1,
+    quant: QuantConfig = UNQUANTIZED,
+    expert_parallel: bool = False,
 ) -> None:
     """Lay the model out without memory and compare it with a checkpoint's headers; no tensor is loaded.
 
@@ -70,26 +74,32 @@ def check_files(
         directory: the checkpoint; None checks the layout alone.
         tensor_parallel_size: ranks that would share the layers.
         quant: of the linear layers.
+        expert_parallel: whether the ranks would share out experts whole.
 
     Raises:
-        ValueError: damaged files, tensors that do not fit, or heads that do not divide over the ranks.
+        ValueError: damaged files, tensors that do not fit, or heads or experts that do not divide over the ranks.
     """
-    model = lay_out(config, torch.bfloat16, tensor_parallel_size, quant)
+    model = lay_out(config, torch.bfloat16, tensor_parallel_size, quant, expert_parallel)
     if directory is not None:
         check_checkpoint(model, Checkpoint.open(directory))
 
 
 def lay_out(
-    config: ModelConfig, dtype: torch.dtype, tensor_parallel_size: int = 1, quant: QuantConfig = UNQUANTIZED
+    config: ModelConfig,
+    dtype: torch.dtype,
+    tensor_parallel_size: int = 1,
+    quant: QuantConfig = UNQUANTIZED,
+    expert_parallel: bool = False,
 ) -> DecoderForCausalLM:
     """The first rank's model without memory: its parameters have shapes and dtypes, and no numbers.
 
     Raises:
-        ValueError: heads that do not divide over the ranks.
+        ValueError: heads or experts that do not divide over the ranks.
     """
     runtime = replace(
         build_runtime(torch.device("meta"), dtype, max_model_len=1, target=Target("cpu", ""), quant=quant),
         tensor_parallel=SingleRank(world_size=tensor_parallel_size),
+        expert_parallel=expert_parallel,
     )
     return load_model_class(config.architecture)(config, runtime)
 

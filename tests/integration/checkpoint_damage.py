@@ -28,6 +28,26 @@ OPT = {
     "max_position_embeddings": 256,
 }
 
+#: A mixture of experts, without its weights.
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+}
+
 
 def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
@@ -58,6 +78,7 @@ def use_pickle(folder: Path) -> None:
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "sound": lambda folder: None,
     "opt": use_opt,
+    "a mixture": lambda folder: (folder / "config.json").write_text(json.dumps(MIXTURE)),
     "pickled": use_pickle,
     "quantised": lambda folder: edit_config(
         folder,

@@ -19,6 +19,8 @@ class ModelEntry:
     """As ``config.json`` spells it, and also the class's name."""
     module: str
     family: str
+    quantized: bool = True
+    """Whether its weights may be quantised."""
 
     @property
     def class_name(self) -> str:
@@ -31,6 +33,7 @@ _ENTRIES = (
     ModelEntry("MistralForCausalLM", "atom_core.models.mistral", "Mistral"),
     ModelEntry("Qwen2ForCausalLM", "atom_core.models.qwen2", "Qwen2, Qwen2.5"),
     ModelEntry("Qwen3ForCausalLM", "atom_core.models.qwen3", "Qwen3"),
+    ModelEntry("Qwen3MoeForCausalLM", "atom_core.models.qwen3_moe", "Qwen3-MoE", quantized=False),
 )
 
 MODELS: Mapping[str, ModelEntry] = {entry.architecture: entry for entry in _ENTRIES}

@@ -89,17 +89,20 @@ class Product:
 
 
 def products(config: ModelConfig) -> list[Product]:
-    """A layer's products and the head's."""
+    """A layer's products and the head's; those of experts are no products of few rows."""
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
     hidden, middle = config.hidden_size, config.intermediate_size
-    return [
+    found = [
         Product("qkv", heads + 2 * kv_heads, hidden, config.qkv_bias),
         Product("o", hidden, heads, config.attention_out_bias),
         Product("gate_up", 2 * middle, hidden, config.mlp_bias),
         Product("down", hidden, middle, config.mlp_bias),
         Product("head", config.vocab_size, hidden, few_rows=True),
     ]
+    if not config.has_dense_layers:
+        found = [product for product in found if product.name not in ("gate_up", "down")]
+    return found
 
 
 def linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:

@@ -1,6 +1,7 @@
 """The least time that a decoding step can take: bytes that it must move, divided by the memory's bandwidth.
 
 Weights are read once, and keys and values of all cached tokens. Activations stay in the GPU's cache and count nothing.
+Of a mixture's experts those are read that some token has chosen; how many these are is what chance makes them.
 """
 
 from __future__ import annotations
@@ -60,7 +61,14 @@ def weight_bytes(model: DecoderForCausalLM, num_tokens: int) -> int:
     table = model.get_parameter("model.embed_tokens.weight")
     whole = model.config.tie_word_embeddings
     table_bytes = table.nbytes if whole else num_tokens * table.shape[1] * table.itemsize
-    return table_bytes + sum(parameter.nbytes for parameter in model.parameters() if parameter is not table)
+    total = table_bytes + sum(parameter.nbytes for parameter in model.parameters() if parameter is not table)
+    unused = 0.0
+    for index, layer in enumerate(model.config.layers):
+        if layer.moe is not None:
+            routing = layer.moe.routing
+            experts = sum(part.nbytes for part in model.get_submodule(f"model.layers.{index}.mlp.experts").parameters())
+            unused += experts * (1 - routing.top_k / routing.num_experts) ** num_tokens
+    return total - round(unused)
 
 
 def cache_bytes(config: ModelConfig, batch: int, context: int, cache_dtype: torch.dtype) -> int:

@@ -40,6 +40,8 @@ DECODES = ((1, 129), (8, 513), (64, 513), (64, 2049), (256, 513))
 def normed_linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     """A norm, the product of gate and up, and the activation behind it."""
     hidden, middle = config.hidden_size, config.intermediate_size
+    if not config.has_dense_layers:
+        return
     for rows in NORMED_ROWS:
         yield Case(
             "normed_linear",

@@ -68,6 +68,8 @@ _NO_OFFLOAD = "our models cannot keep weights in host memory"
 _NO_OVERLAP = "our models cannot overlap two batches"
 _NO_CONTEXT_SPLIT = "our models cannot split a context over ranks"
 _NO_ATTENTION_DP = "our models cannot split attention by requests"
+_NO_EXPERT_EXCHANGE = "each rank of our models sees every token"
+_NO_EXPERT_BALANCE = "experts stay on their ranks"
 _NO_CACHE_DTYPE = "this dtype of the cache is not supported"
 _SAFETENSORS_ONLY = "checkpoints are read as safetensors"
 
@@ -80,6 +82,7 @@ REFUSED_FLAGS = (
     RefusedFlag("--cpu-offload-gb", _NO_OFFLOAD, allowed=("0",)),
     RefusedFlag("--offload-group-size", _NO_OFFLOAD, allowed=("0",)),
     RefusedFlag("--enable-dbo", _NO_OVERLAP),
+    RefusedFlag("--enable-eplb", _NO_EXPERT_BALANCE),
     RefusedFlag("--kv-cache-dtype", _NO_CACHE_DTYPE, allowed=CACHE_DTYPES),
     RefusedFlag("--kv-cache-dtype-skip-layers", "our layers have caches of one dtype"),
     RefusedFlag("--load-format", _SAFETENSORS_ONLY, allowed=SAFETENSORS_FORMATS),
@@ -111,6 +114,12 @@ SGLANG_REFUSED_FLAGS = (
     RefusedFlag("--attention-context-parallel-size", _NO_CONTEXT_SPLIT, allowed=("1",)),
     RefusedFlag("--dcp-size", _NO_CONTEXT_SPLIT, allowed=("1",)),
     RefusedFlag("--decode-context-parallel-size", _NO_CONTEXT_SPLIT, allowed=("1",)),
+    RefusedFlag("--moe-dp-size", _NO_EXPERT_EXCHANGE, allowed=("1",)),
+    RefusedFlag("--moe-data-parallel-size", _NO_EXPERT_EXCHANGE, allowed=("1",)),
+    RefusedFlag("--moe-a2a-backend", _NO_EXPERT_EXCHANGE, allowed=("none",)),
+    RefusedFlag("--enable-eplb", _NO_EXPERT_BALANCE),
+    RefusedFlag("--ep-num-redundant-experts", _NO_EXPERT_BALANCE, allowed=("0",)),
+    RefusedFlag("--init-expert-location", _NO_EXPERT_BALANCE, allowed=("trivial",)),
     RefusedFlag("--enable-pdmux", "our models cannot multiplex prefill and decode"),
     RefusedFlag("--enable-torch-compile", "our kernels are fused already"),
     RefusedFlag("--enable-deterministic-inference", "our kernels do not promise it"),
@@ -132,6 +141,7 @@ def support_rows() -> tuple[SupportRow, ...]:
         for support in FRAMEWORKS
         for quantization in support.quantizations
         for device in support.devices
+        if entry.quantized or quantization == "none"
     )
 
 

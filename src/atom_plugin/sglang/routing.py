@@ -31,6 +31,7 @@ from atom_plugin.sglang.speculation import check_drafts
 logger = logging.getLogger("sglang.atom_plugin")
 
 _OWN_PREFIX = MODEL_PACKAGE.partition(".")[0]
+_MODEL_MODULES = ("dense", "mixtures")
 
 
 def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
@@ -83,9 +84,9 @@ def _asked_for() -> bool:
 
 def _check_registered(architecture: str) -> None:
     """SGLang only warns of a module that it cannot import, and runs its own model: so import it here first."""
-    entries = import_module(f"{MODEL_PACKAGE}.dense").EntryClass
     disabled = envs.SGLANG_DISABLED_MODEL_ARCHS.get()
-    if "dense" in disabled or architecture not in {entry.__name__ for entry in entries}:
+    modules = {name: import_module(f"{MODEL_PACKAGE}.{name}") for name in _MODEL_MODULES if name not in disabled}
+    if architecture not in {entry.__name__ for module in modules.values() for entry in module.EntryClass}:
         raise ValueError(
             f"SGLANG_EXTERNAL_MODEL_PACKAGE={MODEL_PACKAGE} asks for our {architecture}, but SGLang would not find it "
             f"there: SGLANG_DISABLED_MODEL_ARCHS={','.join(disabled)}. Unset one of the two variables."
@@ -100,6 +101,17 @@ def _refuse_features(view: Any) -> None:
         (
             bool(view.enable_dp_attention) or view.attn_dp_size > 1,
             f"data-parallel attention (--attn-dp-size {view.attn_dp_size}, --enable-dp-attention)",
+        ),
+        (
+            view.ep_size not in (1, view.tp_size),
+            f"--ep-size {view.ep_size} with --tp-size {view.tp_size}; it shares experts out among all ranks of the "
+            "tensor-parallel group (the same number) or none (1)",
+        ),
+        (view.moe_dp_size > 1, f"data-parallel experts (--moe-dp-size {view.moe_dp_size})"),
+        (view.moe_a2a_backend != "none", f"--moe-a2a-backend {view.moe_a2a_backend}; every rank sees every token"),
+        (
+            bool(view.enable_eplb) or view.ep_num_redundant_experts > 0 or view.init_expert_location != "trivial",
+            "balancing experts over ranks (--enable-eplb, --ep-num-redundant-experts, --init-expert-location)",
         ),
         (bool(view.enable_unified_memory), "--enable-unified-memory"),
         (bool(view.enable_pdmux), "multiplexed prefill and decode (--enable-pdmux)"),
@@ -136,6 +148,7 @@ def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> None:
         directory if directory.is_dir() and view.load_format != "dummy" else None,
         tensor_parallel_size=view.tp_size,
         quant=quant,
+        expert_parallel=view.ep_size > 1,
     )
     dtype = model_config_of(server_args).dtype
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):

@@ -44,6 +44,7 @@ def build_runtime(
         max_model_len=int(config.context_len),
         cache_dtype=_cache_dtype(dtype, quant_config),
         tensor_parallel=GroupCommunicator(parallel.tp_group),
+        expert_parallel=parallel.moe_ep_size > 1,
         pipeline=PipelineStage(first, end),
         quant=quantization_of(config, None if quant_config is None else quant_config.get_name()),
     )

@@ -129,3 +129,8 @@ class AtomQwen2ForCausalLM(AtomForCausalLM):
 @_compile
 class AtomQwen3ForCausalLM(AtomForCausalLM):
     """Qwen3."""
+
+
+@_compile
+class AtomQwen3MoeForCausalLM(AtomForCausalLM):
+    """Qwen3-MoE."""

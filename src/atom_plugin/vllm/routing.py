@@ -104,6 +104,7 @@ def _refuse_features(vllm_config: VllmConfig) -> None:
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
         (bool(getattr(parallel, "enable_dbo", False)), "dual-batch overlap (--enable-dbo)"),
+        (bool(parallel.enable_eplb), "balancing experts over ranks (--enable-eplb)"),
         (_offloads(vllm_config), "weight offloading (--cpu-offload-gb, --offload-group-size)"),
         (bool(envs.VLLM_BATCH_INVARIANT), "batch-invariant kernels (VLLM_BATCH_INVARIANT=1)"),
         (
@@ -156,11 +157,18 @@ def _check_checkpoint(vllm_config: VllmConfig) -> None:
     config = CoreConfig.from_hf(model_config.hf_text_config)
     dummy = vllm_config.load_config.load_format == "dummy"
     directory = None if dummy else Path(model_config.model)
+    if config.has_mixtures and parallel.data_parallel_size > 1:
+        raise ValueError(
+            f"--model-impl atom does not support data parallelism (--data-parallel-size {parallel.data_parallel_size}) "
+            "of a mixture of experts, whose ranks would have to exchange tokens; use --tensor-parallel-size, with "
+            "--enable-expert-parallel or without."
+        )
     check_files(
         config,
         directory if directory is not None and directory.is_dir() else None,
         tensor_parallel_size=parallel.tensor_parallel_size,
         quant=quant,
+        expert_parallel=parallel.enable_expert_parallel,
     )
     if model_config.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"--dtype {model_config.dtype} is not supported; supported: bfloat16, float16, float32.")

@@ -78,6 +78,7 @@ def build_runtime(
         max_model_len=model_config.max_model_len,
         cache_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, model_config),
         tensor_parallel=VllmCommunicator(get_tp_group()),
+        expert_parallel=vllm_config.parallel_config.enable_expert_parallel,
         pipeline=PipelineStage(first, end),
         quant=quantization_of(model_config),
     )

@@ -56,6 +56,20 @@ CASES = {
     "attention split by requests, by its old name": Case(
         ("does not support data-parallel attention",), ("--tp", "2", "--dp", "2", "--enable-dp-attention")
     ),
+    "experts on some ranks": Case(
+        ("--ep-size 2 with --tp-size 4", "(the same number) or none (1)"), ("--tp", "4", "--ep-size", "2")
+    ),
+    "experts that ranks cannot share out": Case(
+        ("tensor parallel size 4 does not divide num_experts=6",),
+        ("--tp", "4", "--ep-size", "4", "--load-format", "dummy"),
+        model="a mixture",
+    ),
+    "quantised experts": Case(
+        ("The experts of model.layers.0.mlp.experts are quantised",),
+        ("--quantization", "fp8", "--load-format", "dummy"),
+        model="a mixture",
+    ),
+    "experts that move": Case(("balancing experts over ranks (--enable-eplb",), ("--init-expert-location", "x.json")),
     "multiplexed prefill and decode": Case(("--enable-pdmux",), ("--enable-pdmux", "--chunked-prefill-size", "-1")),
     "compilation": Case(("--enable-torch-compile",), ("--enable-torch-compile",)),
     "the same tokens in every batch": Case(

@@ -22,7 +22,7 @@ from tests.integration.server import ServerFailed, VllmServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
-SUPPORTED = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+SUPPORTED = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
 ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
@@ -42,6 +42,21 @@ class Case:
 CASES = {
     "an unsupported architecture": Case(
         ("--model-impl atom has no model for the architecture OPTForCausalLM", f"supported: {SUPPORTED}"), model="opt"
+    ),
+    "requests on different ranks of a mixture": Case(
+        ("data parallelism (--data-parallel-size 2) of a mixture of experts", "--enable-expert-parallel"),
+        {"data_parallel_size": 2, "load_format": "dummy"},
+        model="a mixture",
+    ),
+    "experts that ranks cannot share out": Case(
+        ("tensor parallel size 4 does not divide num_experts=6",),
+        {"tensor_parallel_size": 4, "enable_expert_parallel": True, "load_format": "dummy"},
+        model="a mixture",
+    ),
+    "quantised experts": Case(
+        ("The experts of model.layers.0.mlp.experts are quantised",),
+        {"quantization": "fp8", "load_format": "dummy"},
+        model="a mixture",
     ),
     "LoRA": Case(("--model-impl atom does not support LoRA adapters (--enable-lora)",), {"enable_lora": True}),
     "pooling": Case(("--model-impl atom does not support the 'pooling' runner (--runner)",), {"runner": "pooling"}),

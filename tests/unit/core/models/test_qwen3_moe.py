@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atom_core.config import ModelConfig
-from atom_core.models import registry
 from atom_core.standalone import Runner, check_files
 from tests.unit.core.hugging_face import (
     LOGITS_TOLERANCE,
@@ -36,12 +35,6 @@ TOKENS = random_tokens(40)
 
 def load_config(directory):
     return json.loads((directory / "config.json").read_text())
-
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch):
-    entry = registry.ModelEntry(NAME, "atom_core.models.qwen3_moe", "Qwen3-MoE")
-    monkeypatch.setitem(registry.MODELS, NAME, entry)
 
 
 @pytest.mark.parametrize(

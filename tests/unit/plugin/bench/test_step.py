@@ -88,6 +88,15 @@ def test_public_models_read_what_they_are_known_to():
     assert traffic.seconds(4.8e12) == pytest.approx(3.15e-3, rel=0.01)
 
 
+def test_the_floor_counts_the_experts_that_some_token_has():
+    config = ModelConfig.from_hf(read_config("qwen3-30b-a3b"))
+    one, eight, many = (step_traffic(config, batch, 0, BF16, BF16).weights for batch in (1, 8, 10_000))
+    an_expert = 48 * 3 * 2048 * 768 * 2
+    assert eight - one == pytest.approx((128 * (1 - (120 / 128) ** 8) - 8) * an_expert, rel=1e-4)
+    assert many - one == pytest.approx(120 * an_expert, rel=2e-3)  # and rows of the embedding
+    assert 5.9e9 < one < 6.7e9
+
+
 @pytest.mark.parametrize(
     ("device", "bandwidth"),
     [
@@ -185,7 +194,7 @@ def test_what_cannot_be_measured_is_refused(options, message):
     [
         (("qwen3-0.6b",), "No GPU that torch"),
         (("qwen9",), "neither a folder"),
-        (("qwen3-30b-a3b",), "'Qwen3MoeForCausalLM' is not supported"),
+        (("deepseek-v2-lite",), "'DeepseekV2ForCausalLM' is not supported"),
         (("qwen3-0.6b", "--batch", "0"), "--batch 0"),
         (("qwen3-0.6b", "--quantization", "awq"), "'awq' is not supported"),
     ],

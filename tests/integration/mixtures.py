@@ -1,0 +1,57 @@
+"""A random mixture of experts with a tokenizer, and what Hugging Face answers with it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+
+from tests.integration.questions import checkpoint
+
+PROMPTS = ("Tom has 3 apples.", "A", "How many are left when 12 of 40 are sold?")
+NUM_TOKENS = 16
+
+
+def make_qwen3_moe(directory: Path, **settings: object) -> list[list[int]]:
+    """Save a random Qwen3-MoE in float32: eight experts, of which a token has two, and one layer without.
+
+    Returns:
+        Hugging Face's greedy tokens for each of :data:`PROMPTS`.
+    """
+    source = Path(checkpoint("qwen3"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    values = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.15,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        **settings,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**values)).float().eval()
+    model.save_pretrained(directory)
+    return [_greedy(model, tokenizer.encode(prompt)) for prompt in PROMPTS]
+
+
+@torch.inference_mode()
+def _greedy(model: torch.nn.Module, tokens: list[int]) -> list[int]:
+    found: list[int] = []
+    for _ in range(NUM_TOKENS):
+        found.append(int(model(torch.tensor([tokens + found])).logits[0, -1].argmax()))
+    return found

@@ -1,0 +1,31 @@
+"""Mixtures of experts in real vLLM give Hugging Face's greedy tokens, on one rank and on two."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.mixtures import NUM_TOKENS, PROMPTS, make_qwen3_moe
+from tests.integration.vllm.offline import Ask, Engine, Ran, run
+
+pytestmark = pytest.mark.vllm
+
+TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+WAYS = {
+    "one rank": {},
+    "every expert on two ranks": TWO,
+    "four experts a rank": {**TWO, "enable_expert_parallel": True},
+}
+
+
+@pytest.mark.parametrize("way", [pytest.param("one rank", marks=pytest.mark.smoke), *list(WAYS)[1:]])
+def test_tokens_are_hugging_faces(tmp_path, way):
+    expected = make_qwen3_moe(tmp_path)
+    ask = Ask(PROMPTS, {"max_tokens": NUM_TOKENS, "ignore_eos": True})
+    options = {"dtype": "float32", "max_model_len": 256, **WAYS[way]}
+    ran = _run(Engine(str(tmp_path), "atom", [ask], options), two=way != "one rank")
+    assert [answer.tokens for answer in ran.answers[0]] == expected
+
+
+def _run(engine: Engine, two: bool) -> Ran:
+    # vLLM gives each rank processor cores of its own, of which there may be fewer than ranks.
+    return run([engine], environ={"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if two else {})[0]
