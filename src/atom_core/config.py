@@ -108,12 +108,23 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """What checkpoints call a mixture of experts within its layer, and an expert's three matrices."""
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
 class MoEConfig:
     """A mixture of experts in place of a feed-forward network."""
 
     routing: RoutingConfig
     intermediate_size: int
     """Of each expert."""
+    names: ExpertNames = ExpertNames()
 
 
 @dataclass(frozen=True)
@@ -174,6 +185,20 @@ class ModelConfig:
 
         hf = HfConfig(source)
         return load_model_class(hf.architecture()).read_config(hf)
+
+
+def read_experts(hf: HfConfig, keys: Sequence[str], num_experts: int, top_k: int) -> tuple[int, int]:
+    """How many experts a layer has, and a token; ``keys`` may name the first, the others are what no key means.
+
+    Raises:
+        ValueError: a token has more than there are.
+    """
+    named = [key for key in keys if key in hf.values]
+    key = named[0] if named else keys[0]
+    total, chosen = hf.positive(key, num_experts), hf.positive("num_experts_per_tok", top_k)
+    if chosen > total:
+        raise ValueError(f"num_experts_per_tok={chosen} is more than there are experts ({key}={total}).")
+    return total, chosen
 
 
 def read_decoder(

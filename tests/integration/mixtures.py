@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Qwen3MoeConfig
 
 from tests.integration.questions import checkpoint
 
@@ -14,8 +14,8 @@ PROMPTS = ("Tom has 3 apples.", "A", "How many are left when 12 of 40 are sold?"
 NUM_TOKENS = 16
 
 
-def make_qwen3_moe(directory: Path, **settings: object) -> list[list[int]]:
-    """Save a random Qwen3-MoE in float32: eight experts, of which a token has two, and one layer without.
+def make_mixture(directory: Path, family: str = "qwen3_moe") -> list[list[int]]:
+    """Save a random Qwen3-MoE or Mixtral in float32: eight experts, of which a token has two.
 
     Returns:
         Hugging Face's greedy tokens for each of :data:`PROMPTS`.
@@ -28,11 +28,7 @@ def make_qwen3_moe(directory: Path, **settings: object) -> list[list[int]]:
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
         "intermediate_size": 256,
-        "moe_intermediate_size": 64,
-        "num_experts": 8,
         "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [1],
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -41,10 +37,14 @@ def make_qwen3_moe(directory: Path, **settings: object) -> list[list[int]]:
         "initializer_range": 0.15,
         "eos_token_id": None,
         "bos_token_id": None,
-        **settings,
     }
+    if family == "qwen3_moe":  # with one layer that is no mixture
+        own = {"moe_intermediate_size": 64, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}
+        config = Qwen3MoeConfig(**values, **own)
+    else:
+        config = MixtralConfig(**values, num_local_experts=8)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**values)).float().eval()
+    model = AutoModelForCausalLM.from_config(config).float().eval()
     model.save_pretrained(directory)
     return [_greedy(model, tokenizer.encode(prompt)) for prompt in PROMPTS]
 

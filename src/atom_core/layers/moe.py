@@ -12,12 +12,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from atom_core.config import Activation, MoEConfig, RoutingConfig
+from atom_core.config import Activation, MoEConfig
 from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
 from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.layers.linear import Linear
+from atom_core.layers.linear_methods import Part
 from atom_core.layers.norm import RMSNorm, Stream
-from atom_core.layers.parameters import ParameterLayer, Placement, empty_parameter, share
+from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
 from atom_core.quant import Unquantized
 from atom_core.runtime import Runtime
 
@@ -25,8 +26,11 @@ from atom_core.runtime import Runtime
 class Router(Linear):
     """From a token to its experts; never quantised, and whole on every rank."""
 
-    def __init__(self, hidden_size: int, routing: RoutingConfig, runtime: Runtime, name: str) -> None:
-        super().__init__(hidden_size, routing.num_experts, False, replace(runtime, quant=Unquantized()), name)
+    def __init__(self, config: MoEConfig, hidden_size: int, runtime: Runtime, name: str) -> None:
+        routing = config.routing
+        count = routing.num_experts
+        part = Part(f"../../{config.names.module}.gate", count, hidden_size, range(count), range(hidden_size))
+        super().__init__(hidden_size, count, False, replace(runtime, quant=Unquantized()), name, [part])
         self.select = runtime.kernels.select(MOE_ROUTING, routing)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,8 +45,11 @@ class Experts(ParameterLayer):
         self, config: MoEConfig, hidden_size: int, activation: Activation, runtime: Runtime, name: str
     ) -> None:
         super().__init__()
-        if runtime.quant.linear([f"{name}.{part}" for part in ("0.gate_proj", "0.up_proj", "0.down_proj")]) is not None:
-            raise ValueError(f"The experts of {name} are quantised, which mixtures of experts do not support yet.")
+        self.names = config.names
+        base = checkpoint_module(name, self._folder)
+        matrices = [f"{base}.0.{part}" for part in (self.names.gate, self.names.up, self.names.down)]
+        if runtime.quant.linear(matrices) is not None:
+            raise ValueError(f"The experts of {base} are quantised, which mixtures of experts do not support yet.")
         group, routing = runtime.tensor_parallel, config.routing
         self.hidden_size, self.size, self.total = hidden_size, config.intermediate_size, routing.num_experts
         #: This rank's experts, and what it has of the middle of each.
@@ -70,16 +77,24 @@ class Experts(ParameterLayer):
         first, count = self.mine.start, len(self.mine)
         wide, narrow = (self.size, self.hidden_size), (self.hidden_size, self.size)
         for index, expert in enumerate(self.held):
-            module = f"../experts.{expert}"
+            module = f"{self._folder}.{expert}"
             gate_up, down = self.gate_up_proj[index], self.down_proj[index]
-            for part, target in (("gate_proj", 0), ("up_proj", count)):
+            for part, target in ((self.names.gate, 0), (self.names.up, count)):
                 placement = Placement(gate_up, wide, 0, first, target, count, held_by="gate_up_proj")
                 yield f"{module}.{part}", "weight", placement
-            yield f"{module}.down_proj", "weight", Placement(down, narrow, 1, first, 0, count, held_by="down_proj")
+            yield (
+                f"{module}.{self.names.down}",
+                "weight",
+                Placement(down, narrow, 1, first, 0, count, held_by="down_proj"),
+            )
 
     def elsewhere(self) -> Iterator[str]:
         """Other ranks' experts."""
-        return (f"../experts.{expert}" for expert in range(self.total) if expert not in self.held)
+        return (f"{self._folder}.{expert}" for expert in range(self.total) if expert not in self.held)
+
+    @property
+    def _folder(self) -> str:
+        return f"../../{self.names.module}.experts"
 
 
 class MoE(nn.Module):
@@ -97,7 +112,7 @@ class MoE(nn.Module):
         super().__init__()
         self.enter = (norm,)  # it is the decoder layer's, whose parameter it stays
         self.group = runtime.tensor_parallel
-        self.gate = Router(hidden_size, config.routing, runtime, f"{name}.gate")
+        self.gate = Router(config, hidden_size, runtime, f"{name}.gate")
         self.experts = Experts(config, hidden_size, activation, runtime, f"{name}.experts")
 
     def forward(self, stream: Stream) -> Stream:

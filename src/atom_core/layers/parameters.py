@@ -90,7 +90,11 @@ class MissingLayer(nn.Module):
 
 def checkpoint_module(path: str, relative: str) -> str:
     """What checkpoints call a part of the module at ``path``; see :meth:`ParameterLayer.placements`."""
-    return f"{path.rpartition('.')[0]}.{relative[3:]}" if relative.startswith("../") else path
+    if not relative:
+        return path
+    while relative.startswith("../"):
+        path, relative = path.rpartition(".")[0], relative.removeprefix("../")
+    return f"{path}.{relative}"
 
 
 def share(total: int, rank: int, world_size: int, what: str) -> range:

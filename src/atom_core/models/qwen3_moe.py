@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atom_core.config import HfConfig, ModelConfig, MoEConfig, RoutingConfig, read_decoder, window_pattern
+from atom_core.config import HfConfig, ModelConfig, MoEConfig, RoutingConfig, read_decoder, read_experts, window_pattern
 from atom_core.models.decoder import DecoderForCausalLM
 
 
@@ -25,10 +25,7 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
 
 def _mixtures(hf: HfConfig) -> list[MoEConfig | None]:
     # Configurations of transformers 5 call them num_local_experts.
-    num_experts = hf.positive("num_experts", hf.get("num_local_experts", 128))
-    top_k = hf.positive("num_experts_per_tok", 8)
-    if top_k > num_experts:
-        raise ValueError(f"num_experts_per_tok={top_k} is more than there are experts (num_experts={num_experts}).")
+    num_experts, top_k = read_experts(hf, ("num_experts", "num_local_experts"), 128, 8)
     moe = MoEConfig(
         RoutingConfig(num_experts, top_k, "softmax", renormalize=hf.get("norm_topk_prob", False)),
         hf.positive("moe_intermediate_size", 768),

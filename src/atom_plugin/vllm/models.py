@@ -122,6 +122,11 @@ class AtomMistralForCausalLM(AtomForCausalLM):
 
 
 @_compile
+class AtomMixtralForCausalLM(AtomForCausalLM):
+    """Mixtral."""
+
+
+@_compile
 class AtomQwen2ForCausalLM(AtomForCausalLM):
     """Qwen2 and Qwen2.5."""
 

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.mixtures import NUM_TOKENS, PROMPTS, make_qwen3_moe
+from tests.integration.mixtures import NUM_TOKENS, PROMPTS, make_mixture
 from tests.integration.sglang.offline import Ask, Engine, run
 
 pytestmark = pytest.mark.sglang
 
-WAYS = {
-    "one rank": {},
-    "every expert on two ranks": {"tp_size": 2},
-    "four experts a rank": {"tp_size": 2, "ep_size": 2},
-}
+#: One rank, every expert on two ranks, four experts a rank.
+ENGINES = (("qwen3_moe", {}), ("mixtral", {"tp_size": 2}), ("qwen3_moe", {"tp_size": 2, "ep_size": 2}))
 #: SGLang gives each rank a memory node of its own unless it is told which processor cores it has.
 BOUND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 def test_tokens_are_hugging_faces(tmp_path):
-    expected = make_qwen3_moe(tmp_path)
+    folders = {family: tmp_path / family for family in ("qwen3_moe", "mixtral")}
+    expected = {}
+    for family, folder in folders.items():
+        folder.mkdir()
+        expected[family] = make_mixture(folder, family)
     ask = Ask(PROMPTS, {"max_new_tokens": NUM_TOKENS, "ignore_eos": True})
     engines = [
-        Engine(str(tmp_path), True, [ask], {"dtype": "float32", **options}, BOUND if options else {})
-        for options in WAYS.values()
+        Engine(str(folders[family]), True, [ask], {"dtype": "float32", **options}, BOUND if options else {})
+        for family, options in ENGINES
     ]
-    for way, ran in zip(WAYS, run(engines), strict=True):
-        assert [answer.tokens for answer in ran.answers[0]] == expected, way
-        assert "Qwen3MoeForCausalLM" in ran.log
+    for (family, options), ran in zip(ENGINES, run(engines), strict=True):
+        assert [answer.tokens for answer in ran.answers[0]] == expected[family], (family, options)
+        assert "atom-plugin serves" in ran.log

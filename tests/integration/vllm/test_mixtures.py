@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.mixtures import NUM_TOKENS, PROMPTS, make_qwen3_moe
+from tests.integration.mixtures import NUM_TOKENS, PROMPTS, make_mixture
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
 
 pytestmark = pytest.mark.vllm
@@ -17,9 +17,16 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", [pytest.param("one rank", marks=pytest.mark.smoke), *list(WAYS)[1:]])
-def test_tokens_are_hugging_faces(tmp_path, way):
-    expected = make_qwen3_moe(tmp_path)
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        pytest.param("qwen3_moe", "one rank", marks=pytest.mark.smoke),
+        ("mixtral", "every expert on two ranks"),
+        ("qwen3_moe", "four experts a rank"),
+    ],
+)
+def test_tokens_are_hugging_faces(tmp_path, family, way):
+    expected = make_mixture(tmp_path, family)
     ask = Ask(PROMPTS, {"max_tokens": NUM_TOKENS, "ignore_eos": True})
     options = {"dtype": "float32", "max_model_len": 256, **WAYS[way]}
     ran = _run(Engine(str(tmp_path), "atom", [ask], options), two=way != "one rank")

@@ -5,8 +5,12 @@ from __future__ import annotations
 from atom_plugin.sglang.causal_lm import AtomForCausalLM
 
 
+class MixtralForCausalLM(AtomForCausalLM):
+    """Mixtral."""
+
+
 class Qwen3MoeForCausalLM(AtomForCausalLM):
     """Qwen3-MoE."""
 
 
-EntryClass = [Qwen3MoeForCausalLM]
+EntryClass = [MixtralForCausalLM, Qwen3MoeForCausalLM]
