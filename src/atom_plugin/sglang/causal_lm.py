@@ -88,7 +88,7 @@ class AtomForCausalLM(nn.Module):
 
     @classmethod
     def get_model_config_for_expert_location(cls, config: Any) -> ModelConfigForExpertLocation | None:
-        """None: dense models have no experts to place."""
+        """None: experts, where a model has some, stay on the ranks that they are loaded on."""
         return None
 
     def get_attention_sliding_window_size(self) -> int | None:
