@@ -16,6 +16,7 @@ from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.settings import Settings
 from atom_plugin.vllm.attention import is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
+from atom_plugin.vllm.flash_attention import gpu_kernels
 from atom_plugin.vllm.quantization import quantization_of
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def build_runtime(
     """
     device = torch.device(vllm_config.device_config.device)
     target = Target.of(device)
-    contributed = cpu_kernels(vllm_config) if target.kind == "cpu" else {}
+    contributed = cpu_kernels(vllm_config) if target.kind == "cpu" else gpu_kernels()
     excluded = COMPILED if is_compiled(vllm_config) else {}
     pp = get_pp_group()
     first, end = get_pp_indices(num_layers, pp.rank_in_group, pp.world_size)

@@ -26,6 +26,9 @@ from atom_core.kernels.select import Implementation, Op, Target, only_on_cpu
 from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
 from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
 
+#: An implementation that adapters contribute; see :data:`atom_core.kernels.select.PRIORITY`.
+FLASH_ATTENTION_3 = "flash_attention_3"
+
 
 @dataclass(frozen=True)
 class PagedAttentionSpec:

@@ -1,0 +1,119 @@
+"""FlashAttention 3 as the adapter calls it: vLLM's binding takes the arguments, and they mean what is meant.
+
+A wheel for CPUs has the binding's file, and refuses to import its package, for want of what is compiled.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import vllm
+
+from atom_core.kernels.attention.reference import ReferenceAttention
+from atom_core.kernels.select import Target
+from atom_core.metadata import AttentionMetadata, KVCacheView
+from atom_plugin.vllm.flash_attention import FlashAttention3, gpu_kernels, why_no_flash_attention
+from tests.kernel_cases import ATTENTION_CASES, AttentionCase, attention_batch, check_attention
+
+HOPPER = Target("cuda", "sm90")
+SPEC = AttentionCase("", (), dim=128).spec(torch.bfloat16)
+
+
+@pytest.fixture
+def binding(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The file, imported as if it were compiled for a GPU."""
+    name = "vllm.vllm_flash_attn"
+    file = Path(vllm.__file__).parent / "vllm_flash_attn" / "flash_attn_interface.py"
+    spec = importlib.util.spec_from_file_location(f"{name}.flash_attn_interface", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    package = ModuleType(name)
+    package.flash_attn_interface = module  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setitem(sys.modules, f"{name}.flash_attn_interface", module)
+    return module
+
+
+def stand_in(signature: inspect.Signature, **given: Any) -> torch.Tensor:
+    """The binding's meaning, by its docstring, worked out by the reference; it stands in for a GPU's kernel."""
+    call = signature.bind(**given)
+    call.apply_defaults()
+    arguments = call.arguments
+    assert arguments["fa_version"] == 3
+    assert arguments["causal"]
+    before, after = arguments["window_size"]
+    assert after == (-1 if before == -1 else 0)
+    q, k, out, cap = (arguments[name] for name in ("q", "k", "out", "softcap"))
+    kv_heads, dim = k.shape[2:]
+    spec = replace(
+        SPEC,
+        num_heads=q.shape[1],
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        scale=arguments["softmax_scale"],
+        dtype=q.dtype,
+        cache_dtype=k.dtype,
+        window=None if before == -1 else before + 1,
+        soft_cap=cap or None,
+        sinks=arguments["s_aux"] is not None,
+    )
+    starts = arguments["cu_seqlens_q"]
+    metadata = AttentionMetadata(
+        query_start_loc=starts,
+        seq_lens=arguments["seqused_k"],
+        page_table=arguments["block_table"],
+        slot_mapping=torch.empty(0, dtype=torch.int64),
+        num_requests=len(starts) - 1,
+        num_tokens=len(q),
+        max_query_len=arguments["max_seqlen_q"],
+        max_seq_len=arguments["max_seqlen_k"],
+    )
+    cache = KVCacheView(k.transpose(1, 2), arguments["v"].transpose(1, 2))
+    ReferenceAttention(spec)(q, cache, metadata, arguments["s_aux"], out)
+    return out
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_its_arguments_mean_what_is_meant(
+    monkeypatch: pytest.MonkeyPatch, binding: ModuleType, case: AttentionCase
+) -> None:
+    signature = inspect.signature(binding.flash_attn_varlen_func)
+    monkeypatch.setattr(binding, "flash_attn_varlen_func", partial(stand_in, signature))
+    kernel = FlashAttention3(case.spec(torch.bfloat16))
+    check_attention(kernel, attention_batch(case, torch.bfloat16, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("spec", "target", "reason"),
+    [
+        (SPEC, Target("cuda", "sm80"), "written for Hopper"),
+        (SPEC, Target("rocm", "gfx942"), "written for Hopper"),
+        (replace(SPEC, dtype=torch.float32, cache_dtype=torch.float32), HOPPER, "not torch.float32"),
+        (replace(SPEC, cache_dtype=torch.float8_e4m3fn), HOPPER, "queries in the cache's dtype"),
+        (replace(SPEC, head_dim=320), HOPPER, "head sizes up to 256"),
+        (replace(SPEC, head_dim=20), HOPPER, "multiples of 8"),
+        (replace(SPEC, dtype=torch.float16, cache_dtype=torch.float16, sinks=True), HOPPER, "sinks in bfloat16"),
+        (SPEC, HOPPER, "vLLM's FlashAttention cannot be imported"),
+    ],
+)
+def test_what_it_cannot_run_it_says(spec: Any, target: Target, reason: str) -> None:
+    (implementation,) = gpu_kernels().values()
+    assert implementation.supports is why_no_flash_attention
+    assert reason in (why_no_flash_attention(spec, target) or "")
+
+
+def test_it_can_run_where_vllm_says_so(monkeypatch: pytest.MonkeyPatch, binding: ModuleType) -> None:
+    assert "FlashAttention 3 cannot run here" in (why_no_flash_attention(SPEC, HOPPER) or "")
+    monkeypatch.setattr(binding, "is_fa_version_supported", lambda version: version == 3)
+    assert why_no_flash_attention(SPEC, HOPPER) is None

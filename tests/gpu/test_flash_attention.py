@@ -1,0 +1,51 @@
+"""FlashAttention 3 over our pages on a Hopper GPU with vLLM: what attention is, also from a captured graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atom_core.kernels.select import Target
+from atom_plugin.vllm.flash_attention import FlashAttention3, why_no_flash_attention
+from tests.kernel_cases import ATTENTION_CASES, NAN, AttentionCase, assert_close, attention_batch, check_attention
+
+GPU = torch.device("cuda", 0)
+#: Heads that the kernel has.
+CASES = [case for case in ATTENTION_CASES if case.dim % 8 == 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_is_attention(case: AttentionCase, dtype: torch.dtype) -> None:
+    if case.sinks and dtype != torch.bfloat16:
+        assert why_no_flash_attention(case.spec(dtype), Target.of(GPU)) is not None
+        return
+    batch = attention_batch(case, dtype, GPU)
+    if batch.sinks is not None:
+        batch.sinks.data = batch.sinks.to(dtype)
+    check_attention(FlashAttention3(case.spec(dtype)), batch)
+
+
+def test_a_captured_graph_answers_batches_of_other_lengths() -> None:
+    case = AttentionCase("captured", ((900, 4), (700, 4), (0, 4)), heads=32, kv_heads=8, dim=128)
+    other = AttentionCase("replayed", ((3, 4), (1000, 4), (500, 4)), heads=32, kv_heads=8, dim=128)
+    kernel = FlashAttention3(case.spec(torch.bfloat16))
+    batch, later = (attention_batch(it, torch.bfloat16, GPU) for it in (case, other))
+    out = torch.full_like(batch.q, NAN)
+    kernel(batch.q, batch.cache, batch.metadata, None, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(batch.q, batch.cache, batch.metadata, None, out)
+    graph.replay()
+    assert_close(out, batch.expected)
+    pages = min(batch.cache.key.shape[0], later.cache.key.shape[0])
+    assert pages == later.cache.key.shape[0], "the captured batch has room for the other's pages"
+    for mine, theirs in ((batch.cache.key, later.cache.key), (batch.cache.value, later.cache.value)):
+        mine[:pages].copy_(theirs)
+    width = later.metadata.page_table.shape[1]
+    batch.metadata.page_table[:, :width].copy_(later.metadata.page_table)
+    batch.metadata.seq_lens.copy_(later.metadata.seq_lens)
+    batch.metadata.query_start_loc.copy_(later.metadata.query_start_loc)
+    batch.q.copy_(later.q)
+    graph.replay()
+    assert_close(out, later.expected)
