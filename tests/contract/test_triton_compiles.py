@@ -26,6 +26,9 @@ from atom_core.kernels.embedding import triton_kernel as embedding_kernel
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts import grouped as grouped_kernel
 from atom_core.kernels.experts import triton_kernel as experts_kernel
+from atom_core.kernels.fp8_block_linear import few_rows as few_block_rows_kernel
+from atom_core.kernels.fp8_block_linear import many_rows as many_block_rows_kernel
+from atom_core.kernels.fp8_block_linear import quantize as groups_kernel
 from atom_core.kernels.fp8_linear import one_row as fp8_row_kernel
 from atom_core.kernels.fp8_linear import quantize as quantize_kernel
 from atom_core.kernels.fp8_linear import triton_kernel as fp8_kernel
@@ -407,6 +410,59 @@ def test_products_in_fp8_compile(monkeypatch, rows, out_features, in_features, g
     with pytest.raises(Launched) as launched:
         kernel(zeros(rows, in_features), weight, scales, None, None)
     compile_launch(kernels[recorders.asked], launched.value, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("norm", [None, linear_kernel.Norm(zeros(12288), 1e-6)], ids=["alone", "normed"])
+@pytest.mark.parametrize("slots", [None, torch.zeros(2, dtype=torch.int32)], ids=["all rows", "rows of slots"])
+@pytest.mark.parametrize(("size", "group"), [(200, 128), (4096, 128), (12288, 128), (768, None)])
+def test_quantising_groups_compiles(monkeypatch, size, group, slots, norm, gpu):
+    kernel = groups_kernel._quantize_groups
+    monkeypatch.setattr(groups_kernel, "_quantize_groups", Recorder())
+    with pytest.raises(Launched) as launched:
+        groups_kernel.quantize_groups(
+            zeros(2, size), dtype_of(gpu.device), gpu.nvidia, group=group, norm=norm, slots=slots
+        )
+    compile_launch(kernel, launched.value, gpu)
+
+
+def in_blocks(rows: int, out_features: int, in_features: int, gpu: Gpu) -> tuple[torch.Tensor, ...]:
+    """``x`` and its scales, a weight and its scales."""
+    groups, dtype = -(-in_features // 128), dtype_of(gpu.device)
+    x, weight = (torch.zeros(size, in_features, dtype=torch.uint8).view(dtype) for size in (rows, out_features))
+    return x, torch.ones(groups, rows), weight, torch.ones(-(-out_features // 128), groups)
+
+
+@every_gpu
+@pytest.mark.parametrize("way", ["plain", "adding", "activated"])
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), [(1, 4096, 4096), (24, 4096, 12288), (64, 1000, 200)])
+def test_few_rows_by_blocks_compile(monkeypatch, rows, out_features, in_features, way, gpu):
+    kernel = few_block_rows_kernel._few_rows
+    monkeypatch.setattr(few_block_rows_kernel, "_few_rows", Recorder())
+    with pytest.raises(Launched) as launched:
+        few_block_rows_kernel.multiply_few_rows(
+            *in_blocks(rows, out_features, in_features, gpu),
+            zeros(out_features),
+            nvidia=gpu.nvidia,
+            overlap=gpu.nvidia,
+            dtype=torch.bfloat16,
+            activation="silu" if way == "activated" else None,
+            residual=zeros(rows, out_features) if way == "adding" else None,
+        )
+    compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("bias", [None, zeros(4096)], ids=["plain", "with a bias"])
+@pytest.mark.parametrize(("rows", "in_features"), [(80, 4096), (300, 4096), (3000, 4096), (3000, 200)])
+def test_many_rows_by_blocks_compile(monkeypatch, rows, in_features, bias, gpu):
+    kernel = many_block_rows_kernel._many_rows
+    monkeypatch.setattr(many_block_rows_kernel, "_many_rows", Recorder())
+    with pytest.raises(Launched) as launched:
+        many_block_rows_kernel.multiply_many_rows(
+            *in_blocks(rows, 4096, in_features, gpu), bias, nvidia=gpu.nvidia, dtype=torch.bfloat16
+        )
+    compile_launch(kernel, launched.value, gpu)
 
 
 @every_gpu

@@ -84,9 +84,9 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
         folder,
         quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
     ),
-    "quantised in blocks": lambda folder: edit_config(
+    "quantised in small blocks": lambda folder: edit_config(
         folder,
-        quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 64]},
     ),
     "quantised to fp8": lambda folder: edit_config(
         folder, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}

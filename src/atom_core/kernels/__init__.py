@@ -13,6 +13,7 @@ from atom_core.kernels.attention import ATTENTION
 from atom_core.kernels.decode_attention import DECODE_ATTENTION
 from atom_core.kernels.embedding import EMBEDDING
 from atom_core.kernels.experts import EXPERTS
+from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR
 from atom_core.kernels.fp8_linear import FP8_LINEAR
 from atom_core.kernels.gated_activation import GATED_ACTIVATION
 from atom_core.kernels.linear import LINEAR
@@ -31,6 +32,7 @@ OPS = cast(
         RMS_NORM,
         LINEAR,
         FP8_LINEAR,
+        FP8_BLOCK_LINEAR,
         NORMED_LINEAR,
         QK_NORM_ROPE,
         QK_NORM_ROPE_CACHE,

@@ -96,8 +96,9 @@ CASES = {
         ("Quantisation 'w8a8_fp8' is not supported", "bfloat16, float16, float32", "--quantization fp8"),
         ("--quantization", "w8a8_fp8"),
     ),
-    "a checkpoint in FP8 blocks": Case(
-        ("Quantisation 'fp8' with weight_block_size=[128, 128] is not supported",), model="quantised in blocks"
+    "a checkpoint in small FP8 blocks": Case(
+        ("Quantisation 'fp8' with weight_block_size=[64, 64] (only [128, 128]) is not supported",),
+        model="quantised in small blocks",
     ),
     "a checkpoint that is not the FP8 that it says": Case(
         ("missing (", "weight_scale", "is stored as BF16, but config.json says FP8"), model="quantised to fp8"
