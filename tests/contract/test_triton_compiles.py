@@ -29,6 +29,10 @@ from atom_core.kernels.experts import triton_kernel as experts_kernel
 from atom_core.kernels.fp8_block_linear import few_rows as few_block_rows_kernel
 from atom_core.kernels.fp8_block_linear import many_rows as many_block_rows_kernel
 from atom_core.kernels.fp8_block_linear import quantize as groups_kernel
+from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
+from atom_core.kernels.fp8_experts import few_tokens as few_fp8_kernel
+from atom_core.kernels.fp8_experts import many_tokens as many_fp8_kernel
+from atom_core.kernels.fp8_experts import triton_kernel as fp8_experts_kernel
 from atom_core.kernels.fp8_linear import one_row as fp8_row_kernel
 from atom_core.kernels.fp8_linear import quantize as quantize_kernel
 from atom_core.kernels.fp8_linear import triton_kernel as fp8_kernel
@@ -511,5 +515,36 @@ def test_experts_compile(monkeypatch, tokens, bias, gpu):
     experts_kernel.TritonExperts(spec, gpu.nvidia)(zeros(tokens, 2048), torch.zeros(tokens, 8), experts, layer)
     launched = [(name, launch) for name, keeper in keepers.items() for launch in keeper.launches]
     assert len(launched) == (2 if tokens <= experts_kernel.MAX_TOKENS else 6)
+    for name, launch in launched:
+        compile_launch(originals[name], launch, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("hidden", [2048, 200])
+@pytest.mark.parametrize("block", [False, True], ids=["a scale a row", "a scale a block"])
+@pytest.mark.parametrize("tokens", [1, 40, 3000])
+def test_fp8_experts_compile(monkeypatch, tokens, block, hidden, gpu):
+    kernels = [(few_fp8_kernel, "_gate_up"), (few_fp8_kernel, "_down"), (many_fp8_kernel, "_multiply")]
+    originals = {name: getattr(module, name) for module, name in kernels}
+    keepers = {name: Keeper() for name in originals}
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, keepers[name])
+    for name in ("_count", "_arrange", "_place", "_combine"):
+        monkeypatch.setattr(grouped_kernel, name, Keeper())
+    monkeypatch.setattr(groups_kernel, "_quantize_groups", Keeper())
+    spec = Fp8ExpertsSpec(0, 16, hidden, 768, 8, "silu", block, torch.bfloat16)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+    groups = -(-hidden // 128)
+    scales = ((12, groups), (groups, 6)) if block else ((1536,), (hidden,))
+    wide, narrow = (torch.ones(16, *shape) for shape in scales)
+    layer = Fp8ExpertWeights(weight(16, 1536, hidden), wide, weight(16, hidden, 768), narrow)
+    experts = torch.zeros(tokens, 8, dtype=torch.int32)
+    kernel = fp8_experts_kernel.TritonFp8Experts(spec, gpu.device, gpu.nvidia)
+    kernel(zeros(tokens, hidden), torch.zeros(tokens, 8), experts, layer)
+    launched = [(name, launch) for name, keeper in keepers.items() for launch in keeper.launches]
+    assert len(launched) == 2
     for name, launch in launched:
         compile_launch(originals[name], launch, gpu)

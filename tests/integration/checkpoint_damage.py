@@ -47,6 +47,7 @@ MIXTURE = {
     "rms_norm_eps": 1e-6,
     "torch_dtype": "bfloat16",
 }
+STATIC_MIXTURE = {**MIXTURE, "quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -79,6 +80,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "sound": lambda folder: None,
     "opt": use_opt,
     "a mixture": lambda folder: (folder / "config.json").write_text(json.dumps(MIXTURE)),
+    "a mixture in static fp8": lambda folder: (folder / "config.json").write_text(json.dumps(STATIC_MIXTURE)),
     "pickled": use_pickle,
     "quantised": lambda folder: edit_config(
         folder,

@@ -14,6 +14,7 @@ from atom_core.kernels.decode_attention import DECODE_ATTENTION
 from atom_core.kernels.embedding import EMBEDDING
 from atom_core.kernels.experts import EXPERTS
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR
+from atom_core.kernels.fp8_experts import FP8_EXPERTS
 from atom_core.kernels.fp8_linear import FP8_LINEAR
 from atom_core.kernels.gated_activation import GATED_ACTIVATION
 from atom_core.kernels.linear import LINEAR
@@ -41,6 +42,7 @@ OPS = cast(
         GATED_ACTIVATION,
         MOE_ROUTING,
         EXPERTS,
+        FP8_EXPERTS,
     ),
 )
 

@@ -64,10 +64,10 @@ CASES = {
         ("--tp", "4", "--ep-size", "4", "--load-format", "dummy"),
         model="a mixture",
     ),
-    "quantised experts": Case(
-        ("The experts of model.layers.0.mlp.experts are quantised",),
-        ("--quantization", "fp8", "--load-format", "dummy"),
-        model="a mixture",
+    "experts whose activations have static scales": Case(
+        ("The experts of model.layers.0.mlp.experts are FP8 with static scales", "activations are dynamic"),
+        ("--load-format", "dummy"),
+        model="a mixture in static fp8",
     ),
     "experts that move": Case(("balancing experts over ranks (--enable-eplb",), ("--init-expert-location", "x.json")),
     "multiplexed prefill and decode": Case(("--enable-pdmux",), ("--enable-pdmux", "--chunked-prefill-size", "-1")),

@@ -55,10 +55,10 @@ CASES = {
         {"tensor_parallel_size": 4, "enable_expert_parallel": True, "load_format": "dummy"},
         model="a mixture",
     ),
-    "quantised experts": Case(
-        ("The experts of model.layers.0.mlp.experts are quantised",),
-        {"quantization": "fp8", "load_format": "dummy"},
-        model="a mixture",
+    "experts whose activations have static scales": Case(
+        ("The experts of model.layers.0.mlp.experts are FP8 with static scales", "activations are dynamic"),
+        {"load_format": "dummy"},
+        model="a mixture in static fp8",
     ),
     "LoRA": Case(("--model-impl atom does not support LoRA adapters (--enable-lora)",), {"enable_lora": True}),
     "pooling": Case(("--model-impl atom does not support the 'pooling' runner (--runner)",), {"runner": "pooling"}),
