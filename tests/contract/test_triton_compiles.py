@@ -26,6 +26,13 @@ from atom_core.kernels.embedding import triton_kernel as embedding_kernel
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts import grouped as grouped_kernel
 from atom_core.kernels.experts import triton_kernel as experts_kernel
+from atom_core.kernels.fp8_block_linear import few_rows as few_block_rows_kernel
+from atom_core.kernels.fp8_block_linear import many_rows as many_block_rows_kernel
+from atom_core.kernels.fp8_block_linear import quantize as groups_kernel
+from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
+from atom_core.kernels.fp8_experts import few_tokens as few_fp8_kernel
+from atom_core.kernels.fp8_experts import many_tokens as many_fp8_kernel
+from atom_core.kernels.fp8_experts import triton_kernel as fp8_experts_kernel
 from atom_core.kernels.fp8_linear import one_row as fp8_row_kernel
 from atom_core.kernels.fp8_linear import quantize as quantize_kernel
 from atom_core.kernels.fp8_linear import triton_kernel as fp8_kernel
@@ -410,6 +417,59 @@ def test_products_in_fp8_compile(monkeypatch, rows, out_features, in_features, g
 
 
 @every_gpu
+@pytest.mark.parametrize("norm", [None, linear_kernel.Norm(zeros(12288), 1e-6)], ids=["alone", "normed"])
+@pytest.mark.parametrize("slots", [None, torch.zeros(2, dtype=torch.int32)], ids=["all rows", "rows of slots"])
+@pytest.mark.parametrize(("size", "group"), [(200, 128), (4096, 128), (12288, 128), (768, None)])
+def test_quantising_groups_compiles(monkeypatch, size, group, slots, norm, gpu):
+    kernel = groups_kernel._quantize_groups
+    monkeypatch.setattr(groups_kernel, "_quantize_groups", Recorder())
+    with pytest.raises(Launched) as launched:
+        groups_kernel.quantize_groups(
+            zeros(2, size), dtype_of(gpu.device), gpu.nvidia, group=group, norm=norm, slots=slots
+        )
+    compile_launch(kernel, launched.value, gpu)
+
+
+def in_blocks(rows: int, out_features: int, in_features: int, gpu: Gpu) -> tuple[torch.Tensor, ...]:
+    """``x`` and its scales, a weight and its scales."""
+    groups, dtype = -(-in_features // 128), dtype_of(gpu.device)
+    x, weight = (torch.zeros(size, in_features, dtype=torch.uint8).view(dtype) for size in (rows, out_features))
+    return x, torch.ones(groups, rows), weight, torch.ones(-(-out_features // 128), groups)
+
+
+@every_gpu
+@pytest.mark.parametrize("way", ["plain", "adding", "activated"])
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), [(1, 4096, 4096), (24, 4096, 12288), (64, 1000, 200)])
+def test_few_rows_by_blocks_compile(monkeypatch, rows, out_features, in_features, way, gpu):
+    kernel = few_block_rows_kernel._few_rows
+    monkeypatch.setattr(few_block_rows_kernel, "_few_rows", Recorder())
+    with pytest.raises(Launched) as launched:
+        few_block_rows_kernel.multiply_few_rows(
+            *in_blocks(rows, out_features, in_features, gpu),
+            zeros(out_features),
+            nvidia=gpu.nvidia,
+            overlap=gpu.nvidia,
+            dtype=torch.bfloat16,
+            activation="silu" if way == "activated" else None,
+            residual=zeros(rows, out_features) if way == "adding" else None,
+        )
+    compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("bias", [None, zeros(4096)], ids=["plain", "with a bias"])
+@pytest.mark.parametrize(("rows", "in_features"), [(80, 4096), (300, 4096), (3000, 4096), (3000, 200)])
+def test_many_rows_by_blocks_compile(monkeypatch, rows, in_features, bias, gpu):
+    kernel = many_block_rows_kernel._many_rows
+    monkeypatch.setattr(many_block_rows_kernel, "_many_rows", Recorder())
+    with pytest.raises(Launched) as launched:
+        many_block_rows_kernel.multiply_many_rows(
+            *in_blocks(rows, 4096, in_features, gpu), bias, nvidia=gpu.nvidia, dtype=torch.bfloat16
+        )
+    compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
 @pytest.mark.parametrize(
     "spec",
     [RoutingConfig(128, 8, "softmax", renormalize=True), RoutingConfig(256, 8, "sigmoid", True, True, 2.5, 8, 4)],
@@ -455,5 +515,36 @@ def test_experts_compile(monkeypatch, tokens, bias, gpu):
     experts_kernel.TritonExperts(spec, gpu.nvidia)(zeros(tokens, 2048), torch.zeros(tokens, 8), experts, layer)
     launched = [(name, launch) for name, keeper in keepers.items() for launch in keeper.launches]
     assert len(launched) == (2 if tokens <= experts_kernel.MAX_TOKENS else 6)
+    for name, launch in launched:
+        compile_launch(originals[name], launch, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("hidden", [2048, 200])
+@pytest.mark.parametrize("block", [False, True], ids=["a scale a row", "a scale a block"])
+@pytest.mark.parametrize("tokens", [1, 40, 3000])
+def test_fp8_experts_compile(monkeypatch, tokens, block, hidden, gpu):
+    kernels = [(few_fp8_kernel, "_gate_up"), (few_fp8_kernel, "_down"), (many_fp8_kernel, "_multiply")]
+    originals = {name: getattr(module, name) for module, name in kernels}
+    keepers = {name: Keeper() for name in originals}
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, keepers[name])
+    for name in ("_count", "_arrange", "_place", "_combine"):
+        monkeypatch.setattr(grouped_kernel, name, Keeper())
+    monkeypatch.setattr(groups_kernel, "_quantize_groups", Keeper())
+    spec = Fp8ExpertsSpec(0, 16, hidden, 768, 8, "silu", block, torch.bfloat16)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+    groups = -(-hidden // 128)
+    scales = ((12, groups), (groups, 6)) if block else ((1536,), (hidden,))
+    wide, narrow = (torch.ones(16, *shape) for shape in scales)
+    layer = Fp8ExpertWeights(weight(16, 1536, hidden), wide, weight(16, hidden, 768), narrow)
+    experts = torch.zeros(tokens, 8, dtype=torch.int32)
+    kernel = fp8_experts_kernel.TritonFp8Experts(spec, gpu.device, gpu.nvidia)
+    kernel(zeros(tokens, hidden), torch.zeros(tokens, 8), experts, layer)
+    launched = [(name, launch) for name, keeper in keepers.items() for launch in keeper.launches]
+    assert len(launched) == 2
     for name, launch in launched:
         compile_launch(originals[name], launch, gpu)

@@ -47,6 +47,7 @@ MIXTURE = {
     "rms_norm_eps": 1e-6,
     "torch_dtype": "bfloat16",
 }
+STATIC_MIXTURE = {**MIXTURE, "quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -79,14 +80,15 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "sound": lambda folder: None,
     "opt": use_opt,
     "a mixture": lambda folder: (folder / "config.json").write_text(json.dumps(MIXTURE)),
+    "a mixture in static fp8": lambda folder: (folder / "config.json").write_text(json.dumps(STATIC_MIXTURE)),
     "pickled": use_pickle,
     "quantised": lambda folder: edit_config(
         folder,
         quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
     ),
-    "quantised in blocks": lambda folder: edit_config(
+    "quantised in small blocks": lambda folder: edit_config(
         folder,
-        quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 64]},
     ),
     "quantised to fp8": lambda folder: edit_config(
         folder, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}

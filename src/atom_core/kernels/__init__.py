@@ -13,6 +13,8 @@ from atom_core.kernels.attention import ATTENTION
 from atom_core.kernels.decode_attention import DECODE_ATTENTION
 from atom_core.kernels.embedding import EMBEDDING
 from atom_core.kernels.experts import EXPERTS
+from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR
+from atom_core.kernels.fp8_experts import FP8_EXPERTS
 from atom_core.kernels.fp8_linear import FP8_LINEAR
 from atom_core.kernels.gated_activation import GATED_ACTIVATION
 from atom_core.kernels.linear import LINEAR
@@ -31,6 +33,7 @@ OPS = cast(
         RMS_NORM,
         LINEAR,
         FP8_LINEAR,
+        FP8_BLOCK_LINEAR,
         NORMED_LINEAR,
         QK_NORM_ROPE,
         QK_NORM_ROPE_CACHE,
@@ -39,6 +42,7 @@ OPS = cast(
         GATED_ACTIVATION,
         MOE_ROUTING,
         EXPERTS,
+        FP8_EXPERTS,
     ),
 )
 

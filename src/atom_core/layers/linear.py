@@ -13,10 +13,19 @@ import torch
 from torch import nn
 
 from atom_core.kernels.linear import LinearKernel, LinearSpec
-from atom_core.layers.linear_methods import Part, method_of
+from atom_core.layers.block_fp8 import BlockFp8Method
+from atom_core.layers.linear_methods import Fp8Method, LinearMethod, Part, UnquantizedMethod
 from atom_core.layers.norm import Stream
 from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
+from atom_core.quant import Fp8Config
 from atom_core.runtime import Runtime
+
+
+def method_of(scheme: Fp8Config | None) -> LinearMethod:
+    """The way of ``scheme``; None is no quantisation."""
+    if scheme is None:
+        return UnquantizedMethod()
+    return BlockFp8Method(scheme) if scheme.block else Fp8Method(scheme)
 
 
 class Linear(ParameterLayer):
@@ -35,7 +44,7 @@ class Linear(ParameterLayer):
     #: Where the layer is not quantised: what it asked of its kernel, and that.
     spec: LinearSpec
     kernel: LinearKernel
-    #: Where it is FP8: a scale a row, and the input's where that is static.
+    #: Where it is FP8: a scale a row or a block, and the input's where that is static.
     weight_scale: nn.Parameter
     input_scale: nn.Parameter
 
@@ -53,7 +62,9 @@ class Linear(ParameterLayer):
         whole = Part("", out_features, in_features, range(out_features), range(in_features))
         self.parts = (whole,) if parts is None else tuple(parts)
         self.bias = empty_parameter(runtime, out_features) if bias else None
-        scheme = runtime.quant.linear([checkpoint_module(name, part.module) for part in self.parts])
+        #: What checkpoints call each part.
+        self.modules_of_parts = [checkpoint_module(name, part.module) for part in self.parts]
+        scheme = runtime.quant.linear(self.modules_of_parts)
         self.quantized = scheme is not None
         self.method = method_of(scheme)
         self.method.create(self, runtime)

@@ -42,7 +42,14 @@ class Part:
     begin: int = 0
     """The layer's row where this one begins."""
 
-    def of_rows(self, parameter: nn.Parameter, kind: type[Placement] = Placement) -> Placement:
+    def of_matrix(self, parameter: torch.Tensor, kind: type[Placement] = Placement) -> Placement:
+        """This rank's part of the matrix."""
+        shape = (self.rows, self.columns)
+        if len(self.my_columns) < self.columns:
+            return kind(parameter, shape, dim=1, source=self.my_columns.start, count=len(self.my_columns))
+        return kind(parameter, shape, source=self.my_rows.start, target=self.begin, count=len(self.my_rows))
+
+    def of_rows(self, parameter: torch.Tensor, kind: type[Placement] = Placement) -> Placement:
         """This rank's rows of a vector with a number a row."""
         return kind(parameter, (self.rows,), source=self.my_rows.start, target=self.begin, count=len(self.my_rows))
 
@@ -74,11 +81,6 @@ class LinearMethod(Protocol):
         """Called after loading, and again after weights were loaded anew."""
 
 
-def method_of(scheme: Fp8Config | None) -> LinearMethod:
-    """The way of ``scheme``; None is no quantisation."""
-    return UnquantizedMethod() if scheme is None else Fp8Method(scheme)
-
-
 class UnquantizedMethod:
     """The model's dtype; see :class:`LinearMethod`."""
 
@@ -91,7 +93,7 @@ class UnquantizedMethod:
 
     def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
         """The weight."""
-        yield "weight", _of_matrix(Placement, layer.weight, part)
+        yield "weight", part.of_matrix(layer.weight)
 
     def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See :class:`LinearMethod`."""
@@ -136,24 +138,17 @@ class Fp8Method:
         self.fewer = self.kernel if isinstance(self.kernel, FewRowsFp8Kernel) else None
         self.static = self.scheme.input_scale == "static"
 
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=runtime.device), requires_grad=False)
-
-        layer.weight = empty(layer.out_features, layer.in_features, dtype=E4M3)
-        layer.weight_scale = empty(layer.out_features)
+        layer.weight = empty_fp8(runtime, layer.out_features, layer.in_features)
+        layer.weight_scale = empty_scales(runtime, layer.out_features)
         if self.static:
-            layer.input_scale = empty(len(layer.parts))
+            layer.input_scale = empty_scales(runtime, len(layer.parts))
 
     def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
         """What an FP8 checkpoint has, or the weight that is to be quantised."""
         if not self.scheme.serialized:
-            shape = (part.rows, part.columns)
-            yield (
-                "weight",
-                QuantizingPlacement(parameter=layer.weight, shape=shape, scales=layer.weight_scale, part=part),
-            )
+            yield "weight", QuantizingPlacement.of(part, layer.weight, layer.weight_scale)
             return
-        yield "weight", _of_matrix(Fp8Placement, layer.weight, part)
+        yield "weight", part.of_matrix(layer.weight, Fp8Placement)
         yield "weight_scale", part.of_rows(layer.weight_scale, ScalePlacement)
         if self.static:
             index = layer.parts.index(part)
@@ -216,17 +211,41 @@ class ScalePlacement(Placement):
 
     def load(self, tensor: torch.Tensor) -> None:
         """See :class:`Placement`."""
-        if not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
-            raise ValueError("holds a scale that is no finite number of at least 0")
+        check_scales(tensor)
         super().load(tensor.reshape(-1).expand(self.shape))
+
+
+def check_scales(tensor: torch.Tensor) -> None:
+    """Scales are finite and no less than 0.
+
+    Raises:
+        ValueError: some are not; the message goes on from the tensor's name.
+    """
+    if not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
+        raise ValueError("holds a scale that is no finite number of at least 0")
+
+
+def empty_fp8(runtime: Runtime, *shape: int) -> nn.Parameter:
+    """Weights in e4m3, to be loaded."""
+    return nn.Parameter(torch.empty(shape, dtype=E4M3, device=runtime.device), requires_grad=False)
+
+
+def empty_scales(runtime: Runtime, *shape: int) -> nn.Parameter:
+    """Scales in float32, to be loaded."""
+    return nn.Parameter(torch.empty(shape, dtype=torch.float32, device=runtime.device), requires_grad=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizingPlacement(Placement):
     """A weight in the model's dtype, which is stored in FP8 here."""
 
-    scales: nn.Parameter
+    scales: torch.Tensor
     part: Part
+
+    @classmethod
+    def of(cls, part: Part, parameter: torch.Tensor, scales: torch.Tensor) -> QuantizingPlacement:
+        """What is stored in ``parameter``, with a scale a row in ``scales``."""
+        return cls(parameter=parameter, shape=(part.rows, part.columns), scales=scales, part=part)
 
     def load(self, tensor: torch.Tensor) -> None:
         """See :class:`Placement`; rows are scaled as a whole, also where only some of their columns are this rank's."""
@@ -241,10 +260,3 @@ class QuantizingPlacement(Placement):
                 self.parameter[begin:end].copy_(to_e4m3(mine, scale))
                 self.scales[begin:end].copy_(scale[:, 0])
                 begin = end
-
-
-def _of_matrix(kind: type[Placement], parameter: nn.Parameter, part: Part) -> Placement:
-    shape = (part.rows, part.columns)
-    if len(part.my_columns) < part.columns:
-        return kind(parameter, shape, dim=1, source=part.my_columns.start, count=len(part.my_columns))
-    return kind(parameter, shape, source=part.my_rows.start, target=part.begin, count=len(part.my_rows))

@@ -15,6 +15,7 @@ from torch import nn
 from atom_core.config import Activation, MoEConfig
 from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
 from atom_core.kernels.moe_routing import MOE_ROUTING
+from atom_core.layers.fp8_experts import Fp8ExpertsMethod
 from atom_core.layers.linear import Linear
 from atom_core.layers.linear_methods import Part
 from atom_core.layers.norm import RMSNorm, Stream
@@ -41,15 +42,21 @@ class Router(Linear):
 class Experts(ParameterLayer):
     """All experts of a layer, each a matrix in two tensors; checkpoints have them one by one."""
 
+    #: Where they are FP8: see :mod:`atom_core.kernels.fp8_experts`.
+    gate_up_scale: nn.Parameter
+    down_scale: nn.Parameter
+
     def __init__(
         self, config: MoEConfig, hidden_size: int, activation: Activation, runtime: Runtime, name: str
     ) -> None:
         super().__init__()
         self.names = config.names
-        base = checkpoint_module(name, self._folder)
-        matrices = [f"{base}.0.{part}" for part in (self.names.gate, self.names.up, self.names.down)]
-        if runtime.quant.linear(matrices) is not None:
-            raise ValueError(f"The experts of {base} are quantised, which mixtures of experts do not support yet.")
+        base = checkpoint_module(name, self.folder)
+        scheme = runtime.quant.linear(
+            [f"{base}.0.{part}" for part in (self.names.gate, self.names.up, self.names.down)]
+        )
+        #: How they are kept where they are quantised.
+        self.method = None if scheme is None else Fp8ExpertsMethod(scheme, base)
         group, routing = runtime.tensor_parallel, config.routing
         self.hidden_size, self.size, self.total = hidden_size, config.intermediate_size, routing.num_experts
         #: This rank's experts, and what it has of the middle of each.
@@ -58,6 +65,9 @@ class Experts(ParameterLayer):
             self.held = share(self.total, group.rank, group.world_size, "num_experts")
         else:
             self.mine = share(self.size, group.rank, group.world_size, "moe_intermediate_size")
+        if self.method is not None:
+            self.method.create(self, activation, routing.top_k, runtime, name)
+            return
         count, size = len(self.held), len(self.mine)
         self.gate_up_proj = empty_parameter(runtime, count, 2 * size, hidden_size)
         self.down_proj = empty_parameter(runtime, count, hidden_size, size)
@@ -70,14 +80,19 @@ class Experts(ParameterLayer):
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """``x [T, hidden]``, weights and experts ``[T, k]`` to this rank's part of the sum, ``[T, hidden]``."""
+        if self.method is not None:
+            return self.method.apply(self, x, weights, experts)
         return self.kernel(x, weights, experts, ExpertWeights(self.gate_up_proj, self.down_proj))
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
         """Three matrices an expert."""
+        if self.method is not None:
+            yield from self.method.placements(self)
+            return
         first, count = self.mine.start, len(self.mine)
         wide, narrow = (self.size, self.hidden_size), (self.hidden_size, self.size)
         for index, expert in enumerate(self.held):
-            module = f"{self._folder}.{expert}"
+            module = f"{self.folder}.{expert}"
             gate_up, down = self.gate_up_proj[index], self.down_proj[index]
             for part, target in ((self.names.gate, 0), (self.names.up, count)):
                 placement = Placement(gate_up, wide, 0, first, target, count, held_by="gate_up_proj")
@@ -90,10 +105,16 @@ class Experts(ParameterLayer):
 
     def elsewhere(self) -> Iterator[str]:
         """Other ranks' experts."""
-        return (f"{self._folder}.{expert}" for expert in range(self.total) if expert not in self.held)
+        return (f"{self.folder}.{expert}" for expert in range(self.total) if expert not in self.held)
+
+    def finalize_weights(self) -> None:
+        """See :class:`ParameterLayer`."""
+        if self.method is not None:
+            self.method.finalize(self)
 
     @property
-    def _folder(self) -> str:
+    def folder(self) -> str:
+        """Where checkpoints have the experts, from this module on."""
         return f"../../{self.names.module}.experts"
 
 

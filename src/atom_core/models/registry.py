@@ -31,10 +31,10 @@ class ModelEntry:
 _ENTRIES = (
     ModelEntry("LlamaForCausalLM", "atom_core.models.llama", "Llama 2, 3.x"),
     ModelEntry("MistralForCausalLM", "atom_core.models.mistral", "Mistral"),
-    ModelEntry("MixtralForCausalLM", "atom_core.models.mixtral", "Mixtral", quantized=False),
+    ModelEntry("MixtralForCausalLM", "atom_core.models.mixtral", "Mixtral"),
     ModelEntry("Qwen2ForCausalLM", "atom_core.models.qwen2", "Qwen2, Qwen2.5"),
     ModelEntry("Qwen3ForCausalLM", "atom_core.models.qwen3", "Qwen3"),
-    ModelEntry("Qwen3MoeForCausalLM", "atom_core.models.qwen3_moe", "Qwen3-MoE", quantized=False),
+    ModelEntry("Qwen3MoeForCausalLM", "atom_core.models.qwen3_moe", "Qwen3-MoE"),
 )
 
 MODELS: Mapping[str, ModelEntry] = {entry.architecture: entry for entry in _ENTRIES}

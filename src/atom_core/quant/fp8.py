@@ -1,8 +1,8 @@
-"""FP8 (e4m3) weights with a scale for each tensor or each row, and activations that are quantised too.
+"""FP8 (e4m3) weights with a scale for each tensor, row or block, and activations that are quantised too.
 
-Checkpoints of three makers are read: ``quant_method`` "fp8" (AutoFP8 and Hugging Face), "compressed-tensors"
+Checkpoints of three makers are read: ``quant_method`` "fp8" (AutoFP8, Hugging Face and DeepSeek), "compressed-tensors"
 (llm-compressor; https://github.com/vllm-project/compressed-tensors) and "modelopt" (NVIDIA). A scale is never read from
-here: whether a weight has one or one a row is what the checkpoint's tensor says. Blocks of 128 by 128 are refused.
+here: whether a weight has one or one a row is what the checkpoint's tensor says. Blocks are 128 by 128, and no other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from atom_core.quant.errors import unsupported
 
 InputScale = Literal["static", "dynamic"]
 
+#: Rows and columns of a block of a weight that has one scale, and numbers of a token that share one then.
+BLOCK_SIZE = 128
+_BLOCK = [BLOCK_SIZE, BLOCK_SIZE]
 _HEAD = "lm_head"
 
 
@@ -32,6 +35,12 @@ class Fp8Config:
     Checkpoints that ask for one dynamic scale for all tokens get one a token too, which is finer and needs no second
     pass over them.
     """
+    block: bool = False
+    """Each block of :data:`BLOCK_SIZE` rows and columns of a weight has a scale, and so has each :data:`BLOCK_SIZE`
+    numbers of a token; else a weight has one or one a row, and a token one. Only where it is serialized and dynamic.
+    """
+    scale: str = "weight_scale"
+    """What checkpoints call the tensor of a weight's scales."""
     ignored: tuple[str, ...] = ()
     """Modules that stay as they are: see :func:`names`."""
     prefix: str = ""
@@ -82,15 +91,21 @@ def read_fp8(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config:
     """A checkpoint of ``quant_method`` "fp8".
 
     Raises:
-        ValueError: its weights have a scale for each block, or its activation scheme is unknown.
+        ValueError: its blocks are of another size or its activations static with blocks, or its activation scheme is
+            unknown.
     """
-    if block := config.get("weight_block_size"):
-        raise unsupported("fp8", f"weight_block_size={list(block)}")
     scheme = config.get("activation_scheme", "dynamic")
     if scheme not in ("static", "dynamic"):
         raise unsupported("fp8", f"activation_scheme={scheme!r}")
-    ignored = config.get("ignored_layers") or config.get("modules_to_not_convert") or ()
-    return Fp8Config(serialized=True, input_scale=scheme, ignored=tuple(ignored))
+    ignored = tuple(config.get("ignored_layers") or config.get("modules_to_not_convert") or ())
+    block = config.get("weight_block_size")
+    if not block:
+        return Fp8Config(serialized=True, input_scale=scheme, ignored=ignored)
+    if list(block) != _BLOCK:
+        raise unsupported("fp8", f"weight_block_size={list(block)} (only {_BLOCK})")
+    if scheme != "dynamic":
+        raise unsupported("fp8", f"weight_block_size={_BLOCK} and activation_scheme={scheme!r} (only 'dynamic')")
+    return Fp8Config(serialized=True, block=True, scale="weight_scale_inv", ignored=ignored)
 
 
 def read_compressed_tensors(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config:
@@ -112,27 +127,42 @@ def read_compressed_tensors(config: Mapping[str, Any], hf: Mapping[str, Any]) ->
     targets = {target for group in groups for target in group.get("targets", ())}
     if targets != {"Linear"}:
         raise unsupported(method, f"targets {sorted(targets)} (only ['Linear'], with modules left out by 'ignore')")
-    return _with_plain_head(
-        Fp8Config(serialized=True, input_scale=found.pop(), ignored=tuple(config.get("ignore") or ())), method, hf
-    )
+    return _with_plain_head(replace(found.pop(), ignored=tuple(config.get("ignore") or ())), method, hf)
 
 
-def _group_scheme(group: Mapping[str, Any]) -> InputScale:
+def _group_scheme(group: Mapping[str, Any]) -> Fp8Config:
     method = "compressed-tensors"
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     kind = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"))
-    if kind[:2] != ("float", 8) or kind[2] not in ("tensor", "channel"):
+    if kind[:2] != ("float", 8) or kind[2] not in ("tensor", "channel", "block"):
         raise unsupported(method, f"weights of type={kind[0]!r}, num_bits={kind[1]}, strategy={kind[2]!r}")
     if not weights.get("symmetric", True) or weights.get("dynamic"):
         raise unsupported(method, "weights that are not symmetric and static")
     if not inputs:
         raise unsupported(method, "weights alone quantised (no input_activations)")
+    block = kind[2] == "block"
+    if block and _block_structure(weights) != _BLOCK:
+        raise unsupported(method, f"block_structure={weights.get('block_structure')!r} (only {_BLOCK})")
     kind = (inputs.get("type"), inputs.get("num_bits"), inputs.get("strategy"))
     dynamic = inputs.get("dynamic", False)
-    if kind[:2] != ("float", 8) or kind[2] not in (("token", "tensor") if dynamic else ("tensor",)):
+    if block:
+        allowed = kind[2] == "group" and inputs.get("group_size") == BLOCK_SIZE and dynamic is True
+    else:
+        allowed = kind[2] in (("token", "tensor") if dynamic else ("tensor",))
+    if kind[:2] != ("float", 8) or not allowed:
         described = f"type={kind[0]!r}, num_bits={kind[1]}, strategy={kind[2]!r}, dynamic={dynamic}"
+        if block:
+            described += f", group_size={inputs.get('group_size')} with weights in blocks"
         raise unsupported(method, f"input_activations of {described}")
-    return "dynamic" if dynamic else "static"
+    return Fp8Config(serialized=True, input_scale="dynamic" if dynamic else "static", block=block)
+
+
+def _block_structure(weights: Mapping[str, Any]) -> list[int] | None:
+    """Rows and columns of a block; older files have "128x128"."""
+    found = weights.get("block_structure")
+    if isinstance(found, str):
+        found = [int(part) if part.isdecimal() else part for part in found.split("x")]
+    return None if found is None else list(found)
 
 
 def read_modelopt(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config:

@@ -12,14 +12,15 @@ import pytest
 
 from tests.integration.questions import checkpoint
 from tests.integration.sglang.offline import Ask, Engine, Ran, run
-from tests.unit.core.fp8_checkpoints import FORMATS, make_fp8
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 NUM_ROWS = 64
 RIGHT = 0.9
 #: How weights are read is tested without an engine; here some go all the way.
-SERVED = [form for form in FORMATS if form.name in ("compressed, tensor, static", "modelopt")]
+NAMES = ("compressed, tensor, static", "modelopt", "fp8, blocks")
+SERVED = [form for form in (*FORMATS, *BLOCK_FORMATS) if form.name in NAMES]
 #: What inputs of these models' layers are divided by: few are larger than 448 times it.
 INPUT_SCALE = 0.05
 
@@ -47,4 +48,5 @@ def test_answers_are_right_but_for_a_few(name, ran, rows):
     right = sum(answer.text == f" {row.answer}\n" for answer, row in zip(answers, rows, strict=False))
     assert right >= RIGHT * NUM_ROWS
     assert "atom-plugin serves" in log
-    assert "fp8_linear          reference" in log
+    op = "fp8_block_linear" if "blocks" in name else "fp8_linear"
+    assert f"{op:20}reference" in log

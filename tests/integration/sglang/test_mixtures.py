@@ -1,16 +1,29 @@
-"""Mixtures of experts in real SGLang give Hugging Face's greedy tokens, on one rank and on two."""
+"""Mixtures of experts in real SGLang give Hugging Face's greedy tokens, on one rank and on two; in FP8 our own."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.integration.mixtures import NUM_TOKENS, PROMPTS, make_mixture
+from tests.integration.mixtures import (
+    FP8_ALIKE,
+    NUM_TOKENS,
+    PROMPTS,
+    make_fp8_mixture,
+    make_mixture,
+    share_alike,
+)
 from tests.integration.sglang.offline import Ask, Engine, run
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS
 
 pytestmark = pytest.mark.sglang
 
 #: One rank, every expert on two ranks, four experts a rank.
 ENGINES = (("qwen3_moe", {}), ("mixtral", {"tp_size": 2}), ("qwen3_moe", {"tp_size": 2, "ep_size": 2}))
+FP8_ENGINES = (
+    ("qwen3_moe", "fp8, blocks", {}),
+    ("mixtral", "fp8, dynamic", {"tp_size": 2}),
+    ("qwen3_moe", "compressed, channel, dynamic", {"tp_size": 2, "ep_size": 2}),
+)
 #: SGLang gives each rank a memory node of its own unless it is told which processor cores it has.
 BOUND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
@@ -29,3 +42,19 @@ def test_tokens_are_hugging_faces(tmp_path):
     for (family, options), ran in zip(ENGINES, run(engines), strict=True):
         assert [answer.tokens for answer in ran.answers[0]] == expected[family], (family, options)
         assert "atom-plugin serves" in ran.log
+
+
+@pytest.mark.slow
+def test_fp8_experts_answer_as_our_model_alone_does(tmp_path):
+    forms = {form.name: form for form in (*FORMATS, *BLOCK_FORMATS)}
+    made = [make_fp8_mixture(tmp_path / form, family, forms[form]) for family, form, _ in FP8_ENGINES]
+    one = {"max_new_tokens": 1, "ignore_eos": True}
+    engines = [
+        Engine(
+            str(folder), True, [Ask(list(expected), one)], {"dtype": "bfloat16", **options}, BOUND if options else {}
+        )
+        for (folder, expected), (*_, options) in zip(made, FP8_ENGINES, strict=True)
+    ]
+    for (_, expected), case, ran in zip(made, FP8_ENGINES, run(engines), strict=True):
+        assert share_alike([answer.tokens for answer in ran.answers[0]], expected) >= FP8_ALIKE, case
+        assert f"{'fp8_experts':20}reference" in ran.log

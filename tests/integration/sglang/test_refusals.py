@@ -64,10 +64,10 @@ CASES = {
         ("--tp", "4", "--ep-size", "4", "--load-format", "dummy"),
         model="a mixture",
     ),
-    "quantised experts": Case(
-        ("The experts of model.layers.0.mlp.experts are quantised",),
-        ("--quantization", "fp8", "--load-format", "dummy"),
-        model="a mixture",
+    "experts whose activations have static scales": Case(
+        ("The experts of model.layers.0.mlp.experts are FP8 with static scales", "activations are dynamic"),
+        ("--load-format", "dummy"),
+        model="a mixture in static fp8",
     ),
     "experts that move": Case(("balancing experts over ranks (--enable-eplb",), ("--init-expert-location", "x.json")),
     "multiplexed prefill and decode": Case(("--enable-pdmux",), ("--enable-pdmux", "--chunked-prefill-size", "-1")),
@@ -96,8 +96,9 @@ CASES = {
         ("Quantisation 'w8a8_fp8' is not supported", "bfloat16, float16, float32", "--quantization fp8"),
         ("--quantization", "w8a8_fp8"),
     ),
-    "a checkpoint in FP8 blocks": Case(
-        ("Quantisation 'fp8' with weight_block_size=[128, 128] is not supported",), model="quantised in blocks"
+    "a checkpoint in small FP8 blocks": Case(
+        ("Quantisation 'fp8' with weight_block_size=[64, 64] (only [128, 128]) is not supported",),
+        model="quantised in small blocks",
     ),
     "a checkpoint that is not the FP8 that it says": Case(
         ("missing (", "weight_scale", "is stored as BF16, but config.json says FP8"), model="quantised to fp8"

@@ -13,14 +13,15 @@ import pytest
 from tests.integration.questions import checkpoint
 from tests.integration.vllm.conftest import ANSWER
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
-from tests.unit.core.fp8_checkpoints import FORMATS, make_fp8
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_ROWS = 64
 RIGHT = 0.9
 #: How weights are read is tested without an engine; here one of each tool goes all the way.
-SERVED = [form for form in FORMATS if form.name in ("fp8, static", "compressed, channel, dynamic", "modelopt")]
+NAMES = ("fp8, static", "compressed, channel, dynamic", "modelopt", "fp8, blocks")
+SERVED = [form for form in (*FORMATS, *BLOCK_FORMATS) if form.name in NAMES]
 #: What inputs of these models' layers are divided by: few are larger than 448 times it.
 INPUT_SCALE = 0.05
 
@@ -55,14 +56,16 @@ def test_answers_are_right_but_for_a_few(name, ran, rows):
 @pytest.mark.parametrize("name", FP8)
 def test_it_is_ours_and_quantised(name, ran):
     assert ran[name].model_class == "AtomQwen3ForCausalLM"
-    assert ran[name].kernels["fp8_linear"] == "reference"
+    op, other = ("fp8_block_linear", "fp8_linear") if "blocks" in name else ("fp8_linear", "fp8_block_linear")
+    assert ran[name].kernels[op] == "reference"
+    assert other not in ran[name].kernels
     assert ran[name].kernels["linear"] in ("framework", "torch")  # the head
     certainty = [[answer.logprobs for answer in ran[it].answers[0]] for it in (name, "no quantisation")]
     assert certainty[0] != certainty[1]
 
 
 def test_an_unquantised_model_has_no_such_kernel(ran):
-    assert "fp8_linear" not in ran["no quantisation"].kernels
+    assert not {"fp8_linear", "fp8_block_linear"} & set(ran["no quantisation"].kernels)
 
 
 def test_a_draft_in_fp8_is_ours_too(ran):

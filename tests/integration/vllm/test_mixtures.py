@@ -1,11 +1,19 @@
-"""Mixtures of experts in real vLLM give Hugging Face's greedy tokens, on one rank and on two."""
+"""Mixtures of experts in real vLLM give Hugging Face's greedy tokens, on one rank and on two; in FP8 our own."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.integration.mixtures import NUM_TOKENS, PROMPTS, make_mixture
+from tests.integration.mixtures import (
+    FP8_ALIKE,
+    NUM_TOKENS,
+    PROMPTS,
+    make_fp8_mixture,
+    make_mixture,
+    share_alike,
+)
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS
 
 pytestmark = pytest.mark.vllm
 
@@ -31,6 +39,26 @@ def test_tokens_are_hugging_faces(tmp_path, family, way):
     options = {"dtype": "float32", "max_model_len": 256, **WAYS[way]}
     ran = _run(Engine(str(tmp_path), "atom", [ask], options), two=way != "one rank")
     assert [answer.tokens for answer in ran.answers[0]] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "form", "way"),
+    [
+        ("qwen3_moe", "fp8, blocks", "one rank"),
+        ("qwen3_moe", "compressed, blocks", "four experts a rank"),
+        ("mixtral", "fp8, dynamic", "one rank"),
+        ("mixtral", "compressed, channel, dynamic", "every expert on two ranks"),
+    ],
+)
+def test_fp8_experts_answer_as_our_model_alone_does(tmp_path, family, form, way):
+    (chosen,) = (it for it in (*FORMATS, *BLOCK_FORMATS) if it.name == form)
+    folder, expected = make_fp8_mixture(tmp_path, family, chosen)
+    ask = Ask(list(expected), {"max_tokens": 1, "ignore_eos": True})
+    options = {"dtype": "bfloat16", "max_model_len": 256, **WAYS[way]}
+    ran = _run(Engine(str(folder), "atom", [ask], options), two=way != "one rank")
+    assert share_alike([answer.tokens for answer in ran.answers[0]], expected) >= FP8_ALIKE
+    assert ran.kernels["fp8_experts"] == "reference"
 
 
 def _run(engine: Engine, two: bool) -> Ran:

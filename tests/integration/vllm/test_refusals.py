@@ -55,10 +55,10 @@ CASES = {
         {"tensor_parallel_size": 4, "enable_expert_parallel": True, "load_format": "dummy"},
         model="a mixture",
     ),
-    "quantised experts": Case(
-        ("The experts of model.layers.0.mlp.experts are quantised",),
-        {"quantization": "fp8", "load_format": "dummy"},
-        model="a mixture",
+    "experts whose activations have static scales": Case(
+        ("The experts of model.layers.0.mlp.experts are FP8 with static scales", "activations are dynamic"),
+        {"load_format": "dummy"},
+        model="a mixture in static fp8",
     ),
     "LoRA": Case(("--model-impl atom does not support LoRA adapters (--enable-lora)",), {"enable_lora": True}),
     "pooling": Case(("--model-impl atom does not support the 'pooling' runner (--runner)",), {"runner": "pooling"}),
@@ -71,8 +71,9 @@ CASES = {
         ("does not support --quantization-config", "--quantization fp8"),
         {"quantization": "fp8_per_channel", "quantization_config": {"ignore": ["re:.*o_proj"]}},
     ),
-    "a checkpoint in FP8 blocks": Case(
-        ("Quantisation 'fp8' with weight_block_size=[128, 128] is not supported",), model="quantised in blocks"
+    "a checkpoint in small FP8 blocks": Case(
+        ("Quantisation 'fp8' with weight_block_size=[64, 64] (only [128, 128]) is not supported",),
+        model="quantised in small blocks",
     ),
     "a checkpoint that is not the FP8 that it says": Case(
         ("missing (", "weight_scale", "is stored as BF16, but config.json says FP8"), model="quantised to fp8"

@@ -13,17 +13,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 E4M3 = torch.float8_e4m3fn
-#: The linear layers of a decoder layer, which FP8 checkpoints quantise.
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+#: The linear layers of a decoder layer, which FP8 checkpoints quantise; the last three are Mixtral's experts.
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+BLOCK = 128
 
 
 def scheme(strategy: str, dynamic: bool, inputs: str | None = None) -> dict[str, Any]:
     """A group of llm-compressor's."""
     number = {"num_bits": 8, "type": "float", "symmetric": True}
+    inputs = inputs or ("token" if dynamic else "tensor")
+    of_weights, of_inputs = {}, {}
+    if strategy == "block":
+        inputs, of_weights, of_inputs = "group", {"block_structure": [BLOCK, BLOCK]}, {"group_size": BLOCK}
     return {
         "targets": ["Linear"],
-        "weights": {**number, "strategy": strategy, "dynamic": False},
-        "input_activations": {**number, "strategy": inputs or ("token" if dynamic else "tensor"), "dynamic": dynamic},
+        "weights": {**number, "strategy": strategy, "dynamic": False, **of_weights},
+        "input_activations": {**number, "strategy": inputs, "dynamic": dynamic, **of_inputs},
     }
 
 
@@ -48,6 +53,8 @@ class Format:
     static: bool = False
     scale_shape: tuple[int, ...] = ()
     """Of a tensor's one scale."""
+    block: bool = False
+    scale: str = "weight_scale"
 
     def __str__(self) -> str:
         return self.name
@@ -62,6 +69,32 @@ FORMATS = (
     Format("compressed, channel, dynamic", compressed("channel", dynamic=True), per_row=True),
     Format("modelopt", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, static=True),
 )
+
+#: The same with a scale for each block of a weight.
+BLOCK_FORMATS = (
+    Format(
+        "fp8, blocks",
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
+        block=True,
+        scale="weight_scale_inv",
+    ),
+    Format("compressed, blocks", compressed("block", dynamic=True), block=True),
+)
+
+
+def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight in FP8 and the scales of its blocks of 128 by 128."""
+    rows, columns = (-(-size // BLOCK) for size in weight.shape)
+    padded = torch.zeros(rows * BLOCK, columns * BLOCK)
+    padded[: weight.shape[0], : weight.shape[1]] = weight.float()
+    scale = padded.view(rows, BLOCK, columns, BLOCK).abs().amax((1, 3)) / 448.0
+    return (weight.float() / widen(scale, weight.shape)).clamp(-448.0, 448.0).to(E4M3), scale
+
+
+def widen(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The scales of blocks, for each number of a weight of ``shape``."""
+    wide = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return wide[: shape[0], : shape[1]]
 
 
 def quantize(weight: torch.Tensor, per_row: bool, scale_shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +130,8 @@ def make_fp8(
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and module.rpartition(".")[2] in LINEARS and not keep(module):
-            tensors[name], tensors[f"{module}.weight_scale"] = quantize(tensor, form.per_row, form.scale_shape)
+            found = quantize_blocks(tensor) if form.block else quantize(tensor, form.per_row, form.scale_shape)
+            tensors[name], tensors[f"{module}.{form.scale}"] = found
             if form.static:
                 tensors[f"{module}.input_scale"] = torch.full(form.scale_shape, input_scale(module))
         else:
@@ -115,8 +149,10 @@ def make_plain(source: Path, target: Path, dtype: torch.dtype = torch.float32) -
     plain = {}
     for name, tensor in stored.items():
         if tensor.dtype == E4M3:
-            scale = stored[f"{name}_scale"]
+            scale = stored[f"{name}_scale" if f"{name}_scale" in stored else f"{name}_scale_inv"]
+            if scale.dim() == 2 and scale.shape != (len(tensor), 1):
+                scale = widen(scale, tensor.shape)
             tensor = (tensor.float() * scale).to(dtype)
-        if not name.endswith("_scale"):
+        if not name.endswith(("_scale", "_scale_inv")):
             plain[name] = tensor
     save_file(plain, target / "model.safetensors")

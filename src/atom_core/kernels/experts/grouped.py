@@ -212,6 +212,17 @@ def sort_by_expert(experts: torch.Tensor, held: Held, rows: int) -> Blocks:
     return Blocks(rows, slots, block_experts)
 
 
+def combine(answers: torch.Tensor, experts: torch.Tensor, held: Held) -> torch.Tensor:
+    """``[T, H]``, the sum over each token's experts of ``answers [T k, H]``; those of experts not held are not read."""
+    tokens, hidden = len(experts), answers.shape[1]
+    y = torch.empty(tokens, hidden, dtype=answers.dtype, device=answers.device)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _combine[(tokens, triton.cdiv(hidden, block))](
+        answers, experts, y, hidden, FIRST=held.first, COUNT=held.count, TOP_K=held.top_k, BLOCK=block
+    )
+    return y
+
+
 def block_rows(tokens: int, held: Held) -> int:
     """Rows of a block: as many as an expert has on average, in powers of two."""
     average = triton.cdiv(tokens * held.top_k, held.count)
@@ -273,9 +284,4 @@ def many_tokens(
         ACTIVATION=None,
         **tile,
     )
-    y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-    block = min(1024, triton.next_power_of_2(hidden))
-    _combine[(tokens, triton.cdiv(hidden, block))](
-        answers, experts, y, hidden, FIRST=held.first, COUNT=held.count, TOP_K=held.top_k, BLOCK=block
-    )
-    return y
+    return combine(answers, experts, held)

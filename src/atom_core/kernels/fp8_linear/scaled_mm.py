@@ -17,14 +17,21 @@ _MINUS_ZERO = 0x80
 _MULTIPLE = 16
 
 
-def why_no_scaled_mm(in_features: int, out_features: int, target: Target) -> str | None:
-    """None where torch multiplies FP8 matrices of these sizes on ``target``, else the reason."""
-    if target.kind == "cpu":
-        return "torch's FP8 product of scaled matrices is for GPUs."
+def why_no_fp8(target: Target) -> str | None:
+    """None where the GPU ``target`` multiplies matrices in FP8, else the reason."""
     if target.kind == "cuda" and int(target.arch.removeprefix("sm")) < 89:
         return f"NVIDIA's GPUs multiply FP8 from sm89 on, not on {target.arch}."
     if target.kind == "rocm" and target.arch not in ("gfx942", "gfx950"):
         return f"AMD's GPUs multiply FP8 on gfx942 and gfx950, not on {target.arch}."
+    return None
+
+
+def why_no_scaled_mm(in_features: int, out_features: int, target: Target) -> str | None:
+    """None where torch multiplies FP8 matrices of these sizes on ``target``, else the reason."""
+    if target.kind == "cpu":
+        return "torch's FP8 product of scaled matrices is for GPUs."
+    if reason := why_no_fp8(target):
+        return reason
     if in_features % _MULTIPLE or out_features % _MULTIPLE:
         return (
             f"torch's FP8 product wants inputs and outputs in multiples of {_MULTIPLE}, "

@@ -2,9 +2,10 @@
 
     y = act(rms_norm(x) W^T + b)
 
-as :mod:`atom_core.kernels.rms_norm`, :mod:`atom_core.kernels.linear` or :mod:`atom_core.kernels.fp8_linear`, and
-:mod:`atom_core.kernels.gated_activation` define them. ``x``: ``[T, K]``, left as it is; ``y``: ``[T, N]``, with an
-activation ``[T, N / 2]``. It is for few rows: more are run by the ops that it is made of.
+as :mod:`atom_core.kernels.rms_norm`, one of :mod:`atom_core.kernels.linear`, :mod:`atom_core.kernels.fp8_linear` and
+:mod:`atom_core.kernels.fp8_block_linear`, and :mod:`atom_core.kernels.gated_activation` define them. ``x``:
+``[T, K]``, left as it is; ``y``: ``[T, N]``, with an activation ``[T, N / 2]``. It is for few rows: more are run by the
+ops that it is made of.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Operands(NamedTuple):
     """``[N, K]``, in FP8 as the device multiplies it."""
     bias: torch.Tensor | None
     scale: torch.Tensor | None = None
-    """With FP8: float32 ``[N]``, of the weight's rows."""
+    """With FP8: float32 ``[N]``, of the weight's rows, or ``[ceil(N / 128), ceil(K / 128)]``, of its blocks."""
     input_scale: torch.Tensor | None = None
     """With FP8: float32 ``[1]`` where it is static."""
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from atom_core.config import Activation
+from atom_core.kernels.fp8_block_linear import triton_kernel as in_blocks
 from atom_core.kernels.fp8_linear.triton_kernel import multiply_few
 from atom_core.kernels.gated_activation.triton_kernel import gated_activation
 from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
@@ -31,6 +32,17 @@ class TritonNormedLinear:
     def __call__(self, x: torch.Tensor, norm: torch.Tensor, eps: float, layer: Operands) -> torch.Tensor:
         """See :class:`atom_core.kernels.normed_linear.NormedLinearKernel`."""
         given: Norm | None = Norm(norm, eps)
+        if layer.scale is not None and layer.scale.dim() == 2:
+            return in_blocks.multiply_few(
+                x,
+                layer.weight,
+                layer.scale,
+                layer.bias,
+                nvidia=self.nvidia,
+                overlap=self.overlap,
+                norm=given,
+                activation=self.activation,
+            )
         if layer.scale is not None:
             return multiply_few(
                 x,

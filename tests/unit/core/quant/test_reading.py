@@ -6,7 +6,7 @@ import pytest
 
 from atom_core.quant import Unquantized, read_quantization
 from atom_core.quant.fp8 import Fp8Config, names
-from tests.unit.core.fp8_checkpoints import FORMATS, compressed, scheme
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, compressed, scheme
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 LAYER = "model.layers.3"
@@ -22,14 +22,20 @@ def test_no_quantisation_is_one_too():
     assert Unquantized().below("draft") == Unquantized()
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", [*FORMATS, *BLOCK_FORMATS], ids=str)
 def test_each_format_is_read(form):
     found = read(form.config)
     assert isinstance(found, Fp8Config)
     assert found.name == "fp8"
     assert found.serialized
     assert found.input_scale == ("static" if form.static else "dynamic")
+    assert (found.block, found.scale) == (form.block, form.scale)
     assert found.linear([f"{LAYER}.mlp.down_proj"]) == found
+
+
+def test_the_old_spelling_of_blocks_is_read():
+    group = {"group_0": blocks(block_structure="128x128")}
+    assert read(compressed("block", True, config_groups=group)).block
 
 
 def test_the_old_key_of_compressed_tensors_is_read():
@@ -67,15 +73,38 @@ def inputs(**changes):
     return with_group(input_activations={**scheme("channel", True)["input_activations"], **changes})
 
 
+def blocks(inputs=None, **changes):
+    """A group of weights in blocks, with other ``inputs`` or weights."""
+    group = scheme("block", True)
+    return {
+        **group,
+        "weights": {**group["weights"], **changes},
+        "input_activations": {**group["input_activations"], **(inputs or {})},
+    }
+
+
+def in_blocks(**changes):
+    return compressed("block", True, config_groups={"group_0": blocks(**changes)})
+
+
 REFUSED = {
     "an unknown method": ({"quant_method": "gptq"}, "'gptq' is not supported"),
     "a method without a name": ({"bits": 4}, "'unknown' is not supported"),
-    "blocks": ({**FP8, "weight_block_size": [128, 128]}, r"'fp8' with weight_block_size=\[128, 128\] is not"),
+    "other blocks": ({**FP8, "weight_block_size": [64, 128]}, r"weight_block_size=\[64, 128\] \(only \[128, 128\]\)"),
+    "blocks and static activations": (
+        {**FP8, "weight_block_size": [128, 128], "activation_scheme": "static"},
+        r"weight_block_size=\[128, 128\] and activation_scheme='static' \(only 'dynamic'\)",
+    ),
     "an unknown activation scheme": ({**FP8, "activation_scheme": "mixed"}, "activation_scheme='mixed'"),
     "integers": (weights(type="int"), "weights of type='int', num_bits=8, strategy='channel'"),
     "four bits": (weights(num_bits=4), "weights of type='float', num_bits=4"),
     "groups": (weights(strategy="group"), "strategy='group'"),
-    "blocks in compressed-tensors": (weights(strategy="block"), "strategy='block'"),
+    "other blocks in compressed-tensors": (in_blocks(block_structure=[128, 64]), r"block_structure=\[128, 64\] \(only"),
+    "blocks of no size": (in_blocks(block_structure=None), "block_structure=None"),
+    "blocks of a word": (in_blocks(block_structure="large"), "block_structure='large'"),
+    "blocks with a scale a token": (in_blocks(inputs={"strategy": "token"}), "strategy='token', .*weights in blocks"),
+    "blocks with other groups": (in_blocks(inputs={"group_size": 64}), "group_size=64 with weights in blocks"),
+    "blocks with static groups": (in_blocks(inputs={"dynamic": False}), "strategy='group', dynamic=False"),
     "zero points": (weights(symmetric=False), "weights that are not symmetric and static"),
     "weights alone": (with_group(input_activations=None), "weights alone quantised"),
     "static scales a token": (inputs(dynamic=False), "input_activations of .* strategy='token', dynamic=False"),
@@ -100,7 +129,7 @@ def test_what_no_model_runs_is_refused_with_what_it_is_and_what_is_supported(nam
     with pytest.raises(ValueError, match=says) as caught:
         read(config)
     assert "supported: unquantised checkpoints (bfloat16, float16, float32)" in str(caught.value)
-    assert "one scale for a weight or for each of its rows" in str(caught.value)
+    assert "one scale for a weight, for each of its rows or for each block of 128 by 128" in str(caught.value)
 
 
 def test_a_flag_for_anything_else_is_refused():

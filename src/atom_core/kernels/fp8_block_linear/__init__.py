@@ -1,0 +1,81 @@
+"""Matrix product with an FP8 weight that has a scale for each block of 128 by 128: ``y = x W^T + b``.
+
+    y[t, n] = b[n] + sum over g of s_x[t, g] * s_w[n / 128, g] * (sum over k in group g of X[t, k] * W[n, k])
+
+A group ``g`` is 128 numbers of K; the last may have fewer. ``x``: ``[T, K]`` and ``b``: ``[N]`` or None, of the model's
+dtype; ``W``: ``[N, K]`` float8_e4m3fn with ``s_w [ceil(N / 128), ceil(K / 128)]`` float32; ``y``: ``[T, N]``. ``X``
+is ``x / s_x`` in e4m3: ``s_x`` is a group's largest magnitude / 448, for each token by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from atom_core.kernels.fp8_block_linear.reference import ReferenceFp8BlockLinear
+from atom_core.kernels.fp8_linear.scaled_mm import why_no_fp8
+from atom_core.kernels.select import Implementation, Op, Target, always
+from atom_core.kernels.triton_support import overlaps, why_no_triton
+
+
+@dataclass(frozen=True)
+class Fp8BlockLinearSpec:
+    """One product: ``in_features`` is K, ``out_features`` N, as this rank holds them; ``dtype`` is the model's."""
+
+    in_features: int
+    out_features: int
+    bias: bool
+    dtype: torch.dtype
+
+
+class Fp8BlockLinearKernel(Protocol):
+    """A product bound to one layer."""
+
+    def adopt(self, weight: torch.Tensor) -> None:
+        """See the weight once it is loaded; a kernel may change bits of it that do not count."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``x [T, K]`` to ``[T, N]``."""
+
+
+@runtime_checkable
+class FewRowsFp8BlockKernel(Protocol):
+    """A product that others may be fused with where there are few rows."""
+
+    max_rows: int
+
+    def stored(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight in the form of e4m3 that the device multiplies."""
+
+    def add(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """``residual += y``, rounded once, of at most ``max_rows`` rows; ``residual`` is contiguous."""
+
+
+def _triton_supports(spec: Fp8BlockLinearSpec, target: Target) -> str | None:
+    return why_no_triton(target) or why_no_fp8(target)
+
+
+def _build_triton(spec: Fp8BlockLinearSpec, target: Target) -> Fp8BlockLinearKernel:
+    from atom_core.kernels.fp8_block_linear.triton_kernel import TritonFp8BlockLinear  # a CPU may lack triton
+
+    return TritonFp8BlockLinear(target, overlaps(target))
+
+
+FP8_BLOCK_LINEAR: Op[Fp8BlockLinearSpec, Fp8BlockLinearKernel] = Op(
+    "fp8_block_linear",
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("reference", always, lambda spec, target: ReferenceFp8BlockLinear()),
+    ),
+)

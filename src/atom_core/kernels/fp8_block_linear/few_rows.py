@@ -1,0 +1,127 @@
+"""1 to 64 rows by a weight in blocks, which is read once: rows are the right side of a product, as in
+:mod:`atom_core.kernels.linear.few_rows`. The sums of a group are scaled before they are added up, in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.config import Activation
+from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
+from atom_core.kernels.linear.parts import finish, weight_rows
+from atom_core.kernels.linear.tiles import MAX_ROWS
+from atom_core.kernels.triton_support import launch_options
+from atom_core.quant.fp8 import BLOCK_SIZE
+
+
+@triton.jit(do_not_specialize=["M", "stride_input_scales"])
+def _few_rows(
+    x,
+    input_scales,
+    weight,
+    scales,
+    bias,
+    residual,
+    y,
+    M,
+    N,
+    K,
+    stride_input_scales,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SIZE: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Programs of ``BLOCK_N`` rows of the weight and all of ``x``."""
+    row = weight_rows(N, BLOCK_N, ACTIVATION is not None)
+    column = tl.arange(0, SIZE)
+    given = tl.arange(0, BLOCK_M)
+    at = weight + row[:, None] * K + column[None, :]
+    x_at = x + given.to(tl.int64)[None, :] * K + column[:, None]
+    scale_at = scales + row // SIZE * tl.cdiv(K, SIZE)
+    used = given < M
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    for begin in tl.range(0, K, SIZE, num_stages=STAGES):
+        if EVEN:
+            tile = tl.load(at + begin, eviction_policy="evict_first")
+            right = tl.load(x_at + begin, mask=used[None, :], other=0.0)
+        else:
+            known = begin + column < K
+            tile = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+            right = tl.load(x_at + begin, mask=used[None, :] & known[:, None], other=0.0)
+        group = begin // SIZE
+        mine = tl.load(scale_at + group)
+        theirs = tl.load(input_scales + group * stride_input_scales + given, mask=used, other=0.0)
+        total += tl.dot(tile, right) * mine[:, None] * theirs[None, :]
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    finish(tl.trans(total), None, None, bias, residual, y, row, given, M, N, BLOCK_M, BLOCK_N, ACTIVATION)
+
+
+def multiply_few_rows(
+    x: torch.Tensor,
+    input_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    nvidia: bool,
+    overlap: bool,
+    dtype: torch.dtype,
+    activation: Activation | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``act(x W^T + b) + residual`` of 1 to :data:`MAX_ROWS` rows.
+
+    Args:
+        x: ``[M, K]`` in a form of e4m3.
+        input_scales: float32 ``[ceil(K / 128), M]``, as :func:`.quantize.quantize_groups` has them.
+        weight: ``[N, K]`` in the same form, contiguous.
+        scales: float32 ``[ceil(N / 128), ceil(K / 128)]``, of e4m3fn's numbers.
+        bias: ``[N]``.
+        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        dtype: the result's.
+        activation: the weight is ``[gate | up]``; the result is ``[M, N / 2]``.
+        residual: contiguous, in the result's shape; it is written to, and is the result.
+    """
+    num_rows, (out_features, in_features) = len(x), weight.shape
+    assert 0 < num_rows <= MAX_ROWS
+    assert x.dtype == weight.dtype
+    assert all(it.is_contiguous() for it in (x, input_scales, weight, scales))
+    assert residual is None or residual.is_contiguous()
+    outputs = out_features if activation is None else out_features // 2
+    y = x.new_empty(num_rows, outputs, dtype=dtype) if residual is None else residual
+    block_rows = max(16, triton.next_power_of_2(num_rows))
+    block = 64 if nvidia else 32
+    _few_rows[(triton.cdiv(outputs, block if activation is None else block // 2),)](
+        x,
+        input_scales,
+        weight,
+        scales,
+        bias,
+        residual,
+        y,
+        num_rows,
+        out_features,
+        in_features,
+        num_rows,
+        BLOCK_M=block_rows,
+        BLOCK_N=block,
+        SIZE=BLOCK_SIZE,
+        EVEN=in_features % BLOCK_SIZE == 0,
+        ACTIVATION=None if activation is None else ACTIVATIONS[activation],
+        OVERLAP=overlap,
+        # Tiles of the weight on their way: memory is busy though few programs read it.
+        STAGES=(8 if block_rows <= 32 else 6) if nvidia else 2,
+        num_warps=4,
+        **launch_options(overlap),
+    )
+    return y

@@ -1,0 +1,108 @@
+"""Activations in FP8 with a scale for each group of a row's numbers, with the norm in front where there is one."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.kernels.fp8_linear.quantize import narrowed, norm_factor, unit_of
+from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
+from atom_core.kernels.linear.triton_kernel import Norm
+from atom_core.kernels.triton_support import launch_options
+
+
+@triton.jit(do_not_specialize=["stride_scales"])
+def _quantize_groups(
+    x,
+    norm,
+    slots,
+    quantized,
+    scales,
+    eps,
+    stride_x,
+    stride_scales,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UNIT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, GROUPS * GROUP)
+    known = column < K
+    if norm is not None:
+        factors = tl.load(norm + column, mask=known, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if slots is not None:  # noqa: SIM102 - decided when compiling; the other is not
+        if tl.load(slots + row) < 0:
+            return
+    numbers = tl.load(x + row * stride_x + column, mask=known, other=0.0).to(tl.float32)
+    if norm is not None:
+        # rounded between norm and scale, as the model defines them
+        numbers = (numbers * norm_factor(numbers, K, eps) * factors).to(x.dtype.element_ty).to(tl.float32)
+    grouped = tl.reshape(numbers, (GROUPS, GROUP))
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(grouped), 1), SMALLEST), LIMIT)
+    group = tl.arange(0, GROUPS)
+    tl.store(scales + group.to(tl.int64) * stride_scales + row, scale * (UNIT * UNIT), mask=group * GROUP < K)
+    inverse = tl.div_rn(1.0, scale * UNIT)
+    stored = narrowed(grouped, inverse[:, None], LIMIT, UNIT, quantized.dtype.element_ty)
+    tl.store(quantized + row * K + column, tl.reshape(stored, (GROUPS * GROUP,)), mask=known)
+
+
+def quantize_groups(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    overlap: bool,
+    *,
+    group: int | None,
+    norm: Norm | None = None,
+    slots: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``norm(x) [T, K]`` in ``dtype``, and the scales of its groups, which go with a product of e4m3fn's bits.
+
+    Args:
+        x: in any dtype, of contiguous rows.
+        dtype: a form of e4m3. In e4m3fnuz the bits of both sides of a product are half of what they are in e4m3fn, so
+            scales have a factor of two times two.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        group: numbers of a row that share a scale, a power of two; None: all.
+        norm: norm rows first.
+        slots: int32 ``[T]``; rows where it is negative are left out, and what is returned for them means nothing.
+
+    Returns:
+        ``[T, K]``, and float32 ``[groups, T]``: programs that multiply take a group of many rows at once.
+    """
+    rows, size = x.shape
+    assert x.stride(1) == 1
+    group = group or triton.next_power_of_2(size)
+    groups = triton.cdiv(size, group)
+    padded = triton.next_power_of_2(groups)
+    quantized = torch.empty(rows, size, dtype=dtype, device=x.device)
+    scales = torch.empty(groups, rows, dtype=torch.float32, device=x.device)
+    if rows:
+        _quantize_groups[(rows,)](
+            x,
+            None if norm is None else norm.weight,
+            slots,
+            quantized,
+            scales,
+            0.0 if norm is None else norm.eps,
+            x.stride(0),
+            rows,
+            K=size,
+            GROUP=group,
+            GROUPS=padded,
+            UNIT=unit_of(dtype),
+            LIMIT=LIMIT,
+            SMALLEST=SMALLEST,
+            OVERLAP=overlap,
+            num_warps=min(16, max(1, group * padded // 512)),
+            **launch_options(overlap),
+        )
+    return quantized, scales

@@ -1,0 +1,117 @@
+"""Products with FP8 weights in blocks on a GPU: the input is quantised in a launch of its own, with the norm in front
+where there is one; up to 64 rows are multiplied by :mod:`.few_rows`, more by :mod:`.many_rows`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from atom_core.config import Activation
+from atom_core.kernels.fp8_block_linear.few_rows import multiply_few_rows
+from atom_core.kernels.fp8_block_linear.many_rows import multiply_many_rows
+from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
+from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtype_of
+from atom_core.kernels.linear.tiles import MAX_ROWS
+from atom_core.kernels.linear.triton_kernel import Norm
+from atom_core.kernels.opaque import opaque
+from atom_core.kernels.select import Target
+from atom_core.quant.fp8 import BLOCK_SIZE
+
+
+class TritonFp8BlockLinear:
+    """See the module's text.
+
+    Args:
+        target: the device.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+    """
+
+    max_rows = MAX_ROWS
+
+    def __init__(self, target: Target, overlap: bool) -> None:
+        self.nvidia, self.overlap = target.kind == "cuda", overlap
+        self.fnuz = dtype_of(target) == FNUZ
+
+    def adopt(self, weight: torch.Tensor) -> None:
+        """Mend what the device would read otherwise."""
+        if self.fnuz:
+            clear_minus_zeros(weight)
+
+    def stored(self, weight: torch.Tensor) -> torch.Tensor:
+        """See :class:`atom_core.kernels.fp8_block_linear.FewRowsFp8BlockKernel`."""
+        return weight.view(FNUZ) if self.fnuz else weight
+
+    def add(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.fp8_block_linear.FewRowsFp8BlockKernel`."""
+        weight = self.stored(weight)
+        return multiply_few(x, weight, weight_scale, bias, nvidia=self.nvidia, overlap=self.overlap, residual=residual)
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``x [T, K]`` to ``[T, N]``."""
+        return fp8_block_linear(x, self.stored(weight), weight_scale, bias, self.nvidia, self.overlap)
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    nvidia: bool,
+    overlap: bool,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@opaque("fp8_block_linear", _fake)
+def fp8_block_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    nvidia: bool,
+    overlap: bool,
+) -> torch.Tensor:
+    """``x W^T + b``; the weight is in the device's form of e4m3, its scales are those of e4m3fn."""
+    if 0 < len(x) <= MAX_ROWS:
+        return multiply_few(x, weight, weight_scale, bias, nvidia=nvidia, overlap=overlap)
+    if not len(x):
+        return x.new_empty(0, len(weight))
+    quantized, scales = quantize_groups(x, weight.dtype, overlap, group=BLOCK_SIZE)
+    return multiply_many_rows(quantized, scales, weight, weight_scale, bias, nvidia=nvidia, dtype=x.dtype)
+
+
+def multiply_few(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    nvidia: bool,
+    overlap: bool,
+    norm: Norm | None = None,
+    activation: Activation | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``act(norm(x) W^T + b) + residual``, of 1 to :data:`MAX_ROWS` rows of the model's dtype."""
+    quantized, scales = quantize_groups(x, weight.dtype, overlap, group=BLOCK_SIZE, norm=norm)
+    return multiply_few_rows(
+        quantized,
+        scales,
+        weight,
+        weight_scale,
+        bias,
+        nvidia=nvidia,
+        overlap=overlap,
+        dtype=x.dtype,
+        activation=activation,
+        residual=residual,
+    )

@@ -1,0 +1,84 @@
+"""The experts of a mixture in FP8; :mod:`atom_core.kernels.experts` with both of its products as those of
+
+- :mod:`atom_core.kernels.fp8_linear`, each token with a scale of its own, or
+- :mod:`atom_core.kernels.fp8_block_linear`.
+
+The weights of gate and up ``[E, 2I, H]``, one behind the other, and of down ``[E, H, I]`` are float8_e4m3fn. Scales are
+float32: ``[E, 2I]`` and ``[E, H]``, or with blocks ``[E, 2I / 128, ceil(H / 128)]`` and
+``[E, ceil(H / 128), I / 128]``, where I is a multiple of 128. What gate and up give is rounded to the model's dtype
+before it is quantised. There are no biases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from atom_core.config import Activation
+from atom_core.kernels.fp8_experts.reference import ReferenceFp8Experts
+from atom_core.kernels.fp8_linear.scaled_mm import why_no_fp8
+from atom_core.kernels.select import Implementation, Op, Target
+from atom_core.kernels.triton_support import overlaps, why_no_triton
+
+
+@dataclass(frozen=True)
+class Fp8ExpertsSpec:
+    """The experts of one layer that this rank holds: ``count`` from ``first`` on, ``intermediate_size`` wide."""
+
+    first: int
+    count: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+    activation: Activation
+    block: bool
+    """Scales are those of blocks, else of rows."""
+    dtype: torch.dtype
+
+
+class Fp8ExpertWeights(NamedTuple):
+    """Of all experts that this rank holds; see the module's text."""
+
+    gate_up: torch.Tensor
+    gate_up_scale: torch.Tensor
+    down: torch.Tensor
+    down_scale: torch.Tensor
+
+
+class Fp8ExpertsKernel(Protocol):
+    """The experts of one layer."""
+
+    def adopt(self, layer: Fp8ExpertWeights) -> None:
+        """See the weights once they are loaded; a kernel may change bits of them that do not count."""
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Fp8ExpertWeights
+    ) -> torch.Tensor:
+        """``x [T, H]``, ``weights`` float32 and ``experts`` int32, both ``[T, k]``, to ``[T, H]``."""
+
+
+def _triton_supports(spec: Fp8ExpertsSpec, target: Target) -> str | None:
+    return why_no_triton(target) or why_no_fp8(target)
+
+
+def _build_triton(spec: Fp8ExpertsSpec, target: Target) -> Fp8ExpertsKernel:
+    from atom_core.kernels.fp8_experts.triton_kernel import TritonFp8Experts  # needs triton, which a CPU may lack
+
+    return TritonFp8Experts(spec, target, overlaps(target))
+
+
+def _reference_supports(spec: Fp8ExpertsSpec, target: Target) -> str | None:
+    if target.kind == "cpu":
+        return None
+    return "It asks which experts were chosen, which a graph on a GPU cannot wait for."
+
+
+FP8_EXPERTS: Op[Fp8ExpertsSpec, Fp8ExpertsKernel] = Op(
+    "fp8_experts",
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("reference", _reference_supports, lambda spec, target: ReferenceFp8Experts(spec)),
+    ),
+)

@@ -1,0 +1,153 @@
+"""A product of FP8 experts with many tokens: blocks of rows of one expert each, as
+:mod:`atom_core.kernels.experts.grouped` sorts them, by tensor cores that take FP8.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.kernels.experts.grouped import Blocks
+from atom_core.kernels.gated_activation.triton_kernel import activated
+from atom_core.kernels.linear.parts import weight_rows
+
+
+@triton.jit(do_not_specialize=["stride_x_scales"])
+def _multiply(
+    x,
+    x_scales,
+    slots,
+    block_experts,
+    weights,
+    weight,
+    scales,
+    out,
+    K,
+    N,
+    stride_x_scales,
+    stride_scales,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """A block of rows of one expert by some rows of its weight.
+
+    With an activation rows of ``x`` are those of the pairs' tokens, and the result goes where the block is; without,
+    rows of ``x`` are the block's, and the result, times the pair's weight, goes where the pair is. ``SIZE`` is that of
+    a block of the weight, or 0 where each of its rows has a scale.
+    """
+    GATED: tl.constexpr = ACTIVATION is not None
+    block = tl.program_id(1)
+    expert = tl.load(block_experts + block).to(tl.int64)
+    if expert < 0:
+        return
+    slot = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    pair = tl.load(slots + slot).to(tl.int64)
+    used = pair >= 0
+    row = weight_rows(N, BLOCK_N, GATED)
+    column = tl.arange(0, BLOCK_K)
+    x_row = pair // TOP_K if GATED else slot
+    x_at = x + x_row[:, None] * K + column[None, :]
+    at = weight + expert * N * K + row[None, :] * K + column[:, None]
+    scales += expert * stride_scales
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if EVEN:
+            left = tl.load(x_at + begin, mask=used[:, None], other=0.0)
+            right = tl.load(at + begin)
+        else:
+            known = begin + column < K
+            left = tl.load(x_at + begin, mask=used[:, None] & known[None, :], other=0.0)
+            right = tl.load(at + begin, mask=known[:, None], other=0.0)
+        if SIZE > 0:
+            tl.static_assert(SIZE == BLOCK_K)
+            group = begin // SIZE
+            mine = tl.load(scales + row // SIZE * tl.cdiv(K, SIZE) + group)
+            theirs = tl.load(x_scales + group * stride_x_scales.to(tl.int64) + x_row, mask=used, other=0.0)
+            total += tl.dot(left, right) * theirs[:, None] * mine[None, :]
+        else:
+            total = tl.dot(left, right, total)
+    if SIZE == 0:
+        total *= tl.load(x_scales + x_row, mask=used, other=0.0)[:, None] * tl.load(scales + row)[None, :]
+    if GATED:
+        gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
+        # Rounded where a kernel of its own would read them.
+        gate = gate.to(out.dtype.element_ty).to(tl.float32)
+        up = up.to(out.dtype.element_ty).to(tl.float32)
+        total = activated(gate, ACTIVATION) * up
+        width = N // 2
+        to = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        out_row = slot
+    else:
+        total *= tl.load(weights + pair, mask=used, other=0.0)[:, None]
+        width = N
+        to = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        out_row = pair
+    tl.store(
+        out + out_row[:, None] * width + to[None, :],
+        total.to(out.dtype.element_ty),
+        mask=used[:, None] & (to < width)[None, :],
+    )
+
+
+def multiply_blocks(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    blocks: Blocks,
+    weights: torch.Tensor | None,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    top_k: int,
+    block: int,
+    activation: int | None,
+    nvidia: bool,
+) -> None:
+    """One product of all experts into ``out``.
+
+    Args:
+        x: in a form of e4m3: ``[T, K]`` with an activation, else ``[blocks x rows, K]``.
+        x_scales: float32 ``[groups, rows of x]``.
+        blocks: the pairs in the order of their experts.
+        weights: float32 ``[T, k]`` without an activation.
+        weight: ``[E, N, K]`` in the same form.
+        scales: see :mod:`atom_core.kernels.fp8_experts`.
+        out: ``[blocks x rows, N / 2]`` with an activation, else ``[T k, N]``; rows of no pair are left as they are.
+        top_k: experts of a token.
+        block: rows and columns that have one scale; 0: each row has one.
+        activation: one of ``ACTIVATIONS``' numbers, or None.
+        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+    """
+    _, rows, size = weight.shape
+    columns = block or 128
+    tile_rows = 64 if blocks.rows < 64 else 128
+    _multiply[(triton.cdiv(rows, tile_rows), len(blocks.experts))](
+        x,
+        x_scales,
+        blocks.slots,
+        blocks.experts,
+        weights,
+        weight,
+        scales,
+        out,
+        size,
+        rows,
+        x_scales.shape[1],
+        scales[0].numel(),
+        TOP_K=top_k,
+        BLOCK_M=blocks.rows,
+        BLOCK_N=tile_rows,
+        BLOCK_K=columns,
+        SIZE=block,
+        EVEN=size % columns == 0,
+        STAGES=4 if nvidia else 2,
+        ACTIVATION=activation,
+        num_warps=4 if blocks.rows < 64 else 8,
+    )

@@ -1,0 +1,48 @@
+"""The experts one after the other, in torch: products in float32, and so the sum over a token's experts.
+
+It looks at which experts were chosen, so it cannot be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from atom_core.kernels.experts.reference import pairs_by_expert
+from atom_core.kernels.fp8_block_linear.reference import ReferenceFp8BlockLinear
+from atom_core.kernels.fp8_linear.reference import ReferenceFp8Linear
+from atom_core.kernels.gated_activation.reference import gated_activation
+
+if TYPE_CHECKING:
+    from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
+
+
+class ReferenceFp8Experts:
+    """See :mod:`atom_core.kernels.fp8_experts`."""
+
+    def __init__(self, spec: Fp8ExpertsSpec) -> None:
+        self.spec = spec
+        self._by_rows, self._by_blocks = ReferenceFp8Linear(), ReferenceFp8BlockLinear()
+
+    def adopt(self, layer: Fp8ExpertWeights) -> None:
+        """Nothing to change."""
+
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (
+            self._by_blocks(x, weight, scale, None) if self.spec.block else self._by_rows(x, weight, scale, None, None)
+        )
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Fp8ExpertWeights
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.fp8_experts.Fp8ExpertsKernel`."""
+        spec = self.spec
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert, pairs in pairs_by_expert(experts, spec.first, spec.count):
+            tokens = pairs // spec.top_k
+            gate_up = self._product(x[tokens], layer.gate_up[expert], layer.gate_up_scale[expert])
+            middle = gated_activation(gate_up, spec.activation)
+            answer = self._product(middle, layer.down[expert], layer.down_scale[expert])
+            total.index_add_(0, tokens, answer.float() * weights.flatten()[pairs, None])
+        return total.to(x.dtype)

@@ -1,0 +1,135 @@
+"""FP8 weights with a scale for each block of 128 by 128: what a rank may hold of them, and linear layers of them.
+
+A rank holds whole blocks: a block's scale is one number, and a group of an activation is quantised by one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, FewRowsFp8BlockKernel, Fp8BlockLinearSpec
+from atom_core.kernels.normed_linear import Operands
+from atom_core.kernels.select import KernelSet
+from atom_core.layers.linear_methods import Fp8Placement, Part, check_scales, empty_fp8, empty_scales
+from atom_core.layers.parameters import Placement
+from atom_core.quant.fp8 import BLOCK_SIZE, Fp8Config
+from atom_core.runtime import Runtime
+
+if TYPE_CHECKING:
+    from atom_core.layers.linear import Linear
+
+
+def num_blocks(size: int) -> int:
+    """Blocks along a side of a weight; the last may be smaller."""
+    return -(-size // BLOCK_SIZE)
+
+
+def check_blocks(part: Part, module: str, world_size: int, instead: str = "") -> None:
+    """Whether a rank holds whole blocks of a part of a weight, and the part begins with a block.
+
+    Args:
+        part: of the weight.
+        module: what checkpoints call it.
+        world_size: how many ranks share it.
+        instead: another way out for the user, after a comma.
+
+    Raises:
+        ValueError: it does not.
+    """
+    for mine, total, what in ((part.my_rows, part.rows, "rows"), (part.my_columns, part.columns, "columns")):
+        if len(mine) < total and len(mine) % BLOCK_SIZE:
+            sizes = [size for size in range(1, world_size) if total % size == 0 and total // size % BLOCK_SIZE == 0]
+            raise ValueError(
+                f"tensor parallel size {world_size} would cut FP8 blocks of {module}: a rank would hold {len(mine)} of "
+                f"its {total} {what}, and scales are for blocks of {BLOCK_SIZE} by {BLOCK_SIZE}. Use a tensor parallel "
+                f"size that leaves each rank whole blocks ({', '.join(map(str, sizes or [1]))}){instead}, or a "
+                "checkpoint with a scale for each row."
+            )
+    if part.begin % BLOCK_SIZE:
+        raise ValueError(
+            f"{module} and what stands in front of it are one weight here, in which it begins at row {part.begin}: "
+            f"within an FP8 block of {BLOCK_SIZE} by {BLOCK_SIZE}. Supported: sizes that are multiples of "
+            f"{BLOCK_SIZE}, or a checkpoint with a scale for each row."
+        )
+
+
+class BlockScalePlacement(Placement):
+    """The scales of a weight's blocks, or of some of its rows or columns of blocks."""
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        check_scales(tensor)
+        super().load(tensor)
+
+
+def place_scales(part: Part, parameter: torch.Tensor) -> Placement:
+    """This rank's blocks of ``part``, in scales ``[blocks of rows, blocks of columns]`` of the whole weight."""
+
+    def blocks(mine: range) -> range:
+        return range(mine.start // BLOCK_SIZE, num_blocks(mine.stop))
+
+    of_blocks = Part(
+        part.module,
+        num_blocks(part.rows),
+        num_blocks(part.columns),
+        blocks(part.my_rows),
+        blocks(part.my_columns),
+        part.begin // BLOCK_SIZE,
+    )
+    return of_blocks.of_matrix(parameter, BlockScalePlacement)
+
+
+class BlockFp8Method:
+    """See :class:`atom_core.layers.linear_methods.LinearMethod`."""
+
+    def __init__(self, scheme: Fp8Config) -> None:
+        self.scheme = scheme
+
+    def create(self, layer: Linear, runtime: Runtime) -> None:
+        """The weight, and the scales of its blocks.
+
+        Raises:
+            ValueError: blocks would be cut.
+        """
+        for part, module in zip(layer.parts, layer.modules_of_parts, strict=True):
+            check_blocks(part, module, runtime.tensor_parallel.world_size)
+        in_features, out_features = layer.in_features, layer.out_features
+        self.spec = Fp8BlockLinearSpec(in_features, out_features, layer.bias is not None, runtime.dtype)
+        self.kernel = runtime.kernels.select(FP8_BLOCK_LINEAR, self.spec)
+        self.fewer = self.kernel if isinstance(self.kernel, FewRowsFp8BlockKernel) else None
+        layer.weight = empty_fp8(runtime, out_features, in_features)
+        layer.weight_scale = empty_scales(runtime, num_blocks(out_features), num_blocks(in_features))
+
+    def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
+        """The weight and its scales."""
+        yield "weight", part.of_matrix(layer.weight, Fp8Placement)
+        yield self.scheme.scale, replace(place_scales(part, layer.weight_scale), held_by="weight_scale")
+
+    def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`LinearMethod`."""
+        return self.kernel(x, layer.weight, layer.weight_scale, bias)
+
+    def add(
+        self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """See :class:`LinearMethod`."""
+        if self.fewer is None or not 0 < x.shape[0] <= self.fewer.max_rows:
+            return None
+        return self.fewer.add(x, layer.weight, layer.weight_scale, bias, residual)
+
+    def chosen(self, layer: Linear, kernels: KernelSet) -> tuple[str, str]:
+        """See :class:`LinearMethod`."""
+        return FP8_BLOCK_LINEAR.name, kernels.chosen(FP8_BLOCK_LINEAR, self.spec)
+
+    def operands(self, layer: Linear) -> Operands:
+        """See :class:`LinearMethod`."""
+        assert self.fewer is not None, "few rows are asked for where the Triton kernel was chosen"
+        return Operands(self.fewer.stored(layer.weight), layer.bias, layer.weight_scale)
+
+    def finalize(self, layer: Linear) -> None:
+        """See :class:`LinearMethod`."""
+        self.kernel.adopt(layer.weight)

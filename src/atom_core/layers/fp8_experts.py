@@ -1,0 +1,108 @@
+"""The experts of a mixture in FP8: from a checkpoint with a scale for each matrix, row or block, or made on loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from atom_core.config import Activation
+from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8ExpertWeights
+from atom_core.layers.block_fp8 import check_blocks, num_blocks, place_scales
+from atom_core.layers.linear_methods import (
+    Fp8Placement,
+    Part,
+    QuantizingPlacement,
+    ScalePlacement,
+    empty_fp8,
+    empty_scales,
+)
+from atom_core.layers.parameters import Placement, checkpoint_module
+from atom_core.quant.fp8 import Fp8Config
+from atom_core.runtime import Runtime
+
+if TYPE_CHECKING:
+    from atom_core.layers.moe import Experts
+
+
+class Fp8ExpertsMethod:
+    """How :class:`atom_core.layers.moe.Experts` keeps its weights and multiplies by them; an object a layer.
+
+    Args:
+        scheme: of the layer.
+        module: what checkpoints call the experts.
+
+    Raises:
+        ValueError: activations have static scales.
+    """
+
+    def __init__(self, scheme: Fp8Config, module: str) -> None:
+        if scheme.input_scale == "static":
+            raise ValueError(
+                f"The experts of {module} are FP8 with static scales for activations (input_scale), which mixtures of "
+                "experts do not support. Supported: FP8 experts whose activations are dynamic."
+            )
+        self.scheme = scheme
+
+    def create(self, layer: Experts, activation: Activation, top_k: int, runtime: Runtime, name: str) -> None:
+        """Register the parameters; ``layer``, which is the module ``name``, has its sizes and this rank's share.
+
+        Raises:
+            ValueError: that share would cut blocks.
+        """
+        count, size, hidden, block = len(layer.held), len(layer.mine), layer.hidden_size, self.scheme.block
+        if block:
+            instead = ", or share out whole experts (expert parallelism)"
+            for _, part in _parts(layer, layer.held.start):
+                check_blocks(part, checkpoint_module(name, part.module), runtime.tensor_parallel.world_size, instead)
+        layer.gate_up_proj = empty_fp8(runtime, count, 2 * size, hidden)
+        layer.down_proj = empty_fp8(runtime, count, hidden, size)
+        wide: tuple[int, ...] = (2 * size,)
+        narrow: tuple[int, ...] = (hidden,)
+        if block:
+            wide, narrow = (num_blocks(2 * size), num_blocks(hidden)), (num_blocks(hidden), num_blocks(size))
+        layer.gate_up_scale = empty_scales(runtime, count, *wide)
+        layer.down_scale = empty_scales(runtime, count, *narrow)
+        spec = Fp8ExpertsSpec(layer.held.start, count, hidden, size, top_k, activation, block, runtime.dtype)
+        self.kernel = runtime.kernels.select(FP8_EXPERTS, spec)
+
+    def apply(self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Experts.forward`."""
+        return self.kernel(x, weights, experts, _weights(layer))
+
+    def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
+        """Three matrices an expert, and the scales of each."""
+        for index, expert in enumerate(layer.held):
+            for ours, part in _parts(layer, expert):
+                weight, scale = (getattr(layer, f"{ours}_{what}")[index] for what in ("proj", "scale"))
+                for name, kept_in, placement in self._of_part(part, weight, scale):
+                    yield part.module, name, replace(placement, held_by=f"{ours}_{kept_in}")
+
+    def _of_part(self, part: Part, weight: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[str, str, Placement]]:
+        """(tensor name, what of ours it is kept in, placement)."""
+        if not self.scheme.serialized:
+            yield "weight", "proj", QuantizingPlacement.of(part, weight, scale)
+            return
+        yield "weight", "proj", part.of_matrix(weight, Fp8Placement)
+        in_blocks = self.scheme.block
+        placement = place_scales(part, scale) if in_blocks else part.of_rows(scale, ScalePlacement)
+        yield self.scheme.scale, "scale", placement
+
+    def finalize(self, layer: Experts) -> None:
+        """Called after loading, and again after weights were loaded anew."""
+        self.kernel.adopt(_weights(layer))
+
+
+def _parts(layer: Experts, expert: int) -> Iterator[tuple[str, Part]]:
+    """An expert's matrices, and which of our weights each belongs to."""
+    module, names = f"{layer.folder}.{expert}", layer.names
+    size, hidden, mine = layer.size, layer.hidden_size, layer.mine
+    for name, begin in ((names.gate, 0), (names.up, len(mine))):
+        yield "gate_up", Part(f"{module}.{name}", size, hidden, mine, range(hidden), begin)
+    yield "down", Part(f"{module}.{names.down}", hidden, size, range(hidden), mine)
+
+
+def _weights(layer: Experts) -> Fp8ExpertWeights:
+    return Fp8ExpertWeights(layer.gate_up_proj, layer.gate_up_scale, layer.down_proj, layer.down_scale)
