@@ -40,6 +40,10 @@ class HfConfig:
         value = self.values.get(key)
         return default if value is None else cast(_T, value)
 
+    def with_defaults(self, **defaults: Any) -> HfConfig:
+        """The same, with what a family takes missing keys for."""
+        return HfConfig({**defaults, **self.values})
+
     def positive(self, key: str, default: int | None = None) -> int:
         """The positive integer at ``key``.
 
@@ -125,6 +129,10 @@ class MoEConfig:
     intermediate_size: int
     """Of each expert."""
     names: ExpertNames = ExpertNames()
+    shared_size: int = 0
+    """Of the middle of the expert that all tokens go through beside their own; 0: there is none."""
+    float32_router: bool = False
+    """Whether the router's product is in float32 whatever the model's dtype, so that near scores do not tie."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +166,8 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    draft_layers: int = 0
+    """Layers behind the last that checkpoints have to draft further tokens with; they are not part of this model."""
 
     @property
     def num_layers(self) -> int:
@@ -201,6 +211,25 @@ def read_experts(hf: HfConfig, keys: Sequence[str], num_experts: int, top_k: int
     return total, chosen
 
 
+def read_groups(hf: HfConfig, num_experts: int, top_k: int) -> tuple[int, int]:
+    """In how many groups the experts are (``n_group``), and of how many a token may choose (``topk_group``).
+
+    Raises:
+        ValueError: groups of different sizes, or fewer experts to choose from than a token has.
+    """
+    groups, let_in = hf.positive("n_group", 1), hf.positive("topk_group", 1)
+    if num_experts % groups:
+        raise ValueError(f"n_group={groups} does not divide the number of experts, {num_experts}.")
+    if let_in > groups:
+        raise ValueError(f"topk_group={let_in} is more than there are groups of experts (n_group={groups}).")
+    if top_k > let_in * (num_experts // groups):
+        raise ValueError(
+            f"num_experts_per_tok={top_k} is more than there are experts in topk_group={let_in} of n_group={groups} "
+            f"groups: {let_in * (num_experts // groups)}."
+        )
+    return groups, let_in
+
+
 def read_decoder(
     hf: HfConfig,
     *,
@@ -212,6 +241,7 @@ def read_decoder(
     mixtures: Sequence[MoEConfig | None] | None = None,
     default_head_dim: int | None = None,
     tie_word_embeddings: bool = False,
+    draft_layers: int = 0,
 ) -> ModelConfig:
     """Read what all dense decoder families write alike; the arguments are what they do not.
 
@@ -222,6 +252,7 @@ def read_decoder(
         mixtures: one mixture of experts a layer; None for none at all.
         default_head_dim: the head size where the config gives none; None for ``hidden_size / num_heads``.
         tie_word_embeddings: what a config without that key means.
+        draft_layers: see :class:`ModelConfig`.
 
     Raises:
         ValueError: missing or impossible values.
@@ -263,6 +294,7 @@ def read_decoder(
         attention_out_bias=attention_out_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
+        draft_layers=draft_layers,
     )
 
 

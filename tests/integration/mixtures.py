@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.integration.questions import checkpoint
 
 PROMPTS = ("Tom has 3 apples.", "A", "How many are left when 12 of 40 are sold?")
 NUM_TOKENS = 16
 
+#: Eight experts in each family's own words, of which a token has two; where it can, with one layer that is no mixture.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": 8},
+    "glm4_moe": {"moe_intermediate_size": 64, "n_routed_experts": 8, "n_group": 2, "routed_scaling_factor": 1.5},
+}
+
 
 def make_mixture(directory: Path, family: str = "qwen3_moe") -> list[list[int]]:
-    """Save a random Qwen3-MoE or Mixtral in float32: eight experts, of which a token has two.
+    """Save a random model of one of :data:`FAMILIES` in float32.
 
     Returns:
         Hugging Face's greedy tokens for each of :data:`PROMPTS`.
@@ -38,13 +46,12 @@ def make_mixture(directory: Path, family: str = "qwen3_moe") -> list[list[int]]:
         "eos_token_id": None,
         "bos_token_id": None,
     }
-    if family == "qwen3_moe":  # with one layer that is no mixture
-        own = {"moe_intermediate_size": 64, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}
-        config = Qwen3MoeConfig(**values, **own)
-    else:
-        config = MixtralConfig(**values, num_local_experts=8)
+    config = AutoConfig.for_model(family, **values, **FAMILIES[family])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float().eval()
+    for name, tensor in model.state_dict().items():
+        if name.endswith("e_score_correction_bias"):  # which is 0 in a new model
+            tensor.normal_(std=0.1)
     model.save_pretrained(directory)
     return [_greedy(model, tokenizer.encode(prompt)) for prompt in PROMPTS]
 

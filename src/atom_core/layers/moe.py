@@ -1,7 +1,7 @@
 """A mixture of experts behind its norm, in place of a feed-forward network.
 
 Each rank of a tensor-parallel group holds some of every expert's middle, or, with expert parallelism, some of the
-experts. All see all tokens, and their sums are added up.
+experts. All see all tokens, and their sums are added up. An expert that all tokens share is in parts in either case.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import nn
 
 from atom_core.config import Activation, MoEConfig
 from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
+from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.moe_routing import MOE_ROUTING
-from atom_core.layers.linear import Linear
+from atom_core.layers.linear import Column, Linear, MergedColumnLinear, RowLinear
 from atom_core.layers.linear_methods import Part
 from atom_core.layers.norm import RMSNorm, Stream
 from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
@@ -30,12 +31,23 @@ class Router(Linear):
         routing = config.routing
         count = routing.num_experts
         part = Part(f"../../{config.names.module}.gate", count, hidden_size, range(count), range(hidden_size))
-        super().__init__(hidden_size, count, False, replace(runtime, quant=Unquantized()), name, [part])
+        wide = replace(runtime, quant=Unquantized(), dtype=torch.float32)
+        own = wide if config.float32_router else replace(wide, dtype=runtime.dtype)
+        super().__init__(hidden_size, count, False, own, name, [part])
+        self.dtype = own.dtype
+        self.e_score_correction_bias = empty_parameter(wide, count) if routing.correction else None
         self.select = runtime.kernels.select(MOE_ROUTING, routing)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``x [T, hidden]`` to weights and experts, both ``[T, k]``."""
-        return self.select(self(x), None)
+        return self.select(self(x.to(self.dtype)), self.e_score_correction_bias)
+
+    def placements(self) -> Iterator[tuple[str, str, Placement]]:
+        """The layer's, and the correction."""
+        yield from super().placements()
+        if self.e_score_correction_bias is not None:
+            name = "e_score_correction_bias"
+            yield self.parts[0].module, name, self.parts[0].of_rows(self.e_score_correction_bias)
 
 
 class Experts(ParameterLayer):
@@ -97,6 +109,25 @@ class Experts(ParameterLayer):
         return f"../../{self.names.module}.experts"
 
 
+class SharedExpert(nn.Module):
+    """What all tokens go through beside their own experts, which checkpoints have as one network, however many."""
+
+    def __init__(self, size: int, hidden_size: int, activation: Activation, runtime: Runtime, name: str) -> None:
+        super().__init__()
+        group, what = runtime.tensor_parallel, "n_shared_experts * moe_intermediate_size"
+        mine = share(size, group.rank, group.world_size, what)
+        columns = (Column("gate_proj", size, mine), Column("up_proj", size, mine))
+        self.gate_up_proj = MergedColumnLinear(hidden_size, columns, False, runtime, f"{name}.gate_up_proj")
+        self.activate = runtime.kernels.select(
+            GATED_ACTIVATION, GatedActivationSpec(activation, len(mine), runtime.dtype)
+        )
+        self.down_proj = RowLinear(size, hidden_size, False, runtime, what, f"{name}.down_proj")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [T, hidden]`` to this rank's part of the answer, ``[T, hidden]``."""
+        return self.down_proj.part(self.activate(self.gate_up_proj(x)))
+
+
 class MoE(nn.Module):
     """See the module's text."""
 
@@ -114,9 +145,17 @@ class MoE(nn.Module):
         self.group = runtime.tensor_parallel
         self.gate = Router(config, hidden_size, runtime, f"{name}.gate")
         self.experts = Experts(config, hidden_size, activation, runtime, f"{name}.experts")
+        self.shared_experts = (
+            SharedExpert(config.shared_size, hidden_size, activation, runtime, f"{name}.shared_experts")
+            if config.shared_size
+            else None
+        )
 
     def forward(self, stream: Stream) -> Stream:
         """Read the stream's norm and add to it."""
         x, residual = self.enter[0](stream)
         weights, experts = self.gate.route(x)
-        return Stream(self.group.all_reduce(self.experts(x, weights, experts)), residual)
+        mine = self.experts(x, weights, experts)
+        if self.shared_experts is not None:
+            mine = mine + self.shared_experts(x)
+        return Stream(self.group.all_reduce(mine), residual)

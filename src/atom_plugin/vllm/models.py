@@ -112,6 +112,11 @@ class AtomForCausalLM(nn.Module):
 
 
 @_compile
+class AtomGlm4MoeForCausalLM(AtomForCausalLM):
+    """GLM-4.5 and 4.6."""
+
+
+@_compile
 class AtomLlamaForCausalLM(AtomForCausalLM):
     """Llama 2 and 3.x."""
 

@@ -23,6 +23,8 @@ WAYS = {
         pytest.param("qwen3_moe", "one rank", marks=pytest.mark.smoke),
         ("mixtral", "every expert on two ranks"),
         ("qwen3_moe", "four experts a rank"),
+        ("glm4_moe", "every expert on two ranks"),
+        ("glm4_moe", "four experts a rank"),
     ],
 )
 def test_tokens_are_hugging_faces(tmp_path, family, way):

@@ -5,6 +5,10 @@ from __future__ import annotations
 from atom_plugin.sglang.causal_lm import AtomForCausalLM
 
 
+class Glm4MoeForCausalLM(AtomForCausalLM):
+    """GLM-4.5 and 4.6."""
+
+
 class MixtralForCausalLM(AtomForCausalLM):
     """Mixtral."""
 
@@ -13,4 +17,4 @@ class Qwen3MoeForCausalLM(AtomForCausalLM):
     """Qwen3-MoE."""
 
 
-EntryClass = [MixtralForCausalLM, Qwen3MoeForCausalLM]
+EntryClass = [Glm4MoeForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM]
