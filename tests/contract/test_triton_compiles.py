@@ -245,7 +245,7 @@ def test_rms_norm_compiles(monkeypatch, residual, gpu):
 
 
 @every_gpu
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_swiglu"])
 def test_gated_activation_compiles(monkeypatch, activation, gpu):
     kernel = activation_kernel._gated_activation
     monkeypatch.setattr(activation_kernel, "_gated_activation", Recorder())
@@ -315,7 +315,7 @@ def test_linear_compiles(monkeypatch, way, product, gpu):
 
 @pytest.mark.parametrize("rows", [2, 16, 32, 64])
 @pytest.mark.parametrize("size", [(6144, 4096), (24576, 4096), (4096, 12288), (1024, 256)], ids=str)
-@pytest.mark.parametrize("way", ["plain", "activated", "FP8 and a residual"])
+@pytest.mark.parametrize("way", ["plain", "gelu_tanh", "clamped_swiglu", "FP8 and a residual"])
 def test_products_for_hopper_compile(monkeypatch, way, size, rows):
     gpu, kernels, recorders = GPUS[-1], linear_kernel._KERNELS, Recorders()
     fp8 = way == "FP8 and a residual"
@@ -326,7 +326,7 @@ def test_products_for_hopper_compile(monkeypatch, way, size, rows):
     assert tile.kernel == "hopper" or rows > 32
     monkeypatch.setattr(linear_kernel, "_KERNELS", recorders)
     x, weight = zeros(rows, size[1]), zeros(*size)
-    others: dict[str, Any] = {"activation": "gelu_tanh"} if way == "activated" else {}
+    others: dict[str, Any] = {} if fp8 or way == "plain" else {"activation": way}
     if fp8:
         x, weight = (matrix.to(torch.float8_e4m3fn) for matrix in (x, weight))
         others = {"scales": torch.ones(size[0]), "input_scales": torch.ones(rows), "residual": zeros(rows, size[0])}
@@ -444,7 +444,7 @@ def test_experts_compile(monkeypatch, tokens, bias, gpu):
     keepers = {name: Keeper() for name in originals}
     for module, name in kernels:
         monkeypatch.setattr(module, name, keepers[name])
-    spec = ExpertsSpec(0, 16, 2048, 768, 8, "silu", bias, torch.bfloat16)
+    spec = ExpertsSpec(0, 16, 2048, 768, 8, "clamped_swiglu" if bias else "silu", bias, torch.bfloat16)
     layer = ExpertWeights(
         torch.empty(16, 1536, 2048, dtype=torch.bfloat16),
         torch.empty(16, 2048, 768, dtype=torch.bfloat16),

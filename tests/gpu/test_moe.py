@@ -32,6 +32,7 @@ SPECS = {
     "odd sizes, with biases": SMALL,
     "some of them": replace(SMALL, first=2, count=3),
     "GELU": replace(SMALL, activation="gelu_tanh", hidden_size=256, intermediate_size=96),
+    "GPT-OSS 20B": ExpertsSpec(0, 32, 2880, 2880, 4, "clamped_swiglu", bias=True, dtype=torch.bfloat16),
     "Qwen3 30B": ExpertsSpec(0, 128, 2048, 768, 8, "silu", bias=False, dtype=torch.bfloat16),
 }
 

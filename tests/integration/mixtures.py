@@ -18,6 +18,17 @@ NUM_TOKENS = 16
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 8},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "sliding_window": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "truncate": False,
+        },
+    },
     "glm4_moe": {"moe_intermediate_size": 64, "n_routed_experts": 8, "n_group": 2, "routed_scaling_factor": 1.5},
 }
 
@@ -50,7 +61,7 @@ def make_mixture(directory: Path, family: str = "qwen3_moe") -> list[list[int]]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     for name, tensor in model.state_dict().items():
-        if name.endswith("e_score_correction_bias"):  # which is 0 in a new model
+        if name.endswith("bias"):  # which is 0 in a new model
             tensor.normal_(std=0.1)
     model.save_pretrained(directory)
     return [_greedy(model, tokenizer.encode(prompt)) for prompt in PROMPTS]

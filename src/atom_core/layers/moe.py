@@ -16,6 +16,7 @@ from atom_core.config import Activation, MoEConfig
 from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.moe_routing import MOE_ROUTING
+from atom_core.layers.fused_experts import MiddlePlacement, PairsPlacement
 from atom_core.layers.linear import Column, Linear, MergedColumnLinear, RowLinear
 from atom_core.layers.linear_methods import Part
 from atom_core.layers.norm import RMSNorm, Stream
@@ -30,10 +31,11 @@ class Router(Linear):
     def __init__(self, config: MoEConfig, hidden_size: int, runtime: Runtime, name: str) -> None:
         routing = config.routing
         count = routing.num_experts
-        part = Part(f"../../{config.names.module}.gate", count, hidden_size, range(count), range(hidden_size))
+        names = config.names
+        part = Part(f"../../{names.module}.{names.router}", count, hidden_size, range(count), range(hidden_size))
         wide = replace(runtime, quant=Unquantized(), dtype=torch.float32)
         own = wide if config.float32_router else replace(wide, dtype=runtime.dtype)
-        super().__init__(hidden_size, count, False, own, name, [part])
+        super().__init__(hidden_size, count, config.bias, own, name, [part])
         self.dtype = own.dtype
         self.e_score_correction_bias = empty_parameter(wide, count) if routing.correction else None
         self.select = runtime.kernels.select(MOE_ROUTING, routing)
@@ -51,7 +53,7 @@ class Router(Linear):
 
 
 class Experts(ParameterLayer):
-    """All experts of a layer, each a matrix in two tensors; checkpoints have them one by one."""
+    """All experts of a layer, each a matrix in two tensors; checkpoints have them one by one, or all in two tensors."""
 
     def __init__(
         self, config: MoEConfig, hidden_size: int, activation: Activation, runtime: Runtime, name: str
@@ -59,7 +61,8 @@ class Experts(ParameterLayer):
         super().__init__()
         self.names = config.names
         base = checkpoint_module(name, self._folder)
-        matrices = [f"{base}.0.{part}" for part in (self.names.gate, self.names.up, self.names.down)]
+        first = base if config.fused else f"{base}.0"
+        matrices = [f"{first}.{part}" for part in (self.names.gate, self.names.up, self.names.down)]
         if runtime.quant.linear(matrices) is not None:
             raise ValueError(f"The experts of {base} are quantised, which mixtures of experts do not support yet.")
         group, routing = runtime.tensor_parallel, config.routing
@@ -73,19 +76,29 @@ class Experts(ParameterLayer):
         count, size = len(self.held), len(self.mine)
         self.gate_up_proj = empty_parameter(runtime, count, 2 * size, hidden_size)
         self.down_proj = empty_parameter(runtime, count, hidden_size, size)
+        self.fused = config.fused
+        self.gate_up_proj_bias = empty_parameter(runtime, count, 2 * size) if config.bias else None
+        self.down_proj_bias = empty_parameter(runtime, count, hidden_size) if config.bias else None
+        #: An expert that several ranks share has its last bias added by one of them.
+        self.adds_bias = runtime.expert_parallel or group.rank == 0
         self.kernel = runtime.kernels.select(
             EXPERTS,
             ExpertsSpec(
-                self.held.start, count, hidden_size, size, routing.top_k, activation, bias=False, dtype=runtime.dtype
+                self.held.start, count, hidden_size, size, routing.top_k, activation, config.bias, runtime.dtype
             ),
         )
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """``x [T, hidden]``, weights and experts ``[T, k]`` to this rank's part of the sum, ``[T, hidden]``."""
-        return self.kernel(x, weights, experts, ExpertWeights(self.gate_up_proj, self.down_proj))
+        last = self.down_proj_bias if self.adds_bias else None
+        layer = ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, last)
+        return self.kernel(x, weights, experts, layer)
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
-        """Three matrices an expert."""
+        """Three matrices an expert, or what is fused."""
+        if self.fused:
+            yield from self._fused()
+            return
         first, count = self.mine.start, len(self.mine)
         wide, narrow = (self.size, self.hidden_size), (self.hidden_size, self.size)
         for index, expert in enumerate(self.held):
@@ -99,6 +112,15 @@ class Experts(ParameterLayer):
                 "weight",
                 Placement(down, narrow, 1, first, 0, count, held_by="down_proj"),
             )
+
+    def _fused(self) -> Iterator[tuple[str, str, Placement]]:
+        total, wide, hidden, mine = self.total, 2 * self.size, self.hidden_size, (self.held, self.mine)
+        yield "", "gate_up_proj", PairsPlacement(self.gate_up_proj, (total, hidden, wide), share=mine)
+        yield "", "down_proj", MiddlePlacement(self.down_proj, (total, self.size, hidden), share=mine)
+        if self.gate_up_proj_bias is not None and self.down_proj_bias is not None:
+            yield "", "gate_up_proj_bias", PairsPlacement(self.gate_up_proj_bias, (total, wide), share=mine)
+            held = self.held
+            yield "", "down_proj_bias", Placement(self.down_proj_bias, (total, hidden), 0, held.start, 0, len(held))
 
     def elsewhere(self) -> Iterator[str]:
         """Other ranks' experts."""

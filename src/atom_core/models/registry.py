@@ -30,6 +30,7 @@ class ModelEntry:
 
 _ENTRIES = (
     ModelEntry("Glm4MoeForCausalLM", "atom_core.models.glm4_moe", "GLM-4.5, 4.6", quantized=False),
+    ModelEntry("GptOssForCausalLM", "atom_core.models.gpt_oss", "GPT-OSS", quantized=False),
     ModelEntry("LlamaForCausalLM", "atom_core.models.llama", "Llama 2, 3.x"),
     ModelEntry("MistralForCausalLM", "atom_core.models.mistral", "Mistral"),
     ModelEntry("MixtralForCausalLM", "atom_core.models.mixtral", "Mixtral", quantized=False),

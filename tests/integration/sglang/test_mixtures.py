@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.integration.mixtures import NUM_TOKENS, PROMPTS, make_mixture
@@ -10,10 +12,12 @@ from tests.integration.sglang.offline import Ask, Engine, run
 pytestmark = pytest.mark.sglang
 
 #: One rank; every expert on two ranks; four experts a rank.
-ONE: dict[str, int] = {}
-PARTS = {"tp_size": 2}
+ONE: dict[str, Any] = {}
+PARTS: dict[str, Any] = {"tp_size": 2}
 WHOLE = {"tp_size": 2, "ep_size": 2}
-ENGINES = {"qwen3_moe": (ONE, WHOLE), "mixtral": (PARTS,), "glm4_moe": (ONE, WHOLE)}
+#: SGLang lists the backends that GPT-OSS may be run on.
+NAMED = {**PARTS, "attention_backend": "atom"}
+ENGINES = {"qwen3_moe": (ONE, WHOLE), "mixtral": (PARTS,), "glm4_moe": (ONE, WHOLE), "gpt_oss": (ONE, NAMED, WHOLE)}
 #: SGLang gives each rank a memory node of its own unless it is told which processor cores it has.
 BOUND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.integration.mixtures import NUM_TOKENS, PROMPTS, make_mixture
-from tests.integration.vllm.offline import Ask, Engine, Ran, run
+from tests.integration.vllm.offline import Ask, Engine, run
 
 pytestmark = pytest.mark.vllm
 
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 WAYS = {
     "one rank": {},
+    "vLLM's attention": {},
     "every expert on two ranks": TWO,
     "four experts a rank": {**TWO, "enable_expert_parallel": True},
 }
@@ -24,6 +25,10 @@ WAYS = {
         ("mixtral", "every expert on two ranks"),
         ("qwen3_moe", "four experts a rank"),
         ("glm4_moe", "every expert on two ranks"),
+        ("gpt_oss", "one rank"),
+        ("gpt_oss", "vLLM's attention"),
+        ("gpt_oss", "every expert on two ranks"),
+        ("gpt_oss", "four experts a rank"),
         ("glm4_moe", "four experts a rank"),
     ],
 )
@@ -31,10 +36,9 @@ def test_tokens_are_hugging_faces(tmp_path, family, way):
     expected = make_mixture(tmp_path, family)
     ask = Ask(PROMPTS, {"max_tokens": NUM_TOKENS, "ignore_eos": True})
     options = {"dtype": "float32", "max_model_len": 256, **WAYS[way]}
-    ran = _run(Engine(str(tmp_path), "atom", [ask], options), two=way != "one rank")
-    assert [answer.tokens for answer in ran.answers[0]] == expected
-
-
-def _run(engine: Engine, two: bool) -> Ran:
     # vLLM gives each rank processor cores of its own, of which there may be fewer than ranks.
-    return run([engine], environ={"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if two else {})[0]
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if "tensor_parallel_size" in WAYS[way] else {}
+    if way == "vLLM's attention":
+        environ["ATOM_DISABLE_VLLM_ATTENTION"] = "1"
+    (ran,) = run([Engine(str(tmp_path), "atom", [ask], options)], environ=environ)
+    assert [answer.tokens for answer in ran.answers[0]] == expected

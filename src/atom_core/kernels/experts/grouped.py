@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.gated_activation.triton_kernel import activated
+from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.linear.parts import weight_rows
 
 #: Pairs that one program sorts, and blocks whose experts one program looks up at a time.
@@ -125,7 +125,7 @@ def _multiply(
         # Rounded where a kernel of its own would read them.
         gate = gate.to(out.dtype.element_ty).to(tl.float32)
         up = up.to(out.dtype.element_ty).to(tl.float32)
-        total = activated(gate, ACTIVATION) * up
+        total = gated(gate, up, ACTIVATION)
         width = N // 2
         to = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         out_row = slot

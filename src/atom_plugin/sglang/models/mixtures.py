@@ -9,6 +9,10 @@ class Glm4MoeForCausalLM(AtomForCausalLM):
     """GLM-4.5 and 4.6."""
 
 
+class GptOssForCausalLM(AtomForCausalLM):
+    """GPT-OSS."""
+
+
 class MixtralForCausalLM(AtomForCausalLM):
     """Mixtral."""
 
@@ -17,4 +21,4 @@ class Qwen3MoeForCausalLM(AtomForCausalLM):
     """Qwen3-MoE."""
 
 
-EntryClass = [Glm4MoeForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM]
+EntryClass = [Glm4MoeForCausalLM, GptOssForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM]
