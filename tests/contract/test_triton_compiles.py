@@ -6,6 +6,7 @@ shared memory must be there: more than the hardware has is an error at the first
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,6 +35,8 @@ from atom_core.kernels.gated_activation import triton_kernel as activation_kerne
 from atom_core.kernels.linear import triton_kernel as linear_kernel
 from atom_core.kernels.linear.tiles import tile_for
 from atom_core.kernels.moe_routing import triton_kernel as routing_kernel
+from atom_core.kernels.mxfp4_experts import Mxfp4Weights
+from atom_core.kernels.mxfp4_experts import triton_kernel as mxfp4_kernel
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear import triton_kernel as normed_kernel
 from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qkv_kernel
@@ -137,6 +140,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
@@ -434,16 +438,26 @@ class Keeper:
         return lambda *arguments, **constants: self.launches.append(Launched(arguments, constants))
 
 
+def keep(
+    monkeypatch: pytest.MonkeyPatch, *kernels: tuple[Any, str]
+) -> Callable[[], list[tuple[JITFunction, Launched]]]:
+    """Have these kernels' launches kept: what is returned tells them, each with its kernel."""
+    originals = [getattr(module, name) for module, name in kernels]
+    keepers = [Keeper() for _ in kernels]
+    for (module, name), keeper in zip(kernels, keepers, strict=True):
+        monkeypatch.setattr(module, name, keeper)
+    return lambda: [(it, launch) for it, kept in zip(originals, keepers, strict=True) for launch in kept.launches]
+
+
+SORTING = [(grouped_kernel, name) for name in ("_count", "_arrange", "_place", "_combine")]
+
+
 @every_gpu
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
 @pytest.mark.parametrize("tokens", [1, 40, 3000])
 def test_experts_compile(monkeypatch, tokens, bias, gpu):
-    kernels = [(experts_kernel, name) for name in ("_gate_up", "_down")]
-    kernels += [(grouped_kernel, name) for name in ("_count", "_arrange", "_place", "_multiply", "_combine")]
-    originals = {name: getattr(module, name) for module, name in kernels}
-    keepers = {name: Keeper() for name in originals}
-    for module, name in kernels:
-        monkeypatch.setattr(module, name, keepers[name])
+    kernels = [(experts_kernel, "_gate_up"), (experts_kernel, "_down"), (grouped_kernel, "_multiply"), *SORTING]
+    kept = keep(monkeypatch, *kernels)
     spec = ExpertsSpec(0, 16, 2048, 768, 8, "clamped_swiglu" if bias else "silu", bias, torch.bfloat16)
     layer = ExpertWeights(
         torch.empty(16, 1536, 2048, dtype=torch.bfloat16),
@@ -453,7 +467,31 @@ def test_experts_compile(monkeypatch, tokens, bias, gpu):
     )
     experts = torch.zeros(tokens, 8, dtype=torch.int32)
     experts_kernel.TritonExperts(spec, gpu.nvidia)(zeros(tokens, 2048), torch.zeros(tokens, 8), experts, layer)
-    launched = [(name, launch) for name, keeper in keepers.items() for launch in keeper.launches]
+    launched = kept()
     assert len(launched) == (2 if tokens <= experts_kernel.MAX_TOKENS else 6)
-    for name, launch in launched:
-        compile_launch(originals[name], launch, gpu)
+    for kernel, launch in launched:
+        compile_launch(kernel, launch, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("tokens", [1, 40, 3000])
+def test_experts_in_mxfp4_compile(monkeypatch, tokens, gpu):
+    kernels = [(mxfp4_kernel, name) for name in ("_gate_up", "_down", "_multiply")]
+    kept = keep(monkeypatch, *kernels, *SORTING)
+    hidden, size, count = 2880, 2880, 32
+    spec = ExpertsSpec(0, count, hidden, size, 4, "clamped_swiglu", True, torch.bfloat16)
+    layer = Mxfp4Weights(
+        torch.empty(count, 2 * size, hidden // 2, dtype=torch.uint8),
+        torch.empty(count, 2 * size, hidden // 32, dtype=torch.uint8),
+        torch.empty(count, hidden, size // 2, dtype=torch.uint8),
+        torch.empty(count, hidden, size // 32, dtype=torch.uint8),
+        zeros(count, 2 * size),
+        zeros(count, hidden),
+    )
+    experts = torch.zeros(tokens, 4, dtype=torch.int32)
+    x, weights = zeros(tokens, hidden), torch.zeros(tokens, 4)
+    mxfp4_kernel.TritonMxfp4Experts(spec, gpu.nvidia)(x, weights, experts, layer)
+    launched = kept()
+    assert len(launched) == (2 if tokens <= mxfp4_kernel.MAX_TOKENS else 6)
+    for kernel, launch in launched:
+        compile_launch(kernel, launch, gpu)

@@ -10,9 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.integration.questions import checkpoint
+from tests.unit.core.mxfp4_checkpoints import quantize
 
 PROMPTS = ("Tom has 3 apples.", "A", "How many are left when 12 of 40 are sold?")
 NUM_TOKENS = 16
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 #: Eight experts in each family's own words, of which a token has two; where it can, with one layer that is no mixture.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -40,7 +42,7 @@ def make_mixture(directory: Path, family: str = "qwen3_moe") -> list[list[int]]:
         Hugging Face's greedy tokens for each of :data:`PROMPTS`.
     """
     source = Path(checkpoint("qwen3"))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in _TOKENIZER:
         shutil.copy(source / name, directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     values = {
@@ -65,6 +67,17 @@ def make_mixture(directory: Path, family: str = "qwen3_moe") -> list[list[int]]:
             tensor.normal_(std=0.1)
     model.save_pretrained(directory)
     return [_greedy(model, tokenizer.encode(prompt)) for prompt in PROMPTS]
+
+
+def make_mxfp4(directory: Path) -> tuple[Path, Path]:
+    """Save a GPT-OSS with experts in MXFP4, and the same with the numbers that these stand for."""
+    make_mixture(directory, "gpt_oss")
+    packed, rounded = directory / "packed", directory / "rounded"
+    quantize(directory, packed, rounded)
+    for folder in (packed, rounded):
+        for name in _TOKENIZER:
+            shutil.copy(directory / name, folder)
+    return packed, rounded
 
 
 @torch.inference_mode()

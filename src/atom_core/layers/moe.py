@@ -19,9 +19,10 @@ from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.layers.fused_experts import MiddlePlacement, PairsPlacement
 from atom_core.layers.linear import Column, Linear, MergedColumnLinear, RowLinear
 from atom_core.layers.linear_methods import Part
+from atom_core.layers.mxfp4_experts import Mxfp4ExpertsMethod
 from atom_core.layers.norm import RMSNorm, Stream
 from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
-from atom_core.quant import Unquantized
+from atom_core.quant import Mxfp4Config, Unquantized
 from atom_core.runtime import Runtime
 
 
@@ -55,6 +56,12 @@ class Router(Linear):
 class Experts(ParameterLayer):
     """All experts of a layer, each a matrix in two tensors; checkpoints have them one by one, or all in two tensors."""
 
+    #: Where they are in MXFP4: see :mod:`atom_core.layers.mxfp4_experts`.
+    gate_up_proj_blocks: nn.Parameter
+    gate_up_proj_scales: nn.Parameter
+    down_proj_blocks: nn.Parameter
+    down_proj_scales: nn.Parameter
+
     def __init__(
         self, config: MoEConfig, hidden_size: int, activation: Activation, runtime: Runtime, name: str
     ) -> None:
@@ -74,13 +81,19 @@ class Experts(ParameterLayer):
         else:
             self.mine = share(self.size, group.rank, group.world_size, "moe_intermediate_size")
         count, size = len(self.held), len(self.mine)
-        self.gate_up_proj = empty_parameter(runtime, count, 2 * size, hidden_size)
-        self.down_proj = empty_parameter(runtime, count, hidden_size, size)
         self.fused = config.fused
         self.gate_up_proj_bias = empty_parameter(runtime, count, 2 * size) if config.bias else None
         self.down_proj_bias = empty_parameter(runtime, count, hidden_size) if config.bias else None
         #: An expert that several ranks share has its last bias added by one of them.
         self.adds_bias = runtime.expert_parallel or group.rank == 0
+        #: How they are kept where they are in MXFP4, which only what is fused can be.
+        self.method = Mxfp4ExpertsMethod() if isinstance(runtime.quant, Mxfp4Config) else None
+        if self.method is not None:
+            assert self.fused
+            self.method.create(self, activation, routing.top_k, runtime)
+            return
+        self.gate_up_proj = empty_parameter(runtime, count, 2 * size, hidden_size)
+        self.down_proj = empty_parameter(runtime, count, hidden_size, size)
         self.kernel = runtime.kernels.select(
             EXPERTS,
             ExpertsSpec(
@@ -91,6 +104,8 @@ class Experts(ParameterLayer):
     def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """``x [T, hidden]``, weights and experts ``[T, k]`` to this rank's part of the sum, ``[T, hidden]``."""
         last = self.down_proj_bias if self.adds_bias else None
+        if self.method is not None:
+            return self.method.apply(self, x, weights, experts, last)
         layer = ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, last)
         return self.kernel(x, weights, experts, layer)
 
@@ -115,8 +130,11 @@ class Experts(ParameterLayer):
 
     def _fused(self) -> Iterator[tuple[str, str, Placement]]:
         total, wide, hidden, mine = self.total, 2 * self.size, self.hidden_size, (self.held, self.mine)
-        yield "", "gate_up_proj", PairsPlacement(self.gate_up_proj, (total, hidden, wide), share=mine)
-        yield "", "down_proj", MiddlePlacement(self.down_proj, (total, self.size, hidden), share=mine)
+        if self.method is not None:
+            yield from self.method.placements(self)
+        else:
+            yield "", "gate_up_proj", PairsPlacement(self.gate_up_proj, (total, hidden, wide), share=mine)
+            yield "", "down_proj", MiddlePlacement(self.down_proj, (total, self.size, hidden), share=mine)
         if self.gate_up_proj_bias is not None and self.down_proj_bias is not None:
             yield "", "gate_up_proj_bias", PairsPlacement(self.gate_up_proj_bias, (total, wide), share=mine)
             held = self.held

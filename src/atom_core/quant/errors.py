@@ -14,5 +14,5 @@ def unsupported(method: str, detail: str = "") -> ValueError:
         f"Quantisation {method!r}{f' with {detail}' if detail else ''} is not supported; supported: unquantised "
         "checkpoints (bfloat16, float16, float32), as they are or quantised while they are loaded (--quantization "
         "fp8), and FP8 checkpoints with one scale for a weight or for each of its rows (quant_method fp8, "
-        "compressed-tensors, modelopt)."
+        "compressed-tensors, modelopt), and GPT-OSS with experts in MXFP4 (quant_method mxfp4)."
     )

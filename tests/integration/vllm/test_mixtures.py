@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.mixtures import NUM_TOKENS, PROMPTS, make_mixture
+from tests.integration.mixtures import NUM_TOKENS, PROMPTS, make_mixture, make_mxfp4
 from tests.integration.vllm.offline import Ask, Engine, run
 
 pytestmark = pytest.mark.vllm
@@ -42,3 +42,10 @@ def test_tokens_are_hugging_faces(tmp_path, family, way):
         environ["ATOM_DISABLE_VLLM_ATTENTION"] = "1"
     (ran,) = run([Engine(str(tmp_path), "atom", [ask], options)], environ=environ)
     assert [answer.tokens for answer in ran.answers[0]] == expected
+
+
+def test_experts_in_mxfp4_answer_as_the_numbers_that_they_stand_for(tmp_path):
+    ask = Ask(PROMPTS, {"max_tokens": NUM_TOKENS, "ignore_eos": True})
+    options = {"dtype": "bfloat16", "max_model_len": 256}
+    packed, rounded = run([Engine(str(folder), "atom", [ask], options) for folder in make_mxfp4(tmp_path)])
+    assert [answer.tokens for answer in packed.answers[0]] == [answer.tokens for answer in rounded.answers[0]]

@@ -5,6 +5,7 @@ It looks at which experts were chosen, so it cannot be captured in a graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,43 @@ from atom_core.kernels.gated_activation.reference import gated_activation
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
+
+
+def pairs_by_expert(experts: torch.Tensor, first: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Of each held expert that was chosen: its place among those held, and its pairs.
+
+    A pair of a token and one of its experts is a place in ``experts [T, k]``, counted through.
+    """
+    held = experts.flatten() - first
+    order = held.argsort(stable=True)
+    counts = torch.bincount(held[(held >= 0) & (held < count)], minlength=count).tolist()
+    begin = int((held < 0).sum())
+    for expert, number in enumerate(counts):
+        if number:
+            yield expert, order[begin : begin + number]
+        begin += number
+
+
+def by_expert(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    spec: ExpertsSpec,
+    matrices: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    gate_up_biases: torch.Tensor | None,
+    down_biases: torch.Tensor | None,
+) -> torch.Tensor:
+    """See :mod:`atom_core.kernels.experts`; ``matrices`` has an expert's gate and up in one, and its down."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert, pairs in pairs_by_expert(experts, spec.first, spec.count):
+        tokens = pairs // spec.top_k
+        gate_up, down = matrices(expert)
+        gate_up_bias = None if gate_up_biases is None else gate_up_biases[expert]
+        down_bias = None if down_biases is None else down_biases[expert]
+        middle = gated_activation(F.linear(x[tokens], gate_up, gate_up_bias), spec.activation)
+        answer = F.linear(middle, down, down_bias)
+        total.index_add_(0, tokens, answer.float() * weights.flatten()[pairs, None])
+    return total.to(x.dtype)
 
 
 class ReferenceExperts:
@@ -26,22 +64,8 @@ class ReferenceExperts:
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.experts.ExpertsKernel`."""
-        spec = self.spec
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        # Pairs of a token and its place among its experts, in the order of the experts.
-        held = experts.flatten() - spec.first
-        order = held.argsort(stable=True)
-        counts = torch.bincount(held[(held >= 0) & (held < spec.count)], minlength=spec.count).tolist()
-        begin = int((held < 0).sum())
-        for expert, count in enumerate(counts):
-            if not count:
-                continue
-            pairs = order[begin : begin + count]
-            begin += count
-            tokens = pairs // spec.top_k
-            gate_up_bias = None if layer.gate_up_bias is None else layer.gate_up_bias[expert]
-            down_bias = None if layer.down_bias is None else layer.down_bias[expert]
-            middle = gated_activation(F.linear(x[tokens], layer.gate_up[expert], gate_up_bias), spec.activation)
-            answer = F.linear(middle, layer.down[expert], down_bias)
-            total.index_add_(0, tokens, answer.float() * weights.flatten()[pairs, None])
-        return total.to(x.dtype)
+
+        def matrices(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return layer.gate_up[expert], layer.down[expert]
+
+        return by_expert(x, weights, experts, self.spec, matrices, layer.gate_up_bias, layer.down_bias)
