@@ -12,7 +12,10 @@ from typing import Any, Literal, TypeVar, cast
 
 from atom_core.rope import RopeConfig, read_rope
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+#: Of gated networks; "clamped_swiglu" is GPT-OSS's, which configurations do not name.
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+#: Of the clamped SwiGLU: how steep its sigmoid is, and where it clamps.
+SWIGLU_STEEPNESS, SWIGLU_LIMIT = 1.702, 7.0
 Scoring = Literal["softmax", "sigmoid"]
 #: What the score of a group of experts is: of its largest, or the sum of its two largest.
 GroupScore = Literal["largest", "two largest"]
@@ -39,6 +42,10 @@ class HfConfig:
         """The value of ``key``; ``default`` where it is missing or null."""
         value = self.values.get(key)
         return default if value is None else cast(_T, value)
+
+    def with_defaults(self, **defaults: Any) -> HfConfig:
+        """The same, with what a family takes missing keys for."""
+        return HfConfig({**defaults, **self.values})
 
     def positive(self, key: str, default: int | None = None) -> int:
         """The positive integer at ``key``.
@@ -112,6 +119,7 @@ class ExpertNames:
     """What checkpoints call a mixture of experts within its layer, and an expert's three matrices."""
 
     module: str = "mlp"
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -125,6 +133,14 @@ class MoEConfig:
     intermediate_size: int
     """Of each expert."""
     names: ExpertNames = ExpertNames()
+    shared_size: int = 0
+    """Of the middle of the expert that all tokens go through beside their own; 0: there is none."""
+    float32_router: bool = False
+    """Whether the router's product is in float32 whatever the model's dtype, so that near scores do not tie."""
+    bias: bool = False
+    """Of the router and of the experts."""
+    fused: bool = False
+    """Whether checkpoints have all experts of a layer in one tensor a matrix, transposed, gates and ups in turn."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +174,10 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
+    """Whether each head of attention has a sink: a logit that takes its share of the softmax and has no value."""
+    draft_layers: int = 0
+    """Layers behind the last that checkpoints have to draft further tokens with; they are not part of this model."""
 
     @property
     def num_layers(self) -> int:
@@ -201,6 +221,25 @@ def read_experts(hf: HfConfig, keys: Sequence[str], num_experts: int, top_k: int
     return total, chosen
 
 
+def read_groups(hf: HfConfig, num_experts: int, top_k: int) -> tuple[int, int]:
+    """In how many groups the experts are (``n_group``), and of how many a token may choose (``topk_group``).
+
+    Raises:
+        ValueError: groups of different sizes, or fewer experts to choose from than a token has.
+    """
+    groups, let_in = hf.positive("n_group", 1), hf.positive("topk_group", 1)
+    if num_experts % groups:
+        raise ValueError(f"n_group={groups} does not divide the number of experts, {num_experts}.")
+    if let_in > groups:
+        raise ValueError(f"topk_group={let_in} is more than there are groups of experts (n_group={groups}).")
+    if top_k > let_in * (num_experts // groups):
+        raise ValueError(
+            f"num_experts_per_tok={top_k} is more than there are experts in topk_group={let_in} of n_group={groups} "
+            f"groups: {let_in * (num_experts // groups)}."
+        )
+    return groups, let_in
+
+
 def read_decoder(
     hf: HfConfig,
     *,
@@ -208,20 +247,25 @@ def read_decoder(
     attention_out_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    sinks: bool = False,
+    activation: Activation | None = None,
     windows: Sequence[int | None] | None = None,
     mixtures: Sequence[MoEConfig | None] | None = None,
     default_head_dim: int | None = None,
     tie_word_embeddings: bool = False,
+    draft_layers: int = 0,
 ) -> ModelConfig:
     """Read what all dense decoder families write alike; the arguments are what they do not.
 
     Args:
         hf: the configuration.
-        qkv_bias, attention_out_bias, mlp_bias, qk_norm: the family's facts.
+        qkv_bias, attention_out_bias, mlp_bias, qk_norm, sinks: the family's facts.
+        activation: the family's, where configurations do not name it.
         windows: one sliding window a layer; None for none at all.
         mixtures: one mixture of experts a layer; None for none at all.
         default_head_dim: the head size where the config gives none; None for ``hidden_size / num_heads``.
         tie_word_embeddings: what a config without that key means.
+        draft_layers: see :class:`ModelConfig`.
 
     Raises:
         ValueError: missing or impossible values.
@@ -256,13 +300,15 @@ def read_decoder(
         ),
         rope=read_rope(hf.values, head_dim=head_dim, max_position=max_position),
         rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-        activation=hf.activation(),
+        activation=activation or hf.activation(),
         max_position=max_position,
         tie_word_embeddings=hf.get("tie_word_embeddings", tie_word_embeddings),
         qkv_bias=qkv_bias,
         attention_out_bias=attention_out_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
+        sinks=sinks,
+        draft_layers=draft_layers,
     )
 
 
@@ -281,6 +327,15 @@ def window_pattern(hf: HfConfig) -> list[int | None]:
     if types is None:
         first = hf.get("max_window_layers", 28)  # Hugging Face's default, whatever the number of layers
         return [window if index >= first else None for index in range(num_layers)]
+    return typed_windows(types, window, num_layers)
+
+
+def typed_windows(types: Sequence[str], window: int | None, num_layers: int) -> list[int | None]:
+    """One window a layer, as ``layer_types`` says.
+
+    Raises:
+        ValueError: a layer type that is neither full nor sliding attention, or a count that is not the layers'.
+    """
     if len(types) != num_layers:
         raise ValueError(f"layer_types names {len(types)} layers, num_hidden_layers={num_layers}.")
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})

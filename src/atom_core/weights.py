@@ -25,6 +25,7 @@ _DTYPES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8",
 }
 _LISTED = 12  # names of a kind in an error; the rest is counted
 

@@ -6,6 +6,7 @@ shared memory must be there: more than the hardware has is an error at the first
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,6 +42,8 @@ from atom_core.kernels.gated_activation import triton_kernel as activation_kerne
 from atom_core.kernels.linear import triton_kernel as linear_kernel
 from atom_core.kernels.linear.tiles import tile_for
 from atom_core.kernels.moe_routing import triton_kernel as routing_kernel
+from atom_core.kernels.mxfp4_experts import Mxfp4Weights
+from atom_core.kernels.mxfp4_experts import triton_kernel as mxfp4_kernel
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear import triton_kernel as normed_kernel
 from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qkv_kernel
@@ -144,6 +147,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
@@ -252,7 +256,7 @@ def test_rms_norm_compiles(monkeypatch, residual, gpu):
 
 
 @every_gpu
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_swiglu"])
 def test_gated_activation_compiles(monkeypatch, activation, gpu):
     kernel = activation_kernel._gated_activation
     monkeypatch.setattr(activation_kernel, "_gated_activation", Recorder())
@@ -322,7 +326,7 @@ def test_linear_compiles(monkeypatch, way, product, gpu):
 
 @pytest.mark.parametrize("rows", [2, 16, 32, 64])
 @pytest.mark.parametrize("size", [(6144, 4096), (24576, 4096), (4096, 12288), (1024, 256)], ids=str)
-@pytest.mark.parametrize("way", ["plain", "activated", "FP8 and a residual"])
+@pytest.mark.parametrize("way", ["plain", "gelu_tanh", "clamped_swiglu", "FP8 and a residual"])
 def test_products_for_hopper_compile(monkeypatch, way, size, rows):
     gpu, kernels, recorders = GPUS[-1], linear_kernel._KERNELS, Recorders()
     fp8 = way == "FP8 and a residual"
@@ -333,7 +337,7 @@ def test_products_for_hopper_compile(monkeypatch, way, size, rows):
     assert tile.kernel == "hopper" or rows > 32
     monkeypatch.setattr(linear_kernel, "_KERNELS", recorders)
     x, weight = zeros(rows, size[1]), zeros(*size)
-    others: dict[str, Any] = {"activation": "gelu_tanh"} if way == "activated" else {}
+    others: dict[str, Any] = {} if fp8 or way == "plain" else {"activation": way}
     if fp8:
         x, weight = (matrix.to(torch.float8_e4m3fn) for matrix in (x, weight))
         others = {"scales": torch.ones(size[0]), "input_scales": torch.ones(rows), "residual": zeros(rows, size[0])}
@@ -494,17 +498,27 @@ class Keeper:
         return lambda *arguments, **constants: self.launches.append(Launched(arguments, constants))
 
 
+def keep(
+    monkeypatch: pytest.MonkeyPatch, *kernels: tuple[Any, str]
+) -> Callable[[], list[tuple[JITFunction, Launched]]]:
+    """Have these kernels' launches kept: what is returned tells them, each with its kernel."""
+    originals = [getattr(module, name) for module, name in kernels]
+    keepers = [Keeper() for _ in kernels]
+    for (module, name), keeper in zip(kernels, keepers, strict=True):
+        monkeypatch.setattr(module, name, keeper)
+    return lambda: [(it, launch) for it, kept in zip(originals, keepers, strict=True) for launch in kept.launches]
+
+
+SORTING = [(grouped_kernel, name) for name in ("_count", "_arrange", "_place", "_combine")]
+
+
 @every_gpu
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
 @pytest.mark.parametrize("tokens", [1, 40, 3000])
 def test_experts_compile(monkeypatch, tokens, bias, gpu):
-    kernels = [(experts_kernel, name) for name in ("_gate_up", "_down")]
-    kernels += [(grouped_kernel, name) for name in ("_count", "_arrange", "_place", "_multiply", "_combine")]
-    originals = {name: getattr(module, name) for module, name in kernels}
-    keepers = {name: Keeper() for name in originals}
-    for module, name in kernels:
-        monkeypatch.setattr(module, name, keepers[name])
-    spec = ExpertsSpec(0, 16, 2048, 768, 8, "silu", bias, torch.bfloat16)
+    kernels = [(experts_kernel, "_gate_up"), (experts_kernel, "_down"), (grouped_kernel, "_multiply"), *SORTING]
+    kept = keep(monkeypatch, *kernels)
+    spec = ExpertsSpec(0, 16, 2048, 768, 8, "clamped_swiglu" if bias else "silu", bias, torch.bfloat16)
     layer = ExpertWeights(
         torch.empty(16, 1536, 2048, dtype=torch.bfloat16),
         torch.empty(16, 2048, 768, dtype=torch.bfloat16),
@@ -513,10 +527,34 @@ def test_experts_compile(monkeypatch, tokens, bias, gpu):
     )
     experts = torch.zeros(tokens, 8, dtype=torch.int32)
     experts_kernel.TritonExperts(spec, gpu.nvidia)(zeros(tokens, 2048), torch.zeros(tokens, 8), experts, layer)
-    launched = [(name, launch) for name, keeper in keepers.items() for launch in keeper.launches]
+    launched = kept()
     assert len(launched) == (2 if tokens <= experts_kernel.MAX_TOKENS else 6)
-    for name, launch in launched:
-        compile_launch(originals[name], launch, gpu)
+    for kernel, launch in launched:
+        compile_launch(kernel, launch, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("tokens", [1, 40, 3000])
+def test_experts_in_mxfp4_compile(monkeypatch, tokens, gpu):
+    kernels = [(mxfp4_kernel, name) for name in ("_gate_up", "_down", "_multiply")]
+    kept = keep(monkeypatch, *kernels, *SORTING)
+    hidden, size, count = 2880, 2880, 32
+    spec = ExpertsSpec(0, count, hidden, size, 4, "clamped_swiglu", True, torch.bfloat16)
+    layer = Mxfp4Weights(
+        torch.empty(count, 2 * size, hidden // 2, dtype=torch.uint8),
+        torch.empty(count, 2 * size, hidden // 32, dtype=torch.uint8),
+        torch.empty(count, hidden, size // 2, dtype=torch.uint8),
+        torch.empty(count, hidden, size // 32, dtype=torch.uint8),
+        zeros(count, 2 * size),
+        zeros(count, hidden),
+    )
+    experts = torch.zeros(tokens, 4, dtype=torch.int32)
+    x, weights = zeros(tokens, hidden), torch.zeros(tokens, 4)
+    mxfp4_kernel.TritonMxfp4Experts(spec, gpu.nvidia)(x, weights, experts, layer)
+    launched = kept()
+    assert len(launched) == (2 if tokens <= mxfp4_kernel.MAX_TOKENS else 6)
+    for kernel, launch in launched:
+        compile_launch(kernel, launch, gpu)
 
 
 @every_gpu
@@ -524,14 +562,8 @@ def test_experts_compile(monkeypatch, tokens, bias, gpu):
 @pytest.mark.parametrize("block", [False, True], ids=["a scale a row", "a scale a block"])
 @pytest.mark.parametrize("tokens", [1, 40, 3000])
 def test_fp8_experts_compile(monkeypatch, tokens, block, hidden, gpu):
-    kernels = [(few_fp8_kernel, "_gate_up"), (few_fp8_kernel, "_down"), (many_fp8_kernel, "_multiply")]
-    originals = {name: getattr(module, name) for module, name in kernels}
-    keepers = {name: Keeper() for name in originals}
-    for module, name in kernels:
-        monkeypatch.setattr(module, name, keepers[name])
-    for name in ("_count", "_arrange", "_place", "_combine"):
-        monkeypatch.setattr(grouped_kernel, name, Keeper())
-    monkeypatch.setattr(groups_kernel, "_quantize_groups", Keeper())
+    kept = keep(monkeypatch, (few_fp8_kernel, "_gate_up"), (few_fp8_kernel, "_down"), (many_fp8_kernel, "_multiply"))
+    keep(monkeypatch, *SORTING, (groups_kernel, "_quantize_groups"))
     spec = Fp8ExpertsSpec(0, 16, hidden, 768, 8, "silu", block, torch.bfloat16)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -542,9 +574,9 @@ def test_fp8_experts_compile(monkeypatch, tokens, block, hidden, gpu):
     wide, narrow = (torch.ones(16, *shape) for shape in scales)
     layer = Fp8ExpertWeights(weight(16, 1536, hidden), wide, weight(16, hidden, 768), narrow)
     experts = torch.zeros(tokens, 8, dtype=torch.int32)
-    kernel = fp8_experts_kernel.TritonFp8Experts(spec, gpu.device, gpu.nvidia)
-    kernel(zeros(tokens, hidden), torch.zeros(tokens, 8), experts, layer)
-    launched = [(name, launch) for name, keeper in keepers.items() for launch in keeper.launches]
+    run = fp8_experts_kernel.TritonFp8Experts(spec, gpu.device, gpu.nvidia)
+    run(zeros(tokens, hidden), torch.zeros(tokens, 8), experts, layer)
+    launched = kept()
     assert len(launched) == 2
-    for name, launch in launched:
-        compile_launch(originals[name], launch, gpu)
+    for kernel, launch in launched:
+        compile_launch(kernel, launch, gpu)

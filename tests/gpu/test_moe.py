@@ -13,6 +13,9 @@ from atom_core.kernels.experts.reference import ReferenceExperts
 from atom_core.kernels.experts.triton_kernel import MAX_TOKENS, TritonExperts
 from atom_core.kernels.moe_routing.reference import route
 from atom_core.kernels.moe_routing.triton_kernel import route as launch
+from atom_core.kernels.mxfp4_experts import Mxfp4Weights
+from atom_core.kernels.mxfp4_experts.reference import ReferenceMxfp4Experts
+from atom_core.kernels.mxfp4_experts.triton_kernel import TritonMxfp4Experts
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps
 
@@ -32,7 +35,13 @@ SPECS = {
     "odd sizes, with biases": SMALL,
     "some of them": replace(SMALL, first=2, count=3),
     "GELU": replace(SMALL, activation="gelu_tanh", hidden_size=256, intermediate_size=96),
+    "GPT-OSS 20B": ExpertsSpec(0, 32, 2880, 2880, 4, "clamped_swiglu", bias=True, dtype=torch.bfloat16),
     "Qwen3 30B": ExpertsSpec(0, 128, 2048, 768, 8, "silu", bias=False, dtype=torch.bfloat16),
+}
+
+MXFP4_SPECS = {
+    "GPT-OSS 20B": SPECS["GPT-OSS 20B"],
+    "some of them": replace(SMALL, first=2, count=3, hidden_size=1120, intermediate_size=1056),
 }
 
 
@@ -97,6 +106,21 @@ def test_experts_are_the_reference(spec, tokens, dtype):
     spec = replace(spec, dtype=dtype)
     given = operands(spec, tokens)
     assert_close(TritonExperts(spec, OVERLAP)(*given), ReferenceExperts(spec)(*given))
+
+
+@pytest.mark.parametrize("spec", MXFP4_SPECS.values(), ids=MXFP4_SPECS)
+@pytest.mark.parametrize("tokens", [1, 3, MAX_TOKENS, MAX_TOKENS + 1, 300, 5000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_experts_in_mxfp4_are_the_reference(spec, tokens, dtype):
+    spec = replace(spec, dtype=dtype)
+    x, weights, experts, plain = operands(spec, tokens)
+    blocks = [torch.randint(256, (*it.shape[:2], it.shape[2] // 2), dtype=torch.uint8, device=GPU) for it in plain[:2]]
+    scales = [
+        torch.randint(117, 122, (*it.shape[:2], it.shape[2] // 32), dtype=torch.uint8, device=GPU) for it in plain[:2]
+    ]
+    layer = Mxfp4Weights(blocks[0], scales[0], blocks[1], scales[1], plain.gate_up_bias, plain.down_bias)
+    given = (x, weights, experts, layer)
+    assert_close(TritonMxfp4Experts(spec, OVERLAP)(*given), ReferenceMxfp4Experts(spec)(*given))
 
 
 @pytest.mark.parametrize("tokens", [40, 1000])

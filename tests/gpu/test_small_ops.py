@@ -60,7 +60,7 @@ def test_rms_norm_of_rows_of_a_wider_tensor():
 
 
 @every_dtype
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_swiglu"])
 @pytest.mark.parametrize("size", [96, 1024, 12288])
 @pytest.mark.parametrize("rows", [1, 5, 2000])
 def test_gated_activation(rows, size, activation, dtype):

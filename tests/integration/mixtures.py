@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from atom_core.standalone import Runner
 from tests.integration.questions import checkpoint
 from tests.unit.core.fp8_checkpoints import Format, make_fp8
+from tests.unit.core.mxfp4_checkpoints import quantize
 
 PROMPTS = ("Tom has 3 apples.", "A", "How many are left when 12 of 40 are sold?")
 NUM_TOKENS = 16
@@ -19,21 +20,40 @@ _CANDIDATES = tuple(f"{count} birds and {7 * count % 23} cats are" for count in 
 #: Prompts of an FP8 mixture, and how many must be answered alike: engines sum attention in another order, in 16 bits,
 #: which sometimes moves a number of e4m3 to the next, and that another expert into the chosen ones.
 NUM_FP8_PROMPTS, FP8_ALIKE = 24, 0.9
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+#: Eight experts in each family's own words, of which a token has two; where it can, with one layer that is no mixture.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": 8},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "sliding_window": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "truncate": False,
+        },
+    },
+    "glm4_moe": {"moe_intermediate_size": 64, "n_routed_experts": 8, "n_group": 2, "routed_scaling_factor": 1.5},
+}
 
 
 def make_mixture(directory: Path, family: str = "qwen3_moe", **settings: Any) -> list[list[int]]:
-    """Save a random Qwen3-MoE or Mixtral in float32: eight experts, of which a token has two.
+    """Save a random model of one of :data:`FAMILIES` in float32.
 
     Args:
         directory: where to.
-        family: "qwen3_moe" or "mixtral".
+        family: one of :data:`FAMILIES`.
         settings: of its configuration, in place of those here.
 
     Returns:
         Hugging Face's greedy tokens for each of :data:`PROMPTS`.
     """
     source = Path(checkpoint("qwen3"))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in _TOKENIZER:
         shutil.copy(source / name, directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     values = {
@@ -50,13 +70,12 @@ def make_mixture(directory: Path, family: str = "qwen3_moe", **settings: Any) ->
         "eos_token_id": None,
         "bos_token_id": None,
     }
-    if family == "qwen3_moe":  # with one layer that is no mixture
-        own = {"moe_intermediate_size": 64, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}
-        config = Qwen3MoeConfig(**{**values, **own, **settings})
-    else:
-        config = MixtralConfig(**{**values, "num_local_experts": 8, **settings})
+    config = AutoConfig.for_model(family, **{**values, **FAMILIES[family], **settings})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float().eval()
+    for name, tensor in model.state_dict().items():
+        if name.endswith("bias"):  # which is 0 in a new model
+            tensor.normal_(std=0.1)
     model.save_pretrained(directory)
     return [_greedy(model, tokenizer.encode(prompt)) for prompt in PROMPTS]
 
@@ -87,6 +106,17 @@ def make_fp8_mixture(directory: Path, family: str, form: Format) -> tuple[Path, 
 def share_alike(found: list[list[int]], expected: dict[str, int]) -> float:
     """Of the answers ``found``, how many begin with the token that is expected."""
     return sum(tokens[0] == token for tokens, token in zip(found, expected.values(), strict=True)) / len(expected)
+
+
+def make_mxfp4(directory: Path) -> tuple[Path, Path]:
+    """Save a GPT-OSS with experts in MXFP4, and the same with the numbers that these stand for."""
+    make_mixture(directory, "gpt_oss")
+    packed, rounded = directory / "packed", directory / "rounded"
+    quantize(directory, packed, rounded)
+    for folder in (packed, rounded):
+        for name in _TOKENIZER:
+            shutil.copy(directory / name, folder)
+    return packed, rounded
 
 
 @torch.inference_mode()

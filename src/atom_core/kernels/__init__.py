@@ -19,6 +19,7 @@ from atom_core.kernels.fp8_linear import FP8_LINEAR
 from atom_core.kernels.gated_activation import GATED_ACTIVATION
 from atom_core.kernels.linear import LINEAR
 from atom_core.kernels.moe_routing import MOE_ROUTING
+from atom_core.kernels.mxfp4_experts import MXFP4_EXPERTS
 from atom_core.kernels.normed_linear import NORMED_LINEAR
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE
@@ -43,6 +44,7 @@ OPS = cast(
         MOE_ROUTING,
         EXPERTS,
         FP8_EXPERTS,
+        MXFP4_EXPERTS,
     ),
 )
 

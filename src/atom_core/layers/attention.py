@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
-from torch import nn
 
 from atom_core.attention.base import AttentionSpec
 from atom_core.config import LayerConfig, ModelConfig
@@ -12,11 +14,12 @@ from atom_core.layers.cache_scales import CacheScales
 from atom_core.layers.linear import QkvLinear, RowLinear
 from atom_core.layers.norm import HeadNorm, RMSNorm, Stream
 from atom_core.layers.normed_linear import NormedLinear
+from atom_core.layers.parameters import ParameterLayer, Placement, empty_parameter
 from atom_core.layers.rotary import RotaryTable
 from atom_core.runtime import Runtime
 
 
-class Attention(nn.Module):
+class Attention(ParameterLayer):
     """Projections around the attention op, which norms, rotates, caches and attends."""
 
     def __init__(
@@ -63,10 +66,19 @@ class Attention(nn.Module):
             scale=dim**-0.5,
             window=layer.window,
         )
-        self.attn = runtime.attention(spec, weights, None, runtime)
+        self.num_heads, self.group = heads, runtime.tensor_parallel
+        wide = replace(runtime, dtype=torch.float32)  # as attention adds up
+        self.sinks = empty_parameter(wide, self.qkv_proj.num_heads) if config.sinks else None
+        self.attn = runtime.attention(spec, weights, self.sinks, runtime)
         self.cache_scales = CacheScales(self.attn, runtime.cache_dtype)
 
     def forward(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
         """Read the stream's norm and add to it."""
         qkv, residual = self.enter(stream)
         return self.o_proj.add(self.attn(qkv, positions, step), residual)
+
+    def placements(self) -> Iterator[tuple[str, str, Placement]]:
+        """Sinks, where there are some: a number a head."""
+        if self.sinks is not None:
+            mine = len(self.sinks)
+            yield "", "sinks", Placement(self.sinks, (self.num_heads,), source=self.group.rank * mine, count=mine)

@@ -24,11 +24,11 @@ from atom_core.quant.fp8 import Fp8Config
 from atom_core.runtime import Runtime
 
 if TYPE_CHECKING:
-    from atom_core.layers.moe import Experts
+    from atom_core.layers.experts import Experts
 
 
 class Fp8ExpertsMethod:
-    """How :class:`atom_core.layers.moe.Experts` keeps its weights and multiplies by them; an object a layer.
+    """See :class:`atom_core.layers.experts.ExpertsMethod`.
 
     Args:
         scheme: of the layer.
@@ -44,14 +44,19 @@ class Fp8ExpertsMethod:
                 f"The experts of {module} are FP8 with static scales for activations (input_scale), which mixtures of "
                 "experts do not support. Supported: FP8 experts whose activations are dynamic."
             )
-        self.scheme = scheme
+        self.scheme, self.module = scheme, module
 
     def create(self, layer: Experts, activation: Activation, top_k: int, runtime: Runtime, name: str) -> None:
-        """Register the parameters; ``layer``, which is the module ``name``, has its sizes and this rank's share.
+        """Register the parameters.
 
         Raises:
-            ValueError: that share would cut blocks.
+            ValueError: this rank's share would cut blocks, or checkpoints have all experts in one tensor.
         """
+        if layer.fused:
+            raise ValueError(
+                f"The experts of {self.module} are all in one tensor a matrix, which is not supported in FP8. Leave "
+                "--quantization fp8 out, or serve the checkpoint that has its experts in MXFP4."
+            )
         count, size, hidden, block = len(layer.held), len(layer.mine), layer.hidden_size, self.scheme.block
         if block:
             instead = ", or share out whole experts (expert parallelism)"

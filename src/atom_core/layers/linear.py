@@ -170,9 +170,13 @@ class RowLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [T, in / ranks]`` to ``[T, out]``."""
+        return self.group.all_reduce(self.part(x))
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum over ranks, for a caller who has more to add before it is taken."""
         # The bias is whole on every rank and must enter the sum once.
         bias = self.bias if self.group.rank == 0 else None
-        return self.group.all_reduce(self.method.apply(self, x, bias))
+        return self.method.apply(self, x, bias)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> Stream:
         """The layer's result added to ``residual [T, out]``, which is written to."""

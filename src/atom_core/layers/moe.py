@@ -1,7 +1,7 @@
 """A mixture of experts behind its norm, in place of a feed-forward network.
 
 Each rank of a tensor-parallel group holds some of every expert's middle, or, with expert parallelism, some of the
-experts. All see all tokens, and their sums are added up.
+experts. All see all tokens, and their sums are added up. An expert that all tokens share is in parts in either case.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from atom_core.config import Activation, MoEConfig
-from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
+from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.moe_routing import MOE_ROUTING
-from atom_core.layers.fp8_experts import Fp8ExpertsMethod
-from atom_core.layers.linear import Linear
+from atom_core.layers.experts import Experts
+from atom_core.layers.linear import Column, Linear, MergedColumnLinear, RowLinear
 from atom_core.layers.linear_methods import Part
 from atom_core.layers.norm import RMSNorm, Stream
-from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
+from atom_core.layers.parameters import Placement, empty_parameter, share
 from atom_core.quant import Unquantized
 from atom_core.runtime import Runtime
 
@@ -30,92 +30,44 @@ class Router(Linear):
     def __init__(self, config: MoEConfig, hidden_size: int, runtime: Runtime, name: str) -> None:
         routing = config.routing
         count = routing.num_experts
-        part = Part(f"../../{config.names.module}.gate", count, hidden_size, range(count), range(hidden_size))
-        super().__init__(hidden_size, count, False, replace(runtime, quant=Unquantized()), name, [part])
+        names = config.names
+        part = Part(f"../../{names.module}.{names.router}", count, hidden_size, range(count), range(hidden_size))
+        wide = replace(runtime, quant=Unquantized(), dtype=torch.float32)
+        own = wide if config.float32_router else replace(wide, dtype=runtime.dtype)
+        super().__init__(hidden_size, count, config.bias, own, name, [part])
+        self.dtype = own.dtype
+        self.e_score_correction_bias = empty_parameter(wide, count) if routing.correction else None
         self.select = runtime.kernels.select(MOE_ROUTING, routing)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``x [T, hidden]`` to weights and experts, both ``[T, k]``."""
-        return self.select(self(x), None)
-
-
-class Experts(ParameterLayer):
-    """All experts of a layer, each a matrix in two tensors; checkpoints have them one by one."""
-
-    #: Where they are FP8: see :mod:`atom_core.kernels.fp8_experts`.
-    gate_up_scale: nn.Parameter
-    down_scale: nn.Parameter
-
-    def __init__(
-        self, config: MoEConfig, hidden_size: int, activation: Activation, runtime: Runtime, name: str
-    ) -> None:
-        super().__init__()
-        self.names = config.names
-        base = checkpoint_module(name, self.folder)
-        scheme = runtime.quant.linear(
-            [f"{base}.0.{part}" for part in (self.names.gate, self.names.up, self.names.down)]
-        )
-        #: How they are kept where they are quantised.
-        self.method = None if scheme is None else Fp8ExpertsMethod(scheme, base)
-        group, routing = runtime.tensor_parallel, config.routing
-        self.hidden_size, self.size, self.total = hidden_size, config.intermediate_size, routing.num_experts
-        #: This rank's experts, and what it has of the middle of each.
-        self.held, self.mine = range(self.total), range(self.size)
-        if runtime.expert_parallel:
-            self.held = share(self.total, group.rank, group.world_size, "num_experts")
-        else:
-            self.mine = share(self.size, group.rank, group.world_size, "moe_intermediate_size")
-        if self.method is not None:
-            self.method.create(self, activation, routing.top_k, runtime, name)
-            return
-        count, size = len(self.held), len(self.mine)
-        self.gate_up_proj = empty_parameter(runtime, count, 2 * size, hidden_size)
-        self.down_proj = empty_parameter(runtime, count, hidden_size, size)
-        self.kernel = runtime.kernels.select(
-            EXPERTS,
-            ExpertsSpec(
-                self.held.start, count, hidden_size, size, routing.top_k, activation, bias=False, dtype=runtime.dtype
-            ),
-        )
-
-    def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """``x [T, hidden]``, weights and experts ``[T, k]`` to this rank's part of the sum, ``[T, hidden]``."""
-        if self.method is not None:
-            return self.method.apply(self, x, weights, experts)
-        return self.kernel(x, weights, experts, ExpertWeights(self.gate_up_proj, self.down_proj))
+        return self.select(self(x.to(self.dtype)), self.e_score_correction_bias)
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
-        """Three matrices an expert."""
-        if self.method is not None:
-            yield from self.method.placements(self)
-            return
-        first, count = self.mine.start, len(self.mine)
-        wide, narrow = (self.size, self.hidden_size), (self.hidden_size, self.size)
-        for index, expert in enumerate(self.held):
-            module = f"{self.folder}.{expert}"
-            gate_up, down = self.gate_up_proj[index], self.down_proj[index]
-            for part, target in ((self.names.gate, 0), (self.names.up, count)):
-                placement = Placement(gate_up, wide, 0, first, target, count, held_by="gate_up_proj")
-                yield f"{module}.{part}", "weight", placement
-            yield (
-                f"{module}.{self.names.down}",
-                "weight",
-                Placement(down, narrow, 1, first, 0, count, held_by="down_proj"),
-            )
+        """The layer's, and the correction."""
+        yield from super().placements()
+        if self.e_score_correction_bias is not None:
+            name = "e_score_correction_bias"
+            yield self.parts[0].module, name, self.parts[0].of_rows(self.e_score_correction_bias)
 
-    def elsewhere(self) -> Iterator[str]:
-        """Other ranks' experts."""
-        return (f"{self.folder}.{expert}" for expert in range(self.total) if expert not in self.held)
 
-    def finalize_weights(self) -> None:
-        """See :class:`ParameterLayer`."""
-        if self.method is not None:
-            self.method.finalize(self)
+class SharedExpert(nn.Module):
+    """What all tokens go through beside their own experts, which checkpoints have as one network, however many."""
 
-    @property
-    def folder(self) -> str:
-        """Where checkpoints have the experts, from this module on."""
-        return f"../../{self.names.module}.experts"
+    def __init__(self, size: int, hidden_size: int, activation: Activation, runtime: Runtime, name: str) -> None:
+        super().__init__()
+        group, what = runtime.tensor_parallel, "n_shared_experts * moe_intermediate_size"
+        mine = share(size, group.rank, group.world_size, what)
+        columns = (Column("gate_proj", size, mine), Column("up_proj", size, mine))
+        self.gate_up_proj = MergedColumnLinear(hidden_size, columns, False, runtime, f"{name}.gate_up_proj")
+        self.activate = runtime.kernels.select(
+            GATED_ACTIVATION, GatedActivationSpec(activation, len(mine), runtime.dtype)
+        )
+        self.down_proj = RowLinear(size, hidden_size, False, runtime, what, f"{name}.down_proj")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [T, hidden]`` to this rank's part of the answer, ``[T, hidden]``."""
+        return self.down_proj.part(self.activate(self.gate_up_proj(x)))
 
 
 class MoE(nn.Module):
@@ -135,9 +87,17 @@ class MoE(nn.Module):
         self.group = runtime.tensor_parallel
         self.gate = Router(config, hidden_size, runtime, f"{name}.gate")
         self.experts = Experts(config, hidden_size, activation, runtime, f"{name}.experts")
+        self.shared_experts = (
+            SharedExpert(config.shared_size, hidden_size, activation, runtime, f"{name}.shared_experts")
+            if config.shared_size
+            else None
+        )
 
     def forward(self, stream: Stream) -> Stream:
         """Read the stream's norm and add to it."""
         x, residual = self.enter[0](stream)
         weights, experts = self.gate.route(x)
-        return Stream(self.group.all_reduce(self.experts(x, weights, experts)), residual)
+        mine = self.experts(x, weights, experts)
+        if self.shared_experts is not None:
+            mine = mine + self.shared_experts(x)
+        return Stream(self.group.all_reduce(mine), residual)

@@ -117,7 +117,11 @@ class DecoderForCausalLM(nn.Module, ABC):
             self.lm_head: nn.Module = LMHead(config.vocab_size, config.hidden_size, runtime, tied_to)
         else:
             self.lm_head = MissingLayer()
-        self.ignored_prefixes = ("lm_head.",) if config.tie_word_embeddings else ()
+        behind = range(config.num_layers, config.num_layers + config.draft_layers)
+        self.ignored_prefixes = (
+            *(("lm_head.",) if config.tie_word_embeddings else ()),
+            *(f"model.layers.{index}." for index in behind),
+        )
 
     @classmethod
     @abstractmethod

@@ -20,7 +20,9 @@ class ModelEntry:
     module: str
     family: str
     quantized: bool = True
-    """Whether its weights may be quantised."""
+    """Whether its weights may be quantised as those of other families are."""
+    own_quantizations: tuple[str, ...] = ()
+    """What its checkpoints alone may have."""
 
     @property
     def class_name(self) -> str:
@@ -29,6 +31,10 @@ class ModelEntry:
 
 
 _ENTRIES = (
+    ModelEntry("Glm4MoeForCausalLM", "atom_core.models.glm4_moe", "GLM-4.5, 4.6"),
+    ModelEntry(
+        "GptOssForCausalLM", "atom_core.models.gpt_oss", "GPT-OSS", quantized=False, own_quantizations=("mxfp4",)
+    ),
     ModelEntry("LlamaForCausalLM", "atom_core.models.llama", "Llama 2, 3.x"),
     ModelEntry("MistralForCausalLM", "atom_core.models.mistral", "Mistral"),
     ModelEntry("MixtralForCausalLM", "atom_core.models.mixtral", "Mixtral"),

@@ -13,6 +13,6 @@ def unsupported(method: str, detail: str = "") -> ValueError:
     return ValueError(
         f"Quantisation {method!r}{f' with {detail}' if detail else ''} is not supported; supported: unquantised "
         "checkpoints (bfloat16, float16, float32), as they are or quantised while they are loaded (--quantization "
-        "fp8), and FP8 checkpoints with one scale for a weight, for each of its rows or for each block of 128 by 128 "
-        "(quant_method fp8, compressed-tensors, modelopt)."
+        "fp8), FP8 checkpoints with one scale for a weight, for each of its rows or for each block of 128 by 128 "
+        "(quant_method fp8, compressed-tensors, modelopt), and GPT-OSS with experts in MXFP4 (quant_method mxfp4)."
     )

@@ -25,6 +25,8 @@ class FrameworkSupport:
     framework: str
     quantizations: tuple[str, ...]
     devices: tuple[str, ...]
+    refuses: tuple[tuple[str, str], ...] = ()
+    """A quantisation and a device where the framework itself refuses it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class SupportRow:
 
 FRAMEWORKS = (
     FrameworkSupport("vllm", quantizations=SUPPORTED, devices=("cpu", "cuda", "rocm")),
-    FrameworkSupport("sglang", quantizations=SUPPORTED, devices=("cpu", "cuda", "rocm")),
+    FrameworkSupport("sglang", SUPPORTED, devices=("cpu", "cuda", "rocm"), refuses=(("mxfp4", "cpu"),)),
 )
 
 
@@ -139,9 +141,10 @@ def support_rows() -> tuple[SupportRow, ...]:
         SupportRow(entry.architecture, entry.family, support.framework, quantization, device)
         for entry in MODELS.values()
         for support in FRAMEWORKS
-        for quantization in support.quantizations
+        for quantization in (*support.quantizations, *entry.own_quantizations)
         for device in support.devices
-        if entry.quantized or quantization == "none"
+        if entry.quantized or quantization in ("none", *entry.own_quantizations)
+        if (quantization, device) not in support.refuses
     )
 
 

@@ -2,8 +2,9 @@
 
 It runs for every user of an environment that has this package, before the command line is parsed. It only registers:
 the attention backend's name and factory; for each of our architectures what SGLang should resolve differently, which
-acts only while ``SGLANG_EXTERNAL_MODEL_PACKAGE`` names our package; and two hooks for the backends of drafts, which act
-only where a draft runs on our backend.
+acts only while ``SGLANG_EXTERNAL_MODEL_PACKAGE`` names our package, and with it a wrapper of the step in which SGLang
+lists the attention backends of some architectures; and two hooks for the backends of drafts, which act only where a
+draft runs on our backend.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def register() -> None:
         return
     _registered = True
     from sglang.srt.arg_groups.model_override_base import register_model_override, register_model_override_predicate
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import (
@@ -57,7 +59,7 @@ def register() -> None:
     from sglang.srt.utils import is_hip
 
     from atom_core.models.registry import supported_architectures
-    from atom_plugin.sglang.routing import announce_native, resolve
+    from atom_plugin.sglang.routing import announce_native, resolve, resolve_beside_lists
 
     if BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([BACKEND])
@@ -70,6 +72,7 @@ def register() -> None:
     supported = supported_architectures()
     for architecture in supported:
         register_model_override(architecture)(resolve)
+    register_resolution_hook("handle_model_specific_adjustments")(resolve_beside_lists)
     register_model_override_predicate(lambda architecture: architecture not in supported)(announce_native)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention as HostAttention
+from sglang.srt.runtime_context import attention_backends
 
 from atom_core.attention.base import AttentionSpec, BaseAttention
 from atom_core.attention.radix import CachedStep, RadixAttention
@@ -61,8 +62,10 @@ class FrameworkAttention(BaseAttention):
 
     def __init__(self, spec: AttentionSpec, weights: QkvWeights, sinks: torch.Tensor | None, runtime: Runtime) -> None:
         super().__init__(spec)
-        assert sinks is None, "no model of ours has sinks yet"
         self.weights = weights
+        self._sinks = (sinks,)
+        # As SGLang's own models hand them over.
+        self._sinks_dtype = torch.float32 if "trtllm_mha" in attention_backends() else torch.bfloat16
         self.device = runtime.device
         self.prepare = runtime.kernels.select(QK_NORM_ROPE, spec.qkv)
         self.host = _host_layer(spec)
@@ -76,5 +79,7 @@ class FrameworkAttention(BaseAttention):
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: ForwardBatch) -> torch.Tensor:
         """See :class:`BaseAttention`; ``step`` is SGLang's batch."""
         q, k, v = self.prepare(qkv, positions, self.weights)
-        attended: torch.Tensor = self.host(q.flatten(1), k.flatten(1), v.flatten(1), step)
+        sinks = self._sinks[0]
+        others = {} if sinks is None else {"sinks": sinks.to(self._sinks_dtype)}
+        attended: torch.Tensor = self.host(q.flatten(1), k.flatten(1), v.flatten(1), step, **others)
         return attended.flatten(1)

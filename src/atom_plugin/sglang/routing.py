@@ -8,12 +8,14 @@ this package, and does nothing unless ``SGLANG_EXTERNAL_MODEL_PACKAGE`` names ou
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.environ import envs
 
 from atom_core.config import ModelConfig
@@ -32,6 +34,11 @@ logger = logging.getLogger("sglang.atom_plugin")
 
 _OWN_PREFIX = MODEL_PACKAGE.partition(".")[0]
 _MODEL_MODULES = ("dense", "mixtures")
+#: Architectures of which SGLang lists the attention backends by name; those with sinks, which some backends lack.
+LISTED = ("GptOssForCausalLM",)
+#: A backend on each of these lists, on every device.
+_STAND_IN = "triton"
+_BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
 def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
@@ -60,7 +67,25 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
             f"{BACKEND!r} (--attention-backend {BACKEND}, or none named) or both on SGLang's."
         )
     check_drafts(view, BACKEND if unnamed else str(decode), architecture)
-    return {"attention_backend": BACKEND} if unnamed else {}
+    return {"attention_backend": BACKEND} if unnamed and architecture not in LISTED else {}
+
+
+def resolve_beside_lists(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Wrap SGLang's step that resolves what a model needs, :func:`resolve` included.
+
+    For the architectures of :data:`LISTED` that step ends with a list of the attention backends that there may be, to
+    which nothing can be added. So ours is called by the name of one of them until the step is over.
+    """
+    if not _asked_for() or model_config_of(server_args).hf_config.architectures[0] not in LISTED:
+        previous(server_args)
+        return
+    named = {name: getattr(server_args, name) for name in _BACKEND_FIELDS}
+    ours = {name: value for name, value in named.items() if value == BACKEND}
+    if not any(named.values()):
+        ours = {"attention_backend": BACKEND}
+    declare_resolution(server_args, __name__, **dict.fromkeys(ours, _STAND_IN))
+    previous(server_args)
+    declare_resolution(server_args, __name__, **ours)
 
 
 def announce_native(server_args: Any, hf_config: Any) -> dict[str, Any]:

@@ -251,9 +251,10 @@ class FrameworkAttention(BaseAttention):
 
     def __init__(self, spec: AttentionSpec, weights: QkvWeights, sinks: torch.Tensor | None, runtime: Runtime) -> None:
         super().__init__(spec)
-        assert sinks is None, "no model of ours has sinks yet"
         vllm_config = get_current_vllm_config()
         self.weights = weights
+        # Backends want them in the model's dtype; ours stay as they are loaded.
+        self.sinks = None if sinks is None else (sinks, torch.empty_like(sinks, dtype=runtime.dtype))
         self.prepare = runtime.kernels.select(QK_NORM_ROPE, spec.qkv)
         self.attention = VllmAttention(
             spec.qkv.num_heads,
@@ -265,6 +266,7 @@ class FrameworkAttention(BaseAttention):
             logits_soft_cap=spec.soft_cap,
             per_layer_sliding_window=spec.window,
             prefix=spec.name,
+            **({} if self.sinks is None else {"sinks": self.sinks[1]}),
         )
 
     def set_scales(self, key: float, value: float) -> None:
@@ -279,9 +281,12 @@ class FrameworkAttention(BaseAttention):
             on_host.fill_(scale)
         layer._k_scale_float, layer._v_scale_float = key, value
 
-    def restore_scales(self) -> None:
-        """Hand the scales on again: when all weights are loaded, vLLM's layer goes back to scales of 1."""
+    def hand_over(self) -> None:
+        """When all weights are loaded: the sinks, and again the scales, for vLLM's layer goes back to scales of 1."""
         self.set_scales(self.k_scale, self.v_scale)
+        if self.sinks is not None:
+            loaded, given = self.sinks
+            given.copy_(loaded)
 
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: object = None) -> torch.Tensor:
         """See :class:`BaseAttention`."""

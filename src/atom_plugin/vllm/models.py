@@ -99,7 +99,7 @@ class AtomForCausalLM(nn.Module):
         finalize(self.core)
         for layer in self.core.modules():
             if isinstance(layer, FrameworkAttention):
-                layer.restore_scales()
+                layer.hand_over()
 
     def make_empty_intermediate_tensors(
         self, batch_size: int, dtype: torch.dtype, device: torch.device
@@ -109,6 +109,16 @@ class AtomForCausalLM(nn.Module):
         return IntermediateTensors(
             {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("hidden_states", "residual")}
         )
+
+
+@_compile
+class AtomGlm4MoeForCausalLM(AtomForCausalLM):
+    """GLM-4.5 and 4.6."""
+
+
+@_compile
+class AtomGptOssForCausalLM(AtomForCausalLM):
+    """GPT-OSS."""
 
 
 @_compile

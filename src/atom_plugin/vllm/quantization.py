@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 
+#: vLLM's own name for the MXFP4 of GPT-OSS, which it writes into the checkpoint's config too.
+_OTHER_NAMES = {"gpt_oss_mxfp4": "mxfp4"}
+
+
 def quantization_of(model_config: ModelConfig) -> QuantConfig:
     """See the module's text.
 
@@ -27,7 +31,7 @@ def quantization_of(model_config: ModelConfig) -> QuantConfig:
             "--model-impl atom does not support --quantization-config; it supports --quantization fp8, which gives "
             "each row of a weight a scale, and each token one. Leave --model-impl out to use it."
         )
-    values = model_config.hf_text_config.to_dict()
-    return read_quantization(
-        {**values, "quantization_config": model_config.model_arch_config.quantization_config}, asked
-    )
+    values, config = model_config.hf_text_config.to_dict(), model_config.model_arch_config.quantization_config
+    if config is not None and (method := config.get("quant_method")) in _OTHER_NAMES:
+        config = {**config, "quant_method": _OTHER_NAMES[method]}
+    return read_quantization({**values, "quantization_config": config}, _OTHER_NAMES.get(asked, asked))

@@ -33,7 +33,7 @@ DTYPES = {
 FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
-def layer_of(kind, name, window=None):
+def layer_of(kind, name, window=None, sinks=None):
     """A layer with a cache of the dtype that vLLM calls `name`, and vLLM's configuration."""
     model = ModelConfig(str(CHECKPOINT), dtype="bfloat16")
     config = VllmConfig(model_config=model, cache_config=CacheConfig(cache_dtype=name, block_size=BLOCK))
@@ -44,7 +44,7 @@ def layer_of(kind, name, window=None):
     torch.set_default_dtype(torch.bfloat16)
     try:
         with set_current_vllm_config(config):
-            return kind(spec, weights, None, runtime), config
+            return kind(spec, weights, sinks, runtime), config
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -111,8 +111,17 @@ def test_vllm_s_own_layer_has_the_scales_after_all_hooks():
     host = layer.attention
     layer.set_scales(0.5, 2.0)
     host.process_weights_after_loading(torch.bfloat16)
-    assert host._k_scale == host._v_scale == 1.0, "vLLM no longer resets scales: restore_scales can go"
-    layer.restore_scales()
+    assert host._k_scale == host._v_scale == 1.0, "vLLM no longer resets scales: they need not be handed over again"
+    layer.hand_over()
     assert (host._k_scale, host._v_scale) == (0.5, 2.0)
     assert (host._k_scale_cpu, host._v_scale_cpu) == (0.5, 2.0)
     assert (host._k_scale_float, host._v_scale_float) == (0.5, 2.0)
+
+
+def test_vllm_s_own_layer_has_the_sinks_that_were_loaded():
+    sinks = torch.empty(HEADS)
+    layer, _ = layer_of(FrameworkAttention, "auto", sinks=sinks)
+    sinks.copy_(torch.arange(HEADS))
+    layer.hand_over()
+    assert layer.attention.impl.sinks.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert layer.attention.impl.sinks.dtype == torch.bfloat16

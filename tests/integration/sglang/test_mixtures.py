@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.integration.mixtures import (
@@ -17,8 +19,13 @@ from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS
 
 pytestmark = pytest.mark.sglang
 
-#: One rank, every expert on two ranks, four experts a rank.
-ENGINES = (("qwen3_moe", {}), ("mixtral", {"tp_size": 2}), ("qwen3_moe", {"tp_size": 2, "ep_size": 2}))
+#: One rank; every expert on two ranks; four experts a rank.
+ONE: dict[str, Any] = {}
+PARTS: dict[str, Any] = {"tp_size": 2}
+WHOLE = {"tp_size": 2, "ep_size": 2}
+#: SGLang lists the backends that GPT-OSS may be run on.
+NAMED = {**PARTS, "attention_backend": "atom"}
+ENGINES = {"qwen3_moe": (ONE, WHOLE), "mixtral": (PARTS,), "glm4_moe": (ONE, WHOLE), "gpt_oss": (ONE, NAMED, WHOLE)}
 FP8_ENGINES = (
     ("qwen3_moe", "fp8, blocks", {}),
     ("mixtral", "fp8, dynamic", {"tp_size": 2}),
@@ -28,19 +35,16 @@ FP8_ENGINES = (
 BOUND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
-def test_tokens_are_hugging_faces(tmp_path):
-    folders = {family: tmp_path / family for family in ("qwen3_moe", "mixtral")}
-    expected = {}
-    for family, folder in folders.items():
-        folder.mkdir()
-        expected[family] = make_mixture(folder, family)
+@pytest.mark.parametrize("family", ENGINES)
+def test_tokens_are_hugging_faces(tmp_path, family):
+    expected = make_mixture(tmp_path, family)
     ask = Ask(PROMPTS, {"max_new_tokens": NUM_TOKENS, "ignore_eos": True})
     engines = [
-        Engine(str(folders[family]), True, [ask], {"dtype": "float32", **options}, BOUND if options else {})
-        for family, options in ENGINES
+        Engine(str(tmp_path), True, [ask], {"dtype": "float32", **options}, BOUND if options else {})
+        for options in ENGINES[family]
     ]
-    for (family, options), ran in zip(ENGINES, run(engines), strict=True):
-        assert [answer.tokens for answer in ran.answers[0]] == expected[family], (family, options)
+    for engine, ran in zip(engines, run(engines), strict=True):
+        assert [answer.tokens for answer in ran.answers[0]] == expected, engine.options
         assert "atom-plugin serves" in ran.log
 
 

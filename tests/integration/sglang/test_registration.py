@@ -18,7 +18,7 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 light = {"atom_plugin.sglang.causal_lm", "sglang.srt.models.registry"}.isdisjoint(sys.modules)
 from atom_plugin.sglang import register
-from sglang.srt.arg_groups import model_override_base
+from sglang.srt.arg_groups import model_override_base, resolution_hooks
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
 register()
@@ -39,6 +39,10 @@ print(json.dumps({
     "light": light,
     "choices": ATTENTION_BACKEND_CHOICES.count("atom"),
     "overrides": {name: count for name, count in ours.items() if count},
+    "steps": {
+        name: sum(hook.__module__.startswith("atom_plugin") for hook in registered)
+        for name, registered in resolution_hooks._HOOKS.items()
+    },
     "hooks": {target: count for target, count in hooks.items() if count},
     "qwen3": ModelRegistry.resolve_model_cls(["Qwen3ForCausalLM"])[0].__module__,
 }))
@@ -82,6 +86,7 @@ def test_the_backend_and_our_architectures_are_known_once_and_models_stay_sglang
     found = probe()
     assert found["light"]
     assert found["choices"] == 1
+    assert found["steps"] == {"handle_model_specific_adjustments": 1}
     assert found["hooks"] == dict.fromkeys(DRAFT_METHODS, 1)
     assert found["overrides"] == dict.fromkeys(supported_architectures(), 1)
     assert found["qwen3"] == "sglang.srt.models.qwen3"

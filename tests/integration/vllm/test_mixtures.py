@@ -10,6 +10,7 @@ from tests.integration.mixtures import (
     PROMPTS,
     make_fp8_mixture,
     make_mixture,
+    make_mxfp4,
     share_alike,
 )
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.vllm
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 WAYS = {
     "one rank": {},
+    "vLLM's attention": {},
     "every expert on two ranks": TWO,
     "four experts a rank": {**TWO, "enable_expert_parallel": True},
 }
@@ -31,14 +33,31 @@ WAYS = {
         pytest.param("qwen3_moe", "one rank", marks=pytest.mark.smoke),
         ("mixtral", "every expert on two ranks"),
         ("qwen3_moe", "four experts a rank"),
+        ("glm4_moe", "every expert on two ranks"),
+        ("gpt_oss", "one rank"),
+        ("gpt_oss", "vLLM's attention"),
+        ("gpt_oss", "every expert on two ranks"),
+        ("gpt_oss", "four experts a rank"),
+        ("glm4_moe", "four experts a rank"),
     ],
 )
 def test_tokens_are_hugging_faces(tmp_path, family, way):
     expected = make_mixture(tmp_path, family)
     ask = Ask(PROMPTS, {"max_tokens": NUM_TOKENS, "ignore_eos": True})
     options = {"dtype": "float32", "max_model_len": 256, **WAYS[way]}
-    ran = _run(Engine(str(tmp_path), "atom", [ask], options), two=way != "one rank")
+    # vLLM gives each rank processor cores of its own, of which there may be fewer than ranks.
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if "tensor_parallel_size" in WAYS[way] else {}
+    if way == "vLLM's attention":
+        environ["ATOM_DISABLE_VLLM_ATTENTION"] = "1"
+    (ran,) = run([Engine(str(tmp_path), "atom", [ask], options)], environ=environ)
     assert [answer.tokens for answer in ran.answers[0]] == expected
+
+
+def test_experts_in_mxfp4_answer_as_the_numbers_that_they_stand_for(tmp_path):
+    ask = Ask(PROMPTS, {"max_tokens": NUM_TOKENS, "ignore_eos": True})
+    options = {"dtype": "bfloat16", "max_model_len": 256}
+    packed, rounded = run([Engine(str(folder), "atom", [ask], options) for folder in make_mxfp4(tmp_path)])
+    assert [answer.tokens for answer in packed.answers[0]] == [answer.tokens for answer in rounded.answers[0]]
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ from tests.integration.server import ServerFailed, VllmServer
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
 SUPPORTED = (
-    "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
+    "Glm4MoeForCausalLM, GptOssForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, "
+    "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
 )
 ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 

@@ -106,6 +106,10 @@ def make_model(directory: Path, config: Any, seed: int = 0) -> Any:
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms start at 1 and biases at 0, where a mistake would not show
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    parameters = dict(model.named_parameters())
+    for name, buffer in model.state_dict().items():
+        if name not in parameters and buffer.is_floating_point():  # as a router's correction, which starts at 0
+            buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(directory)
     return model
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.gated_activation.triton_kernel import activated
+from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.linear.parts import weight_rows
 
 #: Pairs that one program sorts, and blocks whose experts one program looks up at a time.
@@ -76,6 +76,46 @@ def _place(
 
 
 @triton.jit
+def finish_block(
+    total,
+    weights,
+    bias,
+    out,
+    expert,
+    pair,
+    slot,
+    used,
+    row,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Add the bias to a block's ``total``, and activate it or give it its pairs' weights; see :func:`_multiply`."""
+    if bias is not None:
+        total += tl.load(bias + expert * N + row).to(tl.float32)[None, :]
+    if ACTIVATION is not None:
+        gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
+        # Rounded where a kernel of its own would read them.
+        gate = gate.to(out.dtype.element_ty).to(tl.float32)
+        up = up.to(out.dtype.element_ty).to(tl.float32)
+        total = gated(gate, up, ACTIVATION)
+        width = N // 2
+        to = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        out_row = slot
+    else:
+        total *= tl.load(weights + pair, mask=used, other=0.0)[:, None]
+        width = N
+        to = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        out_row = pair
+    tl.store(
+        out + out_row[:, None] * width + to[None, :],
+        total.to(out.dtype.element_ty),
+        mask=used[:, None] & (to < width)[None, :],
+    )
+
+
+@triton.jit
 def _multiply(
     x,
     slots,
@@ -118,27 +158,7 @@ def _multiply(
         left = tl.load(x_at + begin, mask=used[:, None] & known[None, :], other=0.0)
         right = tl.load(at + begin, mask=known[:, None], other=0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
-    if bias is not None:
-        total += tl.load(bias + expert * N + row).to(tl.float32)[None, :]
-    if GATED:
-        gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
-        # Rounded where a kernel of its own would read them.
-        gate = gate.to(out.dtype.element_ty).to(tl.float32)
-        up = up.to(out.dtype.element_ty).to(tl.float32)
-        total = activated(gate, ACTIVATION) * up
-        width = N // 2
-        to = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        out_row = slot
-    else:
-        total *= tl.load(weights + pair, mask=used, other=0.0)[:, None]
-        width = N
-        to = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        out_row = pair
-    tl.store(
-        out + out_row[:, None] * width + to[None, :],
-        total.to(out.dtype.element_ty),
-        mask=used[:, None] & (to < width)[None, :],
-    )
+    finish_block(total, weights, bias, out, expert, pair, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
 
 
 @triton.jit

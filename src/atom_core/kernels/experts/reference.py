@@ -5,7 +5,7 @@ It looks at which experts were chosen, so it cannot be captured in a graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +32,28 @@ def pairs_by_expert(experts: torch.Tensor, first: int, count: int) -> Iterator[t
         begin += number
 
 
+def by_expert(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    spec: ExpertsSpec,
+    matrices: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    gate_up_biases: torch.Tensor | None,
+    down_biases: torch.Tensor | None,
+) -> torch.Tensor:
+    """See :mod:`atom_core.kernels.experts`; ``matrices`` has an expert's gate and up in one, and its down."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert, pairs in pairs_by_expert(experts, spec.first, spec.count):
+        tokens = pairs // spec.top_k
+        gate_up, down = matrices(expert)
+        gate_up_bias = None if gate_up_biases is None else gate_up_biases[expert]
+        down_bias = None if down_biases is None else down_biases[expert]
+        middle = gated_activation(F.linear(x[tokens], gate_up, gate_up_bias), spec.activation)
+        answer = F.linear(middle, down, down_bias)
+        total.index_add_(0, tokens, answer.float() * weights.flatten()[pairs, None])
+    return total.to(x.dtype)
+
+
 class ReferenceExperts:
     """See :mod:`atom_core.kernels.experts`."""
 
@@ -42,13 +64,8 @@ class ReferenceExperts:
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.experts.ExpertsKernel`."""
-        spec = self.spec
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, pairs in pairs_by_expert(experts, spec.first, spec.count):
-            tokens = pairs // spec.top_k
-            gate_up_bias = None if layer.gate_up_bias is None else layer.gate_up_bias[expert]
-            down_bias = None if layer.down_bias is None else layer.down_bias[expert]
-            middle = gated_activation(F.linear(x[tokens], layer.gate_up[expert], gate_up_bias), spec.activation)
-            answer = F.linear(middle, layer.down[expert], down_bias)
-            total.index_add_(0, tokens, answer.float() * weights.flatten()[pairs, None])
-        return total.to(x.dtype)
+
+        def matrices(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return layer.gate_up[expert], layer.down[expert]
+
+        return by_expert(x, weights, experts, self.spec, matrices, layer.gate_up_bias, layer.down_bias)

@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.experts.grouped import Blocks
-from atom_core.kernels.gated_activation.triton_kernel import activated
+from atom_core.kernels.experts.grouped import Blocks, finish_block
 from atom_core.kernels.linear.parts import weight_rows
 
 
@@ -75,25 +74,7 @@ def _multiply(
             total = tl.dot(left, right, total)
     if SIZE == 0:
         total *= tl.load(x_scales + x_row, mask=used, other=0.0)[:, None] * tl.load(scales + row)[None, :]
-    if GATED:
-        gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
-        # Rounded where a kernel of its own would read them.
-        gate = gate.to(out.dtype.element_ty).to(tl.float32)
-        up = up.to(out.dtype.element_ty).to(tl.float32)
-        total = activated(gate, ACTIVATION) * up
-        width = N // 2
-        to = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        out_row = slot
-    else:
-        total *= tl.load(weights + pair, mask=used, other=0.0)[:, None]
-        width = N
-        to = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        out_row = pair
-    tl.store(
-        out + out_row[:, None] * width + to[None, :],
-        total.to(out.dtype.element_ty),
-        mask=used[:, None] & (to < width)[None, :],
-    )
+    finish_block(total, weights, None, out, expert, pair, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
 
 
 def multiply_blocks(

@@ -1,6 +1,9 @@
 """The gated MLP's middle: ``act(gate) * up`` over ``x = [gate | up]``.
 
-``x``: ``[T, 2N]``; result ``[T, N]``. ``act`` is SiLU, GELU (erf) or GELU (tanh); see arXiv 2002.05202.
+``x``: ``[T, 2N]``; result ``[T, N]``. ``act`` is SiLU, GELU (erf) or GELU (tanh); see arXiv 2002.05202. The clamped
+SwiGLU of GPT-OSS (arXiv 2508.10925) is of another form:
+
+    gate * sigmoid(1.702 * gate) * (up + 1),  gate at most 7, up from -7 to 7
 """
 
 from __future__ import annotations

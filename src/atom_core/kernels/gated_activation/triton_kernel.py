@@ -10,19 +10,24 @@ from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 
 #: What the kernels call them, by the names of :data:`atom_core.config.Activation`.
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 _BLOCK = 1024
 
 
 @triton.jit
-def activated(gate, KIND: tl.constexpr):
-    """``act(gate)`` in float32: SiLU, GELU (erf), GELU (tanh)."""
+def gated(gate, up, KIND: tl.constexpr):
+    """``act(gate) * up`` in float32: SiLU, GELU (erf), GELU (tanh), the clamped SwiGLU."""
     if KIND == 0:
-        return gate / (1.0 + tl.exp(-gate))
+        return gate / (1.0 + tl.exp(-gate)) * up
     if KIND == 1:
-        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    if KIND == 3:
+        # Comparisons let NaN through, which min and max may not.
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
     # 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u))
-    return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
 
 
 @triton.jit
@@ -35,7 +40,7 @@ def _gated_activation(x, out, stride_x, N, BLOCK: tl.constexpr, KIND: tl.constex
     used = columns < N
     gate = tl.load(x + row * stride_x + columns, mask=used, other=0.0).to(tl.float32)
     up = tl.load(x + row * stride_x + N + columns, mask=used, other=0.0).to(tl.float32)
-    tl.store(out + row * N + columns, (activated(gate, KIND) * up).to(out.dtype.element_ty), mask=used)
+    tl.store(out + row * N + columns, gated(gate, up, KIND).to(out.dtype.element_ty), mask=used)
 
 
 def _fake(x: torch.Tensor, activation: str, overlap: bool = False) -> torch.Tensor:

@@ -12,12 +12,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.gated_activation.triton_kernel import activated
+from atom_core.kernels.gated_activation.triton_kernel import gated
 
 #: Gluon's names changed between Triton 3.6 and 3.9.
 _load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_activated = gluon.jit(activated.fn)
+_gated = gluon.jit(gated.fn)
 
 #: A tile's place is filled anew when the product behind the one that read it has begun.
 LAG = 2
@@ -139,7 +139,7 @@ def few_rows_hopper(
         # Rounded where a kernel of its own would read them.
         gate = gate.to(out_dtype).to(gl.float32)
         up = up.to(out_dtype).to(gl.float32)
-        total = (_activated(gate, ACTIVATION) * up).reshape([WIDTH, BLOCK_M])
+        total = _gated(gate, up, ACTIVATION).reshape([WIDTH, BLOCK_M])
     stored: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
     result = gl.convert_layout(total, stored)
     out = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, stored))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from atom_core.kernels.gated_activation.triton_kernel import activated
+from atom_core.kernels.gated_activation.triton_kernel import gated
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def finish(
         # Rounded where a kernel of its own would read them.
         gate = gate.to(y.dtype.element_ty).to(tl.float32)
         up = up.to(y.dtype.element_ty).to(tl.float32)
-        total = activated(gate, ACTIVATION) * up
+        total = gated(gate, up, ACTIVATION)
         width = N // 2
         out = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     else:

@@ -5,6 +5,14 @@ from __future__ import annotations
 from atom_plugin.sglang.causal_lm import AtomForCausalLM
 
 
+class Glm4MoeForCausalLM(AtomForCausalLM):
+    """GLM-4.5 and 4.6."""
+
+
+class GptOssForCausalLM(AtomForCausalLM):
+    """GPT-OSS."""
+
+
 class MixtralForCausalLM(AtomForCausalLM):
     """Mixtral."""
 
@@ -13,4 +21,4 @@ class Qwen3MoeForCausalLM(AtomForCausalLM):
     """Qwen3-MoE."""
 
 
-EntryClass = [MixtralForCausalLM, Qwen3MoeForCausalLM]
+EntryClass = [Glm4MoeForCausalLM, GptOssForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM]

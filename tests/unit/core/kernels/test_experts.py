@@ -16,6 +16,7 @@ SPECS = {
     "all experts": SPEC,
     "with biases": replace(SPEC, bias=True),
     "GELU": replace(SPEC, activation="gelu_tanh"),
+    "clamped SwiGLU, with biases": replace(SPEC, activation="clamped_swiglu", bias=True),
     "one expert a token": replace(SPEC, top_k=1),
     "the first of them": replace(SPEC, count=3),
     "the last of them, with biases": replace(SPEC, first=4, count=2, bias=True),

@@ -68,7 +68,7 @@ def test_the_triton_rms_norm(dtype, size):
         assert summed is None if given is None else torch.equal(summed, total)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_swiglu"])
 @pytest.mark.parametrize("size", [20, 1500])
 def test_the_triton_gated_activation(activation, size):
     from atom_core.kernels.gated_activation.reference import gated_activation
@@ -114,6 +114,13 @@ def test_gated_activation(activation, formula):
     kernel = kernel_set(CPU).select(GATED_ACTIVATION, GatedActivationSpec(activation, 10, torch.float32))
     gate, up = x.double().chunk(2, -1)
     assert_close(kernel(x), formula(gate) * up)
+
+
+def test_the_clamped_swiglu():
+    x = torch.tensor([[-20.0, 3.0, 20.0, 1.0, 2.0, -20.0, 20.0, -0.5]])  # gates, then ups
+    kernel = kernel_set(CPU).select(GATED_ACTIVATION, GatedActivationSpec("clamped_swiglu", 4, torch.float32))
+    gate, up = torch.tensor([[-20.0, 3.0, 7.0, 1.0], [2.0, -7.0, 7.0, -0.5]], dtype=torch.float64)
+    assert_close(kernel(x), ((up + 1) * gate / (1 + (-1.702 * gate).exp()))[None])
 
 
 @pytest.mark.parametrize("first", [0, 3, 20])

@@ -26,10 +26,15 @@ QWEN3 = Family(
     {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
 )
 MIXTRAL = Family("MixtralForCausalLM", "mixtral", {"num_local_experts": 4, "intermediate_size": 256})
+GLM4 = Family(
+    "Glm4MoeForCausalLM",
+    "glm4_moe",
+    {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "intermediate_size": 256},
+)
 DYNAMIC = [form for form in (*FORMATS, *BLOCK_FORMATS) if not form.static]
 BLOCKS = BLOCK_FORMATS[0]
 every_format = pytest.mark.parametrize("form", DYNAMIC, ids=str)
-every_family = pytest.mark.parametrize("family", [QWEN3, MIXTRAL], ids=str)
+every_family = pytest.mark.parametrize("family", [QWEN3, MIXTRAL, GLM4], ids=str)
 
 #: As in test_fp8.py: what activations of three bits after the first do to logits. A token whose router holds two
 #: experts for nearly equal may change to the other, so not every token is held to it.

@@ -1,0 +1,117 @@
+"""The experts of a mixture, and how they are kept: in the model's dtype, in FP8 or in MXFP4.
+
+A rank holds some of every expert's middle, or, with expert parallelism, some of the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from atom_core.config import Activation, MoEConfig
+from atom_core.layers.fp8_experts import Fp8ExpertsMethod
+from atom_core.layers.fused_experts import PairsPlacement
+from atom_core.layers.mxfp4_experts import Mxfp4ExpertsMethod
+from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
+from atom_core.layers.plain_experts import PlainExpertsMethod
+from atom_core.quant import Mxfp4Config
+from atom_core.runtime import Runtime
+
+
+class ExpertsMethod(Protocol):
+    """One way to keep them; an object a layer."""
+
+    def create(self, layer: Experts, activation: Activation, top_k: int, runtime: Runtime, name: str) -> None:
+        """Register the weights; ``layer``, which is the module ``name``, has its sizes, this rank's share and biases.
+
+        Raises:
+            ValueError: they cannot be shared out so.
+        """
+
+    def apply(self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Experts.forward`."""
+
+    def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
+        """As :meth:`atom_core.layers.parameters.ParameterLayer.placements`, without the biases."""
+
+    def finalize(self, layer: Experts) -> None:
+        """Called after loading, and again after weights were loaded anew."""
+
+
+class Experts(ParameterLayer):
+    """All experts of a layer, each matrix in one tensor; checkpoints have them one by one, or all in two tensors."""
+
+    #: Of the model's dtype or FP8: ``[experts, gates and ups, hidden]`` and ``[experts, hidden, middle]``.
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    #: Where they are FP8: see :mod:`atom_core.kernels.fp8_experts`.
+    gate_up_scale: nn.Parameter
+    down_scale: nn.Parameter
+    #: Where they are in MXFP4: see :mod:`atom_core.layers.mxfp4_experts`.
+    gate_up_proj_blocks: nn.Parameter
+    gate_up_proj_scales: nn.Parameter
+    down_proj_blocks: nn.Parameter
+    down_proj_scales: nn.Parameter
+
+    def __init__(
+        self, config: MoEConfig, hidden_size: int, activation: Activation, runtime: Runtime, name: str
+    ) -> None:
+        super().__init__()
+        self.names, self.fused = config.names, config.fused
+        group, routing = runtime.tensor_parallel, config.routing
+        self.hidden_size, self.size, self.total = hidden_size, config.intermediate_size, routing.num_experts
+        #: This rank's experts, and what it has of the middle of each.
+        self.held, self.mine = range(self.total), range(self.size)
+        if runtime.expert_parallel:
+            self.held = share(self.total, group.rank, group.world_size, "num_experts")
+        else:
+            self.mine = share(self.size, group.rank, group.world_size, "moe_intermediate_size")
+        count, size = len(self.held), len(self.mine)
+        assert config.fused or not config.bias, "biases are known of checkpoints with fused experts alone"
+        self.gate_up_proj_bias = empty_parameter(runtime, count, 2 * size) if config.bias else None
+        self.down_proj_bias = empty_parameter(runtime, count, hidden_size) if config.bias else None
+        #: An expert that several ranks share has its last bias added by one of them.
+        self.adds_bias = runtime.expert_parallel or group.rank == 0
+        self.method = self._method(runtime, name)
+        self.method.create(self, activation, routing.top_k, runtime, name)
+
+    def _method(self, runtime: Runtime, name: str) -> ExpertsMethod:
+        if isinstance(runtime.quant, Mxfp4Config):
+            return Mxfp4ExpertsMethod()
+        base = checkpoint_module(name, self.folder)
+        first = base if self.fused else f"{base}.0"
+        scheme = runtime.quant.linear([f"{first}.{it}" for it in (self.names.gate, self.names.up, self.names.down)])
+        return PlainExpertsMethod() if scheme is None else Fp8ExpertsMethod(scheme, base)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """``x [T, hidden]``, weights and experts ``[T, k]`` to this rank's part of the sum, ``[T, hidden]``."""
+        return self.method.apply(self, x, weights, experts)
+
+    @property
+    def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """That of gate and up, and that of down where this rank adds it."""
+        return self.gate_up_proj_bias, self.down_proj_bias if self.adds_bias else None
+
+    def placements(self) -> Iterator[tuple[str, str, Placement]]:
+        """The weights, and the biases."""
+        yield from self.method.placements(self)
+        if self.gate_up_proj_bias is not None and self.down_proj_bias is not None:
+            wide, narrow, held = (self.total, 2 * self.size), (self.total, self.hidden_size), self.held
+            yield "", "gate_up_proj_bias", PairsPlacement(self.gate_up_proj_bias, wide, share=(held, self.mine))
+            yield "", "down_proj_bias", Placement(self.down_proj_bias, narrow, 0, held.start, 0, len(held))
+
+    def elsewhere(self) -> Iterator[str]:
+        """Other ranks' experts."""
+        return (f"{self.folder}.{expert}" for expert in range(self.total) if expert not in self.held)
+
+    def finalize_weights(self) -> None:
+        """See :class:`ParameterLayer`."""
+        self.method.finalize(self)
+
+    @property
+    def folder(self) -> str:
+        """Where checkpoints have the experts, from this module on."""
+        return f"../../{self.names.module}.experts"

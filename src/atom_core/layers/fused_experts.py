@@ -1,0 +1,51 @@
+"""Checkpoint tensors that hold one matrix of all experts of a layer, as GPT-OSS has them.
+
+``E`` experts, ``H`` hidden, ``I`` in the middle. Matrices are transposed, and gate and up take turns: ``gate_up [E, H,
+2I]`` with its bias ``[E, 2I]``, ``down [E, I, H]``. Ours are ``[E, 2I, H]``, gates in front of ups, and ``[E, H, I]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from atom_core.layers.parameters import Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Share(Placement):
+    """What of it is this rank's."""
+
+    share: tuple[range, range]
+    """Some of the experts, and some of the middle of each."""
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`; an expert at a time, so that a device has no second copy of them all."""
+        with torch.no_grad():
+            for index, expert in enumerate(self.share[0]):
+                self.load_expert(self.parameter[index], tensor[expert])
+
+    def load_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
+        """From an expert's part of the checkpoint's tensor to its part of the parameter."""
+        raise NotImplementedError
+
+
+class PairsPlacement(_Share):
+    """Gate and up of the experts, or their biases."""
+
+    def load_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
+        """``[H, 2I]`` or ``[2I]`` to ``[2I, H]`` or ``[2I]``."""
+        middle = self.share[1]
+        rows = whole if whole.dim() == 1 else whole.transpose(0, 1)
+        for half, start in enumerate((0, len(middle))):
+            mine[start : start + len(middle)].copy_(rows[half::2][middle.start : middle.stop])
+
+
+class MiddlePlacement(_Share):
+    """Down of the experts."""
+
+    def load_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
+        """``[I, H]`` to ``[H, I]``."""
+        middle = self.share[1]
+        mine.copy_(whole[middle.start : middle.stop].transpose(0, 1))

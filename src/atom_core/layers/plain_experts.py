@@ -1,0 +1,60 @@
+"""A mixture's experts in the model's dtype; see :class:`atom_core.layers.experts.ExpertsMethod`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from atom_core.config import Activation
+from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
+from atom_core.layers.fused_experts import MiddlePlacement, PairsPlacement
+from atom_core.layers.parameters import Placement, empty_parameter
+from atom_core.runtime import Runtime
+
+if TYPE_CHECKING:
+    from atom_core.layers.experts import Experts
+
+
+class PlainExpertsMethod:
+    """See the module's text."""
+
+    def create(self, layer: Experts, activation: Activation, top_k: int, runtime: Runtime, name: str) -> None:
+        """Register the parameters."""
+        count, size, hidden = len(layer.held), len(layer.mine), layer.hidden_size
+        layer.gate_up_proj = empty_parameter(runtime, count, 2 * size, hidden)
+        layer.down_proj = empty_parameter(runtime, count, hidden, size)
+        bias = layer.gate_up_proj_bias is not None
+        spec = ExpertsSpec(layer.held.start, count, hidden, size, top_k, activation, bias, runtime.dtype)
+        self.kernel = runtime.kernels.select(EXPERTS, spec)
+
+    def apply(self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """See :meth:`atom_core.layers.experts.Experts.forward`."""
+        return self.kernel(x, weights, experts, ExpertWeights(layer.gate_up_proj, layer.down_proj, *layer.biases))
+
+    def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
+        """Three matrices an expert, or two tensors of all of them."""
+        return _fused(layer) if layer.fused else _one_by_one(layer)
+
+    def finalize(self, layer: Experts) -> None:
+        """Nothing to bring into another form."""
+
+
+def _one_by_one(layer: Experts) -> Iterator[tuple[str, str, Placement]]:
+    names, first, count = layer.names, layer.mine.start, len(layer.mine)
+    wide, narrow = (layer.size, layer.hidden_size), (layer.hidden_size, layer.size)
+    for index, expert in enumerate(layer.held):
+        module = f"{layer.folder}.{expert}"
+        gate_up, down = layer.gate_up_proj[index], layer.down_proj[index]
+        for part, target in ((names.gate, 0), (names.up, count)):
+            placement = Placement(gate_up, wide, 0, first, target, count, held_by="gate_up_proj")
+            yield f"{module}.{part}", "weight", placement
+        placement = Placement(down, narrow, 1, first, 0, count, held_by="down_proj")
+        yield f"{module}.{names.down}", "weight", placement
+
+
+def _fused(layer: Experts) -> Iterator[tuple[str, str, Placement]]:
+    total, hidden, share = layer.total, layer.hidden_size, (layer.held, layer.mine)
+    yield "", "gate_up_proj", PairsPlacement(layer.gate_up_proj, (total, hidden, 2 * layer.size), share=share)
+    yield "", "down_proj", MiddlePlacement(layer.down_proj, (total, layer.size, hidden), share=share)
