@@ -55,12 +55,14 @@ class Implementation(Generic[SpecT, KernelT]):
     """One way to run an op.
 
     ``supports`` answers None, or one sentence saying why this call cannot run; ``build`` makes the kernel of a call
-    that it can. Neither may touch a device: both run while a model is being laid out.
+    that it can; ``remark`` has what a user should know where it is chosen. None may touch a device: all run while a
+    model is being laid out.
     """
 
     name: str
     supports: Callable[[SpecT, Target], str | None]
     build: Callable[[SpecT, Target], KernelT]
+    remark: Callable[[Target], str | None] = lambda target: None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Choice:
     forced: bool
     passed_over: tuple[tuple[str, str], ...]
     """(implementation, why it cannot run) for each that came earlier in the order."""
+    remark: str | None = None
+    """What the implementation has to say."""
 
 
 @dataclass
@@ -168,7 +172,8 @@ class KernelSet:
             reason = None if wanted else self.excluded.get((op.name, implementation.name))
             reason = reason or implementation.supports(spec, self.target)
             if reason is None:
-                choice = Choice(op.name, implementation.name, wanted is not None, tuple(passed_over))
+                remark = implementation.remark(self.target)
+                choice = Choice(op.name, implementation.name, wanted is not None, tuple(passed_over), remark)
                 return implementation, choice
             if wanted is not None:
                 raise ValueError(

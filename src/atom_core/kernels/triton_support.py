@@ -31,6 +31,16 @@ def why_not_fused(separate: Iterable[tuple[str, str]], or_else: tuple[str, ...] 
     return None
 
 
+def remark_on_few_rows(target: Target) -> str | None:
+    """What a user should know of Triton's products on ``target``: whether those of several rows are the slower ones."""
+    if (target.kind, target.arch) != ("cuda", "sm90"):
+        return None
+    from atom_core.kernels.linear.tiles import why_no_gluon  # needs triton, which a CPU may lack
+
+    reason = why_no_gluon()
+    return None if reason is None else f"2 to 64 rows are multiplied by a slower kernel. {reason}"
+
+
 def overlaps(target: Target) -> bool:
     """Whether a kernel may start while the one before it still runs ("programmatic dependent launch", from sm90 on).
 

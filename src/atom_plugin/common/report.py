@@ -28,10 +28,11 @@ def startup_table(model_class: str, attention_class: str, runtime: Runtime) -> s
 
 
 def kernel_lines(choices: list[Choice]) -> list[str]:
-    """One line a choice: op, implementation, and what was passed over."""
+    """One line a choice: op, implementation, what was passed over, and what the chosen one has to say."""
     lines = []
     for choice in choices:
         passed = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over)
-        note = "forced by ATOM_KERNELS" if choice.forced else passed
+        notes = ("forced by ATOM_KERNELS" if choice.forced else passed, choice.remark)
+        note = "; ".join(it for it in notes if it)
         lines.append(f"{choice.op:<20}{choice.implementation:<12}{note}".rstrip())
     return lines

@@ -15,7 +15,7 @@ import torch
 from atom_core.kernels.fp8_linear.reference import ReferenceFp8Linear
 from atom_core.kernels.fp8_linear.scaled_mm import ScaledMm, why_no_scaled_mm
 from atom_core.kernels.select import Implementation, Op, Target, always
-from atom_core.kernels.triton_support import overlaps, why_no_triton
+from atom_core.kernels.triton_support import overlaps, remark_on_few_rows, why_no_triton
 from atom_core.quant.fp8 import InputScale
 
 
@@ -89,7 +89,7 @@ def _build_triton(spec: Fp8LinearSpec, target: Target) -> Fp8LinearKernel:
 FP8_LINEAR: Op[Fp8LinearSpec, Fp8LinearKernel] = Op(
     "fp8_linear",
     (
-        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("triton", _triton_supports, _build_triton, remark_on_few_rows),
         Implementation("scaled_mm", _scaled_mm_supports, lambda spec, target: ScaledMm(target)),
         Implementation("reference", always, lambda spec, target: ReferenceFp8Linear()),
     ),

@@ -13,7 +13,7 @@ import torch
 from atom_core.kernels.linear.mkldnn import MkldnnLinear
 from atom_core.kernels.linear.reference import TorchLinear
 from atom_core.kernels.select import Implementation, Op, Target, always
-from atom_core.kernels.triton_support import overlaps, why_no_triton
+from atom_core.kernels.triton_support import overlaps, remark_on_few_rows, why_no_triton
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _build_triton(spec: LinearSpec, target: Target) -> LinearKernel:
 LINEAR: Op[LinearSpec, LinearKernel] = Op(
     "linear",
     (
-        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("triton", _triton_supports, _build_triton, remark_on_few_rows),
         Implementation("torch", _torch_supports, lambda spec, target: MkldnnLinear()),
         Implementation("reference", always, lambda spec, target: TorchLinear()),
     ),

@@ -205,6 +205,31 @@ def test_a_cache_that_nothing_reads_or_writes_is_refused(target):
             kernel_set(target).select(op, replace(spec, cache_dtype=torch.uint8))
 
 
+@pytest.mark.parametrize(
+    ("target", "version", "said"),
+    [
+        (
+            CUDA,
+            "3.10.0",
+            "2 to 64 rows are multiplied by a slower kernel. The kernel for Hopper is known",
+        ),
+        (CUDA, "3.8.1", ""),
+        (Target("cuda", "sm80"), "3.10.0", ""),
+        (ROCM, "3.10.0", ""),
+    ],
+    ids=str,
+)
+def test_a_triton_without_the_faster_products_is_remarked_upon(monkeypatch, target, version, said):
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    selection = kernel_set(target)
+    selection.select(LINEAR, LinearSpec(64, 64, False, torch.bfloat16))
+    (choice,) = selection.choices()
+    assert choice.implementation == "triton"
+    assert (choice.remark or "").startswith(said)
+    assert bool(choice.remark) == bool(said)
+
+
 def test_without_triton_a_gpu_is_told_so(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     selection = kernel_set(CUDA)
