@@ -68,6 +68,40 @@ class SingleRank:
         return x
 
 
+class Replicas(Protocol):
+    """Ranks that serve requests of their own with the same model, and share out its experts (data parallelism)."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+
+    def gather(self, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of each tensor, the rows of all ranks in their order; ranks may have different numbers of rows."""
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the sum over ranks of ``x``, which has the rows of all; ``x`` may be reused for it."""
+
+
+@dataclass(frozen=True)
+class OneReplica:
+    """A model that serves alone."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def gather(self, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``rows`` themselves."""
+        return rows
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` itself."""
+        return x
+
+
 @dataclass(frozen=True)
 class PipelineStage:
     """Which decoder layers this rank holds: ``first_layer .. end_layer - 1``. None: to the model's end."""
@@ -104,7 +138,8 @@ class Runtime:
     """The longest sequence that will be served: rows of the rope table."""
     cache_dtype: torch.dtype
     tensor_parallel: Communicator = field(default_factory=SingleRank)
+    data_parallel: Replicas = field(default_factory=OneReplica)
     expert_parallel: bool = False
-    """Whether ranks of the tensor-parallel group share out the experts, and not each expert's middle."""
+    """Whether ranks of the tensor-parallel group and of replicas share out the experts, not each expert's middle."""
     pipeline: PipelineStage = field(default_factory=PipelineStage)
     quant: QuantConfig = field(default_factory=Unquantized)

@@ -23,7 +23,7 @@ from atom_core.metadata import AttentionMetadata, KVCacheView
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.registry import load_model_class
 from atom_core.quant import QuantConfig, Unquantized, read_quantization
-from atom_core.runtime import Runtime, SingleRank
+from atom_core.runtime import OneReplica, Runtime, SingleRank
 from atom_core.weights import check_checkpoint, load_weights
 
 UNQUANTIZED = Unquantized()
@@ -66,6 +66,7 @@ def check_files(
     tensor_parallel_size: int = 1,
     quant: QuantConfig = UNQUANTIZED,
     expert_parallel: bool = False,
+    data_parallel_size: int = 1,
 ) -> None:
     """Lay the model out without memory and compare it with a checkpoint's headers; no tensor is loaded.
 
@@ -75,11 +76,12 @@ def check_files(
         tensor_parallel_size: ranks that would share the layers.
         quant: of the linear layers.
         expert_parallel: whether the ranks would share out experts whole.
+        data_parallel_size: replicas that would share the experts.
 
     Raises:
         ValueError: damaged files, tensors that do not fit, or heads or experts that do not divide over the ranks.
     """
-    model = lay_out(config, torch.bfloat16, tensor_parallel_size, quant, expert_parallel)
+    model = lay_out(config, torch.bfloat16, tensor_parallel_size, quant, expert_parallel, data_parallel_size)
     if directory is not None:
         check_checkpoint(model, Checkpoint.open(directory))
 
@@ -90,6 +92,7 @@ def lay_out(
     tensor_parallel_size: int = 1,
     quant: QuantConfig = UNQUANTIZED,
     expert_parallel: bool = False,
+    data_parallel_size: int = 1,
 ) -> DecoderForCausalLM:
     """The first rank's model without memory: its parameters have shapes and dtypes, and no numbers.
 
@@ -100,6 +103,7 @@ def lay_out(
         build_runtime(torch.device("meta"), dtype, max_model_len=1, target=Target("cpu", ""), quant=quant),
         tensor_parallel=SingleRank(world_size=tensor_parallel_size),
         expert_parallel=expert_parallel,
+        data_parallel=OneReplica(world_size=data_parallel_size),
     )
     return load_model_class(config.architecture)(config, runtime)
 

@@ -28,7 +28,9 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK_SIZE)
 
 
-def check_blocks(part: Part, module: str, world_size: int, instead: str = "") -> None:
+def check_blocks(
+    part: Part, module: str, world_size: int, instead: str = "", ranks: str = "tensor parallel size"
+) -> None:
     """Whether a rank holds whole blocks of a part of a weight, and the part begins with a block.
 
     Args:
@@ -36,6 +38,7 @@ def check_blocks(part: Part, module: str, world_size: int, instead: str = "") ->
         module: what checkpoints call it.
         world_size: how many ranks share it.
         instead: another way out for the user, after a comma.
+        ranks: what says how many there are.
 
     Raises:
         ValueError: it does not.
@@ -44,9 +47,9 @@ def check_blocks(part: Part, module: str, world_size: int, instead: str = "") ->
         if len(mine) < total and len(mine) % BLOCK_SIZE:
             sizes = [size for size in range(1, world_size) if total % size == 0 and total // size % BLOCK_SIZE == 0]
             raise ValueError(
-                f"tensor parallel size {world_size} would cut FP8 blocks of {module}: a rank would hold {len(mine)} of "
-                f"its {total} {what}, and scales are for blocks of {BLOCK_SIZE} by {BLOCK_SIZE}. Use a tensor parallel "
-                f"size that leaves each rank whole blocks ({', '.join(map(str, sizes or [1]))}){instead}, or a "
+                f"{ranks} {world_size} would cut FP8 blocks of {module}: a rank would hold {len(mine)} of "
+                f"its {total} {what}, and scales are for blocks of {BLOCK_SIZE} by {BLOCK_SIZE}. Use a "
+                f"{ranks} that leaves each rank whole blocks ({', '.join(map(str, sizes or [1]))}){instead}, or a "
                 "checkpoint with a scale for each row."
             )
     if part.begin % BLOCK_SIZE:

@@ -61,20 +61,23 @@ class Experts(ParameterLayer):
     ) -> None:
         super().__init__()
         self.names, self.fused = config.names, config.fused
-        group, routing = runtime.tensor_parallel, config.routing
+        group, replicas, routing = runtime.tensor_parallel, runtime.data_parallel, config.routing
         self.hidden_size, self.size, self.total = hidden_size, config.intermediate_size, routing.num_experts
+        rank, self.num_ranks = replicas.rank * group.world_size + group.rank, replicas.world_size * group.world_size
+        #: What users know the number of ranks by.
+        self.ranks = "tensor parallel size" if replicas.world_size == 1 else "tensor times data parallel size"
         #: This rank's experts, and what it has of the middle of each.
         self.held, self.mine = range(self.total), range(self.size)
         if runtime.expert_parallel:
-            self.held = share(self.total, group.rank, group.world_size, "num_experts")
+            self.held = share(self.total, rank, self.num_ranks, "num_experts", self.ranks)
         else:
-            self.mine = share(self.size, group.rank, group.world_size, "moe_intermediate_size")
+            self.mine = share(self.size, rank, self.num_ranks, "moe_intermediate_size", self.ranks)
         count, size = len(self.held), len(self.mine)
         assert config.fused or not config.bias, "biases are known of checkpoints with fused experts alone"
         self.gate_up_proj_bias = empty_parameter(runtime, count, 2 * size) if config.bias else None
         self.down_proj_bias = empty_parameter(runtime, count, hidden_size) if config.bias else None
         #: An expert that several ranks share has its last bias added by one of them.
-        self.adds_bias = runtime.expert_parallel or group.rank == 0
+        self.adds_bias = runtime.expert_parallel or rank == 0
         self.method = self._method(runtime, name)
         self.method.create(self, activation, routing.top_k, runtime, name)
 

@@ -61,7 +61,7 @@ class Fp8ExpertsMethod:
         if block:
             instead = ", or share out whole experts (expert parallelism)"
             for _, part in _parts(layer, layer.held.start):
-                check_blocks(part, checkpoint_module(name, part.module), runtime.tensor_parallel.world_size, instead)
+                check_blocks(part, checkpoint_module(name, part.module), layer.num_ranks, instead, layer.ranks)
         layer.gate_up_proj = empty_fp8(runtime, count, 2 * size, hidden)
         layer.down_proj = empty_fp8(runtime, count, hidden, size)
         wide: tuple[int, ...] = (2 * size,)

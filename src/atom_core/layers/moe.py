@@ -84,7 +84,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.enter = (norm,)  # it is the decoder layer's, whose parameter it stays
-        self.group = runtime.tensor_parallel
+        self.group, self.replicas = runtime.tensor_parallel, runtime.data_parallel
         self.gate = Router(config, hidden_size, runtime, f"{name}.gate")
         self.experts = Experts(config, hidden_size, activation, runtime, f"{name}.experts")
         self.shared_experts = (
@@ -96,8 +96,7 @@ class MoE(nn.Module):
     def forward(self, stream: Stream) -> Stream:
         """Read the stream's norm and add to it."""
         x, residual = self.enter[0](stream)
-        weights, experts = self.gate.route(x)
-        mine = self.experts(x, weights, experts)
+        mine = self.replicas.reduce(self.experts(*self.replicas.gather(x, *self.gate.route(x))))
         if self.shared_experts is not None:
             mine = mine + self.shared_experts(x)
         return Stream(self.group.all_reduce(mine), residual)

@@ -37,7 +37,7 @@ class Mxfp4ExpertsMethod:
             ValueError: groups that share a scale do not divide among ranks, or a matrix into groups.
         """
         assert layer.fused, "only GPT-OSS's checkpoints are read"
-        hidden, ranks = layer.hidden_size, runtime.tensor_parallel.world_size
+        hidden, ranks = layer.hidden_size, layer.num_ranks
         for name, size in (("hidden_size", hidden), ("intermediate_size", layer.size)):
             if size % GROUP:
                 raise ValueError(f"{name}={size} is no multiple of {GROUP}, the numbers that share a scale in MXFP4.")
@@ -45,7 +45,7 @@ class Mxfp4ExpertsMethod:
         if size % GROUP:
             possible = [it for it in range(1, ranks) if layer.size % (it * GROUP) == 0]
             raise ValueError(
-                f"tensor parallel size {ranks} gives each rank {size} of intermediate_size={layer.size}, but in MXFP4 "
+                f"{layer.ranks} {ranks} gives each rank {size} of intermediate_size={layer.size}, but in MXFP4 "
                 f"{GROUP} numbers share a scale and stay together; use one of {possible}, or share experts out whole "
                 "(--enable-expert-parallel in vLLM, --ep-size in SGLang)."
             )

@@ -97,15 +97,15 @@ def checkpoint_module(path: str, relative: str) -> str:
     return f"{path}.{relative}"
 
 
-def share(total: int, rank: int, world_size: int, what: str) -> range:
+def share(total: int, rank: int, world_size: int, what: str, ranks: str = "tensor parallel size") -> range:
     """This rank's equal share of ``total`` things.
 
     Raises:
-        ValueError: they do not divide; ``what`` names them for the user.
+        ValueError: they do not divide; ``what`` names them for the user, ``ranks`` what says how many ranks there are.
     """
     if total % world_size:
         raise ValueError(
-            f"tensor parallel size {world_size} does not divide {what}={total}; "
+            f"{ranks} {world_size} does not divide {what}={total}; "
             f"use one of {[size for size in range(1, total + 1) if total % size == 0][:8]}."
         )
     each = total // world_size

@@ -100,7 +100,7 @@ def _may_break(vllm_config: VllmConfig) -> bool:
     """
     if BREAKABLE in os.environ and not _Ours.is_set:
         return False
-    if vllm_config.parallel_config.world_size > 1:
+    if vllm_config.parallel_config.world_size > 1 or vllm_config.parallel_config.data_parallel_size > 1:
         return False
     speculative = vllm_config.speculative_config
     drafts = speculative is not None and speculative.method == "draft_model"

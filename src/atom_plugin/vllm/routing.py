@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.atom_plugin")
 
+#: How data-parallel ranks exchange tokens: all see all, which is vLLM's default; "naive" is an older name for it.
+_EXCHANGES = ("allgather_reducescatter", "naive")
 _SPECULATION = ("draft_model", "ngram", "ngram_gpu", "suffix")
 
 
@@ -157,21 +159,37 @@ def _check_checkpoint(vllm_config: VllmConfig) -> None:
     config = CoreConfig.from_hf(model_config.hf_text_config)
     dummy = vllm_config.load_config.load_format == "dummy"
     directory = None if dummy else Path(model_config.model)
-    if config.has_mixtures and parallel.data_parallel_size > 1:
-        raise ValueError(
-            f"--model-impl atom does not support data parallelism (--data-parallel-size {parallel.data_parallel_size}) "
-            "of a mixture of experts, whose ranks would have to exchange tokens; use --tensor-parallel-size, with "
-            "--enable-expert-parallel or without."
-        )
+    replicas = parallel.data_parallel_size if config.has_mixtures else 1
+    if replicas > 1:
+        _check_exchange(vllm_config)
     check_files(
         config,
         directory if directory is not None and directory.is_dir() else None,
         tensor_parallel_size=parallel.tensor_parallel_size,
         quant=quant,
         expert_parallel=parallel.enable_expert_parallel,
+        data_parallel_size=replicas,
     )
     if model_config.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"--dtype {model_config.dtype} is not supported; supported: bfloat16, float16, float32.")
+
+
+def _check_exchange(vllm_config: VllmConfig) -> None:
+    """Whether data-parallel ranks of a mixture can exchange tokens as the user says."""
+    from atom_plugin.vllm.attention import is_compiled  # imports much, and is asked for by few
+
+    backend, size = vllm_config.parallel_config.all2all_backend, vllm_config.parallel_config.data_parallel_size
+    if backend not in _EXCHANGES:
+        raise ValueError(
+            f"--all2all-backend {backend} is not supported by --model-impl atom with --data-parallel-size {size}; "
+            f"supported: {', '.join(_EXCHANGES)}."
+        )
+    if vllm_config.compilation_config.mode is not None and is_compiled(vllm_config):
+        raise ValueError(
+            f"--model-impl atom does not support data parallelism (--data-parallel-size {size}) of a mixture that is "
+            "compiled (-cc.mode=3, -O1, -O3): how many tokens ranks exchange is known at each step alone. Leave the "
+            "mode out."
+        )
 
 
 def _rewrite(model_config: ModelConfig, architecture: str) -> None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.distributed import get_pp_group, get_tp_group
+from vllm.distributed import get_dp_group, get_pp_group, get_tp_group
 from vllm.distributed.utils import get_pp_indices
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
-from atom_core.runtime import AttentionFactory, PipelineStage, Runtime
+from atom_core.runtime import AttentionFactory, OneReplica, PipelineStage, Runtime
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.settings import Settings
 from atom_plugin.vllm.attention import is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
 from atom_plugin.vllm.flash_attention import gpu_kernels
 from atom_plugin.vllm.quantization import quantization_of
+from atom_plugin.vllm.replicas import VllmReplicas
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -69,7 +70,7 @@ def build_runtime(
     target = Target.of(device)
     contributed = cpu_kernels(vllm_config) if target.kind == "cpu" else gpu_kernels()
     excluded = COMPILED if is_compiled(vllm_config) else {}
-    pp = get_pp_group()
+    pp, replicated = get_pp_group(), vllm_config.parallel_config.data_parallel_size > 1
     first, end = get_pp_indices(num_layers, pp.rank_in_group, pp.world_size)
     return Runtime(
         device=device,
@@ -79,6 +80,7 @@ def build_runtime(
         max_model_len=model_config.max_model_len,
         cache_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, model_config),
         tensor_parallel=VllmCommunicator(get_tp_group()),
+        data_parallel=VllmReplicas(get_dp_group()) if replicated else OneReplica(),
         expert_parallel=vllm_config.parallel_config.enable_expert_parallel,
         pipeline=PipelineStage(first, end),
         quant=quantization_of(model_config),

@@ -1,6 +1,8 @@
-"""Mixtures of experts in real vLLM give Hugging Face's greedy tokens, on one rank and on two; in FP8 our own."""
+"""Mixtures of experts in real vLLM give Hugging Face's greedy tokens, on one rank and on several; in FP8 our own."""
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,6 +15,8 @@ from tests.integration.mixtures import (
     make_mxfp4,
     share_alike,
 )
+from tests.integration.questions import connect
+from tests.integration.server import VllmServer
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS
 
@@ -51,6 +55,32 @@ def test_tokens_are_hugging_faces(tmp_path, family, way):
         environ["ATOM_DISABLE_VLLM_ATTENTION"] = "1"
     (ran,) = run([Engine(str(tmp_path), "atom", [ask], options)], environ=environ)
     assert [answer.tokens for answer in ran.answers[0]] == expected
+
+
+#: Copies of the prompts, so that both replicas have some at the same time, and one of them is done before the other.
+COPIES = 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "flags"), [("qwen3_moe", ("--enable-expert-parallel",)), ("gpt_oss", ())])
+def test_replicas_that_share_the_experts_give_hugging_faces_tokens(tmp_path, family, flags):
+    expected = make_mixture(tmp_path, family)
+    flags = ("--dtype", "float32", "--max-model-len", "256", "--data-parallel-size", "2", *flags)
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with VllmServer(tmp_path, "--model-impl", "atom", *flags, environ=environ) as server:
+        client = connect(server)
+
+        def ask(prompt):
+            others = {"ignore_eos": True, "return_token_ids": True}
+            answer = client.completions.create(
+                model=server.model, prompt=prompt, max_tokens=NUM_TOKENS, temperature=0, extra_body=others
+            )
+            return answer.choices[0].token_ids
+
+        with ThreadPoolExecutor(COPIES * len(PROMPTS)) as pool:
+            assert list(pool.map(ask, PROMPTS * COPIES)) == expected * COPIES
+        served = [server.metric("vllm:request_success_total", f'engine="{rank}"') for rank in (0, 1)]
+        assert min(served) > 0
 
 
 def test_experts_in_mxfp4_answer_as_the_numbers_that_they_stand_for(tmp_path):

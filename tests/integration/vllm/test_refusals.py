@@ -46,9 +46,14 @@ CASES = {
     "an unsupported architecture": Case(
         ("--model-impl atom has no model for the architecture OPTForCausalLM", f"supported: {SUPPORTED}"), model="opt"
     ),
-    "requests on different ranks of a mixture": Case(
-        ("data parallelism (--data-parallel-size 2) of a mixture of experts", "--enable-expert-parallel"),
-        {"data_parallel_size": 2, "load_format": "dummy"},
+    "replicas that exchange tokens in another way": Case(
+        ("--all2all-backend deepep_low_latency is not supported", "supported: allgather_reducescatter"),
+        {"data_parallel_size": 2, "all2all_backend": "deepep_low_latency", "load_format": "dummy"},
+        model="a mixture",
+    ),
+    "experts that replicas cannot share out": Case(
+        ("tensor times data parallel size 4 does not divide num_experts=6",),
+        {"data_parallel_size": 4, "enable_expert_parallel": True, "load_format": "dummy"},
         model="a mixture",
     ),
     "experts that ranks cannot share out": Case(

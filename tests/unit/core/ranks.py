@@ -51,6 +51,19 @@ class ThreadRank:
         return torch.cat([rows.split(counts)[self.rank] for rows, counts in self._exchange((x, send))])
 
 
+class ThreadReplica(ThreadRank):
+    """The same of replicas, which have rows of their own."""
+
+    count = 0  # this rank's rows
+
+    def gather(self, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.cat(self._exchange(each)) for each in rows)
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        counts = self._exchange(self.count)
+        return self.all_reduce(x).split(counts)[self.rank]
+
+
 def on_ranks(world_size: int, work: Callable[[Communicator], Any]) -> list[Any]:
     """What ``work`` returns on each of ``world_size`` ranks, run side by side."""
     barrier, shared = Barrier(world_size), [None] * world_size
@@ -106,6 +119,28 @@ def tensor_parallel_logits(
         return model.logits(hidden)
 
     return on_ranks(world_size, work)
+
+
+def replicas_logits(
+    runner: Runner, directory: Path, prompts: list[list[int]], tensor_parallel_size: int, expert_parallel: bool
+) -> list[torch.Tensor]:
+    """The logits of ``prompts``, each run by a replica of so many ranks, of which the first one's are told."""
+    count = len(prompts)
+    groups = [(Barrier(tensor_parallel_size), [None] * tensor_parallel_size) for _ in range(count)]
+    across = [(Barrier(count), [None] * count) for _ in range(tensor_parallel_size)]
+
+    @torch.inference_mode()
+    def work(all_ranks: Communicator) -> torch.Tensor:
+        replica, rank = divmod(all_ranks.rank, tensor_parallel_size)
+        group = ThreadRank(rank, *groups[replica])
+        replicas = ThreadReplica(replica, *across[rank])
+        replicas.count = len(prompts[replica])
+        fields = {"tensor_parallel": group, "data_parallel": replicas, "expert_parallel": expert_parallel}
+        model = build(runner, directory, **fields)
+        hidden = run(runner, model, prompts[replica], model.model.layers[0].self_attn.qkv_proj.num_kv_heads)
+        return model.logits(hidden)
+
+    return on_ranks(count * tensor_parallel_size, work)[::tensor_parallel_size]
 
 
 def stages(num_layers: int, *cuts: int) -> list[PipelineStage]:
