@@ -28,6 +28,7 @@ WAYS = {
     "vLLM's attention": {},
     "every expert on two ranks": TWO,
     "four experts a rank": {**TWO, "enable_expert_parallel": True},
+    "two stages": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
 }
 
 
@@ -38,6 +39,7 @@ WAYS = {
         ("mixtral", "every expert on two ranks"),
         ("qwen3_moe", "four experts a rank"),
         ("glm4_moe", "every expert on two ranks"),
+        ("glm4_moe", "two stages"),
         ("gpt_oss", "one rank"),
         ("gpt_oss", "vLLM's attention"),
         ("gpt_oss", "every expert on two ranks"),
@@ -50,7 +52,7 @@ def test_tokens_are_hugging_faces(tmp_path, family, way):
     ask = Ask(PROMPTS, {"max_tokens": NUM_TOKENS, "ignore_eos": True})
     options = {"dtype": "float32", "max_model_len": 256, **WAYS[way]}
     # vLLM gives each rank processor cores of its own, of which there may be fewer than ranks.
-    environ = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if "tensor_parallel_size" in WAYS[way] else {}
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if "distributed_executor_backend" in WAYS[way] else {}
     if way == "vLLM's attention":
         environ["ATOM_DISABLE_VLLM_ATTENTION"] = "1"
     (ran,) = run([Engine(str(tmp_path), "atom", [ask], options)], environ=environ)
