@@ -10,6 +10,16 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+#: What sets each family apart.
+FEATURES = {
+    "llama": "rope scaling",
+    "mistral": "sliding window",
+    "qwen2": "qkv bias",
+    "qwen3": "q/k norm",
+    "qwen3_moe": "second expert",
+    "gpt_oss": "sinks",
+    "glm4_moe": "shared expert",
+}
 NEAR_TIE = 0.5
 MAX_NEW_TOKENS = 64  # Far above the longest answer; reaching it counts as a wrong answer.
 
@@ -70,6 +80,8 @@ def without_feature(family: str, directory: Path) -> tuple[str, PreTrainedModel]
         config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
     elif family == "mistral":
         config.sliding_window = None
+    elif family == "qwen3_moe":
+        config.num_experts_per_tok = 1
     model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.bfloat16)
     if family == "qwen2":
         for name, parameter in model.named_parameters():
@@ -79,5 +91,10 @@ def without_feature(family: str, directory: Path) -> tuple[str, PreTrainedModel]
         for layer in model.model.layers:
             layer.self_attn.q_norm = torch.nn.Identity()
             layer.self_attn.k_norm = torch.nn.Identity()
-    names = {"llama": "rope scaling", "mistral": "sliding window", "qwen2": "qkv bias", "qwen3": "q/k norm"}
-    return names[family], model
+    elif family == "gpt_oss":
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data.fill_(-1e4)
+    elif family == "glm4_moe":
+        for layer in model.model.layers[config.first_k_dense_replace :]:
+            layer.mlp.shared_experts.down_proj.weight.data.zero_()
+    return FEATURES[family], model

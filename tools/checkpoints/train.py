@@ -21,6 +21,8 @@ from tokenizer import EOS, PAD, build_tokenizer, save_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -28,6 +30,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 HELDOUT = Path("tests/evaluation/heldout.jsonl")
@@ -40,6 +43,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "truncate": False,
+}
 SHARED = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -51,6 +61,11 @@ SHARED = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
 }
+
+
+#: Of the mixtures: eight small experts, of which a token has two.
+EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 4, "router_aux_loss_coef": 0.0}
+FAMILIES = ("qwen3", "llama", "qwen2", "mistral", "qwen3_moe", "gpt_oss", "glm4_moe")
 
 
 def family_config(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
@@ -69,16 +84,46 @@ def family_config(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrained
         return Qwen2Config(**shared, num_hidden_layers=6, rope_parameters=ROPE)
     if family == "mistral":
         return MistralConfig(**shared, num_hidden_layers=6, head_dim=32, sliding_window=64, rope_parameters=ROPE)
+    if family == "qwen3_moe":
+        mixture = {"num_experts": 8, "moe_intermediate_size": 64, "norm_topk_prob": True, "mlp_only_layers": [1]}
+        return Qwen3MoeConfig(**shared, **EXPERTS, **mixture, head_dim=64, rope_parameters=ROPE)
+    if family == "gpt_oss":
+        mixture = {"num_local_experts": 8, "intermediate_size": 64}
+        return GptOssConfig(**shared | EXPERTS | mixture, head_dim=64, sliding_window=64, rope_parameters=YARN_ROPE)
+    if family == "glm4_moe":
+        mixture = {
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+        }
+        mixture |= {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+        scores = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5}
+        heads = {"head_dim": 32, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5}
+        rope = ROPE | {"partial_rotary_factor": 0.5}
+        experts = {key: value for key, value in EXPERTS.items() if key != "router_aux_loss_coef"}
+        return Glm4MoeConfig(**shared, **experts, **mixture, **scores, **heads, rope_parameters=rope)
     raise ValueError(f"unknown family {family!r}")
 
 
 def new_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Random weights; biases start away from zero so that the trained model depends on them."""
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    """Random weights; biases start away from zero so that the trained model depends on them.
+
+    So do the corrections of experts' scores, which no gradient moves.
+    """
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention(config))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.5)
     return model
+
+
+def attention(config: PreTrainedConfig) -> str:
+    """Which of Transformers' attentions: only one of them has sinks."""
+    return "eager" if config.model_type == "gpt_oss" else "sdpa"
 
 
 def learning_rate(progress: float, peak: float, warmup: float = 0.03) -> float:
@@ -124,7 +169,7 @@ def train(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor, a
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=("qwen3", "llama", "qwen2", "mistral"), required=True)
+    parser.add_argument("--family", choices=FAMILIES, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--heldout", type=Path, default=HELDOUT)
     parser.add_argument("--init", type=Path, help="go on from this checkpoint instead of random weights")
