@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from atom_core.quant.errors import unsupported
 from atom_core.quant.fp8 import Fp8Config, online_fp8, read_compressed_tensors, read_fp8, read_modelopt
 from atom_core.quant.mxfp4 import Mxfp4Config, read_mxfp4
+from atom_core.quant.quark import read_quark
 
 __all__ = ["CHECKPOINT_METHODS", "ONLINE_METHODS", "SUPPORTED", "Fp8Config", "Mxfp4Config", "QuantConfig"]
 __all__ += ["Unquantized", "read_quantization", "unsupported"]
@@ -59,6 +60,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], QuantCon
     "compressed-tensors": read_compressed_tensors,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
+    "quark": read_quark,
 }
 CHECKPOINT_METHODS: tuple[str, ...] = tuple(_READERS)
 #: What weights of an unquantised checkpoint can be turned into while they are loaded, by the frameworks' flags.

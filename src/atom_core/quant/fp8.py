@@ -127,7 +127,7 @@ def read_compressed_tensors(config: Mapping[str, Any], hf: Mapping[str, Any]) ->
     targets = {target for group in groups for target in group.get("targets", ())}
     if targets != {"Linear"}:
         raise unsupported(method, f"targets {sorted(targets)} (only ['Linear'], with modules left out by 'ignore')")
-    return _with_plain_head(replace(found.pop(), ignored=tuple(config.get("ignore") or ())), method, hf)
+    return with_plain_head(replace(found.pop(), ignored=tuple(config.get("ignore") or ())), method, hf)
 
 
 def _group_scheme(group: Mapping[str, Any]) -> Fp8Config:
@@ -176,10 +176,15 @@ def read_modelopt(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config
     if algorithm != "FP8":
         raise unsupported("modelopt", f"quant_algo={algorithm!r}")
     ignored = inner.get("ignore") or inner.get("exclude_modules") or ()
-    return _with_plain_head(Fp8Config(serialized=True, input_scale="static", ignored=tuple(ignored)), "modelopt", hf)
+    return with_plain_head(Fp8Config(serialized=True, input_scale="static", ignored=tuple(ignored)), "modelopt", hf)
 
 
-def _with_plain_head(scheme: Fp8Config, method: str, hf: Mapping[str, Any]) -> Fp8Config:
+def with_plain_head(scheme: Fp8Config, method: str, hf: Mapping[str, Any]) -> Fp8Config:
+    """``scheme`` itself, of checkpoints whose head is not quantised.
+
+    Raises:
+        ValueError: it is.
+    """
     if not scheme.ignores(_HEAD) and not hf.get("tie_word_embeddings", False):
         raise unsupported(method, f"a quantised {_HEAD} ('ignore' does not list it)")
     return scheme

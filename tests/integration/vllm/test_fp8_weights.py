@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 NUM_ROWS = 64
 RIGHT = 0.9
 #: How weights are read is tested without an engine; here one of each tool goes all the way.
-NAMES = ("fp8, static", "compressed, channel, dynamic", "modelopt", "fp8, blocks")
+NAMES = ("fp8, static", "compressed, channel, dynamic", "modelopt", "quark, tensor, static", "fp8, blocks")
 SERVED = [form for form in (*FORMATS, *BLOCK_FORMATS) if form.name in NAMES]
 #: What inputs of these models' layers are divided by: few are larger than 448 times it.
 INPUT_SCALE = 0.05

@@ -43,6 +43,25 @@ def compressed(strategy: str, dynamic: bool, **more: Any) -> dict[str, Any]:
     }
 
 
+def quark(weight: str, inputs: str, dynamic: bool) -> dict[str, Any]:
+    """A ``quantization_config`` of AMD Quark's, with a cache in FP8."""
+    number = {"dtype": "fp8_e4m3", "symmetric": True, "ch_axis": 0, "group_size": None, "observer_cls": "x"}
+    of_weights = {**number, "qscheme": weight, "is_dynamic": False}
+    of_inputs = {**number, "qscheme": inputs, "is_dynamic": dynamic}
+    if weight == "per_block":
+        of_weights["block_size"], of_inputs["group_size"] = [BLOCK, BLOCK], BLOCK
+    common = {"weight": of_weights, "input_tensors": of_inputs, "output_tensors": None, "bias": None}
+    cached = {**common, "output_tensors": {**number, "qscheme": "per_tensor", "is_dynamic": False}}
+    return {
+        "quant_method": "quark",
+        "global_quant_config": common,
+        "layer_quant_config": {"*k_proj": cached, "*v_proj": cached},
+        "layer_type_quant_config": {},
+        "exclude": ["lm_head"],
+        "export": {"kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder"},
+    }
+
+
 @dataclass(frozen=True)
 class Format:
     """One tool's way to write an FP8 checkpoint."""
@@ -68,6 +87,8 @@ FORMATS = (
     Format("compressed, tensor, static", compressed("tensor", dynamic=False), static=True, scale_shape=(1,)),
     Format("compressed, channel, dynamic", compressed("channel", dynamic=True), per_row=True),
     Format("modelopt", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, static=True),
+    Format("quark, tensor, static", quark("per_tensor", "per_tensor", dynamic=False), static=True),
+    Format("quark, channel, dynamic", quark("per_channel", "per_channel", dynamic=True), per_row=True),
 )
 
 #: The same with a scale for each block of a weight.
@@ -79,6 +100,7 @@ BLOCK_FORMATS = (
         scale="weight_scale_inv",
     ),
     Format("compressed, blocks", compressed("block", dynamic=True), block=True),
+    Format("quark, blocks", quark("per_block", "per_group", dynamic=True), block=True),
 )
 
 

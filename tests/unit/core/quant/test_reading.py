@@ -6,7 +6,7 @@ import pytest
 
 from atom_core.quant import Unquantized, read_quantization
 from atom_core.quant.fp8 import Fp8Config, names
-from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, compressed, scheme
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, compressed, quark, scheme
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 LAYER = "model.layers.3"
@@ -87,6 +87,17 @@ def in_blocks(**changes):
     return compressed("block", True, config_groups={"group_0": blocks(**changes)})
 
 
+def of_quark(part, **changes):
+    """A scheme a tensor, static, of Quark's with one side of it changed."""
+    config = quark("per_tensor", "per_tensor", dynamic=False)
+    common = config["global_quant_config"]
+    common = {**common, part: {**common[part], **changes}}
+    return {**config, "global_quant_config": common, "layer_quant_config": {}}
+
+
+QUARK = of_quark("weight")
+QUARK_BLOCKS = {**quark("per_block", "per_group", dynamic=True), "layer_quant_config": {}}
+
 REFUSED = {
     "an unknown method": ({"quant_method": "gptq"}, "'gptq' is not supported"),
     "a method without a name": ({"bits": 4}, "'unknown' is not supported"),
@@ -119,6 +130,41 @@ REFUSED = {
     "rotations": (compressed("channel", True, transform_config={"config_groups": {}, "x": 1}), "transforms"),
     "a quantised head": (compressed("channel", True, ignore=[]), "'compressed-tensors' with a quantised lm_head"),
     "a quantised head by modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quantised lm_head"),
+    "quark's integers": (of_quark("weight", dtype="int8"), "'quark' with weights of dtype='int8'.* .only fp8_e4m3"),
+    "quark's other activations": (of_quark("input_tensors", dtype="mx"), "input_tensors of dtype='mx'"),
+    "quark's weights alone": (
+        {**QUARK, "global_quant_config": {**QUARK["global_quant_config"], "input_tensors": None}},
+        "weights alone quantised",
+    ),
+    "quark's two dtypes at once": (
+        {**QUARK, "global_quant_config": {**QUARK["global_quant_config"], "weight": [{"dtype": "fp8_e4m3"}, {}]}},
+        "weights of several dtypes at once",
+    ),
+    "quark's zero points": (of_quark("weight", symmetric=False), "weights that are not symmetric"),
+    "quark's groups": (of_quark("weight", qscheme="per_group"), "weights of .*qscheme='per_group'"),
+    "quark's static scales a token": (
+        of_quark("input_tensors", qscheme="per_channel"),
+        "input_tensors of .*per_channel",
+    ),
+    "quark's blocks of another size": (
+        {
+            **QUARK_BLOCKS,
+            "global_quant_config": {
+                **QUARK_BLOCKS["global_quant_config"],
+                "weight": {**QUARK_BLOCKS["global_quant_config"]["weight"], "block_size": [32, 32]},
+            },
+        },
+        r"blocks of .*block_size=\[32, 32\]",
+    ),
+    "quark's other schemes for some layers": (
+        {**QUARK, "layer_quant_config": {"*mlp*": {"weight": {"dtype": "fp4"}}}},
+        r"a scheme of its own for '\*mlp\*'",
+    ),
+    "quark's other schemes for some kinds": (
+        {**QUARK, "layer_type_quant_config": {"x": {}}},
+        "layer_type_quant_config",
+    ),
+    "a quantised head by quark": ({**QUARK, "exclude": []}, "'quark' with a quantised lm_head"),
     "modelopt's other algorithms": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4'"),
 }
 
