@@ -34,6 +34,11 @@ class ExpertsMethod(Protocol):
     def apply(self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See :meth:`Experts.forward`."""
 
+    def add(
+        self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """See :meth:`Experts.add`."""
+
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """As :meth:`atom_core.layers.parameters.ParameterLayer.placements`, without the biases."""
 
@@ -92,6 +97,12 @@ class Experts(ParameterLayer):
     def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """``x [T, hidden]``, weights and experts ``[T, k]`` to this rank's part of the sum, ``[T, hidden]``."""
         return self.method.apply(self, x, weights, experts)
+
+    def add(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """``residual [T, hidden]`` and this rank's part of the sum, in ``residual``; None: nothing does both."""
+        return self.method.add(self, x, weights, experts, residual)
 
     @property
     def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -77,6 +77,12 @@ class Fp8ExpertsMethod:
         """See :meth:`Experts.forward`."""
         return self.kernel(x, weights, experts, _weights(layer))
 
+    def add(
+        self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """No kernel does both."""
+        return None
+
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """Three matrices an expert, and the scales of each."""
         for index, expert in enumerate(layer.held):

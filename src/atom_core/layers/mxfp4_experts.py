@@ -69,6 +69,12 @@ class Mxfp4ExpertsMethod:
         down = (layer.down_proj_blocks, layer.down_proj_scales)
         return self.kernel(x, weights, experts, Mxfp4Weights(*gate_up, *down, *layer.biases))
 
+    def add(
+        self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """No kernel does both."""
+        return None
+
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """Blocks and scales, without the biases."""
         total, hidden, held, mine = layer.total, layer.hidden_size, layer.held, layer.mine

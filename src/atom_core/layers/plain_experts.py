@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.config import Activation
-from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
+from atom_core.kernels.experts import EXPERTS, AddingExpertsKernel, ExpertsSpec, ExpertWeights
 from atom_core.layers.fused_experts import MiddlePlacement, PairsPlacement
 from atom_core.layers.parameters import Placement, empty_parameter
 from atom_core.runtime import Runtime
@@ -28,10 +28,20 @@ class PlainExpertsMethod:
         bias = layer.gate_up_proj_bias is not None
         spec = ExpertsSpec(layer.held.start, count, hidden, size, top_k, activation, bias, runtime.dtype)
         self.kernel = runtime.kernels.select(EXPERTS, spec)
+        self.adding = self.kernel if isinstance(self.kernel, AddingExpertsKernel) else None
 
     def apply(self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See :meth:`atom_core.layers.experts.Experts.forward`."""
         return self.kernel(x, weights, experts, ExpertWeights(layer.gate_up_proj, layer.down_proj, *layer.biases))
+
+    def add(
+        self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """See :class:`atom_core.layers.experts.ExpertsMethod`."""
+        if self.adding is None or torch.compiler.is_compiling():
+            return None
+        held = ExpertWeights(layer.gate_up_proj, layer.down_proj, *layer.biases)
+        return self.adding.add(x, weights, experts, held, residual)
 
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """Three matrices an expert, or two tensors of all of them."""

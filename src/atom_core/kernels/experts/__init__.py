@@ -10,7 +10,7 @@ weights of gate and up ``[E, 2I, H]``, one behind the other, of down ``[E, H, I]
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -49,6 +49,21 @@ class ExpertsKernel(Protocol):
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
     ) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class AddingExpertsKernel(Protocol):
+    """A kernel that can add to a residual on its way."""
+
+    def add(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        layer: ExpertWeights,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """``residual += y``, rounded once; ``residual`` is contiguous, and is the result."""
 
 
 def _triton_supports(spec: ExpertsSpec, target: Target) -> str | None:
