@@ -536,6 +536,19 @@ def test_experts_compile(monkeypatch, tokens, launches, bias, gpu):
 
 
 @every_gpu
+def test_experts_of_one_token_compile_behind_a_norm(monkeypatch, gpu):
+    kept = keep(monkeypatch, *FEW)
+    spec = ExpertsSpec(0, 16, 2048, 768, 8, "silu", False, torch.bfloat16)
+    layer = ExpertWeights(
+        torch.empty(16, 1536, 2048, dtype=torch.bfloat16), torch.empty(16, 2048, 768, dtype=torch.bfloat16)
+    )
+    chosen = torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int32)
+    experts_kernel.TritonExperts(spec, gpu.nvidia).add_behind_norm(zeros(1, 2048), zeros(2048), 1e-6, *chosen, layer)
+    for kernel, launch in kept():
+        compile_launch(kernel, launch, gpu)
+
+
+@every_gpu
 @pytest.mark.parametrize(("tokens", "launches"), [(1, 2), (40, 4), (3000, 6)])
 def test_experts_in_mxfp4_compile(monkeypatch, tokens, launches, gpu):
     kernels = [(mxfp4_kernel, name) for name in ("_gate_up", "_down", "_multiply")]

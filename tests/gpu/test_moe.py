@@ -17,6 +17,7 @@ from atom_core.kernels.moe_routing.triton_kernel import route as launch
 from atom_core.kernels.mxfp4_experts import Mxfp4Weights
 from atom_core.kernels.mxfp4_experts.reference import ReferenceMxfp4Experts
 from atom_core.kernels.mxfp4_experts.triton_kernel import TritonMxfp4Experts
+from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps
 
@@ -116,6 +117,16 @@ def test_answers_are_added_to_a_residual(tokens):
     residual = torch.randn(tokens, spec.hidden_size, device=GPU).to(spec.dtype)
     wanted = residual.float() + ReferenceExperts(spec)(*given).float()
     assert_close(TritonExperts(spec, OVERLAP).add(*given, residual), wanted)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_one_token_is_normed_on_the_way(spec):
+    _, weights, experts, layer = operands(spec, 1)
+    stream = torch.randn(1, spec.hidden_size, device=GPU).to(spec.dtype)
+    norm = torch.rand(spec.hidden_size, device=GPU).to(spec.dtype) + 0.5
+    normed = rms_norm(stream, norm, 1e-6, None)[0]
+    wanted = stream.float() + ReferenceExperts(spec)(normed, weights, experts, layer).float()
+    assert_close(TritonExperts(spec, OVERLAP).add_behind_norm(stream, norm, 1e-6, weights, experts, layer), wanted)
 
 
 @pytest.mark.parametrize("spec", MXFP4_SPECS.values(), ids=MXFP4_SPECS)

@@ -53,7 +53,10 @@ class ExpertsKernel(Protocol):
 
 @runtime_checkable
 class AddingExpertsKernel(Protocol):
-    """A kernel that can add to a residual on its way."""
+    """A kernel that can add to a residual on its way, and norm few tokens in front."""
+
+    max_normed: int
+    """Tokens up to which :meth:`add_behind_norm` is to be called, from 1 on."""
 
     def add(
         self,
@@ -64,6 +67,17 @@ class AddingExpertsKernel(Protocol):
         residual: torch.Tensor,
     ) -> torch.Tensor:
         """``residual += y``, rounded once; ``residual`` is contiguous, and is the result."""
+
+    def add_behind_norm(
+        self,
+        stream: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        layer: ExpertWeights,
+    ) -> torch.Tensor:
+        """``stream += y`` of ``x = rms_norm(stream)``, which is not rounded; see :mod:`atom_core.kernels.rms_norm`."""
 
 
 def _triton_supports(spec: ExpertsSpec, target: Target) -> str | None:

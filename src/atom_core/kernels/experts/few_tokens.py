@@ -14,6 +14,7 @@ import triton.language as tl
 from atom_core.kernels.experts.grouped import Held, combine
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.linear.parts import finish, products, weight_rows
+from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
 
 #: Tokens up to which nothing is sorted: the columns of a matrix product that costs no more than half as many.
@@ -23,10 +24,12 @@ MAX_TOKENS = 16
 @triton.jit
 def _gate_up_of_one(
     x,
+    norm,
     experts,
     weight,
     bias,
     middle,
+    eps,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
     K,
@@ -37,10 +40,13 @@ def _gate_up_of_one(
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``middle [k, N / 2]``: a program takes some rows for one of the token's experts."""
+    """``middle [k, N / 2]``: a program takes some rows for one of the token's experts, behind a norm or not."""
     place = tl.program_id(1)
     row = weight_rows(N, BLOCK_N, True)
     column = tl.arange(0, BLOCK_K)
+    known = tl.full([BLOCK_K], True, tl.int1) if EVEN else column < K
+    if norm is not None:
+        factors = tl.load(norm + column, mask=known, other=0.0)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         # Not earlier: the kernel behind reads which experts they are without waiting for this one.
@@ -52,19 +58,28 @@ def _gate_up_of_one(
     if bias is not None:
         bias += expert.to(tl.int64) * N
     at = weight + row[:, None] * K + column[None, :]
-    known = tl.full([BLOCK_K], True, tl.int1) if EVEN else column < K
     tile = tl.load(at, mask=known[None, :], other=0.0, eviction_policy="evict_first")
     wide = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
     sums = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
     for begin in tl.range(BLOCK_K, K, BLOCK_K):
         if not EVEN:
             known = begin + column < K
         ahead = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
         wide_ahead = tl.load(x + begin + column, mask=known, other=0.0).to(tl.float32)
+        if norm is not None:
+            squares += wide * wide
+            wide *= factors.to(tl.float32)
+            factors = tl.load(norm + begin + column, mask=known, other=0.0)
         sums += products(tile, wide, BLOCK_N, BLOCK_K)
         tile = ahead
         wide = wide_ahead
+    if norm is not None:
+        squares += wide * wide
+        wide *= factors.to(tl.float32)
     total = tl.sum(sums + products(tile, wide, BLOCK_N, BLOCK_K), 1)
+    if norm is not None:
+        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
     middle += place.to(tl.int64) * (N // 2)
     finish(total[None, :], None, None, bias, None, middle, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
 
@@ -223,10 +238,12 @@ def one_token(
     activation: int,
     overlap: bool,
     residual: torch.Tensor | None,
+    norm: Norm | None = None,
 ) -> torch.Tensor:
     """See :mod:`atom_core.kernels.experts`; ``activation`` is one of ``ACTIVATIONS``' numbers.
 
-    ``residual``: contiguous, in the result's shape; it is written to, and is the result.
+    ``residual``: contiguous, in the result's shape; it is written to, and is the result. ``norm``: norm ``x`` first; it
+    may be the residual.
     """
     hidden, size = x.shape[1], down.shape[2]
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
@@ -235,10 +252,12 @@ def one_token(
     columns = min(1024, triton.next_power_of_2(hidden))
     _gate_up_of_one[(triton.cdiv(size, 2), held.top_k)](
         x,
+        None if norm is None else norm.weight,
         experts,
         gate_up,
         gate_up_bias,
         middle,
+        0.0 if norm is None else norm.eps,
         K=hidden,
         N=2 * size,
         BLOCK_N=4,

@@ -10,6 +10,7 @@ from atom_core.config import Activation
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS, few_tokens, one_token
 from atom_core.kernels.experts.grouped import Held, many_tokens
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
+from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.opaque import opaque
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ class TritonExperts:
         spec: the layer.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
+
+    max_normed = 1
 
     def __init__(self, spec: ExpertsSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
@@ -47,6 +50,22 @@ class TritonExperts:
         return _launch(
             x, weights, experts, *layer, spec.first, spec.count, spec.activation, self.overlap, residual=residual
         )
+
+    def add_behind_norm(
+        self,
+        stream: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        layer: ExpertWeights,
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.experts.AddingExpertsKernel`."""
+        spec = self.spec
+        assert len(stream) == self.max_normed
+        assert stream.is_contiguous()
+        held, act = Held(spec.first, spec.count, spec.top_k), ACTIVATIONS[spec.activation]
+        return one_token(stream, weights, experts, *layer, held, act, self.overlap, stream, Norm(norm, eps))
 
 
 def _fake(

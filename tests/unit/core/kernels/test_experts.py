@@ -10,6 +10,7 @@ import torch
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.reference import ReferenceExperts
 from atom_core.kernels.gated_activation.reference import gated_activation
+from atom_core.kernels.rms_norm.reference import rms_norm
 
 SPEC = ExpertsSpec(0, 6, 40, 24, 3, "silu", bias=False, dtype=torch.float32)
 SPECS = {
@@ -109,6 +110,21 @@ def test_answers_are_added_to_a_residual(spec, tokens):
     wanted = residual.double() + by_definition(spec, *given)
     found = TritonExperts(spec, overlap=False).add(*given, residual)
     assert found is residual
+    assert_close(found, wanted)
+
+
+@every_spec
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_one_token_is_normed_on_the_way(spec, dtype):
+    from atom_core.kernels.experts.triton_kernel import TritonExperts
+
+    x, weights, experts, layer = operands(spec, 1, dtype)
+    norm = torch.rand(spec.hidden_size).to(dtype) + 0.5
+    normed = rms_norm(x, norm, 1e-5, None)[0]
+    wanted = x.double() + by_definition(spec, normed, weights, experts, layer)
+    stream = x.clone()
+    found = TritonExperts(spec, overlap=False).add_behind_norm(stream, norm, 1e-5, weights, experts, layer)
+    assert found is stream
     assert_close(found, wanted)
 
 
