@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from atom_core.standalone import Runner
 from tests.integration.questions import checkpoint
 from tests.unit.core.fp8_checkpoints import Format, make_fp8
-from tests.unit.core.mxfp4_checkpoints import quantize
+from tests.unit.core.mxfp4_checkpoints import make_gpt_oss, make_plain_gpt_oss
 
 PROMPTS = ("Tom has 3 apples.", "A", "How many are left when 12 of 40 are sold?")
 NUM_TOKENS = 16
@@ -121,10 +121,8 @@ def make_mxfp4(directory: Path) -> tuple[Path, Path]:
     """Save a GPT-OSS with experts in MXFP4, and the same with the numbers that these stand for."""
     make_mixture(directory, "gpt_oss")
     packed, rounded = directory / "packed", directory / "rounded"
-    quantize(directory, packed, rounded)
-    for folder in (packed, rounded):
-        for name in _TOKENIZER:
-            shutil.copy(directory / name, folder)
+    make_gpt_oss(directory, packed)
+    make_plain_gpt_oss(directory, rounded)
     return packed, rounded
 
 

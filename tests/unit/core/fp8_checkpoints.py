@@ -128,6 +128,22 @@ def quantize(weight: torch.Tensor, per_row: bool, scale_shape: tuple[int, ...]) 
     return quantized, scale if per_row else scale.reshape(scale_shape)
 
 
+def save_beside(
+    source: Path, target: Path, tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any] | None
+) -> None:
+    """Write ``source`` with other tensors and another ``quantization_config`` to ``target``, a folder that is made."""
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.is_file():
+            shutil.copy(path, target)
+    path = target / "config.json"
+    config = {key: value for key, value in json.loads(path.read_text()).items() if key != "quantization_config"}
+    if quantization is not None:
+        config["quantization_config"] = dict(quantization)
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    save_file(dict(tensors), target / "model.safetensors", {"format": "pt"})
+
+
 def make_fp8(
     source: Path,
     target: Path,
@@ -145,9 +161,6 @@ def make_fp8(
         keep: which modules stay as they are.
         input_scale: of a module, where the format has such scales.
     """
-    shutil.copytree(source, target)
-    path = target / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(form.config)}))
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
@@ -158,15 +171,11 @@ def make_fp8(
                 tensors[f"{module}.input_scale"] = torch.full(form.scale_shape, input_scale(module))
         else:
             tensors[name] = tensor
-    save_file(tensors, target / "model.safetensors")
+    save_beside(source, target, tensors, form.config)
 
 
 def make_plain(source: Path, target: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write the FP8 checkpoint ``source`` to ``target`` in ``dtype``: its weights times their scales."""
-    shutil.copytree(source, target)
-    path = target / "config.json"
-    config = {key: value for key, value in json.loads(path.read_text()).items() if key != "quantization_config"}
-    path.write_text(json.dumps(config))
     stored = load_file(source / "model.safetensors")
     plain = {}
     for name, tensor in stored.items():
@@ -177,4 +186,4 @@ def make_plain(source: Path, target: Path, dtype: torch.dtype = torch.float32) -
             tensor = (tensor.float() * scale).to(dtype)
         if not name.endswith(("_scale", "_scale_inv")):
             plain[name] = tensor
-    save_file(plain, target / "model.safetensors")
+    save_beside(source, target, plain, None)

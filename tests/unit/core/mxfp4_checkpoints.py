@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from atom_core.kernels.mxfp4_linear.reference import NUMBERS, dequantize
-from tests.unit.core.fp8_checkpoints import LINEARS
+from tests.unit.core.fp8_checkpoints import LINEARS, save_beside
 
+#: How names of GPT-OSS's experts end.
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 #: What the makers of GPT-OSS write.
 CONFIG = {
     "quant_method": "mxfp4",
@@ -36,20 +36,22 @@ def pack(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (codes[..., ::2] | codes[..., 1::2] << 4).flatten(-2), (exponents + 127).to(torch.uint8)
 
 
-def quantize(directory: Path, packed: Path, rounded: Path) -> None:
-    """Save the checkpoint of ``directory`` twice: with packed experts, and with what they stand for."""
-    (small, plain), config = ({}, {}), json.loads((directory / "config.json").read_text())
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            small[name] = plain[name] = tensor
-            continue
-        blocks, scales = pack(tensor.transpose(1, 2))
-        small |= {f"{name}_blocks": blocks.unflatten(-1, (-1, 16)), f"{name}_scales": scales}
-        plain[name] = dequantize(blocks, scales, tensor.dtype).transpose(1, 2).contiguous()
-    for folder, tensors, more in ((packed, small, {"quantization_config": CONFIG}), (rounded, plain, {})):
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({**config, **more}))
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+def make_gpt_oss(source: Path, target: Path) -> None:
+    """Write GPT-OSS's ``source`` with experts in MXFP4 to ``target``, a folder that is made."""
+    tensors = load_file(source / "model.safetensors")
+    for name in [it for it in tensors if it.endswith(EXPERTS)]:
+        blocks, tensors[f"{name}_scales"] = pack(tensors.pop(name).transpose(1, 2))
+        tensors[f"{name}_blocks"] = blocks.unflatten(-1, (-1, 32 // 2))
+    save_beside(source, target, tensors, CONFIG)
+
+
+def make_plain_gpt_oss(source: Path, target: Path) -> None:
+    """Write GPT-OSS's ``source`` to ``target`` with the numbers that are left of its experts in MXFP4."""
+    tensors = load_file(source / "model.safetensors")
+    for name in [it for it in tensors if it.endswith(EXPERTS)]:
+        blocks, scales = pack(tensors[name].transpose(1, 2))
+        tensors[name] = dequantize(blocks, scales, tensors[name].dtype).transpose(1, 2).contiguous()
+    save_beside(source, target, tensors, None)
 
 
 def quark_mxfp4(rounded_inputs: bool = True, **more: Any) -> dict[str, Any]:
@@ -98,10 +100,6 @@ def make_quark(
         config: its ``quantization_config``; None: :func:`quark_mxfp4`'s.
         keep: which modules stay as they are.
     """
-    shutil.copytree(source, target)
-    path = target / "config.json"
-    config = quark_mxfp4() if config is None else config
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
@@ -109,19 +107,15 @@ def make_quark(
             tensors[name], tensors[f"{name}_scale"] = pack(tensor)
         else:
             tensors[name] = tensor
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    save_beside(source, target, tensors, quark_mxfp4() if config is None else config)
 
 
 def make_plain_quark(source: Path, target: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write the checkpoint ``source`` of :func:`make_quark` to ``target``, its packed weights in ``dtype``."""
-    shutil.copytree(source, target)
-    path = target / "config.json"
-    config = {key: value for key, value in json.loads(path.read_text()).items() if key != "quantization_config"}
-    path.write_text(json.dumps(config))
     stored = load_file(source / "model.safetensors")
     plain = {
         name: dequantize(tensor, stored[f"{name}_scale"], dtype) if f"{name}_scale" in stored else tensor
         for name, tensor in stored.items()
         if not name.endswith("weight_scale")
     }
-    save_file(plain, target / "model.safetensors", {"format": "pt"})
+    save_beside(source, target, plain, None)

@@ -20,7 +20,7 @@ from tests.unit.core.hugging_face import (
     make_model,
     random_tokens,
 )
-from tests.unit.core.mxfp4_checkpoints import CONFIG, quantize
+from tests.unit.core.mxfp4_checkpoints import CONFIG, make_gpt_oss, make_plain_gpt_oss
 from tests.unit.core.ranks import tensor_parallel_logits
 
 NAME = "GptOssForCausalLM"
@@ -38,7 +38,8 @@ def checkpoints(tmp_path):
     """The packed one, and one of the numbers that it stands for."""
     make_model(tmp_path, make_config(FAMILY))
     packed, rounded = tmp_path / "packed", tmp_path / "rounded"
-    quantize(tmp_path, packed, rounded)
+    make_gpt_oss(tmp_path, packed)
+    make_plain_gpt_oss(tmp_path, rounded)
     return packed, rounded
 
 
