@@ -45,8 +45,8 @@ def score(server: Server, concurrency: int) -> float:
 
 def last_error(log: str) -> str:
     """The error that a log names; engines that fail to start say at the end that they did, and before it why."""
-    found = [match[0].strip() for line in log.splitlines() if (match := re.search(r"\w+Error: .*", line))]
-    causes = [error for error in found if "Engine core" not in error]
+    lines = (re.match(r"(?:.*?\] )?\s*(\w+Error(?:: .*)?)$", line) for line in log.splitlines())
+    causes = [match[1] for match in lines if match and "Engine core" not in match[1]]
     return causes[-1] if causes else "its log names no error"
 
 

@@ -71,7 +71,7 @@ class Format:
     per_row: bool = False
     static: bool = False
     scale_shape: tuple[int, ...] = ()
-    """Of a tensor's one scale."""
+    """Of a tensor's one scale; of one a row, where that is not [rows, 1]."""
     block: bool = False
     scale: str = "weight_scale"
 
@@ -88,7 +88,9 @@ FORMATS = (
     Format("compressed, channel, dynamic", compressed("channel", dynamic=True), per_row=True),
     Format("modelopt", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, static=True),
     Format("quark, tensor, static", quark("per_tensor", "per_tensor", dynamic=False), static=True),
-    Format("quark, channel, dynamic", quark("per_channel", "per_channel", dynamic=True), per_row=True),
+    Format(
+        "quark, channel, dynamic", quark("per_channel", "per_channel", dynamic=True), per_row=True, scale_shape=(-1,)
+    ),
 )
 
 #: The same with a scale for each block of a weight.
@@ -125,7 +127,7 @@ def quantize(weight: torch.Tensor, per_row: bool, scale_shape: tuple[int, ...]) 
     largest = wide.abs().amax(-1, keepdim=True) if per_row else wide.abs().max()
     scale = largest / 448.0
     quantized = (wide / scale).clamp(-448.0, 448.0).to(E4M3)
-    return quantized, scale if per_row else scale.reshape(scale_shape)
+    return quantized, scale if per_row and not scale_shape else scale.reshape(scale_shape)
 
 
 def save_beside(
@@ -183,6 +185,8 @@ def make_plain(source: Path, target: Path, dtype: torch.dtype = torch.float32) -
             scale = stored[f"{name}_scale" if f"{name}_scale" in stored else f"{name}_scale_inv"]
             if scale.dim() == 2 and scale.shape != (len(tensor), 1):
                 scale = widen(scale, tensor.shape)
+            if scale.shape == tensor.shape[:1]:
+                scale = scale[:, None]
             tensor = (tensor.float() * scale).to(dtype)
         if not name.endswith(("_scale", "_scale_inv")):
             plain[name] = tensor

@@ -9,7 +9,13 @@ import pytest
 from benchmarks import _accuracy
 from tests.integration.server import ServerFailed
 
-LOG = "INFO starts\nValueError: Unknown format.\nRuntimeError: Engine core failed. See the cause above.\nbye\n"
+LOG = """INFO 11-21 17:00:00 [core.py:1] starts
+(EngineCore pid=7) ERROR 11-21 17:00:01 [core.py:2]     raise ValueError(
+(EngineCore pid=7) ERROR 11-21 17:00:01 [core.py:2] ValueError: Unknown format.
+RuntimeError: Engine core failed. See the cause above.
+WARNING 11-21 17:00:01 [files.py:3] This may come with `OSError: [Errno 24] Too many open files`.
+bye
+"""
 
 
 class Served:
@@ -71,6 +77,10 @@ def test_an_empty_folder_is_refused(compare, tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare("--copies", tmp_path)
     assert "holds no folder with a config.json" in capsys.readouterr().err
+
+
+def test_an_error_may_say_nothing():
+    assert _accuracy.last_error("ERROR 11-21 17:00:01 [core.py:2] AssertionError") == "AssertionError"
 
 
 def test_a_log_may_name_no_error():
