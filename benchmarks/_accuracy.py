@@ -2,6 +2,8 @@
 
 A live server for each checkpoint and implementation; the client is lm-eval's `local-completions`, whose command is
 looked for in LM_EVAL (nox sets it) and else on the PATH. A benchmark says how a server is made; its main is `compare`.
+With `--copies FOLDER` the checkpoints in FOLDER are scored, such as `tools/checkpoints/quantize.py` writes; a
+framework's own model that cannot serve one is said, with the error in its log.
 """
 
 from __future__ import annotations
@@ -9,13 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import CHECKPOINTS, FAMILIES, IMPLEMENTATIONS, ROOT
-from tests.integration.server import Server
+from tests.integration.server import Server, ServerFailed
 
 #: Prompt and answer fit with room to spare.
 MAX_LENGTH = 1024
@@ -40,6 +43,13 @@ def score(server: Server, concurrency: int) -> float:
     return figures["exact_match,stripped"]
 
 
+def last_error(log: str) -> str:
+    """The error that a log names; engines that fail to start say at the end that they did, and before it why."""
+    lines = (re.match(r"(?:.*?\] )?\s*(\w+Error(?:: .*)?)$", line) for line in log.splitlines())
+    causes = [match[1] for match in lines if match and "Engine core" not in match[1]]
+    return causes[-1] if causes else "its log names no error"
+
+
 def compare(description: str | None, serve: Callable[[str, Path], Server]) -> None:
     """The command line: one line a checkpoint and implementation.
 
@@ -48,13 +58,26 @@ def compare(description: str | None, serve: Callable[[str, Path], Server]) -> No
         serve: makes the server of an implementation, by its name, and a checkpoint.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES))
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--families", nargs="+", default=list(FAMILIES))
+    which.add_argument("--copies", type=Path, metavar="FOLDER", help="score the checkpoints in this folder instead")
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=list(IMPLEMENTATIONS))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16])
     arguments = parser.parse_args()
-    for family in arguments.families:
+    checkpoints = [CHECKPOINTS / family for family in arguments.families]
+    if arguments.copies is not None:
+        checkpoints = sorted(path.parent.resolve() for path in arguments.copies.glob("*/config.json"))
+        if not checkpoints:
+            parser.error(f"--copies {arguments.copies} holds no folder with a config.json")
+    width = 2 + max(len(checkpoint.name) for checkpoint in checkpoints)
+    for checkpoint in checkpoints:
         for name in arguments.implementations:
-            with serve(name, CHECKPOINTS / family) as server:
-                scores = {count: score(server, count) for count in arguments.concurrency}
-            line = "  ".join(f"concurrency {count}: {value:.1%}" for count, value in scores.items())
-            print(f"{family:<10}{name:<10}{line}", flush=True)
+            try:
+                with serve(name, checkpoint) as server:
+                    scores = {count: score(server, count) for count in arguments.concurrency}
+                line = "  ".join(f"concurrency {count}: {value:.1%}" for count, value in scores.items())
+            except ServerFailed as failed:
+                if name == "atom":
+                    raise
+                line = f"cannot serve it: {last_error(failed.log)}"
+            print(f"{checkpoint.name:<{width}}{name:<10}{line}", flush=True)

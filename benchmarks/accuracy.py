@@ -1,6 +1,7 @@
 """Exact match of native vLLM and atom on the held-out questions, by lm-eval against the OpenAI endpoint.
 
     nox -s bench -- accuracy                          # every trained checkpoint, concurrency 1 and 16
+    nox -s bench -- accuracy --copies FOLDER          # its checkpoints instead, such as quantised ones
 
 A live `vllm serve` for each checkpoint and implementation: see `benchmarks._accuracy`.
 """

@@ -114,7 +114,7 @@ def random_model(config: ModelConfig, runtime: Runtime, seed: int = 0) -> Decode
     generator = torch.Generator(runtime.device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():  # packed: codes of any bits, with scales of powers of two near 2^-8
-            scales = name.endswith("scales")
+            scales = name.endswith(("_scale", "_scales"))
             parameter.data.random_(117 if scales else 0, 122 if scales else 256, generator=generator)
             continue
         centre = 1.0 if parameter.dim() == 1 and not name.endswith("bias") else 0.0

@@ -43,8 +43,11 @@ from atom_core.kernels.gated_activation import triton_kernel as activation_kerne
 from atom_core.kernels.linear import triton_kernel as linear_kernel
 from atom_core.kernels.linear.tiles import tile_for
 from atom_core.kernels.moe_routing import triton_kernel as routing_kernel
-from atom_core.kernels.mxfp4_experts import Mxfp4Weights
+from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec, Mxfp4Weights
 from atom_core.kernels.mxfp4_experts import triton_kernel as mxfp4_kernel
+from atom_core.kernels.mxfp4_linear import few_rows as few_mxfp4_rows_kernel
+from atom_core.kernels.mxfp4_linear import inputs as inputs_kernel
+from atom_core.kernels.mxfp4_linear import many_rows as many_mxfp4_rows_kernel
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear import triton_kernel as normed_kernel
 from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qkv_kernel
@@ -475,6 +478,57 @@ def test_many_rows_by_blocks_compile(monkeypatch, rows, in_features, bias, gpu):
 
 
 @every_gpu
+@pytest.mark.parametrize("norm", [None, linear_kernel.Norm(zeros(12288), 1e-6)], ids=["alone", "normed"])
+@pytest.mark.parametrize("slots", [None, torch.zeros(2, dtype=torch.int32)], ids=["all rows", "rows of slots"])
+@pytest.mark.parametrize(("rounds", "split"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("size", [2880, 12288])
+def test_preparing_inputs_for_mxfp4_compiles(monkeypatch, size, rounds, split, slots, norm, gpu):
+    kernel = inputs_kernel._prepare
+    monkeypatch.setattr(inputs_kernel, "_prepare", Recorder())
+    with pytest.raises(Launched) as launched:
+        inputs_kernel.prepare(zeros(2, size), gpu.nvidia, rounds=rounds, split=split, norm=norm, slots=slots)
+    compile_launch(kernel, launched.value, gpu)
+
+
+def in_mxfp4(
+    rows: int, out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, ...]:
+    """``x``, blocks and scales."""
+    packed = (torch.zeros(out_features, in_features // unit, dtype=torch.uint8) for unit in (2, 32))
+    return zeros(rows, in_features).to(dtype), *packed
+
+
+@every_gpu
+@pytest.mark.parametrize("way", ["plain", "adding", "activated", "float32"])
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), [(1, 4096, 4096), (24, 4096, 12288), (64, 1000, 96)])
+def test_few_rows_by_mxfp4_compile(monkeypatch, rows, out_features, in_features, way, gpu):
+    kernel = few_mxfp4_rows_kernel._few_rows
+    monkeypatch.setattr(few_mxfp4_rows_kernel, "_few_rows", Recorder())
+    dtype = torch.float32 if way == "float32" else torch.bfloat16
+    with pytest.raises(Launched) as launched:
+        few_mxfp4_rows_kernel.multiply_few_rows(
+            *in_mxfp4(rows, out_features, in_features, dtype),
+            zeros(out_features),
+            nvidia=gpu.nvidia,
+            overlap=gpu.nvidia,
+            activation="silu" if way == "activated" else None,
+            residual=zeros(rows, out_features) if way == "adding" else None,
+        )
+    compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "in_features"), [(80, 4096), (300, 4096), (3000, 4096), (3000, 96)])
+def test_many_rows_by_mxfp4_compile(monkeypatch, rows, in_features, dtype, gpu):
+    kernel = many_mxfp4_rows_kernel._many_rows
+    monkeypatch.setattr(many_mxfp4_rows_kernel, "_many_rows", Recorder())
+    with pytest.raises(Launched) as launched:
+        many_mxfp4_rows_kernel.multiply_many_rows(*in_mxfp4(rows, 4096, in_features, dtype), None, nvidia=gpu.nvidia)
+    compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
 @pytest.mark.parametrize(
     "spec",
     [RoutingConfig(128, 8, "softmax", renormalize=True), RoutingConfig(256, 8, "sigmoid", True, True, 2.5, 8, 4)],
@@ -554,7 +608,8 @@ def test_experts_in_mxfp4_compile(monkeypatch, tokens, launches, gpu):
     kernels = [(mxfp4_kernel, name) for name in ("_gate_up", "_down", "_multiply")]
     kept = keep(monkeypatch, *kernels, *SORTING)
     hidden, size, count = 2880, 2880, 32
-    spec = ExpertsSpec(0, count, hidden, size, 4, "clamped_swiglu", True, torch.bfloat16)
+    spec = Mxfp4ExpertsSpec(0, count, hidden, size, 4, "clamped_swiglu", True, torch.bfloat16, rounded_inputs=True)
+    keep(monkeypatch, (inputs_kernel, "_prepare"))
     layer = Mxfp4Weights(
         torch.empty(count, 2 * size, hidden // 2, dtype=torch.uint8),
         torch.empty(count, 2 * size, hidden // 32, dtype=torch.uint8),

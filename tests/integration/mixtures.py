@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from atom_core.standalone import Runner
 from tests.integration.questions import checkpoint
 from tests.unit.core.fp8_checkpoints import Format, make_fp8
-from tests.unit.core.mxfp4_checkpoints import quantize
+from tests.unit.core.mxfp4_checkpoints import make_gpt_oss, make_plain_gpt_oss
 
 PROMPTS = ("Tom has 3 apples.", "A", "How many are left when 12 of 40 are sold?")
 NUM_TOKENS = 16
 _CANDIDATES = tuple(f"{count} birds and {7 * count % 23} cats are" for count in range(1, 81))
-#: Prompts of an FP8 mixture, and how many must be answered alike: engines sum attention in another order, in 16 bits,
-#: which sometimes moves a number of e4m3 to the next, and that another expert into the chosen ones.
+#: Prompts of a quantised mixture, and how many must be answered alike: engines sum attention in another order, in 16
+#: bits, which sometimes moves a number of e4m3 to the next, and that another expert into the chosen ones.
 NUM_FP8_PROMPTS, FP8_ALIKE = 24, 0.9
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
@@ -81,17 +83,24 @@ def make_mixture(directory: Path, family: str = "qwen3_moe", **settings: Any) ->
 
 
 def make_fp8_mixture(directory: Path, family: str, form: Format) -> tuple[Path, dict[str, int]]:
-    """Save one in FP8 under ``directory``, of sizes that two ranks can share by whole blocks.
+    """See :func:`make_quantised_mixture`."""
+    return make_quantised_mixture(directory, family, partial(make_fp8, form=form))
+
+
+def make_quantised_mixture(
+    directory: Path, family: str, quantise: Callable[[Path, Path], None]
+) -> tuple[Path, dict[str, int]]:
+    """Save one under ``directory`` as ``quantise`` does, of sizes that two ranks can share by whole blocks.
 
     Returns:
         Its folder; the prompts of whose first token our model alone is surest, in bfloat16, and that token.
     """
-    source, target = directory / "source", directory / "fp8"
+    source, target = directory / "source", directory / "quantised"
     source.mkdir(parents=True)
     # Mixtral norms no queries and keys: with larger weights one key gets all attention, and 16 bits decide which.
     own = {"qwen3_moe": {"moe_intermediate_size": 256}, "mixtral": {"initializer_range": 0.1}}
     make_mixture(source, family, head_dim=128, **own[family])
-    make_fp8(source, target, form)
+    quantise(source, target)
     runner = Runner(target, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(target)
     found: list[tuple[float, str, int]] = []
@@ -112,10 +121,8 @@ def make_mxfp4(directory: Path) -> tuple[Path, Path]:
     """Save a GPT-OSS with experts in MXFP4, and the same with the numbers that these stand for."""
     make_mixture(directory, "gpt_oss")
     packed, rounded = directory / "packed", directory / "rounded"
-    quantize(directory, packed, rounded)
-    for folder in (packed, rounded):
-        for name in _TOKENIZER:
-            shutil.copy(directory / name, folder)
+    make_gpt_oss(directory, packed)
+    make_plain_gpt_oss(directory, rounded)
     return packed, rounded
 
 

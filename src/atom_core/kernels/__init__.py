@@ -20,6 +20,7 @@ from atom_core.kernels.gated_activation import GATED_ACTIVATION
 from atom_core.kernels.linear import LINEAR
 from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.mxfp4_experts import MXFP4_EXPERTS
+from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR
 from atom_core.kernels.normed_linear import NORMED_LINEAR
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE
@@ -35,6 +36,7 @@ OPS = cast(
         LINEAR,
         FP8_LINEAR,
         FP8_BLOCK_LINEAR,
+        MXFP4_LINEAR,
         NORMED_LINEAR,
         QK_NORM_ROPE,
         QK_NORM_ROPE_CACHE,

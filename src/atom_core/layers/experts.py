@@ -18,7 +18,7 @@ from atom_core.layers.mxfp4_experts import Mxfp4ExpertsMethod
 from atom_core.layers.norm import RMSNorm
 from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
 from atom_core.layers.plain_experts import PlainExpertsMethod
-from atom_core.quant import Mxfp4Config
+from atom_core.quant import Mxfp4Config, Mxfp4LinearConfig
 from atom_core.runtime import Runtime
 
 
@@ -96,12 +96,18 @@ class Experts(ParameterLayer):
         self.method.create(self, activation, routing.top_k, runtime, name)
 
     def _method(self, runtime: Runtime, name: str) -> ExpertsMethod:
-        if isinstance(runtime.quant, Mxfp4Config):
-            return Mxfp4ExpertsMethod()
         base = checkpoint_module(name, self.folder)
+        if isinstance(runtime.quant, Mxfp4Config):
+            return Mxfp4ExpertsMethod(runtime.quant, base)
         first = base if self.fused else f"{base}.0"
         scheme = runtime.quant.linear([f"{first}.{it}" for it in (self.names.gate, self.names.up, self.names.down)])
-        return PlainExpertsMethod() if scheme is None else Fp8ExpertsMethod(scheme, base)
+        if scheme is None:
+            return PlainExpertsMethod()
+        return (
+            Mxfp4ExpertsMethod(scheme, base)
+            if isinstance(scheme, Mxfp4LinearConfig)
+            else Fp8ExpertsMethod(scheme, base)
+        )
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """``x [T, hidden]``, weights and experts ``[T, k]`` to this rank's part of the sum, ``[T, hidden]``."""

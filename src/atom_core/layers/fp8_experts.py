@@ -61,7 +61,7 @@ class Fp8ExpertsMethod:
         count, size, hidden, block = len(layer.held), len(layer.mine), layer.hidden_size, self.scheme.block
         if block:
             instead = ", or share out whole experts (expert parallelism)"
-            for _, part in _parts(layer, layer.held.start):
+            for _, part in expert_parts(layer, layer.held.start):
                 check_blocks(part, checkpoint_module(name, part.module), layer.num_ranks, instead, layer.ranks)
         layer.gate_up_proj = empty_fp8(runtime, count, 2 * size, hidden)
         layer.down_proj = empty_fp8(runtime, count, hidden, size)
@@ -97,7 +97,7 @@ class Fp8ExpertsMethod:
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """Three matrices an expert, and the scales of each."""
         for index, expert in enumerate(layer.held):
-            for ours, part in _parts(layer, expert):
+            for ours, part in expert_parts(layer, expert):
                 weight, scale = (getattr(layer, f"{ours}_{what}")[index] for what in ("proj", "scale"))
                 for name, kept_in, placement in self._of_part(part, weight, scale):
                     yield part.module, name, replace(placement, held_by=f"{ours}_{kept_in}")
@@ -117,7 +117,7 @@ class Fp8ExpertsMethod:
         self.kernel.adopt(_weights(layer))
 
 
-def _parts(layer: Experts, expert: int) -> Iterator[tuple[str, Part]]:
+def expert_parts(layer: Experts, expert: int) -> Iterator[tuple[str, Part]]:
     """An expert's matrices, and which of our weights each belongs to."""
     module, names = f"{layer.folder}.{expert}", layer.names
     size, hidden, mine = layer.size, layer.hidden_size, layer.mine

@@ -15,16 +15,19 @@ from torch import nn
 from atom_core.kernels.linear import LinearKernel, LinearSpec
 from atom_core.layers.block_fp8 import BlockFp8Method
 from atom_core.layers.linear_methods import Fp8Method, LinearMethod, Part, UnquantizedMethod
+from atom_core.layers.mxfp4_linear import Mxfp4Method
 from atom_core.layers.norm import Stream
 from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
-from atom_core.quant import Fp8Config
+from atom_core.quant import LinearScheme, Mxfp4LinearConfig
 from atom_core.runtime import Runtime
 
 
-def method_of(scheme: Fp8Config | None) -> LinearMethod:
+def method_of(scheme: LinearScheme | None) -> LinearMethod:
     """The way of ``scheme``; None is no quantisation."""
     if scheme is None:
         return UnquantizedMethod()
+    if isinstance(scheme, Mxfp4LinearConfig):
+        return Mxfp4Method(scheme)
     return BlockFp8Method(scheme) if scheme.block else Fp8Method(scheme)
 
 
@@ -44,7 +47,7 @@ class Linear(ParameterLayer):
     #: Where the layer is not quantised: what it asked of its kernel, and that.
     spec: LinearSpec
     kernel: LinearKernel
-    #: Where it is FP8: a scale a row or a block, and the input's where that is static.
+    #: Where it is quantised: a scale a row, a block or a group, and the input's where that is static.
     weight_scale: nn.Parameter
     input_scale: nn.Parameter
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from atom_core.quant.errors import unsupported
 from atom_core.quant.fp8 import Fp8Config, online_fp8, read_compressed_tensors, read_fp8, read_modelopt
-from atom_core.quant.mxfp4 import Mxfp4Config, read_mxfp4
+from atom_core.quant.mxfp4 import Mxfp4Config, Mxfp4LinearConfig, read_mxfp4
 from atom_core.quant.quark import read_quark
 
-__all__ = ["CHECKPOINT_METHODS", "ONLINE_METHODS", "SUPPORTED", "Fp8Config", "Mxfp4Config", "QuantConfig"]
-__all__ += ["Unquantized", "read_quantization", "unsupported"]
+__all__ = ["CHECKPOINT_METHODS", "ONLINE_METHODS", "SUPPORTED", "Fp8Config", "Mxfp4Config", "Mxfp4LinearConfig"]
+__all__ += ["LinearScheme", "QuantConfig", "Unquantized", "read_quantization", "unsupported"]
 
 #: Schemes that models can run, by the name users know them under; "none" is a checkpoint in its own dtype.
-SUPPORTED: tuple[str, ...] = ("none", "fp8")
+SUPPORTED: tuple[str, ...] = ("none", "fp8", "mxfp4")
+
+#: The scheme of a linear layer.
+LinearScheme: TypeAlias = Fp8Config | Mxfp4LinearConfig
 
 
 class QuantConfig(Protocol):
@@ -29,7 +32,7 @@ class QuantConfig(Protocol):
     def name(self) -> str:
         """As users know it."""
 
-    def linear(self, modules: Sequence[str]) -> Fp8Config | None:
+    def linear(self, modules: Sequence[str]) -> LinearScheme | None:
         """The scheme of a linear layer that is ``modules`` in checkpoints, several where it is merged; None: none.
 
         Raises:

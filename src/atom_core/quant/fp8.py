@@ -7,24 +7,22 @@ here: whether a weight has one or one a row is what the checkpoint's tensor says
 
 from __future__ import annotations
 
-import fnmatch
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from atom_core.quant.errors import unsupported
+from atom_core.quant.scheme import LayerScheme, with_plain_head
 
 InputScale = Literal["static", "dynamic"]
 
 #: Rows and columns of a block of a weight that has one scale, and numbers of a token that share one then.
 BLOCK_SIZE = 128
 _BLOCK = [BLOCK_SIZE, BLOCK_SIZE]
-_HEAD = "lm_head"
 
 
-@dataclass(frozen=True)
-class Fp8Config:
+@dataclass(frozen=True, kw_only=True)
+class Fp8Config(LayerScheme):
     """How the linear layers of a model are quantised; the embedding and the head are not."""
 
     serialized: bool
@@ -41,45 +39,7 @@ class Fp8Config:
     """
     scale: str = "weight_scale"
     """What checkpoints call the tensor of a weight's scales."""
-    ignored: tuple[str, ...] = ()
-    """Modules that stay as they are: see :func:`names`."""
-    prefix: str = ""
-    """What the model's module names start with, before those of checkpoints."""
     name: str = "fp8"
-
-    def linear(self, modules: Sequence[str]) -> Fp8Config | None:
-        """See :class:`atom_core.quant.QuantConfig`."""
-        ignored = {module: self.ignores(module.removeprefix(self.prefix)) for module in modules}
-        if all(ignored.values()) and ignored:
-            return None
-        if any(ignored.values()):
-            kept = ", ".join(module for module, is_ignored in ignored.items() if is_ignored)
-            raise ValueError(
-                f"The checkpoint quantises only some of {', '.join(modules)}, which are one weight here: its config "
-                f"leaves out {kept}. Supported: all of them quantised, or none."
-            )
-        return self
-
-    def below(self, prefix: str) -> Fp8Config:
-        """See :class:`atom_core.quant.QuantConfig`."""
-        return replace(self, prefix=f"{prefix}." if prefix else "")
-
-    def ignores(self, module: str) -> bool:
-        """Whether the checkpoint's ``module`` is not quantised."""
-        return any(names(pattern, module) for pattern in self.ignored)
-
-
-def names(pattern: str, module: str) -> bool:
-    """Whether a config's ``pattern`` names ``module``.
-
-    "re:" begins a regular expression, which matches from the name's start on; "*" stands for anything; else the pattern
-    is some whole parts of the name in a row ("mlp.down_proj", "model.layers.0").
-    """
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    if "*" in pattern:
-        return fnmatch.fnmatchcase(module, pattern)
-    return f".{pattern}." in f".{module}."
 
 
 def online_fp8() -> Fp8Config:
@@ -177,14 +137,3 @@ def read_modelopt(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config
         raise unsupported("modelopt", f"quant_algo={algorithm!r}")
     ignored = inner.get("ignore") or inner.get("exclude_modules") or ()
     return with_plain_head(Fp8Config(serialized=True, input_scale="static", ignored=tuple(ignored)), "modelopt", hf)
-
-
-def with_plain_head(scheme: Fp8Config, method: str, hf: Mapping[str, Any]) -> Fp8Config:
-    """``scheme`` itself, of checkpoints whose head is not quantised.
-
-    Raises:
-        ValueError: it is.
-    """
-    if not scheme.ignores(_HEAD) and not hf.get("tie_word_embeddings", False):
-        raise unsupported(method, f"a quantised {_HEAD} ('ignore' does not list it)")
-    return scheme

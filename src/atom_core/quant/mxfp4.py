@@ -1,6 +1,6 @@
-"""MXFP4 experts, as GPT-OSS's checkpoints have them (``quant_method`` "mxfp4"); all else is in the model's dtype.
+"""MXFP4: of experts alone, as GPT-OSS's checkpoints have them (``quant_method`` "mxfp4"), or of all linear layers.
 
-Activations are not quantised. See :mod:`atom_core.kernels.mxfp4_experts` for the format.
+See :mod:`atom_core.kernels.mxfp4_linear` for the format.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from atom_core.quant.errors import unsupported
-from atom_core.quant.fp8 import names
+from atom_core.quant.scheme import LayerScheme, names
+
+#: Numbers of a row that share a scale.
+GROUP = 32
 
 
 @dataclass(frozen=True)
 class Mxfp4Config:
-    """The experts, and no linear layer."""
+    """GPT-OSS's: the experts and no linear layer; activations are not quantised."""
 
     name: str = "mxfp4"
 
@@ -25,6 +28,15 @@ class Mxfp4Config:
     def below(self, prefix: str) -> Mxfp4Config:
         """See :class:`atom_core.quant.QuantConfig`."""
         return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4LinearConfig(LayerScheme):
+    """Linear layers, and experts matrix by matrix."""
+
+    rounded_inputs: bool
+    """Activations are MXFP4 too, each group of a token's numbers with a scale of its own."""
+    name: str = "mxfp4"
 
 
 def read_mxfp4(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Mxfp4Config:

@@ -1,4 +1,4 @@
-"""FP8 checkpoints of AMD Quark (``quant_method`` "quark"; https://quark.docs.amd.com).
+"""FP8 and MXFP4 checkpoints of AMD Quark (``quant_method`` "quark"; https://quark.docs.amd.com).
 
 One scheme for all linear layers: ``global_quant_config``. What ``layer_quant_config`` says of single layers may differ
 in how their output is quantised, which is how keys and values of an FP8 cache are described; their scales are read as
@@ -11,13 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from atom_core.quant.errors import unsupported
-from atom_core.quant.fp8 import BLOCK_SIZE, Fp8Config, with_plain_head
+from atom_core.quant.fp8 import BLOCK_SIZE, Fp8Config
+from atom_core.quant.mxfp4 import GROUP, Mxfp4LinearConfig
+from atom_core.quant.scheme import with_plain_head
 
 _METHOD = "quark"
+_MXFP4 = f"per_group of {GROUP} with scale_format='e8m0'"
 
 
-def read_quark(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config:
-    """A checkpoint of ``quant_method`` "quark" with weights and activations in FP8.
+def read_quark(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config | Mxfp4LinearConfig:
+    """A checkpoint of ``quant_method`` "quark".
 
     Raises:
         ValueError: other numbers, some layers quantised otherwise, or a quantised head.
@@ -29,15 +32,40 @@ def read_quark(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config:
         for part in ("weight", "input_tensors"):
             if (of_layer or {}).get(part) != common.get(part):
                 raise unsupported(_METHOD, f"a scheme of its own for {name!r} (only one for all linear layers)")
-    scheme = _scheme(common.get("weight"), common.get("input_tensors"))
+    weight, inputs = common.get("weight"), common.get("input_tensors")
     ignored = tuple(config.get("exclude") or ())
+    if isinstance(weight, Mapping) and weight.get("dtype") == "fp4":
+        rounded = _rounds_inputs(weight, inputs)
+        return with_plain_head(Mxfp4LinearConfig(rounded_inputs=rounded, ignored=ignored), _METHOD, hf)
+    scheme = _fp8_scheme(weight, inputs)
     return with_plain_head(Fp8Config(serialized=True, ignored=ignored, **scheme), _METHOD, hf)
 
 
-def _scheme(weight: Any, inputs: Any) -> dict[str, Any]:
-    for what, tensors in (("weights", weight), ("input_tensors", inputs)):
+def _rounds_inputs(weight: Mapping[str, Any], inputs: Any) -> bool:
+    """Whether activations are MXFP4 too where ``weight`` is; they can be left as they are."""
+    if not _is_mxfp4(weight) or weight.get("is_dynamic"):
+        raise unsupported(_METHOD, f"weights of {_described(weight)} (of fp4 only {_MXFP4}, static)")
+    if inputs is None:
+        return False
+    if not isinstance(inputs, Mapping) or not _is_mxfp4(inputs) or not inputs.get("is_dynamic"):
+        raise unsupported(
+            _METHOD, f"input_tensors of {_described(inputs)} with weights of fp4 (only fp4 {_MXFP4}, dynamic, or none)"
+        )
+    # How weights got their scales does not matter any more, but activations get theirs from us.
+    if (mode := inputs.get("scale_calculation_mode")) not in (None, "even"):
+        raise unsupported(_METHOD, f"input_tensors of scale_calculation_mode={mode!r} (only 'even')")
+    return True
+
+
+def _is_mxfp4(tensors: Mapping[str, Any]) -> bool:
+    grouped = tensors.get("qscheme") == "per_group" and tensors.get("group_size") == GROUP
+    return tensors.get("dtype") == "fp4" and grouped and tensors.get("scale_format") == "e8m0"
+
+
+def _fp8_scheme(weight: Any, inputs: Any) -> dict[str, Any]:
+    for what, tensors, allowed in (("weights", weight, "fp8_e4m3 or fp4"), ("input_tensors", inputs, "fp8_e4m3")):
         if not isinstance(tensors, Mapping) or tensors.get("dtype") != "fp8_e4m3":
-            raise unsupported(_METHOD, f"{what} of {_described(tensors)} (only fp8_e4m3)")
+            raise unsupported(_METHOD, f"{what} of {_described(tensors)} (only {allowed})")
         if not tensors.get("symmetric", True):
             raise unsupported(_METHOD, f"{what} that are not symmetric")
     of_weight, of_inputs, dynamic = weight.get("qscheme"), inputs.get("qscheme"), bool(inputs.get("is_dynamic"))
@@ -57,5 +85,5 @@ def _scheme(weight: Any, inputs: Any) -> dict[str, Any]:
 def _described(tensors: Any) -> str:
     if not isinstance(tensors, Mapping):
         return "several dtypes at once" if tensors else "no dtype (weights alone quantised)"
-    keys = ("dtype", "qscheme", "is_dynamic", "group_size", "block_size", "scale_type")
+    keys = ("dtype", "qscheme", "is_dynamic", "group_size", "block_size", "scale_type", "scale_format")
     return ", ".join(f"{key}={tensors[key]!r}" for key in keys if tensors.get(key) is not None)

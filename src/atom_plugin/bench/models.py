@@ -89,6 +89,18 @@ _FP8_BLOCKS: HfValues = {
     "quant_method": "fp8",
     "weight_block_size": [128, 128],
 }
+_MX: HfValues = {"dtype": "fp4", "group_size": 32, "qscheme": "per_group", "scale_format": "e8m0"}
+#: Weights and activations in MXFP4, as AMD's own checkpoints have them.
+_QUARK_MXFP4: HfValues = {
+    "exclude": ["lm_head"],
+    "export": {"kv_cache_group": [], "pack_method": "reorder"},
+    "global_quant_config": {
+        "input_tensors": {**_MX, "is_dynamic": True},
+        "weight": {**_MX, "is_dynamic": False},
+    },
+    "layer_quant_config": {},
+    "quant_method": "quark",
+}
 _QWEN3_8B = _qwen3(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32)
 _QWEN3_30B_A3B = _qwen3(
     architectures=["Qwen3MoeForCausalLM"],
@@ -131,6 +143,7 @@ CONFIGS: Mapping[str, HfValues] = {
     ),
     "qwen3-8b": _QWEN3_8B,
     "qwen3-8b-fp8": {**_QWEN3_8B, "quantization_config": _FP8_BLOCKS},
+    "qwen3-8b-mxfp4": {**_QWEN3_8B, "quantization_config": _QUARK_MXFP4},
     "qwen3-14b": _qwen3(hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40),
     "qwen3-32b": _qwen3(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64),
     "qwen2.5-0.5b": _qwen2(
@@ -173,6 +186,7 @@ CONFIGS: Mapping[str, HfValues] = {
     },
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "qwen3-30b-a3b-fp8": {**_QWEN3_30B_A3B, "quantization_config": _FP8_BLOCKS},
+    "qwen3-30b-a3b-mxfp4": {**_QWEN3_30B_A3B, "quantization_config": _QUARK_MXFP4},
     "gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",

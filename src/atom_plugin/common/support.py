@@ -26,7 +26,7 @@ class FrameworkSupport:
     quantizations: tuple[str, ...]
     devices: tuple[str, ...]
     refuses: tuple[tuple[str, str], ...] = ()
-    """A quantisation and a device where the framework itself refuses it."""
+    """A quantisation of one architecture's own checkpoints, and a device where the framework itself refuses it."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +141,9 @@ def support_rows() -> tuple[SupportRow, ...]:
         SupportRow(entry.architecture, entry.family, support.framework, quantization, device)
         for entry in MODELS.values()
         for support in FRAMEWORKS
-        for quantization in (*support.quantizations, *entry.own_quantizations)
+        for quantization in (support.quantizations if entry.quantized else ("none", *entry.own_quantizations))
         for device in support.devices
-        if entry.quantized or quantization in ("none", *entry.own_quantizations)
-        if (quantization, device) not in support.refuses
+        if quantization not in entry.own_quantizations or (quantization, device) not in support.refuses
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -13,12 +14,14 @@ from tests.integration.mixtures import (
     make_fp8_mixture,
     make_mixture,
     make_mxfp4,
+    make_quantised_mixture,
     share_alike,
 )
 from tests.integration.questions import connect
 from tests.integration.server import VllmServer
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS
+from tests.unit.core.mxfp4_checkpoints import make_quark, quark_mxfp4
 
 pytestmark = pytest.mark.vllm
 
@@ -107,6 +110,19 @@ def test_fp8_experts_answer_as_our_model_alone_does(tmp_path, family, form, way)
     ran = _run(Engine(str(folder), "atom", [ask], options), two=way != "one rank")
     assert share_alike([answer.tokens for answer in ran.answers[0]], expected) >= FP8_ALIKE
     assert ran.kernels["fp8_experts"] == "reference"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["one rank", "four experts a rank"])
+def test_experts_in_quarks_mxfp4_answer_as_our_model_alone_does(tmp_path, way):
+    # Two ranks sum attention's output in another order, of which activations of four bits would make too much.
+    config = quark_mxfp4(rounded_inputs=way == "one rank")
+    folder, expected = make_quantised_mixture(tmp_path, "qwen3_moe", partial(make_quark, config=config))
+    ask = Ask(list(expected), {"max_tokens": 1, "ignore_eos": True})
+    options = {"dtype": "bfloat16", "max_model_len": 256, **WAYS[way]}
+    ran = _run(Engine(str(folder), "atom", [ask], options), two=way != "one rank")
+    assert share_alike([answer.tokens for answer in ran.answers[0]], expected) >= FP8_ALIKE
+    assert ran.kernels["mxfp4_experts"] == ran.kernels["mxfp4_linear"] == "reference"
 
 
 def _run(engine: Engine, two: bool) -> Ran:

@@ -71,7 +71,7 @@ class Format:
     per_row: bool = False
     static: bool = False
     scale_shape: tuple[int, ...] = ()
-    """Of a tensor's one scale."""
+    """Of a tensor's one scale; of one a row, where that is not [rows, 1]."""
     block: bool = False
     scale: str = "weight_scale"
 
@@ -88,7 +88,9 @@ FORMATS = (
     Format("compressed, channel, dynamic", compressed("channel", dynamic=True), per_row=True),
     Format("modelopt", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, static=True),
     Format("quark, tensor, static", quark("per_tensor", "per_tensor", dynamic=False), static=True),
-    Format("quark, channel, dynamic", quark("per_channel", "per_channel", dynamic=True), per_row=True),
+    Format(
+        "quark, channel, dynamic", quark("per_channel", "per_channel", dynamic=True), per_row=True, scale_shape=(-1,)
+    ),
 )
 
 #: The same with a scale for each block of a weight.
@@ -125,7 +127,23 @@ def quantize(weight: torch.Tensor, per_row: bool, scale_shape: tuple[int, ...]) 
     largest = wide.abs().amax(-1, keepdim=True) if per_row else wide.abs().max()
     scale = largest / 448.0
     quantized = (wide / scale).clamp(-448.0, 448.0).to(E4M3)
-    return quantized, scale if per_row else scale.reshape(scale_shape)
+    return quantized, scale if per_row and not scale_shape else scale.reshape(scale_shape)
+
+
+def save_beside(
+    source: Path, target: Path, tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any] | None
+) -> None:
+    """Write ``source`` with other tensors and another ``quantization_config`` to ``target``, a folder that is made."""
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.is_file():
+            shutil.copy(path, target)
+    path = target / "config.json"
+    config = {key: value for key, value in json.loads(path.read_text()).items() if key != "quantization_config"}
+    if quantization is not None:
+        config["quantization_config"] = dict(quantization)
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    save_file(dict(tensors), target / "model.safetensors", {"format": "pt"})
 
 
 def make_fp8(
@@ -145,9 +163,6 @@ def make_fp8(
         keep: which modules stay as they are.
         input_scale: of a module, where the format has such scales.
     """
-    shutil.copytree(source, target)
-    path = target / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(form.config)}))
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
@@ -158,15 +173,11 @@ def make_fp8(
                 tensors[f"{module}.input_scale"] = torch.full(form.scale_shape, input_scale(module))
         else:
             tensors[name] = tensor
-    save_file(tensors, target / "model.safetensors")
+    save_beside(source, target, tensors, form.config)
 
 
 def make_plain(source: Path, target: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write the FP8 checkpoint ``source`` to ``target`` in ``dtype``: its weights times their scales."""
-    shutil.copytree(source, target)
-    path = target / "config.json"
-    config = {key: value for key, value in json.loads(path.read_text()).items() if key != "quantization_config"}
-    path.write_text(json.dumps(config))
     stored = load_file(source / "model.safetensors")
     plain = {}
     for name, tensor in stored.items():
@@ -174,7 +185,9 @@ def make_plain(source: Path, target: Path, dtype: torch.dtype = torch.float32) -
             scale = stored[f"{name}_scale" if f"{name}_scale" in stored else f"{name}_scale_inv"]
             if scale.dim() == 2 and scale.shape != (len(tensor), 1):
                 scale = widen(scale, tensor.shape)
+            if scale.shape == tensor.shape[:1]:
+                scale = scale[:, None]
             tensor = (tensor.float() * scale).to(dtype)
         if not name.endswith(("_scale", "_scale_inv")):
             plain[name] = tensor
-    save_file(plain, target / "model.safetensors")
+    save_beside(source, target, plain, None)

@@ -40,16 +40,23 @@ def by_expert(
     matrices: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
     gate_up_biases: torch.Tensor | None,
     down_biases: torch.Tensor | None,
+    inputs: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """See :mod:`atom_core.kernels.experts`; ``matrices`` has an expert's gate and up in one, and its down."""
+    """See :mod:`atom_core.kernels.experts`.
+
+    ``matrices`` has an expert's gate and up in one, and its down; ``inputs`` is what becomes of the rows that either is
+    given.
+    """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    if inputs is not None:
+        x = inputs(x)
     for expert, pairs in pairs_by_expert(experts, spec.first, spec.count):
         tokens = pairs // spec.top_k
         gate_up, down = matrices(expert)
         gate_up_bias = None if gate_up_biases is None else gate_up_biases[expert]
         down_bias = None if down_biases is None else down_biases[expert]
         middle = gated_activation(F.linear(x[tokens], gate_up, gate_up_bias), spec.activation)
-        answer = F.linear(middle, down, down_bias)
+        answer = F.linear(middle if inputs is None else inputs(middle), down, down_bias)
         total.index_add_(0, tokens, answer.float() * weights.flatten()[pairs, None])
     return total.to(x.dtype)
 

@@ -1,10 +1,6 @@
 """The experts of a mixture whose weights are in MXFP4: as :mod:`atom_core.kernels.experts`, but for how these are kept.
 
-A number has four bits (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives); 32 of a row share a scale, a power of two
-in one byte (e8m0). See the OCP Microscaling Formats specification, version 1.0. ``blocks``: uint8 ``[.., K / 2]``, the
-first of two numbers in a byte's lower half; ``scales``: uint8 ``[.., K / 32]``, 127 for 1:
-
-    weight[.., k] = e2m1(blocks[.., k / 2]) * 2 ** (scales[.., k / 32] - 127)
+Both products are those of :mod:`atom_core.kernels.mxfp4_linear`, whose inputs may be rounded to MXFP4.
 
 The weights of gate and up are ``[E, 2I, H]``, one behind the other, of down ``[E, H, I]``. They stay packed: kernels
 turn them into the model's dtype in registers.
@@ -12,6 +8,7 @@ turn them into the model's dtype in registers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,8 +18,13 @@ from atom_core.kernels.mxfp4_experts.reference import ReferenceMxfp4Experts
 from atom_core.kernels.select import Implementation, Op, Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton
 
-#: Numbers that share a scale.
-GROUP = 32
+
+@dataclass(frozen=True)
+class Mxfp4ExpertsSpec(ExpertsSpec):
+    """The experts of one layer that this rank holds."""
+
+    rounded_inputs: bool = False
+    """Those of gate and up, and those of down, are rounded to MXFP4."""
 
 
 class Mxfp4Weights(NamedTuple):
@@ -44,23 +46,23 @@ class Mxfp4ExpertsKernel(Protocol):
     ) -> torch.Tensor: ...
 
 
-def _triton_supports(spec: ExpertsSpec, target: Target) -> str | None:
+def _triton_supports(spec: Mxfp4ExpertsSpec, target: Target) -> str | None:
     return why_no_triton(target)
 
 
-def _build_triton(spec: ExpertsSpec, target: Target) -> Mxfp4ExpertsKernel:
+def _build_triton(spec: Mxfp4ExpertsSpec, target: Target) -> Mxfp4ExpertsKernel:
     from atom_core.kernels.mxfp4_experts.triton_kernel import TritonMxfp4Experts  # needs triton, which a CPU may lack
 
     return TritonMxfp4Experts(spec, overlaps(target))
 
 
-def _reference_supports(spec: ExpertsSpec, target: Target) -> str | None:
+def _reference_supports(spec: Mxfp4ExpertsSpec, target: Target) -> str | None:
     if target.kind == "cpu":
         return None
     return "It asks which experts were chosen, which a graph on a GPU cannot wait for."
 
 
-MXFP4_EXPERTS: Op[ExpertsSpec, Mxfp4ExpertsKernel] = Op(
+MXFP4_EXPERTS: Op[Mxfp4ExpertsSpec, Mxfp4ExpertsKernel] = Op(
     "mxfp4_experts",
     (
         Implementation("triton", _triton_supports, _build_triton),

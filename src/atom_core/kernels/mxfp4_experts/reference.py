@@ -1,4 +1,4 @@
-"""MXFP4 as it is defined, and experts one after the other: a chosen one's weights are made for the time that it runs.
+"""Experts one after the other: a chosen one's weights are made for the time that it runs.
 
 It looks at which experts were chosen, so it cannot be captured in a graph.
 """
@@ -10,27 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.kernels.experts.reference import by_expert
+from atom_core.kernels.mxfp4_linear.reference import dequantize, round_groups
 
 if TYPE_CHECKING:
-    from atom_core.kernels.experts import ExpertsSpec
-    from atom_core.kernels.mxfp4_experts import Mxfp4Weights
-
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-#: What the sixteen codes stand for.
-NUMBERS = (*_POSITIVE, *(-number for number in _POSITIVE))
-
-
-def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``[.., K]`` in ``dtype`` of ``blocks [.., K / 2]`` and ``scales [.., K / 32]``."""
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
-    numbers = torch.tensor(NUMBERS, device=blocks.device)[codes.int()].view(*scales.shape, -1)
-    return torch.ldexp(numbers, (scales.int() - 127)[..., None]).flatten(-2).to(dtype)
+    from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec, Mxfp4Weights
 
 
 class ReferenceMxfp4Experts:
     """See :mod:`atom_core.kernels.mxfp4_experts`."""
 
-    def __init__(self, spec: ExpertsSpec) -> None:
+    def __init__(self, spec: Mxfp4ExpertsSpec) -> None:
         self.spec = spec
 
     def __call__(
@@ -42,4 +31,6 @@ class ReferenceMxfp4Experts:
             gate_up = dequantize(layer.gate_up[expert], layer.gate_up_scale[expert], x.dtype)
             return gate_up, dequantize(layer.down[expert], layer.down_scale[expert], x.dtype)
 
-        return by_expert(x, weights, experts, self.spec, matrices, layer.gate_up_bias, layer.down_bias)
+        inputs = round_groups if self.spec.rounded_inputs else None
+        biases = (layer.gate_up_bias, layer.down_bias)
+        return by_expert(x, weights, experts, self.spec, matrices, *biases, inputs)

@@ -1,5 +1,7 @@
 """Experts in MXFP4 in Triton, few tokens and many as :mod:`atom_core.kernels.experts` has them.
 
+Where inputs are rounded, that is a launch of its own in front of each product.
+
 Few tokens: a program takes some rows of one expert's weight for one token. A group of 32 numbers is 16 bytes: their
 lower halves are multiplied by the even numbers of ``x``, the upper ones by the odd, and the scale enters once for all.
 Many tokens: tiles of the weight become numbers of ``x``'s dtype, for the tensor cores; in bfloat16 all are exact.
@@ -17,33 +19,17 @@ from atom_core.config import Activation
 from atom_core.kernels.experts.grouped import Held, block_rows, combine, finish_block, sort_by_expert
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.parts import finish, weight_rows
+from atom_core.kernels.mxfp4_linear.inputs import prepare
+from atom_core.kernels.mxfp4_linear.parts import number, scale_of
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
+from atom_core.quant.mxfp4 import GROUP
 
 if TYPE_CHECKING:
-    from atom_core.kernels.experts import ExpertsSpec
-    from atom_core.kernels.mxfp4_experts import Mxfp4Weights
+    from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec, Mxfp4Weights
 
 #: Tokens up to which each is multiplied by itself.
 MAX_TOKENS = 16
-_GROUP = 32
-
-
-@triton.jit
-def _number(code):
-    """What e2m1's four bits stand for, times 2 ** -14, in float32.
-
-    They are the sign, the last two bits of the exponent and the first of the mantissa of a float16, whose exponent
-    counts from 14 less: so zero and the subnormal 0.5 come out right too.
-    """
-    bits = ((code & 8) << 12) | ((code & 7) << 9)
-    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _scale(byte):
-    """2 ** (byte - 127 + 14) in float32, which takes back what :func:`_number` is short of; 0 for the byte 0."""
-    return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0
 
 
 @triton.jit
@@ -64,8 +50,8 @@ def _row_products(x, blocks, scales, row, K, BLOCK_N: tl.constexpr, GROUPS: tl.c
             other=0,
             eviction_policy="evict_first",
         ).to(tl.int32)
-        each = _scale(tl.load(scales + row[:, None] * (K // 32) + here[None, :], mask=known[None, :], other=0))
-        products = _number(packed & 15) * even[None, :, :] + _number(packed >> 4) * odd[None, :, :]
+        each = scale_of(tl.load(scales + row[:, None] * (K // 32) + here[None, :], mask=known[None, :], other=0))
+        products = number(packed & 15) * even[None, :, :] + number(packed >> 4) * odd[None, :, :]
         total += tl.sum(products, 2) * each
     return tl.sum(total, 1)
 
@@ -193,8 +179,8 @@ def _multiply(
         left = tl.load(x_at + begin, mask=used[:, None] & (begin + column < K)[None, :], other=0.0)
         known = (begin + 2 * byte < K)[None, :]
         packed = tl.load(at + begin // 2, mask=known, other=0).to(tl.int32)
-        each = _scale(tl.load(scale_at + begin // 32, mask=known, other=0))
-        pairs = tl.join(_number(packed & 15) * each, _number(packed >> 4) * each)
+        each = scale_of(tl.load(scale_at + begin // 32, mask=known, other=0))
+        pairs = tl.join(number(packed & 15) * each, number(packed >> 4) * each)
         right = tl.reshape(pairs, (BLOCK_N, BLOCK_K)).to(left.dtype)
         total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
     finish_block(total, weights, bias, out, expert, pair, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
@@ -208,7 +194,7 @@ class TritonMxfp4Experts:
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
 
-    def __init__(self, spec: ExpertsSpec, overlap: bool) -> None:
+    def __init__(self, spec: Mxfp4ExpertsSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
 
     def __call__(
@@ -216,7 +202,9 @@ class TritonMxfp4Experts:
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.mxfp4_experts.Mxfp4ExpertsKernel`."""
         spec = self.spec
-        return mixture(x, weights, experts, *layer, spec.first, spec.count, spec.activation, self.overlap)
+        return mixture(
+            x, weights, experts, *layer, spec.first, spec.count, spec.activation, spec.rounded_inputs, self.overlap
+        )
 
 
 def _fake(
@@ -232,6 +220,7 @@ def _fake(
     first: int,
     count: int,
     activation: str,
+    rounded_inputs: bool,
     overlap: bool,
 ) -> torch.Tensor:
     return torch.empty_like(x)
@@ -251,6 +240,7 @@ def mixture(
     first: int,
     count: int,
     activation: str,
+    rounded_inputs: bool,
     overlap: bool,
 ) -> torch.Tensor:
     """See :mod:`atom_core.kernels.mxfp4_experts`; ``first`` and ``count`` say which experts are held."""
@@ -258,15 +248,17 @@ def mixture(
     assert all(it.is_contiguous() for it in (weights, experts, gate_up, gate_up_scale, down, down_scale))
     tokens, hidden = x.shape
     size, top_k = 2 * down.shape[2], experts.shape[1]
-    assert hidden % _GROUP == size % _GROUP == 0
+    assert hidden % GROUP == size % GROUP == 0
     act, held = ACTIVATIONS[cast(Activation, activation)], Held(first, count, top_k)
     few = tokens <= MAX_TOKENS
     if not tokens:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     to_middle = (gate_up, gate_up_scale, gate_up_bias)
     to_answer = (down, down_scale, down_bias)
+    if rounded_inputs:
+        x = prepare(x, overlap, rounds=True, split=False)
     if not few:
-        return _many_tokens(x, weights, experts, to_middle, to_answer, size, held, act)
+        return _many_tokens(x, weights, experts, to_middle, to_answer, size, held, act, rounded_inputs)
     y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     middle = torch.empty(tokens * top_k, size, dtype=x.dtype, device=x.device)
     constants = {"FIRST": first, "COUNT": count, "TOP_K": top_k, "GROUPS": 32, "OVERLAP": overlap, "num_warps": 4}
@@ -283,6 +275,8 @@ def mixture(
         **constants,
         **launch_options(overlap),
     )
+    if rounded_inputs:
+        middle = prepare(middle, overlap, rounds=True, split=False)
     _down[(triton.cdiv(hidden, 8), tokens)](
         middle,
         weights,
@@ -307,6 +301,7 @@ def _many_tokens(
     size: int,
     held: Held,
     activation: int,
+    rounded_inputs: bool,
 ) -> torch.Tensor:
     tokens, hidden = x.shape
     sorted_pairs = sort_by_expert(experts, held, block_rows(tokens, held))
@@ -317,6 +312,8 @@ def _many_tokens(
     _multiply[(triton.cdiv(2 * size, tile["BLOCK_N"]), num_blocks)](
         x, *at, None, *to_middle, middle, hidden, 2 * size, x.stride(0), ACTIVATION=activation, **tile
     )
+    if rounded_inputs:
+        middle = prepare(middle, False, rounds=True, split=False, slots=sorted_pairs.slots)
     answers = torch.empty(tokens * held.top_k, hidden, dtype=x.dtype, device=x.device)
     _multiply[(triton.cdiv(hidden, tile["BLOCK_N"]), num_blocks)](
         middle, *at, weights, *to_answer, answers, size, hidden, size, ACTIVATION=None, **tile

@@ -2,10 +2,10 @@
 
     y = act(rms_norm(x) W^T + b)
 
-as :mod:`atom_core.kernels.rms_norm`, one of :mod:`atom_core.kernels.linear`, :mod:`atom_core.kernels.fp8_linear` and
-:mod:`atom_core.kernels.fp8_block_linear`, and :mod:`atom_core.kernels.gated_activation` define them. ``x``:
-``[T, K]``, left as it is; ``y``: ``[T, N]``, with an activation ``[T, N / 2]``. It is for few rows: more are run by the
-ops that it is made of.
+as :mod:`atom_core.kernels.rms_norm`, one of :mod:`atom_core.kernels.linear`, :mod:`atom_core.kernels.fp8_linear`,
+:mod:`atom_core.kernels.fp8_block_linear` and :mod:`atom_core.kernels.mxfp4_linear`, and
+:mod:`atom_core.kernels.gated_activation` define them. ``x``: ``[T, K]``, left as it is; ``y``: ``[T, N]``, with an
+activation ``[T, N / 2]``. It is for few rows: more are run by the ops that it is made of.
 """
 
 from __future__ import annotations
@@ -37,12 +37,17 @@ class Operands(NamedTuple):
     """A layer's side of the product."""
 
     weight: torch.Tensor
-    """``[N, K]``, in FP8 as the device multiplies it."""
+    """``[N, K]``, in FP8 as the device multiplies it; in MXFP4 uint8 ``[N, K / 2]``."""
     bias: torch.Tensor | None
     scale: torch.Tensor | None = None
-    """With FP8: float32 ``[N]``, of the weight's rows, or ``[ceil(N / 128), ceil(K / 128)]``, of its blocks."""
+    """With FP8: float32 ``[N]``, of the weight's rows, or ``[ceil(N / 128), ceil(K / 128)]``, of its blocks.
+
+    With MXFP4: uint8 ``[N, K / 32]``.
+    """
     input_scale: torch.Tensor | None = None
     """With FP8: float32 ``[1]`` where it is static."""
+    rounded_inputs: bool = False
+    """With MXFP4: whether the input is rounded to it."""
 
 
 class NormedLinearKernel(Protocol):

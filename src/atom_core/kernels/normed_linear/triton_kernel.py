@@ -11,6 +11,7 @@ from atom_core.kernels.fp8_linear.triton_kernel import multiply_few
 from atom_core.kernels.gated_activation.triton_kernel import gated_activation
 from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
 from atom_core.kernels.linear.triton_kernel import Norm, product
+from atom_core.kernels.mxfp4_linear import triton_kernel as in_mxfp4
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.rms_norm.triton_kernel import rms_norm
 
@@ -32,6 +33,18 @@ class TritonNormedLinear:
     def __call__(self, x: torch.Tensor, norm: torch.Tensor, eps: float, layer: Operands) -> torch.Tensor:
         """See :class:`atom_core.kernels.normed_linear.NormedLinearKernel`."""
         given: Norm | None = Norm(norm, eps)
+        if layer.scale is not None and layer.scale.dtype == torch.uint8:
+            return in_mxfp4.multiply_few(
+                x,
+                layer.weight,
+                layer.scale,
+                layer.bias,
+                rounded_inputs=layer.rounded_inputs,
+                nvidia=self.nvidia,
+                overlap=self.overlap,
+                norm=given,
+                activation=self.activation,
+            )
         if layer.scale is not None and layer.scale.dim() == 2:
             return in_blocks.multiply_few(
                 x,

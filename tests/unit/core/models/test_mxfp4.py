@@ -20,7 +20,7 @@ from tests.unit.core.hugging_face import (
     make_model,
     random_tokens,
 )
-from tests.unit.core.mxfp4_checkpoints import CONFIG, quantize
+from tests.unit.core.mxfp4_checkpoints import CONFIG, make_gpt_oss, make_plain_gpt_oss
 from tests.unit.core.ranks import tensor_parallel_logits
 
 NAME = "GptOssForCausalLM"
@@ -38,7 +38,8 @@ def checkpoints(tmp_path):
     """The packed one, and one of the numbers that it stands for."""
     make_model(tmp_path, make_config(FAMILY))
     packed, rounded = tmp_path / "packed", tmp_path / "rounded"
-    quantize(tmp_path, packed, rounded)
+    make_gpt_oss(tmp_path, packed)
+    make_plain_gpt_oss(tmp_path, rounded)
     return packed, rounded
 
 
@@ -80,16 +81,19 @@ def test_ranks_that_share_them_answer_as_one(checkpoints, world_size, expert_par
 def test_groups_that_ranks_would_split_are_refused(checkpoints):
     values = {**json.loads((checkpoints[0] / "config.json").read_text()), "intermediate_size": 96}
     config, quant = ModelConfig.from_hf(values), read_quantization(values)
-    says = r"tensor parallel size 2 gives each rank 48 of intermediate_size=96, .* 32 numbers .*use one of \[1\]"
+    says = (
+        r"tensor parallel size 2 would cut MXFP4 groups of model.layers.0.mlp.experts.down_proj: a rank would hold 48 "
+        r"of its 96 columns.*whole groups \(1\), or share out whole experts"
+    )
     with pytest.raises(ValueError, match=says):
         check_files(config, None, tensor_parallel_size=2, quant=quant)
     check_files(config, None, tensor_parallel_size=2, quant=quant, expert_parallel=True)
 
 
-@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size"])
-def test_sizes_that_do_not_divide_into_groups_are_refused(checkpoints, name):
+@pytest.mark.parametrize(("name", "matrix"), [("hidden_size", "gate_up_proj"), ("intermediate_size", "down_proj")])
+def test_sizes_that_do_not_divide_into_groups_are_refused(checkpoints, name, matrix):
     values = {**json.loads((checkpoints[0] / "config.json").read_text()), name: 80}
-    with pytest.raises(ValueError, match=f"{name}=80 is no multiple of 32"):
+    with pytest.raises(ValueError, match=f"mlp.experts.{matrix} has 80 columns, which is no multiple of 32"):
         check_files(ModelConfig.from_hf(values), None, quant=read_quantization(values))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from atom_core.quant import Unquantized, read_quantization
-from atom_core.quant.fp8 import Fp8Config, names
+from atom_core.quant import Mxfp4LinearConfig, Unquantized, read_quantization
+from atom_core.quant.fp8 import Fp8Config
+from atom_core.quant.scheme import names
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, compressed, quark, scheme
+from tests.unit.core.mxfp4_checkpoints import quark_mxfp4
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 LAYER = "model.layers.3"
@@ -31,6 +33,21 @@ def test_each_format_is_read(form):
     assert found.input_scale == ("static" if form.static else "dynamic")
     assert (found.block, found.scale) == (form.block, form.scale)
     assert found.linear([f"{LAYER}.mlp.down_proj"]) == found
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_quarks_mxfp4_is_read(rounded):
+    found = read(quark_mxfp4(rounded))
+    assert found == Mxfp4LinearConfig(rounded_inputs=rounded, ignored=("lm_head",))
+    assert found.name == "mxfp4"
+    assert found.linear([f"{LAYER}.mlp.down_proj"]) == found
+    assert found.linear(["lm_head"]) is None
+
+
+def test_quarks_mxfp4_may_describe_a_cache_too():
+    config = quark_mxfp4()
+    cached = {**config["global_quant_config"], "output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
+    assert read({**config, "layer_quant_config": {"*k_proj": cached}}).rounded_inputs
 
 
 def test_the_old_spelling_of_blocks_is_read():
@@ -93,6 +110,13 @@ def of_quark(part, **changes):
     common = config["global_quant_config"]
     common = {**common, part: {**common[part], **changes}}
     return {**config, "global_quant_config": common, "layer_quant_config": {}}
+
+
+def of_mxfp4(part, **changes):
+    """MXFP4 of Quark's with one side of it changed."""
+    config = quark_mxfp4()
+    common = config["global_quant_config"]
+    return {**config, "global_quant_config": {**common, part: {**common[part], **changes}}}
 
 
 QUARK = of_quark("weight")
@@ -165,6 +189,22 @@ REFUSED = {
         "layer_type_quant_config",
     ),
     "a quantised head by quark": ({**QUARK, "exclude": []}, "'quark' with a quantised lm_head"),
+    "quark's fp4 of other groups": (
+        of_mxfp4("weight", group_size=16, scale_format="e4m3"),
+        r"weights of .*group_size=16.* \(of fp4 only per_group of 32 with scale_format='e8m0', static\)",
+    ),
+    "quark's fp4 without a format of scales": (of_mxfp4("weight", scale_format=None), "of fp4 only per_group of 32"),
+    "quark's dynamic fp4 weights": (of_mxfp4("weight", is_dynamic=True), "weights of .*is_dynamic=True"),
+    "quark's fp4 with FP8 activations": (
+        of_mxfp4("input_tensors", dtype="fp8_e4m3", qscheme="per_tensor"),
+        r"input_tensors of dtype='fp8_e4m3'.* with weights of fp4 \(only fp4 per_group of 32 .*, dynamic, or none\)",
+    ),
+    "quark's static fp4 activations": (of_mxfp4("input_tensors", is_dynamic=False), "input_tensors of .*with weights"),
+    "quark's fp4 activations that are scaled otherwise": (
+        of_mxfp4("input_tensors", scale_calculation_mode="floor"),
+        r"scale_calculation_mode='floor' \(only 'even'\)",
+    ),
+    "a quantised head in quark's fp4": (quark_mxfp4(exclude=[]), "'quark' with a quantised lm_head"),
     "modelopt's other algorithms": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4'"),
 }
 

@@ -125,6 +125,7 @@ def test_each_request_of_the_batch_has_pages_of_its_own(context):
 SMALL = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
 MXFP4 = {**cut(CONFIGS["gpt-oss-20b"], 2), **SMALL, "intermediate_size": 64}
 BLOCKS = {**cut(CONFIGS["qwen3-30b-a3b-fp8"], 2), **SMALL, "head_dim": 64, "moe_intermediate_size": 128}
+QUARK = {**cut(CONFIGS["qwen3-30b-a3b-mxfp4"], 2), **SMALL, "moe_intermediate_size": 64}
 
 
 @pytest.mark.parametrize(
@@ -133,8 +134,9 @@ BLOCKS = {**cut(CONFIGS["qwen3-30b-a3b-fp8"], 2), **SMALL, "head_dim": 64, "moe_
         *((TINY, method, dtype) for method in (None, "fp8") for dtype in (BF16, torch.float8_e4m3fn)),
         (MXFP4, None, BF16),
         (BLOCKS, None, BF16),
+        (QUARK, None, BF16),
     ],
-    ids=["plain", "plain, FP8 cache", "FP8", "FP8, FP8 cache", "MXFP4 experts", "FP8 experts in blocks"],
+    ids=["plain", "plain, FP8 cache", "FP8", "FP8, FP8 cache", "MXFP4 experts", "FP8 experts in blocks", "MXFP4"],
 )
 def test_a_step_of_a_random_model_gives_finite_logits(hf, quantization, cache_dtype):
     config = ModelConfig.from_hf(hf)

@@ -16,7 +16,7 @@ def test_every_registered_architecture_has_a_row_a_device():
         for row in rows
         if row.architecture == "Qwen3ForCausalLM" and row.framework == "vllm"
     ]
-    assert found == [(name, device) for name in ("none", "fp8") for device in ("cpu", "cuda", "rocm")]
+    assert found == [(name, device) for name in ("none", "fp8", "mxfp4") for device in ("cpu", "cuda", "rocm")]
     assert len(set(rows)) == len(rows)
 
 
@@ -30,7 +30,7 @@ def test_json_has_every_combination():
 def test_markdown_has_a_line_an_architecture_and_framework():
     lines = support.as_markdown(support.support_rows()).splitlines()
     assert lines[0] == "| Architecture | Family | Framework | Quantisation | Devices |"
-    assert "| `Qwen3ForCausalLM` | Qwen3 | vllm | none, fp8 | cpu, cuda, rocm |" in lines
+    assert "| `Qwen3ForCausalLM` | Qwen3 | vllm | none, fp8, mxfp4 | cpu, cuda, rocm |" in lines
     assert "| `GptOssForCausalLM` | GPT-OSS | sglang | none, mxfp4 | cpu, cuda, rocm |" in lines
     assert len(lines) == 2 + len(MODELS) * len(support.FRAMEWORKS)
 

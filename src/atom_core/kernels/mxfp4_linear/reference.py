@@ -1,0 +1,65 @@
+"""MXFP4 as it is defined, in torch: what packed numbers stand for, how numbers are rounded to it, and the product."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from atom_core.quant.mxfp4 import GROUP
+
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+#: What the sixteen codes stand for.
+NUMBERS = (*_POSITIVE, *(-number for number in _POSITIVE))
+#: Added to the bits of a float32, it rounds to one bit after the first, as many as e2m1 has, once the rest is cut off.
+HALF_OF_THAT_BIT = 0x200000
+#: The exponent in the bits of a float32, and where it begins there.
+EXPONENT, EXPONENT_AT = 0x7F800000, 23
+
+
+def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[.., K]`` in ``dtype`` of ``blocks [.., K / 2]`` and ``scales [.., K / 32]``."""
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    numbers = torch.tensor(NUMBERS, device=blocks.device)[codes.int()].view(*scales.shape, -1)
+    return torch.ldexp(numbers, (scales.int() - 127)[..., None]).flatten(-2).to(dtype)
+
+
+def _grouped(x: torch.Tensor) -> torch.Tensor:
+    """float32 ``[.., K / 32, 32]``."""
+    return x.float().reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
+
+
+def group_scales(x: torch.Tensor) -> torch.Tensor:
+    """The scales of the groups of ``x [.., K]``, float32 ``[.., K / 32]``; infinite or NaN where some number is."""
+    largest = _grouped(x).abs().amax(-1)
+    exponent = (largest.view(torch.int32) + HALF_OF_THAT_BIT & EXPONENT) >> EXPONENT_AT
+    scales = (exponent - 2).clamp_min(1) << EXPONENT_AT
+    return scales.view(torch.float32).where(torch.isfinite(largest), largest)
+
+
+def round_groups(x: torch.Tensor) -> torch.Tensor:
+    """``x [.., K]`` rounded to MXFP4, in its own dtype."""
+    scales = group_scales(x)[..., None]
+    numbers = _grouped(x) / scales
+    # Of e2m1 the numbers below 2 are 0.5 apart, those below 4 by 1, and those above by 2.
+    step = torch.where(numbers.abs() < 2, 0.5, torch.where(numbers.abs() < 4, 1.0, 2.0))
+    nearest = ((numbers / step).round() * step).clamp(-6.0, 6.0)
+    return (nearest * scales).view(x.shape).to(x.dtype)
+
+
+class ReferenceMxfp4Linear:
+    """See :mod:`atom_core.kernels.mxfp4_linear`. Each call makes the whole weight anew.
+
+    Args:
+        rounded_inputs: round them to MXFP4.
+    """
+
+    def __init__(self, rounded_inputs: bool) -> None:
+        self.rounded_inputs = rounded_inputs
+
+    def __call__(
+        self, x: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``x [T, K]`` to ``[T, N]``."""
+        if self.rounded_inputs:
+            x = round_groups(x)
+        return F.linear(x, dequantize(blocks, scales, x.dtype), bias)

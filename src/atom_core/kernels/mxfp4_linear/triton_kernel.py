@@ -1,0 +1,112 @@
+"""Products with MXFP4 weights on a GPU: the input is put in order in a launch of its own, with the norm in front where
+there is one; up to 64 rows are multiplied by :mod:`.few_rows`, more by :mod:`.many_rows`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from atom_core.config import Activation
+from atom_core.kernels.linear.tiles import MAX_ROWS
+from atom_core.kernels.linear.triton_kernel import Norm
+from atom_core.kernels.mxfp4_linear.few_rows import multiply_few_rows
+from atom_core.kernels.mxfp4_linear.inputs import prepare
+from atom_core.kernels.mxfp4_linear.many_rows import multiply_many_rows
+from atom_core.kernels.opaque import opaque
+
+
+class TritonMxfp4Linear:
+    """See the module's text.
+
+    Args:
+        rounded_inputs: round them to MXFP4.
+        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+    """
+
+    max_rows = MAX_ROWS
+
+    def __init__(self, rounded_inputs: bool, *, nvidia: bool, overlap: bool) -> None:
+        self.rounded_inputs, self.nvidia, self.overlap = rounded_inputs, nvidia, overlap
+
+    def add(
+        self,
+        x: torch.Tensor,
+        blocks: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.mxfp4_linear.FewRowsMxfp4Kernel`."""
+        return multiply_few(
+            x,
+            blocks,
+            scales,
+            bias,
+            rounded_inputs=self.rounded_inputs,
+            nvidia=self.nvidia,
+            overlap=self.overlap,
+            residual=residual,
+        )
+
+    def __call__(
+        self, x: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``x [T, K]`` to ``[T, N]``."""
+        return mxfp4_linear(x, blocks, scales, bias, self.rounded_inputs, self.nvidia, self.overlap)
+
+
+def _fake(
+    x: torch.Tensor,
+    blocks: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    rounded_inputs: bool,
+    nvidia: bool,
+    overlap: bool,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], blocks.shape[0])
+
+
+@opaque("mxfp4_linear", _fake)
+def mxfp4_linear(
+    x: torch.Tensor,
+    blocks: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    rounded_inputs: bool,
+    nvidia: bool,
+    overlap: bool,
+) -> torch.Tensor:
+    """``x W^T + b``."""
+    if 0 < len(x) <= MAX_ROWS:
+        return multiply_few(x, blocks, scales, bias, rounded_inputs=rounded_inputs, nvidia=nvidia, overlap=overlap)
+    if not len(x):
+        return x.new_empty(0, len(blocks))
+    return multiply_many_rows(prepare(x, overlap, rounds=rounded_inputs), blocks, scales, bias, nvidia=nvidia)
+
+
+def multiply_few(
+    x: torch.Tensor,
+    blocks: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    rounded_inputs: bool,
+    nvidia: bool,
+    overlap: bool,
+    norm: Norm | None = None,
+    activation: Activation | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``act(norm(x) W^T + b) + residual``, of 1 to :data:`MAX_ROWS` rows of the model's dtype."""
+    return multiply_few_rows(
+        prepare(x, overlap, rounds=rounded_inputs, norm=norm),
+        blocks,
+        scales,
+        bias,
+        nvidia=nvidia,
+        overlap=overlap,
+        activation=activation,
+        residual=residual,
+    )

@@ -1,0 +1,166 @@
+"""Linear layers whose weights are in MXFP4, and what of such a matrix a rank may hold: whole groups that share a scale.
+
+Checkpoints (AMD Quark's) have ``weight [N, K / 2]`` and ``weight_scale [N, K / 32]`` of each matrix, both uint8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR, FewRowsMxfp4Kernel, Mxfp4LinearSpec
+from atom_core.kernels.normed_linear import Operands
+from atom_core.kernels.select import KernelSet
+from atom_core.layers.linear_methods import Part
+from atom_core.layers.parameters import Placement
+from atom_core.quant.mxfp4 import GROUP, Mxfp4LinearConfig
+from atom_core.runtime import Runtime
+
+if TYPE_CHECKING:
+    from atom_core.layers.linear import Linear
+
+#: The largest scale, 2 ** 113: kernels have what is 2 ** 14 times larger in float32.
+LARGEST = 240
+
+
+def empty_packed(runtime: Runtime, *shape: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """Blocks ``[.., K / 2]`` and scales ``[.., K / 32]`` of a weight of ``shape``, to be loaded."""
+    *rows, columns = shape
+
+    def empty(width: int) -> nn.Parameter:
+        data = torch.empty(*rows, width, dtype=torch.uint8, device=runtime.device)
+        return nn.Parameter(data, requires_grad=False)
+
+    blocks, scales = empty(columns // 2), empty(columns // GROUP)
+    scales.data.fill_(119)  # where weights are made up, they are numbers, and small
+    return blocks, scales
+
+
+def check_groups(
+    part: Part, module: str, world_size: int, instead: str = "", ranks: str = "tensor parallel size"
+) -> None:
+    """Whether a matrix divides into groups, and a rank holds whole ones.
+
+    Args:
+        part: of the weight.
+        module: what checkpoints call it.
+        world_size: how many ranks share it.
+        instead: another way out for the user, after a comma.
+        ranks: what says how many there are.
+
+    Raises:
+        ValueError: it does not.
+    """
+    mine, total = len(part.my_columns), part.columns
+    if total % GROUP:
+        raise ValueError(
+            f"{module} has {total} columns, which is no multiple of {GROUP}, the numbers that share a scale in MXFP4. "
+            f"Supported: multiples of {GROUP}, and checkpoints that leave such a module as it is."
+        )
+    if mine % GROUP:
+        sizes = [size for size in range(1, world_size) if total % (size * GROUP) == 0]
+        raise ValueError(
+            f"{ranks} {world_size} would cut MXFP4 groups of {module}: a rank would hold {mine} of its {total} "
+            f"columns, and {GROUP} numbers of a row share a scale. Use a {ranks} that leaves each rank whole groups "
+            f"({', '.join(map(str, sizes))}){instead}."
+        )
+
+
+class PackedPlacement(Placement):
+    """A weight's blocks."""
+
+    dtypes = ("U8",)
+
+    def dtype_problem(self, dtype: str) -> str | None:
+        """See :class:`Placement`."""
+        return packed_dtype_problem(dtype)
+
+
+class PackedScalePlacement(PackedPlacement):
+    """A weight's scales."""
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        check_packed_scales(tensor)
+        super().load(tensor)
+
+
+def packed_dtype_problem(dtype: str) -> str | None:
+    """See :meth:`Placement.dtype_problem`."""
+    if dtype == "U8":
+        return None
+    return f"is stored as {dtype}, but config.json says MXFP4 (U8) and does not leave this module out"
+
+
+def check_packed_scales(scales: torch.Tensor) -> None:
+    """Scales are numbers that kernels have.
+
+    Raises:
+        ValueError: some are not; the message goes on from the tensor's name.
+    """
+    if int(scales.max()) > LARGEST:
+        raise ValueError(f"holds a scale of more than 2^{LARGEST - 127}, or one that is no number")
+
+
+def place_packed(part: Part, blocks: torch.Tensor, scales: torch.Tensor) -> tuple[Placement, Placement]:
+    """This rank's blocks and scales of ``part``, in those of the whole weight."""
+
+    def of(parameter: torch.Tensor, unit: int, kind: type[Placement]) -> Placement:
+        columns = range(part.my_columns.start // unit, part.my_columns.stop // unit)
+        return replace(part, columns=part.columns // unit, my_columns=columns).of_matrix(parameter, kind)
+
+    return of(blocks, 2, PackedPlacement), of(scales, GROUP, PackedScalePlacement)
+
+
+class Mxfp4Method:
+    """See :class:`atom_core.layers.linear_methods.LinearMethod`."""
+
+    def __init__(self, scheme: Mxfp4LinearConfig) -> None:
+        self.scheme = scheme
+
+    def create(self, layer: Linear, runtime: Runtime) -> None:
+        """The weight's blocks, and their scales.
+
+        Raises:
+            ValueError: groups would be cut.
+        """
+        for part, module in zip(layer.parts, layer.modules_of_parts, strict=True):
+            check_groups(part, module, runtime.tensor_parallel.world_size)
+        bias, rounded = layer.bias is not None, self.scheme.rounded_inputs
+        self.spec = Mxfp4LinearSpec(layer.in_features, layer.out_features, bias, rounded, runtime.dtype)
+        self.kernel = runtime.kernels.select(MXFP4_LINEAR, self.spec)
+        self.fewer = self.kernel if isinstance(self.kernel, FewRowsMxfp4Kernel) else None
+        layer.weight, layer.weight_scale = empty_packed(runtime, layer.out_features, layer.in_features)
+
+    def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
+        """The blocks and their scales."""
+        blocks, scales = place_packed(part, layer.weight, layer.weight_scale)
+        yield "weight", blocks
+        yield "weight_scale", scales
+
+    def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`LinearMethod`."""
+        return self.kernel(x, layer.weight, layer.weight_scale, bias)
+
+    def add(
+        self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """See :class:`LinearMethod`."""
+        if self.fewer is None or not 0 < x.shape[0] <= self.fewer.max_rows:
+            return None
+        return self.fewer.add(x, layer.weight, layer.weight_scale, bias, residual)
+
+    def chosen(self, layer: Linear, kernels: KernelSet) -> tuple[str, str]:
+        """See :class:`LinearMethod`."""
+        return MXFP4_LINEAR.name, kernels.chosen(MXFP4_LINEAR, self.spec)
+
+    def operands(self, layer: Linear) -> Operands:
+        """See :class:`LinearMethod`."""
+        return Operands(layer.weight, layer.bias, layer.weight_scale, rounded_inputs=self.scheme.rounded_inputs)
+
+    def finalize(self, layer: Linear) -> None:
+        """Nothing to bring into another form."""

@@ -1,0 +1,70 @@
+"""What the schemes of linear layers share: which modules of a checkpoint they are for."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from atom_core.quant.errors import unsupported
+
+_HEAD = "lm_head"
+
+SchemeT = TypeVar("SchemeT", bound="LayerScheme")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerScheme:
+    """How all linear layers of a model are quantised but for some; the embedding and the head are not."""
+
+    ignored: tuple[str, ...] = ()
+    """Modules that stay as they are: see :func:`names`."""
+    prefix: str = ""
+    """What the model's module names start with, before those of checkpoints."""
+
+    def linear(self: SchemeT, modules: Sequence[str]) -> SchemeT | None:
+        """See :class:`atom_core.quant.QuantConfig`."""
+        ignored = {module: self.ignores(module.removeprefix(self.prefix)) for module in modules}
+        if all(ignored.values()) and ignored:
+            return None
+        if any(ignored.values()):
+            kept = ", ".join(module for module, is_ignored in ignored.items() if is_ignored)
+            raise ValueError(
+                f"The checkpoint quantises only some of {', '.join(modules)}, which are one weight here: its config "
+                f"leaves out {kept}. Supported: all of them quantised, or none."
+            )
+        return self
+
+    def below(self: SchemeT, prefix: str) -> SchemeT:
+        """See :class:`atom_core.quant.QuantConfig`."""
+        return replace(self, prefix=f"{prefix}." if prefix else "")
+
+    def ignores(self, module: str) -> bool:
+        """Whether the checkpoint's ``module`` is not quantised."""
+        return any(names(pattern, module) for pattern in self.ignored)
+
+
+def names(pattern: str, module: str) -> bool:
+    """Whether a config's ``pattern`` names ``module``.
+
+    "re:" begins a regular expression, which matches from the name's start on; "*" stands for anything; else the pattern
+    is some whole parts of the name in a row ("mlp.down_proj", "model.layers.0").
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    if "*" in pattern:
+        return fnmatch.fnmatchcase(module, pattern)
+    return f".{pattern}." in f".{module}."
+
+
+def with_plain_head(scheme: SchemeT, method: str, hf: Mapping[str, Any]) -> SchemeT:
+    """``scheme`` itself, of checkpoints whose head is not quantised.
+
+    Raises:
+        ValueError: it is.
+    """
+    if not scheme.ignores(_HEAD) and not hf.get("tie_word_embeddings", False):
+        raise unsupported(method, f"a quantised {_HEAD} (no list of modules left out has it)")
+    return scheme
