@@ -73,6 +73,6 @@ def weight_bytes(model: DecoderForCausalLM, num_tokens: int) -> int:
 
 def cache_bytes(config: ModelConfig, batch: int, context: int, cache_dtype: torch.dtype) -> int:
     """Bytes of keys and values that the step reads, those that it brings included."""
-    a_token = 2 * config.num_kv_heads * config.head_dim * cache_dtype.itemsize
+    a_token = config.cached_numbers * cache_dtype.itemsize
     tokens = sum(min(context + 1, layer.window or context + 1) for layer in config.layers)
     return batch * tokens * a_token

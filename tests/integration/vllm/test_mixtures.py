@@ -44,6 +44,11 @@ WAYS = {
         ("gpt_oss", "vLLM's attention"),
         ("gpt_oss", "four experts a rank"),
         ("glm4_moe", "four experts a rank"),
+        ("deepseek_v2", "one rank"),
+        ("deepseek_v2", "every expert on two ranks"),
+        ("deepseek_v3", "one rank"),
+        ("deepseek_v3", "four experts a rank"),
+        ("deepseek_v3", "two stages"),
     ],
 )
 def test_tokens_are_hugging_faces(tmp_path, family, way):
