@@ -23,7 +23,7 @@ from atom_core.kernels.select import Implementation, Op, Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
 from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
 
-__all__ = ["LATENT_ATTENTION", "LatentAttentionKernel", "LatentAttentionSpec"]
+__all__ = ["LATENT_ATTENTION", "LatentAttentionKernel", "LatentAttentionSpec", "triton_supports"]
 
 
 class LatentAttentionKernel(Protocol):

@@ -18,10 +18,11 @@ from typing import Protocol
 import torch
 
 from atom_core.kernels.cache_dtypes import why_unreadable
-from atom_core.kernels.latent_attention import LatentAttentionSpec
+from atom_core.kernels.latent_attention import LatentAttentionSpec, triton_supports
 from atom_core.kernels.latent_prefill.plan import PrefillPlan
 from atom_core.kernels.latent_prefill.reference import ReferenceLatentPrefill
 from atom_core.kernels.select import Implementation, Op, Target
+from atom_core.kernels.triton_support import overlaps
 from atom_core.metadata import AttentionMetadata, LatentCacheView
 
 
@@ -43,7 +44,28 @@ def _reference_supports(spec: LatentAttentionSpec, target: Target) -> str | None
     return why_unreadable(spec.latent.cache_dtype)
 
 
+def _triton_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
+    shape = spec.latent
+    if reason := triton_supports(spec, target):
+        return reason
+    if max(shape.nope_dim, shape.value_dim) > 128:
+        return (
+            "The Triton kernel has keys (but for what is rotated) and values of up to 128 numbers, not "
+            f"{shape.nope_dim} and {shape.value_dim}."
+        )
+    return None
+
+
+def _build_triton(spec: LatentAttentionSpec, target: Target) -> LatentPrefillKernel:
+    from atom_core.kernels.latent_prefill.triton_kernel import TritonLatentPrefill  # needs triton
+
+    return TritonLatentPrefill(spec, nvidia=target.kind == "cuda", overlap=overlaps(target))
+
+
 LATENT_PREFILL: Op[LatentAttentionSpec, LatentPrefillKernel] = Op(
     "latent_prefill",
-    (Implementation("reference", _reference_supports, lambda spec, target: ReferenceLatentPrefill(spec)),),
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("reference", _reference_supports, lambda spec, target: ReferenceLatentPrefill(spec)),
+    ),
 )

@@ -81,6 +81,33 @@ def test_the_triton_kernel_of_the_absorbed_form_reads_an_fp8_cache(exact_fp8_cas
     check_absorbed(case, kernel, latent_batch(case, torch.float16, CPU, cache_dtype=cache_dtype))
 
 
+@pytest.fixture(params=[1024, 24])
+def keys_at_a_time(request, monkeypatch):
+    """How many keys are expanded at a time: all, or so few that requests go on from chunk to chunk."""
+    monkeypatch.setattr("atom_core.kernels.latent_prefill.plan.BUFFER_BYTES", 0)
+    monkeypatch.setattr("atom_core.kernels.latent_prefill.plan.FEWEST_KEYS", request.param)
+
+
+@every_case
+@interpreted
+@pytest.mark.usefixtures("all_expanded", "keys_at_a_time")
+def test_the_triton_kernel_of_the_expanded_form_answers_as_token_by_token(case, dtype, nvidia):
+    from atom_core.kernels.latent_prefill.triton_kernel import TritonLatentPrefill
+
+    # Keys and values are rounded once more than those of other attention.
+    check_expanded(case, TritonLatentPrefill(case.spec(dtype), nvidia, False), latent_batch(case, dtype, CPU), ulps=2)
+
+
+@every_case
+@every_fp8_dtype
+@pytest.mark.usefixtures("all_expanded")
+def test_the_triton_kernel_of_the_expanded_form_reads_an_fp8_cache(case, cache_dtype):
+    from atom_core.kernels.latent_prefill.triton_kernel import TritonLatentPrefill
+
+    kernel = TritonLatentPrefill(case.spec(torch.float16, cache_dtype), False, overlap=False)
+    check_expanded(case, kernel, latent_batch(case, torch.float16, CPU, cache_dtype=cache_dtype), ulps=2)
+
+
 #: Shapes of rows; the requests do not matter.
 CACHES = (
     LatentCase("interleaved", ()),
