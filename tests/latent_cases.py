@@ -283,6 +283,6 @@ def check_head_linear(
     out = torch.full((tokens, heads, outputs + carried), NAN, dtype=dtype, device=device)
     on_device = weight.to(device) if not transposed else weight.transpose(1, 2).to(device).transpose(1, 2)
     kernel(x.to(device), on_device, out)
-    expected = torch.einsum("thk,hkn->thn", x[..., :inputs].double(), weight.double())
+    expected = torch.einsum("thk,hko->tho", x[..., :inputs].double(), weight.double())
     assert_close(out[..., :outputs], expected)
     assert torch.equal(out[..., outputs:].cpu(), x[..., inputs:])

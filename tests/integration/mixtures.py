@@ -124,8 +124,13 @@ def make_fp8_mixture(directory: Path, family: str, form: Format) -> tuple[Path, 
     source, target = directory / "source", directory / "fp8"
     source.mkdir(parents=True)
     # Mixtral norms no queries and keys: with larger weights one key gets all attention, and 16 bits decide which.
-    own = {"qwen3_moe": {"moe_intermediate_size": 256}, "mixtral": {"initializer_range": 0.1}}
-    make_mixture(source, family, head_dim=128, **own[family])
+    latents = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "head_dim", "v_head_dim"), 64)
+    own: dict[str, dict[str, Any]] = {
+        "qwen3_moe": {"moe_intermediate_size": 256},
+        "mixtral": {"initializer_range": 0.1},
+        "deepseek_v3": {"moe_intermediate_size": 256, "q_lora_rank": 128, "initializer_range": 0.1, **latents},
+    }
+    make_mixture(source, family, **{"head_dim": 128, **own[family]})
     make_fp8(source, target, form)
     runner = Runner(target, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(target)

@@ -39,6 +39,7 @@ FP8_ENGINES = (
     ("qwen3_moe", "fp8, blocks", {}),
     ("mixtral", "fp8, dynamic", {"tp_size": 2}),
     ("qwen3_moe", "compressed, channel, dynamic", {"tp_size": 2, "ep_size": 2}),
+    ("deepseek_v3", "fp8, blocks", {}),
 )
 #: SGLang gives each rank a memory node of its own unless it is told which processor cores it has.
 BOUND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
@@ -60,7 +61,7 @@ def test_tokens_are_hugging_faces(tmp_path, family):
 @pytest.mark.slow
 def test_fp8_experts_answer_as_our_model_alone_does(tmp_path):
     forms = {form.name: form for form in (*FORMATS, *BLOCK_FORMATS)}
-    made = [make_fp8_mixture(tmp_path / form, family, forms[form]) for family, form, _ in FP8_ENGINES]
+    made = [make_fp8_mixture(tmp_path / family / form, family, forms[form]) for family, form, _ in FP8_ENGINES]
     one = {"max_new_tokens": 1, "ignore_eos": True}
     engines = [
         Engine(
