@@ -165,8 +165,9 @@ def _run(metadata: AttentionMetadata, host: HostLengths, requests: list[int]) ->
         replace(
             metadata,
             query_start_loc=metadata.query_start_loc[first : last + 1] - begin,
-            seq_lens=metadata.seq_lens[first:last],
-            page_table=metadata.page_table[first:last],
+            # Copies, as kernels are compiled anew for pointers that are aligned otherwise.
+            seq_lens=metadata.seq_lens[first:last].clone() if first else metadata.seq_lens[:last],
+            page_table=metadata.page_table[first:last].clone() if first else metadata.page_table[:last],
             slot_mapping=metadata.slot_mapping[begin:end],
             num_requests=len(requests),
             num_tokens=end - begin,

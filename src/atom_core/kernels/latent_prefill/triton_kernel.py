@@ -117,7 +117,6 @@ def _latent_prefill(
     V_PADDED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CONTINUES: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -165,11 +164,10 @@ def _latent_prefill(
     kept = used[:, None] & (number < V)[None, :]
     # Where sums so far are: token, head.
     at = (start + token) * num_heads + head
-    if CONTINUES:  # noqa: SIM102 - decided when compiling, unlike the next
-        if first_key > 0:
-            highest = tl.load(logarithms + at, mask=used, other=0.0)
-            total = tl.full([BLOCK_Q], 1.0, tl.float32)
-            acc = tl.load(sums + at[:, None] * V + number[None, :], mask=kept, other=0.0)
+    if first_key > 0:
+        highest = tl.load(logarithms + at, mask=used, other=0.0)
+        total = tl.full([BLOCK_Q], 1.0, tl.float32)
+        acc = tl.load(sums + at[:, None] * V + number[None, :], mask=kept, other=0.0)
 
     keys = expanded + first_row * stride_expanded + head * (N + V)
     turned_keys = rows + first_row * stride_row + L
@@ -189,11 +187,10 @@ def _latent_prefill(
         N, N_PADDED, R, R_PADDED, V, V_PADDED, BLOCK_N, True, STAGES,
     )  # fmt: skip
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
-    if CONTINUES:  # noqa: SIM102 - decided when compiling, unlike the next
-        if last_position >= first_key + num_keys:
-            tl.store(sums + at[:, None] * V + number[None, :], acc, mask=kept)
-            tl.store(logarithms + at, highest + tl.log2(total), mask=used)
-            return
+    if last_position >= first_key + num_keys:
+        tl.store(sums + at[:, None] * V + number[None, :], acc, mask=kept)
+        tl.store(logarithms + at, highest + tl.log2(total), mask=used)
+        return
     target = out + (start + token)[:, None] * stride_o_token + head * stride_o_head
     tl.store(target + number[None, :], acc.to(out.dtype.element_ty), mask=kept)
 
@@ -225,8 +222,8 @@ class TritonLatentPrefill:
         """Write the attention of the plan's requests to ``out``."""
         shape = self.spec.latent
         assert q.stride(-1) == out.stride(-1) == 1
-        continues = len(plan.chunks) > 1
-        kept = (*q.shape[:2],) if continues else (0, 0)
+        # Nothing is kept where all keys are in one chunk.
+        kept = q.shape[:2] if len(plan.chunks) > 1 else (0, 0)
         sums = torch.empty(*kept, shape.value_dim, dtype=torch.float32, device=q.device)
         logarithms = torch.empty(kept, dtype=torch.float32, device=q.device)
         for chunk in plan.chunks:
@@ -257,7 +254,6 @@ class TritonLatentPrefill:
                 V_PADDED=max(16, triton.next_power_of_2(shape.value_dim)),
                 BLOCK_Q=self.block_q,
                 BLOCK_N=self.block_n,
-                CONTINUES=continues,
                 STAGES=2 if self.nvidia else 1,
                 OVERLAP=self.overlap,
                 num_warps=8 if self.nvidia else 4,
