@@ -93,6 +93,17 @@ def test_latents_of_a_context_are_read_once_for_all_heads():
     assert step_traffic(config, 2, 99, BF16, BF16).cache == 2 * 100 * 27 * (512 + 64) * 2
 
 
+def test_what_is_folded_into_queries_is_read_in_the_models_dtype():
+    hf = {**read_config("deepseek-v3", 1), "intermediate_size": 128, "vocab_size": 128}
+    quant = read_quantization(hf)
+    one, other = (
+        step_traffic(ModelConfig.from_hf({**hf, "kv_lora_rank": rank}), 1, 0, BF16, BF16, quant).weights
+        for rank in (512, 384)
+    )
+    latents = 128 * (7168 + 56 / 128 * 4 + 2)  # rows of FP8 with a scale a block, and the norm
+    assert one - other == 128 * 256 * 128 * 2 + latents
+
+
 def test_the_floor_counts_the_experts_that_some_token_has():
     config = ModelConfig.from_hf(read_config("qwen3-30b-a3b"))
     one, eight, many = (step_traffic(config, batch, 0, BF16, BF16).weights for batch in (1, 8, 10_000))
