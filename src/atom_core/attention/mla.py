@@ -19,7 +19,7 @@ from atom_core.kernels.head_linear import HEAD_LINEAR, HeadLinearSpec
 from atom_core.kernels.latent_attention import LATENT_ATTENTION, LatentAttentionKernel, LatentAttentionSpec
 from atom_core.kernels.latent_cache import LATENT_CACHE, LatentSpec, LatentWeights
 from atom_core.kernels.latent_prefill import LATENT_PREFILL
-from atom_core.kernels.latent_prefill.plan import PrefillPlan, plan_prefill
+from atom_core.kernels.latent_prefill.plan import PrefillPlan, keys_at_a_time, plan_prefill
 from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
 from atom_core.runtime import Runtime
 
@@ -155,9 +155,16 @@ class PagedLatentAttention(CachedLatentAttention):
         """Write the attention to ``out [T, H, V]``: zeros in a run without a batch, which touches no cache."""
         metadata = self.metadata()
         if metadata is None:
+            self._take_room(out)
             out.zero_()
             return
         self.run(q, latent, positions, metadata, self.cache(), out)
+
+    def _take_room(self, out: torch.Tensor) -> None:
+        """Have for a moment what prompts need beside ``out``: by such runs engines measure how much memory is left."""
+        shape = self.spec.latent
+        keys, heads = keys_at_a_time(shape), shape.num_heads * (shape.nope_dim + shape.value_dim)
+        _ = out.new_empty(keys, heads), out.new_empty(keys, shape.row), torch.empty_like(out, dtype=torch.float32)
 
     def forward(
         self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: object = None

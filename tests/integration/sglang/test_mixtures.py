@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
+from atom_core.standalone import Runner
 from tests.integration.mixtures import (
     FP8_ALIKE,
     NUM_TOKENS,
@@ -56,6 +59,18 @@ def test_tokens_are_hugging_faces(tmp_path, family):
     for engine, ran in zip(engines, run(engines), strict=True):
         assert [answer.tokens for answer in ran.answers[0]] == expected, engine.options
         assert "atom-plugin serves" in ran.log
+
+
+@pytest.mark.slow
+def test_a_cache_of_latents_in_fp8_answers_as_our_model_alone_does(tmp_path):
+    make_mixture(tmp_path, "deepseek_v2")
+    prompts = [f"{count} birds and" for count in range(24)]
+    runner = Runner(tmp_path, cache_dtype=torch.float8_e4m3fn)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    expected = {prompt: runner.generate([tokenizer.encode(prompt)], 1)[0][0] for prompt in prompts}
+    ask = Ask(prompts, {"max_new_tokens": 1, "ignore_eos": True})
+    (ran,) = run([Engine(str(tmp_path), True, [ask], {"dtype": "float32", "kv_cache_dtype": "fp8_e4m3"})])
+    assert share_alike([answer.tokens for answer in ran.answers[0]], expected) >= FP8_ALIKE
 
 
 @pytest.mark.slow

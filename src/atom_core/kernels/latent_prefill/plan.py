@@ -95,8 +95,7 @@ def plan_prefill(metadata: AttentionMetadata, spec: LatentSpec) -> PrefillPlan |
     expanded = tuple(request for request, is_chosen in enumerate(chosen) if is_chosen)
     if not expanded:
         return None
-    size = spec.num_heads * (spec.nope_dim + spec.value_dim) * spec.dtype.itemsize
-    chunks = cut(expanded, host.lengths, max(FEWEST_KEYS, BUFFER_BYTES // size))
+    chunks = cut(expanded, host.lengths, keys_at_a_time(spec))
     others = [list(run) for is_chosen, run in groupby(range(len(new)), key=chosen.__getitem__) if not is_chosen]
     return PrefillPlan(
         host=host,
@@ -104,6 +103,12 @@ def plan_prefill(metadata: AttentionMetadata, spec: LatentSpec) -> PrefillPlan |
         chunks=tuple(_on_device(pieces, host, new, metadata.page_table.device) for pieces in chunks),
         absorbed=tuple(_run(metadata, host, run) for run in others if any(new[request] for request in run)),
     )
+
+
+def keys_at_a_time(spec: LatentSpec) -> int:
+    """How many latents are expanded at a time."""
+    size = spec.num_heads * (spec.nope_dim + spec.value_dim) * spec.dtype.itemsize
+    return max(FEWEST_KEYS, BUFFER_BYTES // size)
 
 
 def expanding_is_cheaper(new: int, length: int, spec: LatentSpec) -> bool:
