@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.attention.splits import SplitBuffers, Splits
+from atom_core.kernels.attention.splits import SplitBuffers
 from atom_core.kernels.attention.triton_kernel import LOG2_E, parts_joined
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.triton_support import launch_options
@@ -189,10 +189,8 @@ class TritonLatentAttention:
         block_m = self.decode_rows if few_queries else max(self.decode_rows, self.most_rows)
         block_q = max(1, block_m // self.heads)
         blocks, groups = num_tokens // block_q + num_requests, triton.cdiv(shape.num_heads, self.heads)
-        splits = Splits(1)
-        if few_queries:
-            row_count = num_tokens * shape.num_heads
-            splits = self.split_buffers.share(blocks * groups, metadata.max_seq_len, row_count, shape.rank, q.device)
+        row_count = num_tokens * shape.num_heads
+        splits = self.split_buffers.share(blocks * groups, metadata.max_seq_len, row_count, shape.rank, q.device)
         _latent_attention[blocks, groups, splits.count](
             q,
             cache.rows,
