@@ -25,6 +25,7 @@ from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.decode_attention import triton_kernel as decode_kernel
 from atom_core.kernels.embedding import triton_kernel as embedding_kernel
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
+from atom_core.kernels.experts import few_tokens as few_experts_kernel
 from atom_core.kernels.experts import grouped as grouped_kernel
 from atom_core.kernels.experts import triton_kernel as experts_kernel
 from atom_core.kernels.fp8_block_linear import few_rows as few_block_rows_kernel
@@ -594,14 +595,15 @@ def keep(
     return lambda: [(it, launch) for it, kept in zip(originals, keepers, strict=True) for launch in kept.launches]
 
 
-SORTING = [(grouped_kernel, name) for name in ("_count", "_arrange", "_place", "_combine")]
+SORTING = [(grouped_kernel, name) for name in ("_count", "_arrange", "_place", "_sort", "_combine")]
+FEW = [(few_experts_kernel, name) for name in ("_gate_up_of_one", "_down_of_one", "_of_expert")]
 
 
 @every_gpu
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
-@pytest.mark.parametrize("tokens", [1, 40, 3000])
-def test_experts_compile(monkeypatch, tokens, bias, gpu):
-    kernels = [(experts_kernel, "_gate_up"), (experts_kernel, "_down"), (grouped_kernel, "_multiply"), *SORTING]
+@pytest.mark.parametrize(("tokens", "launches"), [(1, 2), (2, 3), (16, 3), (40, 4), (3000, 6)])
+def test_experts_compile(monkeypatch, tokens, launches, bias, gpu):
+    kernels = [*FEW, (grouped_kernel, "_multiply"), *SORTING]
     kept = keep(monkeypatch, *kernels)
     spec = ExpertsSpec(0, 16, 2048, 768, 8, "clamped_swiglu" if bias else "silu", bias, torch.bfloat16)
     layer = ExpertWeights(
@@ -613,14 +615,27 @@ def test_experts_compile(monkeypatch, tokens, bias, gpu):
     experts = torch.zeros(tokens, 8, dtype=torch.int32)
     experts_kernel.TritonExperts(spec, gpu.nvidia)(zeros(tokens, 2048), torch.zeros(tokens, 8), experts, layer)
     launched = kept()
-    assert len(launched) == (2 if tokens <= experts_kernel.MAX_TOKENS else 6)
+    assert len(launched) == launches
     for kernel, launch in launched:
         compile_launch(kernel, launch, gpu)
 
 
 @every_gpu
-@pytest.mark.parametrize("tokens", [1, 40, 3000])
-def test_experts_in_mxfp4_compile(monkeypatch, tokens, gpu):
+def test_experts_of_one_token_compile_behind_a_norm(monkeypatch, gpu):
+    kept = keep(monkeypatch, *FEW)
+    spec = ExpertsSpec(0, 16, 2048, 768, 8, "silu", False, torch.bfloat16)
+    layer = ExpertWeights(
+        torch.empty(16, 1536, 2048, dtype=torch.bfloat16), torch.empty(16, 2048, 768, dtype=torch.bfloat16)
+    )
+    chosen = torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int32)
+    experts_kernel.TritonExperts(spec, gpu.nvidia).add_behind_norm(zeros(1, 2048), zeros(2048), 1e-6, *chosen, layer)
+    for kernel, launch in kept():
+        compile_launch(kernel, launch, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize(("tokens", "launches"), [(1, 2), (40, 4), (3000, 6)])
+def test_experts_in_mxfp4_compile(monkeypatch, tokens, launches, gpu):
     kernels = [(mxfp4_kernel, name) for name in ("_gate_up", "_down", "_multiply")]
     kept = keep(monkeypatch, *kernels, *SORTING)
     hidden, size, count = 2880, 2880, 32
@@ -637,7 +652,7 @@ def test_experts_in_mxfp4_compile(monkeypatch, tokens, gpu):
     x, weights = zeros(tokens, hidden), torch.zeros(tokens, 4)
     mxfp4_kernel.TritonMxfp4Experts(spec, gpu.nvidia)(x, weights, experts, layer)
     launched = kept()
-    assert len(launched) == (2 if tokens <= mxfp4_kernel.MAX_TOKENS else 6)
+    assert len(launched) == launches
     for kernel, launch in launched:
         compile_launch(kernel, launch, gpu)
 

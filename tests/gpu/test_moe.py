@@ -9,13 +9,15 @@ import torch
 
 from atom_core.config import RoutingConfig
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
+from atom_core.kernels.experts.few_tokens import MAX_TOKENS
 from atom_core.kernels.experts.reference import ReferenceExperts
-from atom_core.kernels.experts.triton_kernel import MAX_TOKENS, TritonExperts
+from atom_core.kernels.experts.triton_kernel import TritonExperts
 from atom_core.kernels.moe_routing.reference import route
 from atom_core.kernels.moe_routing.triton_kernel import route as launch
 from atom_core.kernels.mxfp4_experts import Mxfp4Weights
 from atom_core.kernels.mxfp4_experts.reference import ReferenceMxfp4Experts
 from atom_core.kernels.mxfp4_experts.triton_kernel import TritonMxfp4Experts
+from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps
 
@@ -108,6 +110,25 @@ def test_experts_are_the_reference(spec, tokens, dtype):
     assert_close(TritonExperts(spec, OVERLAP)(*given), ReferenceExperts(spec)(*given))
 
 
+@pytest.mark.parametrize("tokens", [1, 9, 40, 300])
+def test_answers_are_added_to_a_residual(tokens):
+    spec = SPECS["Qwen3 30B"]
+    given = operands(spec, tokens)
+    residual = torch.randn(tokens, spec.hidden_size, device=GPU).to(spec.dtype)
+    wanted = residual.float() + ReferenceExperts(spec)(*given).float()
+    assert_close(TritonExperts(spec, OVERLAP).add(*given, residual), wanted)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_one_token_is_normed_on_the_way(spec):
+    _, weights, experts, layer = operands(spec, 1)
+    stream = torch.randn(1, spec.hidden_size, device=GPU).to(spec.dtype)
+    norm = torch.rand(spec.hidden_size, device=GPU).to(spec.dtype) + 0.5
+    normed = rms_norm(stream, norm, 1e-6, None)[0]
+    wanted = stream.float() + ReferenceExperts(spec)(normed, weights, experts, layer).float()
+    assert_close(TritonExperts(spec, OVERLAP).add_behind_norm(stream, norm, 1e-6, weights, experts, layer), wanted)
+
+
 @pytest.mark.parametrize("spec", MXFP4_SPECS.values(), ids=MXFP4_SPECS)
 @pytest.mark.parametrize("tokens", [1, 3, MAX_TOKENS, MAX_TOKENS + 1, 300, 5000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -133,7 +154,7 @@ def test_all_tokens_may_go_to_the_same_experts(tokens):
     )
 
 
-@pytest.mark.parametrize("tokens", [2, 64])
+@pytest.mark.parametrize("tokens", [1, 2, 64])
 def test_a_graph_fits_other_routing_than_it_was_captured_with(tokens):
     spec = SPECS["Qwen3 30B"]
     kernel, (x, weights, experts, layer) = TritonExperts(spec, OVERLAP), operands(spec, tokens)

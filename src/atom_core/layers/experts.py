@@ -15,6 +15,7 @@ from atom_core.config import Activation, MoEConfig
 from atom_core.layers.fp8_experts import Fp8ExpertsMethod
 from atom_core.layers.fused_experts import PairsPlacement
 from atom_core.layers.mxfp4_experts import Mxfp4ExpertsMethod
+from atom_core.layers.norm import RMSNorm
 from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
 from atom_core.layers.plain_experts import PlainExpertsMethod
 from atom_core.quant import Mxfp4Config
@@ -33,6 +34,19 @@ class ExpertsMethod(Protocol):
 
     def apply(self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See :meth:`Experts.forward`."""
+
+    def add(
+        self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """See :meth:`Experts.add`."""
+
+    def max_normed(self) -> int:
+        """See :attr:`Experts.max_normed`."""
+
+    def add_behind_norm(
+        self, layer: Experts, stream: torch.Tensor, norm: RMSNorm, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """See :meth:`Experts.add_behind_norm`."""
 
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """As :meth:`atom_core.layers.parameters.ParameterLayer.placements`, without the biases."""
@@ -92,6 +106,23 @@ class Experts(ParameterLayer):
     def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """``x [T, hidden]``, weights and experts ``[T, k]`` to this rank's part of the sum, ``[T, hidden]``."""
         return self.method.apply(self, x, weights, experts)
+
+    def add(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """``residual [T, hidden]`` and this rank's part of the sum, in ``residual``; None: nothing does both."""
+        return self.method.add(self, x, weights, experts, residual)
+
+    @property
+    def max_normed(self) -> int:
+        """Tokens up to which :meth:`add_behind_norm` may be called."""
+        return self.method.max_normed()
+
+    def add_behind_norm(
+        self, stream: torch.Tensor, norm: RMSNorm, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """``stream [T, hidden]`` and this rank's part of the sum that its norm leads to, in ``stream``."""
+        return self.method.add_behind_norm(self, stream, norm, weights, experts)
 
     @property
     def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -19,6 +19,7 @@ from atom_core.layers.experts import Experts
 from atom_core.layers.linear import Column, Linear, MergedColumnLinear, RowLinear
 from atom_core.layers.linear_methods import Part
 from atom_core.layers.norm import RMSNorm, Stream
+from atom_core.layers.normed_linear import NormedLinear
 from atom_core.layers.parameters import Placement, empty_parameter, share
 from atom_core.quant import Unquantized
 from atom_core.runtime import Runtime
@@ -41,7 +42,11 @@ class Router(Linear):
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``x [T, hidden]`` to weights and experts, both ``[T, k]``."""
-        return self.select(self(x.to(self.dtype)), self.e_score_correction_bias)
+        return self.choose(self(x.to(self.dtype)))
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``logits [T, experts]`` to weights and experts, both ``[T, k]``."""
+        return self.select(logits, self.e_score_correction_bias)
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
         """The layer's, and the correction."""
@@ -92,11 +97,23 @@ class MoE(nn.Module):
             if config.shared_size
             else None
         )
+        #: Nothing comes between the experts' sum and the stream.
+        self.adds = self.group.world_size == self.replicas.world_size == 1 and self.shared_experts is None
+        #: The gate behind the norm, for tokens so few that the experts do without what the norm would store.
+        self.max_normed = self.experts.max_normed if self.adds and self.gate.dtype == runtime.dtype else 0
+        self.gate_behind_norm = NormedLinear(norm, self.gate, None, runtime) if self.max_normed else None
 
     def forward(self, stream: Stream) -> Stream:
         """Read the stream's norm and add to it."""
+        few = stream.last is None and 0 < len(stream.residual) <= self.max_normed
+        if few and self.gate_behind_norm is not None and not torch.compiler.is_compiling():
+            logits, residual = self.gate_behind_norm(stream)
+            return Stream(None, self.experts.add_behind_norm(residual, self.enter[0], *self.gate.choose(logits)))
         x, residual = self.enter[0](stream)
-        mine = self.replicas.reduce(self.experts(*self.replicas.gather(x, *self.gate.route(x))))
+        weights, experts = self.gate.route(x)
+        if self.adds and (summed := self.experts.add(x, weights, experts, residual)) is not None:
+            return Stream(None, summed)
+        mine = self.replicas.reduce(self.experts(*self.replicas.gather(x, weights, experts)))
         if self.shared_experts is not None:
             mine = mine + self.shared_experts(x)
         return Stream(self.group.all_reduce(mine), residual)

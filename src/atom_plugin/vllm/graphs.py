@@ -30,6 +30,14 @@ _DEFAULT_LEVEL = OptimizationLevel.O2
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
 
+#: Sizes of prefills, in tokens, for which graphs are captured beyond those that vLLM captures by itself. Up to them a
+#: small model's prefill waits for the host outside of graphs: eight prompts of 128 tokens of Qwen3 0.6B have their
+#: first tokens after 7.3 ms within, after 16.8 ms outside of one (H200).
+LONGER = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+#: Up to how many tokens vLLM captures.
+_MOST = 512
+
+
 class _Ours:
     """Whether the variable is from us, so that it can be taken back for the next engine's model."""
 
@@ -59,6 +67,7 @@ def set_graph_defaults(vllm_config: VllmConfig) -> None:
         compilation.mode = CompilationMode.VLLM_COMPILE
         if graphs is None:
             compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        _capture_longer_prefills(vllm_config)
     elif graphs is not None and _is_piecewise(graphs):
         return
     else:
@@ -72,6 +81,23 @@ def set_graph_defaults(vllm_config: VllmConfig) -> None:
         compilation.cudagraph_mode.name,
         BREAKABLE,
     )
+
+
+def _capture_longer_prefills(vllm_config: VllmConfig) -> None:
+    """Fill in the sizes that graphs are captured for: vLLM's, and :data:`LONGER`; sizes that the user stated stand.
+
+    With drafts sizes go by tokens a request, which is left to vLLM, and so are its other performance modes.
+    """
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    stated = compilation.cudagraph_capture_sizes is not None or compilation.max_cudagraph_capture_size is not None
+    if stated or vllm_config.speculative_config is not None or vllm_config.performance_mode != "balanced":
+        return
+    most = scheduler.max_num_batched_tokens
+    usual = min(2 * scheduler.max_num_seqs, _MOST, most)
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, usual + 1, 16)}
+    # The largest batches of all, of tokens and of requests, where they are small enough.
+    sizes = {size for size in (*sizes, most, scheduler.max_num_seqs) if size <= usual}
+    compilation.cudagraph_capture_sizes = sorted(sizes | {size for size in LONGER if size <= most})
 
 
 def compile_nothing_between_breaks(vllm_config: VllmConfig) -> None:

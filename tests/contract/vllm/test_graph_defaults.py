@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 from vllm import ModelRegistry, platforms
-from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, ModelConfig, ParallelConfig, VllmConfig
+from vllm.config import (
+    CompilationConfig,
+    CompilationMode,
+    CUDAGraphMode,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.config.vllm import OptimizationLevel
 from vllm.platforms.interface import Platform, PlatformEnum
 
@@ -37,10 +45,10 @@ class CudaInName(AtomPlatformMixin, Platform):
 
 @pytest.fixture
 def configure(monkeypatch):
-    """Makes a configuration; arguments are those of `CompilationConfig`, and `impl`, `eager`, `level` and `ranks`."""
+    """Makes a configuration; arguments are those of `CompilationConfig`, and some that stand in front of them."""
     register_models()
 
-    def configure(*, impl="atom", eager=False, level=None, ranks=1, **compilation):
+    def configure(*, impl="atom", eager=False, level=None, ranks=1, seqs=None, tokens=2048, **compilation):
         monkeypatch.setattr(platforms, "_current_platform", CPU)
         model = ModelConfig(str(CHECKPOINT), model_impl=impl, enforce_eager=eager)
         # What inspects a class imports what only a GPU's vLLM has, if asked on one.
@@ -51,6 +59,13 @@ def configure(monkeypatch):
             # A launcher that vLLM does not start: the test's machine has no GPUs to count.
             given["parallel_config"] = ParallelConfig(
                 pipeline_parallel_size=ranks, distributed_executor_backend="external_launcher"
+            )
+        if seqs is not None:
+            given["scheduler_config"] = SchedulerConfig(
+                max_model_len=model.max_model_len,
+                is_encoder_decoder=False,
+                max_num_seqs=seqs,
+                max_num_batched_tokens=tokens,
             )
         return VllmConfig(model_config=model, compilation_config=CompilationConfig(**compilation), **given)
 
@@ -138,6 +153,35 @@ def test_graphs_do_not_break_around_vllms_attention(configure, monkeypatch):
 def test_graphs_do_not_break_on_several_gpus(configure):
     assert modes(configure(ranks=2)) == (False, "FULL_DECODE_ONLY")
     assert graphs.BREAKABLE not in os.environ
+
+
+def sizes(config):
+    return config.compilation_config.cudagraph_capture_sizes
+
+
+@pytest.mark.parametrize("seqs", [1, 7, 64, 256, 1024])
+def test_prefills_are_captured_that_are_longer_than_vllms(configure, seqs):
+    native = sizes(configure(impl="auto", seqs=seqs))
+    config = configure(seqs=seqs)
+    # vLLM 0.30 leaves out the largest batch of requests itself.
+    assert {*native, *graphs.LONGER} <= set(sizes(config)) <= {*native, *graphs.LONGER, seqs}
+    assert config.compilation_config.max_cudagraph_capture_size == 1024
+    found = sizes(config)
+    config.__post_init__()
+    assert sizes(config) == found
+
+
+def test_no_prefill_is_captured_that_is_longer_than_a_batch(configure):
+    assert max(sizes(configure(seqs=256, tokens=700))) == 640
+    assert max(sizes(configure(seqs=256, tokens=300))) == 300
+
+
+@pytest.mark.parametrize(
+    "stated", [{"cudagraph_capture_sizes": [1, 2, 8]}, {"max_cudagraph_capture_size": 8}, {"cudagraph_mode": "FULL"}]
+)
+def test_sizes_that_are_stated_stand_and_full_graphs_have_vllms(configure, stated):
+    given = {key: CUDAGraphMode[value] if isinstance(value, str) else value for key, value in stated.items()}
+    assert sizes(configure(**given)) == sizes(configure(impl="auto", **given))
 
 
 def test_a_model_of_vllms_own_in_the_same_process_has_vllms_defaults(configure):

@@ -10,7 +10,7 @@ weights of gate and up ``[E, 2I, H]``, one behind the other, of down ``[E, H, I]
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -49,6 +49,35 @@ class ExpertsKernel(Protocol):
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
     ) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class AddingExpertsKernel(Protocol):
+    """A kernel that can add to a residual on its way, and norm few tokens in front."""
+
+    max_normed: int
+    """Tokens up to which :meth:`add_behind_norm` is to be called, from 1 on."""
+
+    def add(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        layer: ExpertWeights,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """``residual += y``, rounded once; ``residual`` is contiguous, and is the result."""
+
+    def add_behind_norm(
+        self,
+        stream: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        layer: ExpertWeights,
+    ) -> torch.Tensor:
+        """``stream += y`` of ``x = rms_norm(stream)``, which is not rounded; see :mod:`atom_core.kernels.rms_norm`."""
 
 
 def _triton_supports(spec: ExpertsSpec, target: Target) -> str | None:

@@ -14,13 +14,24 @@ import triton.language as tl
 
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.linear.parts import weight_rows
+from atom_core.kernels.triton_support import launch_options
 
 #: Pairs that one program sorts, and blocks whose experts one program looks up at a time.
 _PAIRS, _BLOCKS = 256, 64
+#: Pairs up to which one program sorts all of them, in one launch in place of five.
+_FEW_PAIRS = 2048
 
 
 @triton.jit
-def _count(experts, counts, ranks, pairs, FIRST: tl.constexpr, COUNT: tl.constexpr, PAIRS: tl.constexpr):
+def _count(
+    experts,
+    counts,
+    ranks,
+    pairs,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
     """How many pairs each expert has, and each pair's place among its expert's, in any order."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     expert = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
@@ -72,6 +83,51 @@ def _place(
     held = (expert >= 0) & (expert < COUNT)
     first = tl.load(first_blocks + expert, mask=held, other=0)
     rank = tl.load(ranks + pair, mask=held, other=0)
+    tl.store(slots + first * BLOCK_M + rank, pair, mask=held)
+
+
+@triton.jit
+def _sort(
+    experts,
+    counts,
+    first_blocks,
+    block_experts,
+    slots,
+    pairs,
+    num_blocks,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """All of :func:`_count`, :func:`_arrange` and :func:`_place` by one program, which waits for itself alone."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # before anything is written: kernels in front may still read what was there
+        tl.extra.cuda.gdc_launch_dependents()
+    each = tl.arange(0, PADDED)
+    tl.store(counts + each, tl.zeros([PADDED], tl.int32), mask=each < COUNT)
+    for begin in range(0, num_blocks * BLOCK_M, PAIRS):
+        slot = begin + tl.arange(0, PAIRS)
+        tl.store(slots + slot, tl.full([PAIRS], -1, tl.int32), mask=slot < num_blocks * BLOCK_M)
+    tl.debug_barrier()
+    pair = tl.arange(0, PAIRS)
+    expert = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
+    held = (expert >= 0) & (expert < COUNT)
+    rank = tl.atomic_add(counts + tl.where(held, expert, 0), 1, mask=held, sem="relaxed")
+    tl.debug_barrier()
+    needed = (tl.load(counts + each, mask=each < COUNT, other=0, cache_modifier=".cg") + BLOCK_M - 1) // BLOCK_M
+    end = tl.cumsum(needed, 0)
+    tl.store(first_blocks + each, end - needed, mask=each < COUNT)
+    total = tl.sum(needed, 0)
+    for begin in range(0, num_blocks, BLOCKS):
+        block = begin + tl.arange(0, BLOCKS)
+        passed = tl.sum(((end[None, :] <= block[:, None]) & (each < COUNT)[None, :]).to(tl.int32), 1)
+        tl.store(block_experts + block, tl.where(block < total, passed, -1), mask=block < num_blocks)
+    tl.debug_barrier()
+    first = tl.load(first_blocks + expert, mask=held, other=0, cache_modifier=".cg")
     tl.store(slots + first * BLOCK_M + rank, pair, mask=held)
 
 
@@ -133,6 +189,7 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A block of rows of one expert by some rows of its weight.
 
@@ -140,6 +197,8 @@ def _multiply(
     rows of ``x`` are the block's, and the result, times the pair's weight, goes where the pair is.
     """
     GATED: tl.constexpr = ACTIVATION is not None
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(1)
     expert = tl.load(block_experts + block).to(tl.int64)
     if expert < 0:
@@ -158,6 +217,8 @@ def _multiply(
         left = tl.load(x_at + begin, mask=used[:, None] & known[None, :], other=0.0)
         right = tl.load(at + begin, mask=known[:, None], other=0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     finish_block(total, weights, bias, out, expert, pair, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
 
 
@@ -165,14 +226,19 @@ def _multiply(
 def _combine(
     answers,
     experts,
+    residual,
     y,
     N,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The sum of a token's answers, always in the order of its experts."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -181,6 +247,8 @@ def _combine(
         expert = tl.load(experts + pair + tl.zeros([BLOCK], tl.int32)) - FIRST
         held = (expert >= 0) & (expert < COUNT) & (column < N)
         total += tl.load(answers + pair * N + column, mask=held, other=0.0).to(tl.float32)
+    if residual is not None:
+        total += tl.load(residual + token * N + column, mask=column < N, other=0.0).to(tl.float32)
     tl.store(y + token * N + column, total.to(y.dtype.element_ty), mask=column < N)
 
 
@@ -205,40 +273,86 @@ class Blocks:
     """int32 ``[blocks]``: whose a block is; -1: nobody's."""
 
 
-def sort_by_expert(experts: torch.Tensor, held: Held, rows: int) -> Blocks:
-    """The pairs of ``experts [T, k]`` in blocks of ``rows``, none of which has two experts."""
+def sort_by_expert(experts: torch.Tensor, held: Held, rows: int, overlap: bool = False) -> Blocks:
+    """The pairs of ``experts [T, k]`` in blocks of ``rows``, none of which has two experts.
+
+    ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`.
+    """
     pairs, device = experts.numel(), experts.device
     # Each expert may leave one block unfilled.
     num_blocks = min(pairs, held.count) + pairs // rows
-    counts = torch.zeros(held.count, dtype=torch.int32, device=device)
+    counts = torch.empty(held.count, dtype=torch.int32, device=device)
     first_blocks = torch.empty_like(counts)
-    ranks = torch.empty(pairs, dtype=torch.int32, device=device)
     block_experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
-    slots = torch.full((num_blocks * rows,), -1, dtype=torch.int32, device=device)
+    slots = torch.empty(num_blocks * rows, dtype=torch.int32, device=device)
+    padded = triton.next_power_of_2(held.count)
+    constants = {"FIRST": held.first, "COUNT": held.count}
+    if pairs <= _FEW_PAIRS:
+        _sort[(1,)](
+            experts,
+            counts,
+            first_blocks,
+            block_experts,
+            slots,
+            pairs,
+            num_blocks,
+            PADDED=padded,
+            PAIRS=triton.next_power_of_2(pairs),
+            BLOCK_M=rows,
+            BLOCKS=_BLOCKS,
+            OVERLAP=overlap,
+            num_warps=8,
+            **constants,
+            **launch_options(overlap),
+        )
+        return Blocks(rows, slots, block_experts)
+    counts.zero_()
+    slots.fill_(-1)
+    ranks = torch.empty(pairs, dtype=torch.int32, device=device)
     grid = (triton.cdiv(pairs, _PAIRS),)
-    constants = {"FIRST": held.first, "COUNT": held.count, "PAIRS": _PAIRS}
-    _count[grid](experts, counts, ranks, pairs, **constants)
+    _count[grid](experts, counts, ranks, pairs, PAIRS=_PAIRS, **constants)
     _arrange[(1,)](
         counts,
         first_blocks,
         block_experts,
         num_blocks,
         COUNT=held.count,
-        PADDED=triton.next_power_of_2(held.count),
+        PADDED=padded,
         BLOCK_M=rows,
         BLOCKS=_BLOCKS,
     )
-    _place[grid](experts, ranks, first_blocks, slots, pairs, BLOCK_M=rows, **constants)
+    _place[grid](experts, ranks, first_blocks, slots, pairs, BLOCK_M=rows, PAIRS=_PAIRS, **constants)
     return Blocks(rows, slots, block_experts)
 
 
-def combine(answers: torch.Tensor, experts: torch.Tensor, held: Held) -> torch.Tensor:
-    """``[T, H]``, the sum over each token's experts of ``answers [T k, H]``; those of experts not held are not read."""
+def combine(
+    answers: torch.Tensor,
+    experts: torch.Tensor,
+    held: Held,
+    dtype: torch.dtype,
+    overlap: bool,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``[T, H]`` in ``dtype``, the sum over each token's experts of ``answers [T k, H]``.
+
+    Those of experts not held are not read. ``residual``: contiguous; it is added to, and is the result.
+    """
     tokens, hidden = len(experts), answers.shape[1]
-    y = torch.empty(tokens, hidden, dtype=answers.dtype, device=answers.device)
-    block = min(1024, triton.next_power_of_2(hidden))
+    y = torch.empty(tokens, hidden, dtype=dtype, device=answers.device) if residual is None else residual
+    # Of few tokens, more programs.
+    block = min(256 if tokens <= 16 else 1024, triton.next_power_of_2(hidden))
     _combine[(tokens, triton.cdiv(hidden, block))](
-        answers, experts, y, hidden, FIRST=held.first, COUNT=held.count, TOP_K=held.top_k, BLOCK=block
+        answers,
+        experts,
+        residual,
+        y,
+        hidden,
+        FIRST=held.first,
+        COUNT=held.count,
+        TOP_K=held.top_k,
+        BLOCK=block,
+        OVERLAP=overlap,
+        **launch_options(overlap),
     )
     return y
 
@@ -259,11 +373,13 @@ def many_tokens(
     down_bias: torch.Tensor | None,
     held: Held,
     activation: int,
+    overlap: bool,
+    residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See :mod:`atom_core.kernels.experts`; ``activation`` is one of ``ACTIVATIONS``' numbers."""
+    """See :func:`atom_core.kernels.experts.few_tokens.one_token`."""
     tokens, hidden = x.shape
     size = down.shape[2]
-    blocks = sort_by_expert(experts, held, block_rows(tokens, held))
+    blocks = sort_by_expert(experts, held, block_rows(tokens, held), overlap)
     num_blocks = len(blocks.experts)
     wide = x.dtype == torch.float32
     tile = {
@@ -273,6 +389,8 @@ def many_tokens(
         "BLOCK_K": 32 if wide else 64,
         "STAGES": 2 if wide else 3,
         "num_warps": 4 if blocks.rows < 64 else 8,
+        "OVERLAP": overlap,
+        **launch_options(overlap),
     }
     middle = torch.empty(num_blocks * blocks.rows, size, dtype=x.dtype, device=x.device)
     _multiply[(triton.cdiv(2 * size, tile["BLOCK_N"]), num_blocks)](
@@ -304,4 +422,4 @@ def many_tokens(
         ACTIVATION=None,
         **tile,
     )
-    return combine(answers, experts, held)
+    return combine(answers, experts, held, x.dtype, overlap, residual)

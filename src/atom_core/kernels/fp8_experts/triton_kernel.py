@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from atom_core.config import Activation
+from atom_core.kernels.experts.few_tokens import MAX_TOKENS
 from atom_core.kernels.experts.grouped import Held, block_rows, combine, sort_by_expert
-from atom_core.kernels.experts.triton_kernel import MAX_TOKENS
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
 from atom_core.kernels.fp8_experts.few_tokens import down_of_tokens, gate_up_of_pairs
 from atom_core.kernels.fp8_experts.many_tokens import multiply_blocks
@@ -161,4 +161,4 @@ def fp8_mixture(
         activation=None,
         nvidia=nvidia,
     )
-    return combine(answers, experts, held)
+    return combine(answers, experts, held, dtype, overlap)

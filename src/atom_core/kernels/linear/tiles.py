@@ -95,7 +95,7 @@ def tile_for(
     if out_features >= 16384:
         return Tile("ring", 4, 2048, 4, 2)
     if out_features <= 4096 and in_features <= 4096:
-        return Tile("ring", 4, 2048, 4, 2, early=True)
+        return Tile("ring", 4, 1024, 2, 2, early=True)
     return Tile("row", 16 if out_features >= 4096 else 8, 1024, 8, early=True)
 
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from atom_core.config import RoutingConfig
 
 
+#: What a chosen expert's score becomes: less than the bits of any.
+_TAKEN: tl.constexpr = tl.constexpr(-(1 << 31))
+
+
 @triton.jit
 def _largest(numbers, place, AXIS: tl.constexpr):
     """The largest number along an axis and the first place that has it; NaN is not larger than anything."""
@@ -76,21 +80,19 @@ def _route(
             _, best = _largest(tl.where(let_in, float("-inf"), of_group), group, 0)
             let_in |= group == best
         ranked = tl.where(let_in, ranked, float("-inf"))
+    # As integers in the same order, which have no NaN and something that is less than all of them.
+    bits = tl.where(ranked == ranked, ranked, float("-inf")).to(tl.int32, bitcast=True)
+    left = tl.where(exists, bits ^ ((bits >> 31) & 0x7FFFFFFF), _TAKEN)
     place = tl.arange(0, K_PADDED)
     chosen = tl.zeros([K_PADDED], tl.int32)
-    given = tl.zeros([K_PADDED], tl.float32)
-    taken = ~exists
     for k in tl.static_range(TOP_K):
-        left = tl.where(taken, float("-inf"), ranked)
         most = tl.max(tl.max(left, 1), 0)
-        # Where all that is left is NaN or let in no more, the first that is left.
-        here = tl.where((left == most) & ~taken, expert, 1 << 30)
-        best = tl.min(tl.min(here, 1), 0)
-        best = tl.where(best == 1 << 30, tl.min(tl.min(tl.where(taken, 1 << 30, expert), 1), 0), best)
-        is_best = expert == best
-        taken |= is_best
+        best = tl.min(tl.min(tl.where(left == most, expert, E), 1), 0)
         chosen = tl.where(place == k, best, chosen)
-        given = tl.where(place == k, tl.sum(tl.sum(tl.where(is_best, scores, 0.0), 1), 0), given)
+        left = tl.where(expert == best, _TAKEN, left)
+    is_chosen = (expert[None, :, :] == chosen[:, None, None]) & exists[None, :, :]
+    given = tl.sum(tl.sum(tl.where(is_chosen, scores[None, :, :], 0.0), 2), 1)
+    given = tl.where(place < TOP_K, given, 0.0)
     if RENORMALIZE:
         given /= tl.maximum(tl.sum(given, 0), 1e-20)
     tl.store(weights + token * TOP_K + place, given * scale, mask=place < TOP_K)

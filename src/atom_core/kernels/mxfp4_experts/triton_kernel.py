@@ -321,4 +321,4 @@ def _many_tokens(
     _multiply[(triton.cdiv(hidden, tile["BLOCK_N"]), num_blocks)](
         middle, *at, weights, *to_answer, answers, size, hidden, size, ACTIVATION=None, **tile
     )
-    return combine(answers, experts, held)
+    return combine(answers, experts, held, x.dtype, overlap=False)

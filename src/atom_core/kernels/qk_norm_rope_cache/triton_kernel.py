@@ -197,7 +197,8 @@ def qk_norm_rope_cache(
         NORM=weights.q_norm is not None,
         LIMIT=saturation_limit(cache.key.dtype),
         OVERLAP=overlap,
-        num_warps=4,
+        # Many programs hide each other's waits: a warp that waits for no other is the fastest then.
+        num_warps=4 if heads == _FEW_HEADS else max(1, spec.head_dim // 128),
         **launch_options(overlap),
     )
     return q_out

@@ -10,6 +10,7 @@ import torch
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.reference import ReferenceExperts
 from atom_core.kernels.gated_activation.reference import gated_activation
+from atom_core.kernels.rms_norm.reference import rms_norm
 
 SPEC = ExpertsSpec(0, 6, 40, 24, 3, "silu", bias=False, dtype=torch.float32)
 SPECS = {
@@ -99,12 +100,57 @@ def test_many_tokens_in_triton(spec, dtype, tokens):
     assert_close(TritonExperts(spec, overlap=False)(*given), by_definition(spec, *given))
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 5, 20])
+@pytest.mark.parametrize("spec", [SPEC, SPECS["the last of them, with biases"]], ids=["all", "some"])
+def test_answers_are_added_to_a_residual(spec, tokens):
+    from atom_core.kernels.experts.triton_kernel import TritonExperts
+
+    given = operands(spec, tokens, torch.float32)
+    residual = torch.randn(tokens, spec.hidden_size)
+    wanted = residual.double() + by_definition(spec, *given)
+    found = TritonExperts(spec, overlap=False).add(*given, residual)
+    assert found is residual
+    assert_close(found, wanted)
+
+
+@every_spec
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_one_token_is_normed_on_the_way(spec, dtype):
+    from atom_core.kernels.experts.triton_kernel import TritonExperts
+
+    x, weights, experts, layer = operands(spec, 1, dtype)
+    norm = torch.rand(spec.hidden_size).to(dtype) + 0.5
+    normed = rms_norm(x, norm, 1e-5, None)[0]
+    wanted = x.double() + by_definition(spec, normed, weights, experts, layer)
+    stream = x.clone()
+    found = TritonExperts(spec, overlap=False).add_behind_norm(stream, norm, 1e-5, weights, experts, layer)
+    assert found is stream
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+def test_a_token_of_nan_leaves_its_neighbours_alone(tokens):
+    from atom_core.kernels.experts.triton_kernel import TritonExperts
+
+    x, weights, experts, layer = operands(SPEC, tokens, torch.float32)
+    experts[:] = torch.tensor([5, 4, 0])  # all through the same
+    wanted = by_definition(SPEC, x, weights, experts, layer)
+    x[-1] = torch.nan
+    found = TritonExperts(SPEC, overlap=False)(x, weights, experts, layer)
+    assert found[-1].isnan().all()
+    if tokens > 1:
+        assert_close(found[:-1], wanted[:-1])
+
+
+@pytest.mark.parametrize("few_pairs", [0, 2048], ids=["several programs", "one program"])
 @pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize("tokens", [1, 20, 300])
 @pytest.mark.parametrize("spec", [SPEC, SPECS["the last of them, with biases"]], ids=["all", "some"])
-def test_every_pair_is_in_one_block_of_its_expert(spec, tokens, rows):
+def test_every_pair_is_in_one_block_of_its_expert(monkeypatch, spec, tokens, rows, few_pairs):
+    from atom_core.kernels.experts import grouped
     from atom_core.kernels.experts.grouped import Held, sort_by_expert
 
+    monkeypatch.setattr(grouped, "_FEW_PAIRS", few_pairs)
     experts = operands(spec, tokens, torch.float32)[2]
     if tokens == 300:
         experts[:] = torch.tensor([5, 4, 0])  # as uneven as can be

@@ -1,0 +1,343 @@
+"""Experts of few tokens, without sorting them.
+
+One token: a program takes some rows of each expert's weight for it. Several: a program takes some rows of the weight of
+one pair of a token and an expert, and multiplies all tokens that go there, so that each expert is read once; programs
+of the expert's later pairs have nothing to do.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.kernels.experts.grouped import Held, combine
+from atom_core.kernels.gated_activation.triton_kernel import gated
+from atom_core.kernels.linear.parts import finish, products, weight_rows
+from atom_core.kernels.linear.triton_kernel import Norm
+from atom_core.kernels.triton_support import launch_options
+
+#: Tokens up to which nothing is sorted: the columns of a matrix product that costs no more than half as many.
+MAX_TOKENS = 16
+
+
+@triton.jit
+def _gate_up_of_one(
+    x,
+    norm,
+    experts,
+    weight,
+    bias,
+    middle,
+    eps,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    K,
+    N,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """``middle [k, N / 2]``: a program takes some rows for one of the token's experts, behind a norm or not."""
+    place = tl.program_id(1)
+    row = weight_rows(N, BLOCK_N, True)
+    column = tl.arange(0, BLOCK_K)
+    known = tl.full([BLOCK_K], True, tl.int1) if EVEN else column < K
+    if norm is not None:
+        factors = tl.load(norm + column, mask=known, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        # Not earlier: the kernel behind reads which experts they are without waiting for this one.
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(experts + place) - FIRST
+    if (expert < 0) | (expert >= COUNT):
+        return
+    weight += expert.to(tl.int64) * N * K
+    if bias is not None:
+        bias += expert.to(tl.int64) * N
+    at = weight + row[:, None] * K + column[None, :]
+    tile = tl.load(at, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+    wide = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
+    sums = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for begin in tl.range(BLOCK_K, K, BLOCK_K):
+        if not EVEN:
+            known = begin + column < K
+        ahead = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+        wide_ahead = tl.load(x + begin + column, mask=known, other=0.0).to(tl.float32)
+        if norm is not None:
+            squares += wide * wide
+            wide *= factors.to(tl.float32)
+            factors = tl.load(norm + begin + column, mask=known, other=0.0)
+        sums += products(tile, wide, BLOCK_N, BLOCK_K)
+        tile = ahead
+        wide = wide_ahead
+    if norm is not None:
+        squares += wide * wide
+        wide *= factors.to(tl.float32)
+    total = tl.sum(sums + products(tile, wide, BLOCK_N, BLOCK_K), 1)
+    if norm is not None:
+        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    middle += place.to(tl.int64) * (N // 2)
+    finish(total[None, :], None, None, bias, None, middle, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
+
+
+@triton.jit
+def _weighed(tile, wide, PLACES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``tile * wide`` of each expert, summed up as far as one thread has the numbers."""
+    numbers = tile.to(tl.float32) * wide[:, None, :]
+    return tl.sum(tl.reshape(numbers, (PLACES, BLOCK_N, BLOCK_K // 8, 8)), 3)
+
+
+@triton.jit
+def _down_of_one(
+    middle,
+    weights,
+    experts,
+    weight,
+    bias,
+    residual,
+    y,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PLACES: tl.constexpr,
+    K,
+    N,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Some of ``y [1, N]``: the rows of all of the token's experts at once."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = weight_rows(N, BLOCK_N, False)
+    column = tl.arange(0, BLOCK_K)
+    place = tl.arange(0, PLACES)
+    # Chosen before the kernel in front began; its first-level cache may still have what was there before.
+    expert = tl.load(experts + place, mask=place < TOP_K, other=FIRST - 1, cache_modifier=".cg") - FIRST
+    held = (expert >= 0) & (expert < COUNT)
+    expert = tl.where(held, expert, 0).to(tl.int64)
+    at = weight + (expert[:, None] * N + row[None, :])[:, :, None] * K + column[None, None, :]
+    used = held[:, None, None]
+    x_at = middle + place.to(tl.int64)[:, None] * K + column[None, :]
+    tile = tl.load(at, mask=used & (column < K)[None, None, :], other=0.0, eviction_policy="evict_first")
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    wide = tl.load(x_at, mask=held[:, None] & (column < K)[None, :], other=0.0).to(tl.float32)
+    sums = tl.zeros([PLACES, BLOCK_N, BLOCK_K // 8], tl.float32)
+    for begin in tl.range(BLOCK_K, K, BLOCK_K):
+        known = begin + column < K
+        ahead = tl.load(at + begin, mask=used & known[None, None, :], other=0.0, eviction_policy="evict_first")
+        wide_ahead = tl.load(x_at + begin, mask=held[:, None] & known[None, :], other=0.0).to(tl.float32)
+        sums += _weighed(tile, wide, PLACES, BLOCK_N, BLOCK_K)
+        tile = ahead
+        wide = wide_ahead
+    answers = tl.sum(sums + _weighed(tile, wide, PLACES, BLOCK_N, BLOCK_K), 2)
+    if bias is not None:
+        answers += tl.load(bias + expert[:, None] * N + row[None, :], mask=held[:, None], other=0.0).to(tl.float32)
+    share = tl.load(weights + place, mask=held, other=0.0)
+    total = tl.sum(tl.where(held[:, None], answers * share[:, None], 0.0), 0)
+    out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if residual is not None:
+        total += tl.load(residual + out, mask=out < N, other=0.0).to(tl.float32)
+    tl.store(y + out, total.to(y.dtype.element_ty), mask=out < N)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _of_expert(
+    x,
+    experts,
+    weights,
+    weight,
+    bias,
+    out,
+    T,
+    K,
+    N,
+    stride_x,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PLACES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Some rows of one expert's weight by all tokens that go there.
+
+    With an activation rows of ``x`` are tokens; without they are pairs, and results are given their pair's weight.
+    ``out``: a row a pair.
+    """
+    GATED: tl.constexpr = ACTIVATION is not None
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.program_id(1)
+    expert = tl.load(experts + pair)
+    token = tl.arange(0, TOKENS)
+    place = tl.arange(0, PLACES)
+    chosen = (token < T)[:, None] & (place < TOP_K)[None, :]
+    others = tl.load(experts + token[:, None] * TOP_K + place[None, :], mask=chosen, other=FIRST - 1)
+    # A token goes to an expert once.
+    mine = tl.max(tl.where(chosen & (others == expert), place[None, :] + 1, 0), 1) - 1
+    goes = mine >= 0
+    pairs = token * TOP_K + mine
+    expert -= FIRST
+    if (expert < 0) | (expert >= COUNT) | (tl.min(tl.where(goes, pairs, TOKENS * TOP_K), 0) < pair):
+        return
+    row = weight_rows(N, BLOCK_N, GATED)
+    column = tl.arange(0, BLOCK_K)
+    at = weight + (expert.to(tl.int64) * N + row)[:, None] * K + column[None, :]
+    x_row = token if GATED else pairs
+    x_at = x + x_row.to(tl.int64)[None, :] * stride_x + column[:, None]
+    total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if EVEN:
+            tile = tl.load(at + begin, eviction_policy="evict_first")
+            right = tl.load(x_at + begin, mask=goes[None, :], other=0.0)
+        else:
+            known = begin + column < K
+            tile = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+            right = tl.load(x_at + begin, mask=goes[None, :] & known[:, None], other=0.0)
+        total = tl.dot(tile, right, total, input_precision="ieee")
+    if bias is not None:
+        total += tl.load(bias + expert.to(tl.int64) * N + row).to(tl.float32)[:, None]
+    total = tl.trans(total)
+    if GATED:
+        gate, up = tl.split(tl.reshape(total, (TOKENS, BLOCK_N // 2, 2)))
+        # Rounded where a kernel of its own would read them.
+        gate = gate.to(out.dtype.element_ty).to(tl.float32)
+        up = up.to(out.dtype.element_ty).to(tl.float32)
+        total = gated(gate, up, ACTIVATION)
+        width = N // 2
+        to = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        total *= tl.load(weights + pairs, mask=goes, other=0.0)[:, None]
+        width = N
+        to = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at_out = out + pairs.to(tl.int64)[:, None] * width + to[None, :]
+    tl.store(at_out, total.to(out.dtype.element_ty), mask=goes[:, None] & (to < width)[None, :])
+
+
+def one_token(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    held: Held,
+    activation: int,
+    overlap: bool,
+    residual: torch.Tensor | None,
+    norm: Norm | None = None,
+) -> torch.Tensor:
+    """See :mod:`atom_core.kernels.experts`; ``activation`` is one of ``ACTIVATIONS``' numbers.
+
+    ``residual``: contiguous, in the result's shape; it is written to, and is the result. ``norm``: norm ``x`` first; it
+    may be the residual.
+    """
+    hidden, size = x.shape[1], down.shape[2]
+    y = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
+    middle = torch.empty(held.top_k, size, dtype=x.dtype, device=x.device)
+    constants = {"FIRST": held.first, "COUNT": held.count, "OVERLAP": overlap}
+    columns = min(1024, triton.next_power_of_2(hidden))
+    _gate_up_of_one[(triton.cdiv(size, 2), held.top_k)](
+        x,
+        None if norm is None else norm.weight,
+        experts,
+        gate_up,
+        gate_up_bias,
+        middle,
+        0.0 if norm is None else norm.eps,
+        K=hidden,
+        N=2 * size,
+        BLOCK_N=4,
+        BLOCK_K=columns,
+        EVEN=hidden % columns == 0,
+        ACTIVATION=activation,
+        num_warps=2,
+        **constants,
+        **launch_options(overlap),
+    )
+    _down_of_one[(triton.cdiv(hidden, 4),)](
+        middle,
+        weights,
+        experts,
+        down,
+        down_bias,
+        residual,
+        y,
+        TOP_K=held.top_k,
+        PLACES=triton.next_power_of_2(held.top_k),
+        K=size,
+        N=hidden,
+        BLOCK_N=4,
+        BLOCK_K=min(256, max(16, triton.next_power_of_2(size))),
+        num_warps=4,
+        **constants,
+        **launch_options(overlap),
+    )
+    return y
+
+
+def few_tokens(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    held: Held,
+    activation: int,
+    overlap: bool,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """As :func:`one_token`, of 2 to :data:`MAX_TOKENS`."""
+    tokens, hidden = x.shape
+    size, pairs, wide = down.shape[2], experts.numel(), x.dtype == torch.float32
+    tile = {
+        "FIRST": held.first,
+        "COUNT": held.count,
+        "TOP_K": held.top_k,
+        "PLACES": triton.next_power_of_2(held.top_k),
+        "TOKENS": MAX_TOKENS,
+        "BLOCK_N": 64,
+        "BLOCK_K": 32 if wide else 128,
+        "STAGES": 2 if wide else 3,
+        "OVERLAP": overlap,
+        "num_warps": 4,
+        **launch_options(overlap),
+    }
+    middle = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
+    answers = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
+    for given, weight, bias, out, shares, act in (
+        (x, gate_up, gate_up_bias, middle, None, activation),
+        (middle, down, down_bias, answers, weights, None),
+    ):
+        rows, columns = weight.shape[1:]
+        _of_expert[(triton.cdiv(rows, tile["BLOCK_N"]), pairs)](
+            given,
+            experts,
+            shares,
+            weight,
+            bias,
+            out,
+            tokens,
+            columns,
+            rows,
+            given.stride(0),
+            EVEN=columns % tile["BLOCK_K"] == 0,
+            ACTIVATION=act,
+            **tile,
+        )
+    return combine(answers, experts, held, x.dtype, overlap, residual)
