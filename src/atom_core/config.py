@@ -144,6 +144,33 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Attention over a latent that all heads share: a token's keys and values, compressed (MLA, arXiv 2405.04434)."""
+
+    query_rank: int | None
+    """Numbers that a token's queries are compressed to; None: they are not."""
+    rank: int
+    """Numbers of the latent that keys and values are made of."""
+    nope_dim: int
+    """Numbers of a head's query and key that are not rotated."""
+    rope_dim: int
+    """Numbers that are; those of the key are one for all heads."""
+    value_dim: int
+    scale: float
+    """Of the scores."""
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a head's query."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def row(self) -> int:
+        """Numbers that are cached of a token."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What one decoder layer has that another may not."""
 
@@ -176,6 +203,8 @@ class ModelConfig:
     qk_norm: bool = False
     sinks: bool = False
     """Whether each head of attention has a sink: a logit that takes its share of the softmax and has no value."""
+    latent: LatentConfig | None = None
+    """None: heads have keys and values of their own in the cache. Else ``head_dim`` is that of queries."""
     draft_layers: int = 0
     """Layers behind the last that checkpoints have to draft further tokens with; they are not part of this model."""
 
@@ -183,6 +212,11 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
+
+    @property
+    def cached_numbers(self) -> int:
+        """Numbers that a layer's cache holds of a token, over all heads."""
+        return 2 * self.num_kv_heads * self.head_dim if self.latent is None else self.latent.row
 
     @property
     def has_mixtures(self) -> bool:

@@ -6,7 +6,7 @@ tokens; a padded token's slot is negative.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -15,6 +15,16 @@ import torch
 #: How a page's bytes are arranged. "plain": K and V are strided ``[pages, heads, tokens, dim]`` views that any kernel
 #: can read. Any other name belongs to the implementation that both writes and reads such pages.
 CacheOrder = str
+
+
+@dataclass(frozen=True)
+class HostLengths:
+    """What the host knows of a batch without asking the device."""
+
+    starts: Sequence[int]
+    """``R + 1``: as ``query_start_loc``."""
+    lengths: Sequence[int]
+    """``R``: as ``seq_lens``; exact for requests that are still in their prompt, and upper bounds for others."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,8 @@ class AttentionMetadata:
     num_decode_requests: int = 0
     num_decode_tokens: int = 0
     causal: bool = True
+    host: HostLengths | None = None
+    """None: it does not know, or a graph will replay the step with other lengths."""
     plans: Mapping[Hashable, object] = field(default_factory=dict)
     """What implementations worked out for this step, by their ``plan_key``."""
 
@@ -70,6 +82,26 @@ class KVCacheView:
     def of_packed(cls, cache: torch.Tensor, head_dim: int) -> KVCacheView:
         """The view of ``[pages, kv heads, page size, K | V]``, keys and values side by side in the last dimension."""
         return cls(cache[..., :head_dim], cache[..., head_dim:])
+
+
+@dataclass(frozen=True)
+class LatentCacheView:
+    """One layer's latents as a kernel sees them: a row for each token, ``[pages, page size, rank + rope_dim]``.
+
+    A row has the normed latent first, then the rotated key that all heads share. A stored number times ``scale`` is
+    the cached one; only FP8 caches have another scale than 1.
+    """
+
+    rows: torch.Tensor
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert self.scale == 1.0 or self.rows.itemsize == 1, "kernels scale FP8 caches alone"
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self.rows.shape[1]
 
 
 GraphSupport = Literal["none", "always"]

@@ -118,6 +118,25 @@ def _read_yarn(given: Mapping[str, Any], need: Any, max_position: int) -> dict[s
     }
 
 
+def read_score_factor(hf: Mapping[str, Any]) -> float:
+    """What a stretched rope multiplies all attention scores by, where ``mscale_all_dim`` asks for it, else 1.
+
+    It makes up for scores that spread less over longer contexts; DeepSeek's families have it beside what the rotated
+    numbers are multiplied by (arXiv 2405.04434, section 3.1.4).
+
+    Raises:
+        ValueError: the factor by which the context is stretched is missing.
+    """
+    parameters: Mapping[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    mscale = parameters.get("mscale_all_dim")
+    if not mscale or (parameters.get("rope_type") or parameters.get("type") or "default") == "default":
+        return 1.0
+    factor = parameters.get("factor")
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        raise ValueError(f"mscale_all_dim={mscale} in rope_parameters needs a number 'factor' there; found {factor!r}.")
+    return _yarn_mscale(float(factor), float(mscale)) ** 2
+
+
 def _yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 

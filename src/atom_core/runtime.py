@@ -17,6 +17,8 @@ from atom_core.quant import QuantConfig, Unquantized
 
 if TYPE_CHECKING:
     from atom_core.attention.base import AttentionSpec, BaseAttention
+    from atom_core.attention.mla import BaseLatentAttention, LatentLayerSpec
+    from atom_core.kernels.latent_cache import LatentWeights
     from atom_core.kernels.qk_norm_rope import QkvWeights
 
 
@@ -125,6 +127,9 @@ class PipelineStage:
 AttentionFactory = Callable[["AttentionSpec", "QkvWeights", "torch.Tensor | None", "Runtime"], "BaseAttention"]
 """Makes a layer's attention from its spec, what q and k are transformed with, its sinks, and the runtime."""
 
+LatentAttentionFactory = Callable[["LatentLayerSpec", "LatentWeights", "Runtime"], "BaseLatentAttention"]
+"""The same of a layer over latents."""
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -134,6 +139,7 @@ class Runtime:
     dtype: torch.dtype
     kernels: KernelSet
     attention: AttentionFactory
+    latent_attention: LatentAttentionFactory
     max_model_len: int
     """The longest sequence that will be served: rows of the rope table."""
     cache_dtype: torch.dtype

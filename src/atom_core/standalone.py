@@ -6,20 +6,23 @@ cache that it owns. It schedules nothing, frees nothing, and stops at a token co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from atom_core.attention.base import CachedAttention
+from atom_core.attention.mla import CachedLatentAttention, RadixLatentAttention
 from atom_core.attention.radix import RadixAttention
 from atom_core.checkpoint import Checkpoint, read_config_json
 from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.layers.parameters import ParameterLayer
-from atom_core.metadata import AttentionMetadata, KVCacheView
+from atom_core.metadata import AttentionMetadata, HostLengths, KVCacheView, LatentCacheView
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.registry import load_model_class
 from atom_core.quant import QuantConfig, Unquantized, read_quantization
@@ -27,6 +30,15 @@ from atom_core.runtime import OneReplica, Runtime, SingleRank
 from atom_core.weights import check_checkpoint, load_weights
 
 UNQUANTIZED = Unquantized()
+
+CacheView = KVCacheView | LatentCacheView
+
+
+class Planner(Protocol):
+    """Whoever works something out once a step for all layers of its key."""
+
+    def plan(self, metadata: AttentionMetadata) -> object:
+        """It."""
 
 
 def build_runtime(
@@ -54,6 +66,7 @@ def build_runtime(
         dtype=dtype,
         kernels=kernel_set(target or Target.of(device), kernels),
         attention=RadixAttention,
+        latent_attention=RadixLatentAttention,
         max_model_len=max_model_len,
         cache_dtype=cache_dtype or dtype,
         quant=quant,
@@ -126,23 +139,30 @@ def random_model(config: ModelConfig, runtime: Runtime, seed: int = 0) -> Decode
 
 def page_pools(
     config: ModelConfig, runtime: Runtime, num_pages: int, page_size: int, *, random: bool = False
-) -> list[KVCacheView]:
+) -> list[CacheView]:
     """Pages of every layer: random numbers, or NaN, with which a kernel that reads what it did not write shows."""
-    shape = (num_pages, config.num_kv_heads, page_size, 2 * config.head_dim)
+    heads, latent = config.num_kv_heads, config.latent
+    shape = (num_pages, heads, page_size, 2 * config.head_dim) if latent is None else (num_pages, page_size, latent.row)
 
     def pool() -> torch.Tensor:
         if not random:
             return torch.full(shape, float("nan"), dtype=runtime.cache_dtype, device=runtime.device)
         return torch.empty(shape, dtype=runtime.dtype, device=runtime.device).normal_().to(runtime.cache_dtype)
 
+    if latent is not None:
+        return [LatentCacheView(pool()) for _ in config.layers]
     return [KVCacheView.of_packed(pool(), config.head_dim) for _ in config.layers]
 
 
 def plan(model: torch.nn.Module, metadata: AttentionMetadata) -> AttentionMetadata:
     """The step with what the model's attention kernels work out once for all of their layers."""
-    kernels = (module.kernel for module in model.modules() if isinstance(module, CachedAttention))
-    planners = {key: kernel for kernel in kernels if (key := kernel.plan_key()) is not None}
-    return metadata.with_plans({key: kernel.plan(metadata) for key, kernel in planners.items()})
+    planners: dict[Hashable, Planner] = {}
+    for module in model.modules():
+        if isinstance(module, CachedAttention):
+            planners[module.kernel.plan_key()] = module.kernel
+        elif isinstance(module, CachedLatentAttention):
+            planners[module.plan_key()] = module
+    return metadata.with_plans({key: it.plan(metadata) for key, it in planners.items() if key is not None})
 
 
 def finalize(model: torch.nn.Module) -> None:
@@ -157,11 +177,19 @@ class Step:
     """One step of the runner: the batch, and every layer's pages."""
 
     metadata: AttentionMetadata
-    caches: Sequence[KVCacheView]
+    caches: Sequence[CacheView]
 
     def attention(self, layer_index: int) -> tuple[AttentionMetadata, KVCacheView]:
         """See :class:`atom_core.attention.radix.CachedStep`."""
-        return self.metadata, self.caches[layer_index]
+        cache = self.caches[layer_index]
+        assert isinstance(cache, KVCacheView)
+        return self.metadata, cache
+
+    def latents(self, layer: CachedLatentAttention) -> tuple[AttentionMetadata, LatentCacheView]:
+        """See :class:`atom_core.attention.mla.LatentStep`."""
+        cache = self.caches[layer.layer_index]
+        assert isinstance(cache, LatentCacheView)
+        return self.metadata, cache
 
 
 class Runner:
@@ -205,7 +233,7 @@ class Runner:
         load_weights(self.model, Checkpoint.open(directory).load(), str(directory))
         finalize(self.model)
 
-    def caches(self, num_requests: int) -> list[KVCacheView]:
+    def caches(self, num_requests: int) -> list[CacheView]:
         """Empty pages for ``num_requests`` sequences of full length, a layer each."""
         pages = num_requests * -(-self.max_model_len // self.page_size)
         return page_pools(self.config, self.runtime, pages, self.page_size)
@@ -220,9 +248,9 @@ class Runner:
             for position in range(before, before + count)
         ]
         lengths = [before + count for before, count in zip(cached, new, strict=True)]
-        starts = torch.tensor([0, *new]).cumsum(0)
+        starts = [0, *accumulate(new)]
         return AttentionMetadata(
-            query_start_loc=starts.to(device, torch.int32),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
             seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
             page_table=torch.arange(len(new) * per_request, dtype=torch.int32, device=device).view(len(new), -1),
             slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
@@ -230,15 +258,14 @@ class Runner:
             num_tokens=sum(new),
             max_query_len=max(new),
             max_seq_len=max(lengths),
+            host=HostLengths(starts, lengths),
         )
 
     @torch.inference_mode()
-    def step(
-        self, caches: Sequence[KVCacheView], cached: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
+    def step(self, caches: Sequence[CacheView], cached: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Run each request's new ``tokens`` behind its ``cached`` ones: hidden states ``[T, hidden]``."""
         new = [len(row) for row in tokens]
-        metadata = self.metadata(cached, new)
+        metadata = plan(self.model, self.metadata(cached, new))
         positions = [
             position for before, count in zip(cached, new, strict=True) for position in range(before, before + count)
         ]

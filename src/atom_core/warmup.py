@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from atom_core.metadata import AttentionMetadata
+from atom_core.metadata import AttentionMetadata, HostLengths
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.runtime import Runtime
 from atom_core.standalone import plan
@@ -59,8 +59,9 @@ def metadata_of(batch: Batch, model: DecoderForCausalLM, page_size: int, device:
     """``batch`` as ``model``'s kernels are told of it: no token has a slot, and all pages are page 0."""
     num_requests, num_tokens = len(batch.queries), sum(batch.queries)
     decodes = next((at for at, new in enumerate(batch.queries) if new > 1), num_requests)
+    starts = [0, *accumulate(batch.queries)]
     metadata = AttentionMetadata(
-        query_start_loc=torch.tensor([0, *accumulate(batch.queries)], dtype=torch.int32, device=device),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(batch.queries, dtype=torch.int32, device=device),
         page_table=torch.zeros(num_requests, -(-batch.max_seq_len // page_size), dtype=torch.int32, device=device),
         slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
@@ -70,6 +71,7 @@ def metadata_of(batch: Batch, model: DecoderForCausalLM, page_size: int, device:
         max_seq_len=batch.max_seq_len,
         num_decode_requests=decodes,
         num_decode_tokens=decodes,
+        host=HostLengths(starts, batch.queries),
     )
     return plan(model, metadata)
 

@@ -40,6 +40,10 @@ from atom_core.kernels.fp8_linear import quantize as quantize_kernel
 from atom_core.kernels.fp8_linear import triton_kernel as fp8_kernel
 from atom_core.kernels.fp8_linear.scaled_mm import dtype_of
 from atom_core.kernels.gated_activation import triton_kernel as activation_kernel
+from atom_core.kernels.head_linear import triton_kernel as head_linear_kernel
+from atom_core.kernels.latent_attention import triton_kernel as latent_kernel
+from atom_core.kernels.latent_cache import triton_kernel as latent_cache_kernel
+from atom_core.kernels.latent_prefill import triton_kernel as prefill_kernel
 from atom_core.kernels.linear import triton_kernel as linear_kernel
 from atom_core.kernels.linear.tiles import tile_for
 from atom_core.kernels.moe_routing import triton_kernel as routing_kernel
@@ -56,6 +60,14 @@ from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import why_no_triton_cache
 from tests.decode_cases import DecodeCase, check_decode
 from tests.kernel_cases import AttentionCase, QkvCase, attention_batch, check_attention, check_qkv
+from tests.latent_cases import (
+    LatentCase,
+    check_absorbed,
+    check_expanded,
+    check_head_linear,
+    check_latent_cache,
+    latent_batch,
+)
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -243,6 +255,79 @@ def test_qk_norm_rope_cache_compiles(monkeypatch, name, gpu, cache_dtype):
 
 
 every_gpu = pytest.mark.parametrize("gpu", GPUS, ids=str)
+
+_DEEPSEEK: dict[str, Any] = {"rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
+LATENTS = {
+    "16 heads, bfloat16": (LatentCase("", (), heads=16, **_DEEPSEEK), torch.bfloat16),
+    "128 heads, bfloat16": (LatentCase("", (), heads=128, page_size=64, **_DEEPSEEK), torch.bfloat16),
+    "16 heads, float32": (LatentCase("", (), heads=16, **_DEEPSEEK), torch.float32),
+    "128 heads, float16, one token a page": (LatentCase("", (), heads=128, page_size=1, **_DEEPSEEK), torch.float16),
+}
+#: A few tokens that share out a request's rows, many tokens each, and more requests than are shared out.
+LATENT_BATCHES = {"decode": ((9, 1), (300, 1)), "prefill": ((9, 1), (0, 40)), "many": ((9, 1),) * 300}
+
+
+@pytest.mark.parametrize(("gpu", "cache_dtype"), [(gpu, None) for gpu in GPUS], ids=str)
+@pytest.mark.parametrize("batch", LATENT_BATCHES)
+@pytest.mark.parametrize("name", LATENTS)
+def test_attention_over_latents_compiles(monkeypatch, name, batch, gpu, cache_dtype):
+    layer, dtype = LATENTS[name]
+    case = replace(layer, requests=LATENT_BATCHES[batch])
+    kernel = latent_kernel._latent_attention
+    monkeypatch.setattr(latent_kernel, "_latent_attention", Recorder())
+    spec = case.spec(dtype, cache_dtype)
+    with pytest.raises(Launched) as launched:
+        check_absorbed(
+            case,
+            latent_kernel.TritonLatentAttention(spec, nvidia=gpu.nvidia, overlap=gpu.nvidia),
+            latent_batch(case, dtype, CPU, cache_dtype=cache_dtype),
+        )
+    compile_launch(kernel, launched.value, gpu)
+
+
+@pytest.mark.parametrize(("gpu", "cache_dtype"), FP8_CACHES, ids=str)
+@pytest.mark.parametrize("batch", ["decode", "prefill"])
+@pytest.mark.parametrize("name", ["16 heads, bfloat16", "16 heads, float32"])
+def test_attention_over_latents_in_fp8_compiles(monkeypatch, name, batch, gpu, cache_dtype):
+    test_attention_over_latents_compiles(monkeypatch, name, batch, gpu, cache_dtype)
+
+
+@every_gpu
+@pytest.mark.parametrize("name", LATENTS)
+def test_attention_over_expanded_latents_compiles(monkeypatch, name, gpu):
+    layer, dtype = LATENTS[name]
+    case = replace(layer, requests=((0, 40), (0, 9)))
+    kernel = prefill_kernel._latent_prefill
+    monkeypatch.setattr(prefill_kernel, "_latent_prefill", Recorder())
+    launch = prefill_kernel.TritonLatentPrefill(case.spec(dtype), nvidia=gpu.nvidia, overlap=gpu.nvidia)
+    with pytest.raises(Launched) as launched:
+        check_expanded(case, launch, latent_batch(case, dtype, CPU))
+    compile_launch(kernel, launched.value, gpu)
+
+
+@pytest.mark.parametrize(("gpu", "cache_dtype"), [*((gpu, None) for gpu in GPUS), *FP8_CACHES], ids=str)
+@pytest.mark.parametrize("name", ["16 heads, bfloat16", "128 heads, float16, one token a page"])
+def test_latent_cache_compiles(monkeypatch, name, gpu, cache_dtype):
+    case, dtype = LATENTS[name]
+    kernel = latent_cache_kernel._latent_cache
+    monkeypatch.setattr(latent_cache_kernel, "_latent_cache", Recorder())
+    launch = partial(latent_cache_kernel.latent_cache, spec=case.spec(dtype).latent, overlap=gpu.nvidia)
+    with pytest.raises(Launched) as launched:
+        check_latent_cache(case, launch, dtype, CPU, cache_dtype)
+    compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("sizes", [(128, 512, 64), (512, 128, 0)], ids=["into latents", "out of latents"])
+def test_products_for_each_head_compile(monkeypatch, sizes, tokens, gpu):
+    kernel = head_linear_kernel._head_linear
+    monkeypatch.setattr(head_linear_kernel, "_head_linear", Recorder())
+    launch = partial(head_linear_kernel.head_linear, overlap=gpu.nvidia)
+    for dtype in (torch.bfloat16, torch.float32):
+        with pytest.raises(Launched) as launched:
+            check_head_linear(launch, (tokens, 16, *sizes), dtype, CPU, transposed=sizes[2] == 0)
+        compile_launch(kernel, launched.value, gpu)
 
 
 def zeros(*shape: int) -> torch.Tensor:

@@ -49,6 +49,35 @@ MIXTURE = {
 }
 STATIC_MIXTURE = {**MIXTURE, "quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
 
+#: Attention over latents, without its weights.
+LATENTS = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+}
+
 
 def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
@@ -80,6 +109,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "sound": lambda folder: None,
     "opt": use_opt,
     "a mixture": lambda folder: (folder / "config.json").write_text(json.dumps(MIXTURE)),
+    "latents": lambda folder: (folder / "config.json").write_text(json.dumps(LATENTS)),
     "a mixture in static fp8": lambda folder: (folder / "config.json").write_text(json.dumps(STATIC_MIXTURE)),
     "pickled": use_pickle,
     "quantised": lambda folder: edit_config(

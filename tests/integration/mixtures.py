@@ -24,6 +24,18 @@ _CANDIDATES = tuple(f"{count} birds and {7 * count % 23} cats are" for count in 
 NUM_FP8_PROMPTS, FP8_ALIKE = 24, 0.9
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
+_LATENT = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "head_dim": 16,
+    "v_head_dim": 20,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+}
+
 #: Eight experts in each family's own words, of which a token has two; where it can, with one layer that is no mixture.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]},
@@ -38,6 +50,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 128,
             "truncate": False,
         },
+    },
+    "deepseek_v2": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+    },
+    "deepseek_v3": {
+        **_LATENT,
+        "q_lora_rank": 48,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        # As checkpoints say, and Hugging Face's class does not.
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
     },
     "glm4_moe": {"moe_intermediate_size": 64, "n_routed_experts": 8, "n_group": 2, "routed_scaling_factor": 1.5},
 }
@@ -98,8 +133,13 @@ def make_quantised_mixture(
     source, target = directory / "source", directory / "quantised"
     source.mkdir(parents=True)
     # Mixtral norms no queries and keys: with larger weights one key gets all attention, and 16 bits decide which.
-    own = {"qwen3_moe": {"moe_intermediate_size": 256}, "mixtral": {"initializer_range": 0.1}}
-    make_mixture(source, family, head_dim=128, **own[family])
+    latents = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "head_dim", "v_head_dim"), 64)
+    own: dict[str, dict[str, Any]] = {
+        "qwen3_moe": {"moe_intermediate_size": 256},
+        "mixtral": {"initializer_range": 0.1},
+        "deepseek_v3": {"moe_intermediate_size": 256, "q_lora_rank": 128, "initializer_range": 0.1, **latents},
+    }
+    make_mixture(source, family, **{"head_dim": 128, **own[family]})
     quantise(source, target)
     runner = Runner(target, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(target)

@@ -48,12 +48,12 @@ class AttentionSpec:
         )
 
 
-class BaseAttention(nn.Module, ABC):
-    """An attention layer over cached keys and values."""
+class AttentionLayer(nn.Module):
+    """What all attention layers have in common: a place in the model, and the scales of an FP8 cache."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, name: str, layer_index: int) -> None:
         super().__init__()
-        self.spec = spec
+        self.name, self.layer_index = name, layer_index
         self.k_scale = self.v_scale = 1.0
 
     def set_scales(self, key: float, value: float) -> None:
@@ -62,6 +62,14 @@ class BaseAttention(nn.Module, ABC):
         Where a framework's layer keeps the cache, a child hands them on.
         """
         self.k_scale, self.v_scale = key, value
+
+
+class BaseAttention(AttentionLayer, ABC):
+    """An attention layer over cached keys and values."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec.name, spec.layer_index)
+        self.spec = spec
 
     @abstractmethod
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:

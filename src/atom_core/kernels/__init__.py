@@ -17,6 +17,10 @@ from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR
 from atom_core.kernels.fp8_experts import FP8_EXPERTS
 from atom_core.kernels.fp8_linear import FP8_LINEAR
 from atom_core.kernels.gated_activation import GATED_ACTIVATION
+from atom_core.kernels.head_linear import HEAD_LINEAR
+from atom_core.kernels.latent_attention import LATENT_ATTENTION
+from atom_core.kernels.latent_cache import LATENT_CACHE
+from atom_core.kernels.latent_prefill import LATENT_PREFILL
 from atom_core.kernels.linear import LINEAR
 from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.mxfp4_experts import MXFP4_EXPERTS
@@ -42,6 +46,10 @@ OPS = cast(
         QK_NORM_ROPE_CACHE,
         ATTENTION,
         DECODE_ATTENTION,
+        LATENT_CACHE,
+        HEAD_LINEAR,
+        LATENT_ATTENTION,
+        LATENT_PREFILL,
         GATED_ACTIVATION,
         MOE_ROUTING,
         EXPERTS,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from atom_core.attention.base import BaseAttention
+from atom_core.attention.base import AttentionLayer
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 
 #: Names of scales in checkpoints, beside the layer's projections, and which of the two each is. By who writes them:
@@ -39,7 +39,7 @@ class CacheScales(nn.Module):
         cache_dtype: of its cache.
     """
 
-    def __init__(self, attention: BaseAttention, cache_dtype: torch.dtype) -> None:
+    def __init__(self, attention: AttentionLayer, cache_dtype: torch.dtype) -> None:
         super().__init__()
         self._attention = (attention,)  # referred to: it is a module of the layer around both
         self.cache_dtype = cache_dtype
@@ -47,7 +47,7 @@ class CacheScales(nn.Module):
     @property
     def layer_index(self) -> int:
         """Which decoder layer it is."""
-        return self._attention[0].spec.layer_index
+        return self._attention[0].layer_index
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take a checkpoint's scales, named by any names that end in one of :data:`SCALE_NAMES`.

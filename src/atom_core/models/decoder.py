@@ -15,6 +15,7 @@ from torch import nn
 from atom_core.config import HfConfig, ModelConfig
 from atom_core.layers.attention import Attention
 from atom_core.layers.embedding import LMHead, TokenEmbedding
+from atom_core.layers.mla import LatentAttention
 from atom_core.layers.mlp import GatedMLP
 from atom_core.layers.moe import MoE
 from atom_core.layers.norm import RMSNorm, Stream
@@ -37,8 +38,11 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, rotary: RotaryTable, runtime: Runtime, name: str) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime)
-        self.self_attn = Attention(
-            config, config.layers[index], index, self.input_layernorm, rotary, runtime, f"{name}.self_attn"
+        before, attn_name = self.input_layernorm, f"{name}.self_attn"
+        self.self_attn = (
+            Attention(config, config.layers[index], index, before, rotary, runtime, attn_name)
+            if config.latent is None
+            else LatentAttention(config, index, before, rotary, runtime, attn_name)
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime)
         moe, norm = config.layers[index].moe, self.post_attention_layernorm

@@ -31,6 +31,8 @@ class ModelEntry:
 
 
 _ENTRIES = (
+    ModelEntry("DeepseekV2ForCausalLM", "atom_core.models.deepseek", "DeepSeek V2, V2-Lite"),
+    ModelEntry("DeepseekV3ForCausalLM", "atom_core.models.deepseek", "DeepSeek V3, R1, Kimi K2"),
     ModelEntry("Glm4MoeForCausalLM", "atom_core.models.glm4_moe", "GLM-4.5, 4.6"),
     ModelEntry(
         "GptOssForCausalLM", "atom_core.models.gpt_oss", "GPT-OSS", quantized=False, own_quantizations=("mxfp4",)

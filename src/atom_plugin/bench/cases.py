@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from atom_core.config import ModelConfig
+from atom_core.config import LatentConfig, ModelConfig
 from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
@@ -90,12 +90,9 @@ class Product:
 
 def products(config: ModelConfig) -> list[Product]:
     """A layer's products and the head's; those of experts are no products of few rows."""
-    heads = config.num_heads * config.head_dim
-    kv_heads = config.num_kv_heads * config.head_dim
     hidden, middle = config.hidden_size, config.intermediate_size
     found = [
-        Product("qkv", heads + 2 * kv_heads, hidden, config.qkv_bias),
-        Product("o", hidden, heads, config.attention_out_bias),
+        *(_around_heads(config) if config.latent is None else _around_latents(config, config.latent)),
         Product("gate_up", 2 * middle, hidden, config.mlp_bias),
         Product("down", hidden, middle, config.mlp_bias),
         Product("head", config.vocab_size, hidden, few_rows=True),
@@ -103,6 +100,23 @@ def products(config: ModelConfig) -> list[Product]:
     if not config.has_dense_layers:
         found = [product for product in found if product.name not in ("gate_up", "down")]
     return found
+
+
+def _around_heads(config: ModelConfig) -> list[Product]:
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return [
+        Product("qkv", heads + 2 * kv_heads, config.hidden_size, config.qkv_bias),
+        Product("o", config.hidden_size, heads, config.attention_out_bias),
+    ]
+
+
+def _around_latents(config: ModelConfig, latent: LatentConfig) -> list[Product]:
+    hidden, queries, rank = config.hidden_size, config.num_heads * latent.query_dim, latent.query_rank
+    found = [
+        Product("q_a and latent", (rank or queries) + latent.row, hidden),
+        Product("o", hidden, config.num_heads * latent.value_dim),
+    ]
+    return found if rank is None else [*found, Product("q_b", queries, rank)]
 
 
 def linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
@@ -213,7 +227,9 @@ def _vllm_activation(rows: int, N: int, bench: Bench, copies: int) -> Run:
 
 
 def qk_norm_rope_cache_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """From raw qkv to a query and a filled cache."""
+    """From raw qkv to a query and a filled cache; nothing of layers over latents."""
+    if config.latent is not None:
+        return
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     for tokens in QKV_TOKENS:
         yield Case(
@@ -317,7 +333,9 @@ def _vllm_qkv(config: ModelConfig, tokens: int, bench: Bench, copies: int) -> Ru
 
 
 def attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """Requests that decode over long contexts, and whole prompts."""
+    """Requests that decode over long contexts, and whole prompts; nothing of layers over latents."""
+    if config.latent is not None:
+        return
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     for phase, batches in (("decode", DECODES), ("prefill", PREFILLS)):
         for requests, tokens in batches:

@@ -135,7 +135,9 @@ def _torch_fp8_product(product: Product, rows: int, bench: Bench, copies: int) -
 
 
 def decode_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """A decoding layer's attention from raw qkv to its output, the cache written on the way."""
+    """A decoding layer's attention from raw qkv to its output, the cache written on the way; none over latents."""
+    if config.latent is not None:
+        return
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     for requests, tokens in DECODES:
         yield Case(

@@ -34,6 +34,7 @@ from atom_plugin.bench.device import (
     require_gpu,
 )
 from atom_plugin.bench.fused_cases import FUSED_CASES
+from atom_plugin.bench.latent_cases import LATENT_CASES
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.step import torch_dtype
 from atom_plugin.bench.vllm_kernels import Unavailable
@@ -43,7 +44,7 @@ from atom_plugin.common.settings import load_settings
 TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11, torch.float32: 1e-3}
 
 #: The cases of a model by op.
-CASES = {**PLAIN_CASES, **FUSED_CASES}
+CASES = {**PLAIN_CASES, **FUSED_CASES, **LATENT_CASES}
 DEFAULT_MODELS = ("qwen3-0.6b", "qwen3-8b")
 #: Contenders that need vLLM.
 _OF_VLLM = ("vllm", "FlashAttention 3")

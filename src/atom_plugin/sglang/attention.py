@@ -6,6 +6,7 @@ captured prefill graphs, so ours goes through it too, and hands its raw qkv alon
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,9 @@ from sglang.srt.layers.radix_attention import RadixAttention as HostAttention
 from sglang.srt.runtime_context import attention_backends
 
 from atom_core.attention.base import AttentionSpec, BaseAttention
+from atom_core.attention.mla import LatentLayerSpec, LatentStep, RadixLatentAttention
 from atom_core.attention.radix import CachedStep, RadixAttention
+from atom_core.kernels.latent_cache import LatentWeights
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE, QkvWeights
 from atom_core.runtime import Runtime
 
@@ -49,12 +52,45 @@ class SglangRadixAttention(RadixAttention):
         if step.forward_mode.is_idle():
             return qkv.new_empty(qkv.shape[0], self.widths[0])
         q, k, v = qkv.split(self.widths, dim=1)
-        attended: torch.Tensor = self.host(q, k, v, step, atom_layer=self, atom_qkv=qkv, atom_positions=positions)
+        attended: torch.Tensor = self.host(q, k, v, step, atom_layer=self, atom_inputs=(qkv, positions))
         return attended
 
-    def attend(self, qkv: torch.Tensor, positions: torch.Tensor, step: CachedStep) -> torch.Tensor:
+    def attend(self, inputs: Sequence[torch.Tensor], step: CachedStep) -> torch.Tensor:
         """What our backend calls when SGLang's layer has reached it: the fused step."""
+        qkv, positions = inputs
         return super().forward(qkv, positions, step)
+
+
+class SglangLatentAttention(RadixLatentAttention):
+    """An attention layer over latents, on our backend."""
+
+    def __init__(self, spec: LatentLayerSpec, weights: LatentWeights, runtime: Runtime) -> None:
+        super().__init__(spec, weights, runtime)
+        shape = spec.latent
+        self.host = HostAttention(
+            shape.num_heads,
+            shape.nope_dim + shape.rope_dim,
+            spec.attention.scale,
+            1,
+            layer_id=spec.layer_index,
+            v_head_dim=shape.value_dim,
+            prefix=spec.name,
+        )
+
+    def forward(
+        self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: ForwardBatch
+    ) -> torch.Tensor:
+        """See :class:`BaseLatentAttention`; ``step`` is SGLang's batch."""
+        if step.forward_mode.is_idle():
+            return self.empty(q).flatten(1)
+        inputs = (q, latent, positions)
+        attended: torch.Tensor = self.host(q, None, None, step, atom_layer=self, atom_inputs=inputs)
+        return attended
+
+    def attend(self, inputs: Sequence[torch.Tensor], step: LatentStep) -> torch.Tensor:
+        """See :class:`SglangRadixAttention`."""
+        q, latent, positions = inputs
+        return super().forward(q, latent, positions, step)
 
 
 class FrameworkAttention(BaseAttention):

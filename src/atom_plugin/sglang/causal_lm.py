@@ -83,7 +83,8 @@ class AtomForCausalLM(nn.Module):
         self.lm_head = Head(self.core) if self.is_last else nn.Identity()
         self.checkpoint = str(getattr(config, "_name_or_path", "") or architecture)
         if self.runtime.tensor_parallel.rank == 0:
-            table = startup_table(type(self.core).__name__, attention.__name__, self.runtime)
+            layer = attention if model_config.latent is None else self.runtime.latent_attention
+            table = startup_table(type(self.core).__name__, layer.__name__, self.runtime)
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
 
     @classmethod

@@ -66,8 +66,24 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
             f"Prefill on the attention backend {prefill!r} and decode on {decode!r} cannot be: our models run both on "
             f"{BACKEND!r} (--attention-backend {BACKEND}, or none named) or both on SGLang's."
         )
+    if ModelConfig.from_hf(hf_config).latent is not None:
+        _refuse_with_latents(view, "" if unnamed else str(decode))
     check_drafts(view, BACKEND if unnamed else str(decode), architecture)
     return {"attention_backend": BACKEND} if unnamed and architecture not in LISTED else {}
+
+
+def _refuse_with_latents(view: Any, attention: str) -> None:
+    """What our attention over latents, which no other backend has, cannot do yet."""
+    if attention and attention not in our_backends():
+        raise ValueError(
+            f"--attention-backend {attention} is not supported for our DeepSeek models, whose attention over latents "
+            f"runs on {BACKEND!r} alone. Leave it out, or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
+        )
+    if view.speculative_algorithm is not None:
+        raise ValueError(
+            f"--speculative-algorithm {view.speculative_algorithm} is not supported for our DeepSeek models yet. Leave "
+            "it out, or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
+        )
 
 
 def resolve_beside_lists(server_args: Any, previous: Callable[[Any], None]) -> None:

@@ -15,6 +15,7 @@ from atom_core.kernels.select import Target
 from atom_core.runtime import AttentionFactory, PipelineStage, Runtime
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.settings import Settings
+from atom_plugin.sglang.attention import SglangLatentAttention
 from atom_plugin.sglang.quantization import quantization_of
 
 
@@ -41,6 +42,7 @@ def build_runtime(
         dtype=dtype,
         kernels=kernel_set(Target.of(device), settings.kernels),
         attention=attention,
+        latent_attention=SglangLatentAttention,
         max_model_len=int(config.context_len),
         cache_dtype=_cache_dtype(dtype, quant_config),
         tensor_parallel=GroupCommunicator(parallel.tp_group),

@@ -41,7 +41,7 @@ from atom_core.attention.paged import PagedAttention
 from atom_core.kernels.attention import PagedAttentionKernel
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE, QkvWeights
-from atom_core.metadata import AttentionMetadata, KVCacheView
+from atom_core.metadata import AttentionMetadata, HostLengths, KVCacheView
 from atom_core.runtime import Runtime
 from atom_plugin.vllm.cpu_kernels import PAGE_ORDER as CPU_PAGE_ORDER
 from atom_plugin.vllm.cpu_kernels import view_pages
@@ -76,8 +76,17 @@ class AtomMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
-        kernels: list[PagedAttentionKernel] = [layers[name].kernel for name in layer_names]
-        self.planners = {key: kernel for kernel in kernels if (key := kernel.plan_key()) is not None}
+        planners = (layers[name].planner for name in layer_names)
+        self.planners = {key: planner for planner in planners if (key := planner.plan_key()) is not None}
+
+    @property
+    def decode_threshold(self) -> int:
+        """How many tokens a request that decodes may bring."""
+        return self.reorder_batch_threshold or 1
+
+    def host_lengths(self, common: CommonAttentionMetadata) -> HostLengths | None:
+        """What the host knows of the batch, where plans are made by it."""
+        return None
 
     def build(
         self,
@@ -87,7 +96,7 @@ class AtomMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
     ) -> AttentionMetadata:
         """See vLLM's AttentionMetadataBuilder; tensors are vLLM's own, which it refills in place under graphs."""
         common = common_attn_metadata
-        decodes, _, decode_tokens, _ = split_decodes_and_prefills(common)
+        decodes, _, decode_tokens, _ = split_decodes_and_prefills(common, self.decode_threshold)
         metadata = AttentionMetadata(
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
@@ -99,9 +108,10 @@ class AtomMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
             max_seq_len=common.max_seq_len,
             num_decode_requests=decodes,
             num_decode_tokens=decode_tokens,
+            host=self.host_lengths(common),
         )
         if self.planners:
-            plans = {key: kernel.plan(metadata) for key, kernel in self.planners.items()}
+            plans = {key: planner.plan(metadata) for key, planner in self.planners.items()}
             metadata = metadata.with_plans(plans)
         return metadata
 
@@ -179,26 +189,49 @@ def _backend(kernel: PagedAttentionKernel) -> type[AtomAttentionBackend]:
     return AtomGraphAttentionBackend if kernel.graph_support == "always" else AtomAttentionBackend
 
 
+def announce(layer: AttentionLayerBase, name: str, op: str, vllm_config: VllmConfig) -> tuple[LayerNameType, bool]:
+    """Have vLLM know a layer of ours, and split its graphs on the op that it calls.
+
+    Returns:
+        The name as the op is given it, and whether the op is to be called: a compiler must see it.
+
+    Raises:
+        ValueError: another layer has the name.
+    """
+    compilation = vllm_config.compilation_config
+    if name in compilation.static_forward_context:
+        raise ValueError(f"Two attention layers are named {name!r}.")
+    compilation.static_forward_context[name] = layer
+    # An empty list means that the user wants no splitting; None is filled with defaults before models are built.
+    if compilation.splitting_ops and op not in compilation.splitting_ops:
+        compilation.splitting_ops.append(op)
+    return _encode_layer_name(name), is_compiled(vllm_config)
+
+
+def metadata_of(layer_name: str) -> AttentionMetadata | None:
+    """This step's metadata for a layer; None in a run without a batch."""
+    metadata = get_forward_context().attn_metadata
+    if isinstance(metadata, list):  # one entry a micro-batch; ours is never split
+        metadata = metadata[0]
+    return metadata.get(layer_name) if isinstance(metadata, Mapping) else None
+
+
 class VllmPagedAttention(PagedAttention, AttentionLayerBase):
     """An attention layer of ours in vLLM's eyes."""
 
     def __init__(self, spec: AttentionSpec, weights: QkvWeights, sinks: torch.Tensor | None, runtime: Runtime) -> None:
         super().__init__(spec, weights, sinks, runtime)
-        vllm_config = get_current_vllm_config()
         self.layer_name = spec.name
         self.num_heads = spec.qkv.num_heads  # vLLM groups layers by it
         self.cache_dtype = runtime.cache_dtype
         self.kv_cache = torch.tensor([])
         self._view: tuple[torch.Tensor, KVCacheView] | None = None
-        self._encoded_name = _encode_layer_name(spec.name)
-        self._through_op = is_compiled(vllm_config)
-        compilation = vllm_config.compilation_config
-        if spec.name in compilation.static_forward_context:
-            raise ValueError(f"Two attention layers are named {spec.name!r}.")
-        compilation.static_forward_context[spec.name] = self
-        # An empty list means that the user wants no splitting; None is filled with defaults before models are built.
-        if compilation.splitting_ops and OP_NAME not in compilation.splitting_ops:
-            compilation.splitting_ops.append(OP_NAME)
+        self._encoded_name, self._through_op = announce(self, spec.name, OP_NAME, get_current_vllm_config())
+
+    @property
+    def planner(self) -> PagedAttentionKernel:
+        """What plans a step for all layers like this one."""
+        return self.kernel
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """See vLLM."""
@@ -223,10 +256,7 @@ class VllmPagedAttention(PagedAttention, AttentionLayerBase):
 
     def metadata(self) -> AttentionMetadata | None:
         """See :class:`PagedAttention`."""
-        metadata = get_forward_context().attn_metadata
-        if isinstance(metadata, list):  # one entry a micro-batch; ours is never split
-            metadata = metadata[0]
-        return metadata.get(self.layer_name) if isinstance(metadata, Mapping) else None
+        return metadata_of(self.layer_name)
 
     def cache(self) -> KVCacheView:
         """See :class:`PagedAttention`."""
@@ -306,12 +336,12 @@ def _attention_fake(qkv: torch.Tensor, positions: torch.Tensor, out: torch.Tenso
     return None
 
 
-_library = Library("atom", "FRAGMENT")  # an op lives as long as its library
+library = Library("atom", "FRAGMENT")  # an op lives as long as its library
 direct_register_custom_op(
     "attention",
     _attention,
     # Kernels may rotate and norm in place in qkv, which nobody reads afterwards.
     mutates_args=["qkv", "out"],
     fake_impl=_attention_fake,
-    target_lib=_library,
+    target_lib=library,
 )

@@ -88,7 +88,7 @@ def _rms_norm(
         torch.ops._C.fused_add_rms_norm(x, residual, weight, eps)
         return x, residual
     out = torch.empty_like(x)
-    torch.ops._C.rms_norm(out, x, weight, eps)
+    torch.ops._C.rms_norm(out, x.contiguous(), weight, eps)
     return out, None
 
 

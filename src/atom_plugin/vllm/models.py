@@ -52,8 +52,8 @@ class AtomForCausalLM(nn.Module):
         self.checkpoint = str(model_config.model)
         register_warm_up(self.core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
-            kind = type(self.core).__name__
-            table = startup_table(kind, attention.__name__, self.runtime)
+            layer = attention if config.latent is None else self.runtime.latent_attention
+            table = startup_table(type(self.core).__name__, layer.__name__, self.runtime)
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
 
     @property
@@ -109,6 +109,16 @@ class AtomForCausalLM(nn.Module):
         return IntermediateTensors(
             {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("hidden_states", "residual")}
         )
+
+
+@_compile
+class AtomDeepseekV2ForCausalLM(AtomForCausalLM):
+    """DeepSeek V2 and V2-Lite."""
+
+
+@_compile
+class AtomDeepseekV3ForCausalLM(AtomForCausalLM):
+    """DeepSeek V3 and R1, Kimi K2."""
 
 
 @_compile

@@ -157,6 +157,8 @@ def _check_checkpoint(vllm_config: VllmConfig) -> None:
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     quant = quantization_of(model_config)
     config = CoreConfig.from_hf(model_config.hf_text_config)
+    if config.latent is not None:
+        _check_latents(vllm_config)
     dummy = vllm_config.load_config.load_format == "dummy"
     directory = None if dummy else Path(model_config.model)
     replicas = parallel.data_parallel_size if config.has_mixtures else 1
@@ -172,6 +174,25 @@ def _check_checkpoint(vllm_config: VllmConfig) -> None:
     )
     if model_config.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"--dtype {model_config.dtype} is not supported; supported: bfloat16, float16, float32.")
+
+
+def _check_latents(vllm_config: VllmConfig) -> None:
+    """Attention over latents is ours alone, and its cache is one of latents, for the target and a draft."""
+    model_config, speculative = vllm_config.model_config, vllm_config.speculative_config
+    if speculative is not None and speculative.method == "draft_model":
+        raise ValueError(
+            "--model-impl atom does not support draft models for DeepSeek models, whose cache is of another kind than "
+            "theirs; speculate by ngram or suffix, or leave --model-impl out."
+        )
+    if load_settings().disable_vllm_attention:
+        raise ValueError(
+            "ATOM_DISABLE_VLLM_ATTENTION=1 is not supported for DeepSeek models: their attention over latents runs on "
+            "our layer alone. Unset it, or leave --model-impl atom out."
+        )
+    if not model_config.use_mla:
+        raise ValueError(
+            "VLLM_MLA_DISABLE=1 is not supported by --model-impl atom, whose DeepSeek models cache latents; unset it."
+        )
 
 
 def _check_exchange(vllm_config: VllmConfig) -> None:

@@ -17,6 +17,7 @@ from atom_plugin.common.settings import Settings
 from atom_plugin.vllm.attention import is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
 from atom_plugin.vllm.flash_attention import gpu_kernels
+from atom_plugin.vllm.mla import VllmLatentAttention
 from atom_plugin.vllm.quantization import quantization_of
 from atom_plugin.vllm.replicas import VllmReplicas
 
@@ -77,6 +78,7 @@ def build_runtime(
         dtype=model_config.dtype,
         kernels=kernel_set(target, settings.kernels, contributed, excluded),
         attention=attention,
+        latent_attention=VllmLatentAttention,
         max_model_len=model_config.max_model_len,
         cache_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, model_config),
         tensor_parallel=VllmCommunicator(get_tp_group()),

@@ -19,6 +19,7 @@ from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.runtime import Runtime
 from atom_core.warmup import Batch, batches_to_serve, run_batch
 from atom_plugin.vllm.attention import VllmPagedAttention
+from atom_plugin.vllm.mla import VllmLatentAttention
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,7 +48,9 @@ class ModelWarmUp(VllmJitKernel[Batch]):
 
     @contextmanager
     def _announce(self, metadata: AttentionMetadata) -> Iterator[None]:
-        layers = [layer for layer in self.model.modules() if isinstance(layer, VllmPagedAttention)]
+        layers = [
+            layer for layer in self.model.modules() if isinstance(layer, (VllmPagedAttention, VllmLatentAttention))
+        ]
         # vLLM's own attention layers have metadata of their own; without any they give zeros, as when profiling.
         known = {layer.layer_name: metadata for layer in layers if layer.kv_cache.numel()}
         with override_forward_context(create_forward_context(known or None, self.vllm_config)):

@@ -69,6 +69,16 @@ CASES = {
         ("--load-format", "dummy"),
         model="a mixture in static fp8",
     ),
+    "latents on SGLang's attention": Case(
+        ("--attention-backend triton is not supported for our DeepSeek models", "runs on 'atom' alone"),
+        ("--attention-backend", "triton", "--load-format", "dummy"),
+        model="latents",
+    ),
+    "drafts beside latents": Case(
+        ("--speculative-algorithm STANDALONE is not supported for our DeepSeek models yet",),
+        (*draft("STANDALONE"), "--load-format", "dummy"),
+        model="latents",
+    ),
     "experts that move": Case(("balancing experts over ranks (--enable-eplb",), ("--init-expert-location", "x.json")),
     "multiplexed prefill and decode": Case(("--enable-pdmux",), ("--enable-pdmux", "--chunked-prefill-size", "-1")),
     "compilation": Case(("--enable-torch-compile",), ("--enable-torch-compile",)),

@@ -6,7 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
+from atom_core.standalone import Runner
 from tests.integration.mixtures import (
     FP8_ALIKE,
     NUM_TOKENS,
@@ -47,6 +50,11 @@ WAYS = {
         ("gpt_oss", "vLLM's attention"),
         ("gpt_oss", "four experts a rank"),
         ("glm4_moe", "four experts a rank"),
+        ("deepseek_v2", "one rank"),
+        ("deepseek_v2", "every expert on two ranks"),
+        ("deepseek_v3", "one rank"),
+        ("deepseek_v3", "four experts a rank"),
+        ("deepseek_v3", "two stages"),
     ],
 )
 def test_tokens_are_hugging_faces(tmp_path, family, way):
@@ -59,6 +67,32 @@ def test_tokens_are_hugging_faces(tmp_path, family, way):
         environ["ATOM_DISABLE_VLLM_ATTENTION"] = "1"
     (ran,) = run([Engine(str(tmp_path), "atom", [ask], options)], environ=environ)
     assert [answer.tokens for answer in ran.answers[0]] == expected
+
+
+def test_drafts_are_verified_over_latents(tmp_path):
+    make_mixture(tmp_path, "deepseek_v3")
+    prompts = [f"{prompt} {prompt} {prompt}" for prompt in PROMPTS]
+    ask = Ask(prompts, {"max_tokens": NUM_TOKENS, "ignore_eos": True})
+    options = {"dtype": "float32", "max_model_len": 256}
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    engines = [
+        Engine(str(tmp_path), "atom", [ask], {**options, **more}) for more in ({}, {"speculative_config": drafts})
+    ]
+    plain, drafted = run(engines)
+    assert drafted.counters["vllm:spec_decode_num_draft_tokens"] > 0
+    assert [it.tokens for it in drafted.answers[0]] == [it.tokens for it in plain.answers[0]]
+
+
+@pytest.mark.slow
+def test_a_cache_of_latents_in_fp8_answers_as_our_model_alone_does(tmp_path):
+    make_mixture(tmp_path, "deepseek_v2")
+    prompts = [f"{count} birds and" for count in range(24)]
+    runner = Runner(tmp_path, cache_dtype=torch.float8_e4m3fn)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    expected = {prompt: runner.generate([tokenizer.encode(prompt)], 1)[0][0] for prompt in prompts}
+    options = {"dtype": "float32", "max_model_len": 256, "kv_cache_dtype": "fp8"}
+    (ran,) = run([Engine(str(tmp_path), "atom", [Ask(prompts, {"max_tokens": 1, "ignore_eos": True})], options)])
+    assert share_alike([answer.tokens for answer in ran.answers[0]], expected) >= FP8_ALIKE
 
 
 #: Copies of the prompts, so that both replicas have some at the same time, and one of them is done before the other.
@@ -100,6 +134,7 @@ def test_experts_in_mxfp4_answer_as_the_numbers_that_they_stand_for(tmp_path):
     [
         ("qwen3_moe", "compressed, blocks", "four experts a rank"),
         ("mixtral", "fp8, dynamic", "one rank"),
+        ("deepseek_v3", "fp8, blocks", "every expert on two ranks"),
     ],
 )
 def test_fp8_experts_answer_as_our_model_alone_does(tmp_path, family, form, way):

@@ -23,8 +23,8 @@ from tests.integration.server import ServerFailed, VllmServer
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
 SUPPORTED = (
-    "Glm4MoeForCausalLM, GptOssForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, "
-    "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
+    "DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeForCausalLM, GptOssForCausalLM, LlamaForCausalLM, "
+    "MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
 )
 ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
@@ -65,6 +65,20 @@ CASES = {
         ("The experts of model.layers.0.mlp.experts are FP8 with static scales", "activations are dynamic"),
         {"load_format": "dummy"},
         model="a mixture in static fp8",
+    ),
+    "latents on vLLM's attention": Case(
+        ("ATOM_DISABLE_VLLM_ATTENTION=1 is not supported for DeepSeek models", "on our layer alone"),
+        {"load_format": "dummy"},
+        environ={"ATOM_DISABLE_VLLM_ATTENTION": "1"},
+        model="latents",
+    ),
+    "a draft model beside latents": Case(
+        ("does not support draft models for DeepSeek models", "ngram or suffix"),
+        {
+            "load_format": "dummy",
+            "speculative_config": {"method": "draft_model", "model": checkpoint("llama"), "num_speculative_tokens": 2},
+        },
+        model="latents",
     ),
     "LoRA": Case(("--model-impl atom does not support LoRA adapters (--enable-lora)",), {"enable_lora": True}),
     "pooling": Case(("--model-impl atom does not support the 'pooling' runner (--runner)",), {"runner": "pooling"}),

@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 E4M3 = torch.float8_e4m3fn
-#: The linear layers of a decoder layer, which FP8 checkpoints quantise; the last three are Mixtral's experts.
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+#: The linear layers of a decoder layer, which FP8 checkpoints quantise; in the second line Mixtral's experts and
+#: DeepSeek's projections.
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEARS += ("w1", "w2", "w3", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 BLOCK = 128
 
 

@@ -17,7 +17,7 @@ from atom_core.metadata import KVCacheView
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.models.registry import load_model_class
 from atom_core.runtime import Communicator, PipelineStage
-from atom_core.standalone import Runner, Step, build_runtime, finalize
+from atom_core.standalone import Runner, Step, build_runtime, finalize, plan
 from atom_core.weights import load_weights
 
 #: Seconds until a rank that waits for one that failed gives up.
@@ -100,11 +100,22 @@ def run(
     num_kv_heads: int,
     carried: Carried | None = None,
 ) -> torch.Tensor | Carried:
-    """One prompt through ``model``, over pages of ``num_kv_heads`` heads."""
-    caches = [KVCacheView(cache.key[:, :num_kv_heads], cache.value[:, :num_kv_heads]) for cache in runner.caches(1)]
-    step = Step(runner.metadata([0], [len(tokens)]), caches)
+    """One prompt through ``model``, over pages of ``num_kv_heads`` heads, or of latents, which have none."""
+    caches = [
+        KVCacheView(cache.key[:, :num_kv_heads], cache.value[:, :num_kv_heads])
+        if isinstance(cache, KVCacheView)
+        else cache
+        for cache in runner.caches(1)
+    ]
+    step = Step(plan(model, runner.metadata([0], [len(tokens)])), caches)
     ids = None if carried is not None else torch.tensor(tokens)
     return model(ids, torch.arange(len(tokens)), step, carried=carried)
+
+
+def num_kv_heads(model: DecoderForCausalLM) -> int:
+    """How many of them this rank holds; 0 where there are none."""
+    attention = model.model.layers[0].self_attn
+    return attention.qkv_proj.num_kv_heads if hasattr(attention, "qkv_proj") else 0
 
 
 def tensor_parallel_logits(
@@ -115,7 +126,7 @@ def tensor_parallel_logits(
     @torch.inference_mode()
     def work(group: Communicator) -> torch.Tensor:
         model = build(runner, directory, tensor_parallel=group, **runtime)
-        hidden = run(runner, model, tokens, model.model.layers[0].self_attn.qkv_proj.num_kv_heads)
+        hidden = run(runner, model, tokens, num_kv_heads(model))
         return model.logits(hidden)
 
     return on_ranks(world_size, work)
@@ -137,7 +148,7 @@ def replicas_logits(
         replicas.count = len(prompts[replica])
         fields = {"tensor_parallel": group, "data_parallel": replicas, "expert_parallel": expert_parallel}
         model = build(runner, directory, **fields)
-        hidden = run(runner, model, prompts[replica], model.model.layers[0].self_attn.qkv_proj.num_kv_heads)
+        hidden = run(runner, model, prompts[replica], num_kv_heads(model))
         return model.logits(hidden)
 
     return on_ranks(count * tensor_parallel_size, work)[::tensor_parallel_size]

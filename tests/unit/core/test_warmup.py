@@ -83,6 +83,26 @@ def test_all_of_them_run_and_leave_no_trace_in_the_cache(config, kernels):
         assert torch.equal(cache.value, value)
 
 
+def test_prompts_over_latents_are_expanded_and_decodes_are_not(latents):
+    runtime = build_runtime(torch.device("cpu"), torch.float32, 256)
+    model = random_model(latents, runtime)
+    caches = page_pools(latents, runtime, 2, PAGE_SIZE, random=True)
+    before = [cache.rows.clone() for cache in caches]
+    key = model.model.layers[0].self_attn.attn.plan_key()
+    expanded = {}
+
+    def announce(metadata):
+        plan = metadata.plans[key]
+        expanded[metadata.host.lengths] = () if plan is None else plan.expanded
+        return nullcontext(Step(metadata, caches))
+
+    for batch in batches_to_serve(20, 512, 256):
+        run_batch(batch, model, runtime, PAGE_SIZE, announce)
+    assert (expanded[(1, 1)], expanded[(64,)], expanded[(1, 1, 64)]) == ((), (0,), (2,))
+    for cache, rows in zip(caches, before, strict=True):
+        assert torch.equal(cache.rows, rows)
+
+
 def test_a_later_stage_runs_on_what_an_earlier_one_carries(config):
     whole = build_runtime(torch.device("cpu"), torch.float32, 256)
     caches = page_pools(config, whole, 2, PAGE_SIZE, random=True)
@@ -96,3 +116,11 @@ def test_a_later_stage_runs_on_what_an_earlier_one_carries(config):
 def config() -> ModelConfig:
     """A small model."""
     return ModelConfig.from_hf(read_config_json(CHECKPOINT))
+
+
+@pytest.fixture(scope="module")
+def latents() -> ModelConfig:
+    """A small model whose cache has latents."""
+    sizes = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+    names = {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "n_routed_experts": 8}
+    return ModelConfig.from_hf({**read_config_json(CHECKPOINT), **sizes, **names})

@@ -6,6 +6,7 @@ brings q, k and v that are ready: they are written by the pool and attended to b
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from atom_core.kernels import kernel_set
 from atom_core.kernels.attention import ATTENTION, PagedAttentionKernel, PagedAttentionSpec
 from atom_core.kernels.select import Target
-from atom_core.metadata import AttentionMetadata, KVCacheView
+from atom_core.metadata import AttentionMetadata, KVCacheView, LatentCacheView
 from atom_plugin.common.settings import load_settings
 from atom_plugin.sglang.attention_backend.graph_state import PADDED_LENGTH, GraphState
 from atom_plugin.sglang.attention_backend.kv_view import Pools
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from atom_plugin.sglang.attention import SglangRadixAttention
+    from atom_core.attention.mla import CachedLatentAttention
+    from atom_plugin.sglang.attention import SglangLatentAttention, SglangRadixAttention
 
 
 class AtomAttentionBackend(AttentionBackend):
@@ -51,12 +53,16 @@ class AtomAttentionBackend(AttentionBackend):
         self.forward_metadata: AttentionMetadata | None = None
         self.windowed_metadata: AttentionMetadata | None = None
         self._kernels_by_layer: dict[int, PagedAttentionKernel] = {}
+        self._plans: dict[Hashable, object] = {}
+        if self.pools.latent:
+            _refuse_native(runner)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Before an eager step."""
         if forward_batch.forward_mode.is_idle() or forward_batch.batch_size == 0:
             self.forward_metadata = self.windowed_metadata = None
             return
+        self._plans = {}
         metadata = eager_metadata(forward_batch, self.pools, self.max_context_len, self.step)
         self.forward_metadata = metadata
         self.windowed_metadata = windowed(metadata, self.pools) if self.pools.hybrid else metadata
@@ -68,6 +74,7 @@ class AtomAttentionBackend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Before a capture or a replay."""
         assert self.graphs is not None, "SGLang announces graphs before it captures them"
+        self._plans = {}
         self.forward_metadata, self.windowed_metadata = self.graphs.fill(forward_batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -80,6 +87,14 @@ class AtomAttentionBackend(AttentionBackend):
         assert metadata is not None, "SGLang plans a batch before it runs it"
         return metadata, self.pools.view(layer_index)
 
+    def latents(self, layer: CachedLatentAttention) -> tuple[AttentionMetadata, LatentCacheView]:
+        """See :class:`atom_core.attention.mla.LatentStep`; the first layer of a step plans it."""
+        metadata = self.forward_metadata
+        assert metadata is not None, "SGLang plans a batch before it runs it"
+        if (key := layer.plan_key()) not in self._plans:
+            self._plans[key] = layer.plan(metadata)
+        return metadata.with_plans(self._plans), self.pools.latents(layer.layer_index)
+
     def forward_extend(
         self,
         q: torch.Tensor,
@@ -89,17 +104,14 @@ class AtomAttentionBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         *,
-        atom_layer: SglangRadixAttention | None = None,
-        atom_qkv: torch.Tensor | None = None,
-        atom_positions: torch.Tensor | None = None,
+        atom_layer: SglangRadixAttention | SglangLatentAttention | None = None,
+        atom_inputs: tuple[torch.Tensor, ...] = (),
         **others: Any,
     ) -> torch.Tensor:
         """Attention of the step's tokens: ``[T, H * D]``."""
         if atom_layer is not None:
-            assert atom_qkv is not None
-            assert atom_positions is not None
             rows = q.shape[0]  # SGLang trims q of padded rows, and knows nothing of ours
-            return atom_layer.attend(atom_qkv[:rows], atom_positions[:rows], self)
+            return atom_layer.attend([it[:rows] for it in atom_inputs], self)
         return self._plain(q, k, v, layer, forward_batch, save_kv_cache, others)
 
     forward_decode = forward_extend
@@ -160,6 +172,17 @@ class AtomAttentionBackend(AttentionBackend):
     def support_triton(self) -> bool:
         """Whether SGLang may prepare batches with Triton kernels: wherever there is a GPU."""
         return self.pools.req_to_token.is_cuda
+
+
+def _refuse_native(runner: ModelRunner) -> None:
+    """Models of SGLang's own bring latents in forms of theirs."""
+    from atom_plugin.sglang.causal_lm import AtomForCausalLM  # imports us
+
+    if not isinstance(runner.model, AtomForCausalLM):
+        raise ValueError(
+            f"--attention-backend atom has attention over latents for our own models alone, not for SGLang's "
+            f"{type(runner.model).__name__}; name another --attention-backend."
+        )
 
 
 def _scale(scale: torch.Tensor | float | None, number: float | None) -> float:

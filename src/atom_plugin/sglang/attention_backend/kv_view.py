@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from atom_core.metadata import KVCacheView
+from atom_core.metadata import KVCacheView, LatentCacheView
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -24,7 +24,7 @@ class Pools:
     """The two pools of a runner.
 
     Raises:
-        ValueError: a pool of another kind than plain keys and values, or one whose slots move.
+        ValueError: a pool of another kind than plain keys and values or latents, or one whose slots move.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -36,11 +36,13 @@ class Pools:
         self.page_size = int(runner.page_size)
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self.kv: Any = runner.token_to_kv_pool
+        #: Whether a token has one row for all heads, of its latent and a rotated key.
+        self.latent = type(self.kv) is MLATokenToKVPool and not self.kv.use_dsa
         self.hybrid = isinstance(self.kv, SWAKVPool) and self.kv.swa_layer_nums > 0
         inner = (self.kv.full_kv_pool, self.kv.swa_kv_pool) if isinstance(self.kv, SWAKVPool) else (self.kv,)
         for pool in inner:
             layout = getattr(pool, "kv_cache_layout", "nhd")
-            if not isinstance(pool, MHATokenToKVPool) or layout != "nhd":
+            if not (self.latent or isinstance(pool, MHATokenToKVPool)) or layout != "nhd":
                 raise ValueError(
                     f"--attention-backend atom reads pools of plain keys and values, token by token, not "
                     f"{type(pool).__name__} in the layout {layout!r}; leave SGLANG_USE_HND_KVCACHE and "
@@ -65,6 +67,10 @@ class Pools:
             k_scale=k_scale,
             v_scale=v_scale,
         )
+
+    def latents(self, layer_id: int) -> LatentCacheView:
+        """A layer's pages of latents."""
+        return LatentCacheView(self.kv.get_key_buffer(layer_id).squeeze(1).unflatten(0, (-1, self.page_size)))
 
     def _paged(self, rows: torch.Tensor) -> torch.Tensor:
         """``[slots, K, D]`` as ``[pages, K, page size, D]``."""

@@ -11,11 +11,12 @@ What ``seq_lens`` counts, and how many query tokens a request has, depends on th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
-from atom_core.metadata import AttentionMetadata
+from atom_core.metadata import AttentionMetadata, HostLengths
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -63,7 +64,7 @@ def eager_metadata(batch: ForwardBatch, pools: Pools, max_context: int, step: in
         step: see :meth:`Shape.of`.
     """
     shape = Shape.of(batch, step)
-    device = batch.seq_lens.device
+    device, host = batch.seq_lens.device, None
     if shape.queries_each is not None:
         starts = torch.arange(shape.num_requests + 1, dtype=torch.int32, device=device) * shape.queries_each
         num_tokens, max_query_len = shape.num_requests * shape.queries_each, shape.queries_each
@@ -73,6 +74,8 @@ def eager_metadata(batch: ForwardBatch, pools: Pools, max_context: int, step: in
         on_host = batch.extend_seq_lens_cpu
         new = list(on_host) if on_host is not None else batch.extend_seq_lens.tolist()
         num_tokens, max_query_len = sum(map(int, new)), max(map(int, new))
+        if batch.seq_lens_cpu is not None:
+            host = HostLengths([0, *accumulate(map(int, new))], batch.seq_lens_cpu.tolist())
     max_seq_len = longest(batch, shape, max_context)
     decodes = shape.num_requests if batch.forward_mode.is_decode() else 0
     return AttentionMetadata(
@@ -86,6 +89,7 @@ def eager_metadata(batch: ForwardBatch, pools: Pools, max_context: int, step: in
         max_seq_len=max_seq_len,
         num_decode_requests=decodes,
         num_decode_tokens=decodes,
+        host=host,
     )
 
 

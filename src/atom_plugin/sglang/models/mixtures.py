@@ -5,6 +5,14 @@ from __future__ import annotations
 from atom_plugin.sglang.causal_lm import AtomForCausalLM
 
 
+class DeepseekV2ForCausalLM(AtomForCausalLM):
+    """DeepSeek V2 and V2-Lite."""
+
+
+class DeepseekV3ForCausalLM(AtomForCausalLM):
+    """DeepSeek V3 and R1, Kimi K2."""
+
+
 class Glm4MoeForCausalLM(AtomForCausalLM):
     """GLM-4.5 and 4.6."""
 
@@ -21,4 +29,11 @@ class Qwen3MoeForCausalLM(AtomForCausalLM):
     """Qwen3-MoE."""
 
 
-EntryClass = [Glm4MoeForCausalLM, GptOssForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM]
+EntryClass = [
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
+    Glm4MoeForCausalLM,
+    GptOssForCausalLM,
+    MixtralForCausalLM,
+    Qwen3MoeForCausalLM,
+]

@@ -10,15 +10,27 @@ import torch
 from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
-from atom_plugin.bench import cases, fused_cases, kernels
+from atom_plugin.bench import cases, fused_cases, kernels, latent_cases
 from atom_plugin.bench.cases import Bench
 from atom_plugin.bench.device import Ceiling, Timing
 from atom_plugin.bench.kernels import CASES, KernelOptions, Limits, Row, num_copies
+from atom_plugin.bench.models import read_config
 from atom_plugin.bench.vllm_kernels import Unavailable
 from tests.unit.plugin.bench.test_step import TINY
 from tests.unit.plugin.installed import run_cli, run_python
 
 CONFIG = ModelConfig.from_hf({**TINY, "head_dim": 64})
+LATENTS = ModelConfig.from_hf(
+    {
+        **read_config("deepseek-v2-lite", 1),
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+    }
+)
 LIMITS = Limits(Ceiling("a GPU", copy=4e12, read=3e12), products=8e14)
 
 
@@ -59,16 +71,26 @@ def few(monkeypatch):
     monkeypatch.setattr(cases, "QKV_TOKENS", (1, 20))
     monkeypatch.setattr(cases, "DECODES", ((2, 48),))
     monkeypatch.setattr(cases, "PREFILLS", ((2, 32),))
+    monkeypatch.setattr(latent_cases, "DECODES", ((2, 48),))
+    monkeypatch.setattr(latent_cases, "PREFILLS", ((2, 32),))
+    monkeypatch.setattr(latent_cases, "PRODUCT_TOKENS", (1, 5))
     monkeypatch.setattr(fused_cases, "NORMED_ROWS", (1, 3))
     monkeypatch.setattr(fused_cases, "FP8_ROWS", (1, 5))
     monkeypatch.setattr(fused_cases, "DECODES", ((2, 33), (1, 16)))
 
 
+def test_latents_are_read_once_for_all_heads():
+    (case,) = (it for it in CASES["latent_attention"](LATENTS, 2) if it.name.startswith("decode 64 x 4096"))
+    assert case.num_bytes == 2 * 64 * (4096 * 48 + 4 * (48 + 32))
+    assert list(CASES["attention"](LATENTS, 2)) == list(CASES["latent_attention"](CONFIG, 2)) == []
+
+
 @pytest.mark.parametrize("op", list(CASES))
-def test_contenders_answer_the_same(few, op):
+@pytest.mark.parametrize("config", [CONFIG, LATENTS], ids=["keys and values", "latents"])
+def test_contenders_answer_the_same(few, config, op):
     target = Target.of(torch.device("cpu"))
     bench = Bench(torch.device("cpu"), torch.float32, kernel_set(target))
-    for case in CASES[op](CONFIG, 4):
+    for case in CASES[op](config, 4):
         found = {}
         with torch.inference_mode():
             for name, contender in case.contenders.items():

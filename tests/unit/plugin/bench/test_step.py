@@ -32,7 +32,7 @@ BF16 = torch.bfloat16
 LAYER = 64 * 128 + 64 * 64 + 64 * 192 + 96 * 64 + 2 * 64 + 2 * 16
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "deepseek-v2-lite"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_known_by_name_is_one_of_ours(name):
     assert ModelConfig.from_hf(read_config(name)).num_layers == CONFIGS[name]["num_hidden_layers"]
 
@@ -86,6 +86,22 @@ def test_public_models_read_what_they_are_known_to():
     traffic = step_traffic(ModelConfig.from_hf(read_config("qwen3-8b")), 1, 128, BF16, BF16)
     assert 15.1e9 < traffic.weights < 15.2e9
     assert traffic.seconds(4.8e12) == pytest.approx(3.15e-3, rel=0.01)
+
+
+def test_latents_of_a_context_are_read_once_for_all_heads():
+    config = ModelConfig.from_hf(read_config("deepseek-v2-lite"))
+    assert step_traffic(config, 2, 99, BF16, BF16).cache == 2 * 100 * 27 * (512 + 64) * 2
+
+
+def test_what_is_folded_into_queries_is_read_in_the_models_dtype():
+    hf = {**read_config("deepseek-v3", 1), "intermediate_size": 128, "vocab_size": 128}
+    quant = read_quantization(hf)
+    one, other = (
+        step_traffic(ModelConfig.from_hf({**hf, "kv_lora_rank": rank}), 1, 0, BF16, BF16, quant).weights
+        for rank in (512, 384)
+    )
+    latents = 128 * (7168 + 56 / 128 * 4 + 2)  # rows of FP8 with a scale a block, and the norm
+    assert one - other == 128 * 256 * 128 * 2 + latents
 
 
 def test_the_floor_counts_the_experts_that_some_token_has():
@@ -209,7 +225,6 @@ def test_what_cannot_be_measured_is_refused(options, message):
     [
         (("qwen3-0.6b",), "No GPU that torch"),
         (("qwen9",), "neither a folder"),
-        (("deepseek-v2-lite",), "'DeepseekV2ForCausalLM' is not supported"),
         (("qwen3-0.6b", "--batch", "0"), "--batch 0"),
         (("qwen3-0.6b", "--quantization", "awq"), "'awq' is not supported"),
     ],

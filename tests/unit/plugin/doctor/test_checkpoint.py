@@ -32,7 +32,7 @@ def test_a_good_one(checkpoint):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported: Glm4Moe"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported: DeepseekV2"),
         ({"architectures": []}, "names no architecture"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "'awq' is not supported; supported: "),
         ({"quantization_config": {"quant_method": "fp8"}}, "but config.json says FP8"),

@@ -1,0 +1,195 @@
+"""Attention over latents that all heads share (MLA, arXiv 2405.04434), whoever owns the cache.
+
+Two forms give one answer: queries meet the latents themselves (absorbed), or keys and values are made of them for each
+head (expanded). A step's plan says which requests go which way; see :mod:`atom_core.kernels.latent_prefill.plan`.
+Without a plan, as in a captured graph, all go by the absorbed form, whose launches depend on no length.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
+
+import torch
+
+from atom_core.attention.base import AttentionLayer
+from atom_core.kernels.head_linear import HEAD_LINEAR, HeadLinearSpec
+from atom_core.kernels.latent_attention import LATENT_ATTENTION, LatentAttentionKernel, LatentAttentionSpec
+from atom_core.kernels.latent_cache import LATENT_CACHE, LatentSpec, LatentWeights
+from atom_core.kernels.latent_prefill import LATENT_PREFILL
+from atom_core.kernels.latent_prefill.plan import PrefillPlan, keys_at_a_time, plan_prefill
+from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
+from atom_core.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class LatentLayerSpec:
+    """One attention layer over latents, as this rank holds it."""
+
+    name: str
+    """The layer's full name, unique in the process: "model.layers.0.self_attn.attn"."""
+    layer_index: int
+    attention: LatentAttentionSpec
+
+    @property
+    def latent(self) -> LatentSpec:
+        """Its shapes."""
+        return self.attention.latent
+
+
+class BaseLatentAttention(AttentionLayer, ABC):
+    """An attention layer over cached latents."""
+
+    def __init__(self, spec: LatentLayerSpec) -> None:
+        super().__init__(spec.name, spec.layer_index)
+        self.spec = spec
+
+    @abstractmethod
+    def forward(self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
+        """Attention of new tokens.
+
+        Args:
+            q: ``[T, H * (N + R)]``, straight from the projection; it is written to.
+            latent: ``[T, L + R]``, likewise, neither normed nor rotated.
+            positions: ``[T]`` integers.
+            step: whatever the framework passes through the model for this step; see the child class.
+
+        Returns:
+            ``[T, H * V]``.
+        """
+
+
+class CachedLatentAttention(BaseLatentAttention):
+    """An attention layer over latents that runs on our kernels, over a cache that the framework owns."""
+
+    def __init__(self, spec: LatentLayerSpec, weights: LatentWeights, runtime: Runtime) -> None:
+        super().__init__(spec)
+        # Parameters of the model, referred to and not registered again under this module.
+        self.weights = weights
+        shape, kernels = spec.latent, runtime.kernels
+        self.fill_cache = kernels.select(LATENT_CACHE, shape)
+        self.kernel: LatentAttentionKernel = kernels.select(LATENT_ATTENTION, spec.attention)
+        self.prefill = kernels.select(LATENT_PREFILL, spec.attention)
+        into = HeadLinearSpec(shape.num_heads, shape.nope_dim, shape.rank, shape.dtype)
+        out_of = HeadLinearSpec(shape.num_heads, shape.rank, shape.value_dim, shape.dtype)
+        self.into_latents = kernels.select(HEAD_LINEAR, into)
+        self.out_of_latents = kernels.select(HEAD_LINEAR, out_of)
+
+    @property
+    def graph_support(self) -> GraphSupport:
+        """Of steps without a plan."""
+        return self.kernel.graph_support
+
+    def empty(self, q: torch.Tensor) -> torch.Tensor:
+        """Room for the answer to ``q``: ``[T, H, V]``."""
+        return q.new_empty(q.shape[0], self.spec.latent.num_heads, self.spec.latent.value_dim)
+
+    def plan_key(self) -> Hashable:
+        """As :meth:`atom_core.kernels.attention.PagedAttentionKernel.plan_key`: one for layers of one shape."""
+        return self.spec.latent
+
+    def plan(self, metadata: AttentionMetadata) -> PrefillPlan | None:
+        """Which requests of the step have their latents expanded."""
+        return plan_prefill(metadata, self.spec.latent)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        cache: LatentCacheView,
+        out: torch.Tensor,
+    ) -> None:
+        """Fill the cache with the new tokens and attend.
+
+        Args:
+            q: ``[T, H * (N + R)]``; rows past ``metadata.num_tokens`` are padding.
+            latent: ``[T, L + R]``.
+            positions: ``[T]``.
+            metadata: the step.
+            cache: this layer's pages; the scale is the layer's own.
+            out: ``[T, H, V]``, written in its first ``metadata.num_tokens`` rows.
+        """
+        if self.k_scale != cache.scale:
+            cache = replace(cache, scale=self.k_scale)
+        num_tokens = metadata.num_tokens
+        queries = torch.unflatten(q[:num_tokens], -1, (self.spec.latent.num_heads, -1))
+        out = out[:num_tokens]
+        slots = metadata.slot_mapping[:num_tokens]
+        self.fill_cache(queries, latent[:num_tokens], positions[:num_tokens], self.weights, cache, slots)
+        plan = cast("PrefillPlan | None", metadata.plans.get(self.plan_key()))
+        if plan is None:
+            self._absorbed(queries, cache, metadata, out)
+            return
+        for run in plan.absorbed:
+            self._absorbed(queries[run.begin : run.end], cache, run.metadata, out[run.begin : run.end])
+        self.prefill(queries, self.weights.expand, cache, metadata, plan, out)
+
+    def _absorbed(
+        self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor
+    ) -> None:
+        """``q [T, H, N + R]``, rotated, to ``out [T, H, V]``."""
+        shape, expand = self.spec.latent, self.weights.expand
+        queries = q.new_empty(*q.shape[:2], shape.row)
+        self.into_latents(q, expand[:, : shape.nope_dim], queries)
+        summed = q.new_empty(*q.shape[:2], shape.rank)
+        self.kernel(queries, cache, metadata, summed)
+        self.out_of_latents(summed, expand[:, shape.nope_dim :].transpose(1, 2), out)
+
+
+class PagedLatentAttention(CachedLatentAttention):
+    """Where cache and metadata are found by the layer's name; see :mod:`atom_core.attention.paged`."""
+
+    @abstractmethod
+    def metadata(self) -> AttentionMetadata | None:
+        """This step's metadata; None in a run without a batch (memory profiling, warm-up)."""
+
+    @abstractmethod
+    def cache(self) -> LatentCacheView:
+        """This layer's pages."""
+
+    def attend(self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the attention to ``out [T, H, V]``: zeros in a run without a batch, which touches no cache."""
+        metadata = self.metadata()
+        if metadata is None:
+            self._take_room(out)
+            out.zero_()
+            return
+        self.run(q, latent, positions, metadata, self.cache(), out)
+
+    def _take_room(self, out: torch.Tensor) -> None:
+        """Have for a moment what prompts need beside ``out``: by such runs engines measure how much memory is left."""
+        shape = self.spec.latent
+        keys, heads = keys_at_a_time(shape), shape.num_heads * (shape.nope_dim + shape.value_dim)
+        _ = out.new_empty(keys, heads), out.new_empty(keys, shape.row), torch.empty_like(out, dtype=torch.float32)
+
+    def forward(
+        self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: object = None
+    ) -> torch.Tensor:
+        """See :meth:`BaseLatentAttention.forward`; ``step`` is not looked at."""
+        out = self.empty(q)
+        self.attend(q, latent, positions, out)
+        return out.flatten(1)
+
+
+class LatentStep(Protocol):
+    """A step that brings its batch and the pools along."""
+
+    def latents(self, layer: CachedLatentAttention) -> tuple[AttentionMetadata, LatentCacheView]:
+        """The metadata, planned, and the pages for one layer."""
+
+
+class RadixLatentAttention(CachedLatentAttention):
+    """Where both come in with the step; see :mod:`atom_core.attention.radix`."""
+
+    def forward(  # type: ignore[override]
+        self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: LatentStep
+    ) -> torch.Tensor:
+        """See :meth:`BaseLatentAttention.forward`."""
+        metadata, cache = step.latents(self)
+        out = self.empty(q)
+        self.run(q, latent, positions, metadata, cache, out)
+        return out.flatten(1)

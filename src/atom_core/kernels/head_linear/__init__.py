@@ -1,0 +1,55 @@
+"""A matrix product for each head: ``y[t, h] = x[t, h, :K] W[h]``, with what is behind it in ``x`` carried over.
+
+``x``: ``[T, H, K + C]``; ``W``: ``[H, K, N]``; ``out``: ``[T, H, N + C]``, written: products, then ``x[t, h, K:]``. All
+are of one dtype and of any strides with numbers side by side in ``x`` and ``out``, and in ``W`` along one of its sides.
+
+Attention over latents folds the two halves of its projection from them into queries and out of results by it; of
+queries, what is rotated is carried over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from atom_core.kernels.head_linear.reference import head_linear
+from atom_core.kernels.select import Implementation, Op, Target, always
+from atom_core.kernels.triton_support import overlaps, why_no_triton
+
+
+@dataclass(frozen=True)
+class HeadLinearSpec:
+    """One product: ``in_features`` is K, ``out_features`` N, of ``num_heads`` heads as this rank holds them."""
+
+    num_heads: int
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+
+
+class HeadLinearKernel(Protocol):
+    """The call: ``(x, weight, out)``."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None: ...
+
+
+def _triton_supports(spec: HeadLinearSpec, target: Target) -> str | None:
+    return why_no_triton(target)
+
+
+def _build_triton(spec: HeadLinearSpec, target: Target) -> HeadLinearKernel:
+    from atom_core.kernels.head_linear.triton_kernel import head_linear as launch  # needs triton, which a CPU may lack
+
+    return partial(launch, overlap=overlaps(target))
+
+
+HEAD_LINEAR: Op[HeadLinearSpec, HeadLinearKernel] = Op(
+    "head_linear",
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("reference", always, lambda spec, target: head_linear),
+    ),
+)

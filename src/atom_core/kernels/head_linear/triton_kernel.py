@@ -1,0 +1,94 @@
+"""A product for each head in Triton: a program takes some tokens and some outputs of one head.
+
+For few tokens the weights' bytes are what counts, so tiles are narrow and there are many of them; for more, a tile of
+tokens reads them once. What is carried over is copied by the programs of the first outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.kernels.triton_support import launch_options
+
+#: Tokens and outputs of a tile, for few tokens and for more, and inputs that are multiplied at a time.
+_FEW, _MANY, _FEW_OUTPUTS, _MANY_OUTPUTS, _INPUTS = 16, 64, 32, 64, 64
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _head_linear(
+    x,
+    weight,
+    out,
+    num_tokens,
+    stride_x_token,
+    stride_x_head,
+    stride_w_head,
+    stride_w_in,
+    stride_w_out,
+    stride_o_token,
+    stride_o_head,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    C_PADDED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+    taken = token < num_tokens
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    source = x + token.to(tl.int64)[:, None] * stride_x_token + head * stride_x_head
+    target = out + token.to(tl.int64)[:, None] * stride_o_token + head * stride_o_head
+    weights = weight + head * stride_w_head + column.to(tl.int64)[None, :] * stride_w_out
+    acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    for begin in tl.range(0, K, BLOCK_K):
+        row = begin + tl.arange(0, BLOCK_K)
+        a = tl.load(source + row[None, :], mask=taken[:, None] & (row < K)[None, :], other=0.0)
+        wanted = (row < K)[:, None] & (column < N)[None, :]
+        b = tl.load(weights + row.to(tl.int64)[:, None] * stride_w_in, mask=wanted, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    tl.store(target + column[None, :], acc.to(out.dtype.element_ty), mask=taken[:, None] & (column < N)[None, :])
+    if C > 0:  # noqa: SIM102 - decided when compiling, unlike the next
+        if tl.program_id(2) == 0:
+            carried = tl.arange(0, C_PADDED)
+            used = taken[:, None] & (carried < C)[None, :]
+            tl.store(target + N + carried[None, :], tl.load(source + K + carried[None, :], mask=used), mask=used)
+
+
+def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, overlap: bool = False) -> None:
+    """See :mod:`atom_core.kernels.head_linear`; ``overlap``: see :func:`triton_support.overlaps`."""
+    heads, in_features, out_features = weight.shape
+    num_tokens, carried = x.shape[0], x.shape[2] - in_features
+    assert x.stride(-1) == out.stride(-1) == 1
+    assert 1 in weight.stride()[1:]
+    few = num_tokens <= _FEW
+    block_t, block_n = (_FEW, _FEW_OUTPUTS) if few else (_MANY, _MANY_OUTPUTS)
+    if not num_tokens:
+        return
+    _head_linear[triton.cdiv(num_tokens, block_t), heads, triton.cdiv(out_features, block_n)](
+        x,
+        weight,
+        out,
+        num_tokens,
+        *x.stride()[:2],
+        *weight.stride(),
+        *out.stride()[:2],
+        K=in_features,
+        N=out_features,
+        C=carried,
+        C_PADDED=triton.next_power_of_2(max(carried, 1)),
+        BLOCK_T=block_t,
+        BLOCK_N=block_n,
+        BLOCK_K=_INPUTS,
+        OVERLAP=overlap,
+        num_warps=4,
+        **launch_options(overlap),
+    )

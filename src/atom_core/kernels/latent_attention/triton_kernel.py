@@ -1,0 +1,228 @@
+"""Attention over latents in Triton: decode, drafts that are verified, and prompts, in one launch.
+
+A program takes some query tokens of one request, and of their heads as many as a tile of rows holds: one tile of
+latents is keys and values to all of them. It walks the request's rows with an online softmax (arXiv 2205.14135).
+Programs are numbered, and share a request's rows where there are few of them, as in
+:mod:`atom_core.kernels.attention.triton_kernel`: a captured graph replays for any lengths.
+
+``H`` heads, of which ``HEADS`` a tile; latents of ``L`` numbers, rotated keys of ``R``; pages of any strides.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.kernels.attention.splits import SplitBuffers
+from atom_core.kernels.attention.triton_kernel import LOG2_E, parts_joined
+from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
+from atom_core.kernels.triton_support import launch_options
+from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
+
+#: Batches differ in these: one kernel must do for all.
+_VARYING = ["num_requests", "num_tokens"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _latent_attention(
+    q,
+    rows,
+    out,
+    parts,
+    part_sums,
+    arrivals,
+    query_start_loc,
+    seq_lens,
+    page_table,
+    num_requests,
+    num_tokens,
+    scale,
+    cache_scale,
+    stride_q_token,
+    stride_q_head,
+    stride_page,
+    stride_row,
+    stride_o_token,
+    stride_o_head,
+    stride_table,
+    PAGE: tl.constexpr,
+    H: tl.constexpr,
+    HEADS: tl.constexpr,
+    L: tl.constexpr,
+    L_PADDED: tl.constexpr,
+    R: tl.constexpr,
+    R_PADDED: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0)
+    split = tl.program_id(2)
+    low = 0
+    high = num_requests
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    request = tl.cast(low - 1, tl.int64)
+    start = tl.load(query_start_loc + request)
+    num_queries = tl.load(query_start_loc + request + 1) - start
+    first = (block - (start // BLOCK_Q + request).to(tl.int32)) * BLOCK_Q
+    if first >= num_queries:
+        return
+    length = tl.load(seq_lens + request)
+
+    # Row m of the tile is query token m // HEADS and head m % HEADS of this program's.
+    tile_row = tl.arange(0, BLOCK_M)
+    token = first + tile_row // HEADS
+    head = tl.program_id(1) * HEADS + tile_row % HEADS
+    row_used = (token < num_queries) & (tile_row < BLOCK_Q * HEADS) & (head < H)
+    position = length - num_queries + token
+    number = tl.arange(0, L_PADDED)
+    number_used = number < L
+    turned = tl.arange(0, R_PADDED)
+    turned_used = turned < R
+    query = q + (start + token).to(tl.int64)[:, None] * stride_q_token + head.to(tl.int64)[:, None] * stride_q_head
+    plain_query = tl.load(query + number[None, :], mask=row_used[:, None] & number_used[None, :], other=0.0)
+    turned_query = tl.load(query + L + turned[None, :], mask=row_used[:, None] & turned_used[None, :], other=0.0)
+
+    begin = 0
+    end = length - num_queries + tl.minimum(first + BLOCK_Q, num_queries)
+    working = 1
+    if SPLIT:
+        num_tiles = tl.cdiv(end, BLOCK_N)
+        share = tl.cdiv(num_tiles, tl.num_programs(2))
+        working = tl.cdiv(num_tiles, share)
+        if split >= working:
+            return
+        begin = split * share * BLOCK_N
+        end = tl.minimum(begin + share * BLOCK_N, end)
+
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, L_PADDED], tl.float32)
+    table = page_table + request * stride_table
+    for tile in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        other = tile + tl.arange(0, BLOCK_N)
+        known = other < end
+        page = tl.load(table + other // PAGE, mask=known, other=0).to(tl.int64)
+        row = rows + (page * stride_page + (other % PAGE).to(tl.int64) * stride_row)[:, None]
+        latents = tl.load(row + number[None, :], mask=known[:, None] & number_used[None, :], other=0.0)
+        keys = tl.load(row + L + turned[None, :], mask=known[:, None] & turned_used[None, :], other=0.0)
+        latents = latents.to(plain_query.dtype)
+        scores = tl.dot(plain_query, tl.trans(latents), input_precision="ieee")
+        scores = tl.dot(turned_query, tl.trans(keys.to(plain_query.dtype)), scores, input_precision="ieee")
+        scores *= scale * cache_scale * LOG2_E
+        seen = (other[None, :] <= position[:, None]) & known[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        # A query may see no row of this part: keep exp2() away from inf - inf.
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(latents.dtype), latents, acc * shrink[:, None], input_precision="ieee")
+        highest = new_highest
+
+    kept = row_used[:, None] & number_used[None, :]
+    if SPLIT:  # noqa: SIM102 - decided when compiling, unlike the next
+        if working > 1:
+            # Rows of the parts: split, token, head.
+            at = (start + token).to(tl.int64) * H + head
+            part_rows = tl.cast(num_tokens, tl.int64) * H
+            mine = split * part_rows + at
+            tl.store(parts + mine[:, None] * L + number[None, :], acc, mask=kept)
+            tl.store(part_sums + mine * 2, highest, mask=row_used)
+            tl.store(part_sums + mine * 2 + 1, total, mask=row_used)
+            tl.debug_barrier()  # all of this program's stores before its arrival is seen
+            arrival = arrivals + block * tl.num_programs(1) + tl.program_id(1)
+            if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
+                return
+            tl.store(arrival, 0)  # as the next launch wants it
+            total, acc = parts_joined(parts, part_sums, at, part_rows, working, row_used, L, BLOCK_M, L_PADDED)
+
+    acc = acc * cache_scale / tl.where(total == 0.0, 1.0, total)[:, None]
+    o_at = (start + token).to(tl.int64)[:, None] * stride_o_token + head.to(tl.int64)[:, None] * stride_o_head
+    tl.store(out + o_at + number[None, :], acc.to(out.dtype.element_ty), mask=kept)
+
+
+class TritonLatentAttention:
+    """See :mod:`atom_core.kernels.latent_attention`.
+
+    Args:
+        spec: the layer.
+        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+    """
+
+    graph_support: GraphSupport = "always"
+
+    def __init__(self, spec: LatentAttentionSpec, nvidia: bool, overlap: bool) -> None:
+        self.spec = spec
+        self.nvidia, self.overlap = nvidia, overlap
+        #: Rows of the largest tile: its sums, a row's as long as a latent, have to fit into registers.
+        self.most_rows = (64 if nvidia else 32) // (2 if spec.latent.dtype == torch.float32 else 1)
+        self.heads: int = min(spec.latent.num_heads, self.most_rows)
+        self.decode_rows: int = max(16, triton.next_power_of_2(self.heads))  # tl.dot wants at least 16
+        self.split_buffers = SplitBuffers()
+
+    def _keys_a_tile(self) -> int:
+        """As many as keep a tile of rows within the 64 KiB of shared memory of gfx942, on NVIDIA two."""
+        keys = 64 if self.nvidia else 32
+        return keys // (2 if self.spec.latent.dtype == torch.float32 else 1)
+
+    def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        """Write the attention of every request's queries to ``out``."""
+        shape = self.spec.latent
+        assert q.stride(-1) == cache.rows.stride(-1) == out.stride(-1) == 1
+        num_tokens, num_requests = q.shape[0], metadata.seq_lens.shape[0]
+        few_queries = metadata.max_query_len * self.heads <= self.decode_rows
+        block_m = self.decode_rows if few_queries else max(self.decode_rows, self.most_rows)
+        block_q = max(1, block_m // self.heads)
+        blocks, groups = num_tokens // block_q + num_requests, triton.cdiv(shape.num_heads, self.heads)
+        row_count = num_tokens * shape.num_heads
+        splits = self.split_buffers.share(blocks * groups, metadata.max_seq_len, row_count, shape.rank, q.device)
+        _latent_attention[blocks, groups, splits.count](
+            q,
+            cache.rows,
+            out,
+            splits.parts,
+            splits.sums,
+            splits.arrivals,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.page_table,
+            num_requests,
+            num_tokens,
+            self.spec.scale,
+            cache.scale,
+            *q.stride()[:2],
+            *cache.rows.stride()[:2],
+            *out.stride()[:2],
+            metadata.page_table.stride(0),
+            PAGE=cache.page_size,
+            H=shape.num_heads,
+            HEADS=self.heads,
+            L=shape.rank,
+            L_PADDED=max(16, triton.next_power_of_2(shape.rank)),
+            R=shape.rope_dim,
+            R_PADDED=max(16, triton.next_power_of_2(shape.rope_dim)),
+            BLOCK_Q=block_q,
+            BLOCK_M=block_m,
+            BLOCK_N=self._keys_a_tile(),
+            SPLIT=splits.count > 1,
+            STAGES=2 if self.nvidia else 1,
+            OVERLAP=self.overlap,
+            # As few as hold a tile's sums in registers: with 4 on NVIDIA and 8 on AMD they spill.
+            num_warps=8 if self.nvidia else 4,
+            **launch_options(self.overlap),
+        )

@@ -1,0 +1,145 @@
+"""The latent's norm, rope and the cache write in Triton, with the rope of all queries: one launch.
+
+Of a token, one program norms the latent, rotates the key beside it and writes the row; others rotate some heads'
+queries in place. The partners of a rotation are loaded as two tiles of their own. Padded tokens (negative slots) get
+their queries rotated, and write nothing to the cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.kernels.cache_dtypes import saturation_limit
+from atom_core.kernels.qk_norm_rope_cache.triton_kernel import stored
+from atom_core.kernels.triton_support import launch_options
+from atom_core.metadata import LatentCacheView
+
+if TYPE_CHECKING:
+    from atom_core.kernels.latent_cache import LatentSpec, LatentWeights
+
+#: Heads that a program rotates: few where latency counts, more where there are tokens enough to fill a GPU.
+_FEW_HEADS, _MANY_HEADS, _MANY_TOKENS = 16, 64, 64
+
+
+@triton.jit
+def _latent_cache(
+    q,
+    latent,
+    positions,
+    slots,
+    cos_sin,
+    norm,
+    rows,
+    eps,
+    scale,
+    stride_q_token,
+    stride_q_head,
+    stride_latent,
+    stride_page,
+    stride_row,
+    PAGE: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    L_PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    half: tl.constexpr = R // 2
+    pair = tl.arange(0, PAIRS)
+    paired = pair < half
+    first = 2 * pair if INTERLEAVED else pair
+    second = first + 1 if INTERLEAVED else pair + half
+    angles = cos_sin + tl.load(positions + token).to(tl.int64) * R
+    cos = tl.load(angles + pair, mask=paired, other=1.0)
+    sin = tl.load(angles + half + pair, mask=paired, other=0.0)
+
+    if block > 0:
+        head = (block - 1) * HEADS + tl.arange(0, HEADS)
+        used = (head < H)[:, None] & paired[None, :]
+        query = q + token * stride_q_token + head.to(tl.int64)[:, None] * stride_q_head + N
+        x = tl.load(query + first[None, :], mask=used, other=0.0).to(tl.float32)
+        y = tl.load(query + second[None, :], mask=used, other=0.0).to(tl.float32)
+        turned_x = x * cos[None, :] - y * sin[None, :]
+        turned_y = y * cos[None, :] + x * sin[None, :]
+        tl.store(query + first[None, :], turned_x.to(q.dtype.element_ty), mask=used)
+        tl.store(query + second[None, :], turned_y.to(q.dtype.element_ty), mask=used)
+        return
+
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    column = tl.arange(0, L_PADDED)
+    inside = column < L
+    raw = latent + token * stride_latent
+    row = rows + (slot // PAGE) * stride_page + (slot % PAGE) * stride_row
+    # Numbers go through the model's dtype first: what attention would see of an uncached row.
+    values = tl.load(raw + column, mask=inside, other=0.0)
+    wide = values.to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / L + eps)
+    normed = wide * factor * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    kept = stored(normed.to(values.dtype).to(tl.float32), scale, LIMIT)
+    tl.store(row + column, kept.to(rows.dtype.element_ty), mask=inside)
+    key_x = tl.load(raw + L + first, mask=paired, other=0.0).to(tl.float32)
+    key_y = tl.load(raw + L + second, mask=paired, other=0.0).to(tl.float32)
+    kept_x = stored((key_x * cos - key_y * sin).to(values.dtype).to(tl.float32), scale, LIMIT)
+    kept_y = stored((key_y * cos + key_x * sin).to(values.dtype).to(tl.float32), scale, LIMIT)
+    tl.store(row + L + first, kept_x.to(rows.dtype.element_ty), mask=paired)
+    tl.store(row + L + second, kept_y.to(rows.dtype.element_ty), mask=paired)
+
+
+def latent_cache(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    positions: torch.Tensor,
+    weights: LatentWeights,
+    cache: LatentCacheView,
+    slots: torch.Tensor,
+    *,
+    spec: LatentSpec,
+    overlap: bool = False,
+) -> None:
+    """See :mod:`atom_core.kernels.latent_cache`; ``overlap``: see :func:`triton_support.overlaps`."""
+    assert q.stride(-1) == latent.stride(-1) == cache.rows.stride(-1) == 1
+    num_tokens = q.shape[0]
+    heads = min(triton.next_power_of_2(spec.num_heads), _FEW_HEADS if num_tokens < _MANY_TOKENS else _MANY_HEADS)
+    _latent_cache[num_tokens, 1 + triton.cdiv(spec.num_heads, heads)](
+        q,
+        latent,
+        positions,
+        slots,
+        weights.cos_sin,
+        weights.norm,
+        cache.rows,
+        weights.eps,
+        cache.scale,
+        *q.stride()[:2],
+        latent.stride(0),
+        *cache.rows.stride()[:2],
+        PAGE=cache.page_size,
+        H=spec.num_heads,
+        N=spec.nope_dim,
+        R=spec.rope_dim,
+        L=spec.rank,
+        L_PADDED=triton.next_power_of_2(spec.rank),
+        PAIRS=triton.next_power_of_2(spec.rope_dim // 2),
+        HEADS=heads,
+        INTERLEAVED=spec.interleaved,
+        LIMIT=saturation_limit(cache.rows.dtype),
+        OVERLAP=overlap,
+        num_warps=4,
+        **launch_options(overlap),
+    )

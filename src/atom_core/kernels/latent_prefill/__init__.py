@@ -1,0 +1,71 @@
+"""Causal attention over cached latents for prompts, with keys and values expanded for each head: MLA as it is defined.
+
+For each latent ``c_j`` of a request, and the rotated key ``k_j`` beside it (DeepSeek-V2, arXiv 2405.04434):
+
+    key[h, j] = expand[h, :N] c_j, k_j;    value[h, j] = expand[h, N:] c_j
+    s_j = scale * q_i[h] . key[h, j];      o_i[h] = sum_j exp(s_j) value[h, j] / sum_j exp(s_j)
+
+``q``: ``[T, H, N + R]``, any strides with numbers side by side; ``expand``: ``[H, N + V, L]``; ``out``: ``[T, H, V]``,
+written for the requests of the plan alone. The step's rows are in the cache already, and are read from there like those
+of earlier steps. :mod:`atom_core.kernels.latent_prefill.plan` says for which requests this costs less than
+:mod:`atom_core.kernels.latent_attention`, whose answer is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from atom_core.kernels.cache_dtypes import why_unreadable
+from atom_core.kernels.latent_attention import LatentAttentionSpec, triton_supports
+from atom_core.kernels.latent_prefill.plan import PrefillPlan
+from atom_core.kernels.latent_prefill.reference import ReferenceLatentPrefill
+from atom_core.kernels.select import Implementation, Op, Target
+from atom_core.kernels.triton_support import overlaps
+from atom_core.metadata import AttentionMetadata, LatentCacheView
+
+
+class LatentPrefillKernel(Protocol):
+    """An attention kernel bound to one layer's spec."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        expand: torch.Tensor,
+        cache: LatentCacheView,
+        metadata: AttentionMetadata,
+        plan: PrefillPlan,
+        out: torch.Tensor,
+    ) -> None: ...
+
+
+def _reference_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
+    return why_unreadable(spec.latent.cache_dtype)
+
+
+def _triton_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
+    shape = spec.latent
+    if reason := triton_supports(spec, target):
+        return reason
+    if max(shape.nope_dim, shape.value_dim) > 128:
+        return (
+            "The Triton kernel has keys (but for what is rotated) and values of up to 128 numbers, not "
+            f"{shape.nope_dim} and {shape.value_dim}."
+        )
+    return None
+
+
+def _build_triton(spec: LatentAttentionSpec, target: Target) -> LatentPrefillKernel:
+    from atom_core.kernels.latent_prefill.triton_kernel import TritonLatentPrefill  # needs triton
+
+    return TritonLatentPrefill(spec, nvidia=target.kind == "cuda", overlap=overlaps(target))
+
+
+LATENT_PREFILL: Op[LatentAttentionSpec, LatentPrefillKernel] = Op(
+    "latent_prefill",
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("reference", _reference_supports, lambda spec, target: ReferenceLatentPrefill(spec)),
+    ),
+)

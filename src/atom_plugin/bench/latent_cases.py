@@ -1,0 +1,221 @@
+"""What attention over latents is measured by: decoding over long contexts, and whole prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+
+from atom_core.config import LatentConfig, ModelConfig
+from atom_core.kernels.head_linear import HEAD_LINEAR, HeadLinearSpec
+from atom_core.kernels.latent_attention import LATENT_ATTENTION, LatentAttentionSpec
+from atom_core.kernels.latent_cache import LatentSpec
+from atom_core.kernels.latent_prefill import LATENT_PREFILL
+from atom_core.kernels.latent_prefill.plan import plan_prefill
+from atom_core.metadata import AttentionMetadata, HostLengths, LatentCacheView
+from atom_plugin.bench.cases import MAX_MODEL_LEN, PAGE_SIZE, PREFILLS, Bench, Case, Run
+
+#: Requests and the tokens of each.
+DECODES = ((1, 2048), (8, 2048), (64, 2048), (64, 4096), (256, 512))
+#: Tokens whose heads' products are taken.
+PRODUCT_TOKENS = (1, 8, 64, 256)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Equal requests: so many tokens each, of which the last so many are queries."""
+
+    latent: LatentConfig
+    num_heads: int
+    requests: int
+    tokens: int
+    queries: int
+
+    def spec(self, bench: Bench) -> LatentAttentionSpec:
+        it = self.latent
+        shape = LatentSpec(
+            self.num_heads, it.rank, it.nope_dim, it.rope_dim, it.value_dim, True, bench.dtype, bench.dtype
+        )
+        return LatentAttentionSpec(shape, it.scale)
+
+    def rows(self, bench: Bench) -> torch.Tensor:
+        """``[R, tokens, L + R]``."""
+        return bench.random(self.requests, self.tokens, self.latent.row, seed=1)
+
+    def table(self, bench: Bench) -> torch.Tensor:
+        """int32 ``[R, pages]``, shuffled."""
+        each = self.tokens // PAGE_SIZE
+        order = torch.randperm(self.requests * each, generator=torch.Generator().manual_seed(0))
+        return order.view(self.requests, each).to(bench.device, torch.int32)
+
+    def caches(self, bench: Bench, copies: int) -> list[LatentCacheView]:
+        pages = self.rows(bench).view(-1, PAGE_SIZE, self.latent.row)
+        pool = torch.empty_like(pages)
+        pool[self.table(bench).flatten().long()] = pages
+        return [LatentCacheView(it) for it in (pool, *(pool.clone() for _ in range(copies - 1)))]
+
+    def metadata(self, bench: Bench) -> AttentionMetadata:
+        starts, lengths = [0, *accumulate([self.queries] * self.requests)], [self.tokens] * self.requests
+        decoding = self.requests if self.queries == 1 else 0
+        return AttentionMetadata(
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=bench.device),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=bench.device),
+            page_table=self.table(bench),
+            slot_mapping=torch.full((starts[-1],), -1, device=bench.device),
+            num_requests=self.requests,
+            num_tokens=starts[-1],
+            max_query_len=self.queries,
+            max_seq_len=max(MAX_MODEL_LEN, self.tokens) if decoding else self.tokens,
+            num_decode_requests=decoding,
+            num_decode_tokens=decoding,
+            host=HostLengths(starts, lengths),
+        )
+
+
+def latent_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
+    """Requests that decode; nothing of layers with keys and values of their own."""
+    if (latent := config.latent) is None:
+        return
+    for requests, tokens in DECODES:
+        batch = _Batch(latent, config.num_heads, requests, tokens, 1)
+        yield Case(
+            "latent_attention",
+            f"decode {requests} x {tokens}, {config.num_heads} heads",
+            num_bytes=requests * (tokens * latent.row + config.num_heads * (latent.row + latent.rank)) * itemsize,
+            num_operations=2 * requests * tokens * config.num_heads * (latent.row + latent.rank),
+            contenders={"atom": partial(_absorbed, batch), "torch": partial(_torch_absorbed, batch)},
+        )
+
+
+def _absorbed(batch: _Batch, bench: Bench, copies: int) -> Run:
+    kernel = bench.kernels.select(LATENT_ATTENTION, batch.spec(bench))
+    q = bench.random(batch.requests, batch.num_heads, batch.latent.row, seed=0)
+    out = q.new_empty(batch.requests, batch.num_heads, batch.latent.rank)
+    caches, metadata = batch.caches(bench, copies), batch.metadata(bench)
+
+    def run(index: int) -> torch.Tensor:
+        kernel(q, caches[index], metadata, out)
+        return out
+
+    return run
+
+
+def _torch_absorbed(batch: _Batch, bench: Bench, copies: int) -> Run:
+    q = bench.random(batch.requests, batch.num_heads, batch.latent.row, seed=0)
+    rows = batch.rows(bench)
+    sets = [rows, *(rows.clone() for _ in range(copies - 1))]
+
+    def run(index: int) -> torch.Tensor:
+        keys = sets[index]
+        scores = torch.bmm(q, keys.transpose(1, 2)).float() * batch.latent.scale
+        return torch.bmm(scores.softmax(-1).to(q.dtype), keys[..., : batch.latent.rank])
+
+    return run
+
+
+def latent_prefill_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
+    """Whole prompts, their latents expanded; nothing of layers with keys and values of their own."""
+    if (latent := config.latent) is None:
+        return
+    H, L = config.num_heads, latent.rank
+    widths = latent.query_dim + latent.value_dim
+    for requests, tokens in PREFILLS:
+        batch = _Batch(latent, H, requests, tokens, tokens)
+        each = latent.nope_dim + latent.value_dim
+        pairs = tokens * (tokens + 1) // 2
+        yield Case(
+            "latent_prefill",
+            f"prefill {requests} x {tokens}, {H} heads",
+            num_bytes=(requests * tokens * (latent.row + H * widths) + H * each * L) * itemsize,
+            num_operations=2 * requests * H * (pairs * widths + tokens * L * each),
+            contenders={"atom": partial(_expanded, batch), "torch": partial(_torch_expanded, batch)},
+        )
+
+
+def _expanded(batch: _Batch, bench: Bench, copies: int) -> Run:
+    spec = batch.spec(bench)
+    kernel = bench.kernels.select(LATENT_PREFILL, spec)
+    q, expand = _prompt(batch, bench)
+    out = q.new_empty(*q.shape[:2], batch.latent.value_dim)
+    caches, metadata = batch.caches(bench, copies), batch.metadata(bench)
+    plan = plan_prefill(metadata, spec.latent)
+    assert plan is not None
+
+    def run(index: int) -> torch.Tensor:
+        kernel(q, expand, caches[index], metadata, plan, out)
+        return out
+
+    return run
+
+
+def _prompt(batch: _Batch, bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries ``[T, H, N + R]``, and what latents are expanded by."""
+    it = batch.latent
+    q = bench.random(batch.requests * batch.queries, batch.num_heads, it.query_dim, seed=0)
+    expand = bench.random(batch.num_heads, it.nope_dim + it.value_dim, it.rank, seed=2, scale=it.rank**-0.5)
+    return q, expand
+
+
+def _torch_expanded(batch: _Batch, bench: Bench, copies: int) -> Run:
+    it, heads = batch.latent, batch.num_heads
+    q, expand = _prompt(batch, bench)
+    queries = q.view(batch.requests, batch.queries, heads, -1).transpose(1, 2)
+    rows = batch.rows(bench)
+    sets = [rows, *(rows.clone() for _ in range(copies - 1))]
+
+    def run(index: int) -> torch.Tensor:
+        latents, turned = torch.split(sets[index], [it.rank, it.rope_dim], -1)
+        expanded = F.linear(latents, expand.flatten(0, 1)).view(*latents.shape[:2], heads, -1).transpose(1, 2)
+        plain, values = torch.split(expanded, [it.nope_dim, it.value_dim], -1)
+        keys = torch.cat((plain, turned[:, None].expand(-1, heads, -1, -1)), -1)
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=it.scale)
+        return attended.transpose(1, 2).flatten(0, 1)
+
+    return run
+
+
+def head_linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
+    """Queries folded into latents, and values out of them."""
+    if (latent := config.latent) is None:
+        return
+    H = config.num_heads
+    for K, N, carried in ((latent.nope_dim, latent.rank, latent.rope_dim), (latent.rank, latent.value_dim, 0)):
+        for tokens in PRODUCT_TOKENS:
+            yield Case(
+                "head_linear",
+                f"{tokens} tokens, {H} heads of {K} to {N}",
+                num_bytes=(H * K * N + tokens * H * (K + N + 2 * carried)) * itemsize,
+                num_operations=2 * tokens * H * K * N,
+                contenders={
+                    "atom": partial(_head_linear, (tokens, H, K, N, carried), True),
+                    "torch": partial(_head_linear, (tokens, H, K, N, carried), False),
+                },
+            )
+
+
+def _head_linear(shape: tuple[int, int, int, int, int], ours: bool, bench: Bench, copies: int) -> Run:
+    tokens, heads, K, N, carried = shape
+    x = bench.random(tokens, heads, K + carried, seed=0)
+    weights = [bench.random(heads, K, N, seed=1, scale=K**-0.5) for _ in range(copies)]
+    out = x.new_empty(tokens, heads, N + carried)
+    spec = HeadLinearSpec(heads, K, N, bench.dtype)
+    (*_, reference) = HEAD_LINEAR.implementations
+    kernel = bench.kernels.select(HEAD_LINEAR, spec) if ours else reference.build(spec, bench.kernels.target)
+
+    def run(index: int) -> torch.Tensor:
+        kernel(x, weights[index], out)
+        return out
+
+    return run
+
+
+#: See :data:`atom_plugin.bench.cases.CASES`.
+LATENT_CASES: Mapping[str, Callable[[ModelConfig, int], Iterator[Case]]] = {
+    "latent_attention": latent_attention_cases,
+    "latent_prefill": latent_prefill_cases,
+    "head_linear": head_linear_cases,
+}

@@ -1,0 +1,148 @@
+"""Attention over latents on this GPU: the Triton kernels over every case, large batches, graphs and whole models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from atom_core.kernels.cache_dtypes import FP8_DTYPES
+from atom_core.kernels.head_linear.triton_kernel import head_linear
+from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
+from atom_core.kernels.latent_attention.triton_kernel import TritonLatentAttention
+from atom_core.kernels.latent_cache.triton_kernel import latent_cache
+from atom_core.kernels.latent_prefill.plan import plan_prefill
+from atom_core.kernels.latent_prefill.reference import ReferenceLatentPrefill
+from atom_core.kernels.latent_prefill.triton_kernel import TritonLatentPrefill
+from atom_core.kernels.select import Target
+from atom_core.kernels.triton_support import overlaps, why_no_triton_cache
+from atom_core.standalone import Runner
+from tests.gpu.test_graphs import capture
+from tests.kernel_cases import NAN, assert_close
+from tests.latent_cases import (
+    LATENT_CASES,
+    LatentCase,
+    check_absorbed,
+    check_expanded,
+    check_head_linear,
+    check_latent_cache,
+    latent_batch,
+)
+from tests.unit.core.hugging_face import LOGITS_TOLERANCE, distance, greedy, logits, make_config, make_model
+from tests.unit.core.models.test_deepseek import LITE, TOKENS, V2, V3
+
+GPU = torch.device("cuda")
+HERE = {"nvidia": torch.version.hip is None, "overlap": overlaps(Target.of(GPU))}
+OVERLAP = {"overlap": HERE["overlap"]}
+CACHES = (None, *(dtype for dtype in FP8_DTYPES if why_no_triton_cache(torch.bfloat16, dtype, Target.of(GPU)) is None))
+
+every_case = pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+every_cache = pytest.mark.parametrize("cache_dtype", CACHES, ids=str)
+
+_SIZES = {"rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
+_LONG = ((4095, 1), (1000, 1), (17, 1), (2048, 513), (0, 700), (0, 1))
+LARGE = (
+    LatentCase("V2-Lite", _LONG, heads=16, **_SIZES),
+    LatentCase("V3", _LONG, heads=128, page_size=64, **_SIZES),
+    LatentCase("256 requests that decode", tuple((7 * at, 1) for at in range(256)), heads=16, **_SIZES),
+)
+
+
+@pytest.fixture
+def all_expanded(monkeypatch):
+    monkeypatch.setattr("atom_core.kernels.latent_prefill.plan.expanding_is_cheaper", lambda new, *_: new > 0)
+
+
+@every_case
+@every_dtype
+def test_the_absorbed_form(case, dtype):
+    check_absorbed(case, TritonLatentAttention(case.spec(dtype), **HERE), latent_batch(case, dtype, GPU))
+
+
+@every_case
+@every_dtype
+@pytest.mark.usefixtures("all_expanded")
+@pytest.mark.parametrize("keys", [1024, 24])
+def test_the_expanded_form(case, dtype, keys, monkeypatch):
+    monkeypatch.setattr("atom_core.kernels.latent_prefill.plan.BUFFER_BYTES", 0)
+    monkeypatch.setattr("atom_core.kernels.latent_prefill.plan.FEWEST_KEYS", keys)
+    check_expanded(case, TritonLatentPrefill(case.spec(dtype), **HERE), latent_batch(case, dtype, GPU), ulps=2)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=str)
+@every_cache
+@torch.inference_mode()
+def test_both_forms_over_large_batches(case, cache_dtype):
+    batch = latent_batch(case, torch.bfloat16, GPU, cache_dtype=cache_dtype)
+    spec, truth = case.spec(torch.bfloat16, cache_dtype), case.spec(torch.float32)
+    found = torch.full((*batch.q.shape[:2], case.rank), NAN, dtype=torch.bfloat16, device=GPU)
+    expected = found.float()
+    TritonLatentAttention(spec, **HERE)(batch.folded, batch.cache, batch.metadata, found)
+    ReferenceLatentAttention(truth)(batch.folded.float(), batch.cache, batch.metadata, expected)
+    assert_close(found, expected.double().cpu())
+    plan = plan_prefill(batch.metadata, spec.latent)
+    if plan is None:
+        return
+    found = torch.full((*batch.q.shape[:2], case.value_dim), NAN, dtype=torch.bfloat16, device=GPU)
+    expected = found.float()
+    TritonLatentPrefill(spec, **HERE)(batch.q, batch.expand, batch.cache, batch.metadata, plan, found)
+    wide = (batch.q.float(), batch.expand.float())
+    ReferenceLatentPrefill(truth)(*wide, batch.cache, batch.metadata, plan, expected)
+    written = ~expected.isnan()
+    assert torch.equal(written, ~found.isnan())
+    assert_close(found[written], expected[written].double().cpu(), ulps=2)
+
+
+@every_case
+@every_cache
+@every_dtype
+def test_norm_rope_and_cache(case, dtype, cache_dtype):
+    launch = partial(latent_cache, spec=case.spec(dtype, cache_dtype).latent, **OVERLAP)
+    check_latent_cache(case, launch, dtype, GPU, cache_dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("tokens", [1, 16, 17, 300])
+def test_products_for_each_head(tokens, dtype):
+    for sizes, transposed in (((128, 512, 64), False), ((512, 128, 0), True)):
+        check_head_linear(partial(head_linear, **OVERLAP), (tokens, 16, *sizes), dtype, GPU, transposed)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_graph_replays_for_other_lengths(heads):
+    many = tuple((100 * at, 1) for at in range(8))
+    case = LatentCase("", many, heads=heads, **_SIZES)
+    kernel = TritonLatentAttention(case.spec(torch.bfloat16), **HERE)
+    first = latent_batch(case, torch.bfloat16, GPU)
+    metadata = replace(first.metadata, max_seq_len=4096, host=None)
+    out = torch.empty(len(many), heads, case.rank, dtype=torch.bfloat16, device=GPU)
+    graph = capture(lambda: kernel(first.folded, first.cache, metadata, out))
+    for requests in (many, tuple((90 * at + 3, 1) for at in range(8))):
+        other = replace(case, requests=requests)
+        batch = latent_batch(other, torch.bfloat16, GPU, seed=1)
+        pages = len(batch.cache.rows)
+        first.cache.rows[:pages] = batch.cache.rows
+        first.folded.copy_(batch.folded)
+        metadata.seq_lens.copy_(batch.metadata.seq_lens)
+        width = min(metadata.page_table.shape[1], batch.metadata.page_table.shape[1])
+        metadata.page_table[:, :width] = batch.metadata.page_table[:, :width]
+        out.fill_(NAN)
+        graph.replay()
+        expected = torch.empty_like(out)
+        kernel(batch.folded, batch.cache, replace(batch.metadata, max_seq_len=4096), expected)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(("family", "settings"), [(V3, {}), (V2, LITE)], ids=str)
+def test_logits_and_greedy_tokens_are_hugging_faces(tmp_path, family, settings):
+    model = make_model(tmp_path, make_config(family, **settings))
+    runner = Runner(tmp_path, device=GPU)
+    chosen = {choice.op: choice.implementation for choice in runner.runtime.kernels.choices()}
+    ops = ("latent_cache", "head_linear", "latent_attention", "latent_prefill")
+    assert {chosen[op] for op in ops} == {"triton"}
+    assert distance(runner.logits(TOKENS).cpu(), logits(model, TOKENS)) <= LOGITS_TOLERANCE
+    prompts = [TOKENS[:20], TOKENS[3:4], TOKENS[5:21]]
+    assert runner.generate(prompts, 20) == [greedy(model, prompt, 20) for prompt in prompts]

@@ -1,0 +1,288 @@
+"""Attention over latents: batches that every kernel must get right, and what it must answer.
+
+The same cases run on a CPU (the references; the Triton kernels under Triton's interpreter) and on a GPU. What is
+expected is worked out here one token at a time in float64, from contiguous rows that never saw a page. As in
+:mod:`tests.kernel_cases`, whatever a kernel must not read is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from atom_core.kernels.cache_dtypes import FP8_DTYPES
+from atom_core.kernels.head_linear import HeadLinearKernel
+from atom_core.kernels.latent_attention import LatentAttentionKernel, LatentAttentionSpec
+from atom_core.kernels.latent_cache import LatentCacheKernel, LatentSpec, LatentWeights
+from atom_core.kernels.latent_prefill import LatentPrefillKernel
+from atom_core.kernels.latent_prefill.plan import plan_prefill
+from atom_core.metadata import AttentionMetadata, HostLengths, LatentCacheView
+from tests.kernel_cases import NAN, assert_close, assert_stored, stored
+
+#: Of an FP8 cache.
+SCALE = 0.03
+
+
+@dataclass(frozen=True)
+class LatentCase:
+    """One attention layer over latents and one batch."""
+
+    name: str
+    requests: tuple[tuple[int, int], ...]
+    """(tokens cached before, new tokens) of each request."""
+    heads: int = 4
+    rank: int = 32
+    nope_dim: int = 16
+    rope_dim: int = 16
+    value_dim: int = 16
+    page_size: int = 16
+    interleaved: bool = True
+    gap: int = 0
+    """Numbers behind each row that are nobody's."""
+    padded_requests: int = 0
+    padded_tokens: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+    def spec(self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> LatentAttentionSpec:
+        """What a kernel is built with; no ``cache_dtype`` is ``dtype``."""
+        shape = LatentSpec(
+            self.heads,
+            self.rank,
+            self.nope_dim,
+            self.rope_dim,
+            self.value_dim,
+            self.interleaved,
+            dtype,
+            cache_dtype or dtype,
+        )
+        return LatentAttentionSpec(shape, (self.nope_dim + self.rope_dim) ** -0.5)
+
+
+_MIXED = ((9, 1), (20, 1), (0, 5), (7, 6))
+
+LATENT_CASES = (
+    LatentCase("prefill", ((0, 7), (0, 1), (0, 19))),
+    LatentCase("decode", ((0, 1), (15, 1), (16, 1), (40, 1))),
+    LatentCase("drafts that are verified", ((12, 3), (16, 3), (30, 3))),
+    LatentCase("decode and prefill mixed", _MIXED),
+    LatentCase("prefill, then decode", _MIXED[::-1]),
+    LatentCase("prefill in chunks", ((0, 8), (8, 8), (16, 8), (24, 3))),
+    LatentCase("lengths at page borders", ((14, 1), (15, 1), (16, 1), (31, 1), (0, 16), (16, 16), (0, 17))),
+    LatentCase("longer than a tile", ((70, 1), (127, 1), (128, 1), (60, 9), (0, 70))),
+    LatentCase("long, and few of them", ((300, 1), (513, 1))),
+    LatentCase("16 heads", _MIXED, heads=16),
+    LatentCase("20 heads", _MIXED, heads=20),
+    LatentCase("more heads than a tile has rows", ((9, 1), (0, 3), (70, 2)), heads=96),
+    LatentCase("one head", _MIXED, heads=1),
+    LatentCase("sizes that are no powers of two", _MIXED, rank=40, nope_dim=12, rope_dim=8, value_dim=20),
+    LatentCase("values wider than keys", _MIXED, nope_dim=8, value_dim=24),
+    LatentCase("one token a page", _MIXED, page_size=1),
+    LatentCase("64 tokens a page", ((62, 1), (63, 1), (64, 1), (0, 5), (60, 8)), page_size=64),
+    LatentCase("rows apart", _MIXED, gap=3),
+    LatentCase("padded requests and tokens", _MIXED, padded_requests=3, padded_tokens=4),
+)
+
+
+@dataclass(frozen=True)
+class LatentBatch:
+    """A case's tensors."""
+
+    q: torch.Tensor
+    """``[T, H, N + R]``, rotated."""
+    folded: torch.Tensor
+    """``[T, H, L + R]``: other queries, that meet latents."""
+    expand: torch.Tensor
+    cache: LatentCacheView
+    metadata: AttentionMetadata
+    rows: list[torch.Tensor]
+    """float64, of each request: what the cache stands for."""
+
+    @property
+    def num_real(self) -> int:
+        """Tokens that are not padding."""
+        return int(self.metadata.host.starts[-1])
+
+
+def latent_batch(
+    case: LatentCase, dtype: torch.dtype, device: torch.device, seed: int = 0, cache_dtype: torch.dtype | None = None
+) -> LatentBatch:
+    """The tensors of ``case``."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    lengths = [before + new for before, new in case.requests]
+    width, num_real = case.rank + case.rope_dim, sum(new for _, new in case.requests)
+    scale = SCALE if cache_dtype in FP8_DTYPES else 1.0
+    rows = [stored(random(length, width), scale, cache_dtype or dtype) for length in lengths]
+    num_tokens, head_dim = num_real + case.padded_tokens, case.nope_dim + case.rope_dim
+    q, folded = (random(num_tokens, case.heads, dim) for dim in (head_dim, width))
+    q[num_real:] = folded[num_real:] = NAN
+    expand = random(case.heads, case.nope_dim + case.value_dim, case.rank) * case.rank**-0.5
+
+    counts = [-(-length // case.page_size) for length in lengths]
+    order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+    page_table = torch.full((len(lengths) + case.padded_requests, max(counts) + 2), 2**30, dtype=torch.int32)
+    shape = (sum(counts) + 1, case.page_size, width + case.gap)
+    pages = torch.full(shape, NAN, dtype=cache_dtype or dtype, device=device)[..., :width]
+    starts = [0, *accumulate(new for _, new in case.requests)]
+    slots = torch.full((q.shape[0],), -1, dtype=torch.int64)
+    for request, found in enumerate(rows):
+        for index in range(counts[request]):
+            page = order.pop()
+            page_table[request, index] = page
+            part = found[index * case.page_size : (index + 1) * case.page_size]
+            pages[page, : len(part)] = part.to(device)
+        before, new = case.requests[request]
+        positions = torch.arange(before, before + new)
+        of_token = page_table[request, positions // case.page_size].long()
+        slots[starts[request] : starts[request + 1]] = of_token * case.page_size + positions % case.page_size
+    starts += [num_real] * case.padded_requests
+    lengths += [0] * case.padded_requests
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        page_table=page_table.to(device),
+        slot_mapping=slots.to(device),
+        num_requests=len(lengths),
+        num_tokens=q.shape[0],
+        max_query_len=max(new for _, new in case.requests),
+        max_seq_len=max(lengths),
+        host=HostLengths(starts, lengths),
+    )
+    wide = [found.double() * scale for found in rows]
+    cache = LatentCacheView(pages, scale)
+    return LatentBatch(q.to(device), folded.to(device), expand.to(device), cache, metadata, wide)
+
+
+def _by_token(
+    case: LatentCase, batch: LatentBatch, answer: Callable[[int, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """``answer`` to each token and the rows that it sees."""
+    found = []
+    for (before, new), rows in zip(case.requests, batch.rows, strict=True):
+        found += [answer(len(found) + index, rows[: before + index + 1]) for index in range(new)]
+    return torch.stack(found)
+
+
+def check_absorbed(case: LatentCase, kernel: LatentAttentionKernel, batch: LatentBatch, ulps: int = 1) -> None:
+    """Run ``kernel`` into a NaN-filled output and compare; padding must stay as it was."""
+    folded, scale = batch.folded.double().cpu(), (case.nope_dim + case.rope_dim) ** -0.5
+    out = torch.full((*batch.folded.shape[:2], case.rank), NAN, dtype=batch.q.dtype, device=batch.q.device)
+    kernel(batch.folded, batch.cache, batch.metadata, out)
+
+    def answer(token: int, rows: torch.Tensor) -> torch.Tensor:
+        weights = (folded[token] @ rows.T * scale).softmax(-1)
+        return weights @ rows[:, : case.rank]
+
+    assert_close(out[: batch.num_real], _by_token(case, batch, answer), ulps)
+    assert out[batch.num_real :].isnan().all(), "rows of padding were written"
+
+
+def check_expanded(case: LatentCase, kernel: LatentPrefillKernel, batch: LatentBatch, ulps: int = 1) -> None:
+    """Run ``kernel`` on all requests that have tokens, whatever it costs, and compare."""
+    queries, expand = batch.q.double().cpu(), batch.expand.double().cpu()
+    scale = (case.nope_dim + case.rope_dim) ** -0.5
+    plan = plan_prefill(batch.metadata, case.spec(batch.q.dtype).latent)
+    assert plan is not None
+    assert not plan.absorbed
+    out = torch.full((*batch.q.shape[:2], case.value_dim), NAN, dtype=batch.q.dtype, device=batch.q.device)
+    kernel(batch.q, batch.expand, batch.cache, batch.metadata, plan, out)
+
+    def answer(token: int, rows: torch.Tensor) -> torch.Tensor:
+        latents, turned = rows[:, : case.rank], rows[:, case.rank :]
+        expanded = torch.einsum("kl,hdl->hkd", latents, expand)
+        keys, values = expanded[..., : case.nope_dim], expanded[..., case.nope_dim :]
+        plain, rotated = queries[token, :, : case.nope_dim], queries[token, :, case.nope_dim :]
+        scores = torch.einsum("hd,hkd->hk", plain, keys) + rotated @ turned.T
+        return torch.einsum("hk,hkd->hd", (scores * scale).softmax(-1), values)
+
+    assert_close(out[: batch.num_real], _by_token(case, batch, answer), ulps)
+    assert out[batch.num_real :].isnan().all(), "rows of padding were written"
+
+
+_MAX_POSITION = 50
+
+
+def check_latent_cache(
+    case: LatentCase,
+    kernel: LatentCacheKernel,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_dtype: torch.dtype | None = None,
+    tokens: int = 7,
+) -> None:
+    """Run ``kernel`` on tokens of random slots, two of them padding, over a NaN-filled cache, and compare."""
+    generator = torch.Generator().manual_seed(0)
+    width = case.rank + case.rope_dim
+    num_pages = tokens // case.page_size + 2
+    pages = torch.full((num_pages, case.page_size, width + case.gap), NAN, dtype=cache_dtype or dtype, device=device)[
+        ..., :width
+    ]
+    scale = SCALE if cache_dtype in FP8_DTYPES else 1.0
+    # Queries and latents are slices of wider buffers, as of a merged product.
+    head_dim = case.nope_dim + case.rope_dim
+    q = torch.randn(tokens, case.heads * head_dim + 8, generator=generator).to(dtype)[:, : case.heads * head_dim]
+    q = q.unflatten(-1, (case.heads, head_dim))
+    latent = torch.randn(tokens, width + 8, generator=generator).to(dtype)[:, 8:]
+    positions = torch.randint(_MAX_POSITION, (tokens,), generator=generator)
+    angles = torch.rand(_MAX_POSITION, case.rope_dim // 2, generator=generator) * 6.28
+    norm = torch.rand(case.rank, generator=generator).to(dtype) + 0.5
+    slots = torch.randperm(num_pages * case.page_size, generator=generator)[:tokens]
+    slots[tokens // 2] = slots[-1] = -1
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to(device)
+    weights = LatentWeights(cos_sin, norm.to(device), 1e-6, torch.empty(0))
+    found = q.clone().to(device)
+    kernel(found, latent.to(device), positions.to(device), weights, LatentCacheView(pages, scale), slots.to(device))
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        """``x [T, heads, R]`` by the definition of rotation as a product of complex numbers."""
+        pairs = x.unflatten(-1, (-1, 2)) if case.interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+        turned = torch.polar(torch.ones_like(angles, dtype=torch.float64), angles.double())[positions][:, None]
+        result = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turned)
+        return (result if case.interleaved else result.transpose(-1, -2)).flatten(-2)
+
+    wide = q.double()
+    assert torch.equal(found[..., : case.nope_dim].cpu(), q[..., : case.nope_dim]), "what is not rotated has changed"
+    assert_close(found[..., case.nope_dim :], turn(wide[..., case.nope_dim :]))
+    latents, key = latent.double()[:, : case.rank], turn(latent.double()[:, None, case.rank :])[:, 0]
+    normed = latents / (latents.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.double()
+    expected = torch.cat((normed, key), -1)
+    written = torch.zeros(num_pages, case.page_size, dtype=torch.bool)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            page, offset = divmod(slot, case.page_size)
+            written[page, offset] = True
+            if pages.dtype in FP8_DTYPES:
+                assert_stored(pages[page, offset], expected[token], scale, dtype)
+            else:
+                assert_close(pages[page, offset], expected[token])
+    assert pages.float().cpu()[~written].isnan().all(), "a slot of nobody was written"
+
+
+def check_head_linear(
+    kernel: HeadLinearKernel,
+    shape: tuple[int, int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    transposed: bool,
+) -> None:
+    """Run ``kernel`` for (tokens, heads, inputs, outputs, carried) and compare."""
+    tokens, heads, inputs, outputs, carried = shape
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, heads, inputs + carried + 3, generator=generator).to(dtype)[..., : inputs + carried]
+    weight = torch.randn(heads, outputs, inputs + 5, generator=generator).to(dtype)[..., :inputs].transpose(1, 2)
+    if not transposed:
+        weight = weight.contiguous()
+    out = torch.full((tokens, heads, outputs + carried), NAN, dtype=dtype, device=device)
+    on_device = weight.to(device) if not transposed else weight.transpose(1, 2).to(device).transpose(1, 2)
+    kernel(x.to(device), on_device, out)
+    expected = torch.einsum("thk,hko->tho", x[..., :inputs].double(), weight.double())
+    assert_close(out[..., :outputs], expected)
+    assert torch.equal(out[..., outputs:].cpu(), x[..., inputs:])
