@@ -6,7 +6,7 @@ A rank holds some of every expert's middle, or, with expert parallelism, some of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -35,6 +35,17 @@ class ExpertsMethod(Protocol):
     def apply(self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See :meth:`Experts.forward`."""
 
+    def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
+        """As :meth:`atom_core.layers.parameters.ParameterLayer.placements`, without the biases."""
+
+    def finalize(self, layer: Experts) -> None:
+        """Called after loading, and again after weights were loaded anew."""
+
+
+@runtime_checkable
+class AddingExpertsMethod(Protocol):
+    """One whose kernels may add to the residual stream, and norm few tokens in front."""
+
     def add(
         self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor | None:
@@ -47,12 +58,6 @@ class ExpertsMethod(Protocol):
         self, layer: Experts, stream: torch.Tensor, norm: RMSNorm, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
         """See :meth:`Experts.add_behind_norm`."""
-
-    def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
-        """As :meth:`atom_core.layers.parameters.ParameterLayer.placements`, without the biases."""
-
-    def finalize(self, layer: Experts) -> None:
-        """Called after loading, and again after weights were loaded anew."""
 
 
 class Experts(ParameterLayer):
@@ -94,6 +99,7 @@ class Experts(ParameterLayer):
         self.adds_bias = runtime.expert_parallel or rank == 0
         self.method = self._method(runtime, name)
         self.method.create(self, activation, routing.top_k, runtime, name)
+        self.adding = self.method if isinstance(self.method, AddingExpertsMethod) else None
 
     def _method(self, runtime: Runtime, name: str) -> ExpertsMethod:
         base = checkpoint_module(name, self.folder)
@@ -117,18 +123,19 @@ class Experts(ParameterLayer):
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor | None:
         """``residual [T, hidden]`` and this rank's part of the sum, in ``residual``; None: nothing does both."""
-        return self.method.add(self, x, weights, experts, residual)
+        return None if self.adding is None else self.adding.add(self, x, weights, experts, residual)
 
     @property
     def max_normed(self) -> int:
         """Tokens up to which :meth:`add_behind_norm` may be called."""
-        return self.method.max_normed()
+        return 0 if self.adding is None else self.adding.max_normed()
 
     def add_behind_norm(
         self, stream: torch.Tensor, norm: RMSNorm, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
         """``stream [T, hidden]`` and this rank's part of the sum that its norm leads to, in ``stream``."""
-        return self.method.add_behind_norm(self, stream, norm, weights, experts)
+        assert self.adding is not None
+        return self.adding.add_behind_norm(self, stream, norm, weights, experts)
 
     @property
     def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -19,7 +19,6 @@ from atom_core.layers.linear_methods import (
     empty_fp8,
     empty_scales,
 )
-from atom_core.layers.norm import RMSNorm
 from atom_core.layers.parameters import Placement, checkpoint_module
 from atom_core.quant.fp8 import Fp8Config
 from atom_core.runtime import Runtime
@@ -77,22 +76,6 @@ class Fp8ExpertsMethod:
     def apply(self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See :meth:`Experts.forward`."""
         return self.kernel(x, weights, experts, _weights(layer))
-
-    def add(
-        self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
-    ) -> torch.Tensor | None:
-        """No kernel does both."""
-        return None
-
-    def max_normed(self) -> int:
-        """No kernel norms in front."""
-        return 0
-
-    def add_behind_norm(
-        self, layer: Experts, stream: torch.Tensor, norm: RMSNorm, weights: torch.Tensor, experts: torch.Tensor
-    ) -> torch.Tensor:
-        """See :meth:`max_normed`."""
-        raise AssertionError("no kernel norms in front")
 
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """Three matrices an expert, and the scales of each."""

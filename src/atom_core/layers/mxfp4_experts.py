@@ -24,7 +24,6 @@ from atom_core.layers.mxfp4_linear import (
     packed_dtype_problem,
     place_packed,
 )
-from atom_core.layers.norm import RMSNorm
 from atom_core.layers.parameters import Placement
 from atom_core.quant.mxfp4 import GROUP, Mxfp4Config, Mxfp4LinearConfig
 from atom_core.runtime import Runtime
@@ -76,22 +75,6 @@ class Mxfp4ExpertsMethod:
         gate_up = (layer.gate_up_proj_blocks, layer.gate_up_proj_scales)
         down = (layer.down_proj_blocks, layer.down_proj_scales)
         return self.kernel(x, weights, experts, Mxfp4Weights(*gate_up, *down, *layer.biases))
-
-    def add(
-        self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
-    ) -> torch.Tensor | None:
-        """No kernel does both."""
-        return None
-
-    def max_normed(self) -> int:
-        """No kernel norms in front."""
-        return 0
-
-    def add_behind_norm(
-        self, layer: Experts, stream: torch.Tensor, norm: RMSNorm, weights: torch.Tensor, experts: torch.Tensor
-    ) -> torch.Tensor:
-        """See :meth:`max_normed`."""
-        raise AssertionError("no kernel norms in front")
 
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """Blocks and scales, without the biases."""

@@ -33,19 +33,18 @@ class PlainExpertsMethod:
 
     def apply(self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See :meth:`atom_core.layers.experts.Experts.forward`."""
-        return self.kernel(x, weights, experts, ExpertWeights(layer.gate_up_proj, layer.down_proj, *layer.biases))
+        return self.kernel(x, weights, experts, _weights(layer))
 
     def add(
         self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor | None:
-        """See :class:`atom_core.layers.experts.ExpertsMethod`."""
+        """See :class:`atom_core.layers.experts.AddingExpertsMethod`."""
         if self.adding is None or torch.compiler.is_compiling():
             return None
-        held = ExpertWeights(layer.gate_up_proj, layer.down_proj, *layer.biases)
-        return self.adding.add(x, weights, experts, held, residual)
+        return self.adding.add(x, weights, experts, _weights(layer), residual)
 
     def max_normed(self) -> int:
-        """See :class:`atom_core.layers.experts.ExpertsMethod`."""
+        """See :class:`atom_core.layers.experts.AddingExpertsMethod`."""
         return 0 if self.adding is None else self.adding.max_normed
 
     def add_behind_norm(
@@ -53,8 +52,7 @@ class PlainExpertsMethod:
     ) -> torch.Tensor:
         """See :meth:`atom_core.layers.experts.Experts.add_behind_norm`."""
         assert self.adding is not None
-        held = ExpertWeights(layer.gate_up_proj, layer.down_proj, *layer.biases)
-        return self.adding.add_behind_norm(stream, norm.weight, norm.eps, weights, experts, held)
+        return self.adding.add_behind_norm(stream, norm.weight, norm.eps, weights, experts, _weights(layer))
 
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """Three matrices an expert, or two tensors of all of them."""
@@ -62,6 +60,10 @@ class PlainExpertsMethod:
 
     def finalize(self, layer: Experts) -> None:
         """Nothing to bring into another form."""
+
+
+def _weights(layer: Experts) -> ExpertWeights:
+    return ExpertWeights(layer.gate_up_proj, layer.down_proj, *layer.biases)
 
 
 def _one_by_one(layer: Experts) -> Iterator[tuple[str, str, Placement]]:

@@ -82,6 +82,23 @@ def scaled(scores, scale, soft_cap, HAS_CAP: tl.constexpr):
     return scores
 
 
+@triton.jit
+def place_of(block, starts, num_places, BLOCK_Q: tl.constexpr):
+    """The place, of those that begin at query tokens ``starts``, that program ``block`` takes ``BLOCK_Q`` tokens of.
+
+    Each place has its own programs, one more than its tokens may need.
+    """
+    low = 0
+    high = num_places
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) // BLOCK_Q + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
 #: Batches differ in these: one kernel must do for all.
 _VARYING = ["num_requests", "num_tokens"]
 
@@ -137,15 +154,7 @@ def _attention(
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
 
-    low = 0
-    high = num_requests
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
-            low = middle + 1
-        else:
-            high = middle
-    request = tl.cast(low - 1, tl.int64)
+    request = tl.cast(place_of(block, query_start_loc, num_requests, BLOCK_Q), tl.int64)
     start = tl.load(query_start_loc + request)
     num_queries = tl.load(query_start_loc + request + 1) - start
     first = (block - (start // BLOCK_Q + request).to(tl.int32)) * BLOCK_Q

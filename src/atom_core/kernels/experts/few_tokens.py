@@ -7,15 +7,19 @@ of the expert's later pairs have nothing to do.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.experts.grouped import Held, combine
-from atom_core.kernels.gated_activation.triton_kernel import gated
-from atom_core.kernels.linear.parts import finish, products, weight_rows
+from atom_core.kernels.experts.grouped import Held, combine, finish_block
+from atom_core.kernels.linear.parts import finish, row_sums, row_total, weight_rows
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
+
+if TYPE_CHECKING:
+    from atom_core.kernels.experts import ExpertWeights
 
 #: Tokens up to which nothing is sorted: the columns of a matrix product that costs no more than half as many.
 MAX_TOKENS = 16
@@ -45,8 +49,7 @@ def _gate_up_of_one(
     row = weight_rows(N, BLOCK_N, True)
     column = tl.arange(0, BLOCK_K)
     known = tl.full([BLOCK_K], True, tl.int1) if EVEN else column < K
-    if norm is not None:
-        factors = tl.load(norm + column, mask=known, other=0.0)
+    factors = tl.load(norm + column, mask=known, other=0.0) if norm is not None else 0.0
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         # Not earlier: the kernel behind reads which experts they are without waiting for this one.
@@ -59,27 +62,8 @@ def _gate_up_of_one(
         bias += expert.to(tl.int64) * N
     at = weight + row[:, None] * K + column[None, :]
     tile = tl.load(at, mask=known[None, :], other=0.0, eviction_policy="evict_first")
-    wide = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
-    sums = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
-    for begin in tl.range(BLOCK_K, K, BLOCK_K):
-        if not EVEN:
-            known = begin + column < K
-        ahead = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
-        wide_ahead = tl.load(x + begin + column, mask=known, other=0.0).to(tl.float32)
-        if norm is not None:
-            squares += wide * wide
-            wide *= factors.to(tl.float32)
-            factors = tl.load(norm + begin + column, mask=known, other=0.0)
-        sums += products(tile, wide, BLOCK_N, BLOCK_K)
-        tile = ahead
-        wide = wide_ahead
-    if norm is not None:
-        squares += wide * wide
-        wide *= factors.to(tl.float32)
-    total = tl.sum(sums + products(tile, wide, BLOCK_N, BLOCK_K), 1)
-    if norm is not None:
-        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    sums, squares, tile, wide, factors = row_sums(at, x, norm, tile, factors, known, K, BLOCK_N, BLOCK_K, EVEN)
+    total = row_total(sums, squares, tile, wide, factors, norm, eps, K, BLOCK_N, BLOCK_K)
     middle += place.to(tl.int64) * (N // 2)
     finish(total[None, :], None, None, bias, None, middle, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
 
@@ -207,33 +191,29 @@ def _of_expert(
             tile = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
             right = tl.load(x_at + begin, mask=goes[None, :] & known[:, None], other=0.0)
         total = tl.dot(tile, right, total, input_precision="ieee")
-    if bias is not None:
-        total += tl.load(bias + expert.to(tl.int64) * N + row).to(tl.float32)[:, None]
-    total = tl.trans(total)
-    if GATED:
-        gate, up = tl.split(tl.reshape(total, (TOKENS, BLOCK_N // 2, 2)))
-        # Rounded where a kernel of its own would read them.
-        gate = gate.to(out.dtype.element_ty).to(tl.float32)
-        up = up.to(out.dtype.element_ty).to(tl.float32)
-        total = gated(gate, up, ACTIVATION)
-        width = N // 2
-        to = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    else:
-        total *= tl.load(weights + pairs, mask=goes, other=0.0)[:, None]
-        width = N
-        to = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    at_out = out + pairs.to(tl.int64)[:, None] * width + to[None, :]
-    tl.store(at_out, total.to(out.dtype.element_ty), mask=goes[:, None] & (to < width)[None, :])
+    pairs = pairs.to(tl.int64)
+    finish_block(
+        tl.trans(total),
+        weights,
+        bias,
+        out,
+        expert.to(tl.int64),
+        pairs,
+        pairs,
+        goes,
+        row,
+        N,
+        TOKENS,
+        BLOCK_N,
+        ACTIVATION,
+    )
 
 
 def one_token(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
+    layer: ExpertWeights,
     held: Held,
     activation: int,
     overlap: bool,
@@ -245,7 +225,7 @@ def one_token(
     ``residual``: contiguous, in the result's shape; it is written to, and is the result. ``norm``: norm ``x`` first; it
     may be the residual.
     """
-    hidden, size = x.shape[1], down.shape[2]
+    hidden, size = x.shape[1], layer.down.shape[2]
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
     middle = torch.empty(held.top_k, size, dtype=x.dtype, device=x.device)
     constants = {"FIRST": held.first, "COUNT": held.count, "OVERLAP": overlap}
@@ -254,8 +234,8 @@ def one_token(
         x,
         None if norm is None else norm.weight,
         experts,
-        gate_up,
-        gate_up_bias,
+        layer.gate_up,
+        layer.gate_up_bias,
         middle,
         0.0 if norm is None else norm.eps,
         K=hidden,
@@ -272,8 +252,8 @@ def one_token(
         middle,
         weights,
         experts,
-        down,
-        down_bias,
+        layer.down,
+        layer.down_bias,
         residual,
         y,
         TOP_K=held.top_k,
@@ -293,10 +273,7 @@ def few_tokens(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
+    layer: ExpertWeights,
     held: Held,
     activation: int,
     overlap: bool,
@@ -304,7 +281,7 @@ def few_tokens(
 ) -> torch.Tensor:
     """As :func:`one_token`, of 2 to :data:`MAX_TOKENS`."""
     tokens, hidden = x.shape
-    size, pairs, wide = down.shape[2], experts.numel(), x.dtype == torch.float32
+    size, pairs, wide = layer.down.shape[2], experts.numel(), x.dtype == torch.float32
     tile = {
         "FIRST": held.first,
         "COUNT": held.count,
@@ -321,8 +298,8 @@ def few_tokens(
     middle = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
     answers = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
     for given, weight, bias, out, shares, act in (
-        (x, gate_up, gate_up_bias, middle, None, activation),
-        (middle, down, down_bias, answers, weights, None),
+        (x, layer.gate_up, layer.gate_up_bias, middle, None, activation),
+        (middle, layer.down, layer.down_bias, answers, weights, None),
     ):
         rows, columns = weight.shape[1:]
         _of_expert[(triton.cdiv(rows, tile["BLOCK_N"]), pairs)](

@@ -7,6 +7,7 @@ may be, and blocks behind the last do nothing: nothing waits for the host, and a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -15,6 +16,9 @@ import triton.language as tl
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.linear.parts import weight_rows
 from atom_core.kernels.triton_support import launch_options
+
+if TYPE_CHECKING:
+    from atom_core.kernels.experts import ExpertWeights
 
 #: Pairs that one program sorts, and blocks whose experts one program looks up at a time.
 _PAIRS, _BLOCKS = 256, 64
@@ -367,10 +371,7 @@ def many_tokens(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
+    layer: ExpertWeights,
     held: Held,
     activation: int,
     overlap: bool,
@@ -378,7 +379,7 @@ def many_tokens(
 ) -> torch.Tensor:
     """See :func:`atom_core.kernels.experts.few_tokens.one_token`."""
     tokens, hidden = x.shape
-    size = down.shape[2]
+    size = layer.down.shape[2]
     blocks = sort_by_expert(experts, held, block_rows(tokens, held), overlap)
     num_blocks = len(blocks.experts)
     wide = x.dtype == torch.float32
@@ -398,8 +399,8 @@ def many_tokens(
         blocks.slots,
         blocks.experts,
         None,
-        gate_up,
-        gate_up_bias,
+        layer.gate_up,
+        layer.gate_up_bias,
         middle,
         hidden,
         2 * size,
@@ -413,8 +414,8 @@ def many_tokens(
         blocks.slots,
         blocks.experts,
         weights,
-        down,
-        down_bias,
+        layer.down,
+        layer.down_bias,
         answers,
         size,
         hidden,

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
 from atom_core.config import Activation
+from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS, few_tokens, one_token
 from atom_core.kernels.experts.grouped import Held, many_tokens
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.opaque import opaque
-
-if TYPE_CHECKING:
-    from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 
 
 class TritonExperts:
@@ -29,6 +27,7 @@ class TritonExperts:
 
     def __init__(self, spec: ExpertsSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
+        self.held = Held(spec.first, spec.count, spec.top_k)
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
@@ -46,10 +45,7 @@ class TritonExperts:
         residual: torch.Tensor,
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.experts.AddingExpertsKernel`."""
-        spec = self.spec
-        return _launch(
-            x, weights, experts, *layer, spec.first, spec.count, spec.activation, self.overlap, residual=residual
-        )
+        return _launch(x, weights, experts, layer, self.held, self.spec.activation, self.overlap, residual)
 
     def add_behind_norm(
         self,
@@ -61,11 +57,10 @@ class TritonExperts:
         layer: ExpertWeights,
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.experts.AddingExpertsKernel`."""
-        spec = self.spec
         assert len(stream) == self.max_normed
         assert stream.is_contiguous()
-        held, act = Held(spec.first, spec.count, spec.top_k), ACTIVATIONS[spec.activation]
-        return one_token(stream, weights, experts, *layer, held, act, self.overlap, stream, Norm(norm, eps))
+        act = ACTIVATIONS[self.spec.activation]
+        return one_token(stream, weights, experts, layer, self.held, act, self.overlap, stream, Norm(norm, eps))
 
 
 def _fake(
@@ -99,34 +94,25 @@ def mixture(
     overlap: bool,
 ) -> torch.Tensor:
     """See :mod:`atom_core.kernels.experts`; ``first`` and ``count`` say which experts are held."""
-    return _launch(
-        x, weights, experts, gate_up, down, gate_up_bias, down_bias, first, count, activation, overlap, residual=None
-    )
+    layer, held = ExpertWeights(gate_up, down, gate_up_bias, down_bias), Held(first, count, experts.shape[1])
+    return _launch(x, weights, experts, layer, held, cast(Activation, activation), overlap, None)
 
 
 def _launch(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    first: int,
-    count: int,
-    activation: str,
+    layer: ExpertWeights,
+    held: Held,
+    activation: Activation,
     overlap: bool,
-    *,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
     assert x.stride(1) == 1
-    assert all(it.is_contiguous() for it in (weights, experts, gate_up, down))
+    assert all(it.is_contiguous() for it in (weights, experts, layer.gate_up, layer.down))
     assert residual is None or residual.is_contiguous()
-    tokens, act = x.shape[0], ACTIVATIONS[cast(Activation, activation)]
-    held = Held(first, count, experts.shape[1])
-    layer = (gate_up, down, gate_up_bias, down_bias, held, act)
+    tokens = x.shape[0]
     if not tokens:
         return torch.empty_like(x) if residual is None else residual
-    if tokens > MAX_TOKENS:
-        return many_tokens(x, weights, experts, *layer, overlap, residual)
-    return (one_token if tokens == 1 else few_tokens)(x, weights, experts, *layer, overlap, residual)
+    run = one_token if tokens == 1 else few_tokens if tokens <= MAX_TOKENS else many_tokens
+    return run(x, weights, experts, layer, held, ACTIVATIONS[activation], overlap, residual)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.attention.splits import SplitBuffers
-from atom_core.kernels.attention.triton_kernel import LOG2_E, parts_joined
+from atom_core.kernels.attention.triton_kernel import LOG2_E, parts_joined, place_of
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.triton_support import launch_options
 from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
@@ -65,15 +65,7 @@ def _latent_attention(
         tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     split = tl.program_id(2)
-    low = 0
-    high = num_requests
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
-            low = middle + 1
-        else:
-            high = middle
-    request = tl.cast(low - 1, tl.int64)
+    request = tl.cast(place_of(block, query_start_loc, num_requests, BLOCK_Q), tl.int64)
     start = tl.load(query_start_loc + request)
     num_queries = tl.load(query_start_loc + request + 1) - start
     first = (block - (start // BLOCK_Q + request).to(tl.int32)) * BLOCK_Q

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from atom_core.kernels.attention.triton_kernel import LOG2_E
+from atom_core.kernels.attention.triton_kernel import LOG2_E, place_of
 from atom_core.kernels.cache_dtypes import as_bytes
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.latent_prefill.plan import Chunk, PrefillPlan
@@ -126,15 +126,7 @@ def _latent_prefill(
     block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
-    low = 0
-    high = num_pieces
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(tile_starts + middle) // BLOCK_Q + middle <= block:
-            low = middle + 1
-        else:
-            high = middle
-    piece = low - 1
+    piece = place_of(block, tile_starts, num_pieces, BLOCK_Q)
     start = tl.load(table + piece * 6).to(tl.int64)
     num_queries = tl.load(table + piece * 6 + 1)
     first_position = tl.load(table + piece * 6 + 2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from atom_core.kernels.linear.parts import finish, products, weight_rows
+from atom_core.kernels.linear.parts import finish, products, row_sums, row_total, weight_rows
 
 
 @triton.jit
@@ -45,33 +45,13 @@ def one_row(
     # The first tile of the weight is on its way before x is there, and each further one before the last is used.
     known = tl.full([BLOCK_K], True, tl.int1) if EVEN else column < K
     tile = tl.load(at, mask=known[None, :], other=0.0, eviction_policy="evict_first")
-    if norm is not None:
-        factors = tl.load(norm + column, mask=known, other=0.0)
+    factors = tl.load(norm + column, mask=known, other=0.0) if norm is not None else 0.0
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    wide = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
-    sums = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
-    for begin in tl.range(BLOCK_K, K, BLOCK_K):
-        if not EVEN:
-            known = begin + column < K
-        ahead = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
-        wide_ahead = tl.load(x + begin + column, mask=known, other=0.0).to(tl.float32)
-        if norm is not None:
-            squares += wide * wide
-            wide *= factors.to(tl.float32)
-            factors = tl.load(norm + begin + column, mask=known, other=0.0)
-        sums += products(tile, wide, BLOCK_N, BLOCK_K)
-        tile = ahead
-        wide = wide_ahead
+    sums, squares, tile, wide, factors = row_sums(at, x, norm, tile, factors, known, K, BLOCK_N, BLOCK_K, EVEN)
     if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if norm is not None:
-        squares += wide * wide
-        wide *= factors.to(tl.float32)
-    total = tl.sum(sums + products(tile, wide, BLOCK_N, BLOCK_K), 1)
-    if norm is not None:
-        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    total = row_total(sums, squares, tile, wide, factors, norm, eps, K, BLOCK_N, BLOCK_K)
     finish(total[None, :], None, scales, bias, residual, y, row, tl.arange(0, 1), M, N, 1, BLOCK_N, ACTIVATION)
 
 

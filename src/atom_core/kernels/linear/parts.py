@@ -65,3 +65,52 @@ def finish(
 def products(tile, wide, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """``tile * wide``, summed up as far as one thread has the numbers: few registers, no exchange."""
     return tl.sum(tl.reshape(tile.to(tl.float32) * wide[None, :], (BLOCK_N, BLOCK_K // 8, 8)), 2)
+
+
+@triton.jit
+def row_sums(
+    at,
+    x,
+    norm,
+    tile,
+    factors,
+    known,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """All but the last tile of one row ``x [K]`` times the weight at ``at``, each loaded before the last is used.
+
+    ``tile``, and with a norm its weights ``factors``, are the first, loaded already; what is returned is for
+    :func:`row_total`.
+    """
+    column = tl.arange(0, BLOCK_K)
+    wide = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
+    sums = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for begin in tl.range(BLOCK_K, K, BLOCK_K):
+        if not EVEN:
+            known = begin + column < K
+        ahead = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+        wide_ahead = tl.load(x + begin + column, mask=known, other=0.0).to(tl.float32)
+        if norm is not None:
+            squares += wide * wide
+            wide *= factors.to(tl.float32)
+            factors = tl.load(norm + begin + column, mask=known, other=0.0)
+        sums += products(tile, wide, BLOCK_N, BLOCK_K)
+        tile = ahead
+        wide = wide_ahead
+    return sums, squares, tile, wide, factors
+
+
+@triton.jit
+def row_total(sums, squares, tile, wide, factors, norm, eps, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``[BLOCK_N]`` of what :func:`row_sums` left, its last tile included."""
+    if norm is not None:
+        squares += wide * wide
+        wide *= factors.to(tl.float32)
+    total = tl.sum(sums + products(tile, wide, BLOCK_N, BLOCK_K), 1)
+    if norm is not None:
+        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    return total
