@@ -5,8 +5,6 @@ Engines start together, each in a process of its own with a small share of the G
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import CHECKPOINTS, FAMILIES, ROOT
-from tests.integration.vllm.offline import Ask, Engine, Ran, run
+from benchmarks import FAMILIES
+from tests.gpu.vllm_engines import engine, held_out
+from tests.integration.vllm.offline import Ask, Ran, run
 
 GRAPHS: Mapping[str, dict[str, Any]] = {
     "default": {},
@@ -43,40 +42,12 @@ CACHES: Mapping[str, dict[str, Any]] = {
 WEIGHTS: Mapping[str, dict[str, Any]] = {"fp8-weights": {"quantization": "fp8"}}
 #: Of the answers that are right with a cache in the model's dtype, and of vLLM's own with the same cache.
 STILL_RIGHT, AS_NATIVE = 0.95, 0.9
-#: Prompts in a row: how many, up to nearly as many tokens as the model has positions, or is told to have.
-LONG: Mapping[str, tuple[int, dict[str, Any]]] = {
-    "2k": (8, {"max_model_len": 2048}),
-    "8k": (31, {"max_model_len": 8192, "hf_overrides": {"max_position_embeddings": 8192}}),
-}
-#: vLLM's own model in float32, and op by op: uncompiled it rounds after each op, as the models define bfloat16.
-EXACT, BY_OP = "in float32", "op by op"
-#: Log-probabilities of a prompt's tokens may be so many times as far from float32's as op by op, root mean square over
-#: all tokens: which of the two is luckier at one is chance.
-AS_EXACT = 1.1
-NUM_PROMPTS = 200
 
 Key = tuple[str, str, str]
 
 
-def _rows() -> list[dict[str, str]]:
-    lines = (ROOT / "tests" / "evaluation" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines[:NUM_PROMPTS]]
-
-
 def _ask() -> Ask:
-    return Ask([row["prompt"] for row in _rows()], {"max_tokens": 32})
-
-
-def _ask_at_length(count: int) -> Ask:
-    prompts = [row["prompt"] for row in _rows()]
-    joined = ["\n\n".join(prompts[at : at + count]) for at in range(0, 100, 5)]
-    return Ask(joined, {"max_tokens": 8, "logprobs": 2, "prompt_logprobs": 0})
-
-
-def _engine(family: str, impl: str, options: Mapping[str, Any], asks: list[Ask]) -> Engine:
-    # A stated cache size: measuring what is free makes no sense while others start on the same GPU.
-    limits = {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05, "max_model_len": 1024}
-    return Engine(str(CHECKPOINTS / family), impl, asks, {**limits, "max_num_seqs": 64, **options})
+    return Ask([row["prompt"] for row in held_out()], {"max_tokens": 32})
 
 
 @pytest.fixture(scope="module")
@@ -86,20 +57,13 @@ def engines() -> Mapping[Key, Future[Ran]]:
     keys += [("qwen3", "atom", name) for name in (*GRAPHS, *WAYS) if name != "default"]
     keys += [(family, impl, "fp8") for family in FAMILIES for impl in ("auto", "atom")]
     keys += [(family, "atom", "fp8-weights") for family in FAMILIES]
-    keys += [("qwen3", "atom", "fp8-eager"), *(("qwen3", impl, name) for impl in ("auto", "atom") for name in LONG)]
-    keys += [("qwen3", "auto", f"{name} {how}") for name in LONG for how in (EXACT, BY_OP)]
+    keys += [("qwen3", "atom", "fp8-eager")]
     pool = ThreadPoolExecutor(16)
 
     def start(key: Key) -> Ran:
         family, impl, name = key
-        if (long := name.split(" ", 1)[0]) in LONG:
-            count, options = LONG[long]
-            dtype = "float32" if name.endswith(EXACT) else "bfloat16"
-            options = {**options, "dtype": dtype, "enforce_eager": name.endswith(BY_OP)}
-            engine = _engine(family, impl, options, [_ask_at_length(count)])
-            return run([engine], deadline=540.0)[0]
         options = {**GRAPHS, **CACHES, **WEIGHTS}.get(name, {})
-        return run([_engine(family, impl, options, [_ask()])], environ=WAYS.get(name), deadline=540.0)[0]
+        return run([engine(family, impl, options, [_ask()])], environ=WAYS.get(name), deadline=540.0)[0]
 
     return {key: pool.submit(start, key) for key in keys}
 
@@ -162,7 +126,7 @@ def test_prefill_outside_of_graphs_is_to_be_had(engines: Mapping[Key, Future[Ran
 
 
 def _num_right(ran: Ran) -> int:
-    return sum(answer.text == f" {row['answer']}\n" for answer, row in zip(ran.answers[0], _rows(), strict=True))
+    return sum(answer.text == f" {row['answer']}\n" for answer, row in zip(ran.answers[0], held_out(), strict=True))
 
 
 def _share_alike(ours: Ran, theirs: Ran) -> float:
@@ -190,54 +154,11 @@ def test_graphs_do_not_change_answers_from_an_fp8_cache(engines: Mapping[Key, Fu
     assert _share_alike(graphs, eager) >= AS_NATIVE
 
 
-def _errors(ran: Ran, exact: Ran) -> list[float]:
-    """By how much the log-probabilities of the prompts' tokens differ from float32's."""
-    pairs = [
-        (found, wanted)
-        for ours, theirs in zip(ran.answers[0], exact.answers[0], strict=True)
-        for found, wanted in zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True)
-    ]
-    return [abs(found[token] - wanted[token]) for found, wanted in pairs for token in found.keys() & wanted.keys()]
-
-
-def _margins(ran: Ran, exact: Ran) -> list[float]:
-    """By how much float32 prefers its own token where an answer first parts from its, in log-probability."""
-    margins = []
-    for ours, theirs in zip(ran.answers[0], exact.answers[0], strict=True):
-        for mine, other, likely in zip(ours.tokens, theirs.tokens, theirs.logprobs, strict=True):
-            if mine != other:
-                first, second = sorted(likely.values(), reverse=True)[:2]
-                margins.append(first - second)
-                break
-    return margins
-
-
-@pytest.mark.parametrize("length", LONG)
-def test_long_prompts_get_the_tokens_of_float32_but_for_the_noise_of_bfloat16(
-    engines: Mapping[Key, Future[Ran]], length: str
-) -> None:
-    """The noise is native's, on the same prompts: each of two tokens may be off by as much as it is at its worst."""
-    ours, native = (engines["qwen3", impl, length].result() for impl in ("atom", "auto"))
-    exact, by_op = (engines["qwen3", "auto", f"{length} {how}"].result() for how in (EXACT, BY_OP))
-    assert ours.model_class == "AtomQwen3ForCausalLM"
-    errors, noise, most = _errors(ours, exact), _errors(native, exact), _errors(by_op, exact)
-    margins = _margins(ours, exact)
-    found = (
-        f"{_rms(errors):.4f}; native {_rms(noise):.4f}, {max(noise):.3f} at most, {_rms(most):.4f} op by op; {margins}"
-    )
-    assert _rms(errors) <= AS_EXACT * _rms(most), found
-    assert max(margins, default=0.0) <= 2 * max(noise), found
-
-
-def _rms(numbers: list[float]) -> float:
-    return math.sqrt(sum(number * number for number in numbers) / len(numbers))
-
-
 def test_no_kernel_of_ours_is_compiled_once_the_engine_is_ready() -> None:
-    prompts = [row["prompt"] for row in _rows()]
+    prompts = [row["prompt"] for row in held_out()]
     asks = [
         Ask(prompts[:1], {"max_tokens": 32}),
         Ask(prompts[1:4], {"max_tokens": 32}),
         Ask(prompts, {"max_tokens": 32}),
     ]
-    run([_engine("qwen3", "atom", {}, asks)], script=Path(__file__).with_name("late_compiles.py"), deadline=540.0)
+    run([engine("qwen3", "atom", {}, asks)], script=Path(__file__).with_name("late_compiles.py"), deadline=540.0)
