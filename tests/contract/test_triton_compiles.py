@@ -467,19 +467,20 @@ def test_quantising_activations_compiles(monkeypatch, size, input_scale, norm, g
 
 @every_gpu
 @pytest.mark.parametrize("norm", [None, linear_kernel.Norm(zeros(4096), 1e-6)], ids=["alone", "normed"])
-@pytest.mark.parametrize("input_scale", [None, torch.ones(1)], ids=["dynamic", "static"])
-@pytest.mark.parametrize("out_features", [4096, 6144, 24576])
-def test_one_row_in_fp8_compiles(monkeypatch, out_features, input_scale, norm, gpu):
-    kernel = fp8_row_kernel._one_row
-    monkeypatch.setattr(fp8_row_kernel, "_one_row", Recorder())
-    weight = torch.zeros(out_features, 4096, dtype=torch.uint8).view(dtype_of(gpu.device))
+@pytest.mark.parametrize("ring", [False, True], ids=["registers", "shared memory"])
+@pytest.mark.parametrize("out_features", [4096, 24576])
+def test_one_row_in_fp8_compiles(monkeypatch, out_features, ring, norm, gpu):
     tile = fp8_row_kernel.tile_for(out_features, 4096)
+    if ring:
+        tile = replace(tile, kernel="ring", stages=2)
+    kernel = fp8_row_kernel._KERNELS[tile.kernel]
+    monkeypatch.setitem(fp8_row_kernel._KERNELS, tile.kernel, Recorder())
+    weight = torch.zeros(out_features, 4096, dtype=torch.uint8).view(dtype_of(gpu.device))
     with pytest.raises(Launched) as launched:
         fp8_row_kernel.multiply_row(
             zeros(1, 4096),
             weight,
             torch.ones(out_features),
-            input_scale,
             None,
             tile=tile,
             native=gpu.nvidia,

@@ -1,10 +1,11 @@
-"""One row by a weight in FP8, in one launch: every program norms and quantises the row for itself.
+"""One row by a weight in FP8, in one launch, with the input as it is: only the weight is FP8.
 
-Tensor cores take FP8 from shared memory alone, and 64 rows of the weight at a time: too few programs for one row, and
-quantising needs a launch of its own. Here e4m3 is widened to float16 by the hardware's instruction, two numbers at a
-time. A product of two e4m3 is exact in float16, where the input's are a 64th of themselves so that nothing overflows;
-eight products are added in float16, whose rounding is a quarter of that of tensor cores' own sums of FP8, and those
-sums in float32.
+Tensor cores take FP8 from shared memory alone, 64 rows of the weight at a time, and both sides in FP8: too few programs
+for one row, and quantising needs the row's largest number, which is a launch of its own, or a wait in each program. Here
+e4m3 is widened to float16 by the hardware's instruction, two numbers at a time, and the input becomes float16 in groups of
+16 numbers, each multiplied by a power of 2 such that nothing overflows: a bfloat16 or float16 loses nothing by that but
+what is less than a 2^18th of its group's largest. Products are rounded to float16, eight of them added in it, and those
+sums added in float32: less than bfloat16's own rounding, and far less than e4m3's.
 """
 
 from __future__ import annotations
@@ -14,16 +15,12 @@ import triton
 import triton.language as tl
 
 from atom_core.config import Activation
-from atom_core.kernels.fp8_linear.quantize import narrowed, norm_factor, scale_of, unit_of
-from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
+from atom_core.kernels.fp8_linear.quantize import unit_of
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.parts import finish, weight_rows
 from atom_core.kernels.linear.tiles import Tile
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
-
-#: Sizes of the input up to which a program keeps it whole in registers while it looks for the scale.
-MAX_INPUTS = 16384
 
 
 @triton.jit
@@ -35,33 +32,30 @@ def _halves(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def _sixty_fourth(numbers):
-    """Bits of float16, in a word."""
-    return (numbers.to(tl.float32) * 0.015625).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+def _float16(numbers, factors, GROUPS: tl.constexpr):
+    """Bits of float16, in a word; a factor for each 8 ``numbers``."""
+    numbers = tl.reshape(tl.reshape(numbers, (GROUPS, 8)) * factors[:, None], (GROUPS * 8,))
+    return numbers.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
-def _as_multiplied(
-    words,
-    norm_words,
-    factor,
-    inverse,
-    NORM: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UNIT: tl.constexpr,
-    dtype: tl.constexpr,
-    fp8: tl.constexpr,
-):
-    """Pairs of the input's numbers, normed and quantised, as pairs of float16: a 64th of what e4m3 has."""
+def _as_multiplied(words, norm_words, squares, NORM: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr):
+    """Pairs of the input's numbers, times the norm's weight, as pairs of float16 below 16 in magnitude.
+
+    Also what each group of 16 has to be multiplied by to be what it was, and ``squares`` with those of the input.
+    """
     low, high = _halves(words, dtype)
     if NORM:
+        squares += low * low + high * high
         norm_low, norm_high = _halves(norm_words, dtype)
-        # rounded between norm and scale, as the model defines them
-        low = (low * factor * norm_low).to(dtype).to(tl.float32)
-        high = (high * factor * norm_high).to(dtype).to(tl.float32)
-    low = _sixty_fourth(narrowed(low, inverse, LIMIT, UNIT, fp8))
-    high = _sixty_fourth(narrowed(high, inverse, LIMIT, UNIT, fp8))
-    return low | (high << 16)
+        low *= norm_low
+        high *= norm_high
+    most = tl.max(tl.reshape(tl.maximum(tl.abs(low), tl.abs(high)), (GROUPS, 8)), 1)
+    # The exponent of the largest, between 8 and 16 then; not of less than 2^-95, whose inverse would overflow.
+    exponent = tl.maximum(most.to(tl.int32, bitcast=True) & 0x7F800000, 0x10000000)
+    inverse = (0x7F000000 - exponent + 0x01800000).to(tl.float32, bitcast=True)
+    unit = (exponent - 0x01800000).to(tl.float32, bitcast=True)
+    return _float16(low, inverse, GROUPS) | (_float16(high, inverse, GROUPS) << 16), unit, squares
 
 
 @triton.jit
@@ -142,7 +136,6 @@ def _products(tile, pairs, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, NATIVE: 
 def _one_row(
     x,
     norm,
-    given,
     weight,
     scales,
     bias,
@@ -154,11 +147,8 @@ def _one_row(
     stride_weight,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SIZE: tl.constexpr,
     EVEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SMALLEST: tl.constexpr,
     UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -184,54 +174,112 @@ def _one_row(
     known_two = tl.full([BLOCK_K // 2], True, tl.int1) if EVEN else two < K // 2
     tile = tl.load(at, mask=known[None, :], other=0, eviction_policy="evict_first")
     norm_words = tl.load(norm_at, mask=known_two, other=0) if NORM else 0
-    whole = tl.arange(0, SIZE)
-    if NORM:
-        factors = tl.load(norm + whole, mask=whole < K, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     words = tl.load(x_at, mask=known_two, other=0)
-    factor = 1.0
-    if NORM or given is None:
-        numbers = tl.load(x + whole, mask=whole < K, other=0.0).to(tl.float32)
-        if NORM:
-            factor = norm_factor(numbers, K, eps)
-            numbers = (numbers * factor * factors).to(dtype).to(tl.float32)
-    else:
-        numbers = 0.0
-    scale = scale_of(numbers, given, LIMIT, SMALLEST)
-    inverse = tl.div_rn(1.0, scale * UNIT)
     sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
+    squares = tl.zeros([BLOCK_K // 2], tl.float32)
     for begin in tl.range(BLOCK_K, K, BLOCK_K):
         if not EVEN:
             known = begin // 4 + four < K // 4
             known_two = begin // 2 + two < K // 2
         ahead = tl.load(at + begin // 4, mask=known[None, :], other=0, eviction_policy="evict_first")
         words_ahead = tl.load(x_at + begin // 2, mask=known_two, other=0)
-        pairs = _as_multiplied(words, norm_words, factor, inverse, NORM, LIMIT, UNIT, dtype, fp8)
+        pairs, unit, squares = _as_multiplied(words, norm_words, squares, NORM, GROUPS, dtype)
         if NORM:
             norm_words = tl.load(norm_at + begin // 2, mask=known_two, other=0)
-        sums += _products(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8)
+        sums += _products(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8) * unit[None, :]
         tile = ahead
         words = words_ahead
     if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    pairs = _as_multiplied(words, norm_words, factor, inverse, NORM, LIMIT, UNIT, dtype, fp8)
-    total = tl.sum(sums + _products(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8), 1) * (scale * (64.0 * UNIT * UNIT))
+    pairs, unit, squares = _as_multiplied(words, norm_words, squares, NORM, GROUPS, dtype)
+    total = tl.sum(sums + _products(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8) * unit[None, :], 1) * UNIT
+    if NORM:
+        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
     finish(total[None, :], None, scales, bias, residual, y, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
 
 
+@triton.jit
+def _one_row_ring(
+    x,
+    norm,
+    weight,
+    scales,
+    bias,
+    residual,
+    y,
+    eps,
+    N,
+    K,
+    stride_weight,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    UNIT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Tiles in shared memory, as :func:`atom_core.kernels.linear.one_row.one_row_ring`."""
+    GROUPS: tl.constexpr = BLOCK_K // 16
+    NORM: tl.constexpr = norm is not None
+    dtype: tl.constexpr = x.dtype.element_ty
+    fp8: tl.constexpr = weight.dtype.element_ty
+    if OVERLAP and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = weight_rows(N, BLOCK_N, ACTIVATION is not None)
+    four = tl.arange(0, BLOCK_K // 4)
+    two = tl.arange(0, BLOCK_K // 2)
+    at = (weight + row * stride_weight).to(tl.pointer_type(tl.int32))[:, None] + four[None, :]
+    x_at = x.to(tl.pointer_type(tl.int32)) + two
+    norm_at = x_at
+    if NORM:
+        norm_at = norm.to(tl.pointer_type(tl.int32)) + two
+    sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
+    squares = tl.zeros([BLOCK_K // 2], tl.float32)
+    following = tl.zeros([BLOCK_K // 2], tl.int32)
+    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        known = tl.full([BLOCK_K // 4], True, tl.int1) if EVEN else begin // 4 + four < K // 4
+        known_two = tl.full([BLOCK_K // 2], True, tl.int1) if EVEN else begin // 2 + two < K // 2
+        tile = tl.load(at + begin // 4, mask=known[None, :], other=0, eviction_policy="evict_first")
+        words = following
+        if begin == 0:
+            if OVERLAP:
+                tl.extra.cuda.gdc_wait()
+            words = tl.load(x_at, mask=known_two, other=0)
+        if begin + BLOCK_K < K:
+            ahead = (begin + BLOCK_K) // 2
+            following = tl.load(x_at + ahead, mask=None if EVEN else ahead + two < K // 2, other=None if EVEN else 0)
+        norm_words = tl.load(norm_at + begin // 2, mask=known_two, other=0) if NORM else 0
+        pairs, unit, squares = _as_multiplied(words, norm_words, squares, NORM, GROUPS, dtype)
+        sums += _products(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8) * unit[None, :]
+    if OVERLAP and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.sum(sums, 1) * UNIT
+    if NORM:
+        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    finish(total[None, :], None, scales, bias, residual, y, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
+
+
+_KERNELS = {"row": _one_row, "ring": _one_row_ring}
+
+
 def tile_for(out_features: int, in_features: int) -> Tile:
-    """The tile of a product; on an H200 within a few per cent of the best of 200 in a chain of Qwen3 8B's."""
+    """The tile of a product; on an H200 the best of some 30 in a step of the whole Qwen3 8B."""
     if out_features > in_features:
+        if out_features >= 16384:
+            return Tile("row", 16, 512, 4, early=True)
         return Tile("row", 32, 512, 8, early=True)
-    return Tile("row", 8, 1024, 8, early=in_features > 4096)
+    return Tile("row", 8, 1024, 8 if in_features > 4096 else 4, early=True)
 
 
 def multiply_row(
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
-    input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     *,
     tile: Tile,
@@ -241,15 +289,14 @@ def multiply_row(
     activation: Activation | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``act(norm(x) (weight_scale W)^T + b) + residual`` of one row, whose norm is quantised.
+    """``act(norm(x) (weight_scale W)^T + b) + residual`` of one row, which is not quantised.
 
     Args:
-        x: ``[1, K]`` in bfloat16 or float16, of at most :data:`MAX_INPUTS` numbers.
+        x: ``[1, K]`` in bfloat16 or float16.
         weight: ``[N, K]`` in a form of e4m3; K is a multiple of 16.
         weight_scale: float32 ``[N]``, of e4m3fn's numbers.
-        input_scale: float32 ``[1]`` where it is static.
         bias: ``[N]``.
-        tile: the kernel's name in it is not looked at.
+        tile: of kernel "row" or "ring".
         native: the device has an instruction that widens e4m3 to float16.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         norm: norm ``x`` first.
@@ -259,17 +306,16 @@ def multiply_row(
     out_features, in_features = weight.shape
     assert x.shape == (1, in_features)
     assert in_features % 16 == 0
-    assert in_features <= MAX_INPUTS
     assert x.storage_offset() % 2 == 0, "numbers are read two at a time"
     assert x.stride(1) == weight.stride(1) == 1
     assert residual is None or residual.is_contiguous()
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(1, outputs) if residual is None else residual
     columns = min(tile.columns, triton.next_power_of_2(in_features))
-    _one_row[(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2),)](
+    choices = {"STAGES": tile.stages} if tile.kernel == "ring" else {}
+    _KERNELS[tile.kernel][(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2),)](
         x,
         None if norm is None else norm.weight,
-        input_scale,
         weight,
         weight_scale,
         bias,
@@ -281,17 +327,15 @@ def multiply_row(
         weight.stride(0),
         BLOCK_N=tile.rows,
         BLOCK_K=columns,
-        SIZE=triton.next_power_of_2(in_features),
         EVEN=in_features % columns == 0,
         ACTIVATION=None if activation is None else ACTIVATIONS[activation],
-        LIMIT=LIMIT,
-        SMALLEST=SMALLEST,
         UNIT=unit_of(weight.dtype),
         # Triton's interpreter runs no assembly.
         NATIVE=native and not triton.knobs.runtime.interpret,
         OVERLAP=overlap,
         EARLY=tile.early,
         num_warps=tile.warps,
+        **choices,
         **launch_options(overlap),
     )
     return y

@@ -1,8 +1,8 @@
-"""Products with FP8 weights on a GPU; the input is always FP8 as well.
+"""Products with FP8 weights on a GPU.
 
-One row on NVIDIA's GPUs is one launch (:mod:`.one_row`). Else the input is quantised in a launch of its own, with the
-norm in front where there is one: up to 64 rows are then multiplied by the kernel of :mod:`atom_core.kernels.linear`,
-more by torch.
+One row on NVIDIA's GPUs is one launch, and stays as it is (:mod:`.one_row`). Else the input is quantised in a launch of
+its own, with the norm in front where there is one: up to 64 rows are then multiplied by the kernel of
+:mod:`atom_core.kernels.linear`, more by torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from atom_core.config import Activation
-from atom_core.kernels.fp8_linear.one_row import MAX_INPUTS, multiply_row, tile_for
+from atom_core.kernels.fp8_linear.one_row import multiply_row, tile_for
 from atom_core.kernels.fp8_linear.quantize import quantize
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtype_of, multiply
 from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
@@ -113,14 +113,14 @@ def multiply_few(
 ) -> torch.Tensor:
     """``act(norm(x) (weight_scale W)^T + b) + residual``, of 1 to :data:`MAX_ROWS` rows.
 
-    As :func:`atom_core.kernels.fp8_linear.one_row.multiply_row`; several rows are quantised in a launch of their own.
+    As :func:`atom_core.kernels.fp8_linear.one_row.multiply_row`; several rows are quantised in a launch of their own,
+    with ``input_scale`` where it is static.
     """
-    if nvidia and len(x) == 1 and x.shape[1] <= MAX_INPUTS:
+    if nvidia and len(x) == 1:
         return multiply_row(
             x,
             weight,
             weight_scale,
-            input_scale,
             bias,
             tile=tile_for(*weight.shape),
             native=True,
