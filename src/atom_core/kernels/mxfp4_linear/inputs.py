@@ -25,7 +25,7 @@ def _prepare(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     ROUNDED: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One row."""
@@ -46,8 +46,7 @@ def _prepare(
         numbers = (numbers * norm_factor(numbers, K, eps) * factors).to(x.dtype.element_ty).to(tl.float32)
     if ROUNDED:
         numbers = tl.reshape(rounded(tl.reshape(numbers, (GROUPS, GROUP))), (GROUPS * GROUP,))
-    if SPLIT:
-        column = column % 2 * (K // 2) + column // 2
+    column = column % PARTS * (K // PARTS) + column // PARTS
     tl.store(out + row * K + column, numbers.to(out.dtype.element_ty), mask=known)
 
 
@@ -56,7 +55,7 @@ def prepare(
     overlap: bool,
     *,
     rounds: bool,
-    split: bool = True,
+    parts: int = 2,
     norm: Norm | None = None,
     slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -66,7 +65,8 @@ def prepare(
         x: of contiguous rows, K a multiple of 32.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         rounds: round to MXFP4.
-        split: the even numbers of a row are in front of the odd ones, as halves of a weight's bytes are multiplied.
+        parts: the first of each so many numbers of a row are in front of the second ones, and so on: with 2, as halves
+            of a weight's bytes are multiplied.
         norm: norm rows first.
         slots: int32 ``[T]``; rows where it is negative are left out, and what is returned for them means nothing.
     """
@@ -87,7 +87,7 @@ def prepare(
             GROUP=GROUP,
             GROUPS=groups,
             ROUNDED=rounds,
-            SPLIT=split,
+            PARTS=parts,
             OVERLAP=overlap,
             num_warps=min(16, max(1, GROUP * groups // 512)),
             **launch_options(overlap),
