@@ -165,6 +165,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
