@@ -142,8 +142,7 @@ def expert_rows_hopper(
     out,
     T,
     N,
-    quarter,
-    stride_x,
+    groups,
     FIRST: gl.constexpr,
     COUNT: gl.constexpr,
     TOP_K: gl.constexpr,
@@ -160,9 +159,11 @@ def expert_rows_hopper(
     """A block of pairs of one expert by ``BLOCK_N`` rows of its weight.
 
     With an activation rows of ``x`` are tokens, and rows of ``out`` pairs, or where there are ``slots`` those; without,
-    the other way round, and results are given their pair's weight. ``quarter`` is a fourth of the weight's columns;
-    ``SPLIT``: the result is in the order in which the next product reads its input; ``ACROSS`` warps share rows.
+    the other way round, and results are given their pair's weight. A row of the weight has ``groups``; ``SPLIT``: the
+    result is in the order in which the next product reads its input; ``ACROSS`` warps share rows.
     """
+    # Triton sees from the product that eight columns can be copied together.
+    quarter = groups * 8
     GATED: gl.constexpr = ACTIVATION is not None
     FEW: gl.constexpr = slots is None
     W: gl.constexpr = BLOCK_K // 4
@@ -180,14 +181,11 @@ def expert_rows_hopper(
     summed: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps // ACROSS, ACROSS], [16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, summed, 2)
-    if OVERLAP and GATED:
-        _depend("griddepcontrol.wait; // $0")
-        # Not earlier: the kernel behind reads which experts they are without waiting for this one.
-        _depend("griddepcontrol.launch_dependents; // $0")
-    if OVERLAP and not GATED:
-        _depend("griddepcontrol.launch_dependents; // $0")
     expert, pair = _pairs(experts, block_experts, slots, T, FIRST, COUNT, TOP_K, PLACES, TOKENS, looked)
     if expert < 0:
+        # One waits though it has nothing to do, so that whoever waits for this kernel waits for those in front as well.
+        if OVERLAP and gl.program_id(0) + gl.program_id(1) == 0:
+            _depend("griddepcontrol.wait; // $0")
         return
     expert = expert.to(gl.int64)
     tiles = gl.allocate_shared_memory(
@@ -205,13 +203,15 @@ def expert_rows_hopper(
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, copied_scales))
     wide, wide_scales = wide[:, None], wide_scales[None, :]
     at = blocks + (expert * N + row)[:, None] * quarter + column[None, :]
-    scale_at = scales + (expert * (quarter // 8) + group)[:, None] * N + scale_row[None, :]
+    scale_at = scales + (expert * groups + group)[:, None] * N + scale_row[None, :]
     for stage in gl.static_range(STAGES - 1):
         begin = stage * W
         _copy_weight(tiles, scale_tiles, at, scale_at, wide, wide_scales, begin, quarter, column, group, N, stage)
         async_copy.commit_group()
-    if OVERLAP and not GATED:
+    if OVERLAP:
         _depend("griddepcontrol.wait; // $0")
+        # Not earlier: the kernel behind reads which experts they are without waiting for this one.
+        _depend("griddepcontrol.launch_dependents; // $0")
     # The four parts of each row, one behind the other.
     part = gl.arange(0, 4, gl.SliceLayout(1, parts))
     given = gl.convert_layout(pair, gl.SliceLayout(0, parts))
@@ -220,9 +220,8 @@ def expert_rows_hopper(
         x_row = given // TOP_K
     elif not FEW:
         x_row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, parts))
-    # In eights: Triton sees from the product that they can be copied together.
-    eights = x_row.to(gl.int64)[None, :] * (stride_x // 8) + part[:, None] * (quarter // 8)
-    x_begin = gl.convert_layout(eights.reshape([4 * TOKENS]), gl.SliceLayout(1, copied)) * 8
+    x_begin = x_row.to(gl.int64)[None, :] * (4 * groups) + part[:, None] * groups
+    x_begin = gl.convert_layout(x_begin.reshape([4 * TOKENS]), gl.SliceLayout(1, copied)) * 8
     used = (given[None, :] + part[:, None] * 0).reshape([4 * TOKENS])
     used = (gl.convert_layout(used, gl.SliceLayout(1, copied)) >= 0)[:, None]
     x_at = x + x_begin[:, None] + column[None, :]
@@ -328,7 +327,6 @@ def mixture_on_hopper(
     """
     (tokens, hidden), pairs, few = x.shape, experts.numel(), len(x) <= MAX_TOKENS
     size = 2 * to_answer[0].shape[2]
-    x = prepare(x, overlap, rounds=rounded_inputs, parts=4, norm=norm)
     if few:
         block_experts, slots, num_blocks, rows = None, None, pairs, 8 if tokens <= 8 else 16
         middle_rows = pairs
@@ -336,6 +334,8 @@ def mixture_on_hopper(
         sorted_pairs = sort_by_expert(experts, held, block_rows(tokens, held), overlap)
         block_experts, slots, rows = sorted_pairs.experts, sorted_pairs.slots, sorted_pairs.rows
         num_blocks, middle_rows = len(block_experts), len(slots)
+    # Late, and last: the product behind it reads which experts they are, and weights, before it waits.
+    x = prepare(x, overlap, rounds=rounded_inputs, parts=4, norm=norm, late=True)
     middle = torch.empty(middle_rows, size, dtype=x.dtype, device=x.device)
     answers = torch.empty(pairs, hidden, dtype=torch.float32 if few else x.dtype, device=x.device)
     for given, shares, (blocks, scales, bias), out, act in (
@@ -343,7 +343,7 @@ def mixture_on_hopper(
         (middle, weights, to_answer, answers, None),
     ):
         if act is None and rounded_inputs:
-            given = prepare(given, overlap, rounds=True, parts=4, slots=slots)
+            given = prepare(given, overlap, rounds=True, parts=4, slots=slots, late=True)
         out_features, tile = blocks.shape[1], tile_for(rows, act is not None)
         expert_rows_hopper[(triton.cdiv(out_features, tile.rows), num_blocks)](
             given,
@@ -357,8 +357,7 @@ def mixture_on_hopper(
             out,
             tokens,
             out_features,
-            blocks.shape[2] // 2,
-            given.stride(0),
+            scales.shape[2],
             FIRST=held.first,
             COUNT=held.count,
             TOP_K=held.top_k,

@@ -326,8 +326,7 @@ def _launch(
     if not tokens:
         return torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
     run = _few_tokens if tokens <= MAX_TOKENS else _many_tokens
-    # Triton sees sizes and addresses that are multiples of 16: a fourth of a row is one, and half the rows are.
-    if x.dtype == torch.bfloat16 and hidden % 64 == size % 64 == 0 and on_hopper(x.device):
+    if x.dtype == torch.bfloat16 and on_hopper(x.device):
         run = mixture_on_hopper
     elif rounded_inputs or norm is not None:
         x = prepare(x, overlap, rounds=rounded_inputs, parts=1, norm=norm)

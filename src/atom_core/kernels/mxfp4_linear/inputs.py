@@ -27,6 +27,7 @@ def _prepare(
     ROUNDED: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
@@ -34,9 +35,12 @@ def _prepare(
     known = column < K
     if norm is not None:
         factors = tl.load(norm + column, mask=known, other=0.0).to(tl.float32)
-    if OVERLAP:
+    if OVERLAP and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP:
         tl.extra.cuda.gdc_wait()
+    if OVERLAP and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
     if slots is not None:  # noqa: SIM102 - decided when compiling; the other is not
         if tl.load(slots + row) < 0:
             return
@@ -58,6 +62,7 @@ def prepare(
     parts: int = 2,
     norm: Norm | None = None,
     slots: torch.Tensor | None = None,
+    late: bool = False,
 ) -> torch.Tensor:
     """``norm(x) [T, K]`` in its own dtype.
 
@@ -69,6 +74,7 @@ def prepare(
             of a weight's bytes are multiplied.
         norm: norm rows first.
         slots: int32 ``[T]``; rows where it is negative are left out, and what is returned for them means nothing.
+        late: the next kernel may start when those in front of this one are done, and read what they wrote.
     """
     rows, size = x.shape
     assert x.stride(1) == 1
@@ -89,6 +95,7 @@ def prepare(
             ROUNDED=rounds,
             PARTS=parts,
             OVERLAP=overlap,
+            LATE=late,
             num_warps=min(16, max(1, GROUP * groups // 512)),
             **launch_options(overlap),
         )
