@@ -47,7 +47,8 @@ from atom_core.kernels.latent_prefill import triton_kernel as prefill_kernel
 from atom_core.kernels.linear import triton_kernel as linear_kernel
 from atom_core.kernels.linear.tiles import tile_for
 from atom_core.kernels.moe_routing import triton_kernel as routing_kernel
-from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec, Mxfp4Weights
+from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec, Mxfp4Weights, empty_scales
+from atom_core.kernels.mxfp4_experts import hopper as hopper_mxfp4_kernel
 from atom_core.kernels.mxfp4_experts import triton_kernel as mxfp4_kernel
 from atom_core.kernels.mxfp4_linear import few_rows as few_mxfp4_rows_kernel
 from atom_core.kernels.mxfp4_linear import inputs as inputs_kernel
@@ -164,6 +165,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
@@ -566,13 +568,13 @@ def test_many_rows_by_blocks_compile(monkeypatch, rows, in_features, bias, gpu):
 @every_gpu
 @pytest.mark.parametrize("norm", [None, linear_kernel.Norm(zeros(12288), 1e-6)], ids=["alone", "normed"])
 @pytest.mark.parametrize("slots", [None, torch.zeros(2, dtype=torch.int32)], ids=["all rows", "rows of slots"])
-@pytest.mark.parametrize(("rounds", "split"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(("rounds", "parts"), [(False, 2), (True, 4), (True, 1)])
 @pytest.mark.parametrize("size", [2880, 12288])
-def test_preparing_inputs_for_mxfp4_compiles(monkeypatch, size, rounds, split, slots, norm, gpu):
+def test_preparing_inputs_for_mxfp4_compiles(monkeypatch, size, rounds, parts, slots, norm, gpu):
     kernel = inputs_kernel._prepare
     monkeypatch.setattr(inputs_kernel, "_prepare", Recorder())
     with pytest.raises(Launched) as launched:
-        inputs_kernel.prepare(zeros(2, size), gpu.nvidia, rounds=rounds, split=split, norm=norm, slots=slots)
+        inputs_kernel.prepare(zeros(2, size), gpu.nvidia, rounds=rounds, parts=parts, norm=norm, slots=slots)
     compile_launch(kernel, launched.value, gpu)
 
 
@@ -688,6 +690,18 @@ def test_experts_of_one_token_compile_behind_a_norm(monkeypatch, gpu):
         compile_launch(kernel, launch, gpu)
 
 
+def in_mxfp4_experts(count: int, size: int, hidden: int) -> Mxfp4Weights:
+    """Zeros, with biases."""
+    return Mxfp4Weights(
+        torch.zeros(count, 2 * size, hidden // 2, dtype=torch.uint8),
+        empty_scales(count, 2 * size, hidden),
+        torch.zeros(count, hidden, size // 2, dtype=torch.uint8),
+        empty_scales(count, hidden, size),
+        zeros(count, 2 * size),
+        zeros(count, hidden),
+    )
+
+
 @every_gpu
 @pytest.mark.parametrize(("tokens", "launches"), [(1, 2), (40, 4), (3000, 6)])
 def test_experts_in_mxfp4_compile(monkeypatch, tokens, launches, gpu):
@@ -696,19 +710,35 @@ def test_experts_in_mxfp4_compile(monkeypatch, tokens, launches, gpu):
     hidden, size, count = 2880, 2880, 32
     spec = Mxfp4ExpertsSpec(0, count, hidden, size, 4, "clamped_swiglu", True, torch.bfloat16, rounded_inputs=True)
     keep(monkeypatch, (inputs_kernel, "_prepare"))
-    layer = Mxfp4Weights(
-        torch.empty(count, 2 * size, hidden // 2, dtype=torch.uint8),
-        torch.empty(count, 2 * size, hidden // 32, dtype=torch.uint8),
-        torch.empty(count, hidden, size // 2, dtype=torch.uint8),
-        torch.empty(count, hidden, size // 32, dtype=torch.uint8),
-        zeros(count, 2 * size),
-        zeros(count, hidden),
-    )
+    layer = in_mxfp4_experts(count, size, hidden)
     experts = torch.zeros(tokens, 4, dtype=torch.int32)
     x, weights = zeros(tokens, hidden), torch.zeros(tokens, 4)
     mxfp4_kernel.TritonMxfp4Experts(spec, gpu.nvidia)(x, weights, experts, layer)
+    mxfp4_kernel.TritonMxfp4Experts(spec, gpu.nvidia).add(x, weights, experts, layer, zeros(tokens, hidden))
     launched = kept()
-    assert len(launched) == launches
+    assert len(launched) == 2 * launches
+    for kernel, launch in launched:
+        compile_launch(kernel, launch, gpu)
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["as they are", "rounded"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
+@pytest.mark.parametrize(("hidden", "size"), [(2880, 2880), (2880, 1440)])
+@pytest.mark.parametrize("tokens", [1, 9, 40, 200, 600, 3000])
+def test_experts_in_mxfp4_compile_for_hopper(monkeypatch, tokens, hidden, size, bias, rounded):
+    gpu = GPUS[-1]
+    kept = keep(monkeypatch, (hopper_mxfp4_kernel, "expert_rows_hopper"))
+    keep(monkeypatch, *SORTING, (inputs_kernel, "_prepare"))
+    monkeypatch.setattr(mxfp4_kernel, "on_hopper", lambda device: True)
+    activation = "clamped_swiglu" if bias else "silu"
+    spec = Mxfp4ExpertsSpec(0, 32, hidden, size, 4, activation, bias, torch.bfloat16, rounded_inputs=rounded)
+    layer = in_mxfp4_experts(32, size, hidden)
+    if not bias:
+        layer = Mxfp4Weights(*layer[:4])
+    chosen = torch.zeros(tokens, 4), torch.zeros(tokens, 4, dtype=torch.int32)
+    mxfp4_kernel.TritonMxfp4Experts(spec, True)(zeros(tokens, hidden), *chosen, layer)
+    launched = kept()
+    assert len(launched) == 2
     for kernel, launch in launched:
         compile_launch(kernel, launch, gpu)
 

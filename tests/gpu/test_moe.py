@@ -14,7 +14,7 @@ from atom_core.kernels.experts.reference import ReferenceExperts
 from atom_core.kernels.experts.triton_kernel import TritonExperts
 from atom_core.kernels.moe_routing.reference import route
 from atom_core.kernels.moe_routing.triton_kernel import route as launch
-from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec, Mxfp4Weights
+from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec, Mxfp4Weights, empty_scales
 from atom_core.kernels.mxfp4_experts.reference import ReferenceMxfp4Experts
 from atom_core.kernels.mxfp4_experts.triton_kernel import TritonMxfp4Experts
 from atom_core.kernels.rms_norm.reference import rms_norm
@@ -45,6 +45,9 @@ MXFP4_SPECS = {
     "GPT-OSS 20B": Mxfp4ExpertsSpec(**vars(SPECS["GPT-OSS 20B"])),
     "some of them": Mxfp4ExpertsSpec(
         **vars(replace(SMALL, first=2, count=3, hidden_size=1120, intermediate_size=1056))
+    ),
+    "last tiles that are smaller": Mxfp4ExpertsSpec(
+        **vars(replace(SMALL, first=2, count=3, hidden_size=576, intermediate_size=1088))
     ),
 }
 
@@ -131,34 +134,84 @@ def test_one_token_is_normed_on_the_way(spec):
     assert_close(TritonExperts(spec, OVERLAP).add_behind_norm(stream, norm, 1e-6, weights, experts, layer), wanted)
 
 
+def in_mxfp4(spec, tokens):
+    """As :func:`operands`, of all codes, and of scales that differ."""
+    x, weights, experts, plain = operands(spec, tokens)
+    packed = []
+    for count, rows, columns in (it.shape for it in plain[:2]):
+        scales = empty_scales(count, rows, columns, GPU)
+        scales.copy_(torch.randint(117, 122, scales.shape, dtype=torch.uint8, device=GPU))
+        packed += [torch.randint(256, (count, rows, columns // 2), dtype=torch.uint8, device=GPU), scales]
+    return x, weights, experts, Mxfp4Weights(*packed, plain.gate_up_bias, plain.down_bias)
+
+
 @pytest.mark.parametrize("spec", MXFP4_SPECS.values(), ids=MXFP4_SPECS)
-@pytest.mark.parametrize("tokens", [1, 3, MAX_TOKENS, MAX_TOKENS + 1, 300, 5000])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9, MAX_TOKENS, MAX_TOKENS + 1, 300, 600, 5000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_experts_in_mxfp4_are_the_reference(spec, tokens, dtype):
     spec = replace(spec, dtype=dtype)
-    x, weights, experts, plain = operands(spec, tokens)
-    blocks = [torch.randint(256, (*it.shape[:2], it.shape[2] // 2), dtype=torch.uint8, device=GPU) for it in plain[:2]]
-    scales = [
-        torch.randint(117, 122, (*it.shape[:2], it.shape[2] // 32), dtype=torch.uint8, device=GPU) for it in plain[:2]
-    ]
-    layer = Mxfp4Weights(blocks[0], scales[0], blocks[1], scales[1], plain.gate_up_bias, plain.down_bias)
-    given = (x, weights, experts, layer)
+    given = in_mxfp4(spec, tokens)
     assert_close(TritonMxfp4Experts(spec, OVERLAP)(*given), ReferenceMxfp4Experts(spec)(*given))
 
 
 @pytest.mark.parametrize("tokens", [3, 300])
 def test_experts_in_mxfp4_may_have_rounded_inputs(tokens):
     spec = Mxfp4ExpertsSpec(**vars(SPECS["Qwen3 30B"]), rounded_inputs=True)
-    x, weights, experts, plain = operands(spec, tokens)
-    blocks = [torch.randint(256, (*it.shape[:2], it.shape[2] // 2), dtype=torch.uint8, device=GPU) for it in plain[:2]]
-    scales = [
-        torch.randint(117, 122, (*it.shape[:2], it.shape[2] // 32), dtype=torch.uint8, device=GPU) for it in plain[:2]
-    ]
-    given = (x, weights, experts, Mxfp4Weights(blocks[0], scales[0], blocks[1], scales[1]))
+    given = in_mxfp4(spec, tokens)
     found, wanted = TritonMxfp4Experts(spec, OVERLAP)(*given), ReferenceMxfp4Experts(spec)(*given)
     # Where sums in another order move a number of the middle over a tie, four bits make more of it.
     error = (found - wanted).float().square().mean().sqrt() / wanted.float().square().mean().sqrt()
     assert error < 0.05
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 40, 300])
+def test_answers_of_mxfp4_are_added_to_a_residual(tokens):
+    spec = MXFP4_SPECS["GPT-OSS 20B"]
+    given = in_mxfp4(spec, tokens)
+    residual = torch.randn(tokens, spec.hidden_size, device=GPU).to(spec.dtype)
+    wanted = residual.float() + ReferenceMxfp4Experts(spec)(*given).float()
+    assert_close(TritonMxfp4Experts(spec, OVERLAP).add(*given, residual), wanted)
+
+
+@pytest.mark.parametrize("spec", MXFP4_SPECS.values(), ids=MXFP4_SPECS)
+def test_one_token_is_normed_in_front_of_mxfp4(spec):
+    _, weights, experts, layer = in_mxfp4(spec, 1)
+    stream = torch.randn(1, spec.hidden_size, device=GPU).to(spec.dtype)
+    norm = torch.rand(spec.hidden_size, device=GPU).to(spec.dtype) + 0.5
+    normed = rms_norm(stream, norm, 1e-6, None)[0]
+    wanted = stream.float() + ReferenceMxfp4Experts(spec)(normed, weights, experts, layer).float()
+    assert_close(TritonMxfp4Experts(spec, OVERLAP).add_behind_norm(stream, norm, 1e-6, weights, experts, layer), wanted)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 64])
+@pytest.mark.parametrize("offset", [-40, 60])
+def test_scales_in_mxfp4_may_be_small_and_large(tokens, offset):
+    spec = replace(MXFP4_SPECS["GPT-OSS 20B"], activation="silu", bias=False)
+    x, weights, experts, layer = in_mxfp4(spec, tokens)
+    layer.down_scale.add_(offset)
+    given = (x, weights, experts, layer)
+    # As one number for both: of such sizes, none of theirs is compared with 1.
+    found, wanted = TritonMxfp4Experts(spec, OVERLAP)(*given).double(), ReferenceMxfp4Experts(spec)(*given).double()
+    assert_close(found * 2.0**-offset, wanted * 2.0**-offset)
+
+
+@pytest.mark.parametrize("tokens", [2, 64])
+def test_a_graph_of_mxfp4_fits_other_routing_than_it_was_captured_with(tokens):
+    spec = MXFP4_SPECS["GPT-OSS 20B"]
+    kernel, (x, weights, experts, layer) = TritonMxfp4Experts(spec, OVERLAP), in_mxfp4(spec, tokens)
+    other_x = torch.randn_like(x)
+    other = torch.rand(tokens, spec.count, device=GPU).argsort(-1)[:, : spec.top_k].int()
+    wanted = kernel(other_x, weights, other.contiguous(), layer)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = kernel(x, weights, experts, layer)
+    x.copy_(other_x)
+    experts.copy_(other)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("tokens", [40, 1000])

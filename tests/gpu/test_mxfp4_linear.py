@@ -74,7 +74,7 @@ def test_the_product(rounded, rows, out_features, in_features, dtype):
 def test_inputs_are_rounded_as_the_reference_rounds(size, dtype):
     x = operands(9, 16, size, dtype)[0]
     x[1], x[2, 3] = 0, float("inf")
-    found, wanted = prepare(x, OVERLAP, rounds=True, split=False), round_groups(x)
+    found, wanted = prepare(x, OVERLAP, rounds=True, parts=1), round_groups(x)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
 

@@ -23,8 +23,8 @@ from atom_core.runtime import Runtime
 if TYPE_CHECKING:
     from atom_core.layers.linear import Linear
 
-#: The largest scale, 2 ** 113: kernels have what is 2 ** 14 times larger in float32.
-LARGEST = 240
+#: The largest scale, 2 ** 65: what a kernel multiplies by has the exponent that is as much larger than bfloat16's.
+LARGEST = 192
 
 
 def empty_packed(runtime: Runtime, *shape: int) -> tuple[nn.Parameter, nn.Parameter]:

@@ -3,13 +3,14 @@
 Both products are those of :mod:`atom_core.kernels.mxfp4_linear`, whose inputs may be rounded to MXFP4.
 
 The weights of gate and up are ``[E, 2I, H]``, one behind the other, of down ``[E, H, I]``. They stay packed: kernels
-turn them into the model's dtype in registers.
+turn them into the model's dtype in registers. Of an expert's scales ``[rows, groups]`` those of a group lie side by
+side (:func:`empty_scales`): they are read for many rows and few groups at a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -17,6 +18,7 @@ from atom_core.kernels.experts import ExpertsSpec
 from atom_core.kernels.mxfp4_experts.reference import ReferenceMxfp4Experts
 from atom_core.kernels.select import Implementation, Op, Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton
+from atom_core.quant.mxfp4 import GROUP
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,45 @@ class Mxfp4Weights(NamedTuple):
     down_bias: torch.Tensor | None = None
 
 
+def empty_scales(count: int, rows: int, columns: int, device: torch.device | None = None) -> torch.Tensor:
+    """uint8 ``[count, rows, columns / 32]``, as kernels read them, for a weight of ``columns``."""
+    return torch.empty(count, columns // GROUP, rows, dtype=torch.uint8, device=device).transpose(1, 2)
+
+
 class Mxfp4ExpertsKernel(Protocol):
     """The call, as :class:`atom_core.kernels.experts.ExpertsKernel`."""
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Mxfp4Weights
     ) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class AddingMxfp4ExpertsKernel(Protocol):
+    """As :class:`atom_core.kernels.experts.AddingExpertsKernel`; what is behind the norm is rounded."""
+
+    max_normed: int
+
+    def add(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        layer: Mxfp4Weights,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """``residual += y``, rounded once; ``residual`` is contiguous, and is the result."""
+
+    def add_behind_norm(
+        self,
+        stream: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        layer: Mxfp4Weights,
+    ) -> torch.Tensor:
+        """``stream += y`` of ``x = rms_norm(stream)``; see :mod:`atom_core.kernels.rms_norm`."""
 
 
 def _triton_supports(spec: Mxfp4ExpertsSpec, target: Target) -> str | None:

@@ -1,6 +1,7 @@
 """Experts in MXFP4 in Triton, few tokens and many as :mod:`atom_core.kernels.experts` has them.
 
-Where inputs are rounded, that is a launch of its own in front of each product.
+In bfloat16 on Hopper both are :mod:`.hopper`'s. Where inputs are rounded, that is a launch of its own in front of each
+product.
 
 Few tokens: a program takes some rows of one expert's weight for one token. A group of 32 numbers is 16 bytes: their
 lower halves are multiplied by the even numbers of ``x``, the upper ones by the odd, and the scale enters once for all.
@@ -19,6 +20,9 @@ from atom_core.config import Activation
 from atom_core.kernels.experts.grouped import Held, block_rows, combine, finish_block, sort_by_expert
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.parts import finish, weight_rows
+from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
+from atom_core.kernels.linear.triton_kernel import Norm
+from atom_core.kernels.mxfp4_experts import Mxfp4Weights
 from atom_core.kernels.mxfp4_linear.inputs import prepare
 from atom_core.kernels.mxfp4_linear.parts import number, scale_of
 from atom_core.kernels.opaque import opaque
@@ -26,14 +30,17 @@ from atom_core.kernels.triton_support import launch_options
 from atom_core.quant.mxfp4 import GROUP
 
 if TYPE_CHECKING:
-    from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec, Mxfp4Weights
+    from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec
+
+if why_no_gluon() is None:
+    from atom_core.kernels.mxfp4_experts.hopper import mixture_on_hopper
 
 #: Tokens up to which each is multiplied by itself.
 MAX_TOKENS = 16
 
 
 @triton.jit
-def _row_products(x, blocks, scales, row, K, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr):
+def _row_products(x, blocks, scales, row, K, N, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr):
     """``[BLOCK_N]``: rows of the weight, at ``blocks`` and ``scales``, by the vector ``x [K]``."""
     group = tl.arange(0, GROUPS)
     byte = tl.arange(0, 16)
@@ -50,7 +57,7 @@ def _row_products(x, blocks, scales, row, K, BLOCK_N: tl.constexpr, GROUPS: tl.c
             other=0,
             eviction_policy="evict_first",
         ).to(tl.int32)
-        each = scale_of(tl.load(scales + row[:, None] * (K // 32) + here[None, :], mask=known[None, :], other=0))
+        each = scale_of(tl.load(scales + row[:, None] + here[None, :] * N, mask=known[None, :], other=0))
         products = number(packed & 15) * even[None, :, :] + number(packed >> 4) * odd[None, :, :]
         total += tl.sum(products, 2) * each
     return tl.sum(total, 1)
@@ -89,7 +96,7 @@ def _gate_up(
     if bias is not None:
         bias += expert * N
     x += (pair // TOP_K).to(tl.int64) * stride_x
-    total = _row_products(x, blocks, scales, row, K, BLOCK_N, GROUPS)
+    total = _row_products(x, blocks, scales, row, K, N, BLOCK_N, GROUPS)
     middle += pair.to(tl.int64) * (N // 2)
     finish(total[None, :], None, None, bias, None, middle, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
 
@@ -102,6 +109,7 @@ def _down(
     blocks,
     scales,
     bias,
+    residual,
     y,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
@@ -112,7 +120,7 @@ def _down(
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some of ``y [T, N]`` of one token."""
+    """Some of ``y [T, N]``, and ``residual`` where there is one, of one token."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -129,6 +137,7 @@ def _down(
                 scales + expert * N * (K // 32),
                 row,
                 K,
+                N,
                 BLOCK_N,
                 GROUPS,
             )
@@ -136,7 +145,10 @@ def _down(
                 answer += tl.load(bias + expert * N + row).to(tl.float32)
             total += tl.load(weights + pair) * answer
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tl.store(y + token.to(tl.int64) * N + out, total.to(y.dtype.element_ty), mask=out < N)
+    at = token.to(tl.int64) * N + out
+    if residual is not None:
+        total += tl.load(residual + at, mask=out < N, other=0.0).to(tl.float32)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=out < N)
 
 
 @triton.jit
@@ -173,13 +185,13 @@ def _multiply(
     x_row = pair // TOP_K if GATED else slot
     x_at = x + x_row[:, None] * stride_x + column[None, :]
     at = blocks + (expert * N + row)[:, None] * (K // 2) + byte[None, :]
-    scale_at = scales + (expert * N + row)[:, None] * (K // 32) + (byte // 16)[None, :]
+    scale_at = scales + (expert * N * (K // 32) + row)[:, None] + (byte // 16 * N)[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in tl.range(0, K, BLOCK_K):
         left = tl.load(x_at + begin, mask=used[:, None] & (begin + column < K)[None, :], other=0.0)
         known = (begin + 2 * byte < K)[None, :]
         packed = tl.load(at + begin // 2, mask=known, other=0).to(tl.int32)
-        each = scale_of(tl.load(scale_at + begin // 32, mask=known, other=0))
+        each = scale_of(tl.load(scale_at + begin // 32 * N, mask=known, other=0))
         pairs = tl.join(number(packed & 15) * each, number(packed >> 4) * each)
         right = tl.reshape(pairs, (BLOCK_N, BLOCK_K)).to(left.dtype)
         total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
@@ -194,8 +206,11 @@ class TritonMxfp4Experts:
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
 
+    max_normed = 1
+
     def __init__(self, spec: Mxfp4ExpertsSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
+        self.held = Held(spec.first, spec.count, spec.top_k)
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Mxfp4Weights
@@ -204,6 +219,44 @@ class TritonMxfp4Experts:
         spec = self.spec
         return mixture(
             x, weights, experts, *layer, spec.first, spec.count, spec.activation, spec.rounded_inputs, self.overlap
+        )
+
+    def add(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        layer: Mxfp4Weights,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.experts.AddingExpertsKernel`."""
+        return self._launch(x, weights, experts, layer, residual, None)
+
+    def add_behind_norm(
+        self,
+        stream: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        layer: Mxfp4Weights,
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.experts.AddingExpertsKernel`."""
+        assert len(stream) == self.max_normed
+        return self._launch(stream, weights, experts, layer, stream, Norm(norm, eps))
+
+    def _launch(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        layer: Mxfp4Weights,
+        residual: torch.Tensor,
+        norm: Norm | None,
+    ) -> torch.Tensor:
+        spec = self.spec
+        return _launch(
+            x, weights, experts, layer, self.held, spec.activation, spec.rounded_inputs, self.overlap, residual, norm
         )
 
 
@@ -223,7 +276,7 @@ def _fake(
     rounded_inputs: bool,
     overlap: bool,
 ) -> torch.Tensor:
-    return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @opaque("mxfp4_experts", _fake)
@@ -244,25 +297,82 @@ def mixture(
     overlap: bool,
 ) -> torch.Tensor:
     """See :mod:`atom_core.kernels.mxfp4_experts`; ``first`` and ``count`` say which experts are held."""
+    layer = Mxfp4Weights(gate_up, gate_up_scale, down, down_scale, gate_up_bias, down_bias)
+    held = Held(first, count, experts.shape[1])
+    act = cast(Activation, activation)
+    return _launch(x, weights, experts, layer, held, act, rounded_inputs, overlap, None, None)
+
+
+def _launch(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    layer: Mxfp4Weights,
+    held: Held,
+    activation: Activation,
+    rounded_inputs: bool,
+    overlap: bool,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+) -> torch.Tensor:
+    """``residual``: contiguous; it is added to, and is the result. ``norm``: norm ``x`` first."""
     assert x.stride(1) == 1
-    assert all(it.is_contiguous() for it in (weights, experts, gate_up, gate_up_scale, down, down_scale))
+    assert all(it.is_contiguous() for it in (weights, experts, layer.gate_up, layer.down))
+    assert all(it.transpose(1, 2).is_contiguous() for it in (layer.gate_up_scale, layer.down_scale))
+    assert residual is None or residual.is_contiguous()
     tokens, hidden = x.shape
-    size, top_k = 2 * down.shape[2], experts.shape[1]
+    size = 2 * layer.down.shape[2]
     assert hidden % GROUP == size % GROUP == 0
-    act, held = ACTIVATIONS[cast(Activation, activation)], Held(first, count, top_k)
-    few = tokens <= MAX_TOKENS
     if not tokens:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-    to_middle = (gate_up, gate_up_scale, gate_up_bias)
-    to_answer = (down, down_scale, down_bias)
-    if rounded_inputs:
-        x = prepare(x, overlap, rounds=True, split=False)
-    if not few:
-        return _many_tokens(x, weights, experts, to_middle, to_answer, size, held, act, rounded_inputs)
-    y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-    middle = torch.empty(tokens * top_k, size, dtype=x.dtype, device=x.device)
-    constants = {"FIRST": first, "COUNT": count, "TOP_K": top_k, "GROUPS": 32, "OVERLAP": overlap, "num_warps": 4}
-    _gate_up[(triton.cdiv(size, 4), tokens * top_k)](
+        return torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
+    run = _few_tokens if tokens <= MAX_TOKENS else _many_tokens
+    if x.dtype == torch.bfloat16 and on_hopper(x.device):
+        run = mixture_on_hopper
+    elif rounded_inputs or norm is not None:
+        x = prepare(x, overlap, rounds=rounded_inputs, parts=1, norm=norm)
+    return run(
+        x,
+        weights,
+        experts,
+        (layer.gate_up, layer.gate_up_scale, layer.gate_up_bias),
+        (layer.down, layer.down_scale, layer.down_bias),
+        held,
+        ACTIVATIONS[activation],
+        rounded_inputs,
+        overlap,
+        residual,
+        norm,
+    )
+
+
+def _few_tokens(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    to_middle: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    to_answer: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    held: Held,
+    activation: int,
+    rounded_inputs: bool,
+    overlap: bool,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+) -> torch.Tensor:
+    """``x`` is normed and rounded."""
+    (tokens, hidden), size = x.shape, 2 * to_answer[0].shape[2]
+    y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device) if residual is None else residual
+    middle = torch.empty(tokens * held.top_k, size, dtype=x.dtype, device=x.device)
+    constants = {
+        "FIRST": held.first,
+        "COUNT": held.count,
+        "TOP_K": held.top_k,
+        "BLOCK_N": 8,
+        "GROUPS": 32,
+        "OVERLAP": overlap,
+        "num_warps": 4,
+        **launch_options(overlap),
+    }
+    _gate_up[(triton.cdiv(size, 4), tokens * held.top_k)](
         x,
         experts,
         *to_middle,
@@ -270,24 +380,13 @@ def mixture(
         K=hidden,
         N=2 * size,
         stride_x=x.stride(0),
-        BLOCK_N=8,
-        ACTIVATION=act,
+        ACTIVATION=activation,
         **constants,
-        **launch_options(overlap),
     )
     if rounded_inputs:
-        middle = prepare(middle, overlap, rounds=True, split=False)
+        middle = prepare(middle, overlap, rounds=True, parts=1)
     _down[(triton.cdiv(hidden, 8), tokens)](
-        middle,
-        weights,
-        experts,
-        *to_answer,
-        y,
-        K=size,
-        N=hidden,
-        BLOCK_N=8,
-        **constants,
-        **launch_options(overlap),
+        middle, weights, experts, *to_answer, residual, y, K=size, N=hidden, **constants
     )
     return y
 
@@ -298,12 +397,15 @@ def _many_tokens(
     experts: torch.Tensor,
     to_middle: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     to_answer: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    size: int,
     held: Held,
     activation: int,
     rounded_inputs: bool,
+    overlap: bool,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
 ) -> torch.Tensor:
-    tokens, hidden = x.shape
+    """``x`` is normed and rounded."""
+    (tokens, hidden), size = x.shape, 2 * to_answer[0].shape[2]
     sorted_pairs = sort_by_expert(experts, held, block_rows(tokens, held))
     num_blocks, rows = len(sorted_pairs.experts), sorted_pairs.rows
     tile = {"TOP_K": held.top_k, "BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4 if rows < 64 else 8}
@@ -313,9 +415,9 @@ def _many_tokens(
         x, *at, None, *to_middle, middle, hidden, 2 * size, x.stride(0), ACTIVATION=activation, **tile
     )
     if rounded_inputs:
-        middle = prepare(middle, False, rounds=True, split=False, slots=sorted_pairs.slots)
+        middle = prepare(middle, False, rounds=True, parts=1, slots=sorted_pairs.slots)
     answers = torch.empty(tokens * held.top_k, hidden, dtype=x.dtype, device=x.device)
     _multiply[(triton.cdiv(hidden, tile["BLOCK_N"]), num_blocks)](
         middle, *at, weights, *to_answer, answers, size, hidden, size, ACTIVATION=None, **tile
     )
-    return combine(answers, experts, held, x.dtype, overlap=False)
+    return combine(answers, experts, held, x.dtype, False, residual)

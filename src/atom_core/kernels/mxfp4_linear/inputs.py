@@ -25,8 +25,9 @@ def _prepare(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     ROUNDED: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
@@ -34,9 +35,12 @@ def _prepare(
     known = column < K
     if norm is not None:
         factors = tl.load(norm + column, mask=known, other=0.0).to(tl.float32)
-    if OVERLAP:
+    if OVERLAP and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP:
         tl.extra.cuda.gdc_wait()
+    if OVERLAP and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
     if slots is not None:  # noqa: SIM102 - decided when compiling; the other is not
         if tl.load(slots + row) < 0:
             return
@@ -46,8 +50,7 @@ def _prepare(
         numbers = (numbers * norm_factor(numbers, K, eps) * factors).to(x.dtype.element_ty).to(tl.float32)
     if ROUNDED:
         numbers = tl.reshape(rounded(tl.reshape(numbers, (GROUPS, GROUP))), (GROUPS * GROUP,))
-    if SPLIT:
-        column = column % 2 * (K // 2) + column // 2
+    column = column % PARTS * (K // PARTS) + column // PARTS
     tl.store(out + row * K + column, numbers.to(out.dtype.element_ty), mask=known)
 
 
@@ -56,9 +59,10 @@ def prepare(
     overlap: bool,
     *,
     rounds: bool,
-    split: bool = True,
+    parts: int = 2,
     norm: Norm | None = None,
     slots: torch.Tensor | None = None,
+    late: bool = False,
 ) -> torch.Tensor:
     """``norm(x) [T, K]`` in its own dtype.
 
@@ -66,9 +70,11 @@ def prepare(
         x: of contiguous rows, K a multiple of 32.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         rounds: round to MXFP4.
-        split: the even numbers of a row are in front of the odd ones, as halves of a weight's bytes are multiplied.
+        parts: the first of each so many numbers of a row are in front of the second ones, and so on: with 2, as halves
+            of a weight's bytes are multiplied.
         norm: norm rows first.
         slots: int32 ``[T]``; rows where it is negative are left out, and what is returned for them means nothing.
+        late: the next kernel may start when those in front of this one are done, and read what they wrote.
     """
     rows, size = x.shape
     assert x.stride(1) == 1
@@ -87,8 +93,9 @@ def prepare(
             GROUP=GROUP,
             GROUPS=groups,
             ROUNDED=rounds,
-            SPLIT=split,
+            PARTS=parts,
             OVERLAP=overlap,
+            LATE=late,
             num_warps=min(16, max(1, GROUP * groups // 512)),
             **launch_options(overlap),
         )

@@ -10,9 +10,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from atom_core.kernels.experts import ExpertWeights
 from atom_core.kernels.gated_activation.reference import gated_activation
-from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec, Mxfp4Weights
+from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec, Mxfp4Weights, empty_scales
 from atom_core.kernels.mxfp4_experts.reference import ReferenceMxfp4Experts
 from atom_core.kernels.mxfp4_linear.reference import dequantize, round_groups
+from atom_core.kernels.rms_norm.reference import rms_norm
 from tests.unit.core.kernels.test_experts import TOLERANCE, assert_close, by_definition, operands
 
 #: Of the tokens whose inputs are rounded in 16 bits.
@@ -43,7 +44,10 @@ def packed(shape, seed):
 
 def packed_operands(spec, tokens, dtype):
     x, weights, experts, layer = operands(spec, tokens, dtype)
-    gate_up, down = packed(layer.gate_up.shape, 1), packed(layer.down.shape, 2)
+    gate_up, down = (
+        (blocks, empty_scales(*shape).copy_(scales))
+        for shape, (blocks, scales) in ((it.shape, packed(it.shape, seed)) for seed, it in enumerate(layer[:2], 1))
+    )
     return x, weights, experts, Mxfp4Weights(*gate_up, *down, layer.gate_up_bias, layer.down_bias)
 
 
@@ -118,4 +122,29 @@ def test_triton(spec, dtype, tokens):
         near = (found.double() - wanted).abs().amax(-1) <= TOLERANCE[dtype] * wanted.abs().max()
         assert near.double().mean() >= NEAR
         found, wanted = found[near], wanted[near]
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 40])
+def test_answers_are_added_to_a_residual(tokens):
+    from atom_core.kernels.mxfp4_experts.triton_kernel import TritonMxfp4Experts
+
+    given = packed_operands(SPEC, tokens, torch.float32)
+    residual = torch.randn(tokens, SPEC.hidden_size)
+    wanted = residual.double() + expected(SPEC, *given)
+    found = TritonMxfp4Experts(SPEC, overlap=False).add(*given, residual)
+    assert found is residual
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_one_token_is_normed_on_the_way(rounded):
+    from atom_core.kernels.mxfp4_experts.triton_kernel import TritonMxfp4Experts
+
+    spec = replace(SPEC, rounded_inputs=rounded)
+    x, weights, experts, layer = packed_operands(spec, 1, torch.float32)
+    stream, norm = x.contiguous(), torch.rand(spec.hidden_size)
+    wanted = stream.double() + expected(spec, rms_norm(stream, norm, 1e-6, None)[0], weights, experts, layer)
+    found = TritonMxfp4Experts(spec, overlap=False).add_behind_norm(stream, norm, 1e-6, weights, experts, layer)
+    assert found is stream
     assert_close(found, wanted)

@@ -165,7 +165,7 @@ NAME = "model.layers.1.mlp.experts.3.up_proj"
         ({f"{NAME}.weight": torch.ones(64, 96)}, rf"{NAME}.weight in .* is \[64, 96\], should be \[64, 48\]"),
         (
             {f"{NAME}.weight_scale": torch.full((64, 3), 255, dtype=torch.uint8)},
-            rf"{NAME}.weight_scale holds a scale of more than 2\^113",
+            rf"{NAME}.weight_scale holds a scale of more than 2\^65",
         ),
     ],
     ids=["no scale", "a scale of inputs", "not packed", "NaN"],

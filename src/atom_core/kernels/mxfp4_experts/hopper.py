@@ -1,0 +1,376 @@
+"""A block of tokens by some rows of one expert's weight on Hopper, in Gluon, which says where each number is.
+
+A weight goes from global memory to shared memory as it is kept, and from there to the registers in which tensor cores
+take their left side; there it becomes bfloat16, so it never lies anywhere with 16 bits. Four numbers in a row, two
+bytes, are one element of a tile of int16: the first of each four make one left side, the second another, and so on; the
+input is in that order (:func:`atom_core.kernels.mxfp4_linear.inputs.prepare`), so nothing is exchanged.
+
+e2m1's bits put into bfloat16's fields are the number times 2 ** -126, its subnormal included. Two numbers at a time
+are multiplied by their scale times 2 ** 62, and sums by 2 ** 64 in the end: there may be no scale above 2 ** 65, and
+numbers below 2 ** -62 may become zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from atom_core.kernels.experts.grouped import Held, block_rows, combine, sort_by_expert
+from atom_core.kernels.gated_activation.triton_kernel import gated
+from atom_core.kernels.linear.few_rows_hopper import _barrier, _depend, _load
+from atom_core.kernels.linear.triton_kernel import Norm
+from atom_core.kernels.mxfp4_linear.inputs import prepare
+from atom_core.kernels.triton_support import launch_options
+
+_gated = gluon.jit(gated.fn)
+
+#: Tokens up to which nothing is sorted.
+MAX_TOKENS = 16
+
+
+@gluon.jit
+def _plane(packed, each, SHIFTS: gl.constexpr):
+    """One of the four numbers of each element, in bfloat16: times 2 ** (each - 127 - 64)."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 scale, number, sign; mad.lo.u32 scale, $2, 0x00800080, 0x1f001f00; "
+        + SHIFTS
+        + "and.b32 number, number, 0x01c001c0; lop3.b32 number, number, sign, 0x80008000, 0xf8; "
+        "mul.rn.bf16x2 $0, number, scale; }",
+        "=r,r,r,r",
+        [packed, each],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _pairs(
+    experts,
+    block_experts,
+    slots,
+    T,
+    FIRST: gl.constexpr,
+    COUNT: gl.constexpr,
+    TOP_K: gl.constexpr,
+    PLACES: gl.constexpr,
+    TOKENS: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """The expert of this block, -1 where there is nothing to do, and ``[TOKENS]`` its pairs; -1: none.
+
+    Without ``slots`` the block is a pair's, and is done where that is the first of its expert.
+    """
+    block = gl.program_id(1)
+    of_token: gl.constexpr = gl.SliceLayout(1, layout)
+    token = gl.arange(0, TOKENS, of_token)
+    # Chosen before the kernel in front began; the first-level cache may still have what was there before.
+    if slots is not None:
+        expert = gl.load(block_experts + block, cache_modifier=".cg")
+        pair = gl.load(slots + block * TOKENS + token, cache_modifier=".cg")
+    else:
+        expert = gl.load(experts + block, cache_modifier=".cg")
+        place = gl.arange(0, PLACES, gl.SliceLayout(0, layout))
+        chosen = (token < T)[:, None] & (place < TOP_K)[None, :]
+        at = experts + token[:, None] * TOP_K + place[None, :]
+        others = gl.load(at, mask=chosen, other=FIRST - 1, cache_modifier=".cg")
+        # A token goes to an expert once.
+        mine = gl.max(gl.where(chosen & (others == expert), place[None, :] + 1, 0), 1) - 1
+        pair = gl.where(mine >= 0, token * TOP_K + mine, -1)
+        first = gl.min(gl.where(mine >= 0, pair, TOKENS * TOP_K), 0)
+        expert -= FIRST
+        if (expert >= COUNT) | (first < block):
+            expert = expert * 0 - 1
+    return expert, pair
+
+
+@gluon.jit
+def _rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
+    """The weight's rows in the order of a tile, and whether there are such.
+
+    Of 16 rows the first eight are gates, then come theirs: a thread has both, for it holds every eighth row of sums.
+    """
+    if GATED:
+        out = gl.program_id(0) * (BLOCK_N // 2) + lane // 16 * 8 + lane % 8
+        return out + lane // 8 % 2 * (N // 2), out < N // 2
+    else:  # noqa: RET505 - decided when compiling, and what stands behind a return would be compiled all the same
+        out = gl.program_id(0) * BLOCK_N + lane
+        return out, out < N
+
+
+@gluon.jit
+def _copy_weight(tiles, scale_tiles, at, scale_at, wide, wide_scales, begin, quarter, column, group, N, place):
+    """Columns from ``begin`` on, where an expert's row is not at its end: there, zero."""
+    known = wide & (begin + column < quarter)[None, :]
+    _load(tiles.index(place), at + begin, mask=known, eviction_policy="evict_first")
+    known = wide_scales & (begin + group * 8 < quarter)[:, None]
+    _load(scale_tiles.index(place), scale_at + (begin // 8) * N, mask=known)
+
+
+@gluon.jit
+def _copy_inputs(inputs, x_at, used, begin, quarter, column, place):
+    _load(inputs.index(place), x_at + begin, mask=used & (begin + column < quarter)[None, :])
+
+
+@gluon.jit
+def _scales(tile, GROUP: gl.constexpr, layout: gl.constexpr):
+    """``[BLOCK_N, 1]`` of a group of 32 columns."""
+    return tile.slice(GROUP, 1, dim=0).permute((1, 0)).load(layout).to(gl.int32)
+
+
+@gluon.jit
+def _part(inputs, PART: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr):
+    """``[W, TOKENS]``: a fourth of the inputs' columns."""
+    return inputs.slice(PART * TOKENS, TOKENS, dim=0).permute((1, 0)).load(layout)
+
+
+@gluon.jit(do_not_specialize=["T"])
+def expert_rows_hopper(
+    x,
+    experts,
+    block_experts,
+    slots,
+    weights,
+    blocks,
+    scales,
+    bias,
+    out,
+    T,
+    N,
+    groups,
+    FIRST: gl.constexpr,
+    COUNT: gl.constexpr,
+    TOP_K: gl.constexpr,
+    PLACES: gl.constexpr,
+    TOKENS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    ACROSS: gl.constexpr,
+    STAGES: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    SPLIT: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """A block of pairs of one expert by ``BLOCK_N`` rows of its weight.
+
+    With an activation rows of ``x`` are tokens, and rows of ``out`` pairs, or where there are ``slots`` those; without,
+    the other way round, and results are given their pair's weight. A row of the weight has ``groups``; ``SPLIT``: the
+    result is in the order in which the next product reads its input; ``ACROSS`` warps share rows.
+    """
+    # Triton sees from the product that eight columns can be copied together.
+    quarter = groups * 8
+    GATED: gl.constexpr = ACTIVATION is not None
+    FEW: gl.constexpr = slots is None
+    W: gl.constexpr = BLOCK_K // 4
+    GROUPS: gl.constexpr = W // 8
+    warps: gl.constexpr = gl.num_warps()
+    out_dtype: gl.constexpr = out.dtype.element_ty
+    across: gl.constexpr = W // 8
+    copied: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
+    vector: gl.constexpr = 8 if GATED else 16
+    copied_scales: gl.constexpr = gl.BlockedLayout(
+        [1, vector], [max(1, 32 * vector // BLOCK_N), min(32, BLOCK_N // vector)], [warps, 1], [1, 0]
+    )
+    looked: gl.constexpr = gl.BlockedLayout([1, 1], [32 // PLACES, PLACES], [warps, 1], [1, 0])
+    parts: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
+    summed: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps // ACROSS, ACROSS], [16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, summed, 2)
+    expert, pair = _pairs(experts, block_experts, slots, T, FIRST, COUNT, TOP_K, PLACES, TOKENS, looked)
+    if expert < 0:
+        # One waits though it has nothing to do, so that whoever waits for this kernel waits for those in front as well.
+        if OVERLAP and gl.program_id(0) + gl.program_id(1) == 0:
+            _depend("griddepcontrol.wait; // $0")
+        return
+    expert = expert.to(gl.int64)
+    tiles = gl.allocate_shared_memory(
+        gl.int16, [STAGES, BLOCK_N, W], gl.NVMMASharedLayout.get_default_for([BLOCK_N, W], gl.int16)
+    )
+    scale_tiles = gl.allocate_shared_memory(
+        gl.uint8, [STAGES, GROUPS, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    inputs = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, 4 * TOKENS, W], gl.NVMMASharedLayout.get_default_for([4 * TOKENS, W], gl.bfloat16)
+    )
+    column = gl.arange(0, W, gl.SliceLayout(0, copied))
+    row, wide = _rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, GATED)
+    scale_row, wide_scales = _rows(gl.arange(0, BLOCK_N, gl.SliceLayout(0, copied_scales)), N, BLOCK_N, GATED)
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, copied_scales))
+    wide, wide_scales = wide[:, None], wide_scales[None, :]
+    at = blocks + (expert * N + row)[:, None] * quarter + column[None, :]
+    scale_at = scales + (expert * groups + group)[:, None] * N + scale_row[None, :]
+    for stage in gl.static_range(STAGES - 1):
+        begin = stage * W
+        _copy_weight(tiles, scale_tiles, at, scale_at, wide, wide_scales, begin, quarter, column, group, N, stage)
+        async_copy.commit_group()
+    if OVERLAP:
+        _depend("griddepcontrol.wait; // $0")
+        # Not earlier: the kernel behind reads which experts they are without waiting for this one.
+        _depend("griddepcontrol.launch_dependents; // $0")
+    # The four parts of each row, one behind the other.
+    part = gl.arange(0, 4, gl.SliceLayout(1, parts))
+    given = gl.convert_layout(pair, gl.SliceLayout(0, parts))
+    x_row = given
+    if GATED:
+        x_row = given // TOP_K
+    elif not FEW:
+        x_row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, parts))
+    x_begin = x_row.to(gl.int64)[None, :] * (4 * groups) + part[:, None] * groups
+    x_begin = gl.convert_layout(x_begin.reshape([4 * TOKENS]), gl.SliceLayout(1, copied)) * 8
+    used = (given[None, :] + part[:, None] * 0).reshape([4 * TOKENS])
+    used = (gl.convert_layout(used, gl.SliceLayout(1, copied)) >= 0)[:, None]
+    x_at = x + x_begin[:, None] + column[None, :]
+    for stage in gl.static_range(STAGES - 1):
+        _copy_inputs(inputs, x_at, used, stage * W, quarter, column, stage)
+        async_copy.commit_group()
+    total = gl.zeros([BLOCK_N, TOKENS], gl.float32, summed)
+    steps = gl.cdiv(quarter, W)
+    element = gl.arange(0, W, gl.SliceLayout(0, left))[None, :]
+    place = 0
+    filled = STAGES - 1
+    for step in range(steps):
+        async_copy.wait_group(STAGES - 2)
+        _barrier()
+        if step + (STAGES - 1) < steps:
+            begin = (step + (STAGES - 1)) * W
+            _copy_weight(tiles, scale_tiles, at, scale_at, wide, wide_scales, begin, quarter, column, group, N, filled)
+            _copy_inputs(inputs, x_at, used, begin, quarter, column, filled)
+        async_copy.commit_group()
+        packed = tiles.index(place).load(left)
+        of_groups = scale_tiles.index(place)
+        each = gl.where(element < 8, _scales(of_groups, 0, left), _scales(of_groups, 1, left))
+        for number in gl.static_range(2, GROUPS):
+            each = gl.where(element < number * 8, each, _scales(of_groups, number, left))
+        here = inputs.index(place)
+        first = _plane(packed, each, "shl.b32 number, $1, 6; shl.b32 sign, $1, 12; ")
+        total = mma_v2(first, _part(here, 0, TOKENS, right), total)
+        second = _plane(packed, each, "shl.b32 number, $1, 2; shl.b32 sign, $1, 8; ")
+        total = mma_v2(second, _part(here, 1, TOKENS, right), total)
+        third = _plane(packed, each, "shr.u32 number, $1, 2; shl.b32 sign, $1, 4; ")
+        total = mma_v2(third, _part(here, 2, TOKENS, right), total)
+        fourth = _plane(packed, each, "shr.u32 number, $1, 6; mov.b32 sign, $1; ")
+        total = mma_v2(fourth, _part(here, 3, TOKENS, right), total)
+        place = (place + 1) % STAGES
+        filled = (filled + 1) % STAGES
+    total *= 18446744073709551616.0
+    of_sum, there = _rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N, GATED)
+    if bias is not None:
+        total += gl.load(bias + expert * N + of_sum, mask=there, other=0.0).to(gl.float32)[:, None]
+    width = N
+    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    if GATED:
+        width = N // 2
+        gate, up = gl.split(total.reshape([BLOCK_N // 16, 2, 8, TOKENS]).permute([0, 2, 3, 1]))
+        # Rounded where a kernel of its own would read them.
+        gate = gate.to(out_dtype).to(gl.float32)
+        up = up.to(out_dtype).to(gl.float32)
+        total = _gated(gate, up, ACTIVATION).reshape([WIDTH, TOKENS])
+    stored: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
+    result = gl.convert_layout(total, stored)
+    to = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
+    given_out = gl.convert_layout(pair, gl.SliceLayout(0, stored))
+    out_row = given_out
+    if GATED and not FEW:
+        out_row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, stored))
+    if not GATED:
+        result *= gl.load(weights + given_out, mask=given_out >= 0, other=0.0)[None, :]
+    known = (given_out >= 0)[None, :] & (to < width)[:, None]
+    if SPLIT:
+        to = to % 4 * (width // 4) + to // 4
+    gl.store(out + out_row.to(gl.int64)[None, :] * width + to[:, None], result.to(out_dtype), mask=known)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program takes."""
+
+    rows: int
+    """Of the weight."""
+    columns: int
+    """Of the weight, at a time."""
+    stages: int
+    warps: int
+    across: int = 1
+    """Warps that share rows of the weight, and have tokens of their own."""
+
+
+def tile_for(tokens: int, gated: bool) -> Tile:
+    """The tile of a block of ``tokens``."""
+    if tokens <= 8:
+        return Tile(64 if gated else 32, 128, 6, 2)
+    if tokens <= 32:
+        return Tile(128, 128, 4, 4)
+    return Tile(128, 128, 3, 8, across=2)
+
+
+def mixture_on_hopper(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    to_middle: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    to_answer: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    held: Held,
+    activation: int,
+    rounded_inputs: bool,
+    overlap: bool,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+) -> torch.Tensor:
+    """See :func:`atom_core.kernels.mxfp4_experts.triton_kernel.mixture`, whose arguments these are.
+
+    Up to :data:`MAX_TOKENS` tokens are not sorted: each program finds those that go to its expert.
+    """
+    (tokens, hidden), pairs, few = x.shape, experts.numel(), len(x) <= MAX_TOKENS
+    size = 2 * to_answer[0].shape[2]
+    if few:
+        block_experts, slots, num_blocks, rows = None, None, pairs, 8 if tokens <= 8 else 16
+        middle_rows = pairs
+    else:
+        sorted_pairs = sort_by_expert(experts, held, block_rows(tokens, held), overlap)
+        block_experts, slots, rows = sorted_pairs.experts, sorted_pairs.slots, sorted_pairs.rows
+        num_blocks, middle_rows = len(block_experts), len(slots)
+    # Late, and last: the product behind it reads which experts they are, and weights, before it waits.
+    x = prepare(x, overlap, rounds=rounded_inputs, parts=4, norm=norm, late=True)
+    middle = torch.empty(middle_rows, size, dtype=x.dtype, device=x.device)
+    answers = torch.empty(pairs, hidden, dtype=torch.float32 if few else x.dtype, device=x.device)
+    for given, shares, (blocks, scales, bias), out, act in (
+        (x, None, to_middle, middle, activation),
+        (middle, weights, to_answer, answers, None),
+    ):
+        if act is None and rounded_inputs:
+            given = prepare(given, overlap, rounds=True, parts=4, slots=slots, late=True)
+        out_features, tile = blocks.shape[1], tile_for(rows, act is not None)
+        expert_rows_hopper[(triton.cdiv(out_features, tile.rows), num_blocks)](
+            given,
+            experts if few else None,
+            block_experts,
+            slots,
+            shares,
+            blocks.view(torch.int16),
+            scales,
+            bias,
+            out,
+            tokens,
+            out_features,
+            scales.shape[2],
+            FIRST=held.first,
+            COUNT=held.count,
+            TOP_K=held.top_k,
+            PLACES=triton.next_power_of_2(held.top_k),
+            TOKENS=rows,
+            BLOCK_N=tile.rows,
+            BLOCK_K=tile.columns,
+            ACROSS=tile.across,
+            STAGES=tile.stages,
+            ACTIVATION=act,
+            SPLIT=act is not None and not rounded_inputs,
+            OVERLAP=overlap,
+            num_warps=tile.warps,
+            **launch_options(overlap),
+        )
+    return combine(answers, experts, held, x.dtype, overlap, residual)
