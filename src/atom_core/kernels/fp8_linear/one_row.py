@@ -1,10 +1,6 @@
 """One row by a weight in FP8, in one launch: every program norms and quantises the row for itself.
 
-Tensor cores take FP8 from shared memory alone, and 64 rows of the weight at a time: too few programs for one row, and
-quantising needs a launch of its own. Here e4m3 is widened to float16 by the hardware's instruction, two numbers at a
-time. A product of two e4m3 is exact in float16, where the input's are a 64th of themselves so that nothing overflows;
-eight products are added in float16, whose rounding is a quarter of that of tensor cores' own sums of FP8, and those
-sums in float32.
+:mod:`.words` says how numbers are multiplied.
 """
 
 from __future__ import annotations
@@ -14,8 +10,9 @@ import triton
 import triton.language as tl
 
 from atom_core.config import Activation
-from atom_core.kernels.fp8_linear.quantize import narrowed, norm_factor, scale_of, unit_of
+from atom_core.kernels.fp8_linear.quantize import norm_factor, scale_of, unit_of
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
+from atom_core.kernels.fp8_linear.words import as_multiplied, products_of_words
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.parts import finish, weight_rows
 from atom_core.kernels.linear.tiles import Tile
@@ -24,118 +21,6 @@ from atom_core.kernels.triton_support import launch_options
 
 #: Sizes of the input up to which a program keeps it whole in registers while it looks for the scale.
 MAX_INPUTS = 16384
-
-
-@triton.jit
-def _halves(words, dtype: tl.constexpr):
-    """The two 16-bit numbers of each word, in float32."""
-    low = (words & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
-    high = ((words >> 16) & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
-
-
-@triton.jit
-def _sixty_fourth(numbers):
-    """Bits of float16, in a word."""
-    return (numbers.to(tl.float32) * 0.015625).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-
-
-@triton.jit
-def _as_multiplied(
-    words,
-    norm_words,
-    factor,
-    inverse,
-    NORM: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UNIT: tl.constexpr,
-    dtype: tl.constexpr,
-    fp8: tl.constexpr,
-):
-    """Pairs of the input's numbers, normed and quantised, as pairs of float16: a 64th of what e4m3 has."""
-    low, high = _halves(words, dtype)
-    if NORM:
-        norm_low, norm_high = _halves(norm_words, dtype)
-        # rounded between norm and scale, as the model defines them
-        low = (low * factor * norm_low).to(dtype).to(tl.float32)
-        high = (high * factor * norm_high).to(dtype).to(tl.float32)
-    low = _sixty_fourth(narrowed(low, inverse, LIMIT, UNIT, fp8))
-    high = _sixty_fourth(narrowed(high, inverse, LIMIT, UNIT, fp8))
-    return low | (high << 16)
-
-
-@triton.jit
-def _of_word(word, pair0, pair1, fp8: tl.constexpr):
-    """The sum of four products, in float32."""
-    x0, x1 = _halves(pair0, tl.float16)
-    x2, x3 = _halves(pair1, tl.float16)
-    w0 = (word & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
-    w1 = ((word >> 8) & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
-    w2 = ((word >> 16) & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
-    w3 = ((word >> 24) & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
-    return w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
-
-
-@triton.jit
-def _sixteen(w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, NATIVE: tl.constexpr, fp8: tl.constexpr):
-    """The sum of the products of 16 numbers: four words of e4m3, eight of float16."""
-    if NATIVE:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b16 l, h; .reg .b32 p, q, a, b; .reg .f32 f0, f1, f2, f3;
-            mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;
-            mul.rn.f16x2 a, p, $5; fma.rn.f16x2 a, q, $6, a;
-            mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;
-            fma.rn.f16x2 a, p, $7, a; fma.rn.f16x2 a, q, $8, a;
-            mov.b32 {l, h}, $3; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;
-            mul.rn.f16x2 b, p, $9; fma.rn.f16x2 b, q, $10, b;
-            mov.b32 {l, h}, $4; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;
-            fma.rn.f16x2 b, p, $11, b; fma.rn.f16x2 b, q, $12, b;
-            mov.b32 {l, h}, a; cvt.f32.f16 f0, l; cvt.f32.f16 f1, h;
-            mov.b32 {l, h}, b; cvt.f32.f16 f2, l; cvt.f32.f16 f3, h;
-            add.f32 f0, f0, f1; add.f32 f2, f2, f3; add.f32 $0, f0, f2;
-            }""",
-            "=f,r,r,r,r,r,r,r,r,r,r,r,r",
-            [w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    else:  # noqa: RET505 - decided when compiling, and what stands behind a return would be compiled all the same
-        return (_of_word(w0, x0, x1, fp8) + _of_word(w1, x2, x3, fp8)) + (
-            _of_word(w2, x4, x5, fp8) + _of_word(w3, x6, x7, fp8)
-        )
-
-
-@triton.jit
-def _products(tile, pairs, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, NATIVE: tl.constexpr, fp8: tl.constexpr):
-    """``tile [BLOCK_N, 4 GROUPS]`` times ``pairs [8 GROUPS]``, summed up in groups of 16 numbers."""
-    even, odd = tl.split(tl.reshape(tile, (BLOCK_N, GROUPS, 2, 2)))
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
-    even_pairs, odd_pairs = tl.split(tl.reshape(pairs, (GROUPS, 2, 2, 2)))
-    x04, x26 = tl.split(even_pairs)
-    x15, x37 = tl.split(odd_pairs)
-    x0, x4 = tl.split(x04)
-    x2, x6 = tl.split(x26)
-    x1, x5 = tl.split(x15)
-    x3, x7 = tl.split(x37)
-    return _sixteen(
-        w0,
-        w1,
-        w2,
-        w3,
-        x0[None, :],
-        x1[None, :],
-        x2[None, :],
-        x3[None, :],
-        x4[None, :],
-        x5[None, :],
-        x6[None, :],
-        x7[None, :],
-        NATIVE,
-        fp8,
-    )
 
 
 @triton.jit
@@ -170,7 +55,6 @@ def _one_row(
     fp8: tl.constexpr = weight.dtype.element_ty
     if OVERLAP and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    # Weights are read four to a word, inputs two.
     row = weight_rows(N, BLOCK_N, ACTIVATION is not None)
     four = tl.arange(0, BLOCK_K // 4)
     two = tl.arange(0, BLOCK_K // 2)
@@ -207,16 +91,18 @@ def _one_row(
             known_two = begin // 2 + two < K // 2
         ahead = tl.load(at + begin // 4, mask=known[None, :], other=0, eviction_policy="evict_first")
         words_ahead = tl.load(x_at + begin // 2, mask=known_two, other=0)
-        pairs = _as_multiplied(words, norm_words, factor, inverse, NORM, LIMIT, UNIT, dtype, fp8)
+        pairs = as_multiplied(words, norm_words, factor, inverse, NORM, LIMIT, UNIT, dtype, fp8)
         if NORM:
             norm_words = tl.load(norm_at + begin // 2, mask=known_two, other=0)
-        sums += _products(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8)
+        sums += products_of_words(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8)
         tile = ahead
         words = words_ahead
     if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    pairs = _as_multiplied(words, norm_words, factor, inverse, NORM, LIMIT, UNIT, dtype, fp8)
-    total = tl.sum(sums + _products(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8), 1) * (scale * (64.0 * UNIT * UNIT))
+    pairs = as_multiplied(words, norm_words, factor, inverse, NORM, LIMIT, UNIT, dtype, fp8)
+    total = tl.sum(sums + products_of_words(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8), 1) * (
+        scale * (64.0 * UNIT * UNIT)
+    )
     finish(total[None, :], None, scales, bias, residual, y, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
 
 
