@@ -14,39 +14,13 @@ from atom_core.config import Activation
 from atom_core.kernels.fp8_linear.one_row import MAX_INPUTS
 from atom_core.kernels.fp8_linear.quantize import norm_factor, unit_of
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
-from atom_core.kernels.fp8_linear.words import grouped_as_multiplied, products_of_words
+from atom_core.kernels.fp8_linear.words import block_scales, first_row, row_sums_of_words
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.parts import finish, weight_rows
 from atom_core.kernels.linear.tiles import Tile
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
 from atom_core.quant.fp8 import BLOCK_SIZE
-
-
-@triton.jit
-def _scaled(
-    tile,
-    scales,
-    words,
-    norm_words,
-    factor,
-    NORM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    UNIT: tl.constexpr,
-    NATIVE: tl.constexpr,
-    dtype: tl.constexpr,
-    fp8: tl.constexpr,
-):
-    """A tile of the weight by what it meets of the row, in groups of 16 numbers, each with both sides' scales."""
-    pairs, theirs = grouped_as_multiplied(
-        words[None, :], norm_words, factor, NORM, 1, GROUPS, BLOCK, LIMIT, SMALLEST, UNIT, dtype, fp8
-    )
-    parts = products_of_words(tile, tl.reshape(pairs, (GROUPS * 8,)), BLOCK_N, GROUPS, NATIVE, fp8)
-    return parts * (scales * theirs)
 
 
 @triton.jit
@@ -74,29 +48,29 @@ def _one_row(
     OVERLAP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = BLOCK_K // 16
     NORM: tl.constexpr = norm is not None
+    GATED: tl.constexpr = ACTIVATION is not None
     dtype: tl.constexpr = x.dtype.element_ty
     fp8: tl.constexpr = weight.dtype.element_ty
     if OVERLAP and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    row = weight_rows(N, BLOCK_N, ACTIVATION is not None)
+    row = weight_rows(N, BLOCK_N, GATED)
     four = tl.arange(0, BLOCK_K // 4)
     two = tl.arange(0, BLOCK_K // 2)
-    sixteen = tl.arange(0, GROUPS)
     at = (weight + row * K).to(tl.pointer_type(tl.int32))[:, None] + four[None, :]
-    scale_at = scales + (row // BLOCK * tl.cdiv(K, BLOCK))[:, None] + (sixteen * 16 // BLOCK)[None, :]
+    scale_at = scales + first_row(BLOCK_N, GATED) // BLOCK * tl.cdiv(K, BLOCK)
+    up_scale_at = scales + (first_row(BLOCK_N, GATED) + N // 2) // BLOCK * tl.cdiv(K, BLOCK)
     x_at = x.to(tl.pointer_type(tl.int32)) + two
     norm_at = x_at
     if NORM:
         norm_at = norm.to(tl.pointer_type(tl.int32)) + two
-    # The first tile of the weight is on its way before x is there, and each further one before the last is used.
+    # The first tile of the weight is on its way before x is there.
     known = tl.full([BLOCK_K // 4], True, tl.int1) if EVEN else four < K // 4
     known_two = tl.full([BLOCK_K // 2], True, tl.int1) if EVEN else two < K // 2
-    known_sixteen = tl.full([GROUPS], True, tl.int1) if EVEN else sixteen < K // 16
     tile = tl.load(at, mask=known[None, :], other=0, eviction_policy="evict_first")
-    mine = tl.load(scale_at, mask=known_sixteen[None, :], other=0.0)
-    norm_words = tl.load(norm_at, mask=known_two, other=0)[None, :] if NORM else 0
+    mine = block_scales(scale_at, 0, K, BLOCK_K // BLOCK, BLOCK)
+    up_scales = block_scales(up_scale_at, 0, K, BLOCK_K // BLOCK, BLOCK) if GATED else 0.0
+    norm_words = tl.load(norm_at, mask=known_two, other=0) if NORM else 0
     whole = tl.arange(0, SIZE)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -104,42 +78,35 @@ def _one_row(
     factor = 1.0
     if NORM:
         factor = norm_factor(tl.load(x + whole, mask=whole < K, other=0.0).to(tl.float32), K, eps)
-    sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
-    for begin in tl.range(BLOCK_K, K, BLOCK_K):
-        if not EVEN:
-            known = begin // 4 + four < K // 4
-            known_two = begin // 2 + two < K // 2
-            known_sixteen = begin // 16 + sixteen < K // 16
-        ahead = tl.load(at + begin // 4, mask=known[None, :], other=0, eviction_policy="evict_first")
-        scales_ahead = tl.load(scale_at + begin // BLOCK, mask=known_sixteen[None, :], other=0.0)
-        words_ahead = tl.load(x_at + begin // 2, mask=known_two, other=0)
-        sums += _scaled(
-            tile,
-            mine,
-            words,
-            norm_words,
-            factor,
-            NORM,
-            BLOCK_N,
-            GROUPS,
-            BLOCK,
-            LIMIT,
-            SMALLEST,
-            UNIT,
-            NATIVE,
-            dtype,
-            fp8,
-        )
-        if NORM:
-            norm_words = tl.load(norm_at + begin // 2, mask=known_two, other=0)[None, :]
-        tile = ahead
-        mine = scales_ahead
-        words = words_ahead
+    sums = row_sums_of_words(
+        at,
+        scale_at,
+        up_scale_at,
+        x_at,
+        norm_at,
+        tile,
+        mine,
+        up_scales,
+        words,
+        norm_words,
+        factor,
+        1.0,
+        K,
+        NORM,
+        GATED,
+        BLOCK_N,
+        BLOCK_K,
+        BLOCK,
+        EVEN,
+        LIMIT,
+        SMALLEST,
+        UNIT,
+        NATIVE,
+        dtype,
+        fp8,
+    )
     if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    sums += _scaled(
-        tile, mine, words, norm_words, factor, NORM, BLOCK_N, GROUPS, BLOCK, LIMIT, SMALLEST, UNIT, NATIVE, dtype, fp8
-    )
     total = tl.sum(sums, 1) * (64.0 * UNIT * UNIT)
     finish(total[None, :], None, None, bias, residual, y, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
 
@@ -151,9 +118,11 @@ def tile_for(out_features: int, in_features: int) -> Tile:
     return Tile("row", 8, 1024, 8, early=True)
 
 
-def why_not_one_row(x: torch.Tensor) -> str | None:
+def why_not_one_row(x: torch.Tensor, out_features: int, tile: Tile, activation: Activation | None) -> str | None:
     """None where :func:`multiply_row` takes ``x [1, K]``, else the reason."""
     size = x.shape[1]
+    if activation is not None and out_features // 2 % BLOCK_SIZE and out_features // 2 % (tile.rows // 2):
+        return f"a program's rows of up may be those of two blocks: {out_features // 2} of gate are in front of them"
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"numbers are read two to a word, and {x.dtype} has other sizes"
     if size % 16 or size > MAX_INPUTS:
@@ -181,7 +150,7 @@ def multiply_row(
         weight: ``[N, K]`` in a form of e4m3, contiguous.
         scales: float32 ``[ceil(N / 128), ceil(K / 128)]``, of e4m3fn's numbers.
         bias: ``[N]``.
-        tile: the kernel's name in it is not looked at; its columns are whole blocks.
+        tile: the kernel's name in it is not looked at; its columns are whole blocks, its rows divide one.
         native: the device has an instruction that widens e4m3 to float16.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         norm: norm ``x`` first.
@@ -190,12 +159,12 @@ def multiply_row(
     """
     out_features, in_features = weight.shape
     assert x.shape == (1, in_features)
-    assert why_not_one_row(x) is None
+    assert why_not_one_row(x, out_features, tile, activation) is None
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     assert scales.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    assert tile.columns % BLOCK_SIZE == 0
+    assert tile.columns % BLOCK_SIZE == BLOCK_SIZE % tile.rows == 0
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(1, outputs) if residual is None else residual
     padded = triton.next_power_of_2(in_features)

@@ -105,13 +105,14 @@ def multiply_few(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``act(norm(x) W^T + b) + residual``, of 1 to :data:`MAX_ROWS` rows of the model's dtype."""
-    if nvidia and len(x) == 1 and why_not_one_row(x) is None:
+    tile = tile_for(*weight.shape)
+    if nvidia and len(x) == 1 and why_not_one_row(x, len(weight), tile, activation) is None:
         return multiply_row(
             x,
             weight,
             weight_scale,
             bias,
-            tile=tile_for(*weight.shape),
+            tile=tile,
             native=True,
             overlap=overlap,
             norm=norm,

@@ -186,8 +186,8 @@ def grouped_as_multiplied(
 ):
     """As :func:`as_multiplied`, where each ``SIZE`` numbers have the scale that their largest magnitude asks for.
 
-    ``words``: ``[PLACES, GROUPS * 8]``, rows of numbers whose groups of 16 are ``GROUPS`` each. Beside the pairs comes
-    ``[PLACES, GROUPS]``, the scale of each 16.
+    ``words``: ``[PLACES, GROUPS * 8]``, rows of numbers whose groups of 16 are ``GROUPS`` each. Beside the pairs come
+    the scales, ``[PLACES, GROUPS * 16 / SIZE]``.
     """
     BLOCKS: tl.constexpr = GROUPS * 16 // SIZE
     low, high = halves(words, dtype)
@@ -202,5 +202,172 @@ def grouped_as_multiplied(
     each = tl.reshape(tl.broadcast_to(inverse[:, :, None], (PLACES, BLOCKS, SIZE // 2)), (PLACES, GROUPS * 8))
     low = sixty_fourth(narrowed(low, each, LIMIT, UNIT, fp8))
     high = sixty_fourth(narrowed(high, each, LIMIT, UNIT, fp8))
-    scales = tl.reshape(tl.broadcast_to(scale[:, :, None], (PLACES, BLOCKS, SIZE // 16)), (PLACES, GROUPS))
-    return low | (high << 16), scales
+    return low | (high << 16), scale
+
+
+@triton.jit
+def each_sixteen(scales, PLACES: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr, NATIVE: tl.constexpr):
+    """Scales ``[PLACES, BLOCKS]`` of ``SIZE`` numbers as those of each 16, ``[PLACES, BLOCKS * SIZE / 16]``."""
+    if NATIVE:
+        # They are sent to the threads that multiply by them. Without what changes nothing here, Triton would have those
+        # threads quantise the row once more.
+        scales = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [scales], dtype=tl.float32, is_pure=False, pack=1)
+    each = tl.broadcast_to(scales[:, :, None], (PLACES, BLOCKS, SIZE // 16))
+    return tl.reshape(each, (PLACES, BLOCKS * SIZE // 16))
+
+
+@triton.jit
+def _scaled(
+    tile,
+    scales,
+    up_scales,
+    words,
+    norm_words,
+    factor,
+    inverse,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    UNIT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    dtype: tl.constexpr,
+    fp8: tl.constexpr,
+):
+    """A tile of the weight by what it meets of the row, ``[BLOCK_N, GROUPS]``; with blocks times both sides' scales."""
+    if BLOCK > 0:
+        if NORM:
+            norm_words = norm_words[None, :]
+        BLOCKS: tl.constexpr = GROUPS * 16 // BLOCK
+        pairs, theirs = grouped_as_multiplied(
+            words[None, :], norm_words, factor, NORM, 1, GROUPS, BLOCK, LIMIT, SMALLEST, UNIT, dtype, fp8
+        )
+        each = each_sixteen(scales * theirs, 1, BLOCKS, BLOCK, NATIVE)
+        if GATED:
+            up = each_sixteen(up_scales * theirs, 1, BLOCKS, BLOCK, NATIVE)
+            each = tl.where((tl.arange(0, BLOCK_N) % 2 == 0)[:, None], each, up)
+        pairs = tl.reshape(pairs, (GROUPS * 8,))
+        parts = products_of_words(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8) * each
+    else:
+        pairs = as_multiplied(words, norm_words, factor, inverse, NORM, LIMIT, UNIT, dtype, fp8)
+        parts = products_of_words(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8)
+    return parts
+
+
+@triton.jit
+def first_row(BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """The first of the rows of :func:`atom_core.kernels.linear.parts.weight_rows`; behind it are those of its block."""
+    rows: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    return tl.program_id(0) * rows
+
+
+@triton.jit
+def block_scales(at, begin, K, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """``[1, BLOCKS]`` of the scales at ``at``, of a tile from column ``begin`` on; nothing where rows have them."""
+    if BLOCK > 0:
+        block = begin // BLOCK + tl.arange(0, BLOCKS)[None, :]
+        scales = tl.load(at + block, mask=block < tl.cdiv(K, BLOCK), other=0.0)
+    else:
+        scales = 0.0
+    return scales
+
+
+@triton.jit
+def row_sums_of_words(
+    at,
+    scale_at,
+    up_scale_at,
+    x_at,
+    norm_at,
+    tile,
+    scales,
+    up_scales,
+    words,
+    norm_words,
+    factor,
+    inverse,
+    K,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    UNIT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    dtype: tl.constexpr,
+    fp8: tl.constexpr,
+):
+    """``[BLOCK_N, BLOCK_K / 16]``: one row times some of a weight, each tile loaded before the last is used.
+
+    The first of all is loaded already: ``tile`` from ``at``, ``words`` of the row from ``x_at``, ``norm_words`` from
+    ``norm_at``; ``factor`` is that of the norm. ``BLOCK``: columns that share a scale, and the rows are of one block,
+    whose ``scales`` are from ``scale_at``, or with gates theirs are, and ups' are ``up_scales``. 0: ``inverse`` is what
+    1 is of the row's scale, and the weight's are left to the caller. The sums are a 64th.
+    """
+    GROUPS: tl.constexpr = BLOCK_K // 16
+    four = tl.arange(0, BLOCK_K // 4)
+    two = tl.arange(0, BLOCK_K // 2)
+    BLOCKS: tl.constexpr = BLOCK_K // BLOCK if BLOCK > 0 else 1
+    known = tl.full([BLOCK_K // 4], True, tl.int1)
+    known_two = tl.full([BLOCK_K // 2], True, tl.int1)
+    sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
+    for begin in tl.range(BLOCK_K, K, BLOCK_K):
+        if not EVEN:
+            known = begin // 4 + four < K // 4
+            known_two = begin // 2 + two < K // 2
+        ahead = tl.load(at + begin // 4, mask=known[None, :], other=0, eviction_policy="evict_first")
+        scales_ahead = block_scales(scale_at, begin, K, BLOCKS, BLOCK)
+        up_scales_ahead = block_scales(up_scale_at, begin, K, BLOCKS, BLOCK) if GATED else 0.0
+        words_ahead = tl.load(x_at + begin // 2, mask=known_two, other=0)
+        sums += _scaled(
+            tile,
+            scales,
+            up_scales,
+            words,
+            norm_words,
+            factor,
+            inverse,
+            NORM,
+            GATED,
+            BLOCK_N,
+            GROUPS,
+            BLOCK,
+            LIMIT,
+            SMALLEST,
+            UNIT,
+            NATIVE,
+            dtype,
+            fp8,
+        )
+        if NORM:
+            norm_words = tl.load(norm_at + begin // 2, mask=known_two, other=0)
+        tile = ahead
+        scales = scales_ahead
+        up_scales = up_scales_ahead
+        words = words_ahead
+    return sums + _scaled(
+        tile,
+        scales,
+        up_scales,
+        words,
+        norm_words,
+        factor,
+        inverse,
+        NORM,
+        GATED,
+        BLOCK_N,
+        GROUPS,
+        BLOCK,
+        LIMIT,
+        SMALLEST,
+        UNIT,
+        NATIVE,
+        dtype,
+        fp8,
+    )
