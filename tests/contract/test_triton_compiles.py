@@ -29,6 +29,7 @@ from atom_core.kernels.experts import few_tokens as few_experts_kernel
 from atom_core.kernels.experts import grouped as grouped_kernel
 from atom_core.kernels.experts import triton_kernel as experts_kernel
 from atom_core.kernels.fp8_block_linear import few_rows as few_block_rows_kernel
+from atom_core.kernels.fp8_block_linear import few_rows_hopper as hopper_block_rows_kernel
 from atom_core.kernels.fp8_block_linear import many_rows as many_block_rows_kernel
 from atom_core.kernels.fp8_block_linear import one_row as block_row_kernel
 from atom_core.kernels.fp8_block_linear import quantize as groups_kernel
@@ -570,6 +571,26 @@ def test_few_rows_by_blocks_compile(monkeypatch, rows, out_features, in_features
             dtype=torch.bfloat16,
             activation="silu" if way == "activated" else None,
             residual=zeros(rows, out_features) if way == "adding" else None,
+        )
+    compile_launch(kernel, launched.value, gpu)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("rows", [2, 32, 64])
+@pytest.mark.parametrize("size", [(5120, 2048), (2048, 4096), (24576, 4096), (1000, 128)], ids=str)
+def test_few_rows_by_blocks_for_hopper_compile(monkeypatch, size, rows, activation):
+    gpu, kernel = GPUS[-1], hopper_block_rows_kernel.few_rows_hopper
+    monkeypatch.setattr(hopper_block_rows_kernel, "few_rows_hopper", Recorder())
+    monkeypatch.setattr(few_block_rows_kernel, "on_hopper", lambda _: True)
+    with pytest.raises(Launched) as launched:
+        few_block_rows_kernel.multiply_few_rows(
+            *in_blocks(rows, *size, gpu),
+            zeros(size[0]),
+            nvidia=True,
+            overlap=True,
+            dtype=torch.bfloat16,
+            activation=activation,
+            residual=None if activation else zeros(rows, size[0]),
         )
     compile_launch(kernel, launched.value, gpu)
 

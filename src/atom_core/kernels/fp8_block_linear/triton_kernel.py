@@ -1,7 +1,8 @@
 """Products with FP8 weights in blocks on a GPU.
 
 One row on NVIDIA's GPUs is one launch (:mod:`.one_row`). Else the input is quantised in a launch of its own, with the
-norm in front where there is one; up to 64 rows are multiplied by :mod:`.few_rows`, more by :mod:`.many_rows`.
+norm in front where there is one; up to 64 rows are multiplied by :mod:`.few_rows`, on Hopper where the input is whole
+blocks by :mod:`.few_rows_hopper`, more by :mod:`.many_rows`.
 """
 
 from __future__ import annotations
