@@ -90,7 +90,9 @@ def _gate_up_of_one(
     if (expert < 0) | (expert >= COUNT):
         return
     words = tl.load(x_at, mask=known_two, other=0)
-    numbers = tl.load(x + whole, mask=whole < K, other=0.0).to(tl.float32) if NORM or BLOCK == 0 else 0.0
+    numbers = tl.zeros([1], tl.float32)
+    if NORM or BLOCK == 0:
+        numbers = tl.load(x + whole, mask=whole < K, other=0.0).to(tl.float32)
     weight += expert.to(tl.int64) * N * K
     scales += expert.to(tl.int64) * stride_scales
     at = (weight + row * K).to(tl.pointer_type(tl.int32))[:, None] + four[None, :]
