@@ -29,7 +29,9 @@ from atom_core.kernels.experts import few_tokens as few_experts_kernel
 from atom_core.kernels.experts import grouped as grouped_kernel
 from atom_core.kernels.experts import triton_kernel as experts_kernel
 from atom_core.kernels.fp8_block_linear import few_rows as few_block_rows_kernel
+from atom_core.kernels.fp8_block_linear import few_rows_hopper as hopper_block_rows_kernel
 from atom_core.kernels.fp8_block_linear import many_rows as many_block_rows_kernel
+from atom_core.kernels.fp8_block_linear import one_row as block_row_kernel
 from atom_core.kernels.fp8_block_linear import quantize as groups_kernel
 from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.fp8_experts import few_tokens as few_fp8_kernel
@@ -469,14 +471,11 @@ def test_quantising_activations_compiles(monkeypatch, size, input_scale, norm, g
 
 @every_gpu
 @pytest.mark.parametrize("norm", [None, linear_kernel.Norm(zeros(4096), 1e-6)], ids=["alone", "normed"])
-@pytest.mark.parametrize("ring", [False, True], ids=["registers", "shared memory"])
-@pytest.mark.parametrize("out_features", [4096, 24576])
-def test_one_row_in_fp8_compiles(monkeypatch, out_features, ring, norm, gpu):
+@pytest.mark.parametrize("out_features", [4096, 6144, 24576])
+def test_one_row_in_fp8_compiles(monkeypatch, out_features, norm, gpu):
     tile = fp8_row_kernel.tile_for(out_features, 4096)
-    if ring:
-        tile = replace(tile, kernel="ring", stages=2)
-    kernel = fp8_row_kernel._KERNELS[tile.kernel]
-    monkeypatch.setitem(fp8_row_kernel._KERNELS, tile.kernel, Recorder())
+    kernel = fp8_row_kernel._one_row
+    monkeypatch.setattr(fp8_row_kernel, "_one_row", Recorder())
     weight = torch.zeros(out_features, 4096, dtype=torch.uint8).view(dtype_of(gpu.device))
     with pytest.raises(Launched) as launched:
         fp8_row_kernel.multiply_row(
@@ -534,6 +533,30 @@ def in_blocks(rows: int, out_features: int, in_features: int, gpu: Gpu) -> tuple
 
 
 @every_gpu
+@pytest.mark.parametrize("norm", [None, linear_kernel.Norm(zeros(2064), 1e-6)], ids=["alone", "normed"])
+@pytest.mark.parametrize("in_features", [2048, 2064])
+@pytest.mark.parametrize("out_features", [1024, 5120])
+def test_one_row_by_blocks_compiles(monkeypatch, out_features, in_features, norm, gpu):
+    kernel = block_row_kernel._one_row
+    monkeypatch.setattr(block_row_kernel, "_one_row", Recorder())
+    _, _, weight, scales = in_blocks(1, out_features, in_features, gpu)
+    with pytest.raises(Launched) as launched:
+        block_row_kernel.multiply_row(
+            zeros(1, in_features),
+            weight,
+            scales,
+            None,
+            tile=block_row_kernel.tile_for(out_features, in_features),
+            native=gpu.nvidia,
+            overlap=gpu.nvidia,
+            norm=norm,
+            activation="silu" if norm else None,
+            residual=None if norm else zeros(1, out_features),
+        )
+    compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
 @pytest.mark.parametrize("way", ["plain", "adding", "activated"])
 @pytest.mark.parametrize(("rows", "out_features", "in_features"), [(1, 4096, 4096), (24, 4096, 12288), (64, 1000, 200)])
 def test_few_rows_by_blocks_compile(monkeypatch, rows, out_features, in_features, way, gpu):
@@ -548,6 +571,26 @@ def test_few_rows_by_blocks_compile(monkeypatch, rows, out_features, in_features
             dtype=torch.bfloat16,
             activation="silu" if way == "activated" else None,
             residual=zeros(rows, out_features) if way == "adding" else None,
+        )
+    compile_launch(kernel, launched.value, gpu)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("rows", [2, 32, 64])
+@pytest.mark.parametrize("size", [(5120, 2048), (2048, 4096), (24576, 4096), (1000, 128)], ids=str)
+def test_few_rows_by_blocks_for_hopper_compile(monkeypatch, size, rows, activation):
+    gpu, kernel = GPUS[-1], hopper_block_rows_kernel.few_rows_hopper
+    monkeypatch.setattr(hopper_block_rows_kernel, "few_rows_hopper", Recorder())
+    monkeypatch.setattr(few_block_rows_kernel, "on_hopper", lambda _: True)
+    with pytest.raises(Launched) as launched:
+        few_block_rows_kernel.multiply_few_rows(
+            *in_blocks(rows, *size, gpu),
+            zeros(size[0]),
+            nvidia=True,
+            overlap=True,
+            dtype=torch.bfloat16,
+            activation=activation,
+            residual=None if activation else zeros(rows, size[0]),
         )
     compile_launch(kernel, launched.value, gpu)
 
@@ -743,25 +786,46 @@ def test_experts_in_mxfp4_compile_for_hopper(monkeypatch, tokens, hidden, size, 
         compile_launch(kernel, launch, gpu)
 
 
-@every_gpu
-@pytest.mark.parametrize("hidden", [2048, 200])
-@pytest.mark.parametrize("block", [False, True], ids=["a scale a row", "a scale a block"])
-@pytest.mark.parametrize("tokens", [1, 40, 3000])
-def test_fp8_experts_compile(monkeypatch, tokens, block, hidden, gpu):
-    kept = keep(monkeypatch, (few_fp8_kernel, "_gate_up"), (few_fp8_kernel, "_down"), (many_fp8_kernel, "_multiply"))
-    keep(monkeypatch, *SORTING, (groups_kernel, "_quantize_groups"))
-    spec = Fp8ExpertsSpec(0, 16, hidden, 768, 8, "silu", block, torch.bfloat16)
+FEW_FP8 = [(few_fp8_kernel, name) for name in ("_gate_up_of_one", "_down_of_one", "_of_expert")]
 
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
+def fp8_experts(hidden: int, block: bool, gpu: Gpu) -> tuple[fp8_experts_kernel.TritonFp8Experts, Fp8ExpertWeights]:
+    """A layer of 16."""
     groups = -(-hidden // 128)
     scales = ((12, groups), (groups, 6)) if block else ((1536,), (hidden,))
     wide, narrow = (torch.ones(16, *shape) for shape in scales)
-    layer = Fp8ExpertWeights(weight(16, 1536, hidden), wide, weight(16, hidden, 768), narrow)
+    gate_up, down = (
+        torch.empty(16, *shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        for shape in ((1536, hidden), (hidden, 768))
+    )
+    spec = Fp8ExpertsSpec(0, 16, hidden, 768, 8, "silu", block, torch.bfloat16)
+    kernel = fp8_experts_kernel.TritonFp8Experts(spec, gpu.device, gpu.nvidia)
+    return kernel, Fp8ExpertWeights(gate_up, wide, down, narrow)
+
+
+@every_gpu
+@pytest.mark.parametrize("hidden", [2048, 200])
+@pytest.mark.parametrize("block", [False, True], ids=["a scale a row", "a scale a block"])
+@pytest.mark.parametrize("tokens", [1, 16, 40, 3000])
+def test_fp8_experts_compile(monkeypatch, tokens, block, hidden, gpu):
+    kept = keep(monkeypatch, *FEW_FP8, (many_fp8_kernel, "_multiply"))
+    keep(monkeypatch, *SORTING, (groups_kernel, "_quantize_groups"))
+    run, layer = fp8_experts(hidden, block, gpu)
     experts = torch.zeros(tokens, 8, dtype=torch.int32)
-    run = fp8_experts_kernel.TritonFp8Experts(spec, gpu.device, gpu.nvidia)
-    run(zeros(tokens, hidden), torch.zeros(tokens, 8), experts, layer)
+    run.add(zeros(tokens, hidden), torch.zeros(tokens, 8), experts, layer, zeros(tokens, hidden))
+    launched = kept()
+    assert len(launched) == 2
+    for kernel, launch in launched:
+        compile_launch(kernel, launch, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("block", [False, True], ids=["a scale a row", "a scale a block"])
+def test_fp8_experts_of_one_token_compile_behind_a_norm(monkeypatch, block, gpu):
+    kept = keep(monkeypatch, *FEW_FP8)
+    run, layer = fp8_experts(2048, block, gpu)
+    chosen = torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int32)
+    run.add_behind_norm(zeros(1, 2048), zeros(2048), 1e-6, *chosen, layer)
     launched = kept()
     assert len(launched) == 2
     for kernel, launch in launched:

@@ -7,13 +7,15 @@ import torch
 
 from atom_core.kernels import kernel_set
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
+from atom_core.kernels.fp8_block_linear.one_row import multiply_row
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups as launch
 from atom_core.kernels.fp8_block_linear.reference import ReferenceFp8BlockLinear, quantize_groups
 from atom_core.kernels.fp8_block_linear.triton_kernel import TritonFp8BlockLinear
 from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, dtype_of
 from atom_core.kernels.gated_activation.reference import gated_activation
-from atom_core.kernels.linear.tiles import MAX_ROWS
+from atom_core.kernels.linear.tiles import MAX_ROWS, Tile
+from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
 from atom_core.kernels.rms_norm.reference import rms_norm
@@ -124,6 +126,30 @@ def test_a_row_with_nan_is_nan_and_its_neighbours_are_not(rows):
     y = triton(weight)(x, weight, scale, None)
     assert y[3].isnan().all()
     assert y[[0, 1, 2, 4, 19]].isfinite().all()
+
+
+def test_one_row_with_nan_is_nan():
+    x, weight, scale, _ = operands(1, 48, 80, torch.bfloat16)
+    x[0, 5] = float("nan")
+    assert triton(weight)(x, weight, scale, None).isnan().all()
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    "tile", [(4, 256, 2), (8, 512, 2), (16, 512, 4), (8, 1024, 4), (32, 512, 8), (16, 2048, 8)], ids=str
+)
+@pytest.mark.parametrize(("out_features", "in_features"), [(5120, 2048), (2048, 4096), (528, 4112)])
+@pytest.mark.skipif(not OVERLAP, reason="one row is a launch by itself on NVIDIA's GPUs")
+def test_one_row_by_any_tile(tile, out_features, in_features, dtype):
+    x, weight, scale, bias = operands(1, out_features, in_features, dtype)
+    rows, columns, warps = tile
+    way = {"tile": Tile("row", rows, columns, warps, early=True), "native": True, "overlap": OVERLAP}
+    assert_close(multiply_row(x, weight, scale, bias, **way), expected(x, weight, scale, bias))
+    norm = torch.rand(in_features, device=GPU).to(dtype)
+    wanted = expected(rms_norm(x, norm, 1e-6, None)[0], weight, scale, bias)
+    wanted = gated_activation(wanted.to(dtype), "silu").double()
+    found = multiply_row(x, weight, scale, bias, norm=Norm(norm, 1e-6), activation="silu", **way)
+    assert_close(found, wanted, 2 * FEWER_BITS)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40, 100])

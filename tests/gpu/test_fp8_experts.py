@@ -13,6 +13,7 @@ from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8Expert
 from atom_core.kernels.fp8_experts.reference import ReferenceFp8Experts
 from atom_core.kernels.fp8_experts.triton_kernel import TritonFp8Experts
 from atom_core.kernels.fp8_linear.reference import E4M3
+from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps
 
@@ -83,6 +84,39 @@ def test_experts_are_the_reference(spec, tokens, dtype):
     assert_close(triton(spec, layer)(*given, layer), ReferenceFp8Experts(spec)(*given, layer))
 
 
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("tokens", [1, 3, MAX_TOKENS, 300])
+def test_answers_are_added_to_a_residual(spec, tokens):
+    *given, layer = operands(spec, tokens)
+    residual = torch.randn(tokens, spec.hidden_size, device=GPU).to(spec.dtype)
+    wanted = residual.double() + ReferenceFp8Experts(spec)(*given, layer).double()
+    found = triton(spec, layer).add(*given, layer, residual)
+    assert found is residual
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_token_is_normed_on_the_way(spec, dtype):
+    spec = replace(spec, dtype=dtype)
+    x, weights, experts, layer = operands(spec, 1)
+    norm = torch.rand(spec.hidden_size, device=GPU).to(dtype) + 0.5
+    normed = rms_norm(x, norm, 1e-6, None)[0]
+    wanted = x.double() + ReferenceFp8Experts(spec)(normed, weights, experts, layer).double()
+    stream = x.clone()
+    found = triton(spec, layer).add_behind_norm(stream, norm, 1e-6, weights, experts, layer)
+    assert found is stream
+    assert_close(found, wanted)
+
+
+def test_a_row_of_a_wider_buffer_may_begin_within_a_word():
+    x, weights, experts, layer = operands(BLOCKS, 1)
+    wide = torch.full((1, BLOCKS.hidden_size + 3), float("nan"), dtype=BLOCKS.dtype, device=GPU)
+    wide[:, 3:] = x
+    wanted = ReferenceFp8Experts(BLOCKS)(x, weights, experts, layer)
+    assert_close(triton(BLOCKS, layer)(wide[:, 3:], weights, experts, layer), wanted)
+
+
 @pytest.mark.parametrize("spec", [ROWS, BLOCKS], ids=["rows", "blocks"])
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_a_token_with_nan_is_nan_and_its_neighbours_are_not(spec, tokens):
@@ -94,7 +128,7 @@ def test_a_token_with_nan_is_nan_and_its_neighbours_are_not(spec, tokens):
 
 
 @pytest.mark.parametrize("name", ["Qwen3 30B, rows", "Qwen3 30B, blocks"])
-@pytest.mark.parametrize("tokens", [40, 1000])
+@pytest.mark.parametrize("tokens", [2, MAX_TOKENS, 40, 1000])
 def test_all_tokens_may_go_to_the_same_experts(tokens, name):
     spec = SPECS[name]
     x, weights, experts, layer = operands(spec, tokens)
@@ -103,7 +137,7 @@ def test_all_tokens_may_go_to_the_same_experts(tokens, name):
 
 
 @pytest.mark.parametrize("name", ["Qwen3 30B, rows", "Qwen3 30B, blocks"])
-@pytest.mark.parametrize("tokens", [2, 64])
+@pytest.mark.parametrize("tokens", [1, 2, 64])
 def test_a_graph_fits_other_routing_than_it_was_captured_with(tokens, name):
     spec = SPECS[name]
     x, weights, experts, layer = operands(spec, tokens)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.config import Activation
-from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8ExpertWeights
+from atom_core.kernels.fp8_experts import FP8_EXPERTS, AddingFp8ExpertsKernel, Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.layers.block_fp8 import check_blocks, num_blocks, place_scales
 from atom_core.layers.linear_methods import (
     Fp8Placement,
@@ -19,6 +19,7 @@ from atom_core.layers.linear_methods import (
     empty_fp8,
     empty_scales,
 )
+from atom_core.layers.norm import RMSNorm
 from atom_core.layers.parameters import Placement, checkpoint_module
 from atom_core.quant.fp8 import Fp8Config
 from atom_core.runtime import Runtime
@@ -72,10 +73,30 @@ class Fp8ExpertsMethod:
         layer.down_scale = empty_scales(runtime, count, *narrow)
         spec = Fp8ExpertsSpec(layer.held.start, count, hidden, size, top_k, activation, block, runtime.dtype)
         self.kernel = runtime.kernels.select(FP8_EXPERTS, spec)
+        self.adding = self.kernel if isinstance(self.kernel, AddingFp8ExpertsKernel) else None
 
     def apply(self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See :meth:`Experts.forward`."""
         return self.kernel(x, weights, experts, _weights(layer))
+
+    def add(
+        self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """See :class:`atom_core.layers.experts.AddingExpertsMethod`."""
+        if self.adding is None or torch.compiler.is_compiling():
+            return None
+        return self.adding.add(x, weights, experts, _weights(layer), residual)
+
+    def max_normed(self) -> int:
+        """See :class:`atom_core.layers.experts.AddingExpertsMethod`."""
+        return 0 if self.adding is None else self.adding.max_normed
+
+    def add_behind_norm(
+        self, layer: Experts, stream: torch.Tensor, norm: RMSNorm, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """See :meth:`atom_core.layers.experts.Experts.add_behind_norm`."""
+        assert self.adding is not None
+        return self.adding.add_behind_norm(stream, norm.weight, norm.eps, weights, experts, _weights(layer))
 
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """Three matrices an expert, and the scales of each."""

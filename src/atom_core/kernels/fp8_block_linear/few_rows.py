@@ -11,7 +11,7 @@ import triton.language as tl
 from atom_core.config import Activation
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.parts import finish, weight_rows
-from atom_core.kernels.linear.tiles import MAX_ROWS
+from atom_core.kernels.linear.tiles import MAX_ROWS, Tile, on_hopper
 from atom_core.kernels.triton_support import launch_options
 from atom_core.quant.fp8 import BLOCK_SIZE
 
@@ -100,6 +100,8 @@ def multiply_few_rows(
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(num_rows, outputs, dtype=dtype) if residual is None else residual
     block_rows = max(16, triton.next_power_of_2(num_rows))
+    if on_hopper(x.device) and in_features % BLOCK_SIZE == 0:
+        return _multiply_on_hopper(x, input_scales, weight, scales, bias, residual, y, block_rows, activation, overlap)
     block = 64 if nvidia else 32
     _few_rows[(triton.cdiv(outputs, block if activation is None else block // 2),)](
         x,
@@ -122,6 +124,54 @@ def multiply_few_rows(
         # Tiles of the weight on their way: memory is busy though few programs read it.
         STAGES=(8 if block_rows <= 32 else 6) if nvidia else 2,
         num_warps=4,
+        **launch_options(overlap),
+    )
+    return y
+
+
+def hopper_tile(block_rows: int, in_features: int) -> Tile:
+    """The tile of :mod:`.few_rows_hopper`: as many on their way as there are, or have room."""
+    stages = {16: 20, 32: 16, 64: 12}[block_rows]
+    return Tile("hopper", 64, BLOCK_SIZE, 4, min(stages, in_features // BLOCK_SIZE + 1), early=True)
+
+
+def _multiply_on_hopper(
+    x: torch.Tensor,
+    input_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    block_rows: int,
+    activation: Activation | None,
+    overlap: bool,
+) -> torch.Tensor:
+    # An experiment of Triton's, which other devices need not have.
+    from atom_core.kernels.fp8_block_linear.few_rows_hopper import few_rows_hopper
+
+    num_rows, (out_features, in_features) = len(x), weight.shape
+    tile = hopper_tile(block_rows, in_features)
+    few_rows_hopper[(triton.cdiv(out_features, tile.rows),)](
+        x,
+        input_scales,
+        weight,
+        scales,
+        bias,
+        residual,
+        y,
+        num_rows,
+        out_features,
+        in_features,
+        num_rows,
+        BLOCK_M=block_rows,
+        BLOCK_N=tile.rows,
+        SIZE=BLOCK_SIZE,
+        ACTIVATION=None if activation is None else ACTIVATIONS[activation],
+        OVERLAP=overlap,
+        EARLY=tile.early,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
         **launch_options(overlap),
     )
     return y

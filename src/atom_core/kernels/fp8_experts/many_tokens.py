@@ -10,6 +10,7 @@ import triton.language as tl
 
 from atom_core.kernels.experts.grouped import Blocks, finish_block
 from atom_core.kernels.linear.parts import weight_rows
+from atom_core.kernels.triton_support import launch_options
 
 
 @triton.jit(do_not_specialize=["stride_x_scales"])
@@ -34,6 +35,7 @@ def _multiply(
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A block of rows of one expert by some rows of its weight.
 
@@ -42,6 +44,8 @@ def _multiply(
     a block of the weight, or 0 where each of its rows has a scale.
     """
     GATED: tl.constexpr = ACTIVATION is not None
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(1)
     expert = tl.load(block_experts + block).to(tl.int64)
     if expert < 0:
@@ -72,6 +76,8 @@ def _multiply(
             total += tl.dot(left, right) * theirs[:, None] * mine[None, :]
         else:
             total = tl.dot(left, right, total)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     if SIZE == 0:
         total *= tl.load(x_scales + x_row, mask=used, other=0.0)[:, None] * tl.load(scales + row)[None, :]
     finish_block(total, weights, None, out, expert, pair, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
@@ -90,6 +96,7 @@ def multiply_blocks(
     block: int,
     activation: int | None,
     nvidia: bool,
+    overlap: bool,
 ) -> None:
     """One product of all experts into ``out``.
 
@@ -105,6 +112,7 @@ def multiply_blocks(
         block: rows and columns that have one scale; 0: each row has one.
         activation: one of ``ACTIVATIONS``' numbers, or None.
         nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
     _, rows, size = weight.shape
     columns = block or 128
@@ -130,5 +138,7 @@ def multiply_blocks(
         EVEN=size % columns == 0,
         STAGES=4 if nvidia else 2,
         ACTIVATION=activation,
+        OVERLAP=overlap,
         num_warps=4 if blocks.rows < 64 else 8,
+        **launch_options(overlap),
     )

@@ -1,12 +1,11 @@
-"""FP8 experts in Triton: activations are quantised in a launch of their own, for gate and up and again for down.
+"""FP8 experts in Triton: :mod:`.few_tokens`, and more of them sorted by expert (:mod:`.many_tokens`).
 
-Up to :data:`MAX_TOKENS` tokens are multiplied one by one (:mod:`.few_tokens`), more are sorted by expert
-(:mod:`.many_tokens`).
+But for one token, activations are quantised in a launch of their own, for gate and up and again for down.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
@@ -14,16 +13,15 @@ from atom_core.config import Activation
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
 from atom_core.kernels.experts.grouped import Held, block_rows, combine, sort_by_expert
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
-from atom_core.kernels.fp8_experts.few_tokens import down_of_tokens, gate_up_of_pairs
+from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
+from atom_core.kernels.fp8_experts.few_tokens import few_tokens, one_token, takes_one_token
 from atom_core.kernels.fp8_experts.many_tokens import multiply_blocks
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtype_of
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
+from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 from atom_core.quant.fp8 import BLOCK_SIZE
-
-if TYPE_CHECKING:
-    from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
 
 
 class TritonFp8Experts:
@@ -38,6 +36,8 @@ class TritonFp8Experts:
     def __init__(self, spec: Fp8ExpertsSpec, target: Target, overlap: bool) -> None:
         self.spec, self.nvidia, self.overlap = spec, target.kind == "cuda", overlap
         self.fnuz = dtype_of(target) == FNUZ
+        self.held, self.block = Held(spec.first, spec.count, spec.top_k), BLOCK_SIZE if spec.block else 0
+        self.max_normed = int(takes_one_token(spec.hidden_size, spec.intermediate_size, spec.dtype))
 
     def adopt(self, layer: Fp8ExpertWeights) -> None:
         """Mend what the device would read otherwise."""
@@ -50,22 +50,72 @@ class TritonFp8Experts:
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.fp8_experts.Fp8ExpertsKernel`."""
         spec = self.spec
-        gate_up, down = (it.view(FNUZ) if self.fnuz else it for it in (layer.gate_up, layer.down))
         return fp8_mixture(
             x,
             weights,
             experts,
-            gate_up,
-            layer.gate_up_scale,
-            down,
-            layer.down_scale,
+            *self._stored(layer),
             spec.first,
             spec.count,
-            BLOCK_SIZE if spec.block else 0,
+            self.block,
             spec.activation,
             self.nvidia,
             self.overlap,
         )
+
+    def add(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        layer: Fp8ExpertWeights,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.fp8_experts.AddingFp8ExpertsKernel`."""
+        return _launch(
+            x,
+            weights,
+            experts,
+            self._stored(layer),
+            self.held,
+            block=self.block,
+            activation=self.spec.activation,
+            nvidia=self.nvidia,
+            overlap=self.overlap,
+            residual=residual,
+        )
+
+    def add_behind_norm(
+        self,
+        stream: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        layer: Fp8ExpertWeights,
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.fp8_experts.AddingFp8ExpertsKernel`."""
+        assert 0 < len(stream) <= self.max_normed
+        assert stream.is_contiguous()
+        return one_token(
+            stream,
+            weights,
+            experts,
+            self._stored(layer),
+            self.held,
+            block=self.block,
+            activation=ACTIVATIONS[self.spec.activation],
+            nvidia=self.nvidia,
+            overlap=self.overlap,
+            residual=stream,
+            norm=Norm(norm, eps),
+        )
+
+    def _stored(self, layer: Fp8ExpertWeights) -> Fp8ExpertWeights:
+        """The weights in the form of e4m3 that the device multiplies."""
+        if not self.fnuz:
+            return layer
+        return layer._replace(gate_up=layer.gate_up.view(FNUZ), down=layer.down.view(FNUZ))
 
 
 def _fake(
@@ -106,59 +156,91 @@ def fp8_mixture(
 
     ``first`` and ``count`` say which experts are held; ``block`` is 0 where each row has a scale.
     """
-    layer = (weights, experts, gate_up, gate_up_scale, down, down_scale)
-    assert all(it.is_contiguous() for it in layer)
+    return _launch(
+        x,
+        weights,
+        experts,
+        Fp8ExpertWeights(gate_up, gate_up_scale, down, down_scale),
+        Held(first, count, experts.shape[1]),
+        block=block,
+        activation=cast(Activation, activation),
+        nvidia=nvidia,
+        overlap=overlap,
+        residual=None,
+    )
+
+
+def _launch(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    layer: Fp8ExpertWeights,
+    held: Held,
+    *,
+    block: int,
+    activation: Activation,
+    nvidia: bool,
+    overlap: bool,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    assert x.stride(1) == 1
+    assert all(it.is_contiguous() for it in (weights, experts, *layer))
+    assert residual is None or residual.is_contiguous()
     tokens, hidden = x.shape
     if not tokens:
-        return x.new_empty(0, hidden)
-    act, dtype = ACTIVATIONS[cast(Activation, activation)], x.dtype
-    held, group = Held(first, count, experts.shape[1]), block or None
-    quantized, scales = quantize_groups(x, gate_up.dtype, overlap, group=group)
-    if tokens <= MAX_TOKENS:
-        middle = gate_up_of_pairs(
+        return x.new_empty(0, hidden) if residual is None else residual
+    alone = tokens == 1 and x.storage_offset() % 2 == 0 and takes_one_token(hidden, layer.down.shape[2], x.dtype)
+    run = one_token if alone else few_tokens if tokens <= MAX_TOKENS else many_tokens
+    return run(
+        x,
+        weights,
+        experts,
+        layer,
+        held,
+        block=block,
+        activation=ACTIVATIONS[activation],
+        nvidia=nvidia,
+        overlap=overlap,
+        residual=residual,
+    )
+
+
+def many_tokens(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    layer: Fp8ExpertWeights,
+    held: Held,
+    *,
+    block: int,
+    activation: int,
+    nvidia: bool,
+    overlap: bool,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """See :func:`atom_core.kernels.fp8_experts.few_tokens.one_token`."""
+    tokens, hidden = x.shape
+    group, dtype = block or None, layer.gate_up.dtype
+    blocks = sort_by_expert(experts, held, block_rows(tokens, held), overlap)
+    middle = x.new_empty(len(blocks.slots), layer.down.shape[2])
+    answers = x.new_empty(tokens * held.top_k, hidden)
+    for given, slots, weight, scales, out, shares, act in (
+        (x, None, layer.gate_up, layer.gate_up_scale, middle, None, activation),
+        (middle, blocks.slots, layer.down, layer.down_scale, answers, weights, None),
+    ):
+        quantized, given_scales = quantize_groups(given, dtype, overlap, group=group, slots=slots)
+        multiply_blocks(
             quantized,
+            given_scales,
+            blocks,
+            shares,
+            weight,
             scales,
-            experts,
-            gate_up,
-            gate_up_scale,
-            held,
+            out,
+            top_k=held.top_k,
             block=block,
             activation=act,
+            nvidia=nvidia,
             overlap=overlap,
-            dtype=dtype,
         )
-        quantized, scales = quantize_groups(middle, down.dtype, overlap, group=group)
-        return down_of_tokens(
-            quantized, scales, weights, experts, down, down_scale, held, block=block, overlap=overlap, dtype=dtype
-        )
-    blocks = sort_by_expert(experts, held, block_rows(tokens, held))
-    middle = x.new_empty(len(blocks.slots), down.shape[2])
-    multiply_blocks(
-        quantized,
-        scales,
-        blocks,
-        None,
-        gate_up,
-        gate_up_scale,
-        middle,
-        top_k=held.top_k,
-        block=block,
-        activation=act,
-        nvidia=nvidia,
-    )
-    quantized, scales = quantize_groups(middle, down.dtype, overlap, group=group, slots=blocks.slots)
-    answers = x.new_empty(tokens * held.top_k, hidden)
-    multiply_blocks(
-        quantized,
-        scales,
-        blocks,
-        weights,
-        down,
-        down_scale,
-        answers,
-        top_k=held.top_k,
-        block=block,
-        activation=None,
-        nvidia=nvidia,
-    )
-    return combine(answers, experts, held, dtype, overlap)
+    return combine(answers, experts, held, x.dtype, overlap, residual)

@@ -16,19 +16,12 @@ import triton.language as tl
 
 from atom_core.config import Activation
 from atom_core.kernels.fp8_linear.quantize import unit_of
+from atom_core.kernels.fp8_linear.words import halves, products_of_words
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.parts import finish, weight_rows
 from atom_core.kernels.linear.tiles import Tile
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
-
-
-@triton.jit
-def _halves(words, dtype: tl.constexpr):
-    """The two 16-bit numbers of each word, in float32."""
-    low = (words & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
-    high = ((words >> 16) & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit
@@ -44,10 +37,10 @@ def _as_multiplied(words, norm_words, squares, NORM: tl.constexpr, GROUPS: tl.co
 
     Also what each group of 16 has to be multiplied by to be what it was, and ``squares`` with those of the input.
     """
-    low, high = _halves(words, dtype)
+    low, high = halves(words, dtype)
     if NORM:
         squares += low * low + high * high
-        norm_low, norm_high = _halves(norm_words, dtype)
+        norm_low, norm_high = halves(norm_words, dtype)
         low *= norm_low
         high *= norm_high
     most = tl.max(tl.reshape(tl.maximum(tl.abs(low), tl.abs(high)), (GROUPS, 8)), 1)
@@ -56,80 +49,6 @@ def _as_multiplied(words, norm_words, squares, NORM: tl.constexpr, GROUPS: tl.co
     inverse = (0x7F000000 - exponent + 0x01800000).to(tl.float32, bitcast=True)
     unit = (exponent - 0x01800000).to(tl.float32, bitcast=True)
     return _float16(low, inverse, GROUPS) | (_float16(high, inverse, GROUPS) << 16), unit, squares
-
-
-@triton.jit
-def _of_word(word, pair0, pair1, fp8: tl.constexpr):
-    """The sum of four products, in float32."""
-    x0, x1 = _halves(pair0, tl.float16)
-    x2, x3 = _halves(pair1, tl.float16)
-    w0 = (word & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
-    w1 = ((word >> 8) & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
-    w2 = ((word >> 16) & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
-    w3 = ((word >> 24) & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
-    return w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
-
-
-@triton.jit
-def _sixteen(w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, NATIVE: tl.constexpr, fp8: tl.constexpr):
-    """The sum of the products of 16 numbers: four words of e4m3, eight of float16."""
-    if NATIVE:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b16 l, h; .reg .b32 p, q, a, b; .reg .f32 f0, f1, f2, f3;
-            mov.b32 {l, h}, $1; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;
-            mul.rn.f16x2 a, p, $5; fma.rn.f16x2 a, q, $6, a;
-            mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;
-            fma.rn.f16x2 a, p, $7, a; fma.rn.f16x2 a, q, $8, a;
-            mov.b32 {l, h}, $3; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;
-            mul.rn.f16x2 b, p, $9; fma.rn.f16x2 b, q, $10, b;
-            mov.b32 {l, h}, $4; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;
-            fma.rn.f16x2 b, p, $11, b; fma.rn.f16x2 b, q, $12, b;
-            mov.b32 {l, h}, a; cvt.f32.f16 f0, l; cvt.f32.f16 f1, h;
-            mov.b32 {l, h}, b; cvt.f32.f16 f2, l; cvt.f32.f16 f3, h;
-            add.f32 f0, f0, f1; add.f32 f2, f2, f3; add.f32 $0, f0, f2;
-            }""",
-            "=f,r,r,r,r,r,r,r,r,r,r,r,r",
-            [w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    else:  # noqa: RET505 - decided when compiling, and what stands behind a return would be compiled all the same
-        return (_of_word(w0, x0, x1, fp8) + _of_word(w1, x2, x3, fp8)) + (
-            _of_word(w2, x4, x5, fp8) + _of_word(w3, x6, x7, fp8)
-        )
-
-
-@triton.jit
-def _products(tile, pairs, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, NATIVE: tl.constexpr, fp8: tl.constexpr):
-    """``tile [BLOCK_N, 4 GROUPS]`` times ``pairs [8 GROUPS]``, summed up in groups of 16 numbers."""
-    even, odd = tl.split(tl.reshape(tile, (BLOCK_N, GROUPS, 2, 2)))
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
-    even_pairs, odd_pairs = tl.split(tl.reshape(pairs, (GROUPS, 2, 2, 2)))
-    x04, x26 = tl.split(even_pairs)
-    x15, x37 = tl.split(odd_pairs)
-    x0, x4 = tl.split(x04)
-    x2, x6 = tl.split(x26)
-    x1, x5 = tl.split(x15)
-    x3, x7 = tl.split(x37)
-    return _sixteen(
-        w0,
-        w1,
-        w2,
-        w3,
-        x0[None, :],
-        x1[None, :],
-        x2[None, :],
-        x3[None, :],
-        x4[None, :],
-        x5[None, :],
-        x6[None, :],
-        x7[None, :],
-        NATIVE,
-        fp8,
-    )
 
 
 @triton.jit
@@ -188,83 +107,16 @@ def _one_row(
         pairs, unit, squares = _as_multiplied(words, norm_words, squares, NORM, GROUPS, dtype)
         if NORM:
             norm_words = tl.load(norm_at + begin // 2, mask=known_two, other=0)
-        sums += _products(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8) * unit[None, :]
+        sums += products_of_words(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8) * unit[None, :]
         tile = ahead
         words = words_ahead
     if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     pairs, unit, squares = _as_multiplied(words, norm_words, squares, NORM, GROUPS, dtype)
-    total = tl.sum(sums + _products(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8) * unit[None, :], 1) * UNIT
+    total = tl.sum(sums + products_of_words(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8) * unit[None, :], 1) * UNIT
     if NORM:
         total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
     finish(total[None, :], None, scales, bias, residual, y, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
-
-
-@triton.jit
-def _one_row_ring(
-    x,
-    norm,
-    weight,
-    scales,
-    bias,
-    residual,
-    y,
-    eps,
-    N,
-    K,
-    stride_weight,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    UNIT: tl.constexpr,
-    NATIVE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    EARLY: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Tiles in shared memory, as :func:`atom_core.kernels.linear.one_row.one_row_ring`."""
-    GROUPS: tl.constexpr = BLOCK_K // 16
-    NORM: tl.constexpr = norm is not None
-    dtype: tl.constexpr = x.dtype.element_ty
-    fp8: tl.constexpr = weight.dtype.element_ty
-    if OVERLAP and EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    row = weight_rows(N, BLOCK_N, ACTIVATION is not None)
-    four = tl.arange(0, BLOCK_K // 4)
-    two = tl.arange(0, BLOCK_K // 2)
-    at = (weight + row * stride_weight).to(tl.pointer_type(tl.int32))[:, None] + four[None, :]
-    x_at = x.to(tl.pointer_type(tl.int32)) + two
-    norm_at = x_at
-    if NORM:
-        norm_at = norm.to(tl.pointer_type(tl.int32)) + two
-    sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
-    squares = tl.zeros([BLOCK_K // 2], tl.float32)
-    following = tl.zeros([BLOCK_K // 2], tl.int32)
-    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        known = tl.full([BLOCK_K // 4], True, tl.int1) if EVEN else begin // 4 + four < K // 4
-        known_two = tl.full([BLOCK_K // 2], True, tl.int1) if EVEN else begin // 2 + two < K // 2
-        tile = tl.load(at + begin // 4, mask=known[None, :], other=0, eviction_policy="evict_first")
-        words = following
-        if begin == 0:
-            if OVERLAP:
-                tl.extra.cuda.gdc_wait()
-            words = tl.load(x_at, mask=known_two, other=0)
-        if begin + BLOCK_K < K:
-            ahead = (begin + BLOCK_K) // 2
-            following = tl.load(x_at + ahead, mask=None if EVEN else ahead + two < K // 2, other=None if EVEN else 0)
-        norm_words = tl.load(norm_at + begin // 2, mask=known_two, other=0) if NORM else 0
-        pairs, unit, squares = _as_multiplied(words, norm_words, squares, NORM, GROUPS, dtype)
-        sums += _products(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8) * unit[None, :]
-    if OVERLAP and not EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    total = tl.sum(sums, 1) * UNIT
-    if NORM:
-        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
-    finish(total[None, :], None, scales, bias, residual, y, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
-
-
-_KERNELS = {"row": _one_row, "ring": _one_row_ring}
 
 
 def tile_for(out_features: int, in_features: int) -> Tile:
@@ -296,7 +148,7 @@ def multiply_row(
         weight: ``[N, K]`` in a form of e4m3; K is a multiple of 16.
         weight_scale: float32 ``[N]``, of e4m3fn's numbers.
         bias: ``[N]``.
-        tile: of kernel "row" or "ring".
+        tile: the kernel's name in it is not looked at.
         native: the device has an instruction that widens e4m3 to float16.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         norm: norm ``x`` first.
@@ -312,8 +164,7 @@ def multiply_row(
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(1, outputs) if residual is None else residual
     columns = min(tile.columns, triton.next_power_of_2(in_features))
-    choices = {"STAGES": tile.stages} if tile.kernel == "ring" else {}
-    _KERNELS[tile.kernel][(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2),)](
+    _one_row[(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2),)](
         x,
         None if norm is None else norm.weight,
         weight,
@@ -335,7 +186,6 @@ def multiply_row(
         OVERLAP=overlap,
         EARLY=tile.early,
         num_warps=tile.warps,
-        **choices,
         **launch_options(overlap),
     )
     return y

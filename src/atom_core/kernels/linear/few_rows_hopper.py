@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from atom_core.kernels.gated_activation.triton_kernel import gated
 
 #: Gluon's names changed between Triton 3.6 and 3.9.
-_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _gated = gluon.jit(gated.fn)
 
 #: A tile's place is filled anew when the product behind the one that read it has begun.
@@ -24,7 +24,7 @@ LAG = 2
 
 
 @gluon.jit
-def _weight_rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
+def weight_rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
     """As :func:`atom_core.kernels.linear.parts.weight_rows`; of 16 rows the first eight are gates, then come theirs.
 
     So a thread has both, for it holds every eighth row of the result.
@@ -39,8 +39,48 @@ def _weight_rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _depend(INSTRUCTION: gl.constexpr):
+def depend(INSTRUCTION: gl.constexpr):
+    """An instruction of programmatic dependent launch."""
     gl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def finish(
+    total,
+    of_sum,
+    bias,
+    residual,
+    y,
+    M,
+    N,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+):
+    """Add what is to be added to ``total [BLOCK_N, BLOCK_M]`` of the weight's rows ``of_sum``, activate and store."""
+    out_dtype: gl.constexpr = y.dtype.element_ty
+    warps: gl.constexpr = gl.num_warps()
+    if bias is not None:
+        total += gl.load(bias + of_sum).to(gl.float32)[:, None]
+    width = N
+    WIDTH: gl.constexpr = BLOCK_N if ACTIVATION is None else BLOCK_N // 2
+    if ACTIVATION is not None:
+        width = N // 2
+        pairs = total.reshape([BLOCK_N // 16, 2, 8, BLOCK_M]).permute([0, 2, 3, 1])
+        gate, up = gl.split(pairs)
+        # Rounded where a kernel of its own would read them.
+        gate = gate.to(out_dtype).to(gl.float32)
+        up = up.to(out_dtype).to(gl.float32)
+        total = _gated(gate, up, ACTIVATION).reshape([WIDTH, BLOCK_M])
+    stored: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
+    result = gl.convert_layout(total, stored)
+    out = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
+    to = gl.arange(0, BLOCK_M, gl.SliceLayout(0, stored))
+    y_at = to.to(gl.int64)[None, :] * width + out[:, None]
+    known = (to < M)[None, :] & (out < width)[:, None]
+    if residual is not None:
+        result += gl.load(residual + y_at, mask=known, other=0.0).to(gl.float32)
+    gl.store(y + y_at, result.to(out_dtype), mask=known)
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -73,7 +113,6 @@ def few_rows_hopper(
     gl.static_assert(norm is None)
     gl.static_assert(EVEN)
     dtype: gl.constexpr = weight.dtype.element_ty
-    out_dtype: gl.constexpr = y.dtype.element_ty
     bits: gl.constexpr = dtype.primitive_bitwidth
     vector: gl.constexpr = 128 // bits
     across: gl.constexpr = min(BLOCK_K // vector, 32)
@@ -82,7 +121,7 @@ def few_rows_hopper(
     summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_M, 256 // bits])
     ahead: gl.constexpr = STAGES - LAG
     if OVERLAP and EARLY:
-        _depend("griddepcontrol.launch_dependents; // $0")
+        depend("griddepcontrol.launch_dependents; // $0")
     tiles = gl.allocate_shared_memory(
         dtype, [STAGES, BLOCK_N, BLOCK_K], gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], dtype)
     )
@@ -90,18 +129,18 @@ def few_rows_hopper(
         dtype, [STAGES, BLOCK_M, BLOCK_K], gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], dtype)
     )
     column = gl.arange(0, BLOCK_K, gl.SliceLayout(0, copied))
-    row = _weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, ACTIVATION is not None)
+    row = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, ACTIVATION is not None)
     given = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
     used = (given < M)[:, None]
     at = weight + row[:, None] * stride_weight + column[None, :]
     x_at = x + given.to(gl.int64)[:, None] * stride_x + column[None, :]
     for stage in gl.static_range(ahead):
-        _load(tiles.index(stage), at + stage * BLOCK_K, eviction_policy="evict_first")
+        load(tiles.index(stage), at + stage * BLOCK_K, eviction_policy="evict_first")
         async_copy.commit_group()
     if OVERLAP:
-        _depend("griddepcontrol.wait; // $0")
+        depend("griddepcontrol.wait; // $0")
     for stage in gl.static_range(ahead):
-        _load(inputs.index(stage), x_at + stage * BLOCK_K, mask=used)
+        load(inputs.index(stage), x_at + stage * BLOCK_K, mask=used)
         async_copy.commit_group()
     total = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, summed)
     steps = K // BLOCK_K
@@ -110,42 +149,22 @@ def few_rows_hopper(
     for step in range(steps):
         async_copy.wait_group(ahead - 1)
         fence_async_shared()
-        _barrier()
+        barrier()
         total = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), total, is_async=True)
         if step + ahead < steps:
-            _load(tiles.index(filled), at + (step + ahead) * BLOCK_K, eviction_policy="evict_first")
-            _load(inputs.index(filled), x_at + (step + ahead) * BLOCK_K, mask=used)
+            load(tiles.index(filled), at + (step + ahead) * BLOCK_K, eviction_policy="evict_first")
+            load(inputs.index(filled), x_at + (step + ahead) * BLOCK_K, mask=used)
         if OVERLAP and not EARLY and step + ahead == steps:
-            _depend("griddepcontrol.launch_dependents; // $0")
+            depend("griddepcontrol.launch_dependents; // $0")
         async_copy.commit_group()
         place = (place + 1) % STAGES
         filled = (filled + 1) % STAGES
         total = warpgroup_mma_wait(LAG - 1, [total])
     total = warpgroup_mma_wait(0, [total])
-    of_sum = _weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N, ACTIVATION is not None)
+    of_sum = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N, ACTIVATION is not None)
     if input_scales is not None:
         each = gl.arange(0, BLOCK_M, gl.SliceLayout(0, summed))
         total *= gl.load(input_scales + each, mask=each < M, other=0.0)[None, :]
     if scales is not None:
         total *= gl.load(scales + of_sum)[:, None]
-    if bias is not None:
-        total += gl.load(bias + of_sum).to(gl.float32)[:, None]
-    width = N
-    WIDTH: gl.constexpr = BLOCK_N if ACTIVATION is None else BLOCK_N // 2
-    if ACTIVATION is not None:
-        width = N // 2
-        pairs = total.reshape([BLOCK_N // 16, 2, 8, BLOCK_M]).permute([0, 2, 3, 1])
-        gate, up = gl.split(pairs)
-        # Rounded where a kernel of its own would read them.
-        gate = gate.to(out_dtype).to(gl.float32)
-        up = up.to(out_dtype).to(gl.float32)
-        total = _gated(gate, up, ACTIVATION).reshape([WIDTH, BLOCK_M])
-    stored: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
-    result = gl.convert_layout(total, stored)
-    out = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
-    to = gl.arange(0, BLOCK_M, gl.SliceLayout(0, stored))
-    y_at = to.to(gl.int64)[None, :] * width + out[:, None]
-    known = (to < M)[None, :] & (out < width)[:, None]
-    if residual is not None:
-        result += gl.load(residual + y_at, mask=known, other=0.0).to(gl.float32)
-    gl.store(y + y_at, result.to(out_dtype), mask=known)
+    finish(total, of_sum, bias, residual, y, M, N, BLOCK_M, BLOCK_N, ACTIVATION)

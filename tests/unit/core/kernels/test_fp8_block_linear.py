@@ -9,7 +9,7 @@ from atom_core.kernels import kernel_set
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
 from atom_core.kernels.fp8_block_linear.reference import ReferenceFp8BlockLinear, quantize_groups
 from atom_core.kernels.fp8_linear.reference import E4M3
-from atom_core.kernels.fp8_linear.scaled_mm import FNUZ
+from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros
 from atom_core.kernels.gated_activation.reference import gated_activation
 from atom_core.kernels.linear.tiles import MAX_ROWS
 from atom_core.kernels.rms_norm.reference import rms_norm
@@ -141,6 +141,72 @@ def test_few_rows_in_triton(sizes, rows, target):
     found = kernel.add(x, weight, scale, bias, residual)
     assert found is residual
     assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("fnuz", [False, True])
+@pytest.mark.parametrize("sizes", [*SIZES, (1040, 256)], ids=str)
+@pytest.mark.parametrize(
+    ("around", "dtype"),
+    [
+        ("nothing", torch.bfloat16),
+        ("nothing", torch.float16),
+        ("residual", torch.float16),
+        # The interpreter cuts bfloat16 off where a norm is rounded.
+        ("norm and activation", torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_one_row_in_triton(around, sizes, fnuz, dtype):
+    from atom_core.kernels.fp8_block_linear.one_row import multiply_row
+    from atom_core.kernels.linear.tiles import Tile
+    from atom_core.kernels.linear.triton_kernel import Norm
+
+    if around == "norm and activation" and sizes[1] // 2 % 8:
+        sizes = (sizes[0], 176)  # gate ends within a block, as the others' do, and not within a program's rows
+    x, weight, scale, bias = operands(1, dtype, *sizes)
+    norm = residual = activation = None
+    wanted = x
+    if around == "norm and activation":
+        norm, activation = Norm(torch.rand(sizes[0]).to(dtype), 1e-6), "silu"
+        wanted = rms_norm(x, norm.weight, norm.eps, None)[0]
+    wanted = by_definition(wanted, weight, scale, bias)
+    if activation is not None:
+        wanted = gated_activation(wanted.to(dtype), activation).double()
+    if around == "residual":
+        residual = torch.randn(1, sizes[1]).to(dtype)
+        wanted += residual.double()
+    if fnuz:
+        clear_minus_zeros(weight)
+    found = multiply_row(
+        x,
+        weight.view(FNUZ) if fnuz else weight,
+        scale,
+        bias,
+        tile=Tile("row", 16, 512, 4),
+        native=False,
+        overlap=False,
+        norm=norm,
+        activation=activation,
+        residual=residual,
+    )
+    assert found is residual or residual is None
+    assert_close(found, wanted)
+
+
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_a_row_with_nan_is_nan_whole():
+    x, weight, scale, _ = operands(1, torch.float16)
+    x[0, 7] = float("nan")
+    assert triton()(x, weight, scale, None).isnan().all()
+
+
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_one_row_that_begins_within_a_word():
+    x, weight, scale, bias = operands(1, torch.float16)
+    wide = torch.full((1, 280), float("nan"), dtype=torch.float16)
+    wide[:, 3:275] = x
+    assert_close(triton()(wide[:, 3:275], weight, scale, bias), by_definition(x, weight, scale, bias))
 
 
 @pytest.mark.parametrize("target", [CUDA, GFX942], ids=str)

@@ -13,6 +13,7 @@ from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8Expert
 from atom_core.kernels.fp8_experts.reference import ReferenceFp8Experts
 from atom_core.kernels.fp8_linear.reference import E4M3, quantize_input
 from atom_core.kernels.gated_activation.reference import gated_activation
+from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 
 CPU, CUDA, GFX942 = Target("cpu", "x86_64"), Target("cuda", "sm90"), Target("rocm", "gfx942")
@@ -64,6 +65,11 @@ def operands(spec, tokens, dtype, total=6):
     experts = torch.stack(chosen).int() if tokens else torch.empty(0, spec.top_k, dtype=torch.int32)
     x = torch.randn(tokens, hidden, generator=generator).to(dtype)
     return x, torch.rand(tokens, spec.top_k, generator=generator), experts, layer
+
+
+def in_words(spec):
+    """With a size that one token is multiplied by itself for: others go the way of several."""
+    return replace(spec, hidden_size=-(-spec.hidden_size // 16) * 16)
 
 
 def product(spec, row, weight, scale):
@@ -121,12 +127,22 @@ def test_the_reference_is_the_definition(spec, dtype, tokens):
 
 
 @every_way
-@pytest.mark.parametrize("tokens", [0, 2])
+@pytest.mark.parametrize("tokens", [0, 2, 5])
 @pytest.mark.usefixtures("exact_fp8_casts")
 def test_few_tokens_in_triton(spec, target, tokens):
     *given, layer = operands(spec, tokens, torch.float16)
     kernel = triton(spec, target, layer)
     assert_close(kernel(*given, layer), by_definition(spec, *given, layer))
+
+
+@every_way
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_each_token_by_itself_in_triton(spec, target):
+    spec = in_words(spec)
+    *given, layer = operands(spec, 5, torch.float16)
+    kernel = triton(spec, target, layer)
+    found = torch.cat([kernel(*(it[token : token + 1] for it in given), layer) for token in range(5)])
+    assert_close(found, by_definition(spec, *given, layer))
 
 
 @every_way
@@ -161,31 +177,115 @@ def quantized_in_triton(spec, x):
     return launch(x, E4M3, overlap=False, group=128 if spec.block else None)
 
 
+def weighed_answers(spec, middle, weights, experts, layer):
+    """float64 of each pair that is held."""
+    answers = []
+    for pair, _, expert in held_pairs(spec, experts):
+        at = expert - spec.first
+        answer = product(spec, middle[pair], layer.down[at], layer.down_scale[at])
+        answers.append(weights.flatten()[pair].double() * answer)
+    return answers
+
+
+@every_spec
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_each_product_of_one_token_in_triton(normed, spec):
+    from atom_core.kernels.experts.grouped import Held
+    from atom_core.kernels.fp8_experts.few_tokens import down_of_one, gate_up_of_one
+    from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
+    from atom_core.kernels.linear.triton_kernel import Norm
+
+    spec = in_words(spec)
+    x, weights, experts, layer = operands(spec, 1, torch.float16)
+    experts[0, 0] = spec.first  # one at least is held
+    norm = Norm(torch.rand(spec.hidden_size).to(torch.float16) + 0.5, 1e-5) if normed else None
+    row = x if norm is None else rms_norm(x, norm.weight, norm.eps, None)[0]
+    common = {"block": 128 if spec.block else 0, "overlap": False, "nvidia": True}
+    held, activation = Held(spec.first, spec.count, spec.top_k), ACTIVATIONS[spec.activation]
+    given = (x, experts, layer.gate_up, layer.gate_up_scale, held)
+    found = gate_up_of_one(*given, activation=activation, norm=norm, **common)
+    pairs = held_pairs(spec, experts)
+    wanted = torch.stack([middle_of(spec, row[0], layer, expert) for *_, expert in pairs])
+    assert_product(found[[pair for pair, *_ in pairs]], wanted)
+    middle = torch.full((spec.top_k, spec.intermediate_size), float("nan"), dtype=torch.float16)
+    middle[[pair for pair, *_ in pairs]] = torch.randn(len(pairs), spec.intermediate_size).to(torch.float16)
+    residual = x.clone() if normed else None
+    found = down_of_one(middle, weights, experts, layer.down, layer.down_scale, held, residual=residual, **common)
+    assert found is residual or not normed
+    wanted = sum(weighed_answers(spec, middle, weights, experts, layer))[None]
+    assert_product(found, wanted + x.double() if normed else wanted)
+
+
 @every_spec
 @pytest.mark.usefixtures("exact_fp8_casts")
 def test_each_product_of_few_tokens_in_triton(spec):
     from atom_core.kernels.experts.grouped import Held
-    from atom_core.kernels.fp8_experts.few_tokens import down_of_tokens, gate_up_of_pairs
+    from atom_core.kernels.fp8_experts.few_tokens import multiply_of_experts
     from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 
-    x, weights, experts, layer = operands(spec, 2, torch.float16)
-    common = {"block": 128 if spec.block else 0, "overlap": False, "dtype": torch.float16}
+    x, weights, experts, layer = operands(spec, 5, torch.float16)
+    common = {"block": 128 if spec.block else 0, "overlap": False, "nvidia": True}
     held, activation = Held(spec.first, spec.count, spec.top_k), ACTIVATIONS[spec.activation]
-    given = (*quantized_in_triton(spec, x), experts, layer.gate_up, layer.gate_up_scale, held)
-    found = gate_up_of_pairs(*given, activation=activation, **common)
     pairs = held_pairs(spec, experts)
+    places = [pair for pair, *_ in pairs]
+    found = torch.full((experts.numel(), spec.intermediate_size), float("nan"), dtype=torch.float16)
+    given = (*quantized_in_triton(spec, x), experts, None, layer.gate_up, layer.gate_up_scale, found, held)
+    multiply_of_experts(*given, activation=activation, **common)
     wanted = torch.stack([middle_of(spec, x[token], layer, expert) for _, token, expert in pairs])
-    assert_product(found[[pair for pair, *_ in pairs]], wanted)
-    middle = torch.randn(2 * spec.top_k, spec.intermediate_size).to(torch.float16)
-    found = down_of_tokens(
-        *quantized_in_triton(spec, middle), weights, experts, layer.down, layer.down_scale, held, **common
-    )
-    wanted = torch.zeros(x.shape, dtype=torch.float64)
-    for pair, token, expert in pairs:
-        at = expert - spec.first
-        answer = product(spec, middle[pair], layer.down[at], layer.down_scale[at])
-        wanted[token] += weights.flatten()[pair].double() * answer
-    assert_product(found, wanted)
+    assert_product(found[places], wanted)
+    middle = torch.full((experts.numel(), spec.intermediate_size), float("nan"), dtype=torch.float16)
+    middle[places] = torch.randn(len(places), spec.intermediate_size).to(torch.float16)
+    answers = torch.full((experts.numel(), spec.hidden_size), float("nan"))
+    given = (*quantized_in_triton(spec, middle), experts, weights, layer.down, layer.down_scale, answers, held)
+    multiply_of_experts(*given, activation=None, **common)
+    assert_product(answers[places], torch.stack(weighed_answers(spec, middle, weights, experts, layer)))
+    elsewhere = torch.ones(len(answers), dtype=torch.bool)
+    elsewhere[places] = False
+    assert answers[elsewhere].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 20])
+@pytest.mark.parametrize("spec", [ROWS, replace(BLOCKS, first=2, count=3)], ids=["rows", "some, blocks"])
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_answers_are_added_to_a_residual(spec, tokens):
+    *given, layer = operands(spec, tokens, torch.float16)
+    residual = torch.randn(tokens, spec.hidden_size).to(torch.float16)
+    wanted = residual.double() + by_definition(spec, *given, layer)
+    found = triton(spec, CUDA, layer).add(*given, layer, residual)
+    assert found is residual
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("spec", [ROWS, BLOCKS], ids=["rows", "blocks"])
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_one_token_is_normed_on_the_way(spec):
+    spec = replace(in_words(spec), dtype=torch.float16)
+    x, weights, experts, layer = operands(spec, 1, torch.float16)
+    norm = torch.rand(spec.hidden_size).to(torch.float16) + 0.5
+    normed = rms_norm(x, norm, 1e-5, None)[0]
+    wanted = x.double() + by_definition(spec, normed, weights, experts, layer)
+    kernel, stream = triton(spec, CUDA, layer), x.clone()
+    assert kernel.max_normed == 1
+    found = kernel.add_behind_norm(stream, norm, 1e-5, weights, experts, layer)
+    assert found is stream
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [ROWS, replace(BLOCKS, dtype=torch.float16), replace(ROWS, dtype=torch.float16)],
+    ids=["float32", "a size of no whole words", "a row that begins within a word"],
+)
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_one_token_that_is_not_read_in_words(spec):
+    x, weights, experts, layer = operands(spec, 1, spec.dtype)
+    wide = torch.full((1, spec.hidden_size + 3), float("nan"), dtype=spec.dtype)
+    wide[:, 3:] = x
+    kernel = triton(spec, CUDA, layer)
+    assert kernel.max_normed == (spec == replace(ROWS, dtype=torch.float16))
+    wanted = by_definition(spec, x, weights, experts, layer)
+    assert_close(kernel(wide[:, 3:], weights, experts, layer), wanted)
 
 
 @every_spec
@@ -197,7 +297,7 @@ def test_each_product_of_many_tokens_in_triton(spec):
 
     x, weights, experts, layer = operands(spec, 20, torch.float16)
     blocks = sort_by_expert(experts, Held(spec.first, spec.count, spec.top_k), 16)
-    common = {"top_k": spec.top_k, "block": 128 if spec.block else 0, "nvidia": True}
+    common = {"top_k": spec.top_k, "block": 128 if spec.block else 0, "nvidia": True, "overlap": False}
     slots = blocks.slots.tolist()
     pairs = held_pairs(spec, experts)[:20]
     found = torch.full((len(slots), spec.intermediate_size), float("nan"), dtype=torch.float16)

@@ -1,0 +1,98 @@
+"""2 to 64 rows by a weight in blocks on Hopper: :mod:`atom_core.kernels.linear.few_rows_hopper`, a tile a group.
+
+The sums of a group are scaled before they are added up, in float32.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from atom_core.kernels.linear.few_rows_hopper import barrier, depend, finish, load, weight_rows
+
+
+@gluon.jit(do_not_specialize=["M", "stride_input_scales"])
+def few_rows_hopper(
+    x,
+    input_scales,
+    weight,
+    scales,
+    bias,
+    residual,
+    y,
+    M,
+    N,
+    K,
+    stride_input_scales,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SIZE: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    EARLY: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Programs of ``BLOCK_N`` rows of the weight and all of ``x``; ``STAGES - 1`` tiles are on their way at once."""
+    dtype: gl.constexpr = weight.dtype.element_ty
+    GATED: gl.constexpr = ACTIVATION is not None
+    warps: gl.constexpr = gl.num_warps()
+    copied: gl.constexpr = gl.BlockedLayout([1, 16], [32 * 16 // SIZE, SIZE // 16], [warps, 1], [1, 0])
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_M, 32])
+    ahead: gl.constexpr = STAGES - 1
+    if OVERLAP and EARLY:
+        depend("griddepcontrol.launch_dependents; // $0")
+    tiles = gl.allocate_shared_memory(
+        dtype, [STAGES, BLOCK_N, SIZE], gl.NVMMASharedLayout.get_default_for([BLOCK_N, SIZE], dtype)
+    )
+    inputs = gl.allocate_shared_memory(
+        dtype, [STAGES, BLOCK_M, SIZE], gl.NVMMASharedLayout.get_default_for([BLOCK_M, SIZE], dtype)
+    )
+    column = gl.arange(0, SIZE, gl.SliceLayout(0, copied))
+    row = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, GATED)
+    given = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
+    used = (given < M)[:, None]
+    at = weight + row[:, None] * K + column[None, :]
+    x_at = x + given.to(gl.int64)[:, None] * K + column[None, :]
+    for stage in gl.static_range(ahead):
+        load(tiles.index(stage), at + stage * SIZE, eviction_policy="evict_first")
+        async_copy.commit_group()
+    steps = K // SIZE
+    of_sum = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N, GATED)
+    each = gl.arange(0, BLOCK_M, gl.SliceLayout(0, summed))
+    scale_at = scales + of_sum // SIZE * steps
+    mine = gl.load(scale_at)
+    if OVERLAP:
+        depend("griddepcontrol.wait; // $0")
+    for stage in gl.static_range(ahead):
+        load(inputs.index(stage), x_at + stage * SIZE, mask=used)
+        async_copy.commit_group()
+    theirs = gl.load(input_scales + each, mask=each < M, other=0.0)
+    total = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, summed)
+    place = 0
+    filled = ahead
+    for step in range(steps):
+        async_copy.wait_group(ahead - 1)
+        fence_async_shared()
+        barrier()
+        part = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, summed)
+        part = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), part, is_async=True)
+        # All are done with the tile of the step before.
+        if step + ahead < steps:
+            load(tiles.index(filled), at + (step + ahead) * SIZE, eviction_policy="evict_first")
+            load(inputs.index(filled), x_at + (step + ahead) * SIZE, mask=used)
+        if OVERLAP and not EARLY and step + ahead == steps:
+            depend("griddepcontrol.launch_dependents; // $0")
+        async_copy.commit_group()
+        # Each step's scales are loaded before those of the last are used.
+        further = gl.minimum(step + 1, steps - 1)
+        mine_ahead = gl.load(scale_at + further)
+        theirs_ahead = gl.load(input_scales + further * stride_input_scales + each, mask=each < M, other=0.0)
+        place = (place + 1) % STAGES
+        filled = (filled + 1) % STAGES
+        part = warpgroup_mma_wait(0, [part])
+        total += part * mine[:, None] * theirs[None, :]
+        mine = mine_ahead
+        theirs = theirs_ahead
+    finish(total, of_sum, bias, residual, y, M, N, BLOCK_M, BLOCK_N, ACTIVATION)
