@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 
 from atom_core.config import Activation
-from atom_core.kernels.fp8_linear.one_row import MAX_INPUTS
 from atom_core.kernels.fp8_linear.quantize import norm_factor, unit_of
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
-from atom_core.kernels.fp8_linear.words import block_scales, first_row, row_sums_of_words
+from atom_core.kernels.fp8_linear.words import MAX_INPUTS, block_scales, first_row, row_sums_of_words
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.parts import finish, weight_rows
 from atom_core.kernels.linear.tiles import Tile

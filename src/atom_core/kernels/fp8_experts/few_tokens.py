@@ -16,10 +16,10 @@ import triton.language as tl
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
 from atom_core.kernels.experts.grouped import Held, combine, finish_block
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
-from atom_core.kernels.fp8_linear.one_row import MAX_INPUTS
 from atom_core.kernels.fp8_linear.quantize import norm_factor, scale_of, unit_of
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.fp8_linear.words import (
+    MAX_INPUTS,
     as_multiplied,
     block_scales,
     each_sixteen,

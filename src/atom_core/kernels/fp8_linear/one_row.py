@@ -1,11 +1,10 @@
 """One row by a weight in FP8, in one launch, with the input as it is: only the weight is FP8.
 
-Tensor cores take FP8 from shared memory alone, 64 rows of the weight at a time, and both sides in FP8: too few programs
-for one row, and quantising needs the row's largest number, which is a launch of its own, or a wait in each program. Here
-e4m3 is widened to float16 by the hardware's instruction, two numbers at a time, and the input becomes float16 in groups of
-16 numbers, each multiplied by a power of 2 such that nothing overflows: a bfloat16 or float16 loses nothing by that but
-what is less than a 2^18th of its group's largest. Products are rounded to float16, eight of them added in it, and those
-sums added in float32: less than bfloat16's own rounding, and far less than e4m3's.
+Quantising needs the row's largest number, which is a launch of its own, or a wait in each program. Here the input
+becomes float16 in groups of 16 numbers, each multiplied by a power of 2 such that nothing overflows: a bfloat16 or
+float16 loses nothing by that but what is less than a 2^18th of its group's largest. Products with e4m3 are rounded to
+float16, eight of them added in it, and those sums added in float32 (:mod:`.words`): less than bfloat16's own rounding,
+and far less than that of an input in e4m3.
 """
 
 from __future__ import annotations

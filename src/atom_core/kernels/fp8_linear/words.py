@@ -1,9 +1,10 @@
 """Products of one row in FP8 without tensor cores: weights are read four to a word, inputs two.
 
 Tensor cores take FP8 from shared memory alone, and 64 rows of the weight at a time: too few programs for one row. Here
-e4m3 is widened to float16 by the hardware's instruction, two numbers at a time. A product of two e4m3 is exact in
-float16, where the input's are a 64th of themselves so that nothing overflows; eight products are added in float16,
-whose rounding is a quarter of that of tensor cores' own sums of FP8, and those sums in float32.
+e4m3 is widened to float16 by the hardware's instruction, two numbers at a time; eight products are added in float16,
+and those sums in float32. Where the input is e4m3 as well, a product of two is exact in float16, in which the input's
+are a 64th of themselves so that nothing overflows; the sums' rounding is a quarter of that of tensor cores' own sums of
+FP8.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.fp8_linear.quantize import narrowed
+
+#: Sizes of the input up to which a program keeps it whole in registers while it looks for a scale or a norm's factor.
+MAX_INPUTS = 16384
 
 
 @triton.jit

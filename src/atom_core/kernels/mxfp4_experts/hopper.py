@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from atom_core.kernels.experts.grouped import Held, block_rows, combine, sort_by_expert
 from atom_core.kernels.gated_activation.triton_kernel import gated
-from atom_core.kernels.linear.few_rows_hopper import _barrier, _depend, _load
+from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_linear.inputs import prepare
 from atom_core.kernels.triton_support import launch_options
@@ -107,14 +107,14 @@ def _rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
 def _copy_weight(tiles, scale_tiles, at, scale_at, wide, wide_scales, begin, quarter, column, group, N, place):
     """Columns from ``begin`` on, where an expert's row is not at its end: there, zero."""
     known = wide & (begin + column < quarter)[None, :]
-    _load(tiles.index(place), at + begin, mask=known, eviction_policy="evict_first")
+    load(tiles.index(place), at + begin, mask=known, eviction_policy="evict_first")
     known = wide_scales & (begin + group * 8 < quarter)[:, None]
-    _load(scale_tiles.index(place), scale_at + (begin // 8) * N, mask=known)
+    load(scale_tiles.index(place), scale_at + (begin // 8) * N, mask=known)
 
 
 @gluon.jit
 def _copy_inputs(inputs, x_at, used, begin, quarter, column, place):
-    _load(inputs.index(place), x_at + begin, mask=used & (begin + column < quarter)[None, :])
+    load(inputs.index(place), x_at + begin, mask=used & (begin + column < quarter)[None, :])
 
 
 @gluon.jit
@@ -185,7 +185,7 @@ def expert_rows_hopper(
     if expert < 0:
         # One waits though it has nothing to do, so that whoever waits for this kernel waits for those in front as well.
         if OVERLAP and gl.program_id(0) + gl.program_id(1) == 0:
-            _depend("griddepcontrol.wait; // $0")
+            depend("griddepcontrol.wait; // $0")
         return
     expert = expert.to(gl.int64)
     tiles = gl.allocate_shared_memory(
@@ -209,9 +209,9 @@ def expert_rows_hopper(
         _copy_weight(tiles, scale_tiles, at, scale_at, wide, wide_scales, begin, quarter, column, group, N, stage)
         async_copy.commit_group()
     if OVERLAP:
-        _depend("griddepcontrol.wait; // $0")
+        depend("griddepcontrol.wait; // $0")
         # Not earlier: the kernel behind reads which experts they are without waiting for this one.
-        _depend("griddepcontrol.launch_dependents; // $0")
+        depend("griddepcontrol.launch_dependents; // $0")
     # The four parts of each row, one behind the other.
     part = gl.arange(0, 4, gl.SliceLayout(1, parts))
     given = gl.convert_layout(pair, gl.SliceLayout(0, parts))
@@ -235,7 +235,7 @@ def expert_rows_hopper(
     filled = STAGES - 1
     for step in range(steps):
         async_copy.wait_group(STAGES - 2)
-        _barrier()
+        barrier()
         if step + (STAGES - 1) < steps:
             begin = (step + (STAGES - 1)) * W
             _copy_weight(tiles, scale_tiles, at, scale_at, wide, wide_scales, begin, quarter, column, group, N, filled)
