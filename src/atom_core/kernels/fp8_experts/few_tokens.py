@@ -427,7 +427,7 @@ def gate_up_of_one(
     """
     _, rows, hidden = weight.shape
     middle = torch.empty(held.top_k, rows // 2, dtype=x.dtype, device=x.device)
-    columns, tile_rows = min(512, max(128, triton.next_power_of_2(hidden))), 16
+    columns, tile_rows = min(512, max(128, triton.next_power_of_2(hidden))), 32
     _gate_up_of_one[(triton.cdiv(rows, tile_rows), held.top_k)](
         x,
         None if norm is None else norm.weight,
