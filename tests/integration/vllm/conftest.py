@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from openai import OpenAI
 
 from tests.integration.once import once
@@ -30,6 +31,7 @@ def one_thread() -> Iterator[None]:
     The steps of small models are short: threads that wait for one another take longer than one that does all of it.
     Bound to cores, as they are by default, engines that run side by side all get the same ones.
     """
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
