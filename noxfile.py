@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -21,8 +22,10 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import nox
 from nox.command import CommandFailed
@@ -191,6 +194,8 @@ def _pytest(
         raise NoTests(folders)
     named = any((ROOT / argument.partition("::")[0]).exists() for argument in session.posargs)
     selection = session.posargs if named else [*folders.split(), *args, *session.posargs]
+    # One thread a process: others run beside it, and threads of small steps would wait for one another.
+    variables = {"OMP_NUM_THREADS": "1", **variables}
     environment.run(session, "-m", "pytest", f"--junitxml={_report(session, name)}", *selection, **variables)
 
 
@@ -218,16 +223,23 @@ def _types(session: nox.Session) -> None:
     _core_environment(session).run(session, "-m", "mypy")
 
 
-#: Tests that start no server share nothing, so some run at once; one thread each, or they would wait for one another.
+#: Tests that start no server share nothing, so some run at once.
 SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4")
+#: Days after which a kernel is compiled again although nothing that it is made from has changed.
+KEPT_DAYS = 14
 
 
 def _unit(session: nox.Session) -> None:
-    _pytest(session, _core_environment(session), "unit", "tests/unit", *SIDE_BY_SIDE, OMP_NUM_THREADS="1")
+    _pytest(session, _core_environment(session), "unit", "tests/unit", *SIDE_BY_SIDE)
 
 
 def _contract(session: nox.Session) -> None:
-    _pytest(session, _core_environment(session), "contract", "tests/contract", *SIDE_BY_SIDE, OMP_NUM_THREADS="1")
+    environment = _core_environment(session)
+    cache = environment.path / "triton-cache"
+    _pytest(session, environment, "contract", "tests/contract", *SIDE_BY_SIDE, TRITON_CACHE_DIR=str(cache))
+    for entry in cache.glob("*"):
+        if time.time() - entry.stat().st_mtime > KEPT_DAYS * 24 * 3600:
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def _lm_eval(session: nox.Session) -> str:
@@ -281,39 +293,69 @@ def demo(session: nox.Session) -> None:
     environment.run(session, "examples/demo.py", *session.posargs)
 
 
+class Quiet:
+    """A session that prints into a file, so that what parts that run side by side print does not mix."""
+
+    def __init__(self, session: nox.Session, file: IO[str]) -> None:
+        self._session = session
+        self._file = file
+
+    def run(self, *args: str, silent: bool = False, **options: Any) -> Any:
+        return self._session.run(*args, stdout=self._file, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+#: Parts that run at once. One that starts engines has a core busy most of the time, and now and then two.
+LANES = 2
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that needs no GPU: SGLang and the newest vLLM in full, older ones on their smoke tests."""
-    parts: dict[str, Callable[[], None]] = {
-        "lint": lambda: _lint(session),
-        "types": lambda: _types(session),
-        "docs": lambda: _docs(session),
-        "build": lambda: _build(session),
-        "unit": lambda: _unit(session),
-        "contract": lambda: _contract(session),
+    # First what is quick and fails often, then the longest; last what has a process for each core, until all is done.
+    parts: dict[str, Callable[[nox.Session], None]] = {
+        "lint": _lint,
+        "types": _types,
+        f"sglang-{SGLANG}": _sglang,
+        f"vllm-{NEWEST_VLLM}": lambda session: _vllm(session, NEWEST_VLLM),
     }
-    for version in VLLM_VERSIONS:
-        selection = () if version == NEWEST_VLLM else ("-m", "smoke")
-        parts[f"vllm-{version}"] = lambda version=version, selection=selection: _vllm(session, version, *selection)
-    parts[f"sglang-{SGLANG}"] = lambda: _sglang(session)
+    for version in VLLM_VERSIONS[:-1]:
+        parts[f"vllm-{version}"] = lambda session, version=version: _vllm(session, version, "-m", "smoke")
+    parts |= {"docs": _docs, "build": _build, "contract": _contract, "unit": _unit}
 
     start = time.time()
     outcomes = {}
-    for name, part in parts.items():
-        session.log(f"==== {name} ====")
-        try:
-            part()
-            outcomes[name] = "passed"
-        except NoTests:
-            outcomes[name] = "no tests"
-        except CommandFailed:
-            outcomes[name] = "FAILED"
-    for name, outcome in outcomes.items():
-        session.log(f"{name:<15}{outcome:<10}{_summary(_report(session, name), start)}")
-    failed = [name for name, outcome in outcomes.items() if outcome == "FAILED"]
+    with ThreadPoolExecutor(LANES) as lanes:
+        running = {lanes.submit(_outcome, session, name, part): name for name, part in parts.items()}
+        for done in as_completed(running):
+            name = running[done]
+            outcomes[name], log = done.result()
+            session.log(f"==== {name} ====")
+            sys.stdout.write(log.read_text(errors="replace"))
+            sys.stdout.flush()
+    for name in parts:
+        session.log(f"{name:<15}{outcomes[name]:<10}{_summary(_report(session, name), start)}")
+    failed = [name for name in parts if outcomes[name] == "FAILED"]
     session.log(f"{len(failed)} of {len(parts)} parts failed, in {(time.time() - start) / 60:.1f} minutes")
     if failed:
         session.error(f"failed: {', '.join(failed)}")
+
+
+def _outcome(session: nox.Session, name: str, part: Callable[[nox.Session], None]) -> tuple[str, Path]:
+    """How a part went, and the file that has what it printed."""
+    log = _report(session, name).with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    session.log(f"{name} prints into {log}")
+    with log.open("w") as file:
+        try:
+            part(Quiet(session, file))
+        except NoTests:
+            return "no tests", log
+        except CommandFailed:
+            return "FAILED", log
+    return "passed", log
 
 
 def _summary(report: Path, start: float) -> str:

@@ -6,6 +6,7 @@ shared memory must be there: more than the hardware has is an error at the first
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -218,9 +219,17 @@ def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> None:
     assert compiled.metadata.shared <= gpu.shared_memory
 
 
-@pytest.fixture(autouse=True)
-def fresh_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@pytest.fixture(autouse=True, scope="session")
+def cache(tmp_path_factory):
+    """What several launches have in common is compiled once.
+
+    TRITON_CACHE_DIR names a cache that is kept. Triton finds in it what it has compiled for the same target from the
+    same source, with all that it calls, by the same Triton: it is what compiling it once more would give.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if "TRITON_CACHE_DIR" not in os.environ:
+            patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
 
 
 @pytest.mark.parametrize(("gpu", "cache_dtype"), [(gpu, None) for gpu in GPUS], ids=str)

@@ -33,9 +33,9 @@ CHUNKS = {"page_size": 4, "chunked_prefill_size": 4}
 ENGINES = {
     "qwen3_moe": (ONE, WHOLE),
     "mixtral": (PARTS,),
-    "glm4_moe": (ONE, WHOLE),
+    "glm4_moe": (WHOLE,),
     "gpt_oss": (ONE, NAMED, WHOLE),
-    "deepseek_v2": (ONE, PARTS),
+    "deepseek_v2": (PARTS,),
     "deepseek_v3": (CHUNKS, WHOLE),
 }
 FP8_ENGINES = (

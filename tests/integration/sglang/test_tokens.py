@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from atom_core.kernels import OPS
+from tests.integration.once import once
 from tests.integration.questions import FAMILIES, MAX_TOKENS, checkpoint, right_tokens
-from tests.integration.sglang.offline import Ask, Engine, run
+from tests.integration.sglang.offline import Ask, Engine, Ran, run
 
 pytestmark = pytest.mark.sglang
 
 NUM_FEW = 64
 CHUNK = 64
-MIXED_CHUNKS = {"page_size": 16, "chunked_prefill_size": CHUNK, "enable_mixed_chunk": True}
-LARGE_PAGES = {"qwen3": {"page_size": 64}, "mistral": {"page_size": 1024}}
-PLAIN = {"disable_radix_cache": True, "disable_overlap_schedule": True}
-FRAMEWORK_ATTENTION = {"attention_backend": "torch_native"}
 REFERENCE_KERNELS = ",".join(f"{op.name}={op.implementations[-1].name}" for op in OPS)
 # On a CPU each rank needs cores of its own.
-TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+BOUND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+#: Families that run on every path, and how large a page may be.
+PAGE_SIZES = {"qwen3": 64, "mistral": 1024}
 
 
-def few(family: str, rows: Any, **options: Any) -> Engine:
-    return Engine(checkpoint(family), True, [Ask([row.prompt for row in rows[:NUM_FEW]])], options)
+@pytest.fixture(scope="module")
+def ran(rows) -> Callable[[str], dict[str, Ran]]:
+    """Every engine of a family that the tests look at, by name: one after the other in one process."""
+    prompts = [row.prompt for row in rows]
+    few = [Ask(prompts[:NUM_FEW])]
+
+    @once
+    def ran(family: str) -> dict[str, Ran]:
+        def ours(asks: list[Ask] = few, environ: Mapping[str, str] | None = None, **options: Any) -> Engine:
+            return Engine(checkpoint(family), True, asks, options, environ or {})
+
+        engines = {"as it comes": ours([Ask(prompts), *few])}
+        if family in PAGE_SIZES:
+            engines |= {
+                "mixed chunks": ours(page_size=16, chunked_prefill_size=CHUNK, enable_mixed_chunk=True),
+                "large pages": ours(
+                    page_size=PAGE_SIZES[family], disable_radix_cache=True, disable_overlap_schedule=True
+                ),
+                "SGLang's attention": ours(attention_backend="torch_native"),
+                "reference kernels": ours(environ={"ATOM_KERNELS": REFERENCE_KERNELS}),
+            }
+        if family == "qwen3":
+            engines |= {"two ranks": ours(environ=BOUND, tp_size=2), "two stages": ours(environ=BOUND, pp_size=2)}
+        return dict(zip(engines, run(list(engines.values())), strict=True))
+
+    return ran
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +63,11 @@ def tokens(answers):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_held_out_question_is_answered_right_also_from_the_prefix_cache(family, expected, rows):
-    prompts = [row.prompt for row in rows]
-    (ran,) = run([Engine(checkpoint(family), True, [Ask(prompts), Ask(prompts[:NUM_FEW])])])
-    assert f"atom-plugin serves {checkpoint(family)}" in ran.log
-    assert "attention  SglangRadixAttention" in ran.log
-    first, again = ran.answers
+def test_every_held_out_question_is_answered_right_also_from_the_prefix_cache(family, ran, expected, rows):
+    found = ran(family)["as it comes"]
+    assert f"atom-plugin serves {checkpoint(family)}" in found.log
+    assert "attention  SglangRadixAttention" in found.log
+    first, again = found.answers
     assert [answer.text for answer in first] == [f" {row.answer}\n" for row in rows]
     assert tokens(first) == right_tokens(family, rows)
     assert tokens(first[:NUM_FEW]) == tokens(again) == expected[family]
@@ -52,9 +75,9 @@ def test_every_held_out_question_is_answered_right_also_from_the_prefix_cache(fa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_pages_and_chunks_give_the_same_tokens(family, expected, rows):
-    chunked, paged = run([few(family, rows, **MIXED_CHUNKS), few(family, rows, **LARGE_PAGES[family], **PLAIN)])
+@pytest.mark.parametrize("family", PAGE_SIZES)
+def test_pages_and_chunks_give_the_same_tokens(family, ran, expected):
+    chunked, paged = (ran(family)[name] for name in ("mixed chunks", "large pages"))
     assert tokens(chunked.answers[0]) == expected[family]
     assert f"#new-token: {CHUNK}," in chunked.log
     assert tokens(paged.answers[0]) == expected[family]
@@ -62,15 +85,9 @@ def test_pages_and_chunks_give_the_same_tokens(family, expected, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_sglangs_attention_and_reference_kernels_give_the_same_tokens(family, expected, rows):
-    asks = [Ask([row.prompt for row in rows[:NUM_FEW]])]
-    framework, reference = run(
-        [
-            Engine(checkpoint(family), True, asks, FRAMEWORK_ATTENTION),
-            Engine(checkpoint(family), True, asks, environ={"ATOM_KERNELS": REFERENCE_KERNELS}),
-        ]
-    )
+@pytest.mark.parametrize("family", PAGE_SIZES)
+def test_sglangs_attention_and_reference_kernels_give_the_same_tokens(family, ran, expected):
+    framework, reference = (ran(family)[name] for name in ("SGLang's attention", "reference kernels"))
     assert "attention  FrameworkAttention" in framework.log
     assert tokens(framework.answers[0]) == expected[family]
     assert "attention  SglangRadixAttention" in reference.log
@@ -79,8 +96,8 @@ def test_sglangs_attention_and_reference_kernels_give_the_same_tokens(family, ex
 
 
 @pytest.mark.slow
-def test_two_ranks_and_two_stages_give_the_tokens_of_one(expected, rows):
-    engines = [few("qwen3", rows, tp_size=2), few("qwen3", rows, pp_size=2)]
-    for ran in run(engines, environ=TWO_RANKS):
-        assert "attention  SglangRadixAttention" in ran.log
-        assert tokens(ran.answers[0]) == expected["qwen3"]
+@pytest.mark.parametrize("name", ["two ranks", "two stages"])
+def test_two_processes_give_the_tokens_of_one(name, ran, expected):
+    found = ran("qwen3")[name]
+    assert "attention  SglangRadixAttention" in found.log
+    assert tokens(found.answers[0]) == expected["qwen3"]

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -113,8 +114,14 @@ def run(
 def main() -> None:
     """Run the engines of one JSON file and write what they did to another."""
     given, wanted = map(Path, sys.argv[1:])
-    engines = json.loads(given.read_text())
-    wanted.write_text(json.dumps([_run_engine(**engine) for engine in engines]))
+    found = []
+    for engine in json.loads(given.read_text()):
+        try:
+            found.append(_run_engine(**engine))
+        except Exception:  # noqa: BLE001 - the log's end says what it was, and whose
+            traceback.print_exc()
+            sys.exit(f"engine {len(found) + 1} failed: {engine['model']}, {engine['options']}")
+    wanted.write_text(json.dumps(found))
 
 
 def _run_engine(

@@ -53,16 +53,11 @@ def ran(asks, tmp_path_factory) -> dict[str, Ran]:
         "scales": Engine(scaled, "atom", asks, {"kv_cache_dtype": "fp8_e4m3"}),
         "scales for a cache that needs none": Engine(scaled, "atom", asks),
         "no FP8": Engine(plain, "atom", asks),
+        "vLLM's attention": Engine(
+            scaled, "atom", asks, {"kv_cache_dtype": "fp8"}, {"ATOM_DISABLE_VLLM_ATTENTION": "1"}
+        ),
     }
     return dict(zip(engines, run(list(engines.values())), strict=True))
-
-
-@pytest.fixture(scope="module")
-def on_vllms_attention(asks, tmp_path_factory) -> Ran:
-    """Our model on vLLM's own attention layers."""
-    scaled = scaled_checkpoint(tmp_path_factory.mktemp("fp8"))
-    engine = Engine(scaled, "atom", asks, {"kv_cache_dtype": "fp8"})
-    return run([engine], environ={"ATOM_DISABLE_VLLM_ATTENTION": "1"})[0]
 
 
 def num_right(ran: Ran, rows) -> int:
@@ -86,9 +81,9 @@ def test_scales_do_nothing_to_a_cache_that_needs_none(ran):
     assert ran["scales for a cache that needs none"].answers == ran["no FP8"].answers
 
 
-def test_vllms_attention_gets_the_scales(on_vllms_attention, rows):
-    assert "FrameworkAttention" in on_vllms_attention.layer_classes
-    assert num_right(on_vllms_attention, rows) >= RIGHT * NUM_ROWS
+def test_vllms_attention_gets_the_scales(ran, rows):
+    assert "FrameworkAttention" in ran["vLLM's attention"].layer_classes
+    assert num_right(ran["vLLM's attention"], rows) >= RIGHT * NUM_ROWS
 
 
 def test_a_scale_that_is_none_ends_the_start(asks, tmp_path):
