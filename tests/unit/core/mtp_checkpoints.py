@@ -48,6 +48,29 @@ class Reference:
             found.append(int(self.logits(self.hidden(tokens + found)[-1]).argmax()))
         return found
 
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """What is drafted behind ``tokens``: by one layer again and again, on its own hidden states after the first."""
+        given, ahead = self.hidden(tokens[:-1]), tokens[1:]
+        found: list[int] = []
+        for _ in range(count):
+            left = self.draft(ahead, given)
+            found.append(int(self.logits(left[-1]).argmax()))
+            given, ahead = torch.cat([given, left[-1:]]), [*ahead, found[-1]]
+        return found
+
+    def right_drafts(self, prompt: list[int], answer: list[int], count: int, length: int) -> list[int]:
+        """How many tokens of each step's drafts are right, until ``length`` tokens of ``answer`` are known.
+
+        ``answer`` is the model's, longer by ``count`` than ``length``: the last step drafts beyond it.
+        """
+        right, known = [], 1
+        while known < length:
+            drafts = self.drafts(prompt + answer[:known], count)
+            pairs = zip(drafts, answer[known:], strict=False)
+            right.append(next((at for at, (draft, token) in enumerate(pairs) if draft != token), count))
+            known += right[-1] + 1
+        return right
+
     @torch.inference_mode()
     def draft(self, tokens: list[int], hidden: torch.Tensor, depth: int = 0) -> torch.Tensor:
         """Hidden states ``[T, hidden]`` from ``tokens``, each the one after its position, and ``hidden``."""
@@ -70,8 +93,25 @@ def make_mtp(directory: Path, config: Any, num_drafts: int = 1) -> Reference:
     return add_drafting(directory, make_model(directory, whole), num_layers)
 
 
-def add_drafting(directory: Path, model: Any, num_layers: int) -> Reference:
-    """Turn what ``model``, saved to ``directory``, has behind ``num_layers`` layers into layers that draft."""
+def make_good_mtp(directory: Path, model: Any, num_layers: int) -> Reference:
+    """As :func:`add_drafting`, of random weights with which many drafts are right, and many are not.
+
+    Layers add little, so that the next token follows mostly from the last one, and layers that draft see mostly that.
+    """
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in [*tensors.items(), *model.state_dict().items()]:
+        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            tensor.mul_(0.006)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return add_drafting(directory, model, num_layers, of_tokens=1.0)
+
+
+def add_drafting(directory: Path, model: Any, num_layers: int, of_tokens: float = 0.0) -> Reference:
+    """Turn what ``model``, saved to ``directory``, has behind ``num_layers`` layers into layers that draft.
+
+    ``of_tokens`` is what is added to the diagonal of the half of ``eh_proj`` that reads the embedding.
+    """
     size, drafting, more = model.config.hidden_size, [], {}
     num_drafts = len(model.model.layers) - num_layers
     for index in range(num_layers, num_layers + num_drafts):
@@ -79,7 +119,8 @@ def add_drafting(directory: Path, model: Any, num_layers: int) -> Reference:
         for norm in norms.values():
             norm.weight.data.add_(torch.randn(size) * 0.1)
         eh_proj = nn.Linear(2 * size, size, bias=False)
-        eh_proj.weight.data.normal_(std=0.1)
+        eh_proj.weight.data.normal_(std=0.02 if of_tokens else 0.1)
+        eh_proj.weight.data[:, :size].diagonal().add_(of_tokens)
         more |= {f"model.layers.{index}.{name}.weight": norm.weight.data for name, norm in norms.items()}
         more[f"model.layers.{index}.eh_proj.weight"] = eh_proj.weight.data
         drafting.append(Drafting(norms["enorm"], norms["hnorm"], norms["shared_head.norm"], eh_proj))
