@@ -21,7 +21,7 @@ FEATURES = {
     "gpt_oss": "sinks",
     "glm4_moe": "shared expert",
     "deepseek_v2": "rope scaling",
-    "deepseek_v3": "norm of latents",
+    "deepseek_v3": "interleaved rope",
 }
 NEAR_TIE = 0.5
 MAX_NEW_TOKENS = 64  # Far above the longest answer; reaching it counts as a wrong answer.
@@ -96,6 +96,8 @@ def without_feature(family: str, directory: Path) -> tuple[str, PreTrainedModel]
         config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
     elif family == "mistral":
         config.sliding_window = None
+    elif family == "deepseek_v3":
+        config.rope_interleave = False
     elif family == "qwen3_moe":
         config.num_experts_per_tok = 1
     model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.bfloat16)
@@ -110,9 +112,6 @@ def without_feature(family: str, directory: Path) -> tuple[str, PreTrainedModel]
     elif family == "gpt_oss":
         for layer in model.model.layers:
             layer.self_attn.sinks.data.fill_(-1e4)
-    elif family == "deepseek_v3":
-        for layer in model.model.layers:
-            layer.self_attn.kv_a_layernorm = torch.nn.Identity()
     elif family == "glm4_moe":
         for layer in model.model.layers[config.first_k_dense_replace :]:
             layer.mlp.shared_experts.down_proj.weight.data.zero_()
