@@ -49,3 +49,14 @@ def test_tokens_and_right_drafts_are_hugging_faces(checkpoint, count):
     (ran,) = run([Engine(folder, "atom", [Ask(PROMPTS, EXACTLY)], drafting(count))])
     assert tokens(ran) == expected.answers
     assert ran.counters["vllm:spec_decode_num_accepted_tokens"] == expected.right[count] > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_draft_as_one_does(checkpoint):
+    folder, expected = checkpoint
+    options = {**drafting(2), "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    engine = Engine(folder, "atom", [Ask(PROMPTS, EXACTLY)], options)
+    (ran,) = run([engine], environ={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    assert ran.draft_class == "AtomDeepseekV3Draft"
+    assert tokens(ran) == expected.answers
+    assert ran.counters["vllm:spec_decode_num_accepted_tokens"] > 0
