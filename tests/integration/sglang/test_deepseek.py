@@ -13,19 +13,18 @@ from tests.integration.sglang.test_mtp import drafting
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 FAMILIES = ("deepseek_v2", "deepseek_v3")
-#: Of prompts that drafts are tried on, for kernels run in Triton's interpreter.
-NUM_DRAFTED, NUM_AGAIN = 64, 64
+#: Drafts are tried on fewer prompts, for SGLang's kernels then run in Triton's interpreter.
+NUM_ASKED, NUM_DRAFTED = 100, 64
 
 
-def test_every_held_out_question_is_answered_right_also_from_the_prefix_cache(rows):
-    prompts = [row.prompt for row in rows]
-    asks = [Ask(prompts), Ask(prompts[:NUM_AGAIN])]
-    engines = [Engine(checkpoint(family), True, asks) for family in FAMILIES]
+def test_questions_are_answered_right_also_from_the_prefix_cache(rows):
+    asked = rows[:NUM_ASKED]
+    ask = Ask([row.prompt for row in asked])
+    engines = [Engine(checkpoint(family), True, [ask, ask]) for family in FAMILIES]
     for family, ran in zip(FAMILIES, run(engines), strict=True):
         assert "attention  SglangLatentAttention" in ran.log
-        assert [answer.tokens for answer in ran.answers[0]] == right_tokens(family, rows)
-        again = [answer.tokens for answer in ran.answers[1]]
-        assert again == right_tokens(family, rows[:NUM_AGAIN])
+        for answers in ran.answers:
+            assert [answer.tokens for answer in answers] == right_tokens(family, asked)
 
 
 def test_drafts_change_no_token_and_are_as_often_right_as_after_training(rows):

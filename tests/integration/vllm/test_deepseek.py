@@ -18,18 +18,18 @@ from tests.integration.vllm.offline import Ask, Engine, run
 
 pytestmark = pytest.mark.vllm
 
-FAMILIES = ("deepseek_v2", "deepseek_v3")
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
-NUM_DRAFTED, NUM_SERVED = 64, 48
+NUM_DRAFTED, NUM_SERVED = 64, 32
 
 
 @pytest.mark.slow
-def test_every_held_out_question_is_answered_right(rows):
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_every_held_out_question_is_answered_right(rows, family):
+    assert score(family)["score"]["exact_match"] == 1.0
     asks = [Ask([row.prompt for row in rows], ANSWER)]
-    engines = [Engine(checkpoint(family), "atom", asks) for family in FAMILIES]
-    for family, ran in zip(FAMILIES, run(engines, deadline=580), strict=True):
-        assert "VllmLatentAttention" in ran.layer_classes
-        assert [answer.tokens for answer in ran.answers[0]] == right_tokens(family, rows)
+    (ran,) = run([Engine(checkpoint(family), "atom", asks)], deadline=560)
+    assert "VllmLatentAttention" in ran.layer_classes
+    assert [answer.tokens for answer in ran.answers[0]] == right_tokens(family, rows)
 
 
 def test_drafts_change_no_token_and_are_as_often_right_as_after_training(rows):
