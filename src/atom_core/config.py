@@ -207,6 +207,8 @@ class ModelConfig:
     """None: heads have keys and values of their own in the cache. Else ``head_dim`` is that of queries."""
     draft_layers: int = 0
     """Layers behind the last that checkpoints have to draft further tokens with; they are not part of this model."""
+    layers_before: int = 0
+    """Of a draft made of such layers: how many layers the checkpoint has before them."""
 
     @property
     def num_layers(self) -> int:

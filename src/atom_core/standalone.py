@@ -24,7 +24,7 @@ from atom_core.kernels.select import Target
 from atom_core.layers.parameters import ParameterLayer
 from atom_core.metadata import AttentionMetadata, HostLengths, KVCacheView, LatentCacheView
 from atom_core.models.decoder import DecoderForCausalLM
-from atom_core.models.registry import load_model_class
+from atom_core.models.registry import load_draft_class, load_model_class
 from atom_core.quant import QuantConfig, Unquantized, read_quantization
 from atom_core.runtime import OneReplica, Runtime, SingleRank
 from atom_core.weights import check_checkpoint, load_weights
@@ -112,13 +112,50 @@ def lay_out(
     Raises:
         ValueError: heads or experts that do not divide over the ranks.
     """
-    runtime = replace(
+    runtime = _without_memory(dtype, tensor_parallel_size, quant, expert_parallel, data_parallel_size)
+    return load_model_class(config.architecture)(config, runtime)
+
+
+def check_draft_files(
+    config: ModelConfig,
+    directory: Path | None,
+    tensor_parallel_size: int = 1,
+    quant: QuantConfig = UNQUANTIZED,
+    expert_parallel: bool = False,
+    data_parallel_size: int = 1,
+) -> None:
+    """As :func:`check_files`, of the layers of a checkpoint that draft; ``config`` is theirs.
+
+    Raises:
+        ValueError: as there, and where the checkpoint has no tensor of them.
+    """
+    runtime = _without_memory(torch.bfloat16, tensor_parallel_size, quant, expert_parallel, data_parallel_size)
+    model = load_draft_class(config.architecture)(config, runtime)
+    if directory is None:
+        return
+    checkpoint, first = Checkpoint.open(directory), f"model.layers.{config.layers_before}."
+    if not any(name.startswith(first) for name in checkpoint.tensors):
+        raise ValueError(
+            f"The checkpoint {directory} has no weights to draft with (multi-token prediction): config.json says "
+            f"num_nextn_predict_layers={config.num_layers}, but no tensor is called {first}*. Leave speculative "
+            "decoding by them out."
+        )
+    check_checkpoint(model, checkpoint)
+
+
+def _without_memory(
+    dtype: torch.dtype,
+    tensor_parallel_size: int,
+    quant: QuantConfig,
+    expert_parallel: bool,
+    data_parallel_size: int,
+) -> Runtime:
+    return replace(
         build_runtime(torch.device("meta"), dtype, max_model_len=1, target=Target("cpu", ""), quant=quant),
         tensor_parallel=SingleRank(world_size=tensor_parallel_size),
         expert_parallel=expert_parallel,
         data_parallel=OneReplica(world_size=data_parallel_size),
     )
-    return load_model_class(config.architecture)(config, runtime)
 
 
 def random_model(config: ModelConfig, runtime: Runtime, seed: int = 0) -> DecoderForCausalLM:

@@ -16,6 +16,7 @@ import torch
 
 from atom_core.metadata import AttentionMetadata, HostLengths
 from atom_core.models.decoder import Carried, DecoderForCausalLM
+from atom_core.models.draft import DraftModel
 from atom_core.runtime import Runtime
 from atom_core.standalone import plan
 
@@ -55,7 +56,9 @@ def batches_to_serve(max_requests: int, max_tokens: int, max_seq_len: int) -> li
     return list(dict.fromkeys(possible))
 
 
-def metadata_of(batch: Batch, model: DecoderForCausalLM, page_size: int, device: torch.device) -> AttentionMetadata:
+def metadata_of(
+    batch: Batch, model: DecoderForCausalLM | DraftModel, page_size: int, device: torch.device
+) -> AttentionMetadata:
     """``batch`` as ``model``'s kernels are told of it: no token has a slot, and all pages are page 0."""
     num_requests, num_tokens = len(batch.queries), sum(batch.queries)
     decodes = next((at for at, new in enumerate(batch.queries) if new > 1), num_requests)
@@ -79,7 +82,7 @@ def metadata_of(batch: Batch, model: DecoderForCausalLM, page_size: int, device:
 @torch.inference_mode()
 def run_batch(
     batch: Batch,
-    model: DecoderForCausalLM,
+    model: DecoderForCausalLM | DraftModel,
     runtime: Runtime,
     page_size: int,
     announce: Callable[[AttentionMetadata], AbstractContextManager[object]],
@@ -95,13 +98,15 @@ def run_batch(
     """
     device, num_tokens = runtime.device, sum(batch.queries)
     positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    input_ids, carried = None, None
-    if model.model.is_first:
-        input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-    else:
-        shape = (num_tokens, model.config.hidden_size)
-        carried = Carried(*(torch.zeros(shape, dtype=runtime.dtype, device=device) for _ in range(2)))
+    input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    shape = (num_tokens, model.config.hidden_size)
     with announce(metadata_of(batch, model, page_size, device)) as step:
-        hidden = model(input_ids, positions, step, carried=carried)
+        if isinstance(model, DraftModel):
+            hidden = model(input_ids, positions, torch.zeros(shape, dtype=runtime.dtype, device=device), step)
+        elif model.model.is_first:
+            hidden = model(input_ids, positions, step)
+        else:
+            carried = Carried(*(torch.zeros(shape, dtype=runtime.dtype, device=device) for _ in range(2)))
+            hidden = model(None, positions, step, carried=carried)
         if isinstance(hidden, torch.Tensor):
             model.logits(hidden[: len(batch.queries)])

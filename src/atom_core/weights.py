@@ -16,7 +16,7 @@ import torch
 from atom_core.checkpoint import Checkpoint
 from atom_core.layers.cache_scales import SCALE_NAMES, CacheScales
 from atom_core.layers.parameters import MissingLayer, ParameterLayer, Placement, checkpoint_module
-from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.models.decoder import CheckpointModel
 
 #: As safetensors spells them; the others are called what torch calls them.
 _DTYPES = {
@@ -61,7 +61,7 @@ class Mismatch:
             )
 
 
-def expected_tensors(model: DecoderForCausalLM) -> dict[str, Slot]:
+def expected_tensors(model: CheckpointModel) -> dict[str, Slot]:
     """Every tensor that ``model`` wants from a checkpoint, by its name there."""
     slots: dict[str, Slot] = {}
     for path, module in model.named_modules():
@@ -74,7 +74,7 @@ def expected_tensors(model: DecoderForCausalLM) -> dict[str, Slot]:
     return slots
 
 
-def cache_scales(model: DecoderForCausalLM) -> dict[str, CacheScales]:
+def cache_scales(model: CheckpointModel) -> dict[str, CacheScales]:
     """Every name under which a checkpoint may have scales of a layer's cache, and the layer's."""
     return {
         f"{path.rpartition('.')[0]}.{name}": module
@@ -84,7 +84,7 @@ def cache_scales(model: DecoderForCausalLM) -> dict[str, CacheScales]:
     }
 
 
-def _elsewhere(model: DecoderForCausalLM) -> tuple[str, ...]:
+def _elsewhere(model: CheckpointModel) -> tuple[str, ...]:
     """Prefixes of tensors that other ranks load alone."""
     prefixes: list[str] = []
     for path, module in model.named_modules():
@@ -96,7 +96,7 @@ def _elsewhere(model: DecoderForCausalLM) -> tuple[str, ...]:
 
 
 def load_weights(
-    model: DecoderForCausalLM, tensors: Iterable[tuple[str, torch.Tensor]], checkpoint: str = "given"
+    model: CheckpointModel, tensors: Iterable[tuple[str, torch.Tensor]], checkpoint: str = "given"
 ) -> set[str]:
     """Copy ``tensors`` into the parameters of ``model``.
 
@@ -142,7 +142,7 @@ def load_weights(
     return {slot.parameter_name for slot in slots.values()}
 
 
-def check_checkpoint(model: DecoderForCausalLM, checkpoint: Checkpoint) -> None:
+def check_checkpoint(model: CheckpointModel, checkpoint: Checkpoint) -> None:
     """Compare the files' headers with what ``model`` (best built on the meta device) wants; nothing is loaded.
 
     Raises:
@@ -161,7 +161,7 @@ def check_checkpoint(model: DecoderForCausalLM, checkpoint: Checkpoint) -> None:
     mismatch.raise_if_any(model.config.architecture, str(Path(checkpoint.directory)))
 
 
-def _ignored(model: DecoderForCausalLM, name: str, elsewhere: tuple[str, ...]) -> bool:
+def _ignored(model: CheckpointModel, name: str, elsewhere: tuple[str, ...]) -> bool:
     return name.endswith(model.ignored_suffixes) or name.startswith((*model.ignored_prefixes, *elsewhere))
 
 

@@ -105,11 +105,28 @@ def use_pickle(folder: Path) -> None:
     path.unlink()
 
 
+def leave_out_the_draft(folder: Path) -> None:
+    """A DeepSeek-V3 without the tensors of the layer behind its last."""
+    source = Path(checkpoint("deepseek_v3"))
+    shutil.copy(source / "config.json", folder)
+    layer = f"model.layers.{json.loads((source / 'config.json').read_text())['num_hidden_layers']}."
+    tensors = load_file(source / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(layer)}
+    save_file(kept, folder / "model.safetensors")
+
+
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "sound": lambda folder: None,
     "opt": use_opt,
     "a mixture": lambda folder: (folder / "config.json").write_text(json.dumps(MIXTURE)),
     "latents": lambda folder: (folder / "config.json").write_text(json.dumps(LATENTS)),
+    "latents with two layers that draft": lambda folder: (folder / "config.json").write_text(
+        json.dumps({**LATENTS, "num_nextn_predict_layers": 2})
+    ),
+    "latents with no layer that drafts": lambda folder: (folder / "config.json").write_text(
+        json.dumps({**LATENTS, "num_nextn_predict_layers": 0})
+    ),
+    "latents without layers that draft": leave_out_the_draft,
     "a mixture in static fp8": lambda folder: (folder / "config.json").write_text(json.dumps(STATIC_MIXTURE)),
     "pickled": use_pickle,
     "quantised": lambda folder: edit_config(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from atom_core.standalone import Runner
 from tests.integration.questions import checkpoint
 from tests.unit.core.fp8_checkpoints import Format, make_fp8
+from tests.unit.core.mtp_checkpoints import make_good_mtp
 from tests.unit.core.mxfp4_checkpoints import make_gpt_oss, make_plain_gpt_oss
 
 PROMPTS = ("Tom has 3 apples.", "A", "How many are left when 12 of 40 are sold?")
 NUM_TOKENS = 16
-_CANDIDATES = tuple(f"{count} birds and {7 * count % 23} cats are" for count in range(1, 81))
+CANDIDATES = tuple(f"{count} birds and {7 * count % 23} cats are" for count in range(1, 81))
 #: Prompts of a quantised mixture, and how many must be answered alike: engines sum attention in another order, in 16
 #: bits, which sometimes moves a number of e4m3 to the next, and that another expert into the chosen ones.
 NUM_FP8_PROMPTS, FP8_ALIKE = 24, 0.9
@@ -78,6 +80,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """What a model with layers that draft answers, and how many of their drafts are right."""
+
+    answers: list[list[int]]
+    """To each of :data:`PROMPTS`."""
+    right: dict[int, int]
+    """By how many tokens are drafted at a time: drafts that are right, over all answers."""
+
+
+def make_drafting(directory: Path, num_drafts: Sequence[int] = (1, 3), **settings: Any) -> Drafted:
+    """Save a random DeepSeek-V3 with a layer that drafts, about half of whose first drafts are right."""
+    _save_random(directory, "deepseek_v3", **{"num_hidden_layers": 4, **settings})
+    # The last one drafts.
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    reference = make_good_mtp(directory, model, len(model.model.layers) - 1)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    longer = [reference.greedy(prompt, NUM_TOKENS + max(num_drafts)) for prompt in prompts]
+    pairs = list(zip(prompts, longer, strict=True))
+    right = {count: sum(sum(reference.right_drafts(*it, count, NUM_TOKENS)) for it in pairs) for count in num_drafts}
+    return Drafted([answer[:NUM_TOKENS] for answer in longer], right)
+
+
 def make_mixture(directory: Path, family: str = "qwen3_moe", **settings: Any) -> list[list[int]]:
     """Save a random model of one of :data:`FAMILIES` in float32.
 
@@ -89,6 +115,12 @@ def make_mixture(directory: Path, family: str = "qwen3_moe", **settings: Any) ->
     Returns:
         Hugging Face's greedy tokens for each of :data:`PROMPTS`.
     """
+    model = _save_random(directory, family, **settings)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return [_greedy(model, tokenizer.encode(prompt)) for prompt in PROMPTS]
+
+
+def _save_random(directory: Path, family: str, **settings: Any) -> Any:
     source = Path(checkpoint("qwen3"))
     for name in _TOKENIZER:
         shutil.copy(source / name, directory)
@@ -114,7 +146,7 @@ def make_mixture(directory: Path, family: str = "qwen3_moe", **settings: Any) ->
         if name.endswith("bias"):  # which is 0 in a new model
             tensor.normal_(std=0.1)
     model.save_pretrained(directory)
-    return [_greedy(model, tokenizer.encode(prompt)) for prompt in PROMPTS]
+    return model
 
 
 def make_fp8_mixture(directory: Path, family: str, form: Format) -> tuple[Path, dict[str, int]]:
@@ -144,7 +176,7 @@ def make_quantised_mixture(
     runner = Runner(target, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(target)
     found: list[tuple[float, str, int]] = []
-    for prompt in _CANDIDATES:
+    for prompt in CANDIDATES:
         (first, second), (token, _) = (
             it.tolist() for it in runner.logits(tokenizer.encode(prompt))[-1].float().topk(2)
         )

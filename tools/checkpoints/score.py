@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ FEATURES = {
     "qwen3_moe": "second expert",
     "gpt_oss": "sinks",
     "glm4_moe": "shared expert",
+    "deepseek_v2": "rope scaling",
+    "deepseek_v3": "interleaved rope",
 }
 NEAR_TIE = 0.5
 MAX_NEW_TOKENS = 64  # Far above the longest answer; reaching it counts as a wrong answer.
@@ -29,6 +32,32 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 @torch.inference_mode()
+def greedy_answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], batch: int = 100
+) -> Iterator[tuple[list[dict[str, str]], list[list[int]], list[list[int]], list[list[float]]]]:
+    """By batch: its rows, their prompts and answers as tokens (up to end-of-text), and the answers' top-two margins."""
+    for start in range(0, len(rows), batch):
+        part = rows[start : start + batch]
+        prompts = [tokenizer(row["prompt"])["input_ids"] for row in part]
+        encoded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+        output = model.generate(
+            input_ids=encoded["input_ids"].to(model.device),
+            attention_mask=encoded["attention_mask"].to(model.device),
+            max_new_tokens=MAX_NEW_TOKENS,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        tokens = output.sequences[:, encoded["input_ids"].shape[1] :].tolist()
+        best = torch.stack([step.float().topk(2).values for step in output.logits], 1)
+        margins = (best[..., 0] - best[..., 1]).tolist()
+        counts = [
+            ids.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in ids else len(ids) for ids in tokens
+        ]
+        answers = [ids[:count] for ids, count in zip(tokens, counts, strict=True)]
+        yield part, prompts, answers, [row[:count] for row, count in zip(margins, counts, strict=True)]
+
+
 def score(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], batch: int = 100
 ) -> dict[str, Any]:
@@ -38,24 +67,11 @@ def score(
     total: Counter[str] = Counter()
     margins: list[float] = []
     lengths: list[int] = []
-    for start in range(0, len(rows), batch):
-        part = rows[start : start + batch]
-        encoded = tokenizer([row["prompt"] for row in part], padding=True, padding_side="left", return_tensors="pt")
-        lengths += encoded["attention_mask"].sum(1).tolist()
-        output = model.generate(
-            input_ids=encoded["input_ids"].to(model.device),
-            attention_mask=encoded["attention_mask"].to(model.device),
-            max_new_tokens=MAX_NEW_TOKENS,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        tokens = output.sequences[:, encoded["input_ids"].shape[1] :].cpu()
-        best = torch.stack([step.float().topk(2).values for step in output.logits], 1).cpu()
-        for row, ids, top in zip(part, tokens.tolist(), best, strict=True):
-            count = ids.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in ids else len(ids)
-            margins += (top[:count, 0] - top[:count, 1]).tolist()
-            text = tokenizer.decode(ids[:count])
+    for part, prompts, answers, sure in greedy_answers(model, tokenizer, rows, batch):
+        lengths += map(len, prompts)
+        for row, ids, own in zip(part, answers, sure, strict=True):
+            margins += own
+            text = tokenizer.decode(ids)
             total[row["kind"]] += 1
             right[row["kind"]] += text == f" {row['answer']}\n{tokenizer.eos_token}"
     near = sum(margin < NEAR_TIE for margin in margins)
@@ -76,10 +92,12 @@ def without_feature(family: str, directory: Path) -> tuple[str, PreTrainedModel]
     An implementation that forgets the feature must not pass, so the score without it has to be clearly worse.
     """
     config = AutoConfig.from_pretrained(directory)
-    if family == "llama":
+    if family in ("llama", "deepseek_v2"):
         config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
     elif family == "mistral":
         config.sliding_window = None
+    elif family == "deepseek_v3":
+        config.rope_interleave = False
     elif family == "qwen3_moe":
         config.num_experts_per_tok = 1
     model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.bfloat16)

@@ -46,10 +46,10 @@ class VocabTable(ParameterLayer):
 
 
 class TokenEmbedding(VocabTable):
-    """Token ids to vectors."""
+    """Token ids to vectors; ``shared`` as in :class:`VocabTable`."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, runtime: Runtime) -> None:
-        super().__init__(vocab_size, hidden_size, runtime)
+    def __init__(self, vocab_size: int, hidden_size: int, runtime: Runtime, shared: nn.Parameter | None = None) -> None:
+        super().__init__(vocab_size, hidden_size, runtime, shared)
         sliced = self.group.world_size > 1
         self.kernel = runtime.kernels.select(EMBEDDING, EmbeddingSpec(hidden_size, runtime.dtype, sliced))
 

@@ -104,11 +104,18 @@ class Decoder(nn.Module):
         return normed
 
 
-class DecoderForCausalLM(nn.Module, ABC):
-    """A language model: hidden states and logits apart, because engines want logits of few rows."""
+class CheckpointModel(nn.Module):
+    """What is loaded from a checkpoint, of which it need not be all."""
 
+    config: ModelConfig
     #: Checkpoint names that hold nothing to load: tables that old checkpoints stored.
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+    #: Checkpoint names of what is no part of the model.
+    ignored_prefixes: tuple[str, ...] = ()
+
+
+class DecoderForCausalLM(CheckpointModel, ABC):
+    """A language model: hidden states and logits apart, because engines want logits of few rows."""
 
     def __init__(self, config: ModelConfig, runtime: Runtime, prefix: str = "") -> None:
         super().__init__()

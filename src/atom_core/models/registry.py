@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from atom_core.models.decoder import DecoderForCausalLM
+    from atom_core.models.draft import DraftModel
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ _ENTRIES = (
     ModelEntry("Qwen3MoeForCausalLM", "atom_core.models.qwen3_moe", "Qwen3-MoE"),
 )
 
+#: By the architecture of the checkpoint: the class of its layers that draft, and where that is.
+DRAFTS: Mapping[str, tuple[str, str]] = {
+    "DeepseekV3ForCausalLM": ("atom_core.models.deepseek_mtp", "DeepseekV3Draft"),
+}
+
 MODELS: Mapping[str, ModelEntry] = {entry.architecture: entry for entry in _ENTRIES}
 
 
@@ -64,6 +70,22 @@ def load_model_class(architecture: str) -> type[DecoderForCausalLM]:
         raise ValueError(unsupported_architecture(architecture))
     model_class: type[DecoderForCausalLM] = getattr(import_module(entry.module), entry.class_name)
     return model_class
+
+
+def load_draft_class(architecture: str) -> type[DraftModel]:
+    """Import the class of the layers that draft in checkpoints of ``architecture``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if architecture not in DRAFTS:
+        raise ValueError(
+            f"Drafts by layers of the checkpoint itself (multi-token prediction) are not supported for "
+            f"{architecture}; supported: {', '.join(sorted(DRAFTS))}."
+        )
+    module, name = DRAFTS[architecture]
+    draft_class: type[DraftModel] = getattr(import_module(module), name)
+    return draft_class
 
 
 def unsupported_architecture(architecture: str) -> str:

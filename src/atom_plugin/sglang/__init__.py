@@ -83,9 +83,9 @@ def _build_backend(runner: ModelRunner) -> AttentionBackend:
 
 
 def _build_for_our_models(native: Callable[[ModelRunner], AttentionBackend], runner: ModelRunner) -> AttentionBackend:
-    from atom_plugin.sglang.causal_lm import AtomForCausalLM
+    from atom_plugin.sglang.causal_lm import AtomModel
 
-    return _build_backend(runner) if isinstance(runner.model, AtomForCausalLM) else native(runner)
+    return _build_backend(runner) if isinstance(runner.model, AtomModel) else native(runner)
 
 
 def _draft_decode_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> Any:

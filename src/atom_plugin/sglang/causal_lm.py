@@ -17,6 +17,7 @@ from torch import nn
 from atom_core.config import ModelConfig
 from atom_core.layers.embedding import LMHead
 from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.models.draft import DraftModel
 from atom_core.models.registry import load_model_class
 from atom_core.standalone import finalize
 from atom_core.weights import cache_scales, load_weights
@@ -33,7 +34,7 @@ logger = logging.getLogger("sglang.atom_plugin")
 class HeadMethod:
     """SGLang's way to have a head computed by whoever owns it: here by the core, gathered over ranks."""
 
-    def __init__(self, core: DecoderForCausalLM) -> None:
+    def __init__(self, core: DecoderForCausalLM | DraftModel) -> None:
         self.core = core
 
     def apply(self, layer: nn.Module, hidden: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,10 +48,15 @@ class HeadMethod:
 class Head(nn.Module):
     """What SGLang's logits processor is given: the head's weight, and the method that uses it."""
 
-    def __init__(self, core: DecoderForCausalLM) -> None:
+    def __init__(self, core: DecoderForCausalLM | DraftModel) -> None:
         super().__init__()
         self.quant_method = HeadMethod(core)
         self._head = (cast(LMHead, core.lm_head),)  # referred to: its parameters are registered under the core
+
+    @property
+    def layer(self) -> LMHead:
+        """The core's."""
+        return self._head[0]
 
     @property
     def weight(self) -> nn.Parameter:
@@ -58,11 +64,20 @@ class Head(nn.Module):
         return self._head[0].weight
 
 
-class AtomForCausalLM(nn.Module):
-    """The base of the classes that SGLang finds; each is named as its architecture."""
+class AtomModel(nn.Module):
+    """What SGLang should know of any model of ours."""
 
     #: Safetensors only: SGLang must not turn to pickles where there are none.
     fall_back_to_pt_during_load = False
+
+    @classmethod
+    def get_model_config_for_expert_location(cls, config: Any) -> ModelConfigForExpertLocation | None:
+        """None: experts, where a model has some, stay on the ranks that they are loaded on."""
+        return None
+
+
+class AtomForCausalLM(AtomModel):
+    """The base of the classes that SGLang finds; each is named as its architecture."""
 
     def __init__(self, config: Any, quant_config: object = None, prefix: str = "") -> None:
         super().__init__()
@@ -86,11 +101,6 @@ class AtomForCausalLM(nn.Module):
             layer = attention if model_config.latent is None else self.runtime.latent_attention
             table = startup_table(type(self.core).__name__, layer.__name__, self.runtime)
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
-
-    @classmethod
-    def get_model_config_for_expert_location(cls, config: Any) -> ModelConfigForExpertLocation | None:
-        """None: experts, where a model has some, stay on the ranks that they are loaded on."""
-        return None
 
     def get_attention_sliding_window_size(self) -> int | None:
         """The widest window of the layers, in tokens before the query's own; None where no layer has one."""

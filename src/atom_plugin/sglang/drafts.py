@@ -15,7 +15,7 @@ from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
 
 from atom_plugin.sglang import BACKEND, our_backends
 from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
-from atom_plugin.sglang.causal_lm import AtomForCausalLM
+from atom_plugin.sglang.causal_lm import AtomModel
 from atom_plugin.sglang.speculation import check_chain
 
 if TYPE_CHECKING:
@@ -103,6 +103,4 @@ def _is_ours(factory: DraftBackendFactory, phase: int) -> bool:
     """Whether the draft's attention is ours: the one named for drafts, or else the target's in this phase."""
     name = factory.draft_attn_backend or attention_backends()[phase]
     # Under its other name on ROCm it is ours for our models only.
-    return bool(
-        name == BACKEND or (name in our_backends() and isinstance(factory.draft_model_runner.model, AtomForCausalLM))
-    )
+    return bool(name == BACKEND or (name in our_backends() and isinstance(factory.draft_model_runner.model, AtomModel)))

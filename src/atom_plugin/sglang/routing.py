@@ -22,18 +22,19 @@ from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.models.registry import supported_architectures
+from atom_core.quant import QuantConfig
 from atom_core.standalone import check_files
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS
 from atom_plugin.common.versions import check_version, installed
 from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, our_backends
 from atom_plugin.sglang.quantization import quantization_of
-from atom_plugin.sglang.speculation import check_drafts
+from atom_plugin.sglang.speculation import check_drafts, check_own_layers
 
 logger = logging.getLogger("sglang.atom_plugin")
 
 _OWN_PREFIX = MODEL_PACKAGE.partition(".")[0]
-_MODEL_MODULES = ("dense", "mixtures")
+_MODEL_MODULES = ("dense", "mixtures", "drafts")
 #: Architectures of which SGLang lists the attention backends by name; those with sinks, which some backends lack.
 LISTED = ("GptOssForCausalLM",)
 #: A backend on each of these lists, on every device.
@@ -58,7 +59,7 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
     _check_registered(architecture)
     view = resolving_view(server_args)
     _refuse_features(view)
-    _check_checkpoint(view, server_args, hf_config)
+    quant = _check_checkpoint(view, server_args, hf_config)
     prefill, decode = attention_backends_of(server_args)
     unnamed = prefill is None and decode is None
     if prefill != decode and not {prefill, decode}.isdisjoint(our_backends()):
@@ -67,22 +68,18 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
             f"{BACKEND!r} (--attention-backend {BACKEND}, or none named) or both on SGLang's."
         )
     if ModelConfig.from_hf(hf_config).latent is not None:
-        _refuse_with_latents(view, "" if unnamed else str(decode))
+        _refuse_with_latents("" if unnamed else str(decode))
+        check_own_layers(view, hf_config, quant)
     check_drafts(view, BACKEND if unnamed else str(decode), architecture)
     return {"attention_backend": BACKEND} if unnamed and architecture not in LISTED else {}
 
 
-def _refuse_with_latents(view: Any, attention: str) -> None:
-    """What our attention over latents, which no other backend has, cannot do yet."""
+def _refuse_with_latents(attention: str) -> None:
+    """Another backend than ours has no attention over latents for our models."""
     if attention and attention not in our_backends():
         raise ValueError(
             f"--attention-backend {attention} is not supported for our DeepSeek models, whose attention over latents "
             f"runs on {BACKEND!r} alone. Leave it out, or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
-        )
-    if view.speculative_algorithm is not None:
-        raise ValueError(
-            f"--speculative-algorithm {view.speculative_algorithm} is not supported for our DeepSeek models yet. Leave "
-            "it out, or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
         )
 
 
@@ -179,8 +176,12 @@ def _refuse_features(view: Any) -> None:
             raise ValueError(f"atom-plugin does not support {what}. Unset SGLANG_EXTERNAL_MODEL_PACKAGE to use it.")
 
 
-def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> None:
-    """Compare a local checkpoint's headers with our model and its quantisation, before anything is loaded."""
+def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> QuantConfig:
+    """Compare a local checkpoint's headers with our model and its quantisation, before anything is loaded.
+
+    Returns:
+        The quantisation.
+    """
     quant = quantization_of(hf_config, view.quantization)
     config = ModelConfig.from_hf(hf_config)
     directory = Path(view.model_path)
@@ -194,3 +195,4 @@ def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> None:
     dtype = model_config_of(server_args).dtype
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"--dtype {dtype} is not supported; supported: bfloat16, float16, float32.")
+    return quant

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from atom_core.config import HfConfig
+from atom_core.models.registry import load_draft_class
+from atom_core.quant import QuantConfig
+from atom_core.standalone import check_draft_files
 from atom_plugin.common.support import SGLANG_DRAFTS
 from atom_plugin.sglang import BACKEND, our_backends
 
@@ -61,3 +66,50 @@ def check_chain(candidates: int) -> None:
             "chains of draft tokens and not trees: set it to 1 (with --speculative-num-steps 3 and "
             "--speculative-num-draft-tokens 4, say), or name another attention backend."
         )
+
+
+def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
+    """Refuse speculation beside latents but by layers of the checkpoint itself (multi-token prediction).
+
+    Args:
+        view: SGLang's resolving view of the server's arguments.
+        hf_config: of the target.
+        quant: of the checkpoint.
+
+    Raises:
+        ValueError: another way to draft, a checkpoint without such layers, or what they cannot do.
+    """
+    algorithm = view.speculative_algorithm
+    if algorithm is None:
+        return
+    path, attention = view.speculative_draft_model_path, view.speculative_draft_attention_backend
+    quantization = view.speculative_draft_model_quantization
+    dtype = view.speculative_draft_kv_cache_dtype
+    for refused, what in (
+        (algorithm not in ("EAGLE", "NEXTN"), f"--speculative-algorithm {algorithm}"),
+        (path not in (None, view.model_path), f"--speculative-draft-model-path {path}"),
+        (attention not in (None, *our_backends()), f"--speculative-draft-attention-backend {attention}"),
+        (dtype is not None, f"--speculative-draft-kv-cache-dtype {dtype}"),
+        (
+            quantization not in (None, view.quantization),
+            f"--speculative-draft-model-quantization {quantization}",
+        ),
+        (view.speculative_token_map is not None, f"--speculative-token-map {view.speculative_token_map}"),
+        (bool(view.enable_multi_layer_eagle), "--enable-multi-layer-eagle"),
+        (view.pp_size > 1, f"speculation with --pp-size {view.pp_size}"),
+    ):
+        if refused:
+            raise ValueError(
+                f"atom-plugin does not support {what} for its DeepSeek models: they draft by layers of their own "
+                "checkpoint (--speculative-algorithm NEXTN), which share the target's embedding, head and attention. "
+                "Leave it out, or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
+            )
+    config = load_draft_class(hf_config.architectures[0]).read_config(HfConfig(hf_config))
+    directory = Path(view.model_path)
+    check_draft_files(
+        config,
+        directory if directory.is_dir() and view.load_format != "dummy" else None,
+        tensor_parallel_size=view.tp_size,
+        quant=quant,
+        expert_parallel=view.ep_size > 1,
+    )

@@ -58,10 +58,14 @@ def register_models() -> None:
         return
     from vllm import ModelRegistry
 
-    from atom_core.models.registry import supported_architectures
+    from atom_core.models.registry import DRAFTS, supported_architectures
 
     registered = ModelRegistry.get_supported_archs()
     for architecture in supported_architectures():
         name = ARCHITECTURE_PREFIX + architecture
         if name not in registered:
             ModelRegistry.register_model(name, f"atom_plugin.vllm.models:{name}")
+    for _, draft in DRAFTS.values():
+        name = ARCHITECTURE_PREFIX + draft
+        if name not in registered:
+            ModelRegistry.register_model(name, f"atom_plugin.vllm.drafts:{name}")

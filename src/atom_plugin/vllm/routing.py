@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atom_core.config import HfConfig
 from atom_core.config import ModelConfig as CoreConfig
-from atom_core.models.registry import MODELS, supported_architectures, unsupported_architecture
-from atom_core.standalone import check_files
+from atom_core.models.registry import (
+    DRAFTS,
+    MODELS,
+    load_draft_class,
+    supported_architectures,
+    unsupported_architecture,
+)
+from atom_core.standalone import check_draft_files, check_files
 from atom_plugin.common.settings import Settings, load_settings
 from atom_plugin.common.support import CACHE_DTYPES, SAFETENSORS_FORMATS
 from atom_plugin.common.versions import DISTRIBUTION, check_version, installed
@@ -29,7 +36,9 @@ logger = logging.getLogger("vllm.atom_plugin")
 
 #: How data-parallel ranks exchange tokens: all see all, which is vLLM's default; "naive" is an older name for it.
 _EXCHANGES = ("allgather_reducescatter", "naive")
-_SPECULATION = ("draft_model", "ngram", "ngram_gpu", "suffix")
+#: By layers of the checkpoint itself: multi-token prediction.
+_OWN_LAYERS = "mtp"
+_SPECULATION = ("draft_model", _OWN_LAYERS, "ngram", "ngram_gpu", "suffix")
 
 
 def route(vllm_config: VllmConfig) -> None:
@@ -50,8 +59,9 @@ def route(vllm_config: VllmConfig) -> None:
     _refuse_features(vllm_config)
     _take_cache_dtype_of_checkpoint(vllm_config)
     _check_checkpoint(vllm_config)
+    _check_own_layers(vllm_config, architecture)
     _rewrite(model_config, architecture)
-    _route_draft(vllm_config)
+    _route_draft(vllm_config, architecture)
     _mark_compile_cache(vllm_config, settings)
 
 
@@ -182,7 +192,8 @@ def _check_latents(vllm_config: VllmConfig) -> None:
     if speculative is not None and speculative.method == "draft_model":
         raise ValueError(
             "--model-impl atom does not support draft models for DeepSeek models, whose cache is of another kind than "
-            "theirs; speculate by ngram or suffix, or leave --model-impl out."
+            "theirs; speculate by mtp (where the checkpoint has layers for it), ngram or suffix, or leave --model-impl "
+            "out."
         )
     if load_settings().disable_vllm_attention:
         raise ValueError(
@@ -193,6 +204,50 @@ def _check_latents(vllm_config: VllmConfig) -> None:
         raise ValueError(
             "VLLM_MLA_DISABLE=1 is not supported by --model-impl atom, whose DeepSeek models cache latents; unset it."
         )
+
+
+def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
+    """Whether the checkpoint can draft by layers of its own as the user says."""
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    if speculative is None or speculative.method != _OWN_LAYERS:
+        return
+    draft = speculative.draft_model_config
+    draft_class = load_draft_class(architecture)
+    config = draft_class.read_config(HfConfig({**draft.hf_text_config.to_dict(), "architectures": [architecture]}))
+    draft_ranks, ranks = speculative.draft_tensor_parallel_size, parallel.tensor_parallel_size
+    cache_dtype = speculative.kv_cache_dtype
+    for refused, what in (
+        (
+            parallel.pipeline_parallel_size > 1,
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: the stage that drafts lacks the embedding",
+        ),
+        (
+            config.has_mixtures and parallel.data_parallel_size > 1,
+            f"--data-parallel-size {parallel.data_parallel_size}: ranks that share experts draft at different times",
+        ),
+        (
+            draft_ranks not in (None, ranks),
+            f"draft_tensor_parallel_size={draft_ranks} beside --tensor-parallel-size {ranks}: the embedding and the "
+            "head are the target's",
+        ),
+        (
+            cache_dtype not in (None, vllm_config.cache_config.cache_dtype),
+            f"kv_cache_dtype={cache_dtype} of its own; the cache is of the target's dtype",
+        ),
+    ):
+        if refused:
+            raise ValueError(
+                f"--model-impl atom does not support multi-token prediction (method {_OWN_LAYERS!r}) with {what}. "
+                "Leave one of them out."
+            )
+    directory = Path(draft.model)
+    check_draft_files(
+        config,
+        directory if directory.is_dir() and vllm_config.load_config.load_format != "dummy" else None,
+        tensor_parallel_size=ranks,
+        quant=quantization_of(draft),
+        expert_parallel=parallel.enable_expert_parallel,
+    )
 
 
 def _check_exchange(vllm_config: VllmConfig) -> None:
@@ -237,11 +292,16 @@ def _mark_compile_cache(vllm_config: VllmConfig, settings: Settings) -> None:
         }
 
 
-def _route_draft(vllm_config: VllmConfig) -> None:
-    """A draft model of a supported architecture runs on our class too; any other stays vLLM's own, and we say so."""
+def _route_draft(vllm_config: VllmConfig, target: str) -> None:
+    """A draft of a supported kind runs on our class too; any other stays vLLM's own, and we say so."""
     speculative = vllm_config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
-    if draft is None or speculative.method != "draft_model" or _is_ours(draft):
+    if draft is None or _is_ours(draft):
+        return
+    if speculative.method == _OWN_LAYERS:
+        _rewrite(draft, DRAFTS[target][1])
+        return
+    if speculative.method != "draft_model":
         return
     names = list(draft.model_arch_config.architectures or [])
     if reason := _why_not_ours(draft, names):

@@ -16,6 +16,7 @@ from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
 from atom_core.metadata import AttentionMetadata
 from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.models.draft import DraftModel
 from atom_core.runtime import Runtime
 from atom_core.warmup import Batch, batches_to_serve, run_batch
 from atom_plugin.vllm.attention import VllmPagedAttention
@@ -30,7 +31,7 @@ class ModelWarmUp(VllmJitKernel[Batch]):
 
     CompileKey = Batch
 
-    def __init__(self, model: DecoderForCausalLM, runtime: Runtime, vllm_config: VllmConfig) -> None:
+    def __init__(self, model: DecoderForCausalLM | DraftModel, runtime: Runtime, vllm_config: VllmConfig) -> None:
         super().__init__()
         self.model, self.runtime, self.vllm_config = model, runtime, vllm_config
 
@@ -57,7 +58,7 @@ class ModelWarmUp(VllmJitKernel[Batch]):
             yield
 
 
-def register_warm_up(model: DecoderForCausalLM, runtime: Runtime, vllm_config: VllmConfig) -> None:
+def register_warm_up(model: DecoderForCausalLM | DraftModel, runtime: Runtime, vllm_config: VllmConfig) -> None:
     """Have vLLM warm ``model`` up, if it is being built by a runner that does; on a CPU nothing is compiled."""
     if runtime.device.type != "cpu":
         ModelWarmUp(model, runtime, vllm_config).register_warmup()

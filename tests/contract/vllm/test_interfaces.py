@@ -12,8 +12,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 
-from atom_core.models.registry import supported_architectures
-from atom_plugin.vllm import attention, models
+from atom_core.models.registry import DRAFTS, supported_architectures
+from atom_plugin.vllm import attention, drafts, models
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
@@ -74,6 +74,29 @@ def test_a_model_takes_what_vllm_passes(name):
     ours = inspect.signature(getattr(models.AtomForCausalLM, name)).parameters
     theirs = inspect.signature(getattr(VllmModelForTextGeneration, name)).parameters
     assert list(ours)[: len(theirs)] == list(theirs)
+
+
+@pytest.mark.parametrize(("architecture", "draft"), [(name, draft) for name, (_, draft) in DRAFTS.items()])
+def test_every_draft_has_a_model_for_vllm(architecture, draft):
+    draft_class = getattr(drafts, f"Atom{draft}")
+    assert issubclass(draft_class, drafts.AtomDraft)
+    assert draft_class.architecture == architecture
+
+
+@pytest.mark.parametrize("name", ["embed_input_ids", "forward", "compute_logits"])
+def test_a_draft_takes_what_vllms_own_takes(name):
+    from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
+
+    ours, theirs = (list(inspect.signature(getattr(it, name)).parameters) for it in (drafts.AtomDraft, DeepSeekMTP))
+    assert ours == theirs
+
+
+def test_a_draft_is_of_no_class_that_vllm_expects_two_results_of():
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    told_apart = inspect.getsource(SpecDecodeBaseProposer.model_returns_tuple)
+    assert "DeepSeekMTPModel" in told_apart
+    assert not any(f"Atom{draft}" in told_apart for _, draft in DRAFTS.values())
 
 
 def test_a_model_is_built_from_a_configuration_and_a_prefix():

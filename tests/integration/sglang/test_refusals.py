@@ -39,6 +39,9 @@ class Case:
 CHAIN = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 
 
+NEXTN = ("--speculative-algorithm", "NEXTN", *CHAIN)
+
+
 def draft(algorithm: str) -> tuple[str, ...]:
     """Flags that ask for drafts."""
     return ("--speculative-algorithm", algorithm, "--speculative-draft-model-path", checkpoint("llama"))
@@ -75,8 +78,38 @@ CASES = {
         model="latents",
     ),
     "drafts beside latents": Case(
-        ("--speculative-algorithm STANDALONE is not supported for our DeepSeek models yet",),
+        ("does not support --speculative-algorithm STANDALONE for its DeepSeek models", "NEXTN"),
         (*draft("STANDALONE"), "--load-format", "dummy"),
+        model="latents",
+    ),
+    "a head on hidden states beside latents": Case(
+        ("does not support --speculative-draft-model-path", "layers of their own checkpoint"),
+        (*draft("EAGLE"), *CHAIN, "--load-format", "dummy"),
+        model="latents",
+    ),
+    "drafts by layers of the checkpoint on another backend": Case(
+        ("does not support --speculative-draft-attention-backend triton for its DeepSeek models",),
+        (*NEXTN, "--speculative-draft-attention-backend", "triton", "--load-format", "dummy"),
+        model="latents",
+    ),
+    "drafts by layers of the checkpoint on two stages": Case(
+        ("does not support speculation with --pp-size 2 for its DeepSeek models",),
+        (*NEXTN, "--pp-size", "2", "--load-format", "dummy"),
+        model="latents",
+    ),
+    "drafts by layers that the configuration lacks": Case(
+        ("The checkpoint has no layers to draft with", "num_nextn_predict_layers=0"),
+        (*NEXTN, "--load-format", "dummy"),
+        model="latents with no layer that drafts",
+    ),
+    "drafts by layers that the checkpoint lacks": Case(
+        ("has no weights to draft with (multi-token prediction)", "no tensor is called model.layers.5.*"),
+        NEXTN,
+        model="latents without layers that draft",
+    ),
+    "trees of drafts by layers of the checkpoint": Case(
+        ("--speculative-eagle-topk 4 is not supported by --attention-backend atom", "set it to 1"),
+        (*NEXTN[:4], "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "8", "--load-format", "dummy"),
         model="latents",
     ),
     "experts that move": Case(("balancing experts over ranks (--enable-eplb",), ("--init-expert-location", "x.json")),
@@ -171,6 +204,7 @@ TAKEN = {
     "random weights": Case((), ("--load-format", "dummy"), model="missing tensor"),
     "a chain of drafts by a head": Case((), (*draft("EAGLE"), *CHAIN)),
     "a chain of drafts by a model": Case((), draft("STANDALONE")),
+    "a chain of drafts by layers of the checkpoint": Case((), (*NEXTN, "--load-format", "dummy"), model="latents"),
     "SGLang's attention": Case((), ("--attention-backend", "torch_native")),
     "LoRA for SGLang's own model": Case((), ("--enable-lora", "--max-lora-rank", "8"), ours=False),
     "a wrong setting for SGLang's own model": Case((), environ={"ATOM_KERNEL": "x"}, ours=False),

@@ -29,6 +29,9 @@ SUPPORTED = (
 ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+
+
 @dataclass(frozen=True)
 class Case:
     """Arguments that are refused, and what the message must say."""
@@ -73,12 +76,41 @@ CASES = {
         model="latents",
     ),
     "a draft model beside latents": Case(
-        ("does not support draft models for DeepSeek models", "ngram or suffix"),
+        ("does not support draft models for DeepSeek models", "by mtp", "ngram or suffix"),
         {
             "load_format": "dummy",
             "speculative_config": {"method": "draft_model", "model": checkpoint("llama"), "num_speculative_tokens": 2},
         },
         model="latents",
+    ),
+    "drafts by layers of the checkpoint on two stages": Case(
+        ("multi-token prediction (method 'mtp') with --pipeline-parallel-size 2", "lacks the embedding"),
+        {"load_format": "dummy", "pipeline_parallel_size": 2, "speculative_config": MTP},
+        model="latents",
+    ),
+    "drafts by layers of the checkpoint on replicas": Case(
+        ("multi-token prediction (method 'mtp') with --data-parallel-size 2", "draft at different times"),
+        {"load_format": "dummy", "data_parallel_size": 2, "speculative_config": MTP},
+        model="latents",
+    ),
+    "drafts by layers of the checkpoint on fewer ranks": Case(
+        ("draft_tensor_parallel_size=1 beside --tensor-parallel-size 2",),
+        {
+            "load_format": "dummy",
+            "tensor_parallel_size": 2,
+            "speculative_config": {**MTP, "draft_tensor_parallel_size": 1},
+        },
+        model="latents",
+    ),
+    "drafts by layers that the checkpoint lacks": Case(
+        ("has no weights to draft with (multi-token prediction)", "no tensor is called model.layers.5.*"),
+        {"speculative_config": MTP},
+        model="latents without layers that draft",
+    ),
+    "drafts by a number of tokens that layers cannot take turns for": Case(
+        ("num_speculative_tokens:3 must be divisible by n_predict=2",),
+        {"load_format": "dummy", "speculative_config": {**MTP, "num_speculative_tokens": 3}},
+        model="latents with two layers that draft",
     ),
     "LoRA": Case(("--model-impl atom does not support LoRA adapters (--enable-lora)",), {"enable_lora": True}),
     "pooling": Case(("--model-impl atom does not support the 'pooling' runner (--runner)",), {"runner": "pooling"}),
@@ -164,6 +196,9 @@ TAKEN = {
     "a draft of another family": Case(
         (),
         {"speculative_config": {"method": "draft_model", "model": checkpoint("llama"), "num_speculative_tokens": 2}},
+    ),
+    "drafts by layers of the checkpoint": Case(
+        (), {"load_format": "dummy", "speculative_config": {**MTP, "num_speculative_tokens": 3}}, model="latents"
     ),
     "two ranks": Case((), {"tensor_parallel_size": 2}),
     "float16": Case((), {"dtype": "float16"}),

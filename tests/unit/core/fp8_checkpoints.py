@@ -16,7 +16,9 @@ E4M3 = torch.float8_e4m3fn
 #: The linear layers of a decoder layer, which FP8 checkpoints quantise; in the second line Mixtral's experts and
 #: DeepSeek's projections.
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LINEARS += ("w1", "w2", "w3", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+LINEARS += ("w1", "w2", "w3", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "eh_proj")
+#: What DeepSeek's own FP8 checkpoints leave as it is, and do not say so.
+SILENTLY_PLAIN = "eh_proj"
 BLOCK = 128
 
 
@@ -168,7 +170,9 @@ def make_fp8(
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if name.endswith(".weight") and module.rpartition(".")[2] in LINEARS and not keep(module):
+        kind = module.rpartition(".")[2]
+        kept = keep(module) or (kind == SILENTLY_PLAIN and form.scale == "weight_scale_inv")
+        if name.endswith(".weight") and kind in LINEARS and not kept:
             found = quantize_blocks(tensor) if form.block else quantize(tensor, form.per_row, form.scale_shape)
             tensors[name], tensors[f"{module}.{form.scale}"] = found
             if form.static:

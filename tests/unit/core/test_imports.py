@@ -68,8 +68,9 @@ def test_asking_what_is_supported_imports_no_torch(module):
 def test_running_a_model_imports_no_triton_kernel_and_no_transformers():
     loaded = modules_after(
         "import atom_core.standalone as it\n"
-        "from atom_core.models.registry import MODELS, load_model_class\n"
-        "for name in MODELS: load_model_class(name)"
+        "from atom_core.models.registry import DRAFTS, MODELS, load_draft_class, load_model_class\n"
+        "for name in MODELS: load_model_class(name)\n"
+        "for name in DRAFTS: load_draft_class(name)"
     )
     assert not starts_with(loaded, "aiter", "transformers", "vllm", "sglang")
     assert not {name for name in loaded if name.endswith("triton_kernel")}

@@ -176,9 +176,9 @@ class AtomAttentionBackend(AttentionBackend):
 
 def _refuse_native(runner: ModelRunner) -> None:
     """Models of SGLang's own bring latents in forms of theirs."""
-    from atom_plugin.sglang.causal_lm import AtomForCausalLM  # imports us
+    from atom_plugin.sglang.causal_lm import AtomModel  # imports us
 
-    if not isinstance(runner.model, AtomForCausalLM):
+    if not isinstance(runner.model, AtomModel):
         raise ValueError(
             f"--attention-backend atom has attention over latents for our own models alone, not for SGLang's "
             f"{type(runner.model).__name__}; name another --attention-backend."

@@ -74,7 +74,8 @@ def eager_metadata(batch: ForwardBatch, pools: Pools, max_context: int, step: in
         on_host = batch.extend_seq_lens_cpu
         new = list(on_host) if on_host is not None else batch.extend_seq_lens.tolist()
         num_tokens, max_query_len = sum(map(int, new)), max(map(int, new))
-        if batch.seq_lens_cpu is not None:
+        # Behind drafts the host does not know how many of them were right.
+        if batch.seq_lens_cpu is not None and not batch.forward_mode.is_draft_extend_v2():
             host = HostLengths([0, *accumulate(map(int, new))], batch.seq_lens_cpu.tolist())
     max_seq_len = longest(batch, shape, max_context)
     decodes = shape.num_requests if batch.forward_mode.is_decode() else 0

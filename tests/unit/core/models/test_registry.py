@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from atom_core.models.decoder import DecoderForCausalLM
-from atom_core.models.registry import MODELS, load_model_class, supported_architectures
+from atom_core.models.draft import DraftModel
+from atom_core.models.registry import DRAFTS, MODELS, load_draft_class, load_model_class, supported_architectures
 
 
 @pytest.mark.parametrize("architecture", supported_architectures())
@@ -13,6 +14,13 @@ def test_every_entry_is_a_model_of_that_name(architecture):
     model_class = load_model_class(architecture)
     assert issubclass(model_class, DecoderForCausalLM)
     assert model_class.__name__ == architecture == MODELS[architecture].architecture
+
+
+@pytest.mark.parametrize("architecture", DRAFTS)
+def test_every_draft_is_one_of_a_model_that_there_is(architecture):
+    draft_class = load_draft_class(architecture)
+    assert issubclass(draft_class, DraftModel)
+    assert (draft_class.__name__, draft_class.family()) == (DRAFTS[architecture][1], load_model_class(architecture))
 
 
 def test_an_unknown_architecture_is_an_error_that_lists_the_known():

@@ -1,0 +1,155 @@
+"""Layers that a checkpoint has behind its last, each of which drafts one token further (multi-token prediction, MTP).
+
+Layer ``d`` reads, at the position of token ``i``, the hidden state there and the embedding of the token after it, and
+gives the hidden state from which the model's own head predicts the token after that (DeepSeek-V3, arXiv 2412.19437,
+section 2.2). The first reads the model's hidden states, each other those of the one before; where more tokens are
+drafted than there are layers, the layers take turns again. Embeddings and head are the model's: a draft is given its
+layers, and loads none.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import nn
+
+from atom_core.config import HfConfig, ModelConfig
+from atom_core.layers.embedding import LMHead, TokenEmbedding
+from atom_core.layers.linear import Linear
+from atom_core.layers.norm import RMSNorm, Stream
+from atom_core.layers.parameters import MissingLayer
+from atom_core.layers.rotary import RotaryTable
+from atom_core.models.decoder import CheckpointModel, DecoderForCausalLM, DecoderLayer
+from atom_core.quant import Fp8Config, Unquantized
+from atom_core.runtime import Runtime
+
+
+class SharedHead(nn.Module):
+    """The norm in front of the model's head, where checkpoints have it."""
+
+    def __init__(self, config: ModelConfig, runtime: Runtime) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime)
+
+
+class DraftLayer(DecoderLayer):
+    """``norm(layer(eh_proj(enorm(embedding), hnorm(hidden))))``."""
+
+    def __init__(self, config: ModelConfig, index: int, rotary: RotaryTable, runtime: Runtime, name: str) -> None:
+        super().__init__(config, index, rotary, runtime, name)
+        size = config.hidden_size
+        self.enorm = RMSNorm(size, config.rms_norm_eps, runtime)
+        self.hnorm = RMSNorm(size, config.rms_norm_eps, runtime)
+        self.eh_proj = Linear(2 * size, size, False, _of_entry(runtime, f"{name}.eh_proj"), f"{name}.eh_proj")
+        self.shared_head = SharedHead(config, runtime)
+
+    def draft(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, step: object
+    ) -> torch.Tensor:
+        """``embedded`` and ``hidden``, both ``[T, hidden]`` and not written to, to hidden states ``[T, hidden]``."""
+        of_token, _ = self.enorm(Stream(None, embedded))
+        of_model, _ = self.hnorm(Stream(None, hidden))
+        entered = self.eh_proj(torch.cat([of_token, of_model], -1))
+        normed, _ = self.shared_head.norm(self(Stream(None, entered), positions, step))
+        return cast(torch.Tensor, normed)
+
+
+def _of_entry(runtime: Runtime, name: str) -> Runtime:
+    """The runtime with the quantisation of ``eh_proj``, which DeepSeek's FP8 checkpoints leave as it is unsaid."""
+    scheme = runtime.quant.linear([name])
+    silent = isinstance(scheme, Fp8Config) and scheme.block and scheme.scale == "weight_scale_inv"
+    return replace(runtime, quant=Unquantized()) if silent else runtime
+
+
+class DraftStack(nn.Module):
+    """The layers by their places in the checkpoint, and the model's embedding."""
+
+    def __init__(self, config: ModelConfig, first: int, runtime: Runtime, name: str) -> None:
+        super().__init__()
+        self.embed_tokens: nn.Module = MissingLayer()
+        self.rotary = RotaryTable(config.rope, runtime)
+        self.layers = nn.ModuleDict(
+            {
+                str(first + index): DraftLayer(config, index, self.rotary, runtime, f"{name}.layers.{first + index}")
+                for index in range(config.num_layers)
+            }
+        )
+
+
+class DraftModel(CheckpointModel, ABC):
+    """The layers of one checkpoint that draft.
+
+    Args:
+        config: as :meth:`read_config` reads it: of these layers alone.
+        runtime: the draft's own.
+        prefix: what module names start with, before those of checkpoints.
+    """
+
+    def __init__(self, config: ModelConfig, runtime: Runtime, prefix: str = "") -> None:
+        super().__init__()
+        self.config = config
+        self.first = config.layers_before
+        runtime = replace(runtime, quant=runtime.quant.below(prefix))
+        self.model = DraftStack(config, self.first, runtime, f"{prefix}.model" if prefix else "model")
+        self.lm_head: nn.Module = MissingLayer()
+        of_layers = [f"model.layers.{self.first + index}." for index in range(config.num_layers)]
+        self.ignored_prefixes = (
+            *(f"model.layers.{index}." for index in range(self.first)),
+            "model.norm.",
+            # Copies of the model's own, which some checkpoints have.
+            *(f"{layer}{copied}." for layer in of_layers for copied in ("embed_tokens", "shared_head.head")),
+        )
+
+    @classmethod
+    @abstractmethod
+    def family(cls) -> type[DecoderForCausalLM]:
+        """The model behind whose layers these are."""
+
+    @classmethod
+    def read_config(cls, hf: HfConfig) -> ModelConfig:
+        """The configuration of the layers that draft.
+
+        Args:
+            hf: the whole checkpoint's.
+
+        Raises:
+            ValueError: it has no such layers, or a value that the family cannot run.
+        """
+        family = cls.family()
+        count, before = family.read_config(hf).draft_layers, hf.positive("num_hidden_layers")
+        if count < 1:
+            raise ValueError(
+                "The checkpoint has no layers to draft with (multi-token prediction): num_nextn_predict_layers="
+                f"{hf.values.get('num_nextn_predict_layers')!r} in config.json. Leave speculative decoding by them out."
+            )
+        whole = family.read_config(HfConfig({**hf.values, "num_hidden_layers": before + count}))
+        return replace(whole, layers=whole.layers[before:], layers_before=before, draft_layers=0)
+
+    def share(self, embed_tokens: TokenEmbedding, lm_head: LMHead) -> None:
+        """Read the embedding and the head of the model that is drafted for."""
+        self.model.embed_tokens, self.lm_head = embed_tokens, lm_head
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, step: object, depth: int = 0
+    ) -> torch.Tensor:
+        """Draft behind a batch's tokens.
+
+        Args:
+            input_ids: ``[T]``: of each position, the token after it.
+            positions: ``[T]``.
+            hidden: ``[T, hidden]`` at the positions: the model's after its final norm, or what this gave before.
+            step: handed to the attention layers as it is.
+            depth: how many tokens have been drafted before, by which the layer is chosen.
+
+        Returns:
+            Hidden states ``[T, hidden]``, for :meth:`logits` and for the next draft.
+        """
+        layer = cast(DraftLayer, self.model.layers[str(self.first + depth % self.config.num_layers)])
+        return layer.draft(self.model.embed_tokens(input_ids), hidden, positions, step)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden [T, hidden]`` to ``[T, vocabulary]``."""
+        return cast(torch.Tensor, self.lm_head(hidden))

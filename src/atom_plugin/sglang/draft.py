@@ -1,0 +1,98 @@
+"""Layers of a checkpoint that draft (multi-token prediction), behind SGLang's interface of such models (NextN).
+
+SGLang builds a draft as a model of its own, with a runner and a pool of its own, and gives it the target's embedding
+and head. It runs the first layer alone, again for each token of a chain.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from torch import nn
+
+from atom_core.config import HfConfig
+from atom_core.layers.embedding import TokenEmbedding
+from atom_core.models.draft import DraftModel
+from atom_core.models.registry import load_draft_class
+from atom_core.standalone import finalize
+from atom_core.weights import load_weights
+from atom_plugin.common.report import startup_table
+from atom_plugin.common.settings import load_settings
+from atom_plugin.sglang.attention import SglangRadixAttention
+from atom_plugin.sglang.causal_lm import AtomModel, Head
+from atom_plugin.sglang.runtime import build_runtime
+
+logger = logging.getLogger("sglang.atom_plugin")
+
+
+class AtomDraft(AtomModel):
+    """The base of the classes that SGLang finds; each is named as SGLang calls the draft of an architecture."""
+
+    #: The model that the layers are behind, as ``config.json`` spells it.
+    architecture: str
+
+    def __init__(self, config: Any, quant_config: object = None, prefix: str = "") -> None:
+        super().__init__()
+        self.config = config
+        self.quant_config = quant_config
+        draft_class = load_draft_class(self.architecture)
+        model_config = draft_class.read_config(HfConfig({**config.to_dict(), "architectures": [self.architecture]}))
+        settings = load_settings()
+        self.runtime = build_runtime(config, quant_config, model_config.num_layers, SglangRadixAttention, settings)
+        self.core: DraftModel = draft_class(model_config, self.runtime, prefix)
+        self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
+        self.lm_head: nn.Module = nn.Identity()
+        self.checkpoint = str(getattr(config, "_name_or_path", "") or self.architecture)
+        if self.runtime.tensor_parallel.rank == 0:
+            table = startup_table(draft_class.__name__, self.runtime.latent_attention.__name__, self.runtime)
+            logger.info("atom-plugin drafts for %s\n%s", self.checkpoint, table)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        input_embeds: torch.Tensor | None = None,
+        **others: object,
+    ) -> LogitsProcessorOutput:
+        """One step; see :class:`DraftModel`. The hidden states come in with the batch, a row for each id."""
+        drafted = self.core(input_ids, positions, self._given(input_ids, forward_batch), forward_batch)
+        return self.logits_processor(input_ids, drafted, self.lm_head, forward_batch)
+
+    def _given(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+        """Zeros where no target has run before, as in warm-ups: ``[T, hidden]``."""
+        given: torch.Tensor | None = getattr(forward_batch.spec_info, "hidden_states", None)
+        if given is not None:
+            return given
+        return torch.zeros(
+            input_ids.shape[0], self.core.config.hidden_size, dtype=self.runtime.dtype, device=input_ids.device
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load everything, or raise a ValueError that lists what does not fit."""
+        load_weights(self.core, weights, self.checkpoint)
+        finalize(self.core)
+
+    def post_load_weights(self) -> None:
+        """Called instead of :meth:`load_weights` where weights are made up (``--load-format dummy``)."""
+        finalize(self.core)
+
+    def load_kv_cache_scales(self, quantization_param_path: str) -> None:
+        """The file has scales for the target's layers alone; these stay at 1."""
+
+    def set_embed_and_head(self, embed: nn.Parameter, head: nn.Parameter) -> None:
+        """Read the target's embedding; its head comes as a layer, for a kernel may hold the weight in its own form."""
+        config = self.core.config
+        shared = TokenEmbedding(config.vocab_size, config.hidden_size, self.runtime, embed)
+        self.core.model.embed_tokens = shared
+
+    def set_lm_head_from_target(self, head: Head) -> None:
+        """Read the target's head."""
+        self.core.lm_head = head.layer
+        self.lm_head = Head(self.core)

@@ -1,0 +1,14 @@
+"""The drafts that checkpoints bring along, under the names that SGLang gives them."""
+
+from __future__ import annotations
+
+from atom_plugin.sglang.draft import AtomDraft
+
+
+class DeepseekV3ForCausalLMNextN(AtomDraft):
+    """DeepSeek V3 and R1."""
+
+    architecture = "DeepseekV3ForCausalLM"
+
+
+EntryClass = [DeepseekV3ForCausalLMNextN]

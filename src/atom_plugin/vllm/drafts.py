@@ -1,0 +1,107 @@
+"""Layers of a checkpoint that draft (multi-token prediction), as vLLM's runners see them; see :mod:`.models`.
+
+Both runners build the draft after the target and give it the target's embedding and head, as modules: ``embed_tokens``
+of :attr:`AtomDraft.model`, and ``lm_head``. What a draft returns is what logits are made of and what the next step
+reads; vLLM asks for both apart of classes by other names than ours alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.sequence import IntermediateTensors
+
+from atom_core.config import HfConfig
+from atom_core.models.draft import DraftModel
+from atom_core.models.registry import load_draft_class
+from atom_core.standalone import finalize
+from atom_core.weights import load_weights
+from atom_plugin.common.report import startup_table
+from atom_plugin.common.settings import load_settings
+from atom_plugin.vllm.attention import VllmPagedAttention, is_compiled
+from atom_plugin.vllm.graphs import compile_nothing_between_breaks
+from atom_plugin.vllm.runtime import build_runtime
+from atom_plugin.vllm.warmup import register_warm_up
+
+logger = logging.getLogger("vllm.atom_plugin")
+
+_compile = support_torch_compile(
+    dynamic_arg_dims={"input_ids": 0, "positions": -1, "hidden_states": 0}, enable_if=is_compiled
+)
+
+
+class AtomDraft(nn.Module):
+    """A draft of the core behind vLLM's interface of such models."""
+
+    #: The model that the layers are behind, as ``config.json`` spells it.
+    architecture: str
+    #: The target's, which vLLM puts here.
+    lm_head: nn.Module
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        compile_nothing_between_breaks(vllm_config)
+        # What vLLM hands over is the target's configuration, with the draft's within.
+        assert vllm_config.speculative_config is not None
+        model_config = vllm_config.speculative_config.draft_model_config
+        self.config = model_config.hf_config
+        values = {**model_config.hf_text_config.to_dict(), "architectures": [self.architecture]}
+        draft_class = load_draft_class(self.architecture)
+        config = draft_class.read_config(HfConfig(values))
+        self.runtime = build_runtime(vllm_config, model_config, config.num_layers, VllmPagedAttention, load_settings())
+        self.core: DraftModel = draft_class(config, self.runtime, prefix)
+        self.checkpoint = str(model_config.model)
+        register_warm_up(self.core, self.runtime, vllm_config)
+        if self.runtime.tensor_parallel.rank == 0:
+            table = startup_table(type(self.core).__name__, self.runtime.latent_attention.__name__, self.runtime)
+            logger.info("atom-plugin drafts for %s\n%s", self.checkpoint, table)
+
+    @property
+    def model(self) -> nn.Module:
+        """The layers, where vLLM puts the target's ``embed_tokens``."""
+        return self.core.model
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """``[T]`` to ``[T, hidden]``."""
+        embedded: torch.Tensor = self.core.model.embed_tokens(input_ids)
+        return embedded
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """One step; see :class:`DraftModel`."""
+        assert intermediate_tensors is None, "pipeline stages are refused"
+        assert inputs_embeds is None, "multimodal input is refused"
+        drafted: torch.Tensor = self.core(input_ids, positions, hidden_states, None, spec_step_idx)
+        return drafted
+
+    def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
+        """``[T, hidden]``, the rows to draft from, to ``[T, vocabulary]``."""
+        logits: torch.Tensor = self.lm_head(hidden_states)
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load everything, or raise a ValueError that lists what does not fit."""
+        return {f"core.{name}" for name in load_weights(self.core, weights, self.checkpoint)}
+
+    def process_weights_after_loading(self) -> None:
+        """The last hook that vLLM calls on a loaded model."""
+        finalize(self.core)
+
+
+@_compile
+class AtomDeepseekV3Draft(AtomDraft):
+    """DeepSeek V3 and R1."""
+
+    architecture = "DeepseekV3ForCausalLM"
