@@ -17,7 +17,7 @@ FEATURES = {
     "mistral": "sliding window",
     "qwen2": "qkv bias",
     "qwen3": "q/k norm",
-    "qwen3_moe": "second expert",
+    "qwen3_moe": "experts in their order",
     "gpt_oss": "sinks",
     "glm4_moe": "shared expert",
     "deepseek_v2": "rope scaling",
@@ -98,8 +98,6 @@ def without_feature(family: str, directory: Path) -> tuple[str, PreTrainedModel]
         config.sliding_window = None
     elif family == "deepseek_v3":
         config.rope_interleave = False
-    elif family == "qwen3_moe":
-        config.num_experts_per_tok = 1
     model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.bfloat16)
     if family == "qwen2":
         for name, parameter in model.named_parameters():
@@ -109,6 +107,10 @@ def without_feature(family: str, directory: Path) -> tuple[str, PreTrainedModel]
         for layer in model.model.layers:
             layer.self_attn.q_norm = torch.nn.Identity()
             layer.self_attn.k_norm = torch.nn.Identity()
+    elif family == "qwen3_moe":
+        for index, layer in enumerate(model.model.layers):
+            if index not in config.mlp_only_layers:
+                layer.mlp.gate.weight.data = layer.mlp.gate.weight.data.roll(1, 0)
     elif family == "gpt_oss":
         for layer in model.model.layers:
             layer.self_attn.sinks.data.fill_(-1e4)

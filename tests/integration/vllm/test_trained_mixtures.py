@@ -1,0 +1,20 @@
+"""Trained mixtures of experts answer the held-out questions as Hugging Face's models do."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.questions import checkpoint, right_tokens
+from tests.integration.vllm.conftest import ANSWER
+from tests.integration.vllm.offline import Ask, Engine, run
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+FAMILIES = ("qwen3_moe", "glm4_moe")
+
+
+def test_every_held_out_question_is_answered_right(rows):
+    asks = [Ask([row.prompt for row in rows], ANSWER)]
+    for family, ran in zip(FAMILIES, run([Engine(checkpoint(it), "atom", asks) for it in FAMILIES]), strict=True):
+        assert ran.model_class.startswith("Atom")
+        assert [answer.tokens for answer in ran.answers[0]] == right_tokens(family, rows)
