@@ -49,6 +49,7 @@ def build_runtime(
     target: Target | None = None,
     cache_dtype: torch.dtype | None = None,
     quant: QuantConfig = UNQUANTIZED,
+    with_aiter: bool = True,
 ) -> Runtime:
     """A runtime of one rank whose attention takes its cache from the step.
 
@@ -60,11 +61,12 @@ def build_runtime(
         target: what kernels are chosen for; None: ``device``.
         cache_dtype: of the cache; None: ``dtype``.
         quant: of the linear layers.
+        with_aiter: see :func:`atom_core.kernels.kernel_set`.
     """
     return Runtime(
         device=device,
         dtype=dtype,
-        kernels=kernel_set(target or Target.of(device), kernels),
+        kernels=kernel_set(target or Target.of(device), kernels, with_aiter=with_aiter),
         attention=RadixAttention,
         latent_attention=RadixLatentAttention,
         max_model_len=max_model_len,
@@ -204,6 +206,8 @@ class Runner:
         kernels: forced implementations by op.
         cache_dtype: the dtype of the cache; None: ``dtype``.
         quantization: quantise an unquantised checkpoint while it is loaded ("fp8").
+        target: what kernels are chosen for; None: ``device``.
+        with_aiter: see :func:`atom_core.kernels.kernel_set`.
 
     Raises:
         ValueError: the checkpoint is not one that our models run.
@@ -220,6 +224,8 @@ class Runner:
         kernels: Mapping[str, str] | None = None,
         cache_dtype: torch.dtype | None = None,
         quantization: str | None = None,
+        target: Target | None = None,
+        with_aiter: bool = True,
     ) -> None:
         hf = read_config_json(directory)
         quant = read_quantization(hf, quantization)
@@ -227,7 +233,7 @@ class Runner:
         check_files(self.config, directory, quant=quant)
         self.max_model_len = max_model_len or self.config.max_position
         device = device or torch.device("cpu")
-        self.runtime = build_runtime(device, dtype, self.max_model_len, kernels, cache_dtype=cache_dtype, quant=quant)
+        self.runtime = build_runtime(device, dtype, self.max_model_len, kernels, target, cache_dtype, quant, with_aiter)
         self.page_size = page_size
         self.model: DecoderForCausalLM = load_model_class(self.config.architecture)(self.config, self.runtime)
         load_weights(self.model, Checkpoint.open(directory).load(), str(directory))

@@ -118,12 +118,14 @@ def check(
     if dtype not in dtypes:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(dtypes)}", param_hint="--dtype")
     try:
+        settings = load_settings()
         result = compare(
             model,
             prompt=prompt,
             dtype=dtypes[dtype],
             device=torch.device(device),
-            kernels=load_settings().kernels,
+            kernels=settings.kernels,
+            with_aiter=settings.aiter,
         )
     except ValueError as error:
         typer.echo(str(error), err=True)

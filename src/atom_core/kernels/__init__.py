@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import cast
 
+from atom_core.kernels.aiter_library import check_installed
 from atom_core.kernels.attention import ATTENTION
 from atom_core.kernels.decode_attention import DECODE_ATTENTION
 from atom_core.kernels.embedding import EMBEDDING
@@ -64,6 +65,20 @@ def kernel_set(
     forced: Mapping[str, str] | None = None,
     contributed: Mapping[str, Implementation[Hashable, object]] | None = None,
     excluded: Mapping[tuple[str, str], str] | None = None,
+    *,
+    with_aiter: bool = True,
 ) -> KernelSet:
-    """The kernels of all ops for ``target``; see :class:`KernelSet`."""
-    return KernelSet(target, OPS, forced or {}, contributed or {}, excluded or {})
+    """The kernels of all ops for ``target``; see :class:`KernelSet`.
+
+    ``with_aiter``: whether AMD's library is used where it can be; without it only an op that is forced to uses it.
+
+    Raises:
+        ValueError: it is to be used on ``target``, and is not installed; and what :class:`KernelSet` raises.
+    """
+    excluded = dict(excluded or {})
+    if with_aiter:
+        check_installed(target)
+    else:
+        reasons = {(op.name, it.name): "ATOM_AITER=0." for op in OPS for it in op.implementations}
+        excluded |= {key: reason for key, reason in reasons.items() if key[1].startswith("aiter")}
+    return KernelSet(target, OPS, forced or {}, contributed or {}, excluded)

@@ -206,7 +206,10 @@ def measure_step(options: StepOptions) -> StepResult:
     ceiling = measure_ceiling(device)
     torch.cuda.empty_cache()
 
-    runtime = build_runtime(device, dtype, MAX_MODEL_LEN, load_settings().kernels, cache_dtype=cache_dtype, quant=quant)
+    settings = load_settings()
+    runtime = build_runtime(
+        device, dtype, MAX_MODEL_LEN, settings.kernels, cache_dtype=cache_dtype, quant=quant, with_aiter=settings.aiter
+    )
     model = random_model(config, runtime)
     metadata, num_pages = decode_batch(options.batch, options.context, device)
     step = Step(plan(model, metadata), page_pools(config, runtime, num_pages, PAGE_SIZE, random=True))

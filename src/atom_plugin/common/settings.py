@@ -61,6 +61,13 @@ class Settings:
         "0, 1, true or false",
         "Run our models on vLLM's own attention layer and the platform's attention backend.",
     )
+    aiter: bool = _variable(
+        lambda: True,
+        _parse_bool,
+        "0, 1, true or false",
+        "On AMD's gfx942 and gfx950: whether kernels of AMD's library aiter come first. Without it our models run on "
+        "Triton's; ATOM_KERNELS may still name aiter for single ops. By default 1, and a missing aiter is an error.",
+    )
     kernels: Mapping[str, str] = _variable(
         lambda: MappingProxyType({}),
         _parse_kernels,

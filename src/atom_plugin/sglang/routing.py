@@ -19,10 +19,10 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.environ import envs
 
 from atom_core.config import ModelConfig
-from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.models.registry import supported_architectures
 from atom_core.standalone import check_files
+from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS
 from atom_plugin.common.versions import check_version, installed
@@ -50,7 +50,7 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
     if not _asked_for():
         return {}
     # A bad ATOM_ variable is refused here, where the user sees it; names of ops and kernels depend on no device.
-    kernel_set(Target("cpu", ""), load_settings().kernels)
+    chosen_kernels(Target("cpu", ""), load_settings())
     version = installed("sglang")
     assert version is not None, "this module is only imported by SGLang"
     check_version("sglang", version.version)

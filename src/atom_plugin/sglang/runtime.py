@@ -10,10 +10,10 @@ from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.runtime_context import get_model, get_parallel
 
-from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.runtime import AttentionFactory, PipelineStage, Runtime
 from atom_plugin.common.communicator import GroupCommunicator
+from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
 from atom_plugin.sglang.attention import SglangLatentAttention
 from atom_plugin.sglang.quantization import quantization_of
@@ -40,7 +40,7 @@ def build_runtime(
     return Runtime(
         device=device,
         dtype=dtype,
-        kernels=kernel_set(Target.of(device), settings.kernels),
+        kernels=chosen_kernels(Target.of(device), settings),
         attention=attention,
         latent_attention=SglangLatentAttention,
         max_model_len=int(config.context_len),

@@ -195,7 +195,7 @@ def test_rows_behind_the_last_are_not_read(rows):
     ids=str,
 )
 def test_who_runs_it(target, implementation, why_not):
-    kernels = kernel_set(target)
+    kernels = kernel_set(target, with_aiter=False)
     kernels.select(FP8_BLOCK_LINEAR, Fp8BlockLinearSpec(272, 144, False, torch.float32))
     (choice,) = kernels.choices()
     assert choice.implementation == implementation

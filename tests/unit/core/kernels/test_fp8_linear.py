@@ -273,7 +273,7 @@ def test_scales_of_rows_are_their_largest_magnitudes():
     ids=str,
 )
 def test_who_runs_it(target, changes, implementation, why_not):
-    kernels = kernel_set(target)
+    kernels = kernel_set(target, with_aiter=False)
     kernels.select(FP8_LINEAR, Fp8LinearSpec(**{**vars(SPEC), **changes}))
     (choice,) = kernels.choices()
     assert choice.implementation == implementation

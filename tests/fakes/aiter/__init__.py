@@ -1,0 +1,18 @@
+"""What AMD's aiter computes, in torch on a CPU, for tests of what we make of it.
+
+Only functions that our kernels call are here, and each does what the real one does with all of its arguments: layouts,
+results in place, dtypes of the GPU that ``GPU_ARCHS`` names, and what users trip over. What the real one refuses or
+has no kernel for is an error. Signatures are those of ``aiter_signatures.json``; a test holds them against it.
+"""
+
+from aiter.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul, swiglu_and_mul
+from aiter.ops.rmsnorm import rms_norm, rmsnorm2d_fwd_with_add
+
+__all__ = [
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "rms_norm",
+    "rmsnorm2d_fwd_with_add",
+    "silu_and_mul",
+    "swiglu_and_mul",
+]
