@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from atom_core.kernels import kernel_set
+from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
+from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
@@ -96,3 +98,65 @@ def linear(target: Target, device: torch.device) -> None:
             wide = None if offset is None else offset.float()
             expected = torch.nn.functional.linear(x.float(), weight.float(), wide).to(dtype)
             assert_near(kernel(x, weight, offset), expected)
+
+
+def assert_rounds_alike(found: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> None:
+    """``found`` is as far from the product of unrounded activations as the reference is, but for a fifth of that.
+
+    e4m3fnuz has another largest number than e4m3fn, so scales, and with them single roundings, differ.
+    """
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    for mine, theirs, true in zip(found.float(), expected.float(), exact.float(), strict=True):
+        share = (mine - true).norm() / true.norm().clamp_min(1e-9)
+        assert share <= max(1.2 * (theirs - true).norm() / true.norm().clamp_min(1e-9), 0.04), share
+
+
+def e4m3(*shape: int, device: torch.device) -> torch.Tensor:
+    """Weights of every magnitude that e4m3 has but NaN, and minus zeros, which other forms of e4m3 have not."""
+    bits = torch.randint(256, shape, generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    bits[bits & 0x7F == 0x7F] = 0x80
+    return bits.view(torch.float8_e4m3fn).to(device)
+
+
+@case
+def fp8_linear(target: Target, device: torch.device) -> None:
+    """Scales of rows, and one for all that cuts some numbers; a row of zeros; weights that are loaded again."""
+    for static in (False, True):
+        for bias in (False, True):
+            spec = Fp8LinearSpec(160, 48, bias, torch.bfloat16, "static" if static else "dynamic")
+            kernel = chosen(FP8_LINEAR, spec, target)
+            for seed, rows in enumerate((0, 1, 5, 70)):
+                weight = e4m3(48, 160, device=device).roll(seed, 0)
+                scale = random(48, dtype=torch.float32, device=device).abs() * 1e-3
+                x = random(rows, 160, dtype=torch.bfloat16, device=device, seed=1 + seed)
+                x[: rows // 5] = 0
+                x[rows // 2 :] *= 50
+                given = torch.tensor([5 / 448], device=device) if static else None
+                offset = random(48, dtype=torch.bfloat16, device=device, seed=2) if bias else None
+                expected = reference(FP8_LINEAR, spec)(x, weight, scale, given, offset)
+                # Where a static scale cuts, e4m3fnuz, read at twice the scale, has a little more room.
+                limit = 5.0 if target.arch == "gfx950" else 5.0 * 480 / 448
+                exact = (x.float().clamp(-limit, limit) if static else x.float()) @ (weight.float() * scale[:, None]).T
+                exact = exact if offset is None else exact + offset
+                kernel.adopt(weight, scale)
+                assert_rounds_alike(kernel(x, weight, scale, given, offset), expected, exact)
+
+
+@case
+def fp8_block_linear(target: Target, device: torch.device) -> None:
+    """Blocks whose scales differ a lot; a group of zeros."""
+    for bias in (False, True):
+        spec = Fp8BlockLinearSpec(384, 256, bias, torch.bfloat16)
+        kernel = chosen(FP8_BLOCK_LINEAR, spec, target)
+        for rows in (0, 1, 5, 70):
+            weight = e4m3(256, 384, device=device)
+            scale = torch.tensor([[1e-3, 2e-2, 3e-4], [5e-3, 1e-4, 4e-3]], device=device)
+            x = random(rows, 384, dtype=torch.bfloat16, device=device, seed=1)
+            x[:, 128:256] *= torch.arange(rows, device=device)[:, None]
+            offset = random(256, dtype=torch.bfloat16, device=device, seed=2) if bias else None
+            expected = reference(FP8_BLOCK_LINEAR, spec)(x, weight, scale, offset)
+            exact = x.float() @ (weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)).T
+            exact = exact if offset is None else exact + offset
+            kernel.adopt(weight, scale)
+            assert_rounds_alike(kernel(x, weight, scale, offset), expected, exact)

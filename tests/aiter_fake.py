@@ -21,13 +21,15 @@ def fake_aiter(arch: str) -> Iterator[ModuleType]:
     """The fake, as on a GPU of ``arch``."""
     own = [name for name in sys.modules if name == "aiter" or name.startswith("aiter.")]
     assert not own, "another aiter is imported already"
-    with mock.patch.dict(os.environ, GPU_ARCHS=arch), mock.patch.object(sys, "path", [str(FAKES), *sys.path]):
+    try:
+        with mock.patch.dict(os.environ, GPU_ARCHS=arch), mock.patch.object(sys, "path", [str(FAKES), *sys.path]):
+            importlib.invalidate_caches()
+            yield importlib.import_module("aiter")
+    finally:
+        for name in list(sys.modules):
+            if name == "aiter" or name.startswith("aiter."):
+                del sys.modules[name]
         importlib.invalidate_caches()
-        yield importlib.import_module("aiter")
-    for name in list(sys.modules):
-        if name == "aiter" or name.startswith("aiter."):
-            del sys.modules[name]
-    importlib.invalidate_caches()
 
 
 def calls() -> list[Any]:

@@ -6,13 +6,20 @@ has no kernel for is an error. Signatures are those of ``aiter_signatures.json``
 """
 
 from aiter.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul, swiglu_and_mul
+from aiter.ops.gemm_op_a8w8 import gemm_a8w8_blockscale_bpreshuffle, gemm_a8w8_bpreshuffle
+from aiter.ops.quant import dynamic_per_token_scaled_quant, per_group_quant_hip, static_per_tensor_quant
 from aiter.ops.rmsnorm import rms_norm, rmsnorm2d_fwd_with_add
 
 __all__ = [
+    "dynamic_per_token_scaled_quant",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
+    "gemm_a8w8_blockscale_bpreshuffle",
+    "gemm_a8w8_bpreshuffle",
+    "per_group_quant_hip",
     "rms_norm",
     "rmsnorm2d_fwd_with_add",
     "silu_and_mul",
+    "static_per_tensor_quant",
     "swiglu_and_mul",
 ]

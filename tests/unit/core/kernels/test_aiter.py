@@ -9,6 +9,8 @@ import torch
 
 from atom_core.kernels import OPS, kernel_set
 from atom_core.kernels.aiter_library import aiter_function, why_no_aiter
+from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
+from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
@@ -88,6 +90,10 @@ def test_what_aiter_itself_lacks_is_not_taken_for_a_missing_function(tmp_path, m
         (RMS_NORM, RmsNormSpec(64, torch.float32), "numbers of two bytes, not for torch.float32"),
         (RMS_NORM, RmsNormSpec(8200, torch.bfloat16), "rows of up to 8192 numbers"),
         (LINEAR, LinearSpec(8, 8, False, torch.float32), "numbers of two bytes, not for torch.float32"),
+        (FP8_LINEAR, Fp8LinearSpec(64, 64, False, torch.float16, "dynamic"), "not of torch.float16"),
+        (FP8_LINEAR, Fp8LinearSpec(48, 64, False, torch.bfloat16, "dynamic"), "multiples of 16, not 48 and 64"),
+        (FP8_BLOCK_LINEAR, Fp8BlockLinearSpec(128, 64, False, torch.bfloat16), "not for 128 inputs and 64 outputs"),
+        (FP8_BLOCK_LINEAR, Fp8BlockLinearSpec(128, 128, False, torch.float32), "not of torch.float32"),
         (GATED_ACTIVATION, GatedActivationSpec("silu", 8, torch.float32), "not for torch.float32"),
         (GATED_ACTIVATION, GatedActivationSpec("silu", 12, torch.bfloat16), "multiples of 8, not 12"),
     ],
