@@ -6,19 +6,34 @@ aiter on a GPU.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from atom_core.kernels import kernel_set
+from atom_core.kernels.aiter_library import FP8
+from atom_core.kernels.attention import ATTENTION
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
 from atom_core.kernels.select import Op, Target
-from tests.kernel_cases import TOLERANCE
+from atom_core.metadata import SHUFFLED
+from tests.kernel_cases import (
+    ATTENTION_CASES,
+    TOLERANCE,
+    AttentionBatch,
+    AttentionCase,
+    QkvCase,
+    attention_batch,
+    check_attention,
+    check_qkv,
+)
 
 Case = Callable[[Target, torch.device], None]
 CASES: dict[str, Case] = {}
@@ -160,3 +175,106 @@ def fp8_block_linear(target: Target, device: torch.device) -> None:
             exact = exact if offset is None else exact + offset
             kernel.adopt(weight, scale)
             assert_rounds_alike(kernel(x, weight, scale, offset), expected, exact)
+
+
+def attention_cases() -> list[AttentionCase]:
+    """Every batch of the other attention kernels, and such as single kernels of aiter's take, over pages it has."""
+    rows = ((9, 1), (20, 1), (31, 1), (15, 1))
+    cases = [
+        replace(it, dim=64, page_size=16 if it.page_size == 1 else it.page_size)
+        for it in ATTENTION_CASES
+        if it.storage == "PHN"
+    ]
+    cases += [replace(it, dim=128) for it in cases if it.name in ("prefill", "decode", "a window", "soft cap")]
+    cases += [
+        AttentionCase("8 heads a group, two tokens each", ((12, 2), (16, 2)), heads=16, kv_heads=2, dim=128),
+        AttentionCase("8 heads a group, three tokens each", ((12, 3), (16, 3)), heads=16, kv_heads=2, dim=128),
+        AttentionCase("17 heads a group", rows, heads=17, kv_heads=1, dim=128),
+        AttentionCase("5 heads a group", rows, heads=10, kv_heads=2, dim=128),
+        AttentionCase("heads of 32", rows, dim=32),
+        AttentionCase("heads of 256", ((9, 1), (0, 6)), dim=256),
+        AttentionCase("decode, a window", rows, dim=64, window=6),
+        AttentionCase("decode of several tokens, a window", ((12, 3), (40, 3)), dim=64, window=6),
+        AttentionCase("decode, sinks", rows, dim=64, sinks=True),
+        AttentionCase("decode, padded", rows, dim=128, padded_requests=2),
+        AttentionCase("64 tokens a page, decode", rows, dim=128, page_size=64),
+    ]
+    return cases
+
+
+def attention_call(case: AttentionCase, target: Target, batch: AttentionBatch, order: str, cache_dtype: Any) -> Any:
+    """The kernel of a case, and the one of aiter's that it takes for it."""
+    name = "aiter_shuffled" if order == SHUFFLED else "aiter"
+    kernel = chosen(ATTENTION, case.spec(batch.q.dtype, cache_dtype), target, name)
+    return kernel, kernel.chosen(batch.cache, batch.metadata, len(batch.q)).kernel
+
+
+def run_attention(target: Target, device: torch.device, order: str) -> dict[str, int]:
+    """All cases in both dtypes, and with an FP8 cache; how often each of aiter's kernels was taken."""
+    taken: Counter[str] = Counter()
+    for it in attention_cases():
+        case = replace(it, storage=order if order == SHUFFLED else it.storage)
+        for dtype, cache_dtype in ((torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, FP8[target.arch])):
+            batch = attention_batch(case, dtype, device, cache_dtype=cache_dtype)
+            kernel, name = attention_call(case, target, batch, order, cache_dtype)
+            check_attention(kernel, batch)
+            taken[name] += 1
+    # Requests that decode, counted, and prompts behind them.
+    case = AttentionCase("", ((9, 1), (20, 1), (0, 5), (7, 6)), dim=128, storage=order if order == SHUFFLED else "PNH")
+    batch = attention_batch(case, torch.bfloat16, device)
+    kernel, _ = attention_call(case, target, batch, order, None)
+    check_attention(
+        kernel, replace(batch, metadata=replace(batch.metadata, num_decode_requests=2, num_decode_tokens=2))
+    )
+    return taken
+
+
+@case
+def attention(target: Target, device: torch.device) -> None:
+    """Over plain pages."""
+    assert set(run_attention(target, device, "plain")) == {"unified_attention"}
+
+
+@case
+def attention_by_token(target: Target, device: torch.device) -> None:
+    """Over plain pages whose tokens' heads lie together, which prompts go through in CK."""
+    taken = set()
+    for it in attention_cases():
+        case = replace(it, storage="PNH", packed=True)
+        batch = attention_batch(case, torch.bfloat16, device)
+        kernel, name = attention_call(case, target, batch, "plain", None)
+        check_attention(kernel, batch)
+        taken.add(name)
+    assert taken == {"unified_attention", "mha_batch_prefill"}
+
+
+@case
+def attention_over_shuffled_pages(target: Target, device: torch.device) -> None:
+    """In the order that the decode kernels read."""
+    taken = run_attention(target, device, SHUFFLED)
+    assert set(taken) == {"pa_fwd_asm", "pa_decode_gluon", "unified_attention", "mha_batch_prefill"}
+
+
+@case
+def qk_norm_rope_cache(target: Target, device: torch.device) -> None:
+    """Into plain pages and shuffled ones, in 16 bits and in FP8; tokens without a slot."""
+    for dim, rotary_dim, interleaved in ((64, 64, False), (128, 64, False), (128, 128, True), (256, 64, False)):
+        for order in ("plain", SHUFFLED):
+            shape = QkvCase(
+                "",
+                heads=3,
+                kv_heads=1,
+                dim=dim,
+                rotary_dim=rotary_dim,
+                interleaved=interleaved,
+                qk_norm=True,
+                storage=SHUFFLED if order == SHUFFLED else "PHN",
+            )
+            for dtype in DTYPES:
+                spec = QkvCacheSpec(shape.spec(dtype), dtype, order)
+                check_qkv(shape, chosen(QK_NORM_ROPE_CACHE, spec, target), dtype, device)
+                if dim > 64:
+                    scaled = replace(shape, k_scale=0.5, v_scale=4.0)
+                    spec = replace(spec, cache_dtype=FP8[target.arch])
+                    kernel = chosen(QK_NORM_ROPE_CACHE, spec, target)
+                    check_qkv(scaled, kernel, dtype, device, cache_dtype=FP8[target.arch])

@@ -22,7 +22,7 @@ from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.layers.parameters import ParameterLayer
-from atom_core.metadata import AttentionMetadata, HostLengths, KVCacheView, LatentCacheView
+from atom_core.metadata import SHUFFLED, AttentionMetadata, CacheOrder, HostLengths, KVCacheView, LatentCacheView
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.registry import load_model_class
 from atom_core.quant import QuantConfig, Unquantized, read_quantization
@@ -140,7 +140,13 @@ def random_model(config: ModelConfig, runtime: Runtime, seed: int = 0) -> Decode
 
 
 def page_pools(
-    config: ModelConfig, runtime: Runtime, num_pages: int, page_size: int, *, random: bool = False
+    config: ModelConfig,
+    runtime: Runtime,
+    num_pages: int,
+    page_size: int,
+    *,
+    random: bool = False,
+    order: CacheOrder = "plain",
 ) -> list[CacheView]:
     """Pages of every layer: random numbers, or NaN, with which a kernel that reads what it did not write shows."""
     heads, latent = config.num_kv_heads, config.latent
@@ -153,7 +159,18 @@ def page_pools(
 
     if latent is not None:
         return [LatentCacheView(pool()) for _ in config.layers]
+    if order == SHUFFLED:
+        # A page's keys, then its values.
+        both = [pool().view(num_pages, 2, -1) for _ in config.layers]
+        return [KVCacheView.of_shuffled(it[:, 0], it[:, 1], heads, page_size) for it in both]
     return [KVCacheView.of_packed(pool(), config.head_dim) for _ in config.layers]
+
+
+def cache_order(model: torch.nn.Module) -> CacheOrder:
+    """The order in which a model's attention reads and fills its pages; it is one for all layers."""
+    orders = {module.kernel.order for module in model.modules() if isinstance(module, CachedAttention)}
+    assert len(orders) <= 1, f"layers differ in the order of their pages: {orders}"
+    return next(iter(orders), "plain")
 
 
 def plan(model: torch.nn.Module, metadata: AttentionMetadata) -> AttentionMetadata:
@@ -242,7 +259,7 @@ class Runner:
     def caches(self, num_requests: int) -> list[CacheView]:
         """Empty pages for ``num_requests`` sequences of full length, a layer each."""
         pages = num_requests * -(-self.max_model_len // self.page_size)
-        return page_pools(self.config, self.runtime, pages, self.page_size)
+        return page_pools(self.config, self.runtime, pages, self.page_size, order=cache_order(self.model))
 
     def metadata(self, cached: Sequence[int], new: Sequence[int]) -> AttentionMetadata:
         """The batch in which request ``r`` has ``cached[r]`` tokens in the cache and brings ``new[r]``."""

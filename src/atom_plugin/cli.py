@@ -112,6 +112,7 @@ def check(
     import torch
 
     from atom_core.check import TOLERANCES, compare
+    from atom_plugin.common.kernels import forced_kernels
     from atom_plugin.doctor.agreement import stage_table
 
     dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCES}
@@ -124,7 +125,7 @@ def check(
             prompt=prompt,
             dtype=dtypes[dtype],
             device=torch.device(device),
-            kernels=settings.kernels,
+            kernels=forced_kernels(settings),
             with_aiter=settings.aiter,
         )
     except ValueError as error:

@@ -25,7 +25,7 @@ from tests.aiter_cases import CASES
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
 
 ROOT = Path(atom_core.__file__).parent
-FILES = sorted(path for path in ROOT.rglob("aiter_*.py") if path.name != "aiter_library.py")
+FILES = sorted(ROOT.rglob("aiter_kernel.py"))
 CPU = torch.device("cpu")
 
 

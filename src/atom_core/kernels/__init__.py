@@ -60,6 +60,15 @@ OPS = cast(
 )
 
 
+#: Kernels of aiter's that are used where they are asked for alone, and why.
+ON_REQUEST = {
+    (ATTENTION.name, "aiter_shuffled"): "It has the cache in aiter's own order, which ATOM_SHUFFLED_CACHE=1 asks for.",
+    (QK_NORM_ROPE_CACHE.name, "aiter"): (
+        "It rounds the cosines and sines of rope to the model's dtype; ATOM_AITER_QK_NORM_ROPE_CACHE=1 asks for it."
+    ),
+}
+
+
 def kernel_set(
     target: Target,
     forced: Mapping[str, str] | None = None,
@@ -75,10 +84,12 @@ def kernel_set(
     Raises:
         ValueError: it is to be used on ``target``, and is not installed; and what :class:`KernelSet` raises.
     """
-    excluded = dict(excluded or {})
-    if with_aiter:
-        check_installed(target)
-    else:
-        reasons = {(op.name, it.name): "ATOM_AITER=0." for op in OPS for it in op.implementations}
-        excluded |= {key: reason for key, reason in reasons.items() if key[1].startswith("aiter")}
-    return KernelSet(target, OPS, forced or {}, contributed or {}, excluded)
+    if target.kind == "rocm":
+        passed_over = dict(ON_REQUEST)
+        if with_aiter:
+            check_installed(target)
+        else:
+            implementations = ((op.name, it.name) for op in OPS for it in op.implementations)
+            passed_over |= {key: "ATOM_AITER=0." for key in implementations if key[1].startswith("aiter")}
+        excluded = passed_over | dict(excluded or {})
+    return KernelSet(target, OPS, forced or {}, contributed or {}, excluded or {})

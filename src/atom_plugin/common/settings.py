@@ -68,6 +68,19 @@ class Settings:
         "On AMD's gfx942 and gfx950: whether kernels of AMD's library aiter come first. Without it our models run on "
         "Triton's; ATOM_KERNELS may still name aiter for single ops. By default 1, and a missing aiter is an error.",
     )
+    shuffled_cache: bool = _variable(
+        bool,
+        _parse_bool,
+        "0, 1, true or false",
+        "On AMD: keep keys and values in the order that aiter's fastest decode kernels read, for models without MLA.",
+    )
+    aiter_qk_norm_rope_cache: bool = _variable(
+        bool,
+        _parse_bool,
+        "0, 1, true or false",
+        "On AMD: norm and rotate q and k and fill the cache by aiter's kernel in place of Triton's; it rounds cosines "
+        "and sines to the model's dtype.",
+    )
     kernels: Mapping[str, str] = _variable(
         lambda: MappingProxyType({}),
         _parse_kernels,

@@ -50,7 +50,13 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
     if not _asked_for():
         return {}
     # A bad ATOM_ variable is refused here, where the user sees it; names of ops and kernels depend on no device.
-    chosen_kernels(Target("cpu", ""), load_settings())
+    settings = load_settings()
+    if settings.shuffled_cache:
+        raise ValueError(
+            "ATOM_SHUFFLED_CACHE=1 is for vLLM: SGLang moves single tokens about in its pools, and cannot in aiter's "
+            "order. Unset it."
+        )
+    chosen_kernels(Target("cpu", ""), settings)
     version = installed("sglang")
     assert version is not None, "this module is only imported by SGLang"
     check_version("sglang", version.version)

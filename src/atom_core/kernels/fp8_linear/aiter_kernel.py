@@ -1,8 +1,8 @@
 """The product by aiter: its quantiser, then a kernel that reads the weight in an order of its own.
 
 gfx942 multiplies e4m3fnuz, whose bits are half of what they are in e4m3fn: weights keep their bits, but for minus
-zeros, and their scales are taken twice. A static scale is taken twice too, so that activations are cut where e4m3fn is, or
-a little later (480 for 448). aiter's quantiser cuts NaN to the largest negative number.
+zeros, and their scales are taken twice. A static scale is taken twice too, so that activations are cut where e4m3fn
+is, or a little later (480 for 448). aiter's quantiser cuts NaN to the largest negative number.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ class ShuffledWeight:
         return weight.view(self.dtype), self.scale
 
 
-@opaque("aiter_shuffle_weight", lambda weight: torch.empty_like(weight))
+def _as_large(weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(weight)
+
+
+@opaque("aiter_shuffle_weight", _as_large)
 def _moved(weight: torch.Tensor) -> torch.Tensor:
     moved: torch.Tensor = aiter_function("aiter.ops.shuffle.shuffle_weight")(weight, (16, 16))
     return moved

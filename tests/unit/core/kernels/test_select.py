@@ -101,7 +101,8 @@ def test_an_unknown_op_is_an_error_that_lists_the_ops():
 
 def test_an_unknown_implementation_is_an_error_that_lists_them():
     with pytest.raises(
-        ValueError, match=r"attention=tritn, .*implementations of attention here: torch, reference, triton\."
+        ValueError,
+        match=r"attention=tritn, .*of attention here: torch, reference, aiter, aiter_shuffled, triton\.",
     ):
         kernel_set(CPU, {"attention": "tritn"})
 
@@ -164,7 +165,7 @@ def test_what_the_triton_attention_cannot_do_falls_to_the_reference_with_the_rea
 
 
 def test_pages_of_a_foreign_order_are_written_by_none_of_ours():
-    with pytest.raises(ValueError, match=r"plain pages, not 'foreign' ones.*plain pages, not 'foreign' ones"):
+    with pytest.raises(ValueError, match=r"shuffled ones, not 'foreign' ones.*shuffled ones, not 'foreign' ones"):
         kernel_set(CUDA).select(QK_NORM_ROPE_CACHE, replace(QKV_SPEC, order="foreign"))
 
 
