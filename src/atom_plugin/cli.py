@@ -12,7 +12,7 @@ from rich.table import Table
 
 from atom_plugin.bench.cli import app as bench_app
 from atom_plugin.common import support, versions
-from atom_plugin.common.settings import load_settings, unknown_variables, variables
+from atom_plugin.common.settings import load_settings, readable_settings, unknown_variables, variables
 from atom_plugin.doctor import checkpoint, command, environment, report
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import FRAMEWORKS, VLLM
@@ -51,6 +51,10 @@ def doctor(
         *(environment.check_platforms(plugins, environ) if VLLM in frameworks else ()),
         *command.check_command(examined, environ),
     ]
+    from atom_plugin.doctor.aiter import check_aiter, rocm_line  # imports torch
+
+    target = report.this_device()
+    findings += check_aiter(target, readable_settings(environ))
     model = command.local_model(examined)
     if model and asked:
         findings += checkpoint.check_checkpoint(model, command.tensor_parallel_size(examined), asked)
@@ -58,7 +62,9 @@ def doctor(
     console = _console()
     console.print(report.version_table(versions.installed_versions(), _supported_ranges()))
     console.print(report.plugin_table(plugins))
-    console.print(report.kernel_table())
+    if rocm := rocm_line(target):
+        console.print(rocm)
+    console.print(report.kernel_table(target))
     if examined.model and not model:
         console.print(f"{examined.model} is not a folder on this machine: its configuration was not examined.")
     for line in report.finding_lines(findings):

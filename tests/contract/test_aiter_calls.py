@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import atom_core
+from atom_core.kernels.aiter_library import CALLED
 from atom_core.kernels.select import Target
 from tests.aiter_cases import CASES
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
@@ -106,6 +107,13 @@ def test_the_fake_has_what_is_recorded_and_its_signatures_are_the_real_ones():
             ], path
     called = {site.path for file in FILES for site in sites(file)}
     assert called == set(recorded.RECORD), "recorded and called differ"
+
+
+def test_the_doctor_knows_every_function_that_is_called():
+    called = {}
+    for file in FILES:
+        called.setdefault(file.parent.name, set()).update(site.path for site in sites(file))
+    assert {op: set(paths) for op, paths in CALLED.items()} == called
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,35 @@ ARCHITECTURES = ("gfx942", "gfx950")
 
 #: What aiter's own kernels multiply and cache as FP8.
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+
+#: Every function of aiter's that a kernel of ours calls, by the op's name.
+CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "rms_norm": ("aiter.rms_norm", "aiter.rmsnorm2d_fwd_with_add"),
+        "linear": ("aiter.tuned_gemm.gemm_a16w16",),
+        "fp8_linear": (
+            "aiter.ops.shuffle.shuffle_weight",
+            "aiter.static_per_tensor_quant",
+            "aiter.dynamic_per_token_scaled_quant",
+            "aiter.gemm_a8w8_bpreshuffle",
+        ),
+        "fp8_block_linear": ("aiter.per_group_quant_hip", "aiter.gemm_a8w8_blockscale_bpreshuffle"),
+        "qk_norm_rope_cache": ("aiter.fused_qk_norm_rope_cache_pts_quant_shuffle",),
+        "attention": (
+            "aiter.mha_batch_prefill_func",
+            "aiter.ops.triton.attention.unified_attention.unified_attention",
+            "aiter.pa_fwd_asm",
+            "aiter.pa_decode_gluon",
+            "aiter.ops.triton.gluon.pa_decode_gluon.get_recommended_splits",
+        ),
+        "gated_activation": (
+            "aiter.silu_and_mul",
+            "aiter.gelu_and_mul",
+            "aiter.gelu_tanh_and_mul",
+            "aiter.swiglu_and_mul",
+        ),
+    }
+)
 
 _INSTALL = "Install it from https://github.com/ROCm/aiter; AMD's images of vLLM and SGLang have it."
 
@@ -70,6 +100,18 @@ def aiter_function(path: str) -> Callable[..., Any]:
             "version that has it (`atom-plugin doctor` lists what is missing), or set ATOM_AITER=0 to run on "
             "Triton's kernels."
         ) from None
+    return found
+
+
+def missing() -> dict[str, list[str]]:
+    """The functions that the installed aiter lacks, by the op that calls them; asking imports aiter."""
+    found: dict[str, list[str]] = {}
+    for op, paths in CALLED.items():
+        for path in paths:
+            try:
+                aiter_function(path)
+            except ValueError:
+                found.setdefault(op, []).append(path)
     return found
 
 

@@ -118,6 +118,17 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return messages
 
 
+def readable_settings(environ: Mapping[str, str]) -> Settings:
+    """The settings that can be read; what cannot is at its default."""
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(Settings):
+        try:
+            values[item.name] = item.metadata["parse"](environ[PREFIX + item.name.upper()])
+        except (KeyError, ValueError):
+            continue
+    return Settings(**values)
+
+
 def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Read all settings from `environ`, by default the environment of the process.
 
