@@ -49,6 +49,7 @@ def pa_fwd_asm(
         # Without qo_indptr the kernel for one token a request runs, whatever max_qlen says.
         begin, end = qo_indptr[request : request + 2].tolist() if several else (request, request + 1)
         assert end <= Q.shape[0], "a row past the end of the queries"
+        assert not several or end - begin == max_qlen, "which keys a row sees is worked out from max_qlen"
         length = int(context_lens[request])
         if not length:
             out[begin:end] = float("nan")  # a sum of no weights
