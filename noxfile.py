@@ -407,8 +407,15 @@ def sglang(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """The kernels against their references on this GPU, with the torch and Triton of the running Python."""
+    """The kernels against their references on this GPU, with the torch and Triton of the running Python.
+
+    `nox -s gpu -- --report FILE` also measures accuracy and speed beside native vLLM, and writes all to one file.
+    """
     variables = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    if session.posargs[:1] == ["--report"]:
+        command = [sys.executable, "-m", "benchmarks.gpu_report", *session.posargs[1:]]
+        session.run(*command, env=variables, external=True)
+        return
     session.run(sys.executable, "-m", "pytest", "tests/gpu", *session.posargs, env=variables, external=True)
 
 

@@ -17,10 +17,10 @@ import torch
 
 from atom_core.kernels.attention import PagedAttentionKernel, PagedAttentionSpec
 from atom_core.kernels.attention.reference import ReferenceAttention
-from atom_core.kernels.cache_dtypes import FP8_DTYPES
+from atom_core.kernels.cache_dtypes import FP8_DTYPES, as_bytes
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache import QkNormRopeCacheKernel
-from atom_core.metadata import AttentionMetadata, KVCacheView
+from atom_core.metadata import SHUFFLED, AttentionMetadata, KVCacheView
 
 NAN = float("nan")
 
@@ -52,6 +52,7 @@ class AttentionCase:
     soft_cap: float | None = None
     sinks: bool = False
     storage: str = "PHN"
+    """How plain pages are laid out; or "shuffled", a page's keys and then its values."""
     packed: bool = True
     """Keys and values side by side in one tensor, as in vLLM; else two tensors with a gap after each head."""
     padded_requests: int = 0
@@ -246,12 +247,15 @@ def _paged(
 ) -> tuple[KVCacheView, torch.Tensor]:
     """The cache with every request's tokens in pages of random order, and the page table. Page 0 is nobody's.
 
+    Shuffled pages are made of plain ones by :func:`shuffled_copy`.
+
     Past a request's pages the table names pages that there are not.
     """
+    shuffled = case.storage == SHUFFLED
     counts = [-(-len(k) // case.page_size) for k in keys]
     order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
     page_table = torch.full((len(keys) + case.padded_requests, max(counts) + 2), 2**30, dtype=torch.int32)
-    cache = empty_cache(case, sum(counts) + 1, dtype, device)
+    cache = empty_cache(replace(case, storage="PHN" if shuffled else case.storage), sum(counts) + 1, dtype, device)
     for request, (k, v) in enumerate(zip(keys, values, strict=True)):
         for index in range(counts[request]):
             page = order.pop()
@@ -260,7 +264,24 @@ def _paged(
             count = min(case.page_size, len(k) - begin)
             cache.key[page, :, :count] = k[begin : begin + count].transpose(0, 1).to(device)
             cache.value[page, :, :count] = v[begin : begin + count].transpose(0, 1).to(device)
-    return cache, page_table
+    return shuffled_copy(cache) if shuffled else cache, page_table
+
+
+def shuffled_copy(plain: KVCacheView) -> KVCacheView:
+    """The same keys and values, each number put where the formulas of :data:`CacheOrder` say."""
+    pages, heads, tokens, dim = plain.key.shape
+    together = 16 // plain.key.itemsize
+    both = torch.empty(pages, 2, heads * tokens * dim, dtype=plain.key.dtype, device=plain.key.device)
+    found = KVCacheView.of_shuffled(both[:, 0], both[:, 1], heads, tokens)
+    for source, target, keys in ((plain.key, found.key, True), (plain.value, found.value, False)):
+        source, target = as_bytes(source), as_bytes(target)
+        for token in range(tokens):
+            for number in range(dim):
+                at = (number // together, token, number % together)
+                if not keys:
+                    at = (token // together, number, token % together)
+                target[(slice(None), slice(None), *at)] = source[:, :, token, number]
+    return replace(found, k_scale=plain.k_scale, v_scale=plain.v_scale)
 
 
 def empty_cache(case: AttentionCase, num_pages: int, dtype: torch.dtype, device: torch.device) -> KVCacheView:
@@ -335,6 +356,16 @@ FP8_QKV_CASES = (
     QkvCase("quotients of few digits or none", k_scale=500.0, v_scale=2e4),
 )
 
+#: The same into shuffled pages.
+SHUFFLED_QKV_CASES = (
+    QkvCase("shuffled", dim=32, rotary_dim=32, storage=SHUFFLED),
+    QkvCase("shuffled, interleaved, one key/value head", kv_heads=1, interleaved=True, storage=SHUFFLED),
+    QkvCase(
+        "shuffled, half of a head rotated, 32 tokens a page", dim=64, rotary_dim=32, page_size=32, storage=SHUFFLED
+    ),
+    QkvCase("shuffled, q/k norm, scales", dim=64, rotary_dim=64, qk_norm=True, storage=SHUFFLED),
+)
+
 _MAX_POSITION = 50
 
 
@@ -356,10 +387,12 @@ def check_qkv(
         kv_heads=case.kv_heads,
         dim=case.dim,
         page_size=case.page_size,
-        storage=case.storage,
+        storage="PHN" if case.storage == SHUFFLED else case.storage,
         packed=case.packed,
     )
     cache = empty_cache(layout, num_pages * max(1, 16 // case.page_size), cache_dtype or dtype, device)
+    if case.storage == SHUFFLED:
+        cache = shuffled_copy(cache)
     cache = replace(cache, k_scale=case.k_scale, v_scale=case.v_scale)
     num_slots = cache.key.shape[0] * case.page_size
 
@@ -381,6 +414,7 @@ def check_qkv(
 
     expected_q, expected_k, expected_v = _qkv_by_head(case, qkv, positions, angles, weights)
     assert_close(q, expected_q)
+    cache = cache.as_plain()
     written = torch.zeros(cache.key.shape[0], case.page_size, dtype=torch.bool)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:

@@ -115,6 +115,7 @@ def compare(
     device: torch.device | None = None,
     tolerance: float | None = None,
     kernels: Mapping[str, str] | None = None,
+    with_aiter: bool = True,
 ) -> Report:
     """Compare our model of a checkpoint with Hugging Face's.
 
@@ -127,6 +128,7 @@ def compare(
         device: of both models.
         tolerance: a share of each stage's spread; None: that of ``dtype`` in :data:`TOLERANCES`.
         kernels: forced implementations by op, as in ``ATOM_KERNELS``.
+        with_aiter: see :func:`atom_core.kernels.kernel_set`.
 
     Raises:
         ValueError: we cannot run the checkpoint, ``transformers`` is not installed, or the prompt does not fit.
@@ -141,7 +143,7 @@ def compare(
             f"The prompt has {len(tokens)} tokens; with {new_tokens} to follow, it must have 1 to "
             f"{config.max_position - new_tokens} (max_position_embeddings={config.max_position})."
         )
-    runner = Runner(directory, dtype=dtype, device=device, kernels=kernels, max_model_len=length)
+    runner = Runner(directory, dtype=dtype, device=device, kernels=kernels, max_model_len=length, with_aiter=with_aiter)
     reference = load_reference(directory, dtype, device)
     return compare_models(runner, reference, tokens, new_tokens, tolerance or TOLERANCES[dtype], directory)
 

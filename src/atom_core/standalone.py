@@ -22,7 +22,7 @@ from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.layers.parameters import ParameterLayer
-from atom_core.metadata import AttentionMetadata, HostLengths, KVCacheView, LatentCacheView
+from atom_core.metadata import SHUFFLED, AttentionMetadata, CacheOrder, HostLengths, KVCacheView, LatentCacheView
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.registry import load_draft_class, load_model_class
 from atom_core.quant import QuantConfig, Unquantized, read_quantization
@@ -49,6 +49,7 @@ def build_runtime(
     target: Target | None = None,
     cache_dtype: torch.dtype | None = None,
     quant: QuantConfig = UNQUANTIZED,
+    with_aiter: bool = True,
 ) -> Runtime:
     """A runtime of one rank whose attention takes its cache from the step.
 
@@ -60,11 +61,12 @@ def build_runtime(
         target: what kernels are chosen for; None: ``device``.
         cache_dtype: of the cache; None: ``dtype``.
         quant: of the linear layers.
+        with_aiter: see :func:`atom_core.kernels.kernel_set`.
     """
     return Runtime(
         device=device,
         dtype=dtype,
-        kernels=kernel_set(target or Target.of(device), kernels),
+        kernels=kernel_set(target or Target.of(device), kernels, with_aiter=with_aiter),
         attention=RadixAttention,
         latent_attention=RadixLatentAttention,
         max_model_len=max_model_len,
@@ -175,7 +177,13 @@ def random_model(config: ModelConfig, runtime: Runtime, seed: int = 0) -> Decode
 
 
 def page_pools(
-    config: ModelConfig, runtime: Runtime, num_pages: int, page_size: int, *, random: bool = False
+    config: ModelConfig,
+    runtime: Runtime,
+    num_pages: int,
+    page_size: int,
+    *,
+    random: bool = False,
+    order: CacheOrder = "plain",
 ) -> list[CacheView]:
     """Pages of every layer: random numbers, or NaN, with which a kernel that reads what it did not write shows."""
     heads, latent = config.num_kv_heads, config.latent
@@ -188,7 +196,18 @@ def page_pools(
 
     if latent is not None:
         return [LatentCacheView(pool()) for _ in config.layers]
+    if order == SHUFFLED:
+        # A page's keys, then its values.
+        both = [pool().view(num_pages, 2, -1) for _ in config.layers]
+        return [KVCacheView.of_shuffled(it[:, 0], it[:, 1], heads, page_size) for it in both]
     return [KVCacheView.of_packed(pool(), config.head_dim) for _ in config.layers]
+
+
+def cache_order(model: torch.nn.Module) -> CacheOrder:
+    """The order in which a model's attention reads and fills its pages; it is one for all layers."""
+    orders = {module.kernel.order for module in model.modules() if isinstance(module, CachedAttention)}
+    assert len(orders) <= 1, f"layers differ in the order of their pages: {orders}"
+    return next(iter(orders), "plain")
 
 
 def plan(model: torch.nn.Module, metadata: AttentionMetadata) -> AttentionMetadata:
@@ -241,6 +260,8 @@ class Runner:
         kernels: forced implementations by op.
         cache_dtype: the dtype of the cache; None: ``dtype``.
         quantization: quantise an unquantised checkpoint while it is loaded ("fp8").
+        target: what kernels are chosen for; None: ``device``.
+        with_aiter: see :func:`atom_core.kernels.kernel_set`.
 
     Raises:
         ValueError: the checkpoint is not one that our models run.
@@ -257,6 +278,8 @@ class Runner:
         kernels: Mapping[str, str] | None = None,
         cache_dtype: torch.dtype | None = None,
         quantization: str | None = None,
+        target: Target | None = None,
+        with_aiter: bool = True,
     ) -> None:
         hf = read_config_json(directory)
         quant = read_quantization(hf, quantization)
@@ -264,7 +287,7 @@ class Runner:
         check_files(self.config, directory, quant=quant)
         self.max_model_len = max_model_len or self.config.max_position
         device = device or torch.device("cpu")
-        self.runtime = build_runtime(device, dtype, self.max_model_len, kernels, cache_dtype=cache_dtype, quant=quant)
+        self.runtime = build_runtime(device, dtype, self.max_model_len, kernels, target, cache_dtype, quant, with_aiter)
         self.page_size = page_size
         self.model: DecoderForCausalLM = load_model_class(self.config.architecture)(self.config, self.runtime)
         load_weights(self.model, Checkpoint.open(directory).load(), str(directory))
@@ -273,7 +296,7 @@ class Runner:
     def caches(self, num_requests: int) -> list[CacheView]:
         """Empty pages for ``num_requests`` sequences of full length, a layer each."""
         pages = num_requests * -(-self.max_model_len // self.page_size)
-        return page_pools(self.config, self.runtime, pages, self.page_size)
+        return page_pools(self.config, self.runtime, pages, self.page_size, order=cache_order(self.model))
 
     def metadata(self, cached: Sequence[int], new: Sequence[int]) -> AttentionMetadata:
         """The batch in which request ``r`` has ``cached[r]`` tokens in the cache and brings ``new[r]``."""

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from atom_plugin.bench.cli import app as bench_app
 from atom_plugin.common import support, versions
-from atom_plugin.common.settings import load_settings, unknown_variables, variables
+from atom_plugin.common.settings import load_settings, readable_settings, unknown_variables, variables
 from atom_plugin.doctor import checkpoint, command, environment, report
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import FRAMEWORKS, VLLM
@@ -51,6 +51,10 @@ def doctor(
         *(environment.check_platforms(plugins, environ) if VLLM in frameworks else ()),
         *command.check_command(examined, environ),
     ]
+    from atom_plugin.doctor.aiter import check_aiter, rocm_line  # imports torch
+
+    target = report.this_device()
+    findings += check_aiter(target, readable_settings(environ))
     model = command.local_model(examined)
     if model and asked:
         findings += checkpoint.check_checkpoint(model, command.tensor_parallel_size(examined), asked)
@@ -58,7 +62,9 @@ def doctor(
     console = _console()
     console.print(report.version_table(versions.installed_versions(), _supported_ranges()))
     console.print(report.plugin_table(plugins))
-    console.print(report.kernel_table())
+    if rocm := rocm_line(target):
+        console.print(rocm)
+    console.print(report.kernel_table(target))
     if examined.model and not model:
         console.print(f"{examined.model} is not a folder on this machine: its configuration was not examined.")
     for line in report.finding_lines(findings):
@@ -112,18 +118,21 @@ def check(
     import torch
 
     from atom_core.check import TOLERANCES, compare
+    from atom_plugin.common.kernels import forced_kernels
     from atom_plugin.doctor.agreement import stage_table
 
     dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCES}
     if dtype not in dtypes:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(dtypes)}", param_hint="--dtype")
     try:
+        settings = load_settings()
         result = compare(
             model,
             prompt=prompt,
             dtype=dtypes[dtype],
             device=torch.device(device),
-            kernels=load_settings().kernels,
+            kernels=forced_kernels(settings),
+            with_aiter=settings.aiter,
         )
     except ValueError as error:
         typer.echo(str(error), err=True)

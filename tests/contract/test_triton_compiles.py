@@ -62,6 +62,7 @@ from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qkv_kernel
 from atom_core.kernels.rms_norm import triton_kernel as norm_kernel
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import why_no_triton_cache
+from atom_core.metadata import SHUFFLED
 from tests.decode_cases import DecodeCase, check_decode
 from tests.kernel_cases import AttentionCase, QkvCase, attention_batch, check_attention, check_qkv
 from tests.latent_cases import (
@@ -128,6 +129,10 @@ FP8_ATTENTION = ("Qwen3 8B, bfloat16", "the largest head, float32")
 QKV = {
     "Qwen3 8B, bfloat16": (QkvCase("", heads=8, dim=128, rotary_dim=128, qk_norm=True), torch.bfloat16),
     "interleaved and partial, float16": (QkvCase("", dim=64, rotary_dim=32, interleaved=True), torch.float16),
+    "shuffled pages, bfloat16": (
+        QkvCase("", heads=8, dim=128, rotary_dim=128, qk_norm=True, storage=SHUFFLED),
+        torch.bfloat16,
+    ),
     "an odd head, float32": (QkvCase("", dim=80, rotary_dim=80, page_size=64), torch.float32),
 }
 

@@ -93,6 +93,7 @@ class CachedAttention(BaseAttention):
         # Parameters of the model, referred to and not registered again under this module.
         self.weights = weights
         self._sinks = (sinks,)
+        self.cache_dtype = runtime.cache_dtype
         kernels = runtime.kernels
         paged = spec.paged(runtime.cache_dtype, sinks is not None)
         self.kernel: PagedAttentionKernel = kernels.select(ATTENTION, paged)
@@ -123,6 +124,7 @@ class CachedAttention(BaseAttention):
         """
         if (self.k_scale, self.v_scale) != (cache.k_scale, cache.v_scale):
             cache = replace(cache, k_scale=self.k_scale, v_scale=self.v_scale)
+        cache.expect(self.kernel.order, self.cache_dtype)
         slots = metadata.slot_mapping
         if (num_tokens := metadata.num_tokens) < qkv.shape[0]:
             qkv, positions, out = qkv[:num_tokens], positions[:num_tokens], out[:num_tokens]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import cast
 
+from atom_core.kernels.aiter_library import check_installed
 from atom_core.kernels.attention import ATTENTION
 from atom_core.kernels.decode_attention import DECODE_ATTENTION
 from atom_core.kernels.embedding import EMBEDDING
@@ -59,11 +60,36 @@ OPS = cast(
 )
 
 
+#: Kernels of aiter's that are used where they are asked for alone, and why.
+ON_REQUEST = {
+    (ATTENTION.name, "aiter_shuffled"): "It has the cache in aiter's own order, which ATOM_SHUFFLED_CACHE=1 asks for.",
+    (QK_NORM_ROPE_CACHE.name, "aiter"): (
+        "It rounds the cosines and sines of rope to the model's dtype; ATOM_AITER_QK_NORM_ROPE_CACHE=1 asks for it."
+    ),
+}
+
+
 def kernel_set(
     target: Target,
     forced: Mapping[str, str] | None = None,
     contributed: Mapping[str, Implementation[Hashable, object]] | None = None,
     excluded: Mapping[tuple[str, str], str] | None = None,
+    *,
+    with_aiter: bool = True,
 ) -> KernelSet:
-    """The kernels of all ops for ``target``; see :class:`KernelSet`."""
+    """The kernels of all ops for ``target``; see :class:`KernelSet`.
+
+    ``with_aiter``: whether AMD's library is used where it can be; without it only an op that is forced to uses it.
+
+    Raises:
+        ValueError: it is to be used on ``target``, and is not installed; and what :class:`KernelSet` raises.
+    """
+    if target.kind == "rocm":
+        passed_over = dict(ON_REQUEST)
+        if with_aiter:
+            check_installed(target)
+        else:
+            implementations = ((op.name, it.name) for op in OPS for it in op.implementations)
+            passed_over |= {key: "ATOM_AITER=0." for key in implementations if key[1].startswith("aiter")}
+        excluded = passed_over | dict(excluded or {})
     return KernelSet(target, OPS, forced or {}, contributed or {}, excluded or {})

@@ -22,7 +22,7 @@ DeviceKind = Literal["cpu", "cuda", "rocm"]
 #: "flash_attention_3"; "torch" a faster way that torch has on a CPU, "scaled_mm" its FP8 product on a GPU; "separate"
 #: runs what an op fuses by the ops that it is made of.
 PRIORITY: Mapping[DeviceKind, tuple[str, ...]] = {
-    "rocm": ("aiter", "triton", "framework", "scaled_mm", "reference", "separate"),
+    "rocm": ("aiter", "aiter_shuffled", "triton", "framework", "scaled_mm", "reference", "separate"),
     "cuda": ("triton", "flash_attention_3", "framework", "scaled_mm", "reference", "separate"),
     "cpu": ("framework", "torch", "reference", "separate"),
 }

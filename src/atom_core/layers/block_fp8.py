@@ -135,4 +135,4 @@ class BlockFp8Method:
 
     def finalize(self, layer: Linear) -> None:
         """See :class:`LinearMethod`."""
-        self.kernel.adopt(layer.weight)
+        self.kernel.adopt(layer.weight, layer.weight_scale)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from atom_core.config import ModelConfig
-from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_plugin.bench import tune
 from atom_plugin.bench.cases import CASES as PLAIN_CASES
@@ -38,6 +37,7 @@ from atom_plugin.bench.latent_cases import LATENT_CASES
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.step import torch_dtype
 from atom_plugin.bench.vllm_kernels import Unavailable
+from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
 
 #: The largest difference from torch's numbers, as a share of their largest magnitude, that rounding explains.
@@ -169,7 +169,7 @@ def measure_kernels(options: KernelOptions, say: Callable[[str], None]) -> tuple
         f"{limits.memory.read / 1e12:.2f} TB/s, products {limits.products / 1e12:.0f} TFLOP/s"
     )
     say(HEADING)
-    bench = Bench(device, dtype, kernel_set(Target.of(device), load_settings().kernels))
+    bench = Bench(device, dtype, chosen_kernels(Target.of(device), load_settings()))
     rows = []
     for model in options.models:
         config = ModelConfig.from_hf(read_config(model))

@@ -22,10 +22,11 @@ import torch
 from atom_core.config import ModelConfig
 from atom_core.metadata import AttentionMetadata
 from atom_core.quant import read_quantization
-from atom_core.standalone import Step, build_runtime, page_pools, plan, random_model
+from atom_core.standalone import Step, build_runtime, cache_order, page_pools, plan, random_model
 from atom_plugin.bench.device import Ceiling, Timing, capture, measure, measure_ceiling, require_gpu
 from atom_plugin.bench.floor import Traffic, step_traffic
 from atom_plugin.bench.models import read_config
+from atom_plugin.common.kernels import forced_kernels
 from atom_plugin.common.settings import load_settings
 
 PAGE_SIZE = 16
@@ -206,10 +207,21 @@ def measure_step(options: StepOptions) -> StepResult:
     ceiling = measure_ceiling(device)
     torch.cuda.empty_cache()
 
-    runtime = build_runtime(device, dtype, MAX_MODEL_LEN, load_settings().kernels, cache_dtype=cache_dtype, quant=quant)
+    settings = load_settings()
+    runtime = build_runtime(
+        device,
+        dtype,
+        MAX_MODEL_LEN,
+        forced_kernels(settings),
+        cache_dtype=cache_dtype,
+        quant=quant,
+        with_aiter=settings.aiter,
+    )
     model = random_model(config, runtime)
     metadata, num_pages = decode_batch(options.batch, options.context, device)
-    step = Step(plan(model, metadata), page_pools(config, runtime, num_pages, PAGE_SIZE, random=True))
+    step = Step(
+        plan(model, metadata), page_pools(config, runtime, num_pages, PAGE_SIZE, random=True, order=cache_order(model))
+    )
     ids = torch.randint(config.vocab_size, (options.batch,), device=device)
     positions = torch.full((options.batch,), options.context, device=device)
     chosen = torch.empty_like(ids)

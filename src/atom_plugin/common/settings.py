@@ -61,6 +61,26 @@ class Settings:
         "0, 1, true or false",
         "Run our models on vLLM's own attention layer and the platform's attention backend.",
     )
+    aiter: bool = _variable(
+        lambda: True,
+        _parse_bool,
+        "0, 1, true or false",
+        "On AMD's gfx942 and gfx950: whether kernels of AMD's library aiter come first. Without it our models run on "
+        "Triton's; ATOM_KERNELS may still name aiter for single ops. By default 1, and a missing aiter is an error.",
+    )
+    shuffled_cache: bool = _variable(
+        bool,
+        _parse_bool,
+        "0, 1, true or false",
+        "On AMD: keep keys and values in the order that aiter's fastest decode kernels read, for models without MLA.",
+    )
+    aiter_qk_norm_rope_cache: bool = _variable(
+        bool,
+        _parse_bool,
+        "0, 1, true or false",
+        "On AMD: norm and rotate q and k and fill the cache by aiter's kernel in place of Triton's; it rounds cosines "
+        "and sines to the model's dtype.",
+    )
     kernels: Mapping[str, str] = _variable(
         lambda: MappingProxyType({}),
         _parse_kernels,
@@ -96,6 +116,17 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
             hint = f"did you mean {nearest[0]}?" if nearest else f"known variables: {', '.join(known)}."
             messages[name] = f"unknown environment variable {name} (value {environ[name]!r}): {hint}"
     return messages
+
+
+def readable_settings(environ: Mapping[str, str]) -> Settings:
+    """The settings that can be read; what cannot is at its default."""
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(Settings):
+        try:
+            values[item.name] = item.metadata["parse"](environ[PREFIX + item.name.upper()])
+        except (KeyError, ValueError):
+            continue
+    return Settings(**values)
 
 
 def load_settings(environ: Mapping[str, str] | None = None) -> Settings:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from atom_core.kernels.select import Target
+
 
 def version_table(installed: Mapping[str, Installed | None], supported: Mapping[str, str]) -> Table:
     """Installed versions, and the supported ones of the frameworks."""
@@ -36,15 +38,22 @@ def plugin_table(plugins: Iterable[Plugin]) -> Table:
     return table
 
 
-def kernel_table() -> Table:
-    """For each op, its implementations in the order in which this device tries them."""
+def this_device() -> Target:
+    """What kernels are chosen for here."""
     import torch
+
+    from atom_core.kernels.select import Target
+
+    return Target.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def kernel_table(target: Target) -> Table:
+    """For each op, its implementations in the order in which ``target`` tries them."""
     from rich.table import Table
 
     from atom_core.kernels import OPS
-    from atom_core.kernels.select import PRIORITY, Target
+    from atom_core.kernels.select import PRIORITY
 
-    target = Target.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     table = Table("Op", "Implementations, first choice first", title=f"Kernels on {target}", title_justify="left")
     for op in OPS:
         names = {implementation.name for implementation in op.implementations}

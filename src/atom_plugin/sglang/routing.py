@@ -19,11 +19,11 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.environ import envs
 
 from atom_core.config import ModelConfig
-from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.models.registry import supported_architectures
 from atom_core.quant import QuantConfig
 from atom_core.standalone import check_files
+from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS
 from atom_plugin.common.versions import check_version, installed
@@ -51,7 +51,13 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
     if not _asked_for():
         return {}
     # A bad ATOM_ variable is refused here, where the user sees it; names of ops and kernels depend on no device.
-    kernel_set(Target("cpu", ""), load_settings().kernels)
+    settings = load_settings()
+    if settings.shuffled_cache:
+        raise ValueError(
+            "ATOM_SHUFFLED_CACHE=1 is for vLLM: SGLang moves single tokens about in its pools, and cannot in aiter's "
+            "order. Unset it."
+        )
+    chosen_kernels(Target("cpu", ""), settings)
     version = installed("sglang")
     assert version is not None, "this module is only imported by SGLang"
     check_version("sglang", version.version)

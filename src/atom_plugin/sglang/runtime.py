@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
-from sglang.srt.runtime_context import get_model, get_parallel
+from sglang.srt.runtime_context import get_model, get_parallel, get_server_args
 
-from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.runtime import AttentionFactory, PipelineStage, Runtime
 from atom_plugin.common.communicator import GroupCommunicator
+from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
 from atom_plugin.sglang.attention import SglangLatentAttention
+from atom_plugin.sglang.kernels import too_small_pages
 from atom_plugin.sglang.quantization import quantization_of
 
 
@@ -40,7 +41,7 @@ def build_runtime(
     return Runtime(
         device=device,
         dtype=dtype,
-        kernels=kernel_set(Target.of(device), settings.kernels),
+        kernels=chosen_kernels(Target.of(device), settings, excluded=too_small_pages(get_server_args().page_size or 1)),
         attention=attention,
         latent_attention=SglangLatentAttention,
         max_model_len=int(config.context_len),

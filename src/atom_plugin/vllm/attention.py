@@ -41,7 +41,7 @@ from atom_core.attention.paged import PagedAttention
 from atom_core.kernels.attention import PagedAttentionKernel
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE, QkvWeights
-from atom_core.metadata import AttentionMetadata, HostLengths, KVCacheView
+from atom_core.metadata import SHUFFLED, AttentionMetadata, HostLengths, KVCacheView
 from atom_core.runtime import Runtime
 from atom_plugin.vllm.cpu_kernels import PAGE_ORDER as CPU_PAGE_ORDER
 from atom_plugin.vllm.cpu_kernels import view_pages
@@ -168,6 +168,15 @@ class AtomGraphAttentionBackend(AtomAttentionBackend):
         return AtomGraphMetadataBuilder
 
 
+class AtomShuffledAttentionBackend(AtomGraphAttentionBackend):
+    """Pages in the order that aiter's kernels read, of the 16 tokens that its fastest ones have; full graphs."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        """See vLLM."""
+        return [16]
+
+
 class AtomCpuAttentionBackend(AtomAttentionBackend):
     """Pages as vLLM's CPU attention arranges them: head-major, a multiple of 32 tokens."""
 
@@ -185,8 +194,24 @@ class AtomCpuAttentionBackend(AtomAttentionBackend):
 def _backend(kernel: PagedAttentionKernel) -> type[AtomAttentionBackend]:
     if kernel.order == CPU_PAGE_ORDER:
         return AtomCpuAttentionBackend
+    if kernel.order == SHUFFLED:
+        return AtomShuffledAttentionBackend
     assert kernel.order == "plain", f"no backend for pages in the order {kernel.order!r}"
     return AtomGraphAttentionBackend if kernel.graph_support == "always" else AtomAttentionBackend
+
+
+def view_shuffled(kv_cache: torch.Tensor, head_dim: int) -> KVCacheView:
+    """View vLLM's ``[blocks, kv heads, tokens, K | V]`` of any order as shuffled pages: of each, keys, then values.
+
+    What a block's bytes mean is nobody's business but ours, as long as they lie together.
+    """
+    blocks, heads, tokens, packed = kv_cache.shape
+    side = heads * tokens * head_dim
+    reach = sum((size - 1) * stride for size, stride in zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True))
+    assert packed == 2 * head_dim
+    assert reach + 1 == 2 * side <= kv_cache.stride(0), "a block's bytes lie together, apart from other blocks'"
+    sides = kv_cache.as_strided((blocks, 2, side), (kv_cache.stride(0), side, 1))
+    return KVCacheView.of_shuffled(sides[:, 0], sides[:, 1], heads, tokens)
 
 
 def announce(layer: AttentionLayerBase, name: str, op: str, vllm_config: VllmConfig) -> tuple[LayerNameType, bool]:
@@ -261,7 +286,8 @@ class VllmPagedAttention(PagedAttention, AttentionLayerBase):
     def cache(self) -> KVCacheView:
         """See :class:`PagedAttention`."""
         if self._view is None or self._view[0] is not self.kv_cache:
-            make = view_pages if self.kernel.order == CPU_PAGE_ORDER else KVCacheView.of_packed
+            views = {CPU_PAGE_ORDER: view_pages, SHUFFLED: view_shuffled}
+            make = views.get(self.kernel.order, KVCacheView.of_packed)
             view = make(self.kv_cache.view(self.cache_dtype), self.spec.qkv.head_dim)
             self._view = (self.kv_cache, replace(view, k_scale=self.k_scale, v_scale=self.v_scale))
         return self._view[1]

@@ -9,10 +9,10 @@ from vllm.distributed import get_dp_group, get_pp_group, get_tp_group
 from vllm.distributed.utils import get_pp_indices
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
-from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.runtime import AttentionFactory, OneReplica, PipelineStage, Runtime
 from atom_plugin.common.communicator import GroupCommunicator
+from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
 from atom_plugin.vllm.attention import is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
@@ -76,7 +76,7 @@ def build_runtime(
     return Runtime(
         device=device,
         dtype=model_config.dtype,
-        kernels=kernel_set(target, settings.kernels, contributed, excluded),
+        kernels=chosen_kernels(target, settings, contributed, excluded),
         attention=attention,
         latent_attention=VllmLatentAttention,
         max_model_len=model_config.max_model_len,

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from atom_core.kernels.aiter_library import FP8, why_no_aiter
 from atom_core.kernels.attention.reference import ReferenceAttention
 from atom_core.kernels.attention.sdpa import SdpaAttention
 from atom_core.kernels.cache_dtypes import FP8_DTYPES, why_unreadable
 from atom_core.kernels.select import Implementation, Op, Target, only_on_cpu
 from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
-from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
+from atom_core.metadata import SHUFFLED, AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
 
 #: An implementation that adapters contribute; see :data:`atom_core.kernels.select.PRIORITY`.
 FLASH_ATTENTION_3 = "flash_attention_3"
@@ -67,6 +69,29 @@ class PagedAttentionKernel(Protocol):
     ) -> None: ...
 
 
+def _aiter_supports(spec: PagedAttentionSpec, target: Target, *, order: CacheOrder = "plain") -> str | None:
+    if reason := why_no_aiter(target):
+        return reason
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"aiter's attention has queries of two bytes, not {spec.dtype}."
+    if spec.head_dim > 256:
+        return f"aiter's attention is used for head sizes up to 256, not {spec.head_dim}."
+    if spec.cache_dtype not in (spec.dtype, FP8[target.arch]):
+        return (
+            f"aiter's attention on {target.arch} has a cache in the model's dtype {spec.dtype} or in "
+            f"{FP8[target.arch]}, not {spec.cache_dtype}."
+        )
+    if order == SHUFFLED and spec.head_dim not in (32, 64, 128, 256):
+        return f"aiter's attention over shuffled pages has heads of 32, 64, 128 and 256 numbers, not {spec.head_dim}."
+    return None
+
+
+def _build_aiter(spec: PagedAttentionSpec, target: Target, *, order: CacheOrder = "plain") -> PagedAttentionKernel:
+    from atom_core.kernels.attention.aiter_kernel import AiterAttention  # looked for when it is chosen
+
+    return AiterAttention(spec, order)
+
+
 def _triton_supports(spec: PagedAttentionSpec, target: Target) -> str | None:
     if reason := why_no_triton(target):
         return reason
@@ -100,6 +125,10 @@ def _reference_supports(spec: PagedAttentionSpec, target: Target) -> str | None:
 ATTENTION: Op[PagedAttentionSpec, PagedAttentionKernel] = Op(
     "attention",
     (
+        Implementation("aiter", _aiter_supports, _build_aiter),
+        Implementation(
+            "aiter_shuffled", partial(_aiter_supports, order=SHUFFLED), partial(_build_aiter, order=SHUFFLED)
+        ),
         Implementation("triton", _triton_supports, _build_triton),
         Implementation("torch", _torch_supports, lambda spec, target: SdpaAttention(spec)),
         Implementation("reference", _reference_supports, lambda spec, target: ReferenceAttention(spec)),

@@ -39,6 +39,7 @@ class ReferenceAttention:
         out: torch.Tensor,
     ) -> None:
         """Write the attention of every request's queries to ``out``."""
+        cache = cache.as_plain()
         starts = metadata.query_start_loc.tolist()
         for request, length in enumerate(metadata.seq_lens.tolist()):
             begin, end = starts[request], starts[request + 1]

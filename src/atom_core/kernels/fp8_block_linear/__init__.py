@@ -14,10 +14,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.fp8_block_linear.reference import ReferenceFp8BlockLinear
 from atom_core.kernels.fp8_linear.scaled_mm import why_no_fp8
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_no_triton
+from atom_core.quant.fp8 import BLOCK_SIZE
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class Fp8BlockLinearSpec:
 class Fp8BlockLinearKernel(Protocol):
     """A product bound to one layer."""
 
-    def adopt(self, weight: torch.Tensor) -> None:
-        """See the weight once it is loaded; a kernel may change bits of it that do not count."""
+    def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+        """See the weight once it is loaded; a kernel may change bits of it that do not count, or move them."""
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
@@ -62,6 +64,25 @@ class FewRowsFp8BlockKernel(Protocol):
         """``residual += y``, rounded once, of at most ``max_rows`` rows; ``residual`` is contiguous."""
 
 
+def _aiter_supports(spec: Fp8BlockLinearSpec, target: Target) -> str | None:
+    if reason := why_no_aiter(target):
+        return reason
+    if spec.dtype != torch.bfloat16:
+        return f"aiter's FP8 products are used in models of bfloat16, not of {spec.dtype}."
+    if spec.in_features % BLOCK_SIZE or spec.out_features % BLOCK_SIZE:
+        return (
+            f"aiter's FP8 product in blocks is used for whole blocks of {BLOCK_SIZE}, "
+            f"not for {spec.in_features} inputs and {spec.out_features} outputs."
+        )
+    return None
+
+
+def _build_aiter(spec: Fp8BlockLinearSpec, target: Target) -> Fp8BlockLinearKernel:
+    from atom_core.kernels.fp8_block_linear.aiter_kernel import AiterFp8BlockLinear  # looked for when it is chosen
+
+    return AiterFp8BlockLinear(target)
+
+
 def _triton_supports(spec: Fp8BlockLinearSpec, target: Target) -> str | None:
     return why_no_triton(target) or why_no_fp8(target)
 
@@ -75,6 +96,7 @@ def _build_triton(spec: Fp8BlockLinearSpec, target: Target) -> Fp8BlockLinearKer
 FP8_BLOCK_LINEAR: Op[Fp8BlockLinearSpec, Fp8BlockLinearKernel] = Op(
     "fp8_block_linear",
     (
+        Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", _triton_supports, _build_triton),
         Implementation("reference", always, lambda spec, target: ReferenceFp8BlockLinear()),
     ),

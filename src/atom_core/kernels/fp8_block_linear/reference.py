@@ -46,7 +46,7 @@ def block_product(
 class ReferenceFp8BlockLinear:
     """See :mod:`atom_core.kernels.fp8_block_linear`. Each call widens the whole weight, a group at a time."""
 
-    def adopt(self, weight: torch.Tensor) -> None:
+    def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
         """Nothing to change."""
 
     def __call__(

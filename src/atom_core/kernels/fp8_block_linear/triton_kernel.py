@@ -36,7 +36,7 @@ class TritonFp8BlockLinear:
         self.nvidia, self.overlap = target.kind == "cuda", overlap
         self.fnuz = dtype_of(target) == FNUZ
 
-    def adopt(self, weight: torch.Tensor) -> None:
+    def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
         """Mend what the device would read otherwise."""
         if self.fnuz:
             clear_minus_zeros(weight)

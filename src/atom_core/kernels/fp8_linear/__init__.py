@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.fp8_linear.reference import ReferenceFp8Linear
 from atom_core.kernels.fp8_linear.scaled_mm import ScaledMm, why_no_scaled_mm
 from atom_core.kernels.select import Implementation, Op, Target, always
@@ -34,7 +35,7 @@ class Fp8LinearKernel(Protocol):
     """A product bound to one layer."""
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-        """See the weights once they are loaded; a kernel may change bits of them that do not count."""
+        """See the weights once they are loaded; a kernel may change bits of them that do not count, or move them."""
 
     def __call__(
         self,
@@ -68,6 +69,25 @@ class FewRowsFp8Kernel(Protocol):
         """``residual += y``, rounded once, of at most ``max_rows`` rows; ``residual`` is contiguous."""
 
 
+def _aiter_supports(spec: Fp8LinearSpec, target: Target) -> str | None:
+    if reason := why_no_aiter(target):
+        return reason
+    if spec.dtype != torch.bfloat16:
+        return f"aiter's FP8 products are used in models of bfloat16, not of {spec.dtype}."
+    if spec.in_features % 32 or spec.out_features % 16:
+        return (
+            "aiter's FP8 product wants inputs in multiples of 32 and outputs in multiples of 16, "
+            f"not {spec.in_features} and {spec.out_features}."
+        )
+    return None
+
+
+def _build_aiter(spec: Fp8LinearSpec, target: Target) -> Fp8LinearKernel:
+    from atom_core.kernels.fp8_linear.aiter_kernel import AiterFp8Linear  # looked for when it is chosen
+
+    return AiterFp8Linear(target)
+
+
 def _scaled_mm_supports(spec: Fp8LinearSpec, target: Target) -> str | None:
     return why_no_scaled_mm(spec.in_features, spec.out_features, target)
 
@@ -89,6 +109,7 @@ def _build_triton(spec: Fp8LinearSpec, target: Target) -> Fp8LinearKernel:
 FP8_LINEAR: Op[Fp8LinearSpec, Fp8LinearKernel] = Op(
     "fp8_linear",
     (
+        Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", _triton_supports, _build_triton, remark_on_few_rows),
         Implementation("scaled_mm", _scaled_mm_supports, lambda spec, target: ScaledMm(target)),
         Implementation("reference", always, lambda spec, target: ReferenceFp8Linear()),

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from atom_core.config import Activation
+from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.gated_activation.reference import gated_activation
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_no_triton
@@ -32,6 +33,20 @@ class GatedActivationSpec:
 GatedActivationKernel = Callable[[torch.Tensor], torch.Tensor]
 
 
+def _aiter_supports(spec: GatedActivationSpec, target: Target) -> str | None:
+    if reason := why_no_aiter(target):
+        return reason
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"aiter's activations are for numbers of two bytes, not for {spec.dtype}."
+    return f"aiter's activations take widths in multiples of 8, not {spec.size}." if spec.size % 8 else None
+
+
+def _build_aiter(spec: GatedActivationSpec, target: Target) -> GatedActivationKernel:
+    from atom_core.kernels.gated_activation.aiter_kernel import build  # looked for when it is chosen
+
+    return build(spec.activation)
+
+
 def _triton_supports(spec: GatedActivationSpec, target: Target) -> str | None:
     return why_no_triton(target)
 
@@ -45,6 +60,7 @@ def _build_triton(spec: GatedActivationSpec, target: Target) -> GatedActivationK
 GATED_ACTIVATION: Op[GatedActivationSpec, GatedActivationKernel] = Op(
     "gated_activation",
     (
+        Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", _triton_supports, _build_triton),
         Implementation("reference", always, lambda spec, target: partial(gated_activation, activation=spec.activation)),
     ),

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.linear.mkldnn import MkldnnLinear
 from atom_core.kernels.linear.reference import TorchLinear
 from atom_core.kernels.select import Implementation, Op, Target, always
@@ -59,6 +60,20 @@ def _torch_supports(spec: LinearSpec, target: Target) -> str | None:
     return None
 
 
+def _aiter_supports(spec: LinearSpec, target: Target) -> str | None:
+    if reason := why_no_aiter(target):
+        return reason
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"aiter's tuned products are for numbers of two bytes, not for {spec.dtype}."
+    return None
+
+
+def _build_aiter(spec: LinearSpec, target: Target) -> LinearKernel:
+    from atom_core.kernels.linear.aiter_kernel import AiterLinear  # looked for when it is chosen
+
+    return AiterLinear()
+
+
 def _triton_supports(spec: LinearSpec, target: Target) -> str | None:
     if reason := why_no_triton(target):
         return reason
@@ -76,6 +91,7 @@ def _build_triton(spec: LinearSpec, target: Target) -> LinearKernel:
 LINEAR: Op[LinearSpec, LinearKernel] = Op(
     "linear",
     (
+        Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", _triton_supports, _build_triton, remark_on_few_rows),
         Implementation("torch", _torch_supports, lambda spec, target: MkldnnLinear()),
         Implementation("reference", always, lambda spec, target: TorchLinear()),

@@ -13,13 +13,14 @@ from typing import Protocol
 
 import torch
 
+from atom_core.kernels.aiter_library import FP8, why_no_aiter
 from atom_core.kernels.cache_dtypes import why_unreadable
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache.cpu import qk_norm_rope_cache as qk_norm_rope_cache_on_cpu
 from atom_core.kernels.qk_norm_rope_cache.reference import qk_norm_rope_cache
 from atom_core.kernels.select import Implementation, Op, Target, only_on_cpu
 from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
-from atom_core.metadata import CacheOrder, KVCacheView
+from atom_core.metadata import SHUFFLED, CacheOrder, KVCacheView
 
 
 @dataclass(frozen=True)
@@ -44,21 +45,57 @@ class QkNormRopeCacheKernel(Protocol):
     ) -> torch.Tensor: ...
 
 
+def _aiter_supports(spec: QkvCacheSpec, target: Target) -> str | None:
+    if reason := why_no_aiter(target):
+        return reason
+    qkv = spec.qkv
+    if not qkv.qk_norm:
+        return "aiter's kernel norms q and k, which this model does not."
+    if qkv.dtype not in (torch.bfloat16, torch.float16):
+        return f"aiter's kernel is for numbers of two bytes, not for {qkv.dtype}."
+    if qkv.head_dim not in (64, 128, 256):
+        return f"aiter's kernel has heads of 64, 128 and 256 numbers, not {qkv.head_dim}."
+    # A thread has a 64th of a head, and finds a rotation's partner in one other.
+    of_thread = qkv.head_dim // 64
+    if qkv.interleaved and of_thread < 2:
+        return "aiter's kernel rotates neighbours in heads of 128 and 256 numbers alone."
+    if not qkv.interleaved and qkv.rotary_dim // 2 % of_thread:
+        return f"aiter's kernel rotates halves in multiples of {of_thread} numbers, not {qkv.rotary_dim // 2}."
+    if spec.order not in ("plain", SHUFFLED):
+        return f"aiter's kernel writes plain pages and shuffled ones, not {spec.order!r} ones."
+    if spec.cache_dtype == qkv.dtype:
+        return None
+    if spec.cache_dtype != FP8[target.arch] or qkv.head_dim < 128:
+        return (
+            f"aiter's kernel on {target.arch} fills a cache in the model's dtype {qkv.dtype} or, with heads of 128 and "
+            f"256 numbers, in {FP8[target.arch]}, not in {spec.cache_dtype}."
+        )
+    return None
+
+
+def _build_aiter(spec: QkvCacheSpec, target: Target) -> QkNormRopeCacheKernel:
+    from atom_core.kernels.qk_norm_rope_cache.aiter_kernel import AiterFillCache  # looked for when it is chosen
+
+    return AiterFillCache(spec)
+
+
 def _reference_supports(spec: QkvCacheSpec, target: Target) -> str | None:
-    if spec.order != "plain":
-        return f"The reference writes plain pages, not {spec.order!r} ones."
+    if spec.order not in ("plain", SHUFFLED):
+        return f"The reference writes plain pages and shuffled ones, not {spec.order!r} ones."
     return why_unreadable(spec.cache_dtype)
 
 
 def _torch_supports(spec: QkvCacheSpec, target: Target) -> str | None:
+    if spec.order != "plain":
+        return f"This writes plain pages, not {spec.order!r} ones."
     return only_on_cpu(spec, target) or _reference_supports(spec, target)
 
 
 def _triton_supports(spec: QkvCacheSpec, target: Target) -> str | None:
     if reason := why_no_triton(target):
         return reason
-    if spec.order != "plain":
-        return f"The Triton kernel writes plain pages, not {spec.order!r} ones."
+    if spec.order not in ("plain", SHUFFLED):
+        return f"The Triton kernel writes plain pages and shuffled ones, not {spec.order!r} ones."
     return why_no_triton_cache(spec.qkv.dtype, spec.cache_dtype, target)
 
 
@@ -71,6 +108,7 @@ def _build_triton(spec: QkvCacheSpec, target: Target) -> QkNormRopeCacheKernel:
 QK_NORM_ROPE_CACHE: Op[QkvCacheSpec, QkNormRopeCacheKernel] = Op(
     "qk_norm_rope_cache",
     (
+        Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", _triton_supports, _build_triton),
         Implementation(
             "torch", _torch_supports, lambda spec, target: partial(qk_norm_rope_cache_on_cpu, spec=spec.qkv)

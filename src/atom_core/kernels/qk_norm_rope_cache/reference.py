@@ -8,7 +8,7 @@ import torch
 
 from atom_core.kernels.cache_dtypes import as_bytes, quantize
 from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
-from atom_core.metadata import KVCacheView
+from atom_core.metadata import SHUFFLED, KVCacheView
 
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
@@ -33,5 +33,12 @@ def write_cache(k: torch.Tensor, v: torch.Tensor, cache: KVCacheView, slots: tor
     """Write ``k``, ``v`` ``[T, K, D]`` to ``slots [T]``; negative slots are skipped."""
     kept = slots >= 0
     page, offset = slots[kept] // cache.page_size, slots[kept] % cache.page_size
+    if cache.order == SHUFFLED:
+        together = cache.key.shape[-1]
+        keys = as_bytes(quantize(k[kept], cache.k_scale, cache.key.dtype))
+        values = as_bytes(quantize(v[kept], cache.v_scale, cache.value.dtype))
+        as_bytes(cache.key)[page, :, :, offset] = keys.view(*keys.shape[:2], -1, together)
+        as_bytes(cache.value)[page, :, offset // together, :, offset % together] = values
+        return
     for rows, side, scale in ((k, cache.key, cache.k_scale), (v, cache.value, cache.v_scale)):
         as_bytes(side)[page, :, offset] = as_bytes(quantize(rows[kept], scale, side.dtype))

@@ -3,7 +3,7 @@
 A program takes some heads of one token. ``T`` tokens, ``H`` query and ``K`` key/value heads of ``D`` numbers, the first
 ``R`` of them rotated: the partners of a rotation are loaded as two tiles of their own, so that every number is read
 once and turned without a shuffle between threads. Padded tokens (negative slots) still get a query, and write nothing
-to the cache.
+to the cache. Pages are plain, or in the order that aiter's kernels read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.triton_support import launch_options
-from atom_core.metadata import KVCacheView
+from atom_core.metadata import SHUFFLED, KVCacheView
 
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
@@ -57,6 +57,7 @@ def _qk_norm_rope_cache(
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     LIMIT: tl.constexpr,
+    TOGETHER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -111,8 +112,16 @@ def _qk_norm_rope_cache(
 
     page = slot // PAGE
     offset = slot % PAGE
-    key_at = page * stride_k_page + offset * stride_k_token + (head - H).to(tl.int64) * stride_k_head
-    value_at = page * stride_v_page + offset * stride_v_token + (head - H - K).to(tl.int64) * stride_v_head
+    key_at = page * stride_k_page + (head - H).to(tl.int64) * stride_k_head
+    value_at = page * stride_v_page + (head - H - K).to(tl.int64) * stride_v_head
+    if TOGETHER > 0:
+        key_at += offset * TOGETHER
+        value_at += offset // TOGETHER * (D * TOGETHER) + offset % TOGETHER
+    else:
+        key_at += offset * stride_k_token
+        value_at += offset * stride_v_token
+    first_key, first_value = places(first, PAGE, TOGETHER)
+    second_key, second_value = places(second, PAGE, TOGETHER)
     kept = tl.where(slot >= 0, is_key, False)[:, None]
     also = tl.where(slot >= 0, is_value, False)[:, None]
     key_at = key + key_at[:, None]
@@ -120,19 +129,29 @@ def _qk_norm_rope_cache(
     # Keys go through the model's dtype first: what attention would see of an uncached one.
     stored_x = stored(turned_x.to(x.dtype).to(tl.float32), k_scale, LIMIT).to(key.dtype.element_ty)
     stored_y = stored(turned_y.to(x.dtype).to(tl.float32), k_scale, LIMIT).to(key.dtype.element_ty)
-    tl.store(key_at + first[None, :], stored_x, mask=kept & paired[None, :])
-    tl.store(key_at + second[None, :], stored_y, mask=kept & paired[None, :])
+    tl.store(key_at + first_key[None, :], stored_x, mask=kept & paired[None, :])
+    tl.store(key_at + second_key[None, :], stored_y, mask=kept & paired[None, :])
     plain_x = stored(x.to(tl.float32), v_scale, LIMIT).to(value.dtype.element_ty)
     plain_y = stored(y.to(tl.float32), v_scale, LIMIT).to(value.dtype.element_ty)
-    tl.store(value_at + first[None, :], plain_x, mask=also & paired[None, :])
-    tl.store(value_at + second[None, :], plain_y, mask=also & paired[None, :])
+    tl.store(value_at + first_value[None, :], plain_x, mask=also & paired[None, :])
+    tl.store(value_at + second_value[None, :], plain_y, mask=also & paired[None, :])
     if REST > 0:
         inside = (rest < D)[None, :]
+        rest_key, rest_value = places(rest, PAGE, TOGETHER)
         tl.store(query_at + rest[None, :], wide_z.to(q_out.dtype.element_ty), mask=is_query[:, None] & inside)
         stored_z = stored(wide_z.to(x.dtype).to(tl.float32), k_scale, LIMIT).to(key.dtype.element_ty)
-        tl.store(key_at + rest[None, :], stored_z, mask=kept & inside)
+        tl.store(key_at + rest_key[None, :], stored_z, mask=kept & inside)
         plain_z = stored(z.to(tl.float32), v_scale, LIMIT).to(value.dtype.element_ty)
-        tl.store(value_at + rest[None, :], plain_z, mask=also & inside)
+        tl.store(value_at + rest_value[None, :], plain_z, mask=also & inside)
+
+
+@triton.jit
+def places(column, PAGE: tl.constexpr, TOGETHER: tl.constexpr):
+    """Where numbers of a key and of a value are, from where their token begins; shuffled where some lie together."""
+    if TOGETHER > 0:
+        return column // TOGETHER * (PAGE * TOGETHER) + column % TOGETHER, column * TOGETHER
+    else:  # noqa: RET505 - what stands behind a return would be compiled all the same
+        return column, column
 
 
 @triton.jit
@@ -165,6 +184,8 @@ def qk_norm_rope_cache(
 ) -> torch.Tensor:
     """See :mod:`atom_core.kernels.qk_norm_rope_cache`; ``overlap``: see :func:`triton_support.overlaps`."""
     assert qkv.stride(-1) == cache.key.stride(-1) == cache.value.stride(-1) == 1
+    shuffled = cache.order == SHUFFLED
+    assert shuffled or cache.order == "plain", f"there is no way here to write pages in the order {cache.order!r}"
     num_tokens = qkv.shape[0]
     q_out = torch.empty(num_tokens, spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device)
     rest = spec.head_dim - spec.rotary_dim
@@ -196,6 +217,7 @@ def qk_norm_rope_cache(
         INTERLEAVED=spec.interleaved,
         NORM=weights.q_norm is not None,
         LIMIT=saturation_limit(cache.key.dtype),
+        TOGETHER=cache.key.shape[-1] if shuffled else 0,
         OVERLAP=overlap,
         # Many programs hide each other's waits: a warp that waits for no other is the fastest then.
         num_warps=4 if heads == _FEW_HEADS else max(1, spec.head_dim // 128),

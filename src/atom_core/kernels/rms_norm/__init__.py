@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.rms_norm.cpu import rms_norm as rms_norm_on_cpu
 from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Implementation, Op, Target, always, only_on_cpu
@@ -39,6 +40,20 @@ class RmsNormKernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
 
+def _aiter_supports(spec: RmsNormSpec, target: Target) -> str | None:
+    if reason := why_no_aiter(target):
+        return reason
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"aiter's norm is for numbers of two bytes, not for {spec.dtype}."
+    return "aiter's norm is fast for rows of up to 8192 numbers." if spec.size > 8192 else None
+
+
+def _build_aiter(spec: RmsNormSpec, target: Target) -> RmsNormKernel:
+    from atom_core.kernels.rms_norm.aiter_kernel import build  # a kernel of aiter's is looked for when it is chosen
+
+    return build()
+
+
 def _triton_supports(spec: RmsNormSpec, target: Target) -> str | None:
     if reason := why_no_triton(target):
         return reason
@@ -54,6 +69,7 @@ def _build_triton(spec: RmsNormSpec, target: Target) -> RmsNormKernel:
 RMS_NORM: Op[RmsNormSpec, RmsNormKernel] = Op(
     "rms_norm",
     (
+        Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", _triton_supports, _build_triton),
         Implementation("torch", only_on_cpu, lambda spec, target: rms_norm_on_cpu),
         Implementation("reference", always, lambda spec, target: rms_norm),

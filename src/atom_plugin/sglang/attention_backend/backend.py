@@ -14,14 +14,15 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from atom_core.kernels import kernel_set
 from atom_core.kernels.attention import ATTENTION, PagedAttentionKernel, PagedAttentionSpec
 from atom_core.kernels.select import Target
 from atom_core.metadata import AttentionMetadata, KVCacheView, LatentCacheView
+from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
 from atom_plugin.sglang.attention_backend.graph_state import PADDED_LENGTH, GraphState
 from atom_plugin.sglang.attention_backend.kv_view import Pools
 from atom_plugin.sglang.attention_backend.metadata import eager_metadata, windowed
+from atom_plugin.sglang.kernels import too_small_pages
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention as HostAttention
@@ -47,7 +48,8 @@ class AtomAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.max_context_len = int(runner.model_config.context_len)
         self.dtype: torch.dtype = runner.dtype
-        self.kernels = kernel_set(Target.of(self.pools.req_to_token.device), load_settings().kernels)
+        target, excluded = Target.of(self.pools.req_to_token.device), too_small_pages(self.pools.page_size)
+        self.kernels = chosen_kernels(target, load_settings(), excluded=excluded)
         self.step = step
         self.graphs: GraphState | None = None
         self.forward_metadata: AttentionMetadata | None = None

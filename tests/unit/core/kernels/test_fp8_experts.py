@@ -362,7 +362,7 @@ def test_ranks_that_hold_some_experts_each_add_up_to_one_that_holds_all():
     ("target", "implementation"), [(CPU, "reference"), (CUDA, "triton"), (GFX942, "triton")], ids=str
 )
 def test_who_runs_it(target, implementation):
-    kernels = kernel_set(target)
+    kernels = kernel_set(target, with_aiter=False)
     kernels.select(FP8_EXPERTS, BLOCKS)
     assert kernels.choices()[0].implementation == implementation
 

@@ -203,6 +203,6 @@ def test_a_norm_in_front_of_few_rows(rounded, activation, rows):
     ids=str,
 )
 def test_who_runs_it(target, implementation):
-    kernels = kernel_set(target)
+    kernels = kernel_set(target, with_aiter=False)
     kernels.select(MXFP4_LINEAR, Mxfp4LinearSpec(288, 144, False, True, torch.bfloat16))
     assert [choice.implementation for choice in kernels.choices()] == [implementation]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from atom_core.kernels.cache_dtypes import FP8_DTYPES, quantize
 from atom_core.kernels.qk_norm_rope_cache.cpu import qk_norm_rope_cache as on_cpu
 from atom_core.kernels.qk_norm_rope_cache.reference import qk_norm_rope_cache
-from tests.kernel_cases import FP8_QKV_CASES, QKV_CASES, check_qkv
+from tests.kernel_cases import FP8_QKV_CASES, QKV_CASES, SHUFFLED_QKV_CASES, check_qkv
 
 CPU = torch.device("cpu")
 
+every_shuffled_case = pytest.mark.parametrize("case", SHUFFLED_QKV_CASES, ids=str)
 every_case = pytest.mark.parametrize("case", QKV_CASES, ids=str)
 every_fp8_case = pytest.mark.parametrize("case", FP8_QKV_CASES, ids=str)
 every_fp8_dtype = pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
@@ -67,3 +69,28 @@ def test_an_fp8_cache_holds_its_largest_number_for_any_beyond_and_nan_for_nan(ca
     found = quantize(torch.tensor([infinity, -infinity, 65504.0, -65504.0, 0.0], dtype=dtype), 0.25, cache_dtype)
     assert found.float().tolist() == [limit, -limit, limit, -limit, 0.0]
     assert quantize(torch.tensor([float("nan")], dtype=dtype), 0.25, cache_dtype).float().isnan().all()
+
+
+@every_shuffled_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_reference_fills_shuffled_pages(case, dtype):
+    check_qkv(case, partial(qk_norm_rope_cache, spec=case.spec(dtype)), dtype, CPU)
+
+
+@every_shuffled_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_triton_kernel_fills_shuffled_pages(case, dtype):
+    from atom_core.kernels.qk_norm_rope_cache.triton_kernel import qk_norm_rope_cache as launch
+
+    check_qkv(case, partial(launch, spec=case.spec(dtype)), dtype, CPU)
+
+
+@every_shuffled_case
+@every_fp8_dtype
+def test_shuffled_pages_in_fp8(exact_fp8_casts, case, cache_dtype):
+    from atom_core.kernels.qk_norm_rope_cache.triton_kernel import qk_norm_rope_cache as launch
+
+    spec = case.spec(torch.float16)
+    case = replace(case, k_scale=0.5, v_scale=4.0)
+    for kernel in (launch, qk_norm_rope_cache):
+        check_qkv(case, partial(kernel, spec=spec), torch.float16, CPU, cache_dtype=cache_dtype)

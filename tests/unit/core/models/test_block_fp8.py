@@ -36,7 +36,7 @@ def make(folder: Path, form, family=QWEN3, **settings) -> Path:
 class ExactInputs:
     """A kernel that quantises no activation: what is left is the weights, and the answer must be exact."""
 
-    def adopt(self, weight):
+    def adopt(self, weight, weight_scale):
         pass
 
     def __call__(self, x, weight, weight_scale, bias):

@@ -64,3 +64,18 @@ def test_every_variable_is_documented():
         f"ATOM_{field.name.upper()}" for field in dataclasses.fields(Settings)
     }
     assert all(variable.description and variable.form for variable in variables())
+
+
+def test_settings_that_force_a_kernel():
+    from atom_plugin.common.kernels import forced_kernels
+
+    both = {"ATOM_SHUFFLED_CACHE": "1", "ATOM_AITER_QK_NORM_ROPE_CACHE": "1", "ATOM_KERNELS": "rms_norm=triton"}
+    assert forced_kernels(load_settings(both)) == {
+        "rms_norm": "triton",
+        "attention": "aiter_shuffled",
+        "qk_norm_rope_cache": "aiter",
+    }
+    assert forced_kernels(load_settings({})) == {}
+    contradicting = {"ATOM_SHUFFLED_CACHE": "1", "ATOM_KERNELS": "attention=triton"}
+    with pytest.raises(ValueError, match="ATOM_SHUFFLED_CACHE=1 asks for attention=aiter_shuffled"):
+        forced_kernels(load_settings(contradicting))

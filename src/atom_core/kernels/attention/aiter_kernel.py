@@ -1,0 +1,316 @@
+"""Paged attention by aiter: each batch, or each of its two parts, by the kernel that :mod:`.aiter_choice` names.
+
+Requests that decode come first in a batch; where they are counted they are run by themselves. Nothing is planned and
+no length is read on the host, so any batch may be replayed from a graph. The kernels that want work laid out ahead
+(pa_persistent_fwd) are not used: they take FP8 caches with a scale a token or a block, and ours have one a layer.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from atom_core.kernels.aiter_library import aiter_function, require
+from atom_core.kernels.attention import PagedAttentionSpec
+from atom_core.kernels.attention.aiter_choice import (
+    MHA_BATCH_PREFILL,
+    PA_DECODE_GLUON,
+    PA_FWD_ASM,
+    Call,
+    Choice,
+    choose,
+    gluon_window,
+    inclusive_window,
+)
+from atom_core.kernels.opaque import opaque
+from atom_core.metadata import SHUFFLED, AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
+
+#: Tokens of a request that a program of the Gluon kernel goes through; those of a window are one program's.
+_PARTITION, _WINDOWED_PARTITION = 256, 128
+
+
+class AiterAttention:
+    """See :class:`atom_core.kernels.attention.PagedAttentionKernel`."""
+
+    graph_support: GraphSupport = "always"
+
+    def __init__(self, spec: PagedAttentionSpec, order: CacheOrder) -> None:
+        require("aiter.mha_batch_prefill_func", "aiter.ops.triton.attention.unified_attention.unified_attention")
+        if order == SHUFFLED:
+            require("aiter.pa_fwd_asm", "aiter.pa_decode_gluon")
+            require("aiter.ops.triton.gluon.pa_decode_gluon.get_recommended_splits")
+        self.spec, self.order = spec, order
+        self.choose = functools.cache(choose)
+        self._scales: dict[tuple[float, float, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def plan_key(self) -> None:
+        """It plans nothing."""
+        return
+
+    def plan(self, metadata: AttentionMetadata) -> object:
+        """Never called."""
+        raise AssertionError("aiter's attention has no plan")
+
+    def scales(self, cache: KVCacheView) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The scales of an FP8 cache on its device; there are none of another, which kernels would multiply by."""
+        if cache.key.itemsize > 1:
+            return None, None
+        key = (cache.k_scale, cache.v_scale, cache.key.device)
+        if key not in self._scales:
+            # What is made while a graph is captured belongs to that graph.
+            assert not (cache.key.is_cuda and torch.cuda.is_current_stream_capturing()), "warm up before capturing"
+            both = torch.tensor([cache.k_scale, cache.v_scale], dtype=torch.float32, device=cache.key.device)
+            self._scales[key] = (both[:1].clone(), both[1:].clone())
+        return self._scales[key]
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: KVCacheView,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the attention of every request's queries to ``out``."""
+        cache.expect(self.order, self.spec.cache_dtype)
+        requests, tokens = metadata.num_decode_requests, metadata.num_decode_tokens
+        if 0 < requests < metadata.num_requests:
+            longest = 1 if tokens == requests else metadata.max_query_len
+            self._run(q[:tokens], cache, _part(metadata, 0, requests, 0, longest), sinks, out[:tokens])
+            rest = _part(metadata, requests, metadata.num_requests, tokens, metadata.max_query_len)
+            self._run(q[tokens:], cache, rest, sinks, out[tokens:])
+        else:
+            self._run(q, cache, metadata, sinks, out)
+
+    def call_for(self, cache: KVCacheView, metadata: AttentionMetadata, num_tokens: int) -> Call:
+        """What decides who takes a batch."""
+        longest = metadata.max_query_len
+        # None has more than the longest, so they have as many each if they have that together.
+        uniform = num_tokens == metadata.num_requests * longest
+        by_token = True
+        if self.order != SHUFFLED:
+            by_token = all(
+                side.stride(0) >= cache.page_size * side.stride(2) and side.stride(2) >= side.shape[1] * side.stride(1)
+                for side in (cache.key, cache.value)
+            )
+        return Call(self.spec, self.order, cache.page_size, longest, uniform, by_token)
+
+    def chosen(self, cache: KVCacheView, metadata: AttentionMetadata, num_tokens: int) -> Choice:
+        """Who takes a batch."""
+        return self.choose(self.call_for(cache, metadata, num_tokens))
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        cache: KVCacheView,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        spec = self.spec
+        if not len(q):
+            return
+        longest, lengths, table = metadata.max_query_len, metadata.seq_lens, metadata.page_table
+        starts = metadata.query_start_loc
+        kernel = self.chosen(cache, metadata, len(q)).kernel
+        if kernel == PA_FWD_ASM:
+            _pa_fwd_asm(q, cache.key, cache.value, table, lengths, starts, longest, out)
+            return
+        k_scale, v_scale = self.scales(cache)
+        if kernel == PA_DECODE_GLUON:
+            window = gluon_window(spec.window, longest)
+            _pa_decode_gluon(
+                q, cache.key, cache.value, lengths, table, spec.scale, longest, k_scale, v_scale, sinks, window, out
+            )
+            return
+        left, right = inclusive_window(spec.window)
+        keys, values = cache.key, cache.value
+        if self.order != SHUFFLED:
+            keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        most, cap = metadata.max_seq_len, spec.soft_cap or 0.0
+        if kernel == MHA_BATCH_PREFILL:
+            _mha_batch_prefill(
+                q, keys, values, starts, table, lengths, longest, most, spec.scale, cap, left, right, out
+            )
+            return
+        if len(q) < metadata.num_requests:
+            # With one token each the kernel takes row i for request i's, padded ones too, and writes past the end.
+            longest = max(longest, 2)
+        _unified_attention(
+            q,
+            keys,
+            values,
+            starts,
+            longest,
+            lengths,
+            most,
+            spec.scale,
+            left,
+            right,
+            table,
+            cap,
+            k_scale,
+            v_scale,
+            sinks,
+            self.order == SHUFFLED,
+            out,
+        )
+
+
+def _part(metadata: AttentionMetadata, begin: int, end: int, first_token: int, longest: int) -> AttentionMetadata:
+    """Some of the requests by themselves; ``first_token`` is the first one's first."""
+    starts = metadata.query_start_loc[begin : end + 1]
+    return AttentionMetadata(
+        query_start_loc=starts - first_token if first_token else starts,
+        seq_lens=metadata.seq_lens[begin:end],
+        page_table=metadata.page_table[begin:end],
+        slot_mapping=metadata.slot_mapping,
+        num_requests=end - begin,
+        num_tokens=metadata.num_tokens,
+        max_query_len=longest,
+        max_seq_len=metadata.max_seq_len,
+    )
+
+
+@opaque("aiter_pa_fwd_asm", lambda *args: None, mutates=("out",))
+def _pa_fwd_asm(
+    q: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    query_len: int,
+    out: torch.Tensor,
+) -> None:
+    aiter_function("aiter.pa_fwd_asm")(
+        q,
+        key,
+        value,
+        page_table,
+        seq_lens,
+        page_table.stride(0),
+        max_qlen=query_len,
+        out_=out,
+        # Without it the kernel for one token a request runs, whatever is asked for.
+        qo_indptr=query_start_loc if query_len > 1 else None,
+        high_precision=0,  # 1 takes whichever of several comes first in a map without an order
+    )
+
+
+@opaque("aiter_pa_decode_gluon", lambda *args: None, mutates=("out",))
+def _pa_decode_gluon(
+    q: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    scale: float,
+    query_len: int,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    window: int,
+    out: torch.Tensor,
+) -> None:
+    splits = 1
+    if not window:
+        splits = aiter_function("aiter.ops.triton.gluon.pa_decode_gluon.get_recommended_splits")(
+            seq_lens.shape[0], key.shape[1]
+        )
+    aiter_function("aiter.pa_decode_gluon")(
+        out,
+        q,
+        key,
+        value,
+        seq_lens,
+        page_table,
+        scale,
+        query_len,
+        splits,
+        context_partition_size=_WINDOWED_PARTITION if window else _PARTITION,
+        compute_type=q.dtype,
+        key_scale=k_scale,
+        value_scale=v_scale,
+        sinks=sinks,
+        sliding_window=window,
+    )
+
+
+@opaque("aiter_mha_batch_prefill", lambda *args: None, mutates=("out",))
+def _mha_batch_prefill(
+    q: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    soft_cap: float,
+    left: int,
+    right: int,
+    out: torch.Tensor,
+) -> None:
+    # With a page table, the list of pages and where each request's begin are checked, and not read.
+    aiter_function("aiter.mha_batch_prefill_func")(
+        q,
+        key,
+        value,
+        query_start_loc,
+        query_start_loc,
+        page_table,
+        max_query_len,
+        max_seq_len,
+        softmax_scale=scale,
+        logits_soft_cap=soft_cap,
+        causal=True,
+        window_size=(left, right),
+        out=out,
+        block_table=page_table,
+        seqlen_k=seq_lens,
+    )
+
+
+@opaque("aiter_unified_attention", lambda *args: None, mutates=("out",))
+def _unified_attention(
+    q: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    scale: float,
+    left: int,
+    right: int,
+    page_table: torch.Tensor,
+    soft_cap: float,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    shuffled: bool,
+    out: torch.Tensor,
+) -> None:
+    aiter_function("aiter.ops.triton.attention.unified_attention.unified_attention")(
+        q,
+        key,
+        value,
+        out,
+        query_start_loc,
+        max_query_len,
+        seq_lens,
+        max_seq_len,
+        scale,
+        True,
+        (left, right),
+        page_table,
+        soft_cap,
+        None,
+        k_scale,
+        v_scale,
+        sinks=sinks,
+        shuffled_kv_cache=shuffled,
+    )

@@ -1,0 +1,98 @@
+"""The product by aiter: its quantiser, then a kernel that reads the weight in an order of its own.
+
+gfx942 multiplies e4m3fnuz, whose bits are half of what they are in e4m3fn: weights keep their bits, but for minus
+zeros, and their scales are taken twice. A static scale is taken twice too, so that activations are cut where e4m3fn
+is, or a little later (480 for 448). aiter's quantiser cuts NaN to the largest negative number.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from atom_core.kernels.aiter_library import FP8, aiter_function, require
+from atom_core.kernels.cache_dtypes import as_bytes
+from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros
+from atom_core.kernels.opaque import opaque
+from atom_core.kernels.select import Target
+
+
+class ShuffledWeight:
+    """A layer's weight in the order that aiter's products read, and its scales as the device multiplies them.
+
+    The layer keeps the weight, whose bytes are moved in place; the scales are kept here, since the layer's are loaded
+    again with new weights. What graphs have captured stays where it is.
+    """
+
+    def __init__(self, target: Target) -> None:
+        require("aiter.ops.shuffle.shuffle_weight")
+        self.dtype = FP8[target.arch]
+        self.scale: torch.Tensor | None = None
+
+    def adopt(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
+        """Move the loaded ``weight [N, K]`` and keep ``scale``, of any shape."""
+        if self.dtype == FNUZ:
+            clear_minus_zeros(weight)
+            scale = 2.0 * scale
+        as_bytes(weight.data).copy_(as_bytes(_moved(weight.data.view(self.dtype))))
+        if self.scale is None:
+            self.scale = torch.empty_like(scale)
+        self.scale.copy_(scale)
+
+    def __call__(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's ``weight`` as the device reads it, and the scales."""
+        assert self.scale is not None, "weights are adopted before they are multiplied by"
+        return weight.view(self.dtype), self.scale
+
+
+def _as_large(weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(weight)
+
+
+@opaque("aiter_shuffle_weight", _as_large)
+def _moved(weight: torch.Tensor) -> torch.Tensor:
+    moved: torch.Tensor = aiter_function("aiter.ops.shuffle.shuffle_weight")(weight, (16, 16))
+    return moved
+
+
+class AiterFp8Linear:
+    """See :class:`atom_core.kernels.fp8_linear.Fp8LinearKernel`."""
+
+    def __init__(self, target: Target) -> None:
+        require("aiter.static_per_tensor_quant", "aiter.dynamic_per_token_scaled_quant", "aiter.gemm_a8w8_bpreshuffle")
+        self.shuffled = ShuffledWeight(target)
+        #: Twice the static scale where that is how the device reads it.
+        self.unit = 2.0 if self.shuffled.dtype == FNUZ else 1.0
+
+    def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+        """Move the weight's bytes."""
+        self.shuffled.adopt(weight, weight_scale.data[:, None])
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        input_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``x [T, K]`` to ``[T, N]``; ``weight_scale`` is the layer's, of which this keeps its own."""
+        y: torch.Tensor = _fp8_linear(x.contiguous(), *self.shuffled(weight), input_scale, self.unit)
+        return y if bias is None else y.add_(bias)
+
+
+@opaque("aiter_fp8_linear", lambda x, weight, scale, input_scale, unit: x.new_empty(x.shape[0], weight.shape[0]))
+def _fp8_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, input_scale: torch.Tensor | None, unit: float
+) -> torch.Tensor:
+    rows = len(x)
+    if not rows:
+        return x.new_empty(0, weight.shape[0])
+    quantized = torch.empty_like(x, dtype=weight.dtype)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    if input_scale is None:
+        aiter_function("aiter.dynamic_per_token_scaled_quant")(quantized, x, scales)
+    else:
+        torch.mul(input_scale.expand(rows, 1), unit, out=scales)
+        aiter_function("aiter.static_per_tensor_quant")(quantized, x, scales[0])
+    y: torch.Tensor = aiter_function("aiter.gemm_a8w8_bpreshuffle")(quantized, weight, scales, scale, dtype=x.dtype)
+    return y

@@ -1,0 +1,136 @@
+"""q/k norm, rope and the cache write by aiter, which takes cosines and sines in the model's dtype.
+
+It reads the scales of an FP8 cache on the host, so they are tensors there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from atom_core.kernels.aiter_library import aiter_function, require
+from atom_core.kernels.opaque import opaque
+from atom_core.metadata import SHUFFLED, KVCacheView
+
+if TYPE_CHECKING:
+    from atom_core.kernels.qk_norm_rope import QkvWeights
+    from atom_core.kernels.qk_norm_rope_cache import QkvCacheSpec
+
+#: The layers of a model share one table, so they share what it becomes, by the table and the dtype.
+_TABLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _table(cos_sin: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    by_dtype: dict[torch.dtype, torch.Tensor] = _TABLES.setdefault(cos_sin, {})  # type: ignore[no-untyped-call]
+    if dtype not in by_dtype:
+        # What is made while a graph is captured belongs to that graph.
+        assert not (cos_sin.is_cuda and torch.cuda.is_current_stream_capturing()), "warm up before capturing"
+        by_dtype[dtype] = cos_sin.to(dtype).contiguous()
+    return by_dtype[dtype]
+
+
+class AiterFillCache:
+    """See :class:`atom_core.kernels.qk_norm_rope_cache.QkNormRopeCacheKernel`."""
+
+    def __init__(self, spec: QkvCacheSpec) -> None:
+        require("aiter.fused_qk_norm_rope_cache_pts_quant_shuffle")
+        self.spec = spec
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        weights: QkvWeights,
+        cache: KVCacheView,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """q ``[T, H, D]``; the cache is filled."""
+        cache.expect(self.spec.order, self.spec.cache_dtype)
+        assert cache.page_size & (cache.page_size - 1) == 0, "aiter's kernel has pages of a power of two"
+        assert weights.q_norm is not None
+        assert weights.k_norm is not None
+        shuffled, shape = self.spec.order == SHUFFLED, self.spec.qkv
+        key, value = cache.key, cache.value
+        if not shuffled:
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
+        q: torch.Tensor = _fill_cache(
+            qkv.contiguous(),
+            weights.q_norm,
+            weights.k_norm,
+            _table(weights.cos_sin, qkv.dtype),
+            positions.long(),
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            not shape.interleaved,
+            weights.eps,
+            key,
+            value,
+            slots,
+            cache.k_scale,
+            cache.v_scale,
+            shuffled,
+            cache.page_size,
+            shape.rotary_dim,
+        )
+        return q
+
+
+@opaque(
+    "aiter_fill_cache",
+    lambda qkv, *others: qkv.new_empty(qkv.shape[0], others[4], others[6]),
+    mutates=("key", "value"),
+)
+def _fill_cache(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    halves: bool,
+    eps: float,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+    shuffled: bool,
+    page_size: int,
+    rotary_dim: int,
+) -> torch.Tensor:
+    tokens = qkv.shape[0]
+    q = qkv.new_empty(tokens, num_heads, head_dim)
+    if tokens:
+        aiter_function("aiter.fused_qk_norm_rope_cache_pts_quant_shuffle")(
+            qkv,
+            q_norm,
+            k_norm,
+            cos_sin,
+            positions,
+            tokens,
+            num_heads,
+            num_kv_heads,
+            num_kv_heads,
+            head_dim,
+            halves,
+            eps,
+            q,
+            key,
+            value,
+            slots,
+            torch.tensor([k_scale]),
+            torch.tensor([v_scale]),
+            None,
+            None,
+            False,
+            shuffled,
+            page_size,
+            16 // key.itemsize,
+            rotary_dim,
+        )
+    return q

@@ -1,0 +1,280 @@
+"""Every kernel of aiter's that we may choose, on inputs of our own, held against our reference of the same op.
+
+The same cases run over the fake on a CPU, where they also show every call that our code can make, and over the real
+aiter on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from atom_core.kernels import kernel_set
+from atom_core.kernels.aiter_library import FP8
+from atom_core.kernels.attention import ATTENTION
+from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
+from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
+from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
+from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
+from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
+from atom_core.kernels.select import Op, Target
+from atom_core.metadata import SHUFFLED
+from tests.kernel_cases import (
+    ATTENTION_CASES,
+    TOLERANCE,
+    AttentionBatch,
+    AttentionCase,
+    QkvCase,
+    attention_batch,
+    check_attention,
+    check_qkv,
+)
+
+Case = Callable[[Target, torch.device], None]
+CASES: dict[str, Case] = {}
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def case(function: Case) -> Case:
+    """Add a case under its function's name."""
+    CASES[function.__name__] = function
+    return function
+
+
+def chosen(op: Op[Any, Any], spec: Hashable, target: Target, name: str = "aiter") -> Any:
+    """The kernel of aiter's for a call; it is an error if it cannot run."""
+    return kernel_set(target, {op.name: name}).select(op, spec)
+
+
+def reference(op: Op[Any, Any], spec: Hashable) -> Any:
+    """The definition."""
+    return kernel_set(Target("cpu", ""), {op.name: "reference"}).select(op, spec)
+
+
+def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Numbers that are the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, roundings: float = 1.0) -> None:
+    """Within what the dtype rounds, as a share of the largest magnitude; NaN is far."""
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    if not found.numel():
+        return
+    difference = (found.double() - expected.double()).abs().max().item()
+    allowed = roundings * TOLERANCE[found.dtype] * expected.double().abs().max().item()
+    assert difference <= allowed, f"differs by {difference:.3g}, allowed {allowed:.3g}"
+
+
+@case
+def rms_norm(target: Target, device: torch.device) -> None:
+    """With and without a residual; rows with gaps between them, and none."""
+    for dtype in DTYPES:
+        for rows, size in ((1, 64), (5, 128), (0, 64)):
+            spec = RmsNormSpec(size, dtype)
+            kernel, expected = chosen(RMS_NORM, spec, target), reference(RMS_NORM, spec)
+            x = random(rows, size + 8, dtype=dtype, device=device)[:, :size]
+            residual = random(rows, size, dtype=dtype, device=device, seed=1)
+            weight = random(size, dtype=dtype, device=device, seed=2)
+            assert_near(kernel(x, weight, 1e-5, None)[0], expected(x, weight, 1e-5, None)[0])
+            pairs = zip(kernel(x.clone(), weight, 1e-5, residual), expected(x, weight, 1e-5, residual), strict=True)
+            for found, wanted in pairs:
+                assert_near(found, wanted)
+
+
+@case
+def gated_activation(target: Target, device: torch.device) -> None:
+    """Every activation; large gates, where the clamped one differs."""
+    for dtype in DTYPES:
+        for activation in ("silu", "gelu", "gelu_tanh", "clamped_swiglu"):
+            spec = GatedActivationSpec(activation, 24, dtype)
+            for rows in (0, 1, 7):
+                x = 6 * random(rows, 48, dtype=dtype, device=device)
+                found = chosen(GATED_ACTIVATION, spec, target)(x)
+                assert_near(found, reference(GATED_ACTIVATION, spec)(x.float()).to(dtype))
+
+
+@case
+def linear(target: Target, device: torch.device) -> None:
+    """With and without a bias."""
+    for dtype in DTYPES:
+        for rows, bias in ((0, None), (1, True), (9, None), (33, True)):
+            spec = LinearSpec(48, 32, bool(bias), dtype)
+            x, weight = random(rows, 48, dtype=dtype, device=device), random(32, 48, dtype=dtype, device=device, seed=1)
+            offset = random(32, dtype=dtype, device=device, seed=2) if bias else None
+            kernel = chosen(LINEAR, spec, target)
+            assert not kernel.adopt(weight, offset)
+            wide = None if offset is None else offset.float()
+            expected = torch.nn.functional.linear(x.float(), weight.float(), wide).to(dtype)
+            assert_near(kernel(x, weight, offset), expected)
+
+
+def assert_rounds_alike(found: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> None:
+    """``found`` is as far from the product of unrounded activations as the reference is, but for a fifth of that.
+
+    e4m3fnuz has another largest number than e4m3fn, so scales, and with them single roundings, differ.
+    """
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    for mine, theirs, true in zip(found.float(), expected.float(), exact.float(), strict=True):
+        share = (mine - true).norm() / true.norm().clamp_min(1e-9)
+        assert share <= max(1.2 * (theirs - true).norm() / true.norm().clamp_min(1e-9), 0.04), share
+
+
+def e4m3(*shape: int, device: torch.device) -> torch.Tensor:
+    """Weights of every magnitude that e4m3 has but NaN, and minus zeros, which other forms of e4m3 have not."""
+    bits = torch.randint(256, shape, generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    bits[bits & 0x7F == 0x7F] = 0x80
+    return bits.view(torch.float8_e4m3fn).to(device)
+
+
+@case
+def fp8_linear(target: Target, device: torch.device) -> None:
+    """Scales of rows, and one for all that cuts some numbers; a row of zeros; weights that are loaded again."""
+    for static in (False, True):
+        for bias in (False, True):
+            spec = Fp8LinearSpec(160, 48, bias, torch.bfloat16, "static" if static else "dynamic")
+            kernel = chosen(FP8_LINEAR, spec, target)
+            for seed, rows in enumerate((0, 1, 5, 70)):
+                weight = e4m3(48, 160, device=device).roll(seed, 0)
+                scale = random(48, dtype=torch.float32, device=device).abs() * 1e-3
+                x = random(rows, 160, dtype=torch.bfloat16, device=device, seed=1 + seed)
+                x[: rows // 5] = 0
+                x[rows // 2 :] *= 50
+                given = torch.tensor([5 / 448], device=device) if static else None
+                offset = random(48, dtype=torch.bfloat16, device=device, seed=2) if bias else None
+                expected = reference(FP8_LINEAR, spec)(x, weight, scale, given, offset)
+                # Where a static scale cuts, e4m3fnuz, read at twice the scale, has a little more room.
+                limit = 5.0 if target.arch == "gfx950" else 5.0 * 480 / 448
+                exact = (x.float().clamp(-limit, limit) if static else x.float()) @ (weight.float() * scale[:, None]).T
+                exact = exact if offset is None else exact + offset
+                kernel.adopt(weight, scale)
+                assert_rounds_alike(kernel(x, weight, scale, given, offset), expected, exact)
+
+
+@case
+def fp8_block_linear(target: Target, device: torch.device) -> None:
+    """Blocks whose scales differ a lot; a group of zeros."""
+    for bias in (False, True):
+        spec = Fp8BlockLinearSpec(384, 256, bias, torch.bfloat16)
+        kernel = chosen(FP8_BLOCK_LINEAR, spec, target)
+        for rows in (0, 1, 5, 70):
+            weight = e4m3(256, 384, device=device)
+            scale = torch.tensor([[1e-3, 2e-2, 3e-4], [5e-3, 1e-4, 4e-3]], device=device)
+            x = random(rows, 384, dtype=torch.bfloat16, device=device, seed=1)
+            x[:, 128:256] *= torch.arange(rows, device=device)[:, None]
+            offset = random(256, dtype=torch.bfloat16, device=device, seed=2) if bias else None
+            expected = reference(FP8_BLOCK_LINEAR, spec)(x, weight, scale, offset)
+            exact = x.float() @ (weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)).T
+            exact = exact if offset is None else exact + offset
+            kernel.adopt(weight, scale)
+            assert_rounds_alike(kernel(x, weight, scale, offset), expected, exact)
+
+
+def attention_cases() -> list[AttentionCase]:
+    """Every batch of the other attention kernels, and such as single kernels of aiter's take, over pages it has."""
+    rows = ((9, 1), (20, 1), (31, 1), (15, 1))
+    cases = [
+        replace(it, dim=64, page_size=16 if it.page_size == 1 else it.page_size)
+        for it in ATTENTION_CASES
+        if it.storage == "PHN"
+    ]
+    cases += [replace(it, dim=128) for it in cases if it.name in ("prefill", "decode", "a window", "soft cap")]
+    cases += [
+        AttentionCase("8 heads a group, two tokens each", ((12, 2), (16, 2)), heads=16, kv_heads=2, dim=128),
+        AttentionCase("8 heads a group, three tokens each", ((12, 3), (16, 3)), heads=16, kv_heads=2, dim=128),
+        AttentionCase("17 heads a group", rows, heads=17, kv_heads=1, dim=128),
+        AttentionCase("5 heads a group", rows, heads=10, kv_heads=2, dim=128),
+        AttentionCase("heads of 32", rows, dim=32),
+        AttentionCase("heads of 256", ((9, 1), (0, 6)), dim=256),
+        AttentionCase("decode, a window", rows, dim=64, window=6),
+        AttentionCase("decode of several tokens, a window", ((12, 3), (40, 3)), dim=64, window=6),
+        AttentionCase("decode, sinks", rows, dim=64, sinks=True),
+        AttentionCase("decode, padded", rows, dim=128, padded_requests=2),
+        AttentionCase("64 tokens a page, decode", rows, dim=128, page_size=64),
+    ]
+    return cases
+
+
+def attention_call(case: AttentionCase, target: Target, batch: AttentionBatch, order: str, cache_dtype: Any) -> Any:
+    """The kernel of a case, and the one of aiter's that it takes for it."""
+    name = "aiter_shuffled" if order == SHUFFLED else "aiter"
+    kernel = chosen(ATTENTION, case.spec(batch.q.dtype, cache_dtype), target, name)
+    return kernel, kernel.chosen(batch.cache, batch.metadata, len(batch.q)).kernel
+
+
+def run_attention(target: Target, device: torch.device, order: str) -> dict[str, int]:
+    """All cases in both dtypes, and with an FP8 cache; how often each of aiter's kernels was taken."""
+    taken: Counter[str] = Counter()
+    for it in attention_cases():
+        case = replace(it, storage=order if order == SHUFFLED else it.storage)
+        for dtype, cache_dtype in ((torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, FP8[target.arch])):
+            batch = attention_batch(case, dtype, device, cache_dtype=cache_dtype)
+            kernel, name = attention_call(case, target, batch, order, cache_dtype)
+            check_attention(kernel, batch)
+            taken[name] += 1
+    # Requests that decode, counted, and prompts behind them.
+    case = AttentionCase("", ((9, 1), (20, 1), (0, 5), (7, 6)), dim=128, storage=order if order == SHUFFLED else "PNH")
+    batch = attention_batch(case, torch.bfloat16, device)
+    kernel, _ = attention_call(case, target, batch, order, None)
+    check_attention(
+        kernel, replace(batch, metadata=replace(batch.metadata, num_decode_requests=2, num_decode_tokens=2))
+    )
+    return taken
+
+
+@case
+def attention(target: Target, device: torch.device) -> None:
+    """Over plain pages."""
+    assert set(run_attention(target, device, "plain")) == {"unified_attention"}
+
+
+@case
+def attention_by_token(target: Target, device: torch.device) -> None:
+    """Over plain pages whose tokens' heads lie together, which prompts go through in CK."""
+    taken = set()
+    for it in attention_cases():
+        case = replace(it, storage="PNH", packed=True)
+        batch = attention_batch(case, torch.bfloat16, device)
+        kernel, name = attention_call(case, target, batch, "plain", None)
+        check_attention(kernel, batch)
+        taken.add(name)
+    assert taken == {"unified_attention", "mha_batch_prefill"}
+
+
+@case
+def attention_over_shuffled_pages(target: Target, device: torch.device) -> None:
+    """In the order that the decode kernels read."""
+    taken = run_attention(target, device, SHUFFLED)
+    assert set(taken) == {"pa_fwd_asm", "pa_decode_gluon", "unified_attention", "mha_batch_prefill"}
+
+
+@case
+def qk_norm_rope_cache(target: Target, device: torch.device) -> None:
+    """Into plain pages and shuffled ones, in 16 bits and in FP8; tokens without a slot."""
+    for dim, rotary_dim, interleaved in ((64, 64, False), (128, 64, False), (128, 128, True), (256, 64, False)):
+        for order in ("plain", SHUFFLED):
+            shape = QkvCase(
+                "",
+                heads=3,
+                kv_heads=1,
+                dim=dim,
+                rotary_dim=rotary_dim,
+                interleaved=interleaved,
+                qk_norm=True,
+                storage=SHUFFLED if order == SHUFFLED else "PHN",
+            )
+            for dtype in DTYPES:
+                spec = QkvCacheSpec(shape.spec(dtype), dtype, order)
+                check_qkv(shape, chosen(QK_NORM_ROPE_CACHE, spec, target), dtype, device)
+                if dim > 64:
+                    scaled = replace(shape, k_scale=0.5, v_scale=4.0)
+                    spec = replace(spec, cache_dtype=FP8[target.arch])
+                    kernel = chosen(QK_NORM_ROPE_CACHE, spec, target)
+                    check_qkv(scaled, kernel, dtype, device, cache_dtype=FP8[target.arch])

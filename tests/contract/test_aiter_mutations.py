@@ -1,0 +1,123 @@
+"""A fake that ignores an argument proves nothing: each argument of each call, changed, must turn a case red.
+
+An argument is changed in every call of one function while the cases that call it run: a tensor's numbers are turned
+about, others are made something near. Those that cannot change a result are named, each with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+
+import pytest
+import torch
+
+from atom_core.kernels.select import Target
+from tests.aiter_cases import CASES
+from tests.aiter_fake import calls, fake_aiter
+
+GFX942 = Target("rocm", "gfx942")
+CPU = torch.device("cpu")
+
+#: The cases that call a function, for those that more than one does the quickest.
+CASES_OF = {
+    "aiter.rms_norm": "rms_norm",
+    "aiter.rmsnorm2d_fwd_with_add": "rms_norm",
+    "aiter.silu_and_mul": "gated_activation",
+    "aiter.gelu_and_mul": "gated_activation",
+    "aiter.gelu_tanh_and_mul": "gated_activation",
+    "aiter.swiglu_and_mul": "gated_activation",
+    "aiter.tuned_gemm.gemm_a16w16": "linear",
+    "aiter.ops.shuffle.shuffle_weight": "fp8_linear",
+    "aiter.static_per_tensor_quant": "fp8_linear",
+    "aiter.dynamic_per_token_scaled_quant": "fp8_linear",
+    "aiter.gemm_a8w8_bpreshuffle": "fp8_linear",
+    "aiter.per_group_quant_hip": "fp8_block_linear",
+    "aiter.gemm_a8w8_blockscale_bpreshuffle": "fp8_block_linear",
+    "aiter.fused_qk_norm_rope_cache_pts_quant_shuffle": "qk_norm_rope_cache",
+    "aiter.pa_fwd_asm": "attention_over_shuffled_pages",
+    "aiter.pa_decode_gluon": "attention_over_shuffled_pages",
+    "aiter.ops.triton.gluon.pa_decode_gluon.get_recommended_splits": "attention_over_shuffled_pages",
+    "aiter.mha_batch_prefill_func": "attention_by_token",
+    "aiter.ops.triton.attention.unified_attention.unified_attention": "attention",
+}
+
+#: What changes no result, and why.
+WITHOUT_EFFECT = {
+    ("aiter.mha_batch_prefill_func", "kv_indptr"): "a page table is given, and it is checked alone",
+    ("aiter.mha_batch_prefill_func", "kv_page_indices"): "a page table is given, and it is checked alone",
+    ("aiter.pa_decode_gluon", "max_context_partition_num"): "how work is shared out",
+    ("aiter.pa_decode_gluon", "context_partition_size"): "how work is shared out",
+    ("aiter.ops.triton.gluon.pa_decode_gluon.get_recommended_splits", "num_sequences"): "how work is shared out",
+    ("aiter.ops.triton.gluon.pa_decode_gluon.get_recommended_splits", "num_kv_heads"): "how work is shared out",
+    ("aiter.fused_qk_norm_rope_cache_pts_quant_shuffle", "eps"): "it is as small as what rounding hides",
+}
+#: Results that are written before they are read.
+RESULTS = ("out", "output", "out_", "q_out", "residual_out", "scales", "k_cache", "v_cache")
+
+
+def changed(value):
+    """Something else of the same kind; None where there is nothing to change."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+            return value.view(torch.uint8).roll(1, -1).view(value.dtype)
+        if value.numel() == 1 or not value.is_floating_point():
+            return value + 1 if not value.is_floating_point() else value * 3
+        return value.flip(-1) * 2
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value * 2 + 0.1
+    if isinstance(value, tuple):
+        return tuple(max(0, part // 2) if part > 0 else part for part in value)
+    return None
+
+
+@functools.cache
+def arguments_of_calls() -> dict[str, set[str]]:
+    """The arguments that our code passes to each function, other than None and dtypes."""
+    found: dict[str, set[str]] = {}
+    with fake_aiter("gfx942"):
+        for name in sorted(set(CASES_OF.values())):
+            CASES[name](GFX942, CPU)
+        for call in calls():
+            given = {name for name, value in call.arguments.items() if changed(value) is not None}
+            found.setdefault(call.path, set()).update(given)
+    return found
+
+
+def test_every_function_has_its_case():
+    with fake_aiter("gfx942"):
+        assert set(CASES_OF) == set(importlib.import_module("aiter._recorded").RECORD)
+    assert {path for path, _ in WITHOUT_EFFECT} <= set(CASES_OF)
+
+
+@pytest.mark.parametrize("path", CASES_OF)
+def test_no_argument_is_ignored(path):
+    names = arguments_of_calls()[path] - set(RESULTS) - {name for of, name in WITHOUT_EFFECT if of == path}
+    ignored = []
+    for name in sorted(names):
+        with fake_aiter("gfx942"):
+            recorded = importlib.import_module("aiter._recorded")
+            module, _, function = path.rpartition(".")
+            inner = getattr(importlib.import_module(module), function)
+            signature = recorded.real_signature(path)
+
+            def call(*args, inner=inner, signature=signature, name=name, **kwargs):
+                arguments = signature.bind(*args, **kwargs).arguments
+                if arguments.get(name) is not None:
+                    # What bounds lengths may be more than they are, and not less.
+                    value = arguments[name]
+                    arguments[name] = value // 2 if name.startswith("max_seqlen") else changed(value)
+                return inner(**arguments)
+
+            setattr(sys.modules[module], function, call)
+            try:
+                CASES[CASES_OF[path]](GFX942, CPU)
+            except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
+                continue
+            ignored.append(name)
+    assert not ignored, f"{path} gives the same answers whatever {', '.join(ignored)} is"

@@ -1,0 +1,68 @@
+"""The real vLLM with the kernels that it would have on gfx942 and gfx950: the answers are right, and ours.
+
+aiter is the fake of tests/fakes; what runs in Triton there is our reference here, since its interpreter is too slow.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.questions import MAX_TOKENS, checkpoint, read_rows
+from tests.integration.vllm.offline import Ask, Engine, run
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+NUM_ROWS = 6
+KERNELS = {"ATOM_KERNELS": "embedding=reference,qk_norm_rope_cache=reference"}
+SHUFFLED = {"ATOM_SHUFFLED_CACHE": "1"}
+CASES = {
+    "plain pages": ("qwen3", KERNELS, {}),
+    "shuffled pages": ("qwen3", KERNELS | SHUFFLED, {}),
+    "a window": ("mistral", KERNELS, {}),
+    "a window, shuffled pages": ("mistral", KERNELS | SHUFFLED, {}),
+    "the cache filled by aiter": (
+        "qwen3",
+        {"ATOM_KERNELS": "embedding=reference", "ATOM_AITER_QK_NORM_ROPE_CACHE": "1"} | SHUFFLED,
+        {},
+    ),
+    "weights in FP8": ("qwen3", KERNELS, {"quantization": "fp8"}),
+}
+#: On gfx950 what differs: FP8, and the compute units that decoding is split over.
+ARCHITECTURES = {"gfx942": tuple(CASES), "gfx950": ("shuffled pages", "weights in FP8")}
+ENGINES = [(arch, name) for arch, names in ARCHITECTURES.items() for name in names]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return read_rows()[:NUM_ROWS]
+
+
+@pytest.fixture(scope="module")
+def ran(rows):
+    asks = [Ask([row.prompt for row in rows], {"max_tokens": MAX_TOKENS})]
+    options = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 32, "dtype": "bfloat16"}
+    script, found = Path(__file__).with_name("as_on_amd.py"), {}
+    for arch, names in ARCHITECTURES.items():
+        engines = [
+            Engine(checkpoint(family), "atom", asks, options | more, environ)
+            for family, environ, more in (CASES[name] for name in names)
+        ]
+        results = run(engines, environ={"GPU_ARCHS": arch}, script=script)
+        found |= {(arch, name): result for name, result in zip(names, results, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize(("arch", "name"), ENGINES)
+def test_every_answer_is_right(arch, name, ran, rows):
+    assert [answer.text for answer in ran[arch, name].answers[0]] == [f" {row.answer}\n" for row in rows]
+
+
+@pytest.mark.parametrize(("arch", "name"), ENGINES)
+def test_the_kernels_are_aiters(arch, name, ran):
+    kernels = ran[arch, name].kernels
+    assert {kernels[op] for op in ("rms_norm", "linear", "gated_activation")} == {"aiter"}
+    assert kernels["attention"] == ("aiter_shuffled" if "ATOM_SHUFFLED_CACHE" in CASES[name][1] else "aiter")
+    assert kernels["qk_norm_rope_cache"] == ("aiter" if "filled by aiter" in name else "reference")
+    assert kernels.get("fp8_linear") == ("aiter" if "FP8" in name else None)

@@ -1,0 +1,253 @@
+"""Kernels of aiter's, over the fake: what our code makes of them is what our references say."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from atom_core.kernels import OPS, kernel_set
+from atom_core.kernels.aiter_library import aiter_function, why_no_aiter
+from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
+from atom_core.kernels.attention.aiter_choice import Call, choose, gluon_window, inclusive_window
+from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
+from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
+from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
+from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.kernels.qk_norm_rope import QkvSpec
+from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
+from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
+from atom_core.kernels.select import Target
+from atom_core.metadata import SHUFFLED, KVCacheView
+from tests.aiter_cases import CASES
+from tests.aiter_fake import ARCHITECTURES, fake_aiter
+
+CPU = torch.device("cpu")
+ATTENTION_SPEC = {
+    "num_heads": 8,
+    "num_kv_heads": 1,
+    "head_dim": 128,
+    "scale": 128**-0.5,
+    "dtype": torch.bfloat16,
+    "cache_dtype": torch.bfloat16,
+}
+NORM = RmsNormSpec(64, torch.bfloat16)
+every_gpu = pytest.mark.parametrize("arch", ARCHITECTURES)
+
+
+@every_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_reference(name, arch):
+    with fake_aiter(arch):
+        CASES[name](Target("rocm", arch), CPU)
+
+
+@every_gpu
+def test_without_aiter_its_gpus_are_refused_with_both_ways_out(arch):
+    with pytest.raises(ValueError, match=r"aiter, which our models use on gfx.*github.com/ROCm/aiter.*ATOM_AITER=0"):
+        kernel_set(Target("rocm", arch))
+    kernels = kernel_set(Target("rocm", arch), with_aiter=False)
+    kernels.select(RMS_NORM, NORM)
+    (choice,) = kernels.choices()
+    assert (choice.implementation, choice.passed_over) == ("triton", (("aiter", "ATOM_AITER=0."),))
+
+
+@pytest.mark.parametrize("target", [Target("cpu", "x86_64"), Target("cuda", "sm90"), Target("rocm", "gfx90a")], ids=str)
+def test_other_devices_do_not_miss_it(target):
+    kernel_set(target).select(RMS_NORM, NORM)
+    assert why_no_aiter(target) is not None
+
+
+def test_it_comes_first_and_is_not_imported_for_the_choice():
+    import sys
+
+    with fake_aiter("gfx942"):
+        for name in [name for name in sys.modules if name.startswith("aiter")]:
+            del sys.modules[name]
+        kernels = kernel_set(Target("rocm", "gfx942"))
+        assert kernels.chosen(RMS_NORM, NORM) == "aiter"
+        assert "aiter" not in sys.modules
+        kernels.select(RMS_NORM, NORM)
+        assert "aiter" in sys.modules
+
+
+def test_switched_off_it_can_still_be_named_for_single_ops():
+    with fake_aiter("gfx942"):
+        kernels = kernel_set(Target("rocm", "gfx942"), {"rms_norm": "aiter"}, with_aiter=False)
+        assert kernels.chosen(RMS_NORM, NORM) == "aiter"
+        assert kernels.chosen(LINEAR, LinearSpec(64, 64, False, torch.bfloat16)) == "triton"
+
+
+def test_a_function_that_an_older_aiter_lacks_is_an_error_when_the_model_is_built():
+    with fake_aiter("gfx942") as fake:
+        del fake.rms_norm
+        message = "The installed aiter has no aiter.rms_norm, which a kernel that was chosen for this model calls."
+        with pytest.raises(ValueError, match=re.escape(message)):
+            kernel_set(Target("rocm", "gfx942")).select(RMS_NORM, NORM)
+        with pytest.raises(ValueError, match=r"no aiter\.gone\.function"):
+            aiter_function("aiter.gone.function")
+
+
+def test_what_aiter_itself_lacks_is_not_taken_for_a_missing_function(tmp_path, monkeypatch):
+    (tmp_path / "aiter").mkdir()
+    (tmp_path / "aiter" / "__init__.py").write_text("import what_aiter_needs")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="what_aiter_needs"):
+        aiter_function("aiter.rms_norm")
+
+
+@pytest.mark.parametrize(
+    ("op", "spec", "reason"),
+    [
+        (RMS_NORM, RmsNormSpec(64, torch.float32), "numbers of two bytes, not for torch.float32"),
+        (RMS_NORM, RmsNormSpec(8200, torch.bfloat16), "rows of up to 8192 numbers"),
+        (LINEAR, LinearSpec(8, 8, False, torch.float32), "numbers of two bytes, not for torch.float32"),
+        (FP8_LINEAR, Fp8LinearSpec(64, 64, False, torch.float16, "dynamic"), "not of torch.float16"),
+        (FP8_LINEAR, Fp8LinearSpec(48, 64, False, torch.bfloat16, "dynamic"), "multiples of 16, not 48 and 64"),
+        (FP8_BLOCK_LINEAR, Fp8BlockLinearSpec(128, 64, False, torch.bfloat16), "not for 128 inputs and 64 outputs"),
+        (FP8_BLOCK_LINEAR, Fp8BlockLinearSpec(128, 128, False, torch.float32), "not of torch.float32"),
+        (ATTENTION, ATTENTION_SPEC | {"head_dim": 512}, "head sizes up to 256, not 512"),
+        (ATTENTION, ATTENTION_SPEC | {"dtype": torch.float32, "cache_dtype": torch.float32}, "not torch.float32"),
+        (ATTENTION, ATTENTION_SPEC | {"cache_dtype": torch.float8_e4m3fn}, "torch.float8_e4m3fnuz, not torch.float8_"),
+        (GATED_ACTIVATION, GatedActivationSpec("silu", 8, torch.float32), "not for torch.float32"),
+        (GATED_ACTIVATION, GatedActivationSpec("silu", 12, torch.bfloat16), "multiples of 8, not 12"),
+    ],
+)
+def test_its_limits_are_said_in_words(op, spec, reason):
+    spec = PagedAttentionSpec(**spec) if isinstance(spec, dict) else spec
+    with fake_aiter("gfx942"):
+        kernels = kernel_set(Target("rocm", "gfx942"))
+        kernels.chosen(op, spec)
+        said = dict(kernels.choices()[0].passed_over)["aiter"]
+    assert reason in said
+
+
+def test_every_implementation_says_that_a_gpu_of_nvidias_is_not_for_it():
+    for op in OPS:
+        for implementation in op.implementations:
+            if implementation.name.startswith("aiter"):
+                # No spec is looked at before the device is.
+                assert implementation.supports(None, Target("cuda", "sm90")) == "aiter's kernels are for AMD's GPUs."
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"qk_norm": False}, "norms q and k, which this model does not"),
+        ({"dtype": torch.float32}, "numbers of two bytes"),
+        ({"head_dim": 96, "rotary_dim": 96}, "heads of 64, 128 and 256 numbers, not 96"),
+        ({"head_dim": 64, "rotary_dim": 64, "interleaved": True}, "rotates neighbours in heads of 128 and 256"),
+        ({"rotary_dim": 2}, "halves in multiples of 2 numbers, not 1"),
+    ],
+)
+def test_what_aiter_cannot_fill_a_cache_from(changes, reason):
+    shape = {
+        "num_heads": 8,
+        "num_kv_heads": 1,
+        "head_dim": 128,
+        "rotary_dim": 128,
+        "interleaved": False,
+        "qk_norm": True,
+        "dtype": torch.bfloat16,
+    }
+    spec = QkvCacheSpec(QkvSpec(**shape | changes), changes.get("dtype", torch.bfloat16), "plain")
+    with fake_aiter("gfx942"), pytest.raises(ValueError, match=reason):
+        kernel_set(Target("rocm", "gfx942"), {"qk_norm_rope_cache": "aiter"}).select(QK_NORM_ROPE_CACHE, spec)
+
+
+def test_what_rounds_or_reorders_is_used_on_request_alone():
+    with fake_aiter("gfx950"):
+        kernels = kernel_set(Target("rocm", "gfx950"))
+        spec = PagedAttentionSpec(**ATTENTION_SPEC)
+        assert kernels.select(ATTENTION, spec).order == "plain"
+        qkv = QkvSpec(8, 1, 128, 128, False, True, torch.bfloat16)
+        assert kernels.chosen(QK_NORM_ROPE_CACHE, QkvCacheSpec(qkv, torch.bfloat16, "plain")) == "triton"
+        assert kernel_set(Target("rocm", "gfx950"), {"attention": "aiter_shuffled"}).select(ATTENTION, spec).order == (
+            SHUFFLED
+        )
+
+
+def call(order=SHUFFLED, page_size=16, query_len=1, uniform=True, **changes):
+    return Call(PagedAttentionSpec(**ATTENTION_SPEC | changes), order, page_size, query_len, uniform)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kernel"),
+    [
+        (call(), "pa_fwd_asm"),
+        (call(query_len=2), "pa_fwd_asm"),
+        (call(num_heads=16), "pa_fwd_asm"),
+        (call(num_heads=17), "pa_decode_gluon"),
+        (call(query_len=3), "pa_decode_gluon"),
+        (call(page_size=64), "pa_decode_gluon"),
+        (call(head_dim=64, scale=0.125), "pa_decode_gluon"),
+        (call(scale=0.1), "pa_decode_gluon"),
+        (call(window=100), "pa_decode_gluon"),
+        (call(sinks=True), "pa_decode_gluon"),
+        (call(dtype=torch.float16, cache_dtype=torch.float16), "pa_decode_gluon"),
+        (call(cache_dtype=torch.float8_e4m3fn), "pa_decode_gluon"),
+        (call(soft_cap=30.0), "unified_attention"),
+        (call(page_size=32), "unified_attention"),
+        (call(head_dim=256, scale=1 / 16), "unified_attention"),
+        (call(num_heads=65), "unified_attention"),
+        (call(order="plain"), "unified_attention"),
+        (call(query_len=9, uniform=False), "mha_batch_prefill"),
+        (call(query_len=9), "mha_batch_prefill"),
+        (call(query_len=9, sinks=True), "unified_attention"),
+        (call(query_len=9, cache_dtype=torch.float8_e4m3fn), "unified_attention"),
+        (call(query_len=9, head_dim=64), "unified_attention"),
+        (call(query_len=9, window=1), "unified_attention"),
+        (call(query_len=1, uniform=False), "unified_attention"),
+    ],
+)
+def test_who_takes_a_batch(asked, kernel):
+    choice = choose(asked)
+    assert choice.kernel == kernel
+    assert all(reason.endswith(".") for _, reason in choice.passed_over)
+
+
+def test_a_batch_that_no_kernel_takes_is_an_error_with_every_reason():
+    message = (
+        r"pa_fwd_asm: It reads shuffled pages\.; .*unified_attention: It takes pages of 16 tokens or more, not 1\."
+    )
+    with pytest.raises(ValueError, match=message):
+        choose(call(order="plain", page_size=1))
+
+
+def test_windows_are_counted_as_each_kernel_counts_them():
+    assert [inclusive_window(window) for window in (None, 1, 128)] == [(-1, -1), (0, 0), (127, 0)]
+    assert [gluon_window(window, 2) for window in (None, 1, 128)] == [0, 3, 130]
+
+
+def shuffled(pages=3, heads=2, tokens=16, dim=32, dtype=torch.bfloat16):
+    both = torch.randn(pages, 2, heads * tokens * dim).to(dtype)
+    return KVCacheView.of_shuffled(both[:, 0], both[:, 1], heads, tokens)
+
+
+def test_a_kernel_that_reads_another_order_than_was_written_stops():
+    cache = shuffled()
+    cache.expect(SHUFFLED, torch.bfloat16)
+    for order, dtype in (("plain", torch.bfloat16), (SHUFFLED, torch.float16)):
+        with pytest.raises(AssertionError, match="the cache is CacheLayout"):
+            cache.expect(order, dtype)
+
+
+def test_sides_that_kernels_would_go_through_by_wrong_strides_are_no_cache():
+    cache = shuffled()
+    with pytest.raises(AssertionError):
+        KVCacheView(cache.key, cache.value.contiguous(), SHUFFLED)
+    with pytest.raises(AssertionError):
+        KVCacheView(cache.key, cache.key, SHUFFLED)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fnuz], ids=str)
+def test_shuffled_pages_are_read_back_as_they_are_defined(dtype):
+    cache, together = shuffled(dtype=dtype), 16 // dtype.itemsize
+    plain = cache.as_plain()
+    assert plain.page_size == cache.page_size == 16
+    for page, head, token, number in ((0, 0, 0, 0), (1, 1, 9, 17), (2, 0, 15, 31)):
+        key = cache.key[page, head, number // together, token, number % together]
+        value = cache.value[page, head, token // together, number, token % together]
+        assert plain.key[page, head, token, number].float() == key.float()
+        assert plain.value[page, head, token, number].float() == value.float()

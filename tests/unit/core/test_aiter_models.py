@@ -1,0 +1,199 @@
+"""Whole models as on gfx942 and gfx950, on a CPU: aiter's kernels by the fake, the others by our references.
+
+Triton's interpreter would take a minute for each: it runs in one test, over shuffled pages.
+
+The trained checkpoints must answer held-out questions, and with the tokens of the references. What aiter is told
+wrongly must show: each mutation of a call turns the answers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from atom_core.kernels.select import Target
+from atom_core.standalone import Runner
+from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
+from tests.unit.core.hugging_face import FAMILIES, distance, make_config, make_model, random_tokens
+
+TESTS = Path(__file__).parents[2]
+CHECKPOINTS = ("qwen3", "llama", "qwen2", "mistral")
+FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+every_gpu = pytest.mark.parametrize("arch", ARCHITECTURES)
+REFERENCES = {"embedding": "reference", "qk_norm_rope_cache": "reference"}
+SHUFFLED = {**REFERENCES, "attention": "aiter_shuffled"}
+
+
+@cache
+def questions(family: str) -> tuple[list[list[int]], list[list[int]]]:
+    """The shortest held-out prompts of two kinds, and the tokens of their only right answers."""
+    tokenizer = AutoTokenizer.from_pretrained(str(TESTS / "checkpoints" / family))
+    lines = (TESTS / "evaluation" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = sorted((json.loads(line) for line in lines), key=lambda row: len(row["prompt"]))
+    first = rows[0]
+    other = next(row for row in rows if row["kind"] != first["kind"])
+    prompts = [tokenizer(row["prompt"]).input_ids for row in (first, other)]
+    answers = [tokenizer(f" {row['answer']}\n").input_ids for row in (first, other)]
+    return prompts, answers
+
+
+def runner(family: str, arch: str, kernels=REFERENCES, **settings) -> Runner:
+    return Runner(
+        TESTS / "checkpoints" / family,
+        dtype=torch.bfloat16,
+        max_model_len=256,
+        target=Target("rocm", arch),
+        kernels=kernels,
+        **settings,
+    )
+
+
+def answers(it: Runner, family: str) -> bool:
+    """Whether both answers are right."""
+    prompts, right = questions(family)
+    found = it.generate(prompts, max(len(tokens) for tokens in right))
+    return [tokens[: len(wanted)] for tokens, wanted in zip(found, right, strict=True)] == right
+
+
+def called() -> set[str]:
+    return {call.path.rpartition(".")[2] for call in calls()}
+
+
+@every_gpu
+@pytest.mark.parametrize("family", CHECKPOINTS)
+def test_it_answers_as_the_references_do(family, arch):
+    with fake_aiter(arch):
+        it = runner(family, arch)
+        assert answers(it, family)
+        assert called() >= {"rms_norm", "rmsnorm2d_fwd_with_add", "silu_and_mul", "gemm_a16w16", "unified_attention"}
+
+
+@every_gpu
+def test_what_is_chosen_where_nothing_is_forced(arch):
+    with fake_aiter(arch):
+        kernels = runner("qwen3", arch, kernels=None).runtime.kernels
+    assert {choice.op: choice.implementation for choice in kernels.choices()} == {
+        "embedding": "triton",
+        "rms_norm": "aiter",
+        "linear": "aiter",
+        "normed_linear": "separate",
+        "qk_norm_rope_cache": "triton",
+        "attention": "aiter",
+        "decode_attention": "separate",
+        "gated_activation": "aiter",
+    }
+
+
+@every_gpu
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_over_shuffled_pages(family, arch):
+    with fake_aiter(arch):
+        assert answers(runner(family, arch, kernels=SHUFFLED), family)
+        assert ("pa_decode_gluon" in called()) == (family == "qwen3")
+
+
+@every_gpu
+def test_the_cache_is_filled_by_aiter(arch):
+    with fake_aiter(arch):
+        kernels = {**SHUFFLED, "qk_norm_rope_cache": "aiter"}
+        assert answers(runner("qwen3", arch, kernels=kernels), "qwen3")
+        assert "fused_qk_norm_rope_cache_pts_quant_shuffle" in called()
+
+
+def test_tritons_writer_fills_the_pages_that_aiters_kernels_read():
+    with fake_aiter("gfx942"):
+        it = runner("qwen3", "gfx942", kernels={"attention": "aiter_shuffled"})
+        (prompt, _), (right, _) = questions("qwen3")
+        assert it.generate([prompt], 2) == [right[:2]]
+        assert "pa_decode_gluon" in called()
+
+
+@every_gpu
+def test_weights_and_cache_in_fp8(arch):
+    with fake_aiter(arch):
+        it = runner("qwen3", arch, quantization="fp8", cache_dtype=FP8[arch], kernels=SHUFFLED)
+        assert answers(it, "qwen3")
+        assert called() >= {"gemm_a8w8_bpreshuffle", "dynamic_per_token_scaled_quant", "shuffle_weight"}
+
+
+@every_gpu
+def test_heads_of_128_decode_in_assembly(tmp_path, arch):
+    make_model(tmp_path, make_config(FAMILIES[3], head_dim=128))
+    tokens = random_tokens(24)
+    expected = Runner(tmp_path, dtype=torch.bfloat16).logits(tokens)
+    with fake_aiter(arch):
+        it = Runner(tmp_path, dtype=torch.bfloat16, target=Target("rocm", arch), kernels=SHUFFLED)
+        caches = it.caches(1)
+        with torch.inference_mode():
+            found = [it.model.logits(it.step(caches, [0], [tokens[:20]]))]
+            found += [it.model.logits(it.step(caches, [at], [tokens[at : at + 1]])) for at in range(20, 24)]
+        assert called() >= {"mha_batch_prefill_func", "pa_fwd_asm"}
+    assert distance(torch.cat(found), expected) <= 0.1  # 16-bit roundings over layers, as `atom-plugin check` allows
+
+
+def mutated(path, change):
+    """Have the fake's function called with some of its arguments changed."""
+    module, _, name = path.rpartition(".")
+    inner = getattr(sys.modules[module], name)
+
+    def call(*args, **kwargs):
+        return inner(*change(list(args)), **kwargs)
+
+    setattr(sys.modules[module], name, call)
+
+
+def at(index, value):
+    def change(args):
+        args[index] = value(args[index])
+        return args
+
+    return change
+
+
+UNIFIED = "aiter.ops.triton.attention.unified_attention.unified_attention"
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "change"),
+    [
+        ("qwen3", UNIFIED, at(8, lambda scale: scale * 0.2)),
+        ("mistral", UNIFIED, at(10, lambda window: (-1, -1))),
+        ("mistral", UNIFIED, at(10, lambda window: (window[0] // 4, 0))),
+        ("qwen3", UNIFIED, at(2, lambda value: value.roll(1, 1))),
+        ("qwen3", "aiter.rms_norm", at(1, lambda weight: -weight)),
+        ("qwen2", "aiter.tuned_gemm.gemm_a16w16", lambda args: [args[0], args[1].roll(1, 0)]),
+    ],
+    ids=["scale", "no window", "a shorter window", "layout", "norm weight", "rows of a product"],
+)
+def test_an_argument_that_is_wrong_shows_in_the_answers(family, path, change):
+    with fake_aiter("gfx942"):
+        it = runner(family, "gfx942")
+        __import__(path.rpartition(".")[0])
+        mutated(path, change)
+        assert not answers(it, family)
+
+
+@pytest.mark.parametrize("part", ["values in another order", "keys in another order", "negative slots", "a scale"])
+def test_shuffled_pages_that_are_read_or_written_wrongly_show(part):
+    with fake_aiter("gfx942"):
+        filled = "aiter.fused_qk_norm_rope_cache_pts_quant_shuffle"
+        it = runner("qwen3", "gfx942", kernels={**SHUFFLED, "qk_norm_rope_cache": "aiter"})
+        if part == "negative slots":
+            mutated(filled, at(15, lambda slots: torch.where(torch.arange(len(slots)) % 5 == 3, -1, slots)))
+        elif part == "a scale":
+            mutated("aiter.pa_decode_gluon", at(6, lambda scale: scale * 0.1))
+        else:
+            index = 14 if part.startswith("values") else 13
+            # The bytes of each head as the plain order has them.
+            mutated(filled, at(index, lambda side: side.transpose(2, 3)))
+        try:
+            right = answers(it, "qwen3")
+        except (RuntimeError, IndexError, AssertionError):
+            right = False  # an order that does not fit is found by its shape
+        assert not right
