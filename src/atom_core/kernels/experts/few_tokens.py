@@ -130,6 +130,22 @@ def _down_of_one(
     tl.store(y + out, total.to(y.dtype.element_ty), mask=out < N)
 
 
+@triton.jit
+def tokens_of_expert(experts, T, FIRST: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr, PLACES: tl.constexpr):
+    """The expert of this program's pair, counted from ``FIRST``, and its tokens, each with its pair; who goes there.
+
+    A program whose pair is not the first of ``pairs`` that go there has nothing to do.
+    """
+    expert = tl.load(experts + tl.program_id(1))
+    token = tl.arange(0, TOKENS)
+    place = tl.arange(0, PLACES)
+    chosen = (token < T)[:, None] & (place < TOP_K)[None, :]
+    others = tl.load(experts + token[:, None] * TOP_K + place[None, :], mask=chosen, other=FIRST - 1)
+    # A token goes to an expert once.
+    mine = tl.max(tl.where(chosen & (others == expert), place[None, :] + 1, 0), 1) - 1
+    return expert - FIRST, token, token * TOP_K + mine, mine >= 0
+
+
 @triton.jit(do_not_specialize=["T"])
 def _of_expert(
     x,
@@ -163,18 +179,8 @@ def _of_expert(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    pair = tl.program_id(1)
-    expert = tl.load(experts + pair)
-    token = tl.arange(0, TOKENS)
-    place = tl.arange(0, PLACES)
-    chosen = (token < T)[:, None] & (place < TOP_K)[None, :]
-    others = tl.load(experts + token[:, None] * TOP_K + place[None, :], mask=chosen, other=FIRST - 1)
-    # A token goes to an expert once.
-    mine = tl.max(tl.where(chosen & (others == expert), place[None, :] + 1, 0), 1) - 1
-    goes = mine >= 0
-    pairs = token * TOP_K + mine
-    expert -= FIRST
-    if (expert < 0) | (expert >= COUNT) | (tl.min(tl.where(goes, pairs, TOKENS * TOP_K), 0) < pair):
+    expert, token, pairs, goes = tokens_of_expert(experts, T, FIRST, TOP_K, TOKENS, PLACES)
+    if (expert < 0) | (expert >= COUNT) | (tl.min(tl.where(goes, pairs, TOKENS * TOP_K), 0) < tl.program_id(1)):
         return
     row = weight_rows(N, BLOCK_N, GATED)
     column = tl.arange(0, BLOCK_K)

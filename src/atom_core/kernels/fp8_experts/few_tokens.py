@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.experts.few_tokens import MAX_TOKENS
+from atom_core.kernels.experts.few_tokens import MAX_TOKENS, tokens_of_expert
 from atom_core.kernels.experts.grouped import Held, combine, finish_block
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
 from atom_core.kernels.fp8_linear.quantize import norm_factor, scale_of, unit_of
@@ -306,18 +306,8 @@ def _of_expert(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    pair = tl.program_id(1)
-    expert = tl.load(experts + pair)
-    token = tl.arange(0, TOKENS)
-    place = tl.arange(0, PLACES)
-    chosen = (token < T)[:, None] & (place < TOP_K)[None, :]
-    others = tl.load(experts + token[:, None] * TOP_K + place[None, :], mask=chosen, other=FIRST - 1)
-    # A token goes to an expert once.
-    mine = tl.max(tl.where(chosen & (others == expert), place[None, :] + 1, 0), 1) - 1
-    goes = mine >= 0
-    pairs = token * TOP_K + mine
-    expert -= FIRST
-    if (expert < 0) | (expert >= COUNT) | (tl.min(tl.where(goes, pairs, TOKENS * TOP_K), 0) < pair):
+    expert, token, pairs, goes = tokens_of_expert(experts, T, FIRST, TOP_K, TOKENS, PLACES)
+    if (expert < 0) | (expert >= COUNT) | (tl.min(tl.where(goes, pairs, TOKENS * TOP_K), 0) < tl.program_id(1)):
         return
     row = weight_rows(N, BLOCK_N, GATED)
     column = tl.arange(0, BLOCK_K)
