@@ -136,7 +136,9 @@ class MoEConfig:
     shared_size: int = 0
     """Of the middle of the expert that all tokens go through beside their own; 0: there is none."""
     float32_router: bool = False
-    """Whether the router's product is in float32 whatever the model's dtype, so that near scores do not tie."""
+    """Whether the router's weight is in float32 whatever the model's dtype, so that near scores do not tie."""
+    float32_scores: bool = False
+    """Whether its product is in float32 with a weight in the model's dtype."""
     bias: bool = False
     """Of the router and of the experts."""
     fused: bool = False

@@ -409,6 +409,8 @@ class Recorders(dict):
 WAYS = [("plain", product) for product in PRODUCTS] + [
     (way, product) for way in ("adding", "normed and activated") for product in (PRODUCTS[0], PRODUCTS[5])
 ]
+#: Of a router whose scores are float32.
+WAYS += [(way, (rows, 64, 2048)) for way, rows in (("float32", 1), ("float32", 8), ("normed to float32", 1))]
 
 
 @every_gpu
@@ -421,10 +423,14 @@ def test_linear_compiles(monkeypatch, way, product, gpu):
     x, weight, residual = zeros(rows, in_features), zeros(out_features, in_features), zeros(rows, out_features)
     linear = linear_kernel.TritonLinear(gpu.nvidia, gpu.nvidia)
     normed = normed_kernel.TritonNormedLinear("silu", gpu.nvidia, gpu.nvidia)
+    scores = linear_kernel.TritonLinear(gpu.nvidia, gpu.nvidia, float32_result=True)
+    normed_scores = normed_kernel.TritonNormedLinear(None, gpu.nvidia, gpu.nvidia)
     launches = {
         "plain": lambda: linear(x, weight, None),
         "adding": lambda: linear.add(x, weight, None, residual),
         "normed and activated": lambda: normed(x, x[0], 1e-6, Operands(weight, None)),
+        "float32": lambda: scores(x, weight, None),
+        "normed to float32": lambda: normed_scores(x, x[0], 1e-6, Operands(weight, None, float32_result=True)),
     }
     with pytest.raises(Launched) as launched:
         launches[way]()

@@ -16,6 +16,7 @@ from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
 from atom_core.kernels.linear.triton_kernel import TritonLinear
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
+from atom_core.kernels.rms_norm.reference import rms_norm as rms_norm_reference
 from atom_core.kernels.rms_norm.triton_kernel import rms_norm as launch_rms_norm
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps
@@ -96,6 +97,22 @@ def test_linear(rows, out_features, in_features, bias, dtype):
         assert torch.equal(found, F.linear(x, weight, offset))
     else:
         assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 2048), (256, 7168), (100, 80)])
+@pytest.mark.parametrize("rows", [1, 2, 16, 33, MAX_ROWS, MAX_ROWS + 1])
+def test_results_in_float32(rows, out_features, in_features):
+    x, norm = numbers(rows, in_features, dtype=torch.bfloat16), numbers(in_features, dtype=torch.bfloat16)
+    weight = numbers(out_features, in_features, dtype=torch.bfloat16, scale=in_features**-0.5)
+    found = TritonLinear(torch.version.hip is None, OVERLAP, float32_result=True)(x, weight, None)
+    expected = x.double() @ weight.double().T
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    if rows == 1:
+        normed = TritonNormedLinear(None, torch.version.hip is None, OVERLAP)
+        found = normed(x, norm, 1e-6, Operands(weight, None, float32_result=True))
+        expected = rms_norm_reference(x.double(), norm.double(), 1e-6, None)[0] @ weight.double().T
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [*SHAPES, (100, 80), (514, 1000)])

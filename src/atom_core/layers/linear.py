@@ -41,6 +41,7 @@ class Linear(ParameterLayer):
         runtime: the model's.
         name: this module's in checkpoints, by which a quantisation may leave it out.
         parts: the checkpoint matrices that ``W`` is made of; None: it is one of them.
+        float32_result: the product is in float32, and stays so; for layers that are not quantised.
     """
 
     weight: nn.Parameter
@@ -59,9 +60,11 @@ class Linear(ParameterLayer):
         runtime: Runtime,
         name: str = "",
         parts: Sequence[Part] | None = None,
+        float32_result: bool = False,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
+        self.float32_result = float32_result
         whole = Part("", out_features, in_features, range(out_features), range(in_features))
         self.parts = (whole,) if parts is None else tuple(parts)
         self.bias = empty_parameter(runtime, out_features) if bias else None
@@ -69,6 +72,7 @@ class Linear(ParameterLayer):
         self.modules_of_parts = [checkpoint_module(name, part.module) for part in self.parts]
         scheme = runtime.quant.linear(self.modules_of_parts)
         self.quantized = scheme is not None
+        assert not (self.quantized and float32_result)
         self.method = method_of(scheme)
         self.method.create(self, runtime)
 

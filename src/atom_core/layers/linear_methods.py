@@ -87,7 +87,13 @@ class UnquantizedMethod:
     def create(self, layer: Linear, runtime: Runtime) -> None:
         """The weight."""
         layer.weight = empty_parameter(runtime, layer.out_features, layer.in_features)
-        layer.spec = LinearSpec(layer.in_features, layer.out_features, layer.bias is not None, runtime.dtype)
+        layer.spec = LinearSpec(
+            layer.in_features,
+            layer.out_features,
+            layer.bias is not None,
+            runtime.dtype,
+            float32_result=layer.float32_result,
+        )
         layer.kernel = runtime.kernels.select(LINEAR, layer.spec)
         self.adding = layer.kernel if isinstance(layer.kernel, AddingLinearKernel) else None
 
@@ -111,7 +117,7 @@ class UnquantizedMethod:
 
     def operands(self, layer: Linear) -> Operands:
         """See :class:`LinearMethod`."""
-        return Operands(layer.weight, layer.bias)
+        return Operands(layer.weight, layer.bias, float32_result=layer.float32_result)
 
     def finalize(self, layer: Linear) -> None:
         """Hand the weight to the kernel; where that keeps a form of its own, ours is freed."""

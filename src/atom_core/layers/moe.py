@@ -35,7 +35,7 @@ class Router(Linear):
         part = Part(f"../../{names.module}.{names.router}", count, hidden_size, range(count), range(hidden_size))
         wide = replace(runtime, quant=Unquantized(), dtype=torch.float32)
         own = wide if config.float32_router else replace(wide, dtype=runtime.dtype)
-        super().__init__(hidden_size, count, config.bias, own, name, [part])
+        super().__init__(hidden_size, count, config.bias, own, name, [part], config.float32_scores)
         self.dtype = own.dtype
         self.e_score_correction_bias = empty_parameter(wide, count) if routing.correction else None
         self.select = runtime.kernels.select(MOE_ROUTING, routing)
@@ -59,7 +59,9 @@ class Router(Linear):
 class SharedExpert(nn.Module):
     """What all tokens go through beside their own experts, which checkpoints have as one network, however many."""
 
-    def __init__(self, size: int, hidden_size: int, activation: Activation, runtime: Runtime, name: str) -> None:
+    def __init__(
+        self, size: int, hidden_size: int, activation: Activation, norm: RMSNorm, runtime: Runtime, name: str
+    ) -> None:
         super().__init__()
         group, what = runtime.tensor_parallel, "n_shared_experts * moe_intermediate_size"
         mine = share(size, group.rank, group.world_size, what)
@@ -69,10 +71,15 @@ class SharedExpert(nn.Module):
             GATED_ACTIVATION, GatedActivationSpec(activation, len(mine), runtime.dtype)
         )
         self.down_proj = RowLinear(size, hidden_size, False, runtime, what, f"{name}.down_proj")
+        self.behind_norm = NormedLinear(norm, self.gate_up_proj, activation, runtime)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [T, hidden]`` to this rank's part of the answer, ``[T, hidden]``."""
         return self.down_proj.part(self.activate(self.gate_up_proj(x)))
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> Stream:
+        """The answer of the only rank, added to ``residual [T, hidden]``, which is written to."""
+        return self.down_proj.add(self.activate(self.gate_up_proj(x)), residual)
 
 
 class MoE(nn.Module):
@@ -93,12 +100,12 @@ class MoE(nn.Module):
         self.gate = Router(config, hidden_size, runtime, f"{name}.gate")
         self.experts = Experts(config, hidden_size, activation, runtime, f"{name}.experts")
         self.shared_experts = (
-            SharedExpert(config.shared_size, hidden_size, activation, runtime, f"{name}.shared_experts")
+            SharedExpert(config.shared_size, hidden_size, activation, norm, runtime, f"{name}.shared_experts")
             if config.shared_size
             else None
         )
         #: Nothing comes between the experts' sum and the stream.
-        self.adds = self.group.world_size == self.replicas.world_size == 1 and self.shared_experts is None
+        self.adds = self.group.world_size == self.replicas.world_size == 1
         #: The gate behind the norm, for tokens so few that the experts do without what the norm would store.
         self.max_normed = self.experts.max_normed if self.adds and self.gate.dtype == runtime.dtype else 0
         self.gate_behind_norm = NormedLinear(norm, self.gate, None, runtime) if self.max_normed else None
@@ -106,14 +113,24 @@ class MoE(nn.Module):
     def forward(self, stream: Stream) -> Stream:
         """Read the stream's norm and add to it."""
         few = stream.last is None and 0 < len(stream.residual) <= self.max_normed
-        if few and self.gate_behind_norm is not None and not torch.compiler.is_compiling():
-            logits, residual = self.gate_behind_norm(stream)
-            return Stream(None, self.experts.add_behind_norm(residual, self.enter[0], *self.gate.choose(logits)))
+        if few and not torch.compiler.is_compiling():
+            return self._behind_norm(stream)
         x, residual = self.enter[0](stream)
         weights, experts = self.gate.route(x)
         if self.adds and (summed := self.experts.add(x, weights, experts, residual)) is not None:
-            return Stream(None, summed)
+            return Stream(None, summed) if self.shared_experts is None else self.shared_experts.add(x, summed)
         mine = self.replicas.reduce(self.experts(*self.replicas.gather(x, weights, experts)))
         if self.shared_experts is not None:
             mine = mine + self.shared_experts(x)
         return Stream(self.group.all_reduce(mine), residual)
+
+    def _behind_norm(self, stream: Stream) -> Stream:
+        """As :meth:`forward`, with the norm within each product that reads it."""
+        assert self.gate_behind_norm is not None
+        logits, residual = self.gate_behind_norm(stream)
+        # Before the experts write to what it reads.
+        shared = None if self.shared_experts is None else self.shared_experts.behind_norm(stream)[0]
+        summed = self.experts.add_behind_norm(residual, self.enter[0], *self.gate.choose(logits))
+        if self.shared_experts is None or shared is None:
+            return Stream(None, summed)
+        return self.shared_experts.down_proj.add(shared, summed)

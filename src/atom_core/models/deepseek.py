@@ -115,6 +115,6 @@ def _mixtures(hf: HfConfig) -> list[MoEConfig | None]:
         group_score=group_score,
     )
     size, shared = hf.positive("moe_intermediate_size", 1407), hf.get("n_shared_experts", 0)
-    moe = MoEConfig(routing, size, shared_size=size * shared, float32_router=True)
+    moe = MoEConfig(routing, size, shared_size=size * shared, float32_scores=True)
     dense, every = hf.get("first_k_dense_replace", 0), hf.positive("moe_layer_freq", 1)
     return [None if index < dense or index % every else moe for index in range(hf.positive("num_hidden_layers"))]

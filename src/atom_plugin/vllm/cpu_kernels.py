@@ -95,6 +95,8 @@ def _rms_norm(
 def _linear_supports(spec: LinearSpec, target: Target) -> str | None:
     if spec.shares_weight:
         return "Packing a weight that the embedding reads too would keep it in memory twice."
+    if spec.float32_result:
+        return "vLLM's products have results in the model's dtype, not in float32."
     return _no_kernel_for(spec.dtype)
 
 

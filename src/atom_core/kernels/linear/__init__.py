@@ -1,6 +1,6 @@
 """Matrix product with a weight: ``y = x W^T + b``.
 
-``x``: ``[T, K]``; ``W``: ``[N, K]``; ``b``: ``[N]`` or None; ``y``: ``[T, N]``, all of one dtype.
+``x``: ``[T, K]``; ``W``: ``[N, K]``; ``b``: ``[N]`` or None; ``y``: ``[T, N]``, all of one dtype, or ``y`` in float32.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class LinearSpec:
     """The weight is also read elsewhere (tied embeddings), so it must stay as it is."""
     few_rows: bool = False
     """``x`` has rows only for tokens that are sampled from (a head), never a whole prompt's."""
+    float32_result: bool = False
+    """The product is in float32, and stays so."""
 
 
 class LinearKernel(Protocol):
@@ -55,6 +57,8 @@ def _torch_supports(spec: LinearSpec, target: Target) -> str | None:
         return "oneDNN's packed weights are for CPUs that it knows."
     if spec.shares_weight:
         return "Packing a weight that the embedding reads too would keep it in memory twice."
+    if spec.float32_result:
+        return "Products with packed weights have results in the model's dtype, not in float32."
     if spec.dtype != torch.bfloat16:
         return f"Packing pays for bfloat16, not for {spec.dtype}."
     return None
@@ -65,7 +69,7 @@ def _aiter_supports(spec: LinearSpec, target: Target) -> str | None:
         return reason
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"aiter's tuned products are for numbers of two bytes, not for {spec.dtype}."
-    return None
+    return "aiter's tuned products have results in the model's dtype, not in float32." if spec.float32_result else None
 
 
 def _build_aiter(spec: LinearSpec, target: Target) -> LinearKernel:
@@ -85,7 +89,7 @@ def _triton_supports(spec: LinearSpec, target: Target) -> str | None:
 def _build_triton(spec: LinearSpec, target: Target) -> LinearKernel:
     from atom_core.kernels.linear.triton_kernel import TritonLinear  # needs triton, which a CPU may lack
 
-    return TritonLinear(nvidia=target.kind == "cuda", overlap=overlaps(target))
+    return TritonLinear(nvidia=target.kind == "cuda", overlap=overlaps(target), float32_result=spec.float32_result)
 
 
 LINEAR: Op[LinearSpec, LinearKernel] = Op(
@@ -94,6 +98,6 @@ LINEAR: Op[LinearSpec, LinearKernel] = Op(
         Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", _triton_supports, _build_triton, remark_on_few_rows),
         Implementation("torch", _torch_supports, lambda spec, target: MkldnnLinear()),
-        Implementation("reference", always, lambda spec, target: TorchLinear()),
+        Implementation("reference", always, lambda spec, target: TorchLinear(spec.float32_result)),
     ),
 )

@@ -7,7 +7,14 @@ import torch.nn.functional as F
 
 
 class TorchLinear:
-    """See :class:`atom_core.kernels.linear.LinearKernel`; reads the layer's weight as it is."""
+    """See :class:`atom_core.kernels.linear.LinearKernel`; reads the layer's weight as it is.
+
+    Args:
+        float32_result: the product is in float32, and stays so.
+    """
+
+    def __init__(self, float32_result: bool = False) -> None:
+        self.float32_result = float32_result
 
     def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         """Nothing to keep."""
@@ -15,4 +22,11 @@ class TorchLinear:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x W^T + b``."""
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias, self.float32_result)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, float32_result: bool) -> torch.Tensor:
+    """``x W^T + b``, in float32 or as it is."""
+    if float32_result:
+        x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+    return F.linear(x, weight, bias)

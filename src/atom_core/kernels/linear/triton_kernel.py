@@ -12,13 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 
 from atom_core.config import Activation
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.few_rows import FETCHED, LINE, few_rows
 from atom_core.kernels.linear.one_row import one_row, one_row_ring
+from atom_core.kernels.linear.reference import linear as by_torch
 from atom_core.kernels.linear.tiles import MAX_ROWS, Tile, chosen_tile, why_no_gluon
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
@@ -119,10 +119,11 @@ class TritonLinear:
     Args:
         nvidia: whether the device is one of NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        float32_result: the product is in float32, and stays so.
     """
 
-    def __init__(self, nvidia: bool, overlap: bool) -> None:
-        self.nvidia, self.overlap = nvidia, overlap
+    def __init__(self, nvidia: bool, overlap: bool, float32_result: bool = False) -> None:
+        self.nvidia, self.overlap, self.float32_result = nvidia, overlap, float32_result
 
     def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         """It reads the weight as it is."""
@@ -130,7 +131,7 @@ class TritonLinear:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [T, in]`` to ``[T, out]``."""
-        return linear(x, weight, bias, self.nvidia, self.overlap)
+        return linear(x, weight, bias, self.nvidia, self.overlap, self.float32_result)
 
     def add(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
@@ -144,15 +145,28 @@ class TritonLinear:
 
 
 def _fake(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, nvidia: bool, overlap: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    nvidia: bool,
+    overlap: bool,
+    float32_result: bool,
 ) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32 if float32_result else x.dtype)
 
 
 @opaque("linear", _fake)
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, nvidia: bool, overlap: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    nvidia: bool,
+    overlap: bool,
+    float32_result: bool,
 ) -> torch.Tensor:
     """``x W^T + b``: ours for few rows, torch's for more."""
     tile = chosen_tile(x, weight, nvidia) if 0 < x.shape[0] <= MAX_ROWS else None
-    return F.linear(x, weight, bias) if tile is None else product(x, weight, bias, tile=tile, overlap=overlap)
+    if tile is None:
+        return by_torch(x, weight, bias, float32_result)
+    dtype = torch.float32 if float32_result else None
+    return product(x, weight, bias, tile=tile, overlap=overlap, dtype=dtype)

@@ -48,6 +48,8 @@ class Operands(NamedTuple):
     """With FP8: float32 ``[1]`` where it is static."""
     rounded_inputs: bool = False
     """With MXFP4: whether the input is rounded to it."""
+    float32_result: bool = False
+    """In 16 bits: the product is in float32, and stays so."""
 
 
 class NormedLinearKernel(Protocol):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from atom_core.config import Activation
 from atom_core.kernels.fp8_block_linear import triton_kernel as in_blocks
 from atom_core.kernels.fp8_linear.triton_kernel import multiply_few
 from atom_core.kernels.gated_activation.triton_kernel import gated_activation
+from atom_core.kernels.linear.reference import linear
 from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
 from atom_core.kernels.linear.triton_kernel import Norm, product
 from atom_core.kernels.mxfp4_linear import triton_kernel as in_mxfp4
@@ -72,8 +72,15 @@ class TritonNormedLinear:
         if tile is None or not tile.norms:
             x, given = rms_norm(x, norm, eps, None, overlap=self.overlap)[0], None
         if tile is None:
-            y = F.linear(x, layer.weight, layer.bias)
+            y = linear(x, layer.weight, layer.bias, layer.float32_result)
             return y if self.activation is None else gated_activation(y, self.activation, self.overlap)
         return product(
-            x, layer.weight, layer.bias, tile=tile, overlap=self.overlap, norm=given, activation=self.activation
+            x,
+            layer.weight,
+            layer.bias,
+            tile=tile,
+            overlap=self.overlap,
+            norm=given,
+            activation=self.activation,
+            dtype=torch.float32 if layer.float32_result else None,
         )

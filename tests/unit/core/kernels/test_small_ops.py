@@ -176,12 +176,36 @@ def test_a_weight_that_onednn_has_packed_is_needed_no_more(rows, bias):
         (LinearSpec(8, 8, False, torch.bfloat16), None),
         (LinearSpec(8, 8, False, torch.bfloat16, shares_weight=True), "in memory twice"),
         (LinearSpec(8, 8, False, torch.float32), "pays for bfloat16"),
+        (LinearSpec(8, 8, False, torch.bfloat16, float32_result=True), "not in float32"),
     ],
 )
 def test_which_weights_are_packed(spec, reason):
     (implementation,) = (one for one in LINEAR.implementations if one.name == "torch")
     found = implementation.supports(spec, CPU)
     assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 70])
+@pytest.mark.parametrize("bias", [False, True])
+def test_results_in_float32(rows, bias):
+    from atom_core.kernels.linear.triton_kernel import TritonLinear
+    from atom_core.kernels.normed_linear import Operands
+    from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
+
+    x, norm, weight = torch.randn(rows, 272).half(), torch.rand(272).half(), torch.randn(48, 272).half()
+    offset = torch.randn(48).half() if bias else None
+    by_torch = kernel_set(CPU).select(LINEAR, LinearSpec(272, 48, bias, torch.float16, float32_result=True))
+    expected = x.double() @ weight.double().T + (offset.double() if bias else 0.0)
+    for kernel in (by_torch, TritonLinear(True, overlap=False, float32_result=True)):
+        found = kernel(x, weight, offset)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+    if rows != 1:
+        return  # what several rows are normed to is rounded
+    normed = TritonNormedLinear(None, nvidia=True, overlap=False)
+    found = normed(x, norm, 1e-3, Operands(weight, offset, float32_result=True))
+    expected = rms_norm(x.double(), norm.double(), 1e-3, None)[0] @ weight.double().T + (offset.double() if bias else 0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])

@@ -37,7 +37,11 @@ def mixture(config, runtime):
 
 @pytest.mark.parametrize("pending", [False, True], ids=["summed up", "with something to add"])
 @pytest.mark.parametrize("tokens", [1, 2, 20])
-@pytest.mark.parametrize("config", [PLAIN, replace(PLAIN, shared_size=16)], ids=["plain", "with a shared expert"])
+@pytest.mark.parametrize(
+    "config",
+    [PLAIN, replace(PLAIN, shared_size=16), replace(PLAIN, shared_size=16, float32_scores=True)],
+    ids=["plain", "with a shared expert", "with scores in float32"],
+)
 def test_fused_kernels_leave_the_same_stream(config, tokens, pending):
     torch.manual_seed(1)
     residual, last = torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN) if pending else None
@@ -47,7 +51,7 @@ def test_fused_kernels_leave_the_same_stream(config, tokens, pending):
         return stream.residual if stream.last is None else stream.residual + stream.last
 
     fused = mixture(config, triton_runtime())
-    assert fused.max_normed == (0 if config.shared_size else 1)
+    assert fused.max_normed == 1
     torch.testing.assert_close(after(fused), after(mixture(config, RUNTIME)), rtol=1e-4, atol=1e-4)
 
 
