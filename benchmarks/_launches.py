@@ -3,7 +3,7 @@
 A model of its real sizes is laid out on the meta device, with the kernels that are chosen on a GPU of some kind. Triton's
 launches are recorded instead of made, aiter's functions are stood in for by what says only how large their results are,
 and torch's own ops are counted where they launch something. Of each launch the bytes of its activations are those of all
-tensors that it is given or makes, but for parameters, the cache, and what a step is described by.
+tensors that it is given or makes, but for what stays from step to step: weights, the cache, room to work in.
 """
 
 from __future__ import annotations
@@ -280,13 +280,12 @@ def count(
         mine = replace(config, num_kv_heads=max(1, config.num_kv_heads // ranks))
         pools = page_pools(mine, runtime, pages, PAGE_SIZE, order=cache_order(network))
         ids, positions = (torch.zeros(batch, dtype=torch.int64, device=META) for _ in range(2))
-        # All that there is now are weights, scales, tables, pages, and what the step is described by.
-        recorder.hold(*(it for it in gc.get_objects() if type(it) in (torch.Tensor, torch.nn.Parameter)))
-        recorder.hold(*network.parameters(), *network.buffers())
         for index, layer in enumerate(network.model.layers):
             layer.register_forward_pre_hook(lambda *_, index=index: setattr(recorder, "layer", index))
             layer.register_forward_hook(lambda *_: setattr(recorder, "layer", None))
-        network(ids, positions, Step(metadata, pools))  # in which kernels take what memory they keep
+        network(ids, positions, Step(metadata, pools))  # in which kernels take the memory that they keep
+        # What there is now stays: weights, scales, tables, pages, the step's description, and room to work in.
+        recorder.hold(*(it for it in gc.get_objects() if type(it) in (torch.Tensor, torch.nn.Parameter)))
         recorder.paused = False
         network(ids, positions, Step(metadata, pools))
     return recorder.launches[num_layers - 1]
