@@ -1,9 +1,10 @@
 """What our models launch in a decoding step, counted and not run: no GPU takes part, and no memory.
 
-A model of its real sizes is laid out on the meta device, with the kernels that are chosen on a GPU of some kind. Triton's
-launches are recorded instead of made, aiter's functions are stood in for by what says only how large their results are,
-and torch's own ops are counted where they launch something. Of each launch the bytes of its activations are those of all
-tensors that it is given or makes, but for what stays from step to step: weights, the cache, room to work in.
+A model of its real sizes is laid out on the meta device, with the kernels that are chosen on a GPU of some kind.
+Triton's launches are recorded instead of made, aiter's functions are stood in for by what says only how large their
+results are, and torch's own ops are counted where they launch something. Of each launch the bytes of its activations
+are those of all tensors that it is given or makes, but for what stays from step to step: weights, the cache, room to
+work in.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ def _recording(recorder: Recorder) -> Iterator[None]:
     try:
         with (
             mock.patch.object(JITFunction, "run", run),
-            mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+            mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
             _TorchOps(recorder),
         ):
             yield

@@ -20,6 +20,9 @@ from atom_core.config import ModelConfig
 ONE_STAGE = 128 * 7168 * 2 // 8
 
 
+_VLLM_QUANT = "BlockScaledMMLinearKernel.py:119"
+
+
 @dataclass(frozen=True)
 class Read:
     """One launch, or a call that is several, and where it was read."""
@@ -133,9 +136,7 @@ def atom(case: Case) -> list[Read]:
     model = "qwen3_moe.py" if moe else "qwen3.py"
     quant, norm = "linear.py:982", "layernorm.py:457"
     product = "linear.py:1053" if case.fp8 else "linear.py:960"
-    first = list(
-        _norm(case, "rmsnorm2d_fwd_with_add", f"{model}:{353 if moe else 252}, {norm}", False, reduces=moe),
-    )
+    first = _norm(case, "rmsnorm2d_fwd_with_add", f"{model}:{353 if moe else 252}, {norm}", False, reduces=moe)
     line = 251 if moe else 146
     attention = [
         *_product(case, "gemm qkv", f"{model}:{line}, {product}", hidden, queries + 2 * keys, quant),
@@ -190,6 +191,13 @@ def _atom_mla(case: Case) -> Iterator[Read]:
     yield from _product(case, "gemm o", "layer_mla.py:1425", heads * latent.value_dim, hidden, "linear.py:982")
 
 
+def _fused_norm(case: Case, quantized: bool) -> str:
+    """Where vLLM says what is fused into a norm."""
+    if case.ranks > 1:
+        return f"allreduce_rms_fusion.py:{1379 if quantized else 1206}"
+    return "rocm_aiter_fusion.py:238" if quantized else "platforms/rocm.py:1352"
+
+
 def vllm(case: Case) -> list[Read]:
     """vLLM's layer: compiled, which fuses norms and activations with the quantisers behind them, and all-reduces."""
     moe = case.config.layers[-1].moe is not None
@@ -198,7 +206,7 @@ def vllm(case: Case) -> list[Read]:
     queries, keys, hidden = case.queries, case.keys, case.hidden
     model = "qwen3_moe.py" if moe else "qwen3.py"
     lines = (422, 334, 338, 342, 344, 346) if moe else (242, 161, 165, 168, 170, 172)
-    fused = "rocm_aiter_fusion.py:238" if case.fp8 else "platforms/rocm.py:1352"
+    fused = _fused_norm(case, case.fp8)
     first = [
         *_norm(case, "add_rms_norm", f"{model}:{lines[0]}, {fused}", case.fp8, reduces=True),
         *_product(case, "gemm qkv", f"{model}:{lines[1]}", hidden, queries + 2 * keys),
@@ -207,7 +215,7 @@ def vllm(case: Case) -> list[Read]:
         Read("rope", f"{model}:{lines[4]}, compiled", _wide(2 * queries, 2 * keys)),
         Read("reshape_and_cache", "rocm_attn.py:458", _wide(2 * keys)),
         Read("paged_attention_rocm", "chunked_prefill_paged_decode.py:411", _wide(queries, queries), 2),
-        *_product(case, "gemm o", f"{model}:{lines[5]}", queries, hidden, "BlockScaledMMLinearKernel.py:119"),
+        *_product(case, "gemm o", f"{model}:{lines[5]}", queries, hidden, _VLLM_QUANT),
     ]
     if moe:
         return [*first, *_vllm_mixture(case, "qwen3_moe.py:230")]
@@ -231,13 +239,13 @@ def _vllm_mixture(case: Case, experts: str) -> Iterator[Read]:
     count = moe.routing.num_experts
     model = experts.partition(":")[0]
     line = 1406 if case.config.latent is not None else 429
-    yield from _norm(case, "add_rms_norm", f"{model}:{line}", False, reduces=True)
+    yield from _norm(case, "add_rms_norm", f"{model}:{line}, {_fused_norm(case, False)}", False, reduces=True)
     yield Read("gemm gate", "moe_runner.py:913", _wide(hidden, count))
     yield Read("topk", f"{experts}, router", _wide(count) + 8 * moe.routing.top_k)
     yield from _experts(case, "rocm_aiter_moe.py:408")
     if moe.shared_size:
         middle = moe.shared_size // case.ranks
-        yield from _product(case, "gemm shared gate_up", "deepseek_v2.py:285", hidden, 2 * middle, "BlockScaledMMLinearKernel.py:119")
+        yield from _product(case, "gemm shared gate_up", "deepseek_v2.py:285", hidden, 2 * middle, _VLLM_QUANT)
         yield Read("silu_and_mul + quant", "deepseek_v2.py:286", _wide(2 * middle) + _given(case, middle))
         yield from _product(case, "gemm shared down", "deepseek_v2.py:287", middle, hidden)
         yield Read("add", "moe_runner.py:789", _wide(3 * hidden))
@@ -249,7 +257,9 @@ def _vllm_mla(case: Case) -> Iterator[Read]:
     assert latent.query_rank is not None
     first, row, queries = latent.query_rank, latent.row, heads * latent.query_dim
     rotated = (heads + 1) * latent.rope_dim
-    yield from _norm(case, "add_rms_norm", "rocm_aiter_fusion.py:238", case.fp8, reduces=True)
+    yield from _norm(
+        case, "add_rms_norm", f"deepseek_v2.py:1371, {_fused_norm(case, case.fp8)}", case.fp8, reduces=True
+    )
     yield from _product(case, "gemm qkv_a", "layers/mla.py:183", hidden, first + row)
     made = _given(case, first) + _wide(latent.rank)
     yield Read("fused_qk_rmsnorm + quant", "rocm_aiter_fusion.py:1077", _wide(first, latent.rank) + made)
@@ -261,5 +271,4 @@ def _vllm_mla(case: Case) -> Iterator[Read]:
     attended = _wide(heads * latent.row, heads * latent.rank)
     yield Read("mla_decode_fwd", "rocm_aiter_mla.py:2468, aiter/mla.py:668, 724", attended, 2)
     yield Read("batched gemm v", "mla_attention.py:1398", _wide(heads * (latent.rank + latent.value_dim)))
-    quant = "BlockScaledMMLinearKernel.py:119"
-    yield from _product(case, "gemm o", "layers/mla.py:255", heads * latent.value_dim, hidden, quant)
+    yield from _product(case, "gemm o", "layers/mla.py:255", heads * latent.value_dim, hidden, _VLLM_QUANT)
