@@ -33,12 +33,13 @@ from atom_core.runtime import Communicator
 from atom_core.standalone import Step, build_runtime, cache_order, finalize, page_pools, plan
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.step import MAX_MODEL_LEN, PAGE_SIZE, decode_batch
+from benchmarks._fused_moe import Quantized, stages
 
 META = torch.device("meta")
 
 #: GPU kernels that one call of a function of aiter's launches, where they are not one: the parts of a long sequence are
-#: attended to by one, and added up by another.
-SEVERAL = {"unified_attention": 2, "pa_decode_gluon": 2}
+#: attended to by one, and added up by another. For fused_moe see :mod:`benchmarks._fused_moe`.
+SEVERAL = {"unified_attention": 2, "pa_decode_gluon": 2, "mla_decode_fwd": 2}
 #: Functions of aiter's that compute on the host.
 ON_THE_HOST = {"get_recommended_splits"}
 
@@ -75,7 +76,36 @@ class Recorder:
         if not self.paused:
             found = {(_storage(it), it.storage_offset()): it for it in _tensors(tensors)}
             size = sum(it.nbytes for (storage, _), it in found.items() if storage not in self.held)
-            self.launches.setdefault(self.layer, []).append(Launch(name, kernels, size))
+            self._append(Launch(name, kernels, size))
+
+    def add_stages(
+        self,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        *,
+        quant_type: Quantized,
+        expert_mask: torch.Tensor | None = None,
+        **others: object,
+    ) -> None:
+        """The launches of aiter's fused_moe, whose arguments these are."""
+        (tokens, hidden), (held, _, middle) = x.shape, down.shape
+        share = 1.0 if expert_mask is None else held / len(expert_mask)
+        if not self.paused:
+            for stage in stages(tokens, hidden, middle, experts.shape[1], quant_type, share):
+                self._append(Launch(stage.name, 1, round(tokens * stage.activations)))
+
+    def _append(self, launch: Launch) -> None:
+        self.launches.setdefault(self.layer, []).append(launch)
+
+
+class _Names:
+    """An enum, each of whose members is its name."""
+
+    def __getattr__(self, name: str) -> str:
+        return name
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -166,6 +196,7 @@ RESULTS: Mapping[str, Callable[..., Any]] = {
     "gemm_a8w8_blockscale_bpreshuffle": _product,
     "per_group_quant_hip": lambda x, quant_dtype, group_size, transpose_scale: _quantized(x, quant_dtype, group_size),
     "shuffle_weight": lambda weight, layout: weight,
+    "fused_moe": lambda x, *args, **kwargs: torch.empty_like(x),
     "get_recommended_splits": lambda requests, heads: 8,
 }
 #: The functions that return nothing that our kernels read.
@@ -179,6 +210,11 @@ IN_PLACE = frozenset(
         "unified_attention",
         "pa_fwd_asm",
         "pa_decode_gluon",
+        "mla_decode_fwd",
+        "topk_softmax",
+        "topk_gating",
+        "grouped_topk",
+        "biased_grouped_topk_hip",
         "silu_and_mul",
         "gelu_and_mul",
         "gelu_tanh_and_mul",
@@ -207,13 +243,16 @@ def _stand_ins(recorder: Recorder) -> dict[str, ModuleType]:
             paused, recorder.paused = recorder.paused, True
             result = RESULTS[name](*args, **kwargs) if name in RESULTS else None
             recorder.paused = paused
-            if name not in ON_THE_HOST:
+            if name == "fused_moe":
+                recorder.add_stages(*args, **kwargs)
+            elif name not in ON_THE_HOST:
                 recorder.add(name, (args, kwargs, result), SEVERAL.get(name, 1))
             return result
 
         return call
 
-    module("aiter")
+    for enum in ("QuantType", "ActivationType"):
+        setattr(module("aiter"), enum, _Names())
     for path in {path for paths in CALLED.values() for path in paths}:
         parent, _, name = path.rpartition(".")
         setattr(module(parent), name, function(name))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from atom_core.config import ModelConfig
+from benchmarks._fused_moe import Quantized, stages
 
 #: Bytes up to which aiter's fused all-reduce and norm is one kernel over 8 ranks, and not two
 #: (aiter/dist/device_communicators/communicator_cuda.py:252).
@@ -101,25 +102,13 @@ def _product(case: Case, name: str, source: str, given: float, made: float, quan
 
 
 def _experts(case: Case, source: str) -> Iterator[Read]:
-    """aiter's fused_moe where no table has a tuned kernel: one for both products from 33 tokens on, where it is FP8."""
     moe = case.config.layers[-1].moe
     assert moe is not None
-    hidden, top_k = case.hidden, moe.routing.top_k
     middle = moe.intermediate_size // (1 if case.expert_parallel else case.ranks)
-    pairs = top_k * (1 / case.ranks if case.expert_parallel else 1)
-    yield Read("moe_sorting", f"{source}, aiter/fused_moe.py:962", 12 * top_k)
-    if not case.fp8:
-        yield Read("moe_stage1", "aiter/fused_moe.py:3250", _wide(hidden, pairs * middle))
-        yield Read("moe_stage2", "aiter/fused_moe.py:3366", _wide(pairs * middle, hidden))
-        return
-    if case.batch > 32:
-        yield Read("quant", "aiter/fused_moe.py:1142", _wide(hidden) + _narrow(hidden))
-        yield Read("fmoe_fp8_blockscale_g1u1", "aiter/fused_moe.py:1206, 2396", _narrow(hidden) + _wide(hidden))
-        return
-    yield Read("quant", "aiter/fused_moe.py:3131", _wide(hidden) + _narrow(hidden))
-    yield Read("moe_stage1", "aiter/fused_moe.py:3250", _narrow(hidden) + _wide(pairs * middle))
-    yield Read("quant", "aiter/fused_moe.py:3329", _wide(pairs * middle) + _narrow(pairs * middle))
-    yield Read("moe_stage2", "aiter/fused_moe.py:3366", _narrow(pairs * middle) + _wide(hidden))
+    quantized: Quantized = "per_1x128" if case.fp8 else "No"
+    share = 1 / case.ranks if case.expert_parallel else 1.0
+    for stage in stages(case.batch, case.hidden, middle, moe.routing.top_k, quantized, share):
+        yield Read(stage.name, f"{source}, aiter/{stage.source}", stage.activations)
 
 
 def _all_reduce(case: Case, source: str) -> Iterator[Read]:
