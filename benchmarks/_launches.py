@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -86,15 +86,17 @@ class Recorder:
         weights: torch.Tensor,
         experts: torch.Tensor,
         *,
-        quant_type: Quantized,
+        quant_type: str,
         expert_mask: torch.Tensor | None = None,
         **others: object,
     ) -> None:
         """The launches of aiter's fused_moe, whose arguments these are."""
         (tokens, hidden), (held, _, middle) = x.shape, down.shape
+        # aiter takes blocks of weights and groups of activations for one (fused_moe.py:1310).
+        quantized = cast(Quantized, "per_1x128" if quant_type == "per_128x128" else quant_type)
         share = 1.0 if expert_mask is None else held / len(expert_mask)
         if not self.paused:
-            for stage in stages(tokens, hidden, middle, experts.shape[1], quant_type, share):
+            for stage in stages(tokens, hidden, middle, experts.shape[1], quantized, share):
                 self._append(Launch(stage.name, 1, round(tokens * stage.activations)))
 
     def _append(self, launch: Launch) -> None:

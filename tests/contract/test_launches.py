@@ -77,6 +77,7 @@ def test_it_is_known_of_each_function_of_aiters_what_it_returns():
         (torch.bfloat16, "No", 64, 3),
         (torch.float8_e4m3fn, "per_1x128", 32, 5),
         (torch.float8_e4m3fn, "per_1x128", 33, 3),
+        (torch.float8_e4m3fn, "per_128x128", 33, 3),
         (torch.float8_e4m3fn, "per_Token", 16, 5),
         (torch.float8_e4m3fn, "per_Token", 17, 3),
     ],
