@@ -111,7 +111,8 @@ class _Names:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def _tensors(values: object) -> Iterator[torch.Tensor]:
@@ -124,13 +125,13 @@ def _tensors(values: object) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-class _TorchOps(TorchDispatchMode):
+class _TorchOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what launches: neither views nor memory without contents."""
 
     silent = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view"})
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -17,7 +17,8 @@ from atom_core.config import ModelConfig
 from benchmarks._fused_moe import Quantized, stages
 
 #: Bytes up to which aiter's fused all-reduce and norm is one kernel over 8 ranks, and not two
-#: (aiter/dist/device_communicators/communicator_cuda.py:252).
+#: (aiter/dist/device_communicators/communicator_cuda.py:252). With quantisation, and in vLLM
+#: (aiter_custom_all_reduce.py:76), it is 128 KiB: nothing here lies between.
 ONE_STAGE = 128 * 7168 * 2 // 8
 
 
@@ -175,7 +176,7 @@ def _atom_mla(case: Case) -> Iterator[Read]:
     new = _wide(heads * latent.row, heads * latent.row, row)
     yield Read("fused_qk_rope_concat_and_cache_mla", "layer_mla.py:1110", new)
     attended = _wide(heads * latent.row, heads * latent.rank)
-    yield Read("mla_decode_fwd", "layer_mla.py:865, aiter/mla.py:668, 724", attended, 2)
+    yield Read("mla_decode_fwd", "layer_mla.py:865, aiter/mla.py:927, 956", attended, 2)
     yield Read("batched gemm v", "layer_mla.py:400", _wide(heads * (latent.rank + latent.value_dim)))
     yield from _product(case, "gemm o", "layer_mla.py:1425", heads * latent.value_dim, hidden, "linear.py:982")
 
@@ -258,6 +259,6 @@ def _vllm_mla(case: Case) -> Iterator[Read]:
     yield Read("batched gemm k", "mla_attention.py:1047", _wide(heads * (latent.nope_dim + latent.rank)))
     yield Read("cat", "rocm_aiter_mla.py:2379", _wide(2 * heads * latent.row))
     attended = _wide(heads * latent.row, heads * latent.rank)
-    yield Read("mla_decode_fwd", "rocm_aiter_mla.py:2468, aiter/mla.py:668, 724", attended, 2)
+    yield Read("mla_decode_fwd", "rocm_aiter_mla.py:2468, aiter/mla.py:927, 956", attended, 2)
     yield Read("batched gemm v", "mla_attention.py:1398", _wide(heads * (latent.rank + latent.value_dim)))
     yield from _product(case, "gemm o", "layers/mla.py:255", heads * latent.value_dim, hidden, _VLLM_QUANT)
