@@ -1,13 +1,16 @@
 """What a decoder layer launches and moves in a decoding step: ours, counted, beside ATOM's and vLLM's, read.
 
     python -m benchmarks.launches          # the tables of docs/amd-launches.md; no GPU is needed
+    python -m benchmarks.launches --model qwen3-8b --device gfx942 --batch 1     # ours alone, launch by launch
 
 See :mod:`benchmarks._launches` for how ours are counted, and :mod:`benchmarks._launches_elsewhere` for the others'.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -188,5 +191,44 @@ def markdown() -> str:
     return "\n".join(f"## {title}\n\n" + "\n".join(part()) + "\n" for title, part in parts)
 
 
+def listed(launches: Iterable[Launch]) -> str:
+    """One layer's launches with their bytes."""
+    rows = list(launches)
+    lines = [f"{it.activations:>12,}  {it}" for it in rows]
+    return "\n".join([*lines, f"{sum(it.activations for it in rows):>12,}  in {kernels(rows)} launches"])
+
+
+def main() -> int:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.launches", description="See the module's text.")
+    parser.add_argument("--model", help="as `atom-plugin bench step` takes it; left out: all tables")
+    parser.add_argument("--device", choices=[it.arch for it in (GFX942, GFX950, HOPPER)], default=GFX942.arch)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=2, help="the last of so many is shown")
+    parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--expert-parallel", action="store_true")
+    given = parser.parse_args()
+    if given.model is None:
+        print(markdown())
+        return 0
+    target = next(it for it in (GFX942, GFX950, HOPPER) if it.arch == given.device)
+    try:
+        found = count(
+            given.model,
+            target,
+            given.batch,
+            given.ranks,
+            given.layers,
+            given.context,
+            expert_parallel=given.expert_parallel,
+        )
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(listed(found))
+    return 0
+
+
 if __name__ == "__main__":
-    print(markdown())
+    raise SystemExit(main())

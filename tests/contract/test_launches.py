@@ -11,7 +11,7 @@ from atom_core.kernels.aiter_library import CALLED
 from atom_core.kernels.select import Target
 from benchmarks._launches import IN_PLACE, RESULTS, CountedGroup, Recorder, _TorchOps, count
 from benchmarks._launches_elsewhere import ONE_STAGE, atom, vllm
-from benchmarks.launches import CONTEXT, kernels, ours, rows, weights_and_cache
+from benchmarks.launches import CONTEXT, kernels, main, ours, rows, weights_and_cache
 
 GFX942 = Target("rocm", "gfx942")
 
@@ -137,3 +137,17 @@ def test_no_row_lies_between_the_limits_of_one_kernel_that_reduces():
     sizes = {case.batch * case.hidden * 2 for case in cases}
     assert {case.reduces_in_one for case in cases} == {True, False}
     assert not any(128 * 1024 < size <= ONE_STAGE for size in sizes)
+
+
+def test_one_layer_is_listed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launches", "--model", "qwen3-0.6b", "--device", "gfx950"])
+    assert main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["8,192", "rmsnorm2d_fwd_with_add"]
+    assert lines[-1].endswith("in 10 launches")
+
+
+def test_what_cannot_be_shared_is_refused_in_words(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launches", "--model", "qwen3-30b-a3b-fp8", "--ranks", "8"])
+    assert main() == 1
+    assert "would cut FP8 blocks" in capsys.readouterr().err
