@@ -1,6 +1,7 @@
 """Write what pages show of the code: each block between markers is the output of the command that its marker names.
 
     <!-- generated: atom-plugin models --markdown -->
+    <!-- generated: python -m benchmarks.launches -->
     <!-- end of generated -->
 
 Run `python tools/generated.py` after a change; a unit test fails while a page is out of date.
@@ -8,7 +9,10 @@ Run `python tools/generated.py` after a change; a unit test fails while a page i
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -16,7 +20,7 @@ from typer.testing import CliRunner
 from atom_plugin.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"(<!-- generated: atom-plugin (.+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- generated: (.+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -30,8 +34,15 @@ def updated(text: str) -> str:
 
 
 def _output(command: str) -> str:
-    result = CliRunner().invoke(app, command.split(), catch_exceptions=False)
-    assert result.exit_code == 0, f"atom-plugin {command}: {result.output}"
+    program, *arguments = command.split()
+    if program == "python":
+        # Triton's interpreter, which tests run kernels in, is not what they are launched by on a GPU.
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        run = [sys.executable, *arguments]
+        return subprocess.run(run, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert program == "atom-plugin", f"a page names a command that is not known: {command}"
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, f"{command}: {result.output}"
     return result.output
 
 

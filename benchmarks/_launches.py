@@ -1,0 +1,334 @@
+"""What our models launch in a decoding step, counted and not run: no GPU takes part, and no memory.
+
+A model of its real sizes is laid out on the meta device, with the kernels that are chosen on a GPU of some kind.
+Triton's launches are recorded instead of made, aiter's functions are stood in for by what says only how large their
+results are, and torch's own ops are counted where they launch something. Of each launch the bytes of its activations
+are those of all tensors that it is given or makes, but for what stays from step to step: weights, the cache, room to
+work in.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from atom_core.config import ModelConfig
+from atom_core.kernels.aiter_library import CALLED
+from atom_core.kernels.select import Target
+from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.models.registry import load_model_class
+from atom_core.quant import read_quantization
+from atom_core.runtime import Communicator
+from atom_core.standalone import Step, build_runtime, cache_order, finalize, page_pools, plan
+from atom_plugin.bench.models import read_config
+from atom_plugin.bench.step import MAX_MODEL_LEN, PAGE_SIZE, decode_batch
+from benchmarks._fused_moe import Quantized, stages
+
+META = torch.device("meta")
+
+#: GPU kernels that one call of a function of aiter's launches, where they are not one: the parts of a long sequence are
+#: attended to by one, and added up by another. For fused_moe see :mod:`benchmarks._fused_moe`.
+SEVERAL = {"unified_attention": 2, "pa_decode_gluon": 2, "mla_decode_fwd": 2}
+#: Functions of aiter's that compute on the host.
+ON_THE_HOST = {"get_recommended_splits"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel, or a call that is several."""
+
+    name: str
+    kernels: int
+    activations: int
+    """Bytes of activations that it reads and writes."""
+
+    def __str__(self) -> str:
+        return self.name if self.kernels == 1 else f"{self.name} ({self.kernels})"
+
+
+@dataclass
+class Recorder:
+    """The launches so far, by layer; None is what comes before the first."""
+
+    layer: int | None = None
+    launches: dict[int | None, list[Launch]] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)
+    """Ids of storages that hold no activations."""
+    paused: bool = False
+
+    def hold(self, *tensors: torch.Tensor) -> None:
+        """These hold no activations."""
+        self.held.update(_storage(tensor) for tensor in tensors)
+
+    def add(self, name: str, tensors: object, kernels: int = 1) -> None:
+        """A launch that is given or makes ``tensors``, in any nesting."""
+        if not self.paused:
+            found = {(_storage(it), it.storage_offset()): it for it in _tensors(tensors)}
+            size = sum(it.nbytes for (storage, _), it in found.items() if storage not in self.held)
+            self._append(Launch(name, kernels, size))
+
+    def add_stages(
+        self,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        *,
+        quant_type: str,
+        expert_mask: torch.Tensor | None = None,
+        **others: object,
+    ) -> None:
+        """The launches of aiter's fused_moe, whose arguments these are."""
+        (tokens, hidden), (held, _, middle) = x.shape, down.shape
+        # aiter takes blocks of weights and groups of activations for one (fused_moe.py:1310).
+        quantized = cast(Quantized, "per_1x128" if quant_type == "per_128x128" else quant_type)
+        share = 1.0 if expert_mask is None else held / len(expert_mask)
+        if not self.paused:
+            for stage in stages(tokens, hidden, middle, experts.shape[1], quantized, share):
+                self._append(Launch(stage.name, 1, round(tokens * stage.activations)))
+
+    def _append(self, launch: Launch) -> None:
+        self.launches.setdefault(self.layer, []).append(launch)
+
+
+class _Names:
+    """An enum, each of whose members is its name."""
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def _tensors(values: object) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+
+
+class _TorchOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what launches: neither views nor memory without contents."""
+
+    silent = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view"})
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See the class."""
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        given = {_storage(it) for it in _tensors((args, kwargs))}
+        # Some ops give a view or a copy as it comes (`to`, `reshape`), so their schemas do not say.
+        fresh = any(_storage(it) not in given for it in _tensors(result))
+        written = any(it.alias_info is not None and it.alias_info.is_write for it in func._schema.arguments)
+        if (fresh or written) and name not in self.silent:
+            self.recorder.add(name, (args, kwargs, result))
+        return result
+
+
+@dataclass(frozen=True)
+class CountedGroup:
+    """The first of so many ranks that exchange nothing."""
+
+    recorder: Recorder
+    world_size: int
+    rank: int = 0
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` itself."""
+        if self.world_size > 1:
+            self.recorder.add("all_reduce", x)
+        return x
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Room for all of it, which the embedding and the head ask for."""
+        shape = list(x.shape)
+        shape[dim] *= self.world_size
+        return x if self.world_size == 1 else x.new_empty(shape)
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """No decoding step without replicas asks for it."""
+        raise AssertionError("not part of such a step")
+
+    def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        """No decoding step without replicas asks for it."""
+        raise AssertionError("not part of such a step")
+
+
+def _quantized(x: torch.Tensor, dtype: torch.dtype, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = x.new_empty(*x.shape[:-1], x.shape[-1] // group_size, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), scales
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+
+
+#: What functions of aiter's return, of their arguments; the others write to one of them.
+RESULTS: Mapping[str, Callable[..., Any]] = {
+    "rms_norm": lambda x, weight, eps: torch.empty_like(x),
+    "gemm_a16w16": lambda x, weight, bias=None: x.new_empty(x.shape[0], weight.shape[0]),
+    "gemm_a8w8_bpreshuffle": _product,
+    "gemm_a8w8_blockscale_bpreshuffle": _product,
+    "per_group_quant_hip": lambda x, quant_dtype, group_size, transpose_scale: _quantized(x, quant_dtype, group_size),
+    "shuffle_weight": lambda weight, layout: weight,
+    "fused_moe": lambda x, *args, **kwargs: torch.empty_like(x),
+    "get_recommended_splits": lambda requests, heads: 8,
+}
+#: The functions that return nothing that our kernels read.
+IN_PLACE = frozenset(
+    {
+        "rmsnorm2d_fwd_with_add",
+        "static_per_tensor_quant",
+        "dynamic_per_token_scaled_quant",
+        "fused_qk_norm_rope_cache_pts_quant_shuffle",
+        "mha_batch_prefill_func",
+        "unified_attention",
+        "pa_fwd_asm",
+        "pa_decode_gluon",
+        "mla_decode_fwd",
+        "topk_softmax",
+        "topk_gating",
+        "grouped_topk",
+        "biased_grouped_topk_hip",
+        "silu_and_mul",
+        "gelu_and_mul",
+        "gelu_tanh_and_mul",
+        "swiglu_and_mul",
+    }
+)
+
+
+def _stand_ins(recorder: Recorder) -> dict[str, ModuleType]:
+    """Modules of aiter's with the functions that our kernels call."""
+    modules: dict[str, ModuleType] = {}
+
+    def module(path: str) -> ModuleType:
+        if path not in modules:
+            modules[path] = made = ModuleType(path)
+            made.__spec__ = importlib.machinery.ModuleSpec(path, None, is_package=True)
+            if "." in path:
+                parent, _, name = path.rpartition(".")
+                setattr(module(parent), name, made)
+        return modules[path]
+
+    def function(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name not in RESULTS and name not in IN_PLACE:
+                raise NotImplementedError(f"benchmarks/_launches.py must say what aiter's {name} returns")
+            paused, recorder.paused = recorder.paused, True
+            result = RESULTS[name](*args, **kwargs) if name in RESULTS else None
+            recorder.paused = paused
+            if name == "fused_moe":
+                recorder.add_stages(*args, **kwargs)
+            elif name not in ON_THE_HOST:
+                recorder.add(name, (args, kwargs, result), SEVERAL.get(name, 1))
+            return result
+
+        return call
+
+    for enum in ("QuantType", "ActivationType"):
+        setattr(module("aiter"), enum, _Names())
+    for path in {path for paths in CALLED.values() for path in paths}:
+        parent, _, name = path.rpartition(".")
+        setattr(module(parent), name, function(name))
+    return modules
+
+
+@contextmanager
+def _recording(recorder: Recorder) -> Iterator[None]:
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        recorder.add(self.fn.__name__.strip("_"), (args, kwargs))
+
+    assert not any(name.partition(".")[0] == "aiter" for name in sys.modules), "the real aiter is imported"
+    stand_ins = _stand_ins(recorder)
+    sys.modules.update(stand_ins)
+    try:
+        with (
+            mock.patch.object(JITFunction, "run", run),
+            mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+            _TorchOps(recorder),
+        ):
+            yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+
+
+def count(
+    model: str,
+    target: Target,
+    batch: int,
+    ranks: int,
+    num_layers: int,
+    context: int,
+    *,
+    kernels: Mapping[str, str] | None = None,
+    expert_parallel: bool = False,
+) -> list[Launch]:
+    """The launches of the last layer in a step of which each of ``batch`` requests decodes one token.
+
+    Args:
+        model: see :func:`atom_plugin.bench.models.read_config`.
+        target: for which kernels are chosen.
+        batch, context: the step.
+        ranks: of the tensor-parallel group, whose first is looked at.
+        num_layers: those that the model is cut to.
+        kernels: forced implementations by op.
+        expert_parallel: whether the ranks share out experts whole.
+
+    Raises:
+        ValueError: the model cannot be shared by so many.
+    """
+    hf = read_config(model, num_layers)
+    config = ModelConfig.from_hf(hf)
+    recorder = Recorder()
+    group: Communicator = CountedGroup(recorder, ranks)
+    with _recording(recorder), torch.inference_mode():
+        recorder.paused = True
+        quant = read_quantization(hf, None)
+        runtime = build_runtime(META, torch.bfloat16, MAX_MODEL_LEN, kernels, target, quant=quant)
+        runtime = replace(runtime, tensor_parallel=group, expert_parallel=expert_parallel)
+        network: DecoderForCausalLM = load_model_class(config.architecture)(config, runtime)
+        finalize(network)
+        metadata, pages = decode_batch(batch, context, META)
+        metadata = plan(network, metadata)
+        mine = replace(config, num_kv_heads=max(1, config.num_kv_heads // ranks))
+        pools = page_pools(mine, runtime, pages, PAGE_SIZE, order=cache_order(network))
+        ids, positions = (torch.zeros(batch, dtype=torch.int64, device=META) for _ in range(2))
+        for index, layer in enumerate(network.model.layers):
+            layer.register_forward_pre_hook(lambda *_, index=index: setattr(recorder, "layer", index))
+            layer.register_forward_hook(lambda *_: setattr(recorder, "layer", None))
+        network(ids, positions, Step(metadata, pools))  # in which kernels take the memory that they keep
+        # What there is now stays: weights, scales, tables, pages, the step's description, and room to work in.
+        recorder.hold(*(it for it in gc.get_objects() if type(it) in (torch.Tensor, torch.nn.Parameter)))
+        recorder.paused = False
+        network(ids, positions, Step(metadata, pools))
+    return recorder.launches[num_layers - 1]

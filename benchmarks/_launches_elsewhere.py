@@ -1,0 +1,264 @@
+"""What two others launch for a decoder layer in a decoding step, as their sources have it.
+
+ATOM: https://github.com/ROCm/ATOM at ffdf3bb5d, its plug-in for vLLM. vLLM: 0.32.0 on ROCm, with VLLM_ROCM_USE_AITER=1
+and otherwise its defaults. Neither was run: each launch has the line that it was read from, and where tables of tuned
+kernels or a compiler decide, the fewest launches are taken. What aiter's own functions launch was read from aiter at
+e4048607.
+
+Bytes are of activations, as :mod:`benchmarks._launches` counts them: each tensor that a launch is given or makes, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from atom_core.config import ModelConfig
+from benchmarks._fused_moe import Quantized, stages
+
+#: Bytes up to which aiter's fused all-reduce and norm is one kernel over 8 ranks, and not two
+#: (aiter/dist/device_communicators/communicator_cuda.py:252). With quantisation, and in vLLM
+#: (aiter_custom_all_reduce.py:76), it is 128 KiB: nothing here lies between.
+ONE_STAGE = 128 * 7168 * 2 // 8
+
+
+_VLLM_QUANT = "BlockScaledMMLinearKernel.py:119"
+
+
+@dataclass(frozen=True)
+class Read:
+    """One launch, or a call that is several, and where it was read."""
+
+    name: str
+    source: str
+    numbers: float
+    """Bytes of activations for each token."""
+    kernels: int = 1
+
+    def __str__(self) -> str:
+        return self.name if self.kernels == 1 else f"{self.name} ({self.kernels})"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer of a model, as one rank holds it, and a step."""
+
+    config: ModelConfig
+    fp8: bool
+    """Weights in FP8, in blocks of 128."""
+    batch: int
+    ranks: int
+    expert_parallel: bool = False
+
+    @property
+    def hidden(self) -> int:
+        """Of the model."""
+        return self.config.hidden_size
+
+    @property
+    def queries(self) -> int:
+        """This rank's numbers of a token's queries."""
+        return self.config.num_heads * self.config.head_dim // self.ranks
+
+    @property
+    def keys(self) -> int:
+        """This rank's numbers of a token's keys, and of its values."""
+        return max(1, self.config.num_kv_heads // self.ranks) * self.config.head_dim
+
+    @property
+    def reduces_in_one(self) -> bool:
+        """Whether the fused all-reduce and norm is one kernel."""
+        return self.batch * self.hidden * 2 <= ONE_STAGE
+
+
+def _wide(*numbers: float) -> float:
+    """Bytes of so many numbers in 16 bits."""
+    return 2 * sum(numbers)
+
+
+def _narrow(numbers: float) -> float:
+    """Bytes of so many numbers in FP8, with a scale for each 128."""
+    return numbers + 4 * numbers / 128
+
+
+def _given(case: Case, numbers: float) -> float:
+    return _narrow(numbers) if case.fp8 else _wide(numbers)
+
+
+def _norm(case: Case, name: str, source: str, quantized: bool, reduces: bool) -> Iterator[Read]:
+    """The residual's addition and norm, and what of its neighbours is fused into it."""
+    size = case.hidden
+    made = _narrow(size) if quantized else _wide(size)
+    kernels = 1
+    if reduces and case.ranks > 1:
+        name, kernels = f"all_reduce + {name}", 1 if case.reduces_in_one else 2
+    yield Read(f"{name} + quant" if quantized else name, source, _wide(size, size, size) + made, kernels)
+
+
+def _product(case: Case, name: str, source: str, given: float, made: float, quant: str = "") -> Iterator[Read]:
+    """A linear layer; ``quant`` is where its input is quantised by a launch of its own."""
+    if case.fp8 and quant:
+        yield Read("quant", quant, _wide(given) + _narrow(given))
+    yield Read(name, source, _given(case, given) + _wide(made))
+
+
+def _experts(case: Case, source: str) -> Iterator[Read]:
+    moe = case.config.layers[-1].moe
+    assert moe is not None
+    middle = moe.intermediate_size // (1 if case.expert_parallel else case.ranks)
+    quantized: Quantized = "per_1x128" if case.fp8 else "No"
+    share = 1 / case.ranks if case.expert_parallel else 1.0
+    for stage in stages(case.batch, case.hidden, middle, moe.routing.top_k, quantized, share):
+        yield Read(stage.name, f"{source}, aiter/{stage.source}", stage.activations)
+
+
+def _all_reduce(case: Case, source: str) -> Iterator[Read]:
+    if case.ranks > 1:
+        yield Read("all_reduce", source, _wide(case.hidden))
+
+
+def atom(case: Case) -> list[Read]:
+    """ATOM's layer, with ATOM_ENABLE_QK_NORM_ROPE_CACHE_QUANT_FUSION=1, without which it has three launches more."""
+    if case.config.latent is not None:
+        return [*_atom_mla(case), *_atom_mixture(case, "deepseek_v2.py:1167", "deepseek_v2.py:3094")]
+    moe = case.config.layers[-1].moe is not None
+    queries, keys, hidden = case.queries, case.keys, case.hidden
+    model = "qwen3_moe.py" if moe else "qwen3.py"
+    quant, norm = "linear.py:982", "layernorm.py:457"
+    product = "linear.py:1053" if case.fp8 else "linear.py:960"
+    first = _norm(case, "rmsnorm2d_fwd_with_add", f"{model}:{353 if moe else 252}, {norm}", False, reduces=moe)
+    line = 251 if moe else 146
+    attention = [
+        *_product(case, "gemm qkv", f"{model}:{line}, {product}", hidden, queries + 2 * keys, quant),
+        Read("fused_qk_norm_rope_cache", "layer_mha.py:312", _wide(queries + 2 * keys)),
+        Read("pa_fwd_asm", "layer_mha.py:516", _wide(queries, queries)),
+        *_product(case, "gemm o", f"{model}:{272 if moe else 162}, {product}", queries, hidden, quant),
+    ]
+    if moe:
+        return [*first, *attention, *_atom_mixture(case, "qwen3_moe.py:132", "qwen3_moe.py:361")]
+    middle = case.config.intermediate_size // case.ranks
+    return [
+        *first,
+        *attention,
+        *_all_reduce(case, "linear.py:1101"),
+        *_norm(case, "rmsnorm2d_fwd_with_add", f"qwen3.py:256, {norm}", False, reduces=False),
+        *_product(case, "gemm gate_up", f"qwen3.py:195, {product}", hidden, 2 * middle, quant),
+        Read("silu_and_mul", "qwen3.py:196, activation.py:111", _wide(3 * middle)),
+        *_product(case, "gemm down", f"qwen3.py:197, {product}", middle, hidden, quant),
+        *_all_reduce(case, "linear.py:1101"),
+    ]
+
+
+def _atom_mixture(case: Case, gate: str, norm: str) -> Iterator[Read]:
+    """Behind attention. A shared expert is one more of the routed ones (ATOM_FUSE_SHARED_EXPERT)."""
+    moe = case.config.layers[-1].moe
+    assert moe is not None
+    experts = moe.routing.num_experts
+    yield from _norm(case, "rmsnorm2d_fwd_with_add", f"{norm}, layernorm.py:389", False, reduces=True)
+    yield Read("gemm gate", f"{gate}, linear.py:960", _wide(case.hidden, experts))
+    grouped = moe.routing.correction
+    name, line = ("biased_grouped_topk", 249) if grouped else ("topk_softmax", 185)
+    yield Read(name, f"topK.py:{line}", _wide(experts) + 8 * moe.routing.top_k)
+    yield from _experts(case, "moe.py:2574" if case.fp8 else "moe.py:894")
+
+
+def _atom_mla(case: Case) -> Iterator[Read]:
+    latent, hidden, heads = case.config.latent, case.hidden, case.config.num_heads // case.ranks
+    assert latent is not None
+    assert latent.query_rank is not None
+    first, row, queries = latent.query_rank, latent.row, heads * latent.query_dim
+    yield from _norm(case, "add_rmsnorm", "deepseek_v2.py:3076, layernorm.py:213, 377", case.fp8, reduces=True)
+    yield from _product(case, "gemm qkv_a", "deepseek_v2.py:2738", hidden, first + row)
+    made = _given(case, first) + _wide(latent.rank)
+    yield Read("fused_qk_rmsnorm + quant", "deepseek_v2.py:592, 2758", _wide(first, latent.rank) + made)
+    yield from _product(case, "gemm q_b", "layer_mla.py:1414", first, queries)
+    yield Read("batched gemm k", "layer_mla.py:1088", _wide(heads * (latent.nope_dim + latent.rank)))
+    new = _wide(heads * latent.row, heads * latent.row, row)
+    yield Read("fused_qk_rope_concat_and_cache_mla", "layer_mla.py:1110", new)
+    attended = _wide(heads * latent.row, heads * latent.rank)
+    yield Read("mla_decode_fwd", "layer_mla.py:865, aiter/mla.py:927, 956", attended, 2)
+    yield Read("batched gemm v", "layer_mla.py:400", _wide(heads * (latent.rank + latent.value_dim)))
+    yield from _product(case, "gemm o", "layer_mla.py:1425", heads * latent.value_dim, hidden, "linear.py:982")
+
+
+def _fused_norm(case: Case, quantized: bool) -> str:
+    """Where vLLM says what is fused into a norm."""
+    if case.ranks > 1:
+        return f"allreduce_rms_fusion.py:{1379 if quantized else 1206}"
+    return "rocm_aiter_fusion.py:238" if quantized else "platforms/rocm.py:1352"
+
+
+def vllm(case: Case) -> list[Read]:
+    """vLLM's layer: compiled, which fuses norms and activations with the quantisers behind them, and all-reduces."""
+    moe = case.config.layers[-1].moe is not None
+    if case.config.latent is not None:
+        return [*_vllm_mla(case), *_vllm_mixture(case, "deepseek_v2.py:424")]
+    queries, keys, hidden = case.queries, case.keys, case.hidden
+    model = "qwen3_moe.py" if moe else "qwen3.py"
+    lines = (422, 334, 338, 342, 344, 346) if moe else (242, 161, 165, 168, 170, 172)
+    fused = _fused_norm(case, case.fp8)
+    first = [
+        *_norm(case, "add_rms_norm", f"{model}:{lines[0]}, {fused}", case.fp8, reduces=True),
+        *_product(case, "gemm qkv", f"{model}:{lines[1]}", hidden, queries + 2 * keys),
+        Read("rms_norm q", f"{model}:{lines[2]}", _wide(queries, queries)),
+        Read("rms_norm k", f"{model}:{lines[3]}", _wide(keys, keys)),
+        Read("rope", f"{model}:{lines[4]}, compiled", _wide(2 * queries, 2 * keys)),
+        Read("reshape_and_cache", "rocm_attn.py:458", _wide(2 * keys)),
+        Read("paged_attention_rocm", "chunked_prefill_paged_decode.py:411", _wide(queries, queries), 2),
+        *_product(case, "gemm o", f"{model}:{lines[5]}", queries, hidden, _VLLM_QUANT),
+    ]
+    if moe:
+        return [*first, *_vllm_mixture(case, "qwen3_moe.py:230")]
+    middle = case.config.intermediate_size // case.ranks
+    activation = _wide(2 * middle) + _given(case, middle)
+    return [
+        *first,
+        *_norm(case, "add_rms_norm", f"qwen3.py:249, {fused}", case.fp8, reduces=True),
+        *_product(case, "gemm gate_up", "qwen2.py:112", hidden, 2 * middle),
+        Read("silu_and_mul + quant", "rocm_aiter_fusion.py:700", activation)
+        if case.fp8
+        else Read("silu_and_mul", "qwen2.py:113, compiled", activation),
+        *_product(case, "gemm down", "qwen2.py:114", middle, hidden),
+    ]
+
+
+def _vllm_mixture(case: Case, experts: str) -> Iterator[Read]:
+    """Behind attention. The norm's result goes to the gate too, so it is quantised by launches of their own."""
+    moe, hidden = case.config.layers[-1].moe, case.hidden
+    assert moe is not None
+    count = moe.routing.num_experts
+    model = experts.partition(":")[0]
+    line = 1406 if case.config.latent is not None else 429
+    yield from _norm(case, "add_rms_norm", f"{model}:{line}, {_fused_norm(case, False)}", False, reduces=True)
+    yield Read("gemm gate", "moe_runner.py:913", _wide(hidden, count))
+    yield Read("topk", f"{experts}, router", _wide(count) + 8 * moe.routing.top_k)
+    yield from _experts(case, "rocm_aiter_moe.py:408")
+    if moe.shared_size:
+        middle = moe.shared_size // case.ranks
+        yield from _product(case, "gemm shared gate_up", "deepseek_v2.py:285", hidden, 2 * middle, _VLLM_QUANT)
+        yield Read("silu_and_mul + quant", "deepseek_v2.py:286", _wide(2 * middle) + _given(case, middle))
+        yield from _product(case, "gemm shared down", "deepseek_v2.py:287", middle, hidden)
+        yield Read("add", "moe_runner.py:789", _wide(3 * hidden))
+
+
+def _vllm_mla(case: Case) -> Iterator[Read]:
+    latent, hidden, heads = case.config.latent, case.hidden, case.config.num_heads // case.ranks
+    assert latent is not None
+    assert latent.query_rank is not None
+    first, row, queries = latent.query_rank, latent.row, heads * latent.query_dim
+    rotated = (heads + 1) * latent.rope_dim
+    yield from _norm(
+        case, "add_rms_norm", f"deepseek_v2.py:1371, {_fused_norm(case, case.fp8)}", case.fp8, reduces=True
+    )
+    yield from _product(case, "gemm qkv_a", "layers/mla.py:183", hidden, first + row)
+    made = _given(case, first) + _wide(latent.rank)
+    yield Read("fused_qk_rmsnorm + quant", "rocm_aiter_fusion.py:1077", _wide(first, latent.rank) + made)
+    yield from _product(case, "gemm q_b", "layers/mla.py:221", first, queries)
+    yield Read("rope", "layers/mla.py:228, compiled", _wide(rotated, rotated))
+    yield Read("concat_and_cache_mla", "mla_attention.py:797", _wide(row))
+    yield Read("batched gemm k", "mla_attention.py:1047", _wide(heads * (latent.nope_dim + latent.rank)))
+    yield Read("cat", "rocm_aiter_mla.py:2379", _wide(2 * heads * latent.row))
+    attended = _wide(heads * latent.row, heads * latent.rank)
+    yield Read("mla_decode_fwd", "rocm_aiter_mla.py:2468, aiter/mla.py:927, 956", attended, 2)
+    yield Read("batched gemm v", "mla_attention.py:1398", _wide(heads * (latent.rank + latent.value_dim)))
+    yield from _product(case, "gemm o", "layers/mla.py:255", heads * latent.value_dim, hidden, _VLLM_QUANT)

@@ -1,0 +1,153 @@
+"""The launches of a decoder layer are counted as they are made: what docs/amd-launches.md shows rests on it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from atom_core.kernels.aiter_library import CALLED
+from atom_core.kernels.select import Target
+from benchmarks._launches import IN_PLACE, RESULTS, CountedGroup, Recorder, _TorchOps, count
+from benchmarks._launches_elsewhere import ONE_STAGE, atom, vllm
+from benchmarks.launches import CONTEXT, kernels, main, ours, rows, weights_and_cache
+
+GFX942 = Target("rocm", "gfx942")
+
+
+def recorded(run):
+    """The launches of torch's ops in ``run``."""
+    recorder = Recorder()
+    with torch.inference_mode(), _TorchOps(recorder):
+        run(recorder)
+    return [(it.name, it.activations) for it in recorder.launches.get(None, [])]
+
+
+def test_views_and_empty_memory_launch_nothing():
+    x = torch.zeros(4, 8)
+
+    def run(recorder):
+        x.view(8, 4).transpose(0, 1)[1:].unflatten(-1, (2, 4))
+        x.split([2, 6], -1)
+        x.to(torch.float32).contiguous().reshape(-1)
+        torch.empty_like(x).new_empty(3)
+
+    assert recorded(run) == []
+
+
+def test_copies_and_what_is_written_in_place_launch():
+    x = torch.zeros(4, 8)
+
+    def run(recorder):
+        x.to(torch.bfloat16)
+        x.t().contiguous()
+        x.add_(1)
+
+    assert recorded(run) == [("to", 128 + 64), ("contiguous", 256), ("add_", 128)]
+
+
+def test_what_is_held_is_no_activation():
+    x, weight = torch.zeros(2, 4), torch.zeros(3, 4)
+
+    def run(recorder):
+        recorder.hold(weight)
+        torch.nn.functional.linear(x, weight[:2])
+
+    assert sum(size for _, size in recorded(run)) == x.nbytes + 16
+
+
+def test_one_rank_reduces_nothing():
+    recorder, x = Recorder(), torch.zeros(2, 4)
+    assert CountedGroup(recorder, 1).all_reduce(x) is x
+    assert not recorder.launches
+    CountedGroup(recorder, 8).all_reduce(x)
+    assert [it.name for it in recorder.launches[None]] == ["all_reduce"]
+
+
+def test_it_is_known_of_each_function_of_aiters_what_it_returns():
+    called = {path.rpartition(".")[2] for paths in CALLED.values() for path in paths}
+    assert called <= RESULTS.keys() | IN_PLACE
+    assert not RESULTS.keys() & IN_PLACE
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantized", "tokens", "kernels"),
+    [
+        (torch.bfloat16, "No", 64, 3),
+        (torch.float8_e4m3fn, "per_1x128", 32, 5),
+        (torch.float8_e4m3fn, "per_1x128", 33, 3),
+        (torch.float8_e4m3fn, "per_128x128", 33, 3),
+        (torch.float8_e4m3fn, "per_Token", 16, 5),
+        (torch.float8_e4m3fn, "per_Token", 17, 3),
+    ],
+)
+def test_aiters_fused_experts_are_several_launches(dtype, quantized, tokens, kernels):
+    recorder = Recorder()
+    x, top = torch.zeros(tokens, 256, dtype=torch.bfloat16), torch.zeros(tokens, 2)
+    gate_up, down = torch.zeros(4, 256, 256, dtype=dtype), torch.zeros(4, 256, 128, dtype=dtype)
+    recorder.add_stages(x, gate_up, down, top, top.int(), quant_type=quantized, w1_scale=None)
+    found = recorder.launches[None]
+    assert len(found) == kernels
+    # The last writes a token's sum.
+    assert found[-1].activations >= 2 * tokens * 256
+
+
+def test_a_layer_is_counted_launch_by_launch():
+    found = count("qwen3-8b", GFX942, batch=2, ranks=8, num_layers=2, context=100)
+    assert [(it.name, it.kernels, it.activations // 4) for it in found] == [
+        ("rmsnorm2d_fwd_with_add", 1, 4 * 4096),
+        ("gemm_a16w16", 1, 4096 + 768),
+        ("qk_norm_rope_cache", 1, 768 + 512),
+        ("unified_attention", 2, 2 * 512),
+        ("gemm_a16w16", 1, 512 + 4096),
+        ("all_reduce", 1, 4096),
+        ("rmsnorm2d_fwd_with_add", 1, 4 * 4096),
+        ("gemm_a16w16", 1, 4096 + 3072),
+        ("silu_and_mul", 1, 3072 + 1536),
+        ("gemm_a16w16", 1, 1536 + 4096),
+        ("all_reduce", 1, 4096),
+    ]
+    assert not any(name.partition(".")[0] == "aiter" for name in sys.modules)
+
+
+def test_an_unknown_model_is_refused_in_words():
+    with pytest.raises(ValueError, match="known by name"):
+        count("no-such-model", GFX942, batch=1, ranks=1, num_layers=2, context=100)
+
+
+def test_bytes_of_a_layer_are_those_of_its_matrices_and_its_keys():
+    first = next(rows())
+    weights, cache = weights_and_cache(first)
+    matrices = 4096 * (4096 + 2048) + 4096 * 4096 + 3 * 4096 * 12288
+    assert weights == 2 * (matrices + 2 * 4096 + 2 * 128)
+    assert cache == 2 * 2 * 8 * 128 * (CONTEXT + 1)
+
+
+def test_with_shuffled_pages_a_dense_layer_in_16_bits_launches_no_more_than_the_others():
+    dense = [row for row in rows() if row.model == "qwen3-8b"]
+    assert len(dense) == 4
+    for row in dense:
+        least = min(kernels(atom(row.case)), kernels(vllm(row.case)))
+        assert kernels(ours(row, GFX942, shuffled=True)) <= least
+
+
+def test_no_row_lies_between_the_limits_of_one_kernel_that_reduces():
+    cases = [row.case for row in rows() if row.ranks == 8]
+    sizes = {case.batch * case.hidden * 2 for case in cases}
+    assert {case.reduces_in_one for case in cases} == {True, False}
+    assert not any(128 * 1024 < size <= ONE_STAGE for size in sizes)
+
+
+def test_one_layer_is_listed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launches", "--model", "qwen3-0.6b", "--device", "gfx950"])
+    assert main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["8,192", "rmsnorm2d_fwd_with_add"]
+    assert lines[-1].endswith("in 10 launches")
+
+
+def test_what_cannot_be_shared_is_refused_in_words(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launches", "--model", "qwen3-30b-a3b-fp8", "--ranks", "8"])
+    assert main() == 1
+    assert "would cut FP8 blocks" in capsys.readouterr().err
