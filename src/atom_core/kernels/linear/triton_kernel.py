@@ -144,6 +144,16 @@ class TritonLinear:
         return product(x, weight, bias, tile=tile, overlap=self.overlap, residual=residual)
 
 
+def many_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, float32_result: bool, nvidia: bool
+) -> torch.Tensor:
+    """``x W^T + b`` by torch, which leaves sums in float32 without widening the factors only for NVIDIA's GPUs."""
+    if not (float32_result and nvidia) or x.device.type == "cpu":
+        return by_torch(x, weight, bias, float32_result)
+    y = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return y if bias is None else y.add_(bias)
+
+
 def _fake(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -167,6 +177,6 @@ def linear(
     """``x W^T + b``: ours for few rows, torch's for more."""
     tile = chosen_tile(x, weight, nvidia) if 0 < x.shape[0] <= MAX_ROWS else None
     if tile is None:
-        return by_torch(x, weight, bias, float32_result)
+        return many_rows(x, weight, bias, float32_result, nvidia)
     dtype = torch.float32 if float32_result else None
     return product(x, weight, bias, tile=tile, overlap=overlap, dtype=dtype)

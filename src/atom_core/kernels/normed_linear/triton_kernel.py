@@ -8,9 +8,8 @@ from atom_core.config import Activation
 from atom_core.kernels.fp8_block_linear import triton_kernel as in_blocks
 from atom_core.kernels.fp8_linear.triton_kernel import multiply_few
 from atom_core.kernels.gated_activation.triton_kernel import gated_activation
-from atom_core.kernels.linear.reference import linear
 from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
-from atom_core.kernels.linear.triton_kernel import Norm, product
+from atom_core.kernels.linear.triton_kernel import Norm, many_rows, product
 from atom_core.kernels.mxfp4_linear import triton_kernel as in_mxfp4
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.rms_norm.triton_kernel import rms_norm
@@ -72,7 +71,7 @@ class TritonNormedLinear:
         if tile is None or not tile.norms:
             x, given = rms_norm(x, norm, eps, None, overlap=self.overlap)[0], None
         if tile is None:
-            y = linear(x, layer.weight, layer.bias, layer.float32_result)
+            y = many_rows(x, layer.weight, layer.bias, layer.float32_result, self.nvidia)
             return y if self.activation is None else gated_activation(y, self.activation, self.overlap)
         return product(
             x,
