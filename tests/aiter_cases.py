@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from atom_core.config import RoutingConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.aiter_library import FP8
 from atom_core.kernels.attention import ATTENTION
@@ -20,6 +21,7 @@ from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearS
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
 from atom_core.kernels.select import Op, Target
@@ -278,3 +280,41 @@ def qk_norm_rope_cache(target: Target, device: torch.device) -> None:
                     spec = replace(spec, cache_dtype=FP8[target.arch])
                     kernel = chosen(QK_NORM_ROPE_CACHE, spec, target)
                     check_qkv(scaled, kernel, dtype, device, cache_dtype=FP8[target.arch])
+
+
+ROUTINGS = (
+    RoutingConfig(5, 1, "softmax", renormalize=False),
+    RoutingConfig(128, 8, "softmax", renormalize=True),
+    RoutingConfig(60, 4, "softmax", renormalize=False),
+    RoutingConfig(8, 2, "softmax", renormalize=True, scale=1.5),
+    RoutingConfig(128, 8, "sigmoid", renormalize=True, correction=True, scale=2.5),
+    RoutingConfig(12, 3, "sigmoid", renormalize=False, scale=2.5),
+    RoutingConfig(256, 8, "sigmoid", True, True, 2.5, num_groups=8, top_groups=4),
+    RoutingConfig(256, 8, "sigmoid", False, True, 1.0, num_groups=8, top_groups=4),
+    RoutingConfig(64, 6, "sigmoid", False, True, 2.5, num_groups=8, top_groups=2),
+    RoutingConfig(8, 2, "sigmoid", True, True, 1.5, num_groups=2, top_groups=1),
+    RoutingConfig(160, 6, "softmax", False, False, 16.0, num_groups=8, top_groups=3, group_score="largest"),
+    RoutingConfig(24, 4, "sigmoid", True, False, 2.0, num_groups=2, top_groups=1, group_score="largest"),
+)
+
+
+@case
+def moe_routing(target: Target, device: torch.device) -> None:
+    """Every way of scoring, with groups and without; rows with gaps between them, and none."""
+    for spec in ROUTINGS:
+        kernel, expected = chosen(MOE_ROUTING, spec, target), reference(MOE_ROUTING, spec)
+        correction = random(spec.num_experts, dtype=torch.float32, device=device, seed=1) if spec.correction else None
+        for rows, dtype in ((0, torch.bfloat16), (1, torch.float32), (9, torch.bfloat16), (33, torch.float32)):
+            # No two scores of a row are so near that rounding would decide.
+            order = random(rows, spec.num_experts, dtype=torch.float32, device=device).argsort(-1).float()
+            logits = torch.zeros(rows, spec.num_experts + 8, dtype=dtype, device=device)[:, : spec.num_experts]
+            logits.copy_(order * (6 / spec.num_experts) - 3)
+            found, wanted = (by_expert(*it(logits, correction), spec.num_experts) for it in (kernel, expected))
+            assert_near(found, wanted)
+
+
+def by_expert(weights: torch.Tensor, experts: torch.Tensor, count: int) -> torch.Tensor:
+    """``[T, E]``: the order of a token's experts does not matter."""
+    assert weights.dtype == torch.float32
+    assert experts.dtype == torch.int32
+    return weights.new_zeros(len(weights), count).scatter_add_(1, experts.long(), weights)

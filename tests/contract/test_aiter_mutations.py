@@ -41,6 +41,10 @@ CASES_OF = {
     "aiter.ops.triton.gluon.pa_decode_gluon.get_recommended_splits": "attention_over_shuffled_pages",
     "aiter.mha_batch_prefill_func": "attention_by_token",
     "aiter.ops.triton.attention.unified_attention.unified_attention": "attention",
+    "aiter.topk_softmax": "moe_routing",
+    "aiter.topk_gating": "moe_routing",
+    "aiter.grouped_topk": "moe_routing",
+    "aiter.biased_grouped_topk_hip": "moe_routing",
 }
 
 #: What changes no result, and why.
@@ -54,7 +58,10 @@ WITHOUT_EFFECT = {
     ("aiter.fused_qk_norm_rope_cache_pts_quant_shuffle", "eps"): "it is as small as what rounding hides",
 }
 #: Results that are written before they are read.
-RESULTS = ("out", "output", "out_", "q_out", "residual_out", "scales", "k_cache", "v_cache")
+RESULTS = (
+    *("out", "output", "out_", "q_out", "residual_out", "scales", "k_cache", "v_cache"),
+    *("topk_weights", "topk_ids", "topk_indices", "token_expert_indices"),
+)
 
 
 def changed(value):
@@ -71,6 +78,8 @@ def changed(value):
         return value + 1
     if isinstance(value, float):
         return value * 2 + 0.1
+    if isinstance(value, str):
+        return "softmax" if value == "sigmoid" else "sigmoid"
     if isinstance(value, tuple):
         return tuple(max(0, part // 2) if part > 0 else part for part in value)
     return None

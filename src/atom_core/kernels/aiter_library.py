@@ -48,6 +48,12 @@ CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "aiter.gelu_tanh_and_mul",
             "aiter.swiglu_and_mul",
         ),
+        "moe_routing": (
+            "aiter.topk_softmax",
+            "aiter.topk_gating",
+            "aiter.grouped_topk",
+            "aiter.biased_grouped_topk_hip",
+        ),
     }
 )
 

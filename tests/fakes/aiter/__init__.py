@@ -12,15 +12,18 @@ from aiter.ops.gemm_op_a8w8 import gemm_a8w8_blockscale_bpreshuffle, gemm_a8w8_b
 from aiter.ops.mha import mha_batch_prefill_func
 from aiter.ops.quant import dynamic_per_token_scaled_quant, per_group_quant_hip, static_per_tensor_quant
 from aiter.ops.rmsnorm import rms_norm, rmsnorm2d_fwd_with_add
+from aiter.ops.topk import biased_grouped_topk_hip, grouped_topk, topk_gating, topk_softmax
 from aiter.ops.triton.gluon.pa_decode_gluon import pa_decode_gluon
 
 __all__ = [
+    "biased_grouped_topk_hip",
     "dynamic_per_token_scaled_quant",
     "fused_qk_norm_rope_cache_pts_quant_shuffle",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
     "gemm_a8w8_blockscale_bpreshuffle",
     "gemm_a8w8_bpreshuffle",
+    "grouped_topk",
     "mha_batch_prefill_func",
     "pa_decode_gluon",
     "pa_fwd_asm",
@@ -30,4 +33,6 @@ __all__ = [
     "silu_and_mul",
     "static_per_tensor_quant",
     "swiglu_and_mul",
+    "topk_gating",
+    "topk_softmax",
 ]

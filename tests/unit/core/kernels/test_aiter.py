@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from atom_core.config import RoutingConfig
 from atom_core.kernels import OPS, kernel_set
 from atom_core.kernels.aiter_library import aiter_function, why_no_aiter
 from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
@@ -15,6 +16,7 @@ from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearS
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.qk_norm_rope import QkvSpec
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
@@ -112,6 +114,17 @@ def test_what_aiter_itself_lacks_is_not_taken_for_a_missing_function(tmp_path, m
         (ATTENTION, ATTENTION_SPEC | {"cache_dtype": torch.float8_e4m3fn}, "torch.float8_e4m3fnuz, not torch.float8_"),
         (GATED_ACTIVATION, GatedActivationSpec("silu", 8, torch.float32), "not for torch.float32"),
         (GATED_ACTIVATION, GatedActivationSpec("silu", 12, torch.bfloat16), "multiples of 8, not 12"),
+        (MOE_ROUTING, RoutingConfig(128, 65, "softmax", True), "up to 64 experts, not 65"),
+        (MOE_ROUTING, RoutingConfig(60, 6, "softmax", True, False, 1.0, 6, 3, "largest"), "not 6 groups of 10"),
+        (MOE_ROUTING, RoutingConfig(8, 2, "sigmoid", True, True, 1.5, 4, 2), "not 4 groups of 2"),
+        (MOE_ROUTING, RoutingConfig(64, 2, "sigmoid", True, True, 1.5, 4, 2), "where there are 8 groups"),
+        (
+            MOE_ROUTING,
+            RoutingConfig(64, 2, "sigmoid", True, True, 1.5, 8, 2, "largest"),
+            "corrects no scores of groups",
+        ),
+        (MOE_ROUTING, RoutingConfig(64, 2, "sigmoid", True, False, 1.5, 8, 2), "sigmoids that are corrected"),
+        (MOE_ROUTING, RoutingConfig(256, 8, "sigmoid", False, True, 2.5, 8, 4), "only where it renormalises"),
     ],
 )
 def test_its_limits_are_said_in_words(op, spec, reason):
