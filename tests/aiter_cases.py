@@ -17,7 +17,9 @@ from atom_core.config import RoutingConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.aiter_library import FP8
 from atom_core.kernels.attention import ATTENTION
+from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
+from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
@@ -318,3 +320,91 @@ def by_expert(weights: torch.Tensor, experts: torch.Tensor, count: int) -> torch
     assert weights.dtype == torch.float32
     assert experts.dtype == torch.int32
     return weights.new_zeros(len(weights), count).scatter_add_(1, experts.long(), weights)
+
+
+def routed(rows: int, total: int, top_k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights, and experts of which no token has one twice."""
+    scores = random(rows, total, dtype=torch.float32, device=device, seed=4)
+    weights, experts = scores.softmax(-1).topk(top_k, -1)
+    return weights.contiguous(), experts.int().contiguous()
+
+
+#: (first, count) of six experts that a rank holds.
+SHARES = ((0, 6), (0, 3), (2, 3), (5, 1))
+
+
+@case
+def experts(target: Target, device: torch.device) -> None:
+    """All experts, and those of a rank; weights that are loaded again."""
+    for dtype in DTYPES:
+        for (first, count), hidden, middle in zip(SHARES, (128, 256, 128, 128), (64, 256, 192, 128), strict=True):
+            spec = ExpertsSpec(first, count, hidden, middle, 3, "silu", bias=False, dtype=dtype, total=6)
+            kernel, expected = chosen(EXPERTS, spec, target), reference(EXPERTS, spec)
+            for seed, rows in enumerate((0, 1, 5, 40)):
+                gate_up = random(count, 2 * middle, hidden, dtype=dtype, device=device, seed=seed) * hidden**-0.5
+                down = random(count, hidden, middle, dtype=dtype, device=device, seed=9 + seed) * middle**-0.5
+                layer = ExpertWeights(gate_up, down)
+                x = random(rows, hidden, dtype=dtype, device=device, seed=2)
+                weights, ids = routed(rows, 6, 3, device)
+                wide = ExpertWeights(gate_up.float(), down.float())
+                wanted = expected(x.float(), weights, ids, wide).to(dtype)
+                kernel.adopt(layer)
+                found = kernel(x, weights, ids, layer)
+                # What comes between the products is rounded too.
+                assert_near(found, wanted, roundings=2)
+
+
+@case
+def fp8_experts(target: Target, device: torch.device) -> None:
+    """Scales of rows and of blocks, which differ a lot; all experts, and those of a rank; weights loaded again."""
+    hidden, middle = 256, 256
+    for block in (False, True):
+        for first, count in SHARES:
+            spec = Fp8ExpertsSpec(first, count, hidden, middle, 3, "silu", block, torch.bfloat16, 6)
+            kernel, expected = chosen(FP8_EXPERTS, spec, target), reference(FP8_EXPERTS, spec)
+            for seed, rows in enumerate((0, 1, 5, 40)):
+                layer = fp8_layer(count, hidden, middle, block, seed, device)
+                x = random(rows, hidden, dtype=torch.bfloat16, device=device, seed=2)
+                x[:, :128] *= 8
+                weights, ids = routed(rows, 6, 3, device)
+                wanted = expected(x, weights, ids, layer)
+                plain = ExpertsSpec(first, count, hidden, middle, 3, "silu", bias=False, dtype=torch.float32)
+                wide = ExpertWeights(
+                    *(widened(*it) for it in ((layer.gate_up, layer.gate_up_scale), (layer.down, layer.down_scale)))
+                )
+                exact = reference(EXPERTS, plain)(x.float(), weights, ids, wide)
+                kernel.adopt(layer)
+                assert_rounds_alike_twice(kernel(x, weights, ids, layer), wanted, exact)
+
+
+def assert_rounds_alike_twice(found: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> None:
+    """As :func:`assert_rounds_alike` of all tokens together: of two products behind each other, a token's is chance.
+
+    e4m3 rounds by up to 1/16, which numbers of one token may each come near.
+    """
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    mine, theirs, true = found.float(), expected.float(), exact.float()
+    size = true.norm().clamp_min(1e-9)
+    assert (mine - true).norm() / size <= max(1.2 * (theirs - true).norm() / size, 0.0625)
+    assert bool(((mine - true).norm(dim=-1) <= 0.1 * true.norm(dim=-1)).all())
+
+
+def fp8_layer(count: int, hidden: int, middle: int, block: bool, seed: int, device: torch.device) -> Fp8ExpertWeights:
+    """Weights whose products are of the size of what goes in."""
+
+    def scales(rows: int, columns: int, salt: int) -> torch.Tensor:
+        shape = (count, rows // 128, columns // 128) if block else (count, rows)
+        spread = random(*shape, dtype=torch.float32, device=device, seed=seed + salt).exp2()
+        return spread * (columns**-0.5 / 128)
+
+    gate_up = e4m3(count, 2 * middle, hidden, device=device).roll(seed, 1)
+    down = e4m3(count, hidden, middle, device=device).roll(seed, 1)
+    return Fp8ExpertWeights(gate_up, scales(2 * middle, hidden, 5), down, scales(hidden, middle, 6))
+
+
+def widened(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What a weight with its scales, of rows or of blocks of 128, stands for."""
+    if scale.dim() == 2:
+        return weight.float() * scale[..., None]
+    return weight.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)

@@ -6,6 +6,7 @@ about, others are made something near. Those that cannot change a result are nam
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import sys
@@ -45,6 +46,7 @@ CASES_OF = {
     "aiter.topk_gating": "moe_routing",
     "aiter.grouped_topk": "moe_routing",
     "aiter.biased_grouped_topk_hip": "moe_routing",
+    "aiter.fused_moe.fused_moe": "fp8_experts",
 }
 
 #: What changes no result, and why.
@@ -66,6 +68,9 @@ RESULTS = (
 
 def changed(value):
     """Something else of the same kind; None where there is nothing to change."""
+    if isinstance(value, enum.Enum):
+        members = list(type(value))
+        return members[members.index(value) - 1]
     if isinstance(value, torch.Tensor):
         if value.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
             return value.view(torch.uint8).roll(1, -1).view(value.dtype)

@@ -7,6 +7,7 @@ has no kernel for is an error. Signatures are those of ``aiter_signatures.json``
 
 from aiter.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul, swiglu_and_mul
 from aiter.ops.attention import pa_fwd_asm
+from aiter.ops.enum import ActivationType, QuantType
 from aiter.ops.fused_qk_norm_rope_cache_quant import fused_qk_norm_rope_cache_pts_quant_shuffle
 from aiter.ops.gemm_op_a8w8 import gemm_a8w8_blockscale_bpreshuffle, gemm_a8w8_bpreshuffle
 from aiter.ops.mha import mha_batch_prefill_func
@@ -16,6 +17,8 @@ from aiter.ops.topk import biased_grouped_topk_hip, grouped_topk, topk_gating, t
 from aiter.ops.triton.gluon.pa_decode_gluon import pa_decode_gluon
 
 __all__ = [
+    "ActivationType",
+    "QuantType",
     "biased_grouped_topk_hip",
     "dynamic_per_token_scaled_quant",
     "fused_qk_norm_rope_cache_pts_quant_shuffle",
