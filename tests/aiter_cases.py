@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -22,6 +23,7 @@ from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearS
 from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
+from atom_core.kernels.latent_prefill import LATENT_PREFILL, plan
 from atom_core.kernels.linear import LINEAR, LinearSpec
 from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
@@ -38,6 +40,7 @@ from tests.kernel_cases import (
     check_attention,
     check_qkv,
 )
+from tests.latent_cases import LATENT_CASES, check_expanded, latent_batch
 
 Case = Callable[[Target, torch.device], None]
 CASES: dict[str, Case] = {}
@@ -408,3 +411,20 @@ def widened(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if scale.dim() == 2:
         return weight.float() * scale[..., None]
     return weight.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+
+
+@case
+def latent_prefill(target: Target, device: torch.device) -> None:
+    """All requests expanded, with all keys at a time, and so few that requests go on from chunk to chunk."""
+    of_all = mock.patch.object(plan, "expanding_is_cheaper", lambda new, *_: new > 0)
+    for most in (1024, 24):
+        some = mock.patch.multiple(plan, BUFFER_BYTES=0, FEWEST_KEYS=most)
+        for it in LATENT_CASES:
+            if it.rank != 32 or it.nope_dim != 16 or it.heads > 20:
+                continue  # other sizes than these kernels have
+            shape = replace(it, nope_dim=128, rope_dim=64, value_dim=128, heads=min(it.heads, 3))
+            for cache_dtype in (None, FP8[target.arch]):
+                batch = latent_batch(shape, torch.bfloat16, device, cache_dtype=cache_dtype)
+                kernel = chosen(LATENT_PREFILL, shape.spec(torch.bfloat16, cache_dtype), target)
+                with of_all, some:
+                    check_expanded(shape, kernel, batch, ulps=2)

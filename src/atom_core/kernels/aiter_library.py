@@ -54,6 +54,7 @@ CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "aiter.grouped_topk",
             "aiter.biased_grouped_topk_hip",
         ),
+        "latent_prefill": ("aiter.flash_attn_varlen_func",),
         "experts": ("aiter.fused_moe.fused_moe",),
         "fp8_experts": ("aiter.fused_moe.fused_moe",),
     }

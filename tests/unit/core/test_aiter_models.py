@@ -115,6 +115,22 @@ def test_experts_in_fp8(tmp_path, arch):
 
 
 @every_gpu
+def test_prompts_of_deepseeks_heads_go_through_flash_attention(tmp_path, arch):
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    others = {"q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    family = Family("DeepseekV2ForCausalLM", "deepseek_v2", {**sizes, **others, "n_shared_experts": 1})
+    make_model(tmp_path, make_config(family, hidden_size=128))
+    tokens = random_tokens(24)
+    expected = Runner(tmp_path, dtype=torch.bfloat16).logits(tokens)
+    with fake_aiter(arch):
+        kernels = {op: name for op, name in (REFERENCES | MLA).items() if op != "latent_prefill"}
+        it = Runner(tmp_path, dtype=torch.bfloat16, target=Target("rocm", arch), kernels=kernels)
+        found = it.logits(tokens)
+        assert called() >= {"flash_attn_varlen_func", "fused_moe"}
+    assert distance(found, expected) <= 0.1  # 16-bit roundings over layers, as `atom-plugin check` allows
+
+
+@every_gpu
 def test_what_is_chosen_where_nothing_is_forced(arch):
     with fake_aiter(arch):
         kernels = runner("qwen3", arch, kernels=None).runtime.kernels

@@ -18,6 +18,9 @@ from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearS
 from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
+from atom_core.kernels.latent_attention import LatentAttentionSpec
+from atom_core.kernels.latent_cache import LatentSpec
+from atom_core.kernels.latent_prefill import LATENT_PREFILL
 from atom_core.kernels.linear import LINEAR, LinearSpec
 from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.qk_norm_rope import QkvSpec
@@ -40,6 +43,13 @@ ATTENTION_SPEC = {
 NORM = RmsNormSpec(64, torch.bfloat16)
 EXPERTS_SPEC = ExpertsSpec(0, 4, 256, 256, 2, "silu", bias=False, dtype=torch.bfloat16)
 FP8_EXPERTS_SPEC = Fp8ExpertsSpec(0, 4, 256, 256, 2, "silu", block=False, dtype=torch.bfloat16)
+LATENTS = LatentSpec(4, 512, 128, 64, 128, True, torch.bfloat16, torch.bfloat16)
+
+
+def latents(**changes):
+    return LatentAttentionSpec(replace(LATENTS, **changes), 192**-0.5)
+
+
 every_gpu = pytest.mark.parametrize("arch", ARCHITECTURES)
 
 
@@ -128,6 +138,8 @@ def test_what_aiter_itself_lacks_is_not_taken_for_a_missing_function(tmp_path, m
         (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, activation="gelu"), "with silu, not with gelu"),
         (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, intermediate_size=192), "scales of rows are, on gfx942, for hidden"),
         (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, block=True, hidden_size=384), "not for 384 and 256"),
+        (LATENT_PREFILL, latents(dtype=torch.float16), "for bfloat16, not for torch.float16"),
+        (LATENT_PREFILL, latents(value_dim=64), "values of 128, not for 192 and 64"),
         (MOE_ROUTING, RoutingConfig(128, 65, "softmax", True), "up to 64 experts, not 65"),
         (MOE_ROUTING, RoutingConfig(60, 6, "softmax", True, False, 1.0, 6, 3, "largest"), "not 6 groups of 10"),
         (MOE_ROUTING, RoutingConfig(8, 2, "sigmoid", True, True, 1.5, 4, 2), "not 4 groups of 2"),
