@@ -10,16 +10,22 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
+from atom_core.config import RoutingConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.aiter_library import FP8
 from atom_core.kernels.attention import ATTENTION
+from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
+from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
+from atom_core.kernels.latent_prefill import LATENT_PREFILL, plan
 from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
 from atom_core.kernels.select import Op, Target
@@ -34,6 +40,7 @@ from tests.kernel_cases import (
     check_attention,
     check_qkv,
 )
+from tests.latent_cases import LATENT_CASES, check_expanded, latent_batch
 
 Case = Callable[[Target, torch.device], None]
 CASES: dict[str, Case] = {}
@@ -278,3 +285,146 @@ def qk_norm_rope_cache(target: Target, device: torch.device) -> None:
                     spec = replace(spec, cache_dtype=FP8[target.arch])
                     kernel = chosen(QK_NORM_ROPE_CACHE, spec, target)
                     check_qkv(scaled, kernel, dtype, device, cache_dtype=FP8[target.arch])
+
+
+ROUTINGS = (
+    RoutingConfig(5, 1, "softmax", renormalize=False),
+    RoutingConfig(128, 8, "softmax", renormalize=True),
+    RoutingConfig(60, 4, "softmax", renormalize=False),
+    RoutingConfig(8, 2, "softmax", renormalize=True, scale=1.5),
+    RoutingConfig(128, 8, "sigmoid", renormalize=True, correction=True, scale=2.5),
+    RoutingConfig(12, 3, "sigmoid", renormalize=False, scale=2.5),
+    RoutingConfig(256, 8, "sigmoid", True, True, 2.5, num_groups=8, top_groups=4),
+    RoutingConfig(256, 8, "sigmoid", False, True, 1.0, num_groups=8, top_groups=4),
+    RoutingConfig(64, 6, "sigmoid", False, True, 2.5, num_groups=8, top_groups=2),
+    RoutingConfig(8, 2, "sigmoid", True, True, 1.5, num_groups=2, top_groups=1),
+    RoutingConfig(160, 6, "softmax", False, False, 16.0, num_groups=8, top_groups=3, group_score="largest"),
+    RoutingConfig(24, 4, "sigmoid", True, False, 2.0, num_groups=2, top_groups=1, group_score="largest"),
+)
+
+
+@case
+def moe_routing(target: Target, device: torch.device) -> None:
+    """Every way of scoring, with groups and without; rows with gaps between them, and none."""
+    for spec in ROUTINGS:
+        kernel, expected = chosen(MOE_ROUTING, spec, target), reference(MOE_ROUTING, spec)
+        correction = random(spec.num_experts, dtype=torch.float32, device=device, seed=1) if spec.correction else None
+        for rows, dtype in ((0, torch.bfloat16), (1, torch.float32), (9, torch.bfloat16), (33, torch.float32)):
+            # No two scores of a row are so near that rounding would decide.
+            order = random(rows, spec.num_experts, dtype=torch.float32, device=device).argsort(-1).float()
+            logits = torch.zeros(rows, spec.num_experts + 8, dtype=dtype, device=device)[:, : spec.num_experts]
+            logits.copy_(order * (6 / spec.num_experts) - 3)
+            found, wanted = (by_expert(*it(logits, correction), spec.num_experts) for it in (kernel, expected))
+            assert_near(found, wanted)
+
+
+def by_expert(weights: torch.Tensor, experts: torch.Tensor, count: int) -> torch.Tensor:
+    """``[T, E]``: the order of a token's experts does not matter."""
+    assert weights.dtype == torch.float32
+    assert experts.dtype == torch.int32
+    return weights.new_zeros(len(weights), count).scatter_add_(1, experts.long(), weights)
+
+
+def routed(rows: int, total: int, top_k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights, and experts of which no token has one twice."""
+    scores = random(rows, total, dtype=torch.float32, device=device, seed=4)
+    weights, experts = scores.softmax(-1).topk(top_k, -1)
+    return weights.contiguous(), experts.int().contiguous()
+
+
+#: (first, count) of six experts that a rank holds.
+SHARES = ((0, 6), (0, 3), (2, 3), (5, 1))
+
+
+@case
+def experts(target: Target, device: torch.device) -> None:
+    """All experts, and those of a rank; weights that are loaded again."""
+    for dtype in DTYPES:
+        for (first, count), hidden, middle in zip(SHARES, (128, 256, 128, 128), (64, 256, 192, 128), strict=True):
+            spec = ExpertsSpec(first, count, hidden, middle, 3, "silu", bias=False, dtype=dtype, total=6)
+            kernel, expected = chosen(EXPERTS, spec, target), reference(EXPERTS, spec)
+            for seed, rows in enumerate((0, 1, 5, 40)):
+                gate_up = random(count, 2 * middle, hidden, dtype=dtype, device=device, seed=seed) * hidden**-0.5
+                down = random(count, hidden, middle, dtype=dtype, device=device, seed=9 + seed) * middle**-0.5
+                layer = ExpertWeights(gate_up, down)
+                x = random(rows, hidden, dtype=dtype, device=device, seed=2)
+                weights, ids = routed(rows, 6, 3, device)
+                wide = ExpertWeights(gate_up.float(), down.float())
+                wanted = expected(x.float(), weights, ids, wide).to(dtype)
+                kernel.adopt(layer)
+                found = kernel(x, weights, ids, layer)
+                # What comes between the products is rounded too.
+                assert_near(found, wanted, roundings=2)
+
+
+@case
+def fp8_experts(target: Target, device: torch.device) -> None:
+    """Scales of rows and of blocks, which differ a lot; all experts, and those of a rank; weights loaded again."""
+    hidden, middle = 256, 256
+    for block in (False, True):
+        for first, count in SHARES:
+            spec = Fp8ExpertsSpec(first, count, hidden, middle, 3, "silu", block, torch.bfloat16, 6)
+            kernel, expected = chosen(FP8_EXPERTS, spec, target), reference(FP8_EXPERTS, spec)
+            for seed, rows in enumerate((0, 1, 5, 40)):
+                layer = fp8_layer(count, hidden, middle, block, seed, device)
+                x = random(rows, hidden, dtype=torch.bfloat16, device=device, seed=2)
+                x[:, :128] *= 8
+                weights, ids = routed(rows, 6, 3, device)
+                wanted = expected(x, weights, ids, layer)
+                plain = ExpertsSpec(first, count, hidden, middle, 3, "silu", bias=False, dtype=torch.float32)
+                wide = ExpertWeights(
+                    *(widened(*it) for it in ((layer.gate_up, layer.gate_up_scale), (layer.down, layer.down_scale)))
+                )
+                exact = reference(EXPERTS, plain)(x.float(), weights, ids, wide)
+                kernel.adopt(layer)
+                assert_rounds_alike_twice(kernel(x, weights, ids, layer), wanted, exact)
+
+
+def assert_rounds_alike_twice(found: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> None:
+    """As :func:`assert_rounds_alike` of all tokens together: of two products behind each other, a token's is chance.
+
+    e4m3 rounds by up to 1/16, which numbers of one token may each come near.
+    """
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    mine, theirs, true = found.float(), expected.float(), exact.float()
+    size = true.norm().clamp_min(1e-9)
+    assert (mine - true).norm() / size <= max(1.2 * (theirs - true).norm() / size, 0.0625)
+    assert bool(((mine - true).norm(dim=-1) <= 0.1 * true.norm(dim=-1)).all())
+
+
+def fp8_layer(count: int, hidden: int, middle: int, block: bool, seed: int, device: torch.device) -> Fp8ExpertWeights:
+    """Weights whose products are of the size of what goes in."""
+
+    def scales(rows: int, columns: int, salt: int) -> torch.Tensor:
+        shape = (count, rows // 128, columns // 128) if block else (count, rows)
+        spread = random(*shape, dtype=torch.float32, device=device, seed=seed + salt).exp2()
+        return spread * (columns**-0.5 / 128)
+
+    gate_up = e4m3(count, 2 * middle, hidden, device=device).roll(seed, 1)
+    down = e4m3(count, hidden, middle, device=device).roll(seed, 1)
+    return Fp8ExpertWeights(gate_up, scales(2 * middle, hidden, 5), down, scales(hidden, middle, 6))
+
+
+def widened(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What a weight with its scales, of rows or of blocks of 128, stands for."""
+    if scale.dim() == 2:
+        return weight.float() * scale[..., None]
+    return weight.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+
+
+@case
+def latent_prefill(target: Target, device: torch.device) -> None:
+    """All requests expanded, with all keys at a time, and so few that requests go on from chunk to chunk."""
+    of_all = mock.patch.object(plan, "expanding_is_cheaper", lambda new, *_: new > 0)
+    for most in (1024, 24):
+        some = mock.patch.multiple(plan, BUFFER_BYTES=0, FEWEST_KEYS=most)
+        for it in LATENT_CASES:
+            if it.rank != 32 or it.nope_dim != 16 or it.heads > 20:
+                continue  # other sizes than these kernels have
+            shape = replace(it, nope_dim=128, rope_dim=64, value_dim=128, heads=min(it.heads, 3))
+            for cache_dtype in (None, FP8[target.arch]):
+                batch = latent_batch(shape, torch.bfloat16, device, cache_dtype=cache_dtype)
+                kernel = chosen(LATENT_PREFILL, shape.spec(torch.bfloat16, cache_dtype), target)
+                with of_all, some:
+                    check_expanded(shape, kernel, batch, ulps=2)

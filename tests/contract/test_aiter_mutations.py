@@ -6,6 +6,7 @@ about, others are made something near. Those that cannot change a result are nam
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import sys
@@ -41,6 +42,12 @@ CASES_OF = {
     "aiter.ops.triton.gluon.pa_decode_gluon.get_recommended_splits": "attention_over_shuffled_pages",
     "aiter.mha_batch_prefill_func": "attention_by_token",
     "aiter.ops.triton.attention.unified_attention.unified_attention": "attention",
+    "aiter.flash_attn_varlen_func": "latent_prefill",
+    "aiter.topk_softmax": "moe_routing",
+    "aiter.topk_gating": "moe_routing",
+    "aiter.grouped_topk": "moe_routing",
+    "aiter.biased_grouped_topk_hip": "moe_routing",
+    "aiter.fused_moe.fused_moe": "fp8_experts",
 }
 
 #: What changes no result, and why.
@@ -54,11 +61,17 @@ WITHOUT_EFFECT = {
     ("aiter.fused_qk_norm_rope_cache_pts_quant_shuffle", "eps"): "it is as small as what rounding hides",
 }
 #: Results that are written before they are read.
-RESULTS = ("out", "output", "out_", "q_out", "residual_out", "scales", "k_cache", "v_cache")
+RESULTS = (
+    *("out", "output", "out_", "q_out", "residual_out", "scales", "k_cache", "v_cache"),
+    *("topk_weights", "topk_ids", "topk_indices", "token_expert_indices"),
+)
 
 
 def changed(value):
     """Something else of the same kind; None where there is nothing to change."""
+    if isinstance(value, enum.Enum):
+        members = list(type(value))
+        return members[members.index(value) - 1]
     if isinstance(value, torch.Tensor):
         if value.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
             return value.view(torch.uint8).roll(1, -1).view(value.dtype)
@@ -71,6 +84,8 @@ def changed(value):
         return value + 1
     if isinstance(value, float):
         return value * 2 + 0.1
+    if isinstance(value, str):
+        return "softmax" if value == "sigmoid" else "sigmoid"
     if isinstance(value, tuple):
         return tuple(max(0, part // 2) if part > 0 else part for part in value)
     return None
@@ -117,7 +132,7 @@ def test_no_argument_is_ignored(path):
             setattr(sys.modules[module], function, call)
             try:
                 CASES[CASES_OF[path]](GFX942, CPU)
-            except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
+            except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
                 continue
             ignored.append(name)
     assert not ignored, f"{path} gives the same answers whatever {', '.join(ignored)} is"

@@ -163,7 +163,8 @@ class PagedLatentAttention(CachedLatentAttention):
     def _take_room(self, out: torch.Tensor) -> None:
         """Have for a moment what prompts need beside ``out``: by such runs engines measure how much memory is left."""
         shape = self.spec.latent
-        keys, heads = keys_at_a_time(shape), shape.num_heads * (shape.nope_dim + shape.value_dim)
+        keys, numbers = keys_at_a_time(shape), shape.nope_dim + shape.value_dim + self.prefill.laid_out
+        heads = shape.num_heads * numbers
         _ = out.new_empty(keys, heads), out.new_empty(keys, shape.row), torch.empty_like(out, dtype=torch.float32)
 
     def forward(

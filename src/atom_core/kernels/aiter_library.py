@@ -48,6 +48,15 @@ CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "aiter.gelu_tanh_and_mul",
             "aiter.swiglu_and_mul",
         ),
+        "moe_routing": (
+            "aiter.topk_softmax",
+            "aiter.topk_gating",
+            "aiter.grouped_topk",
+            "aiter.biased_grouped_topk_hip",
+        ),
+        "latent_prefill": ("aiter.flash_attn_varlen_func",),
+        "experts": ("aiter.fused_moe.fused_moe",),
+        "fp8_experts": ("aiter.fused_moe.fused_moe",),
     }
 )
 
@@ -95,12 +104,28 @@ def aiter_function(path: str) -> Callable[..., Any]:
     except (ModuleNotFoundError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("aiter"):
             raise  # something that aiter itself needs
-        raise ValueError(
-            f"The installed aiter has no {path}, which a kernel that was chosen for this model calls. Install a "
-            "version that has it (`atom-plugin doctor` lists what is missing), or set ATOM_AITER=0 to run on "
-            "Triton's kernels."
-        ) from None
+        raise ValueError(_lacks(path)) from None
     return found
+
+
+def _lacks(path: str) -> str:
+    return (
+        f"The installed aiter has no {path}, which a kernel that was chosen for this model calls. Install a "
+        "version that has it (`atom-plugin doctor` lists what is missing), or set ATOM_AITER=0 to run on "
+        "Triton's kernels."
+    )
+
+
+def aiter_enum(name: str, member: str) -> Any:
+    """``aiter.name.member``, of an enum that some functions take.
+
+    Raises:
+        ValueError: the installed aiter has none of that name.
+    """
+    try:
+        return getattr(getattr(importlib.import_module("aiter"), name), member)
+    except AttributeError:
+        raise ValueError(_lacks(f"aiter.{name}.{member}")) from None
 
 
 def missing() -> dict[str, list[str]]:

@@ -71,7 +71,9 @@ class Fp8ExpertsMethod:
             wide, narrow = (num_blocks(2 * size), num_blocks(hidden)), (num_blocks(hidden), num_blocks(size))
         layer.gate_up_scale = empty_scales(runtime, count, *wide)
         layer.down_scale = empty_scales(runtime, count, *narrow)
-        spec = Fp8ExpertsSpec(layer.held.start, count, hidden, size, top_k, activation, block, runtime.dtype)
+        spec = Fp8ExpertsSpec(
+            layer.held.start, count, hidden, size, top_k, activation, block, runtime.dtype, layer.total
+        )
         self.kernel = runtime.kernels.select(FP8_EXPERTS, spec)
         self.adding = self.kernel if isinstance(self.kernel, AddingFp8ExpertsKernel) else None
 

@@ -27,7 +27,7 @@ class PlainExpertsMethod:
         layer.gate_up_proj = empty_parameter(runtime, count, 2 * size, hidden)
         layer.down_proj = empty_parameter(runtime, count, hidden, size)
         bias = layer.gate_up_proj_bias is not None
-        spec = ExpertsSpec(layer.held.start, count, hidden, size, top_k, activation, bias, runtime.dtype)
+        spec = ExpertsSpec(layer.held.start, count, hidden, size, top_k, activation, bias, runtime.dtype, layer.total)
         self.kernel = runtime.kernels.select(EXPERTS, spec)
         self.adding = self.kernel if isinstance(self.kernel, AddingExpertsKernel) else None
 
@@ -59,7 +59,8 @@ class PlainExpertsMethod:
         return _fused(layer) if layer.fused else _one_by_one(layer)
 
     def finalize(self, layer: Experts) -> None:
-        """Nothing to bring into another form."""
+        """Called after loading, and again after weights were loaded anew."""
+        self.kernel.adopt(_weights(layer))
 
 
 def _weights(layer: Experts) -> ExpertWeights:

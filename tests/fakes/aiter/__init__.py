@@ -7,20 +7,27 @@ has no kernel for is an error. Signatures are those of ``aiter_signatures.json``
 
 from aiter.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul, swiglu_and_mul
 from aiter.ops.attention import pa_fwd_asm
+from aiter.ops.enum import ActivationType, QuantType
 from aiter.ops.fused_qk_norm_rope_cache_quant import fused_qk_norm_rope_cache_pts_quant_shuffle
 from aiter.ops.gemm_op_a8w8 import gemm_a8w8_blockscale_bpreshuffle, gemm_a8w8_bpreshuffle
-from aiter.ops.mha import mha_batch_prefill_func
+from aiter.ops.mha import flash_attn_varlen_func, mha_batch_prefill_func
 from aiter.ops.quant import dynamic_per_token_scaled_quant, per_group_quant_hip, static_per_tensor_quant
 from aiter.ops.rmsnorm import rms_norm, rmsnorm2d_fwd_with_add
+from aiter.ops.topk import biased_grouped_topk_hip, grouped_topk, topk_gating, topk_softmax
 from aiter.ops.triton.gluon.pa_decode_gluon import pa_decode_gluon
 
 __all__ = [
+    "ActivationType",
+    "QuantType",
+    "biased_grouped_topk_hip",
     "dynamic_per_token_scaled_quant",
+    "flash_attn_varlen_func",
     "fused_qk_norm_rope_cache_pts_quant_shuffle",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
     "gemm_a8w8_blockscale_bpreshuffle",
     "gemm_a8w8_bpreshuffle",
+    "grouped_topk",
     "mha_batch_prefill_func",
     "pa_decode_gluon",
     "pa_fwd_asm",
@@ -30,4 +37,6 @@ __all__ = [
     "silu_and_mul",
     "static_per_tensor_quant",
     "swiglu_and_mul",
+    "topk_gating",
+    "topk_softmax",
 ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from aiter.ops.enum import ActivationType, GateMode, QuantType
 
 RECORD = json.loads((Path(__file__).parents[1] / "aiter_signatures.json").read_text())["functions"]
 
@@ -35,7 +36,11 @@ CALLS: list[Call] = []
 def real_signature(path: str) -> inspect.Signature:
     """The signature of a function as aiter has it; defaults are what their text says, annotations text."""
     source = f"from __future__ import annotations\ndef f{RECORD[path]['signature']}: ..."
-    names: dict[str, Any] = {"torch": torch, "dtypes": _Dtypes()}
+    names: dict[str, Any] = {
+        "torch": torch,
+        "dtypes": _Dtypes(),
+        **{it.__name__: it for it in (ActivationType, GateMode, QuantType)},
+    }
     exec(source, names)
     return inspect.signature(names["f"])
 

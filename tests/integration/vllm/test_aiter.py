@@ -28,6 +28,7 @@ CASES = {
         {},
     ),
     "weights in FP8": ("qwen3", KERNELS, {"quantization": "fp8"}),
+    "experts": ("qwen3_moe", KERNELS, {}),
 }
 #: On gfx950 what differs: FP8, and the compute units that decoding is split over.
 ARCHITECTURES = {"gfx942": tuple(CASES), "gfx950": ("shuffled pages", "weights in FP8")}
@@ -65,4 +66,5 @@ def test_the_kernels_are_aiters(arch, name, ran):
     assert {kernels[op] for op in ("rms_norm", "linear", "gated_activation")} == {"aiter"}
     assert kernels["attention"] == ("aiter_shuffled" if "ATOM_SHUFFLED_CACHE" in CASES[name][1] else "aiter")
     assert kernels["qk_norm_rope_cache"] == ("aiter" if "filled by aiter" in name else "reference")
+    assert {kernels.get(op) for op in ("moe_routing", "experts")} == {"aiter" if name == "experts" else None}
     assert kernels.get("fp8_linear") == ("aiter" if "FP8" in name else None)

@@ -20,13 +20,21 @@ from transformers import AutoTokenizer
 from atom_core.kernels.select import Target
 from atom_core.standalone import Runner
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
-from tests.unit.core.hugging_face import FAMILIES, distance, make_config, make_model, random_tokens
+from tests.unit.core.hugging_face import FAMILIES, Family, distance, make_config, make_model, random_tokens
 
 TESTS = Path(__file__).parents[2]
 CHECKPOINTS = ("qwen3", "llama", "qwen2", "mistral")
+#: And what of aiter's routes and runs their experts; DeepSeek V3's, of two in a group, are routed by others.
+MIXTURES = {
+    "qwen3_moe": {"topk_softmax", "fused_moe"},
+    "glm4_moe": {"biased_grouped_topk_hip", "fused_moe"},
+    "deepseek_v2": {"topk_softmax", "fused_moe"},
+    "deepseek_v3": {"fused_moe"},
+}
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 every_gpu = pytest.mark.parametrize("arch", ARCHITECTURES)
 REFERENCES = {"embedding": "reference", "qk_norm_rope_cache": "reference"}
+MLA = dict.fromkeys(("head_linear", "latent_attention", "latent_cache", "latent_prefill"), "reference")
 SHUFFLED = {**REFERENCES, "attention": "aiter_shuffled"}
 
 
@@ -72,6 +80,54 @@ def test_it_answers_as_the_references_do(family, arch):
         it = runner(family, arch)
         assert answers(it, family)
         assert called() >= {"rms_norm", "rmsnorm2d_fwd_with_add", "silu_and_mul", "gemm_a16w16", "unified_attention"}
+
+
+@every_gpu
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_answer_as_the_references_do(family, arch):
+    with fake_aiter(arch):
+        kernels = REFERENCES | MLA | ({"moe_routing": "reference"} if family == "deepseek_v3" else {})
+        it = runner(family, arch, kernels=kernels)
+        assert answers(it, family)
+        assert called() >= MIXTURES[family] | {"rms_norm", "shuffle_weight"}
+        chosen = {choice.op: choice.implementation for choice in it.runtime.kernels.choices()}
+        assert chosen["experts"] == "aiter"
+
+
+@every_gpu
+def test_experts_in_fp8(tmp_path, arch):
+    family = Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+    )
+    make_model(tmp_path, make_config(family, hidden_size=256, head_dim=64))
+    tokens = random_tokens(24)
+    expected = Runner(tmp_path, dtype=torch.bfloat16, quantization="fp8").logits(tokens)
+    with fake_aiter(arch):
+        it = Runner(tmp_path, dtype=torch.bfloat16, quantization="fp8", target=Target("rocm", arch), kernels=REFERENCES)
+        found = it.logits(tokens)
+        assert called() >= {"fused_moe"}
+        assert "fp8_experts" in {it.op for it in it.runtime.kernels.choices() if it.implementation == "aiter"}
+    # As in models/test_fp8_experts.py: a token whose router holds two experts for nearly equal may go to the other.
+    error = (found.float() - expected.float()).abs().amax(-1) / (expected.max() - expected.min())
+    assert error.median() <= 0.15
+
+
+@every_gpu
+def test_prompts_of_deepseeks_heads_go_through_flash_attention(tmp_path, arch):
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    others = {"q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    family = Family("DeepseekV2ForCausalLM", "deepseek_v2", {**sizes, **others, "n_shared_experts": 1})
+    make_model(tmp_path, make_config(family, hidden_size=128))
+    tokens = random_tokens(24)
+    expected = Runner(tmp_path, dtype=torch.bfloat16).logits(tokens)
+    with fake_aiter(arch):
+        kernels = {op: name for op, name in (REFERENCES | MLA).items() if op != "latent_prefill"}
+        it = Runner(tmp_path, dtype=torch.bfloat16, target=Target("rocm", arch), kernels=kernels)
+        found = it.logits(tokens)
+        assert called() >= {"flash_attn_varlen_func", "fused_moe"}
+    assert distance(found, expected) <= 0.1  # 16-bit roundings over layers, as `atom-plugin check` allows
 
 
 @every_gpu
@@ -156,6 +212,12 @@ def at(index, value):
     return change
 
 
+def marked(weight):
+    weight.is_shuffled = True
+    return weight
+
+
+MOE = "aiter.fused_moe.fused_moe"
 UNIFIED = "aiter.ops.triton.attention.unified_attention.unified_attention"
 
 
@@ -168,8 +230,14 @@ UNIFIED = "aiter.ops.triton.attention.unified_attention.unified_attention"
         ("qwen3", UNIFIED, at(2, lambda value: value.roll(1, 1))),
         ("qwen3", "aiter.rms_norm", at(1, lambda weight: -weight)),
         ("qwen2", "aiter.tuned_gemm.gemm_a16w16", lambda args: [args[0], args[1].roll(1, 0)]),
+        ("qwen3_moe", MOE, at(4, lambda experts: (experts + 1) % 8)),
+        ("qwen3_moe", MOE, at(3, lambda weights: weights.flip(-1))),
+        ("qwen3_moe", MOE, at(1, lambda weight: marked(weight.roll(1, 1)))),
     ],
-    ids=["scale", "no window", "a shorter window", "layout", "norm weight", "rows of a product"],
+    ids=[
+        *("scale", "no window", "a shorter window", "layout", "norm weight", "rows of a product"),
+        *("other experts", "their weights", "gates and ups of others"),
+    ],
 )
 def test_an_argument_that_is_wrong_shows_in_the_answers(family, path, change):
     with fake_aiter("gfx942"):

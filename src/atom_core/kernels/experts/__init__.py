@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from atom_core.config import Activation
+from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.experts.reference import ReferenceExperts
 from atom_core.kernels.select import Implementation, Op, Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton
@@ -32,6 +33,8 @@ class ExpertsSpec:
     activation: Activation
     bias: bool
     dtype: torch.dtype
+    total: int | None = None
+    """Experts of all ranks; None: this one holds them all."""
 
 
 class ExpertWeights(NamedTuple):
@@ -45,6 +48,9 @@ class ExpertWeights(NamedTuple):
 
 class ExpertsKernel(Protocol):
     """The call: ``x``, ``weights`` and ``experts`` as the module's text has them, and the layer's, to ``y``."""
+
+    def adopt(self, layer: ExpertWeights) -> None:
+        """See the weights once they are loaded; a kernel may move their numbers in place."""
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
@@ -80,6 +86,30 @@ class AddingExpertsKernel(Protocol):
         """``stream += y`` of ``x = rms_norm(stream)``, which is not rounded; see :mod:`atom_core.kernels.rms_norm`."""
 
 
+def _aiter_supports(spec: ExpertsSpec, target: Target) -> str | None:
+    if reason := why_no_aiter(target):
+        return reason
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"aiter's experts are for numbers of two bytes, not for {spec.dtype}."
+    if spec.bias:
+        return "aiter's experts add biases in MXFP4 alone."
+    if spec.activation != "silu":
+        return f"aiter's experts are used with silu, not with {spec.activation}."
+    size = spec.intermediate_size
+    if spec.hidden_size % 128 or size % (64 if size <= 192 else 128):
+        return (
+            "aiter's experts are for hidden sizes that are multiples of 128, with middles that are multiples of 128, "
+            f"or of 64 up to 192; not for {spec.hidden_size} with {size}."
+        )
+    return None
+
+
+def _build_aiter(spec: ExpertsSpec, target: Target) -> ExpertsKernel:
+    from atom_core.kernels.experts.aiter_kernel import AiterExperts  # looked for when it is chosen
+
+    return AiterExperts(spec)
+
+
 def _triton_supports(spec: ExpertsSpec, target: Target) -> str | None:
     return why_no_triton(target)
 
@@ -99,6 +129,7 @@ def _reference_supports(spec: ExpertsSpec, target: Target) -> str | None:
 EXPERTS: Op[ExpertsSpec, ExpertsKernel] = Op(
     "experts",
     (
+        Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", _triton_supports, _build_triton),
         Implementation("reference", _reference_supports, lambda spec, target: ReferenceExperts(spec)),
     ),

@@ -67,6 +67,9 @@ class ReferenceExperts:
     def __init__(self, spec: ExpertsSpec) -> None:
         self.spec = spec
 
+    def adopt(self, layer: ExpertWeights) -> None:
+        """Nothing to move."""
+
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
     ) -> torch.Tensor:

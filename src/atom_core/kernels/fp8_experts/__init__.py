@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from atom_core.config import Activation
+from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.fp8_experts.reference import ReferenceFp8Experts
 from atom_core.kernels.fp8_linear.scaled_mm import why_no_fp8
 from atom_core.kernels.select import Implementation, Op, Target
@@ -36,6 +37,8 @@ class Fp8ExpertsSpec:
     block: bool
     """Scales are those of blocks, else of rows."""
     dtype: torch.dtype
+    total: int | None = None
+    """Experts of all ranks; None: this one holds them all."""
 
 
 class Fp8ExpertWeights(NamedTuple):
@@ -87,6 +90,32 @@ class AddingFp8ExpertsKernel(Protocol):
         """``stream += y`` of ``x = rms_norm(stream)``; see :mod:`atom_core.kernels.rms_norm`."""
 
 
+def _aiter_supports(spec: Fp8ExpertsSpec, target: Target) -> str | None:
+    if reason := why_no_aiter(target):
+        return reason
+    if spec.dtype != torch.bfloat16:
+        return f"aiter's FP8 experts are used in models of bfloat16, not of {spec.dtype}."
+    if spec.activation != "silu":
+        return f"aiter's FP8 experts are used with silu, not with {spec.activation}."
+    # Few tokens go through two products of tiles, which are 256 deep in some.
+    wide = 256 if spec.block else 128
+    narrow = 128 if spec.block or target.arch == "gfx942" else 256
+    if spec.hidden_size % wide or spec.intermediate_size % narrow:
+        scales = "blocks" if spec.block else "rows"
+        return (
+            f"aiter's experts in FP8 with scales of {scales} are, on {target.arch}, for hidden sizes that are "
+            f"multiples of {wide} and middles that are multiples of {narrow}, "
+            f"not for {spec.hidden_size} and {spec.intermediate_size}."
+        )
+    return None
+
+
+def _build_aiter(spec: Fp8ExpertsSpec, target: Target) -> Fp8ExpertsKernel:
+    from atom_core.kernels.fp8_experts.aiter_kernel import AiterFp8Experts  # looked for when it is chosen
+
+    return AiterFp8Experts(spec, target)
+
+
 def _triton_supports(spec: Fp8ExpertsSpec, target: Target) -> str | None:
     return why_no_triton(target) or why_no_fp8(target)
 
@@ -106,6 +135,7 @@ def _reference_supports(spec: Fp8ExpertsSpec, target: Target) -> str | None:
 FP8_EXPERTS: Op[Fp8ExpertsSpec, Fp8ExpertsKernel] = Op(
     "fp8_experts",
     (
+        Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", _triton_supports, _build_triton),
         Implementation("reference", _reference_supports, lambda spec, target: ReferenceFp8Experts(spec)),
     ),

@@ -29,11 +29,11 @@ class ShuffledWeight:
         self.scale: torch.Tensor | None = None
 
     def adopt(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
-        """Move the loaded ``weight [N, K]`` and keep ``scale``, of any shape."""
+        """Move the loaded ``weight [N, K]``, or ``[E, N, K]`` of experts, and keep ``scale``, of any shape."""
         if self.dtype == FNUZ:
             clear_minus_zeros(weight)
             scale = 2.0 * scale
-        as_bytes(weight.data).copy_(as_bytes(_moved(weight.data.view(self.dtype))))
+        shuffle_in_place(weight.data.view(self.dtype))
         if self.scale is None:
             self.scale = torch.empty_like(scale)
         self.scale.copy_(scale)
@@ -42,6 +42,12 @@ class ShuffledWeight:
         """The layer's ``weight`` as the device reads it, and the scales."""
         assert self.scale is not None, "weights are adopted before they are multiplied by"
         return weight.view(self.dtype), self.scale
+
+
+def shuffle_in_place(weight: torch.Tensor) -> None:
+    """Move the numbers of ``weight [N, K]``, or of each of ``[E, N, K]``, into the order of aiter's products."""
+    for matrix in weight.view(-1, *weight.shape[-2:]):
+        as_bytes(matrix).copy_(as_bytes(_moved(matrix)))
 
 
 def _as_large(weight: torch.Tensor) -> torch.Tensor:

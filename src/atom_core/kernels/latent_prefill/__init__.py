@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.cache_dtypes import why_unreadable
 from atom_core.kernels.latent_attention import LatentAttentionSpec, triton_supports
 from atom_core.kernels.latent_prefill.plan import PrefillPlan
@@ -28,6 +29,9 @@ from atom_core.metadata import AttentionMetadata, LatentCacheView
 
 class LatentPrefillKernel(Protocol):
     """An attention kernel bound to one layer's spec."""
+
+    laid_out: int
+    """Numbers of each key and head that it needs room for beside the expanded ones."""
 
     def __call__(
         self,
@@ -42,6 +46,26 @@ class LatentPrefillKernel(Protocol):
 
 def _reference_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
     return why_unreadable(spec.latent.cache_dtype)
+
+
+def _aiter_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
+    shape = spec.latent
+    if reason := why_no_aiter(target):
+        return reason
+    if shape.dtype != torch.bfloat16:
+        return f"aiter's flash attention of keys wider than values is for bfloat16, not for {shape.dtype}."
+    if (shape.nope_dim + shape.rope_dim, shape.value_dim) != (192, 128):
+        return (
+            "aiter's flash attention of keys wider than values is for keys of 192 numbers and values of 128, "
+            f"not for {shape.nope_dim + shape.rope_dim} and {shape.value_dim}."
+        )
+    return why_unreadable(shape.cache_dtype)
+
+
+def _build_aiter(spec: LatentAttentionSpec, target: Target) -> LatentPrefillKernel:
+    from atom_core.kernels.latent_prefill.aiter_kernel import AiterLatentPrefill  # looked for when it is chosen
+
+    return AiterLatentPrefill(spec)
 
 
 def _triton_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
@@ -65,6 +89,7 @@ def _build_triton(spec: LatentAttentionSpec, target: Target) -> LatentPrefillKer
 LATENT_PREFILL: Op[LatentAttentionSpec, LatentPrefillKernel] = Op(
     "latent_prefill",
     (
+        Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", _triton_supports, _build_triton),
         Implementation("reference", _reference_supports, lambda spec, target: ReferenceLatentPrefill(spec)),
     ),

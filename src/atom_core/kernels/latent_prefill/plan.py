@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 
+from atom_core.kernels.cache_dtypes import as_bytes
 from atom_core.kernels.latent_cache import LatentSpec
-from atom_core.metadata import AttentionMetadata, HostLengths
+from atom_core.metadata import AttentionMetadata, HostLengths, LatentCacheView
 
 #: Of expanded keys and values at a time, at least as many as :data:`FEWEST_KEYS` take.
 BUFFER_BYTES = 256 * 2**20
@@ -52,6 +54,8 @@ class Chunk:
     positions: torch.Tensor
     """int64 ``[keys]``: and where in it."""
     num_queries: int
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What kernels work out once a step."""
     _found: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def places(self, page_table: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,6 +107,13 @@ def plan_prefill(metadata: AttentionMetadata, spec: LatentSpec) -> PrefillPlan |
         chunks=tuple(_on_device(pieces, host, new, metadata.page_table.device) for pieces in chunks),
         absorbed=tuple(_run(metadata, host, run) for run in others if any(new[request] for request in run)),
     )
+
+
+def gathered(chunk: Chunk, cache: LatentCacheView, metadata: AttentionMetadata, dtype: torch.dtype) -> torch.Tensor:
+    """The chunk's rows ``[keys, L + R]``, scaled."""
+    pages, offsets = chunk.places(metadata.page_table, cache.page_size)
+    rows = as_bytes(cache.rows)[pages, offsets].view(cache.rows.dtype).to(dtype)
+    return rows if cache.scale == 1.0 else rows * cache.scale
 
 
 def keys_at_a_time(spec: LatentSpec) -> int:

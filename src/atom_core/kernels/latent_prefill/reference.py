@@ -13,6 +13,8 @@ from atom_core.metadata import AttentionMetadata, LatentCacheView
 class ReferenceLatentPrefill:
     """See :mod:`atom_core.kernels.latent_prefill`; float32 arithmetic, rounded once. It cuts nothing into chunks."""
 
+    laid_out = 0
+
     def __init__(self, spec: LatentAttentionSpec) -> None:
         self.spec = spec
 

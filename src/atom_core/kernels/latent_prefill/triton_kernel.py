@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.attention.triton_kernel import LOG2_E, place_of
-from atom_core.kernels.cache_dtypes import as_bytes
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
-from atom_core.kernels.latent_prefill.plan import Chunk, PrefillPlan
+from atom_core.kernels.latent_prefill.plan import PrefillPlan, gathered
 from atom_core.kernels.triton_support import launch_options
 from atom_core.metadata import AttentionMetadata, LatentCacheView
 
@@ -196,6 +195,8 @@ class TritonLatentPrefill:
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
 
+    laid_out = 0
+
     def __init__(self, spec: LatentAttentionSpec, nvidia: bool, overlap: bool) -> None:
         self.spec = spec
         self.nvidia, self.overlap = nvidia, overlap
@@ -219,7 +220,7 @@ class TritonLatentPrefill:
         sums = torch.empty(*kept, shape.value_dim, dtype=torch.float32, device=q.device)
         logarithms = torch.empty(kept, dtype=torch.float32, device=q.device)
         for chunk in plan.chunks:
-            rows = _gathered(chunk, cache, metadata, q.dtype)
+            rows = gathered(chunk, cache, metadata, q.dtype)
             expanded = F.linear(rows[:, : shape.rank], expand.flatten(0, 1))
             num_pieces = len(chunk.pieces)
             _latent_prefill[chunk.num_queries // self.block_q + num_pieces, shape.num_heads](
@@ -251,10 +252,3 @@ class TritonLatentPrefill:
                 num_warps=8 if self.nvidia else 4,
                 **launch_options(self.overlap),
             )
-
-
-def _gathered(chunk: Chunk, cache: LatentCacheView, metadata: AttentionMetadata, dtype: torch.dtype) -> torch.Tensor:
-    """The chunk's rows ``[keys, L + R]``, scaled."""
-    pages, offsets = chunk.places(metadata.page_table, cache.page_size)
-    rows = as_bytes(cache.rows)[pages, offsets].view(cache.rows.dtype).to(dtype)
-    return rows if cache.scale == 1.0 else rows * cache.scale

@@ -21,6 +21,7 @@ from functools import partial
 import torch
 
 from atom_core.config import RoutingConfig
+from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.moe_routing.reference import route
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_no_triton
@@ -30,6 +31,20 @@ _MAX_EXPERTS = 1024
 
 
 RoutingKernel = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _aiter_supports(spec: RoutingConfig, target: Target) -> str | None:
+    if reason := why_no_aiter(target):
+        return reason
+    from atom_core.kernels.moe_routing.aiter_kernel import why_not
+
+    return why_not(spec)
+
+
+def _build_aiter(spec: RoutingConfig, target: Target) -> RoutingKernel:
+    from atom_core.kernels.moe_routing.aiter_kernel import build  # looked for when it is chosen
+
+    return build(spec)
 
 
 def _triton_supports(spec: RoutingConfig, target: Target) -> str | None:
@@ -49,6 +64,7 @@ def _build_triton(spec: RoutingConfig, target: Target) -> RoutingKernel:
 MOE_ROUTING: Op[RoutingConfig, RoutingKernel] = Op(
     "moe_routing",
     (
+        Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", _triton_supports, _build_triton),
         Implementation("reference", always, lambda spec, target: partial(route, spec=spec)),
     ),

@@ -1,5 +1,7 @@
 """Prefill over pages by CK."""
 
+from itertools import pairwise
+
 import torch
 from aiter import _paged
 from aiter._recorded import real
@@ -84,3 +86,61 @@ def mha_batch_prefill_func(
             out.dtype
         )
     return out
+
+
+@real("aiter.flash_attn_varlen_func")
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    min_seqlen_q=0,
+    dropout_p=0.0,
+    softmax_scale=None,
+    logits_soft_cap=0.0,
+    causal=False,
+    window_size=(-1, -1, 0),
+    bias=None,
+    alibi_slopes=None,
+    deterministic=False,
+    return_lse=False,
+    return_attn_probs=False,
+    how_v3_bf16_cvt=1,
+    block_table=None,
+    out=None,
+    cu_seqlens_q_padded=None,
+    cu_seqlens_k_padded=None,
+    sink_ptr=None,
+):
+    assert (min_seqlen_q, dropout_p, logits_soft_cap, window_size) == (0, 0.0, 0.0, (-1, -1, 0))
+    assert (deterministic, return_attn_probs, how_v3_bf16_cvt) == (False, False, 1)
+    unused = (bias, alibi_slopes, block_table, out, cu_seqlens_q_padded, cu_seqlens_k_padded, sink_ptr)
+    assert all(it is None for it in unused)
+    assert q.dtype == k.dtype == v.dtype == torch.bfloat16
+    assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (192, 192, 128), "kernels in assembly are for these"
+    assert q.shape[1] % k.shape[1] == 0
+    assert all(it.is_contiguous() for it in (q, k, v, cu_seqlens_q, cu_seqlens_k))
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    query_starts, key_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    assert len(query_starts) == len(key_starts)
+    assert (query_starts[-1], key_starts[-1]) == (len(q), len(k))
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    found = torch.full((*q.shape[:2], v.shape[-1]), float("nan"))
+    logarithms = torch.full((q.shape[1], len(q)), float("nan"))
+    repeats = q.shape[1] // k.shape[1]
+    for request, (first, last) in enumerate(pairwise(query_starts)):
+        begin, end = key_starts[request : request + 2]
+        # A launch has tiles for so many.
+        count, length = min(last - first, max_seqlen_q), min(end - begin, max_seqlen_k)
+        keys, values = (it[begin : begin + length].float().repeat_interleave(repeats, 1) for it in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[first : first + count].float(), keys) * scale
+        if causal:
+            unseen = torch.ones(count, length, dtype=torch.bool).triu(length - count + 1)
+            scores = scores.masked_fill(unseen, float("-inf"))
+        weights = scores.softmax(-1).nan_to_num(nan=0.0)
+        found[first : first + count] = torch.einsum("hqk,khd->qhd", weights, values)
+        logarithms[:, first : first + count] = scores.logsumexp(-1)
+    return (found.to(q.dtype), logarithms) if return_lse else found.to(q.dtype)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
+from atom_core.config import RoutingConfig
 from atom_core.kernels import OPS, kernel_set
 from atom_core.kernels.aiter_library import aiter_function, why_no_aiter
 from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
 from atom_core.kernels.attention.aiter_choice import Call, choose, gluon_window, inclusive_window
+from atom_core.kernels.experts import EXPERTS, ExpertsSpec
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
+from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
+from atom_core.kernels.latent_attention import LatentAttentionSpec
+from atom_core.kernels.latent_cache import LatentSpec
+from atom_core.kernels.latent_prefill import LATENT_PREFILL
 from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.qk_norm_rope import QkvSpec
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
@@ -33,6 +41,15 @@ ATTENTION_SPEC = {
     "cache_dtype": torch.bfloat16,
 }
 NORM = RmsNormSpec(64, torch.bfloat16)
+EXPERTS_SPEC = ExpertsSpec(0, 4, 256, 256, 2, "silu", bias=False, dtype=torch.bfloat16)
+FP8_EXPERTS_SPEC = Fp8ExpertsSpec(0, 4, 256, 256, 2, "silu", block=False, dtype=torch.bfloat16)
+LATENTS = LatentSpec(4, 512, 128, 64, 128, True, torch.bfloat16, torch.bfloat16)
+
+
+def latents(**changes):
+    return LatentAttentionSpec(replace(LATENTS, **changes), 192**-0.5)
+
+
 every_gpu = pytest.mark.parametrize("arch", ARCHITECTURES)
 
 
@@ -112,6 +129,28 @@ def test_what_aiter_itself_lacks_is_not_taken_for_a_missing_function(tmp_path, m
         (ATTENTION, ATTENTION_SPEC | {"cache_dtype": torch.float8_e4m3fn}, "torch.float8_e4m3fnuz, not torch.float8_"),
         (GATED_ACTIVATION, GatedActivationSpec("silu", 8, torch.float32), "not for torch.float32"),
         (GATED_ACTIVATION, GatedActivationSpec("silu", 12, torch.bfloat16), "multiples of 8, not 12"),
+        (EXPERTS, replace(EXPERTS_SPEC, dtype=torch.float32), "numbers of two bytes, not for torch.float32"),
+        (EXPERTS, replace(EXPERTS_SPEC, bias=True), "add biases in MXFP4 alone"),
+        (EXPERTS, replace(EXPERTS_SPEC, activation="gelu"), "with silu, not with gelu"),
+        (EXPERTS, replace(EXPERTS_SPEC, hidden_size=192), "not for 192 with 256"),
+        (EXPERTS, replace(EXPERTS_SPEC, intermediate_size=320), "not for 256 with 320"),
+        (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, dtype=torch.float16), "not of torch.float16"),
+        (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, activation="gelu"), "with silu, not with gelu"),
+        (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, intermediate_size=192), "scales of rows are, on gfx942, for hidden"),
+        (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, block=True, hidden_size=384), "not for 384 and 256"),
+        (LATENT_PREFILL, latents(dtype=torch.float16), "for bfloat16, not for torch.float16"),
+        (LATENT_PREFILL, latents(value_dim=64), "values of 128, not for 192 and 64"),
+        (MOE_ROUTING, RoutingConfig(128, 65, "softmax", True), "up to 64 experts, not 65"),
+        (MOE_ROUTING, RoutingConfig(60, 6, "softmax", True, False, 1.0, 6, 3, "largest"), "not 6 groups of 10"),
+        (MOE_ROUTING, RoutingConfig(8, 2, "sigmoid", True, True, 1.5, 4, 2), "not 4 groups of 2"),
+        (MOE_ROUTING, RoutingConfig(64, 2, "sigmoid", True, True, 1.5, 4, 2), "where there are 8 groups"),
+        (
+            MOE_ROUTING,
+            RoutingConfig(64, 2, "sigmoid", True, True, 1.5, 8, 2, "largest"),
+            "corrects no scores of groups",
+        ),
+        (MOE_ROUTING, RoutingConfig(64, 2, "sigmoid", True, False, 1.5, 8, 2), "sigmoids that are corrected"),
+        (MOE_ROUTING, RoutingConfig(256, 8, "sigmoid", False, True, 2.5, 8, 4), "only where it renormalises"),
     ],
 )
 def test_its_limits_are_said_in_words(op, spec, reason):
@@ -121,6 +160,20 @@ def test_its_limits_are_said_in_words(op, spec, reason):
         kernels.chosen(op, spec)
         said = dict(kernels.choices()[0].passed_over)["aiter"]
     assert reason in said
+
+
+def test_middles_of_384_are_for_gfx942_alone_where_rows_have_scales():
+    spec = replace(FP8_EXPERTS_SPEC, intermediate_size=384)
+    for arch, name in (("gfx942", "aiter"), ("gfx950", "triton")):
+        with fake_aiter(arch):
+            assert kernel_set(Target("rocm", arch)).chosen(FP8_EXPERTS, spec) == name
+
+
+def test_an_enum_that_an_older_aiter_lacks_is_an_error_when_the_model_is_built():
+    with fake_aiter("gfx942") as fake:
+        del fake.QuantType
+        with pytest.raises(ValueError, match=r"The installed aiter has no aiter\.QuantType\.No"):
+            kernel_set(Target("rocm", "gfx942")).select(EXPERTS, EXPERTS_SPEC)
 
 
 def test_every_implementation_says_that_a_gpu_of_nvidias_is_not_for_it():
