@@ -191,6 +191,13 @@ def _product(
     return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
 
+def _attended(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *places: object, return_lse: bool, **kwargs: object
+) -> Any:
+    answer = q.new_empty(*q.shape[:-1], values.shape[-1])
+    return (answer, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)) if return_lse else answer
+
+
 #: What functions of aiter's return, of their arguments; the others write to one of them.
 RESULTS: Mapping[str, Callable[..., Any]] = {
     "rms_norm": lambda x, weight, eps: torch.empty_like(x),
@@ -201,6 +208,7 @@ RESULTS: Mapping[str, Callable[..., Any]] = {
     "shuffle_weight": lambda weight, layout: weight,
     "fused_moe": lambda x, *args, **kwargs: torch.empty_like(x),
     "get_recommended_splits": lambda requests, heads: 8,
+    "flash_attn_varlen_func": _attended,
 }
 #: The functions that return nothing that our kernels read.
 IN_PLACE = frozenset(
