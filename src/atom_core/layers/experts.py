@@ -6,12 +6,13 @@ A rank holds some of every expert's middle, or, with expert parallelism, some of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
 from atom_core.config import Activation, MoEConfig
+from atom_core.kernels.experts import AddingExpertsKernel
 from atom_core.layers.fp8_experts import Fp8ExpertsMethod
 from atom_core.layers.fused_experts import PairsPlacement
 from atom_core.layers.mxfp4_experts import Mxfp4ExpertsMethod
@@ -25,6 +26,9 @@ from atom_core.runtime import Runtime
 class ExpertsMethod(Protocol):
     """One way to keep them; an object a layer."""
 
+    kernel: Any
+    """What multiplies, once it is created: as :class:`atom_core.kernels.experts.ExpertsKernel`, of :meth:`weights`."""
+
     def create(self, layer: Experts, activation: Activation, top_k: int, runtime: Runtime, name: str) -> None:
         """Register the weights; ``layer``, which is the module ``name``, has its sizes, this rank's share and biases.
 
@@ -32,32 +36,14 @@ class ExpertsMethod(Protocol):
             ValueError: they cannot be shared out so.
         """
 
-    def apply(self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Experts.forward`."""
+    def weights(self, layer: Experts) -> Any:
+        """What the kernel is given of the layer."""
 
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """As :meth:`atom_core.layers.parameters.ParameterLayer.placements`, without the biases."""
 
     def finalize(self, layer: Experts) -> None:
         """Called after loading, and again after weights were loaded anew."""
-
-
-@runtime_checkable
-class AddingExpertsMethod(Protocol):
-    """One whose kernels may add to the residual stream, and norm few tokens in front."""
-
-    def add(
-        self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
-    ) -> torch.Tensor | None:
-        """See :meth:`Experts.add`."""
-
-    def max_normed(self) -> int:
-        """See :attr:`Experts.max_normed`."""
-
-    def add_behind_norm(
-        self, layer: Experts, stream: torch.Tensor, norm: RMSNorm, weights: torch.Tensor, experts: torch.Tensor
-    ) -> torch.Tensor:
-        """See :meth:`Experts.add_behind_norm`."""
 
 
 class Experts(ParameterLayer):
@@ -99,7 +85,8 @@ class Experts(ParameterLayer):
         self.adds_bias = runtime.expert_parallel or rank == 0
         self.method = self._method(runtime, name)
         self.method.create(self, activation, routing.top_k, runtime, name)
-        self.adding = self.method if isinstance(self.method, AddingExpertsMethod) else None
+        kernel = self.method.kernel
+        self.adding: AddingExpertsKernel[Any] | None = kernel if isinstance(kernel, AddingExpertsKernel) else None
 
     def _method(self, runtime: Runtime, name: str) -> ExpertsMethod:
         base = checkpoint_module(name, self.folder)
@@ -117,25 +104,27 @@ class Experts(ParameterLayer):
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """``x [T, hidden]``, weights and experts ``[T, k]`` to this rank's part of the sum, ``[T, hidden]``."""
-        return self.method.apply(self, x, weights, experts)
+        return cast(torch.Tensor, self.method.kernel(x, weights, experts, self.method.weights(self)))
 
     def add(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor | None:
         """``residual [T, hidden]`` and this rank's part of the sum, in ``residual``; None: nothing does both."""
-        return None if self.adding is None else self.adding.add(self, x, weights, experts, residual)
+        if self.adding is None or torch.compiler.is_compiling():
+            return None
+        return self.adding.add(x, weights, experts, self.method.weights(self), residual)
 
     @property
     def max_normed(self) -> int:
         """Tokens up to which :meth:`add_behind_norm` may be called."""
-        return 0 if self.adding is None else self.adding.max_normed()
+        return 0 if self.adding is None else self.adding.max_normed
 
     def add_behind_norm(
         self, stream: torch.Tensor, norm: RMSNorm, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
         """``stream [T, hidden]`` and this rank's part of the sum that its norm leads to, in ``stream``."""
         assert self.adding is not None
-        return self.adding.add_behind_norm(self, stream, norm, weights, experts)
+        return self.adding.add_behind_norm(stream, norm.weight, norm.eps, weights, experts, self.method.weights(self))
 
     @property
     def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

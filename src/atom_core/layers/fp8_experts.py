@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.config import Activation
-from atom_core.kernels.fp8_experts import FP8_EXPERTS, AddingFp8ExpertsKernel, Fp8ExpertsSpec, Fp8ExpertWeights
+from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.layers.block_fp8 import check_blocks, num_blocks, place_scales
 from atom_core.layers.linear_methods import (
     Fp8Placement,
@@ -19,7 +19,6 @@ from atom_core.layers.linear_methods import (
     empty_fp8,
     empty_scales,
 )
-from atom_core.layers.norm import RMSNorm
 from atom_core.layers.parameters import Placement, checkpoint_module
 from atom_core.quant.fp8 import Fp8Config
 from atom_core.runtime import Runtime
@@ -75,30 +74,10 @@ class Fp8ExpertsMethod:
             layer.held.start, count, hidden, size, top_k, activation, block, runtime.dtype, layer.total
         )
         self.kernel = runtime.kernels.select(FP8_EXPERTS, spec)
-        self.adding = self.kernel if isinstance(self.kernel, AddingFp8ExpertsKernel) else None
 
-    def apply(self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Experts.forward`."""
-        return self.kernel(x, weights, experts, _weights(layer))
-
-    def add(
-        self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
-    ) -> torch.Tensor | None:
-        """See :class:`atom_core.layers.experts.AddingExpertsMethod`."""
-        if self.adding is None or torch.compiler.is_compiling():
-            return None
-        return self.adding.add(x, weights, experts, _weights(layer), residual)
-
-    def max_normed(self) -> int:
-        """See :class:`atom_core.layers.experts.AddingExpertsMethod`."""
-        return 0 if self.adding is None else self.adding.max_normed
-
-    def add_behind_norm(
-        self, layer: Experts, stream: torch.Tensor, norm: RMSNorm, weights: torch.Tensor, experts: torch.Tensor
-    ) -> torch.Tensor:
-        """See :meth:`atom_core.layers.experts.Experts.add_behind_norm`."""
-        assert self.adding is not None
-        return self.adding.add_behind_norm(stream, norm.weight, norm.eps, weights, experts, _weights(layer))
+    def weights(self, layer: Experts) -> Fp8ExpertWeights:
+        """See :class:`atom_core.layers.experts.ExpertsMethod`."""
+        return Fp8ExpertWeights(layer.gate_up_proj, layer.gate_up_scale, layer.down_proj, layer.down_scale)
 
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """Three matrices an expert, and the scales of each."""
@@ -120,7 +99,7 @@ class Fp8ExpertsMethod:
 
     def finalize(self, layer: Experts) -> None:
         """Called after loading, and again after weights were loaded anew."""
-        self.kernel.adopt(_weights(layer))
+        self.kernel.adopt(self.weights(layer))
 
 
 def expert_parts(layer: Experts, expert: int) -> Iterator[tuple[str, Part]]:
@@ -130,7 +109,3 @@ def expert_parts(layer: Experts, expert: int) -> Iterator[tuple[str, Part]]:
     for name, begin in ((names.gate, 0), (names.up, len(mine))):
         yield "gate_up", Part(f"{module}.{name}", size, hidden, mine, range(hidden), begin)
     yield "down", Part(f"{module}.{names.down}", hidden, size, range(hidden), mine)
-
-
-def _weights(layer: Experts) -> Fp8ExpertWeights:
-    return Fp8ExpertWeights(layer.gate_up_proj, layer.gate_up_scale, layer.down_proj, layer.down_scale)

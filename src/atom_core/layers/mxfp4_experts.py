@@ -17,7 +17,6 @@ from torch import nn
 from atom_core.config import Activation
 from atom_core.kernels.mxfp4_experts import (
     MXFP4_EXPERTS,
-    AddingMxfp4ExpertsKernel,
     Mxfp4ExpertsSpec,
     Mxfp4Weights,
     empty_scales,
@@ -31,7 +30,6 @@ from atom_core.layers.mxfp4_linear import (
     packed_dtype_problem,
     place_packed,
 )
-from atom_core.layers.norm import RMSNorm
 from atom_core.layers.parameters import Placement
 from atom_core.quant.mxfp4 import GROUP, Mxfp4Config, Mxfp4LinearConfig
 from atom_core.runtime import Runtime
@@ -77,30 +75,11 @@ class Mxfp4ExpertsMethod:
             layer.held.start, count, hidden, size, top_k, activation, bias, runtime.dtype, rounded_inputs=rounded
         )
         self.kernel = runtime.kernels.select(MXFP4_EXPERTS, spec)
-        self.adding = self.kernel if isinstance(self.kernel, AddingMxfp4ExpertsKernel) else None
 
-    def apply(self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """See :meth:`atom_core.layers.experts.Experts.forward`."""
-        return self.kernel(x, weights, experts, _weights(layer))
-
-    def add(
-        self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
-    ) -> torch.Tensor | None:
-        """See :class:`atom_core.layers.experts.AddingExpertsMethod`."""
-        if self.adding is None or torch.compiler.is_compiling():
-            return None
-        return self.adding.add(x, weights, experts, _weights(layer), residual)
-
-    def max_normed(self) -> int:
-        """See :class:`atom_core.layers.experts.AddingExpertsMethod`."""
-        return 0 if self.adding is None else self.adding.max_normed
-
-    def add_behind_norm(
-        self, layer: Experts, stream: torch.Tensor, norm: RMSNorm, weights: torch.Tensor, experts: torch.Tensor
-    ) -> torch.Tensor:
-        """See :meth:`atom_core.layers.experts.Experts.add_behind_norm`."""
-        assert self.adding is not None
-        return self.adding.add_behind_norm(stream, norm.weight, norm.eps, weights, experts, _weights(layer))
+    def weights(self, layer: Experts) -> Mxfp4Weights:
+        """See :class:`atom_core.layers.experts.ExpertsMethod`."""
+        gate_up = (layer.gate_up_proj_blocks, layer.gate_up_proj_scales)
+        return Mxfp4Weights(*gate_up, layer.down_proj_blocks, layer.down_proj_scales, *layer.biases)
 
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """Blocks and scales, without the biases."""
@@ -108,11 +87,6 @@ class Mxfp4ExpertsMethod:
 
     def finalize(self, layer: Experts) -> None:
         """Nothing to bring into another form."""
-
-
-def _weights(layer: Experts) -> Mxfp4Weights:
-    gate_up = (layer.gate_up_proj_blocks, layer.gate_up_proj_scales)
-    return Mxfp4Weights(*gate_up, layer.down_proj_blocks, layer.down_proj_scales, *layer.biases)
 
 
 def _empty(runtime: Runtime, count: int, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
-
 from atom_core.config import Activation
-from atom_core.kernels.experts import EXPERTS, AddingExpertsKernel, ExpertsSpec, ExpertWeights
+from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
 from atom_core.layers.fused_experts import MiddlePlacement, PairsPlacement
-from atom_core.layers.norm import RMSNorm
 from atom_core.layers.parameters import Placement, empty_parameter
 from atom_core.runtime import Runtime
 
@@ -29,30 +26,10 @@ class PlainExpertsMethod:
         bias = layer.gate_up_proj_bias is not None
         spec = ExpertsSpec(layer.held.start, count, hidden, size, top_k, activation, bias, runtime.dtype, layer.total)
         self.kernel = runtime.kernels.select(EXPERTS, spec)
-        self.adding = self.kernel if isinstance(self.kernel, AddingExpertsKernel) else None
 
-    def apply(self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """See :meth:`atom_core.layers.experts.Experts.forward`."""
-        return self.kernel(x, weights, experts, _weights(layer))
-
-    def add(
-        self, layer: Experts, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
-    ) -> torch.Tensor | None:
-        """See :class:`atom_core.layers.experts.AddingExpertsMethod`."""
-        if self.adding is None or torch.compiler.is_compiling():
-            return None
-        return self.adding.add(x, weights, experts, _weights(layer), residual)
-
-    def max_normed(self) -> int:
-        """See :class:`atom_core.layers.experts.AddingExpertsMethod`."""
-        return 0 if self.adding is None else self.adding.max_normed
-
-    def add_behind_norm(
-        self, layer: Experts, stream: torch.Tensor, norm: RMSNorm, weights: torch.Tensor, experts: torch.Tensor
-    ) -> torch.Tensor:
-        """See :meth:`atom_core.layers.experts.Experts.add_behind_norm`."""
-        assert self.adding is not None
-        return self.adding.add_behind_norm(stream, norm.weight, norm.eps, weights, experts, _weights(layer))
+    def weights(self, layer: Experts) -> ExpertWeights:
+        """See :class:`atom_core.layers.experts.ExpertsMethod`."""
+        return ExpertWeights(layer.gate_up_proj, layer.down_proj, *layer.biases)
 
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """Three matrices an expert, or two tensors of all of them."""
@@ -60,11 +37,7 @@ class PlainExpertsMethod:
 
     def finalize(self, layer: Experts) -> None:
         """Called after loading, and again after weights were loaded anew."""
-        self.kernel.adopt(_weights(layer))
-
-
-def _weights(layer: Experts) -> ExpertWeights:
-    return ExpertWeights(layer.gate_up_proj, layer.down_proj, *layer.biases)
+        self.kernel.adopt(self.weights(layer))
 
 
 def _one_by_one(layer: Experts) -> Iterator[tuple[str, str, Placement]]:

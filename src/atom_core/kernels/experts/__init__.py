@@ -10,7 +10,7 @@ weights of gate and up ``[E, 2I, H]``, one behind the other, of down ``[E, H, I]
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -57,9 +57,12 @@ class ExpertsKernel(Protocol):
     ) -> torch.Tensor: ...
 
 
+Weights_contra = TypeVar("Weights_contra", contravariant=True)
+
+
 @runtime_checkable
-class AddingExpertsKernel(Protocol):
-    """A kernel that can add to a residual on its way, and norm few tokens in front."""
+class AddingExpertsKernel(Protocol[Weights_contra]):
+    """A kernel that can add to a residual on its way, and norm few tokens in front, however it keeps its weights."""
 
     max_normed: int
     """Tokens up to which :meth:`add_behind_norm` is to be called, from 1 on."""
@@ -69,7 +72,7 @@ class AddingExpertsKernel(Protocol):
         x: torch.Tensor,
         weights: torch.Tensor,
         experts: torch.Tensor,
-        layer: ExpertWeights,
+        layer: Weights_contra,
         residual: torch.Tensor,
     ) -> torch.Tensor:
         """``residual += y``, rounded once; ``residual`` is contiguous, and is the result."""
@@ -81,9 +84,12 @@ class AddingExpertsKernel(Protocol):
         eps: float,
         weights: torch.Tensor,
         experts: torch.Tensor,
-        layer: ExpertWeights,
+        layer: Weights_contra,
     ) -> torch.Tensor:
-        """``stream += y`` of ``x = rms_norm(stream)``, which is not rounded; see :mod:`atom_core.kernels.rms_norm`."""
+        """``stream += y`` of ``x = rms_norm(stream)``; see :mod:`atom_core.kernels.rms_norm`.
+
+        In 16 bits ``x`` is not rounded; before it is quantised, and beside MXFP4, it is.
+        """
 
 
 def _aiter_supports(spec: ExpertsSpec, target: Target) -> str | None:

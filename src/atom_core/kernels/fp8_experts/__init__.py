@@ -12,7 +12,7 @@ before it is quantised. There are no biases.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -60,34 +60,6 @@ class Fp8ExpertsKernel(Protocol):
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Fp8ExpertWeights
     ) -> torch.Tensor:
         """``x [T, H]``, ``weights`` float32 and ``experts`` int32, both ``[T, k]``, to ``[T, H]``."""
-
-
-@runtime_checkable
-class AddingFp8ExpertsKernel(Protocol):
-    """As :class:`atom_core.kernels.experts.AddingExpertsKernel`; a normed token is rounded before it is quantised."""
-
-    max_normed: int
-
-    def add(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        experts: torch.Tensor,
-        layer: Fp8ExpertWeights,
-        residual: torch.Tensor,
-    ) -> torch.Tensor:
-        """``residual += y``, rounded once; ``residual`` is contiguous, and is the result."""
-
-    def add_behind_norm(
-        self,
-        stream: torch.Tensor,
-        norm: torch.Tensor,
-        eps: float,
-        weights: torch.Tensor,
-        experts: torch.Tensor,
-        layer: Fp8ExpertWeights,
-    ) -> torch.Tensor:
-        """``stream += y`` of ``x = rms_norm(stream)``; see :mod:`atom_core.kernels.rms_norm`."""
 
 
 def _aiter_supports(spec: Fp8ExpertsSpec, target: Target) -> str | None:

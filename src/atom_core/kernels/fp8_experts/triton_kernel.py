@@ -71,7 +71,7 @@ class TritonFp8Experts:
         layer: Fp8ExpertWeights,
         residual: torch.Tensor,
     ) -> torch.Tensor:
-        """See :class:`atom_core.kernels.fp8_experts.AddingFp8ExpertsKernel`."""
+        """See :class:`atom_core.kernels.experts.AddingExpertsKernel`."""
         return _launch(
             x,
             weights,
@@ -94,7 +94,7 @@ class TritonFp8Experts:
         experts: torch.Tensor,
         layer: Fp8ExpertWeights,
     ) -> torch.Tensor:
-        """See :class:`atom_core.kernels.fp8_experts.AddingFp8ExpertsKernel`."""
+        """See :class:`atom_core.kernels.experts.AddingExpertsKernel`."""
         assert 0 < len(stream) <= self.max_normed
         assert stream.is_contiguous()
         return one_token(

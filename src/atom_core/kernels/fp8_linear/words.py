@@ -33,6 +33,18 @@ def sixty_fourth(numbers):
 
 
 @triton.jit
+def _normed(words, norm_words, factor, NORM: tl.constexpr, dtype: tl.constexpr):
+    """The two numbers of each word, behind a norm or not."""
+    low, high = halves(words, dtype)
+    if NORM:
+        norm_low, norm_high = halves(norm_words, dtype)
+        # rounded between norm and scale, as the model defines them
+        low = (low * factor * norm_low).to(dtype).to(tl.float32)
+        high = (high * factor * norm_high).to(dtype).to(tl.float32)
+    return low, high
+
+
+@triton.jit
 def as_multiplied(
     words,
     norm_words,
@@ -45,12 +57,7 @@ def as_multiplied(
     fp8: tl.constexpr,
 ):
     """Pairs of the input's numbers, normed and quantised, as pairs of float16: a 64th of what e4m3 has."""
-    low, high = halves(words, dtype)
-    if NORM:
-        norm_low, norm_high = halves(norm_words, dtype)
-        # rounded between norm and scale, as the model defines them
-        low = (low * factor * norm_low).to(dtype).to(tl.float32)
-        high = (high * factor * norm_high).to(dtype).to(tl.float32)
+    low, high = _normed(words, norm_words, factor, NORM, dtype)
     low = sixty_fourth(narrowed(low, inverse, LIMIT, UNIT, fp8))
     high = sixty_fourth(narrowed(high, inverse, LIMIT, UNIT, fp8))
     return low | (high << 16)
@@ -194,12 +201,7 @@ def grouped_as_multiplied(
     the scales, ``[PLACES, GROUPS * 16 / SIZE]``.
     """
     BLOCKS: tl.constexpr = GROUPS * 16 // SIZE
-    low, high = halves(words, dtype)
-    if NORM:
-        norm_low, norm_high = halves(norm_words, dtype)
-        # rounded between norm and scale, as the model defines them
-        low = (low * factor * norm_low).to(dtype).to(tl.float32)
-        high = (high * factor * norm_high).to(dtype).to(tl.float32)
+    low, high = _normed(words, norm_words, factor, NORM, dtype)
     largest = tl.max(tl.reshape(tl.maximum(tl.abs(low), tl.abs(high)), (PLACES, BLOCKS, SIZE // 2)), 2)
     scale = tl.div_rn(tl.maximum(largest, SMALLEST), LIMIT)
     inverse = tl.div_rn(1.0, scale * UNIT)

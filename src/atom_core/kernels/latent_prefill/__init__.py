@@ -49,9 +49,9 @@ def _reference_supports(spec: LatentAttentionSpec, target: Target) -> str | None
 
 
 def _aiter_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
-    shape = spec.latent
     if reason := why_no_aiter(target):
         return reason
+    shape = spec.latent
     if shape.dtype != torch.bfloat16:
         return f"aiter's flash attention of keys wider than values is for bfloat16, not for {shape.dtype}."
     if (shape.nope_dim + shape.rope_dim, shape.value_dim) != (192, 128):

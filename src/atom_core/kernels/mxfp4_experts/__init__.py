@@ -10,7 +10,7 @@ side (:func:`empty_scales`): they are read for many rows and few groups at a tim
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -51,34 +51,6 @@ class Mxfp4ExpertsKernel(Protocol):
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Mxfp4Weights
     ) -> torch.Tensor: ...
-
-
-@runtime_checkable
-class AddingMxfp4ExpertsKernel(Protocol):
-    """As :class:`atom_core.kernels.experts.AddingExpertsKernel`; what is behind the norm is rounded."""
-
-    max_normed: int
-
-    def add(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        experts: torch.Tensor,
-        layer: Mxfp4Weights,
-        residual: torch.Tensor,
-    ) -> torch.Tensor:
-        """``residual += y``, rounded once; ``residual`` is contiguous, and is the result."""
-
-    def add_behind_norm(
-        self,
-        stream: torch.Tensor,
-        norm: torch.Tensor,
-        eps: float,
-        weights: torch.Tensor,
-        experts: torch.Tensor,
-        layer: Mxfp4Weights,
-    ) -> torch.Tensor:
-        """``stream += y`` of ``x = rms_norm(stream)``; see :mod:`atom_core.kernels.rms_norm`."""
 
 
 def _triton_supports(spec: Mxfp4ExpertsSpec, target: Target) -> str | None:
