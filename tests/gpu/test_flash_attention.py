@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from atom_core.kernels.select import Target
-from atom_plugin.vllm.flash_attention import FlashAttention3, why_no_flash_attention
+from atom_plugin.vllm.flash_attention import (
+    FlashAttention3,
+    FlashLatentAttention3,
+    why_no_flash_attention,
+    why_no_flash_latent_attention,
+)
 from tests.kernel_cases import ATTENTION_CASES, NAN, AttentionCase, assert_close, attention_batch, check_attention
+from tests.latent_cases import LATENT_CASES, LatentCase, check_absorbed, latent_batch
 
 GPU = torch.device("cuda", 0)
 #: Heads that the kernel has, in a cache that it can copy from: the other case's strides are odd.
 CASES = [case for case in ATTENTION_CASES if case.dim % 8 == 0 and case.packed]
+#: As DeepSeek's models have them.
+LATENTS = [replace(case, rank=512, rope_dim=64) for case in LATENT_CASES if not case.gap]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -24,6 +34,13 @@ def test_it_is_attention(case: AttentionCase, dtype: torch.dtype) -> None:
     if batch.sinks is not None:
         batch.sinks.data = batch.sinks.to(dtype)
     check_attention(FlashAttention3(case.spec(dtype)), batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", LATENTS, ids=str)
+def test_it_is_attention_over_latents(case: LatentCase, dtype: torch.dtype) -> None:
+    assert why_no_flash_latent_attention(case.spec(dtype), Target.of(GPU)) is None
+    check_absorbed(case, FlashLatentAttention3(case.spec(dtype)), latent_batch(case, dtype, GPU))
 
 
 def test_a_captured_graph_answers_batches_of_other_lengths() -> None:

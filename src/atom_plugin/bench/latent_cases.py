@@ -17,8 +17,11 @@ from atom_core.kernels.latent_cache import LatentSpec
 from atom_core.kernels.latent_prefill import LATENT_PREFILL
 from atom_core.kernels.latent_prefill.plan import plan_prefill
 from atom_core.metadata import AttentionMetadata, HostLengths, LatentCacheView
-from atom_plugin.bench.cases import MAX_MODEL_LEN, PAGE_SIZE, PREFILLS, Bench, Case, Run
+from atom_plugin.bench import vllm_kernels
+from atom_plugin.bench.cases import MAX_MODEL_LEN, PREFILLS, Bench, Case, Run
 
+#: The one that FlashMLA takes.
+PAGE_SIZE = 64
 #: Requests and the tokens of each.
 DECODES = ((1, 2048), (8, 2048), (64, 2048), (64, 4096), (256, 512))
 #: Tokens whose heads' products are taken.
@@ -87,7 +90,12 @@ def latent_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]
             f"decode {requests} x {tokens}, {config.num_heads} heads",
             num_bytes=requests * (tokens * latent.row + config.num_heads * (latent.row + latent.rank)) * itemsize,
             num_operations=2 * requests * tokens * config.num_heads * (latent.row + latent.rank),
-            contenders={"atom": partial(_absorbed, batch), "torch": partial(_torch_absorbed, batch)},
+            contenders={
+                "atom": partial(_absorbed, batch),
+                "torch": partial(_torch_absorbed, batch),
+                "FlashAttention 3": partial(_flash_attention, batch),
+                "FlashMLA": partial(_flash_mla, batch),
+            },
         )
 
 
@@ -115,6 +123,39 @@ def _torch_absorbed(batch: _Batch, bench: Bench, copies: int) -> Run:
         return torch.bmm(scores.softmax(-1).to(q.dtype), keys[..., : batch.latent.rank])
 
     return run
+
+
+def _flash_attention(batch: _Batch, bench: Bench, copies: int) -> Run:
+    metadata, latent = batch.metadata(bench), batch.latent
+    attend = vllm_kernels.flash_attention_3_of_latents(
+        query_start_loc=metadata.query_start_loc,
+        seq_lens=metadata.seq_lens,
+        page_table=metadata.page_table,
+        max_seq_len=metadata.max_seq_len,
+        num_heads=batch.num_heads,
+        rank=latent.rank,
+        rope_dim=latent.rope_dim,
+        page_size=PAGE_SIZE,
+        scale=latent.scale,
+        dtype=bench.dtype,
+    )
+    q = bench.random(batch.requests, batch.num_heads, latent.row, seed=0)
+    caches = batch.caches(bench, copies)
+    return lambda index: attend(q, caches[index].rows)
+
+
+def _flash_mla(batch: _Batch, bench: Bench, copies: int) -> Run:
+    metadata = batch.metadata(bench)
+    attend = vllm_kernels.flash_mla(
+        seq_lens=metadata.seq_lens,
+        page_table=metadata.page_table,
+        num_heads=batch.num_heads,
+        rank=batch.latent.rank,
+        scale=batch.latent.scale,
+    )
+    q = bench.random(batch.requests, batch.num_heads, batch.latent.row, seed=0)
+    caches = batch.caches(bench, copies)
+    return lambda index: attend(q, caches[index].rows)
 
 
 def latent_prefill_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:

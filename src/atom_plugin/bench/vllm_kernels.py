@@ -88,12 +88,7 @@ def flash_attention_3(
     dtype: torch.dtype,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     """``(q, keys, values, out)`` over pages ``[pages, page size, K, D]``; scheduled once, as for all layers."""
-    try:
-        from vllm.vllm_flash_attn import flash_attn_interface as interface
-    except Exception as error:  # a wheel for another device fails in as many ways as it has libraries
-        raise Unavailable(f"vLLM's FlashAttention cannot be imported: {error}") from error
-    if not interface.is_fa_version_supported(3):
-        raise Unavailable(f"FlashAttention 3 cannot run here: {interface.fa_version_unsupported_reason(3)}")
+    interface = _flash_attention_interface()
     splits = _SPLITS_IN_GRAPHS if max_query_len == 1 else 0
     schedule = interface.get_scheduler_metadata(
         batch_size=len(seq_lens),
@@ -130,6 +125,100 @@ def flash_attention_3(
         return out
 
     return run
+
+
+def flash_attention_3_of_latents(
+    *,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    max_seq_len: int,
+    num_heads: int,
+    rank: int,
+    rope_dim: int,
+    page_size: int,
+    scale: float,
+    dtype: torch.dtype,
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """``(q [R, H, L + R'], pages [pages, page size, L + R'])`` to ``[R, H, L]``, one query token a request."""
+    interface = _flash_attention_interface()
+    schedule = interface.get_scheduler_metadata(
+        batch_size=len(seq_lens),
+        max_seqlen_q=1,
+        max_seqlen_k=max_seq_len,
+        num_heads_q=num_heads,
+        num_heads_kv=1,
+        headdim=rope_dim,
+        cache_seqlens=seq_lens,
+        qkv_dtype=dtype,
+        headdim_v=rank,
+        cu_seqlens_q=query_start_loc,
+        page_size=page_size,
+        causal=True,
+        num_splits=_SPLITS_IN_GRAPHS,
+    )
+
+    def run(q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        rows = pages.unsqueeze(2)
+        attended: torch.Tensor = interface.flash_attn_varlen_func(
+            q=q[..., rank:],
+            k=rows[..., rank:],
+            v=rows[..., :rank],
+            q_v=q[..., :rank],
+            max_seqlen_q=1,
+            cu_seqlens_q=query_start_loc,
+            max_seqlen_k=max_seq_len,
+            seqused_k=seq_lens,
+            softmax_scale=scale,
+            causal=True,
+            block_table=page_table,
+            scheduler_metadata=schedule,
+            num_splits=_SPLITS_IN_GRAPHS,
+            fa_version=3,
+        )
+        return attended
+
+    return run
+
+
+def flash_mla(
+    *, seq_lens: torch.Tensor, page_table: torch.Tensor, num_heads: int, rank: int, scale: float
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """As :func:`flash_attention_3_of_latents`, over pages of 64 rows; scheduled once, as for all layers."""
+    try:
+        from vllm.v1.attention.ops import flashmla
+    except Exception as error:  # as above
+        raise Unavailable(f"vLLM's FlashMLA cannot be imported: {error}") from error
+    supported, reason = flashmla.is_flashmla_dense_supported()
+    if not supported:
+        raise Unavailable(f"FlashMLA cannot run here: {reason}")
+    schedule, _ = flashmla.get_mla_metadata(seq_lens, num_heads, 1, is_fp8_kvcache=False)
+
+    def run(q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        attended: torch.Tensor = flashmla.flash_mla_with_kvcache(
+            q=q.unsqueeze(1),
+            k_cache=pages.unsqueeze(2),
+            block_table=page_table,
+            cache_seqlens=seq_lens,
+            head_dim_v=rank,
+            tile_scheduler_metadata=schedule,
+            softmax_scale=scale,
+            causal=True,
+            is_fp8_kvcache=False,
+        )[0]
+        return attended.squeeze(1)
+
+    return run
+
+
+def _flash_attention_interface() -> Any:
+    try:
+        from vllm.vllm_flash_attn import flash_attn_interface as interface
+    except Exception as error:  # a wheel for another device fails in as many ways as it has libraries
+        raise Unavailable(f"vLLM's FlashAttention cannot be imported: {error}") from error
+    if not interface.is_fa_version_supported(3):
+        raise Unavailable(f"FlashAttention 3 cannot run here: {interface.fa_version_unsupported_reason(3)}")
+    return interface
 
 
 def _head_norm(ops: Any, x: torch.Tensor, head_dim: int, weight: torch.Tensor, eps: float) -> torch.Tensor:

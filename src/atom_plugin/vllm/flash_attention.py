@@ -5,6 +5,9 @@ By itself it prefills faster than the core's Triton kernel (arXiv 2407.08608): o
 106, but one of 128 after 12.7 ms in place of 8.6: a call takes more of the host's time. So it is to be asked for, with
 ``ATOM_KERNELS=attention=flash_attention_3``. Decoding alone stays with the core's kernel, which norms, rotates and
 fills the cache too.
+
+Over latents it has not been measured beside the core's kernel yet, and is to be asked for with
+``ATOM_KERNELS=latent_attention=flash_attention_3``.
 """
 
 from __future__ import annotations
@@ -16,29 +19,57 @@ from typing import cast
 import torch
 
 from atom_core.kernels.attention import FLASH_ATTENTION_3, PagedAttentionSpec
+from atom_core.kernels.latent_attention import LatentAttentionSpec
 from atom_core.kernels.select import Implementation, Target
-from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
+from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView, LatentCacheView
 
 
 def gpu_kernels() -> Mapping[str, Implementation[Hashable, object]]:
     """The GPU kernels that vLLM ships and that ours may be exchanged for, by op name."""
-    attention = Implementation(FLASH_ATTENTION_3, why_no_flash_attention, lambda spec, _: FlashAttention3(spec))
-    found = {"attention": attention}
+    found = {
+        "attention": Implementation(FLASH_ATTENTION_3, why_no_flash_attention, lambda spec, _: FlashAttention3(spec)),
+        "latent_attention": Implementation(
+            FLASH_ATTENTION_3, why_no_flash_latent_attention, lambda spec, _: FlashLatentAttention3(spec)
+        ),
+    }
     return cast("Mapping[str, Implementation[Hashable, object]]", found)
 
 
 def why_no_flash_attention(spec: PagedAttentionSpec, target: Target) -> str | None:
     """None where it can run the layer, else the reason."""
-    if (target.kind, target.arch) != ("cuda", "sm90"):
-        return f"FlashAttention 3 is written for Hopper (sm90), not for {target}."
-    if spec.dtype not in (torch.bfloat16, torch.float16):
-        return f"FlashAttention 3 has bfloat16 and float16, not {spec.dtype}."
-    if spec.cache_dtype != spec.dtype:
-        return f"FlashAttention 3 would want queries in the cache's dtype {spec.cache_dtype} too."
+    if reason := _why_no_dtypes(target, spec.dtype, spec.cache_dtype):
+        return reason
     if spec.head_dim > 256 or spec.head_dim % 8:
         return f"FlashAttention 3 has head sizes up to 256 that are multiples of 8, not {spec.head_dim}."
     if spec.sinks and spec.dtype != torch.bfloat16:
         return f"FlashAttention 3 has sinks in bfloat16, not in {spec.dtype}."
+    return _why_not_here()
+
+
+def why_no_flash_latent_attention(spec: LatentAttentionSpec, target: Target) -> str | None:
+    """None where it can run the layer, else the reason."""
+    shape = spec.latent
+    if reason := _why_no_dtypes(target, shape.dtype, shape.cache_dtype):
+        return reason
+    if (shape.rank, shape.rope_dim) != (512, 64):
+        return (
+            "FlashAttention 3 has latents of 512 numbers with rotated keys of 64, not "
+            f"{shape.rank} with {shape.rope_dim}."
+        )
+    return _why_not_here()
+
+
+def _why_no_dtypes(target: Target, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+    if (target.kind, target.arch) != ("cuda", "sm90"):
+        return f"FlashAttention 3 is written for Hopper (sm90), not for {target}."
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashAttention 3 has bfloat16 and float16, not {dtype}."
+    if cache_dtype != dtype:
+        return f"FlashAttention 3 would want queries in the cache's dtype {cache_dtype} too."
+    return None
+
+
+def _why_not_here() -> str | None:
     interface = _interface()
     if isinstance(interface, str):
         return interface
@@ -112,4 +143,40 @@ class FlashAttention3:
             block_table=metadata.page_table,
             fa_version=3,
             s_aux=sinks,
+        )
+
+
+class FlashLatentAttention3:
+    """See :class:`atom_core.kernels.latent_attention.LatentAttentionKernel`; it reads the cache by its strides.
+
+    Rotated keys are its keys, and what the latents add to the scores its ``q_v``: the latents are its values.
+    """
+
+    graph_support: GraphSupport = "always"
+
+    def __init__(self, spec: LatentAttentionSpec) -> None:
+        interface = _interface()
+        assert isinstance(interface, ModuleType), interface
+        self.attend = interface.flash_attn_varlen_func
+        self.spec = spec
+
+    def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        """Write the attention of every request's queries to ``out``."""
+        assert _aligned(cache.rows), "it copies by tensor descriptors, whose strides are multiples of 16 bytes"
+        rank = self.spec.latent.rank
+        rows = cache.rows.unsqueeze(2)  # [pages, page size, one head, L + R]
+        self.attend(
+            q=q[..., rank:],
+            k=rows[..., rank:],
+            v=rows[..., :rank],
+            q_v=q[..., :rank],
+            out=out,
+            max_seqlen_q=metadata.max_query_len,
+            cu_seqlens_q=metadata.query_start_loc,
+            max_seqlen_k=metadata.max_seq_len,
+            seqused_k=metadata.seq_lens,
+            softmax_scale=self.spec.scale,
+            causal=metadata.causal,
+            block_table=metadata.page_table,
+            fa_version=3,
         )

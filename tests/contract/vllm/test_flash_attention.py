@@ -19,13 +19,22 @@ import torch
 import vllm
 
 from atom_core.kernels.attention.reference import ReferenceAttention
+from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
 from atom_core.kernels.select import Target
-from atom_core.metadata import AttentionMetadata, KVCacheView
-from atom_plugin.vllm.flash_attention import FlashAttention3, gpu_kernels, why_no_flash_attention
+from atom_core.metadata import AttentionMetadata, KVCacheView, LatentCacheView
+from atom_plugin.vllm.flash_attention import (
+    FlashAttention3,
+    FlashLatentAttention3,
+    gpu_kernels,
+    why_no_flash_attention,
+    why_no_flash_latent_attention,
+)
 from tests.kernel_cases import ATTENTION_CASES, AttentionCase, attention_batch, check_attention
+from tests.latent_cases import LATENT_CASES, LatentCase, check_absorbed, latent_batch
 
 HOPPER = Target("cuda", "sm90")
 SPEC = AttentionCase("", (), dim=128).spec(torch.bfloat16)
+LATENT_SPEC = LatentCase("", (), rank=512, rope_dim=64).spec(torch.bfloat16)
 
 
 @pytest.fixture
@@ -68,20 +77,40 @@ def stand_in(signature: inspect.Signature, **given: Any) -> torch.Tensor:
         soft_cap=cap or None,
         sinks=arguments["s_aux"] is not None,
     )
+    cache = KVCacheView(k.transpose(1, 2), arguments["v"].transpose(1, 2))
+    ReferenceAttention(spec)(q, cache, _metadata(arguments), arguments["s_aux"], out)
+    return out
+
+
+def stand_in_of_latents(signature: inspect.Signature, **given: Any) -> torch.Tensor:
+    """As :func:`stand_in`, with values that are keys too: ``q_v`` meets them."""
+    call = signature.bind(**given)
+    call.apply_defaults()
+    arguments = call.arguments
+    assert arguments["fa_version"] == 3
+    assert arguments["causal"]
+    assert arguments["window_size"] is None
+    q, k, v, q_v, out = (arguments[name] for name in ("q", "k", "v", "q_v", "out"))
+    assert k.shape[2] == v.shape[2] == 1
+    shape = replace(LATENT_SPEC.latent, num_heads=q.shape[1], rank=v.shape[-1], rope_dim=k.shape[-1], dtype=q.dtype)
+    spec = replace(LATENT_SPEC, latent=shape, scale=arguments["softmax_scale"])
+    cache = LatentCacheView(torch.cat([v, k], -1).squeeze(2))
+    ReferenceLatentAttention(spec)(torch.cat([q_v, q], -1), cache, _metadata(arguments), out)
+    return out
+
+
+def _metadata(arguments: dict[str, Any]) -> AttentionMetadata:
     starts = arguments["cu_seqlens_q"]
-    metadata = AttentionMetadata(
+    return AttentionMetadata(
         query_start_loc=starts,
         seq_lens=arguments["seqused_k"],
         page_table=arguments["block_table"],
         slot_mapping=torch.empty(0, dtype=torch.int64),
         num_requests=len(starts) - 1,
-        num_tokens=len(q),
+        num_tokens=len(arguments["q"]),
         max_query_len=arguments["max_seqlen_q"],
         max_seq_len=arguments["max_seqlen_k"],
     )
-    cache = KVCacheView(k.transpose(1, 2), arguments["v"].transpose(1, 2))
-    ReferenceAttention(spec)(q, cache, metadata, arguments["s_aux"], out)
-    return out
 
 
 @pytest.mark.parametrize("case", [case for case in ATTENTION_CASES if case.packed and case.dim % 8 == 0], ids=str)
@@ -92,6 +121,16 @@ def test_its_arguments_mean_what_is_meant(
     monkeypatch.setattr(binding, "flash_attn_varlen_func", partial(stand_in, signature))
     kernel = FlashAttention3(case.spec(torch.bfloat16))
     check_attention(kernel, attention_batch(case, torch.bfloat16, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("case", [case for case in LATENT_CASES if not case.gap], ids=str)
+def test_its_arguments_mean_what_is_meant_of_latents(
+    monkeypatch: pytest.MonkeyPatch, binding: ModuleType, case: LatentCase
+) -> None:
+    signature = inspect.signature(binding.flash_attn_varlen_func)
+    monkeypatch.setattr(binding, "flash_attn_varlen_func", partial(stand_in_of_latents, signature))
+    kernel = FlashLatentAttention3(case.spec(torch.bfloat16))
+    check_absorbed(case, kernel, latent_batch(case, torch.bfloat16, torch.device("cpu")))
 
 
 def test_a_cache_that_it_cannot_copy_from_is_not_read(binding: ModuleType) -> None:
@@ -115,12 +154,28 @@ def test_a_cache_that_it_cannot_copy_from_is_not_read(binding: ModuleType) -> No
     ],
 )
 def test_what_it_cannot_run_it_says(spec: Any, target: Target, reason: str) -> None:
-    (implementation,) = gpu_kernels().values()
-    assert implementation.supports is why_no_flash_attention
+    assert gpu_kernels()["attention"].supports is why_no_flash_attention
     assert reason in (why_no_flash_attention(spec, target) or "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "reason"),
+    [
+        ({}, Target("cuda", "sm80"), "written for Hopper"),
+        ({"dtype": torch.float32, "cache_dtype": torch.float32}, HOPPER, "not torch.float32"),
+        ({"cache_dtype": torch.float8_e4m3fn}, HOPPER, "queries in the cache's dtype"),
+        ({"rank": 256}, HOPPER, "latents of 512 numbers with rotated keys of 64, not 256 with 64"),
+        ({}, HOPPER, "vLLM's FlashAttention cannot be imported"),
+    ],
+)
+def test_what_latents_it_cannot_run_it_says(changes: dict[str, Any], target: Target, reason: str) -> None:
+    spec = replace(LATENT_SPEC, latent=replace(LATENT_SPEC.latent, **changes))
+    assert gpu_kernels()["latent_attention"].supports is why_no_flash_latent_attention
+    assert reason in (why_no_flash_latent_attention(spec, target) or "")
 
 
 def test_it_can_run_where_vllm_says_so(monkeypatch: pytest.MonkeyPatch, binding: ModuleType) -> None:
     assert "FlashAttention 3 cannot run here" in (why_no_flash_attention(SPEC, HOPPER) or "")
     monkeypatch.setattr(binding, "is_fa_version_supported", lambda version: version == 3)
     assert why_no_flash_attention(SPEC, HOPPER) is None
+    assert why_no_flash_latent_attention(LATENT_SPEC, HOPPER) is None
