@@ -18,12 +18,20 @@ KernelT = TypeVar("KernelT")
 
 DeviceKind = Literal["cpu", "cuda", "rocm"]
 
-#: Which implementation is tried first, by kind of device. "framework" is what an adapter contributes, and so is
-#: "flash_attention_3"; "torch" a faster way that torch has on a CPU, "scaled_mm" its FP8 product on a GPU; "separate"
-#: runs what an op fuses by the ops that it is made of.
+#: Which implementation is tried first, by kind of device. "framework" is what an adapter contributes, and so are those
+#: with "flash_attention_3"; "torch" a faster way that torch has on a CPU, "scaled_mm" its FP8 product on a GPU;
+#: "separate" runs what an op fuses by the ops that it is made of.
 PRIORITY: Mapping[DeviceKind, tuple[str, ...]] = {
     "rocm": ("aiter", "aiter_shuffled", "triton", "framework", "scaled_mm", "reference", "separate"),
-    "cuda": ("triton", "flash_attention_3", "framework", "scaled_mm", "reference", "separate"),
+    "cuda": (
+        "triton_and_flash_attention_3",
+        "triton",
+        "flash_attention_3",
+        "framework",
+        "scaled_mm",
+        "reference",
+        "separate",
+    ),
     "cpu": ("framework", "torch", "reference", "separate"),
 }
 

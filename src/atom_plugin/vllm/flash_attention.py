@@ -2,9 +2,9 @@
 
 By itself it prefills faster than the core's Triton kernel (arXiv 2407.08608): on an H200, 8,192 tokens of Qwen3 8B in
 1.03 ms a layer in place of 1.78. Within an engine a prompt of 4,000 tokens has its first token after 99 ms in place of
-106, but one of 128 after 12.7 ms in place of 8.6: a call takes more of the host's time. So it is to be asked for, with
-``ATOM_KERNELS=attention=flash_attention_3``. Decoding alone stays with the core's kernel, which norms, rotates and
-fills the cache too.
+106, but one of 128 after 12.7 ms in place of 8.6: a call takes more of the host's time. So batches with a long prompt
+are its, and all others the core's kernel's. Decoding alone stays with the core too, where norms, rope and the cache's
+filling are fused with it.
 
 Over latents it has not been measured beside the core's kernel yet, and is to be asked for with
 ``ATOM_KERNELS=latent_attention=flash_attention_3``.
@@ -18,21 +18,37 @@ from typing import cast
 
 import torch
 
-from atom_core.kernels.attention import FLASH_ATTENTION_3, PagedAttentionSpec
+from atom_core.kernels.attention import (
+    TRITON_AND_FLASH_ATTENTION_3,
+    TRITON_ATTENTION,
+    PagedAttentionKernel,
+    PagedAttentionSpec,
+)
 from atom_core.kernels.latent_attention import LatentAttentionSpec
 from atom_core.kernels.select import Implementation, Target
 from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView, LatentCacheView
+
+#: New tokens of a batch's longest prompt from which on it is read by FlashAttention 3: what was measured, and won.
+LONG_PROMPT = 4000
 
 
 def gpu_kernels() -> Mapping[str, Implementation[Hashable, object]]:
     """The GPU kernels that vLLM ships and that ours may be exchanged for, by op name."""
     found = {
-        "attention": Implementation(FLASH_ATTENTION_3, why_no_flash_attention, lambda spec, _: FlashAttention3(spec)),
+        "attention": Implementation(TRITON_AND_FLASH_ATTENTION_3, _why_no_both, _build_both),
         "latent_attention": Implementation(
-            FLASH_ATTENTION_3, why_no_flash_latent_attention, lambda spec, _: FlashLatentAttention3(spec)
+            "flash_attention_3", why_no_flash_latent_attention, lambda spec, _: FlashLatentAttention3(spec)
         ),
     }
     return cast("Mapping[str, Implementation[Hashable, object]]", found)
+
+
+def _why_no_both(spec: PagedAttentionSpec, target: Target) -> str | None:
+    return TRITON_ATTENTION.supports(spec, target) or why_no_flash_attention(spec, target)
+
+
+def _build_both(spec: PagedAttentionSpec, target: Target) -> PagedAttentionKernel:
+    return LongPromptsElsewhere(TRITON_ATTENTION.build(spec, target), FlashAttention3(spec))
 
 
 def why_no_flash_attention(spec: PagedAttentionSpec, target: Target) -> str | None:
@@ -144,6 +160,38 @@ class FlashAttention3:
             fa_version=3,
             s_aux=sinks,
         )
+
+
+class LongPromptsElsewhere:
+    """A kernel that leaves batches with a long prompt to another; both read the same cache. See :data:`LONG_PROMPT`."""
+
+    order: CacheOrder = "plain"
+
+    def __init__(self, kernel: PagedAttentionKernel, long: PagedAttentionKernel) -> None:
+        assert kernel.order == long.order == self.order
+        assert long.plan_key() is None, "who plans does not know yet whose batch it is"
+        self.kernel, self.long = kernel, long
+        self.graph_support: GraphSupport = kernel.graph_support
+
+    def plan_key(self) -> Hashable | None:
+        """See :class:`atom_core.kernels.attention.PagedAttentionKernel`."""
+        return self.kernel.plan_key()
+
+    def plan(self, metadata: AttentionMetadata) -> object:
+        """See :class:`atom_core.kernels.attention.PagedAttentionKernel`."""
+        return self.kernel.plan(metadata)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: KVCacheView,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the attention of every request's queries to ``out``."""
+        kernel = self.long if metadata.max_query_len >= LONG_PROMPT else self.kernel
+        kernel(q, cache, metadata, sinks, out)
 
 
 class FlashLatentAttention3:

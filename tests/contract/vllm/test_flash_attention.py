@@ -13,18 +13,24 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import vllm
 
+from atom_core.kernels import OPS
+from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3
 from atom_core.kernels.attention.reference import ReferenceAttention
+from atom_core.kernels.latent_attention import LATENT_ATTENTION
 from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
-from atom_core.kernels.select import Target
+from atom_core.kernels.select import KernelSet, Target
 from atom_core.metadata import AttentionMetadata, KVCacheView, LatentCacheView
 from atom_plugin.vllm.flash_attention import (
+    LONG_PROMPT,
     FlashAttention3,
     FlashLatentAttention3,
+    LongPromptsElsewhere,
     gpu_kernels,
     why_no_flash_attention,
     why_no_flash_latent_attention,
@@ -154,8 +160,8 @@ def test_a_cache_that_it_cannot_copy_from_is_not_read(binding: ModuleType) -> No
     ],
 )
 def test_what_it_cannot_run_it_says(spec: Any, target: Target, reason: str) -> None:
-    assert gpu_kernels()["attention"].supports is why_no_flash_attention
     assert reason in (why_no_flash_attention(spec, target) or "")
+    assert gpu_kernels()["attention"].supports(spec, target) is not None
 
 
 @pytest.mark.parametrize(
@@ -174,8 +180,24 @@ def test_what_latents_it_cannot_run_it_says(changes: dict[str, Any], target: Tar
     assert reason in (why_no_flash_latent_attention(spec, target) or "")
 
 
+@pytest.mark.parametrize(("tokens", "long"), [(LONG_PROMPT - 1, False), (LONG_PROMPT, True)])
+def test_long_prompts_are_read_elsewhere(tokens: int, long: bool) -> None:
+    case = AttentionCase("", ((3, tokens), (9, 1)), dim=8)
+    batch = attention_batch(case, torch.float32, torch.device("cpu"))
+    one, other = (Mock(wraps=ReferenceAttention(case.spec(torch.float32)), order="plain") for _ in range(2))
+    other.plan_key.return_value = None
+    kernel = LongPromptsElsewhere(one, other)
+    kernel(batch.q, batch.cache, batch.metadata, None, batch.q.new_empty(batch.q.shape))
+    assert (one.called, other.called) == (not long, long)
+
+
 def test_it_can_run_where_vllm_says_so(monkeypatch: pytest.MonkeyPatch, binding: ModuleType) -> None:
     assert "FlashAttention 3 cannot run here" in (why_no_flash_attention(SPEC, HOPPER) or "")
     monkeypatch.setattr(binding, "is_fa_version_supported", lambda version: version == 3)
     assert why_no_flash_attention(SPEC, HOPPER) is None
     assert why_no_flash_latent_attention(LATENT_SPEC, HOPPER) is None
+    kernels = KernelSet(HOPPER, OPS, contributed=gpu_kernels())
+    assert kernels.chosen(ATTENTION, SPEC) == TRITON_AND_FLASH_ATTENTION_3
+    assert isinstance(kernels.select(ATTENTION, SPEC), LongPromptsElsewhere)
+    assert kernels.chosen(ATTENTION, replace(SPEC, cache_dtype=torch.float8_e4m3fn)) == "triton"
+    assert kernels.chosen(LATENT_ATTENTION, LATENT_SPEC) == "triton"

@@ -28,8 +28,9 @@ from atom_core.kernels.select import Implementation, Op, Target, only_on_cpu
 from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
 from atom_core.metadata import SHUFFLED, AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
 
-#: An implementation that adapters contribute; see :data:`atom_core.kernels.select.PRIORITY`.
-FLASH_ATTENTION_3 = "flash_attention_3"
+#: An implementation that adapters contribute: Triton's, but for batches with long prompts. See
+#: :data:`atom_core.kernels.select.PRIORITY`.
+TRITON_AND_FLASH_ATTENTION_3 = "triton_and_flash_attention_3"
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,10 @@ def _reference_supports(spec: PagedAttentionSpec, target: Target) -> str | None:
     return why_unreadable(spec.cache_dtype)
 
 
+TRITON_ATTENTION: Implementation[PagedAttentionSpec, PagedAttentionKernel] = Implementation(
+    "triton", _triton_supports, _build_triton
+)
+
 ATTENTION: Op[PagedAttentionSpec, PagedAttentionKernel] = Op(
     "attention",
     (
@@ -129,7 +134,7 @@ ATTENTION: Op[PagedAttentionSpec, PagedAttentionKernel] = Op(
         Implementation(
             "aiter_shuffled", partial(_aiter_supports, order=SHUFFLED), partial(_build_aiter, order=SHUFFLED)
         ),
-        Implementation("triton", _triton_supports, _build_triton),
+        TRITON_ATTENTION,
         Implementation("torch", _torch_supports, lambda spec, target: SdpaAttention(spec)),
         Implementation("reference", _reference_supports, lambda spec, target: ReferenceAttention(spec)),
     ),

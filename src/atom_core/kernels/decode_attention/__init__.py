@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from atom_core.kernels.attention import FLASH_ATTENTION_3, PagedAttentionSpec
+from atom_core.kernels.attention import TRITON_AND_FLASH_ATTENTION_3, PagedAttentionSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_not_fused
@@ -49,8 +49,7 @@ class DecodeAttentionKernel(Protocol):
 
 
 def _triton_supports(spec: DecodeAttentionSpec, target: Target) -> str | None:
-    # One token each, FlashAttention 3 alone takes as long as this kernel takes with all that comes before.
-    return why_not_fused(spec.separate, or_else=(FLASH_ATTENTION_3,))
+    return why_not_fused(spec.separate, or_else=(TRITON_AND_FLASH_ATTENTION_3,))
 
 
 def _build_triton(spec: DecodeAttentionSpec, target: Target) -> DecodeAttentionKernel | None:
