@@ -214,6 +214,8 @@ RESULTS: Mapping[str, Callable[..., Any]] = {
 IN_PLACE = frozenset(
     {
         "rmsnorm2d_fwd_with_add",
+        "fused_qk_rmsnorm_per_token_quant",
+        "fused_qk_rmsnorm_group_quant",
         "static_per_tensor_quant",
         "dynamic_per_token_scaled_quant",
         "fused_qk_norm_rope_cache_pts_quant_shuffle",
@@ -230,6 +232,8 @@ IN_PLACE = frozenset(
         "gelu_and_mul",
         "gelu_tanh_and_mul",
         "swiglu_and_mul",
+        "silu_and_mul_quant",
+        "fused_clamp_act_mul",
     }
 )
 

@@ -21,7 +21,10 @@ from atom_core.kernels.attention import ATTENTION
 from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
 from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8ExpertWeights
+from atom_core.kernels.fp8_gated_activation import FP8_GATED_ACTIVATION, Fp8GatedActivationSpec
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
+from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM, Fp8RmsNormSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.latent_prefill import LATENT_PREFILL, plan
 from atom_core.kernels.linear import LINEAR, LinearSpec
@@ -167,21 +170,110 @@ def fp8_linear(target: Target, device: torch.device) -> None:
 
 @case
 def fp8_block_linear(target: Target, device: torch.device) -> None:
-    """Blocks whose scales differ a lot; a group of zeros."""
-    for bias in (False, True):
-        spec = Fp8BlockLinearSpec(384, 256, bias, torch.bfloat16)
+    """Blocks whose scales differ a lot; a group of zeros; half a block of outputs."""
+    for outputs, bias in ((256, False), (256, True), (192, False)):
+        spec = Fp8BlockLinearSpec(384, outputs, bias, torch.bfloat16)
         kernel = chosen(FP8_BLOCK_LINEAR, spec, target)
         for rows in (0, 1, 5, 70):
-            weight = e4m3(256, 384, device=device)
+            weight = e4m3(outputs, 384, device=device)
             scale = torch.tensor([[1e-3, 2e-2, 3e-4], [5e-3, 1e-4, 4e-3]], device=device)
             x = random(rows, 384, dtype=torch.bfloat16, device=device, seed=1)
             x[:, 128:256] *= torch.arange(rows, device=device)[:, None]
-            offset = random(256, dtype=torch.bfloat16, device=device, seed=2) if bias else None
+            offset = random(outputs, dtype=torch.bfloat16, device=device, seed=2) if bias else None
             expected = reference(FP8_BLOCK_LINEAR, spec)(x, weight, scale, offset)
-            exact = x.float() @ (weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)).T
+            wide = scale.repeat_interleave(128, 0)[:outputs].repeat_interleave(128, 1)
+            exact = x.float() @ (weight.float() * wide).T
             exact = exact if offset is None else exact + offset
             kernel.adopt(weight, scale)
             assert_rounds_alike(kernel(x, weight, scale, offset), expected, exact)
+
+
+def quantized_forms(target: Target) -> tuple[InputForm, InputForm]:
+    """What the products with scales of rows and of blocks take."""
+    return InputForm(FP8[target.arch], None), InputForm(FP8[target.arch], 128)
+
+
+def assert_quantized(found: QuantizedInput, exact: torch.Tensor, form: InputForm) -> None:
+    """Scales are those of the numbers, or as far off as their last bits, and each number is rounded once."""
+    limit, subnormal = torch.finfo(form.dtype).max, torch.finfo(form.dtype).smallest_normal / 8
+    assert found.values.dtype == form.dtype
+    assert found.values.shape == exact.shape
+    group = form.group or exact.shape[1]
+    grouped = exact.float().view(len(exact), exact.shape[1] // group, group)
+    scale = grouped.abs().amax(-1).clamp_min(1e-10) / limit
+    torch.testing.assert_close(found.scales, scale if form.group is None else scale.t(), rtol=1e-4, atol=0)
+    restored = found.values.float().view(grouped.shape) * scale[..., None]
+    allowed = grouped.abs() * (2**-4 + 1e-3) + scale[..., None] * subnormal
+    assert bool(((restored - grouped).abs() <= allowed).all())
+
+
+def check_product_of_quantized(
+    target: Target, found: QuantizedInput, x: torch.Tensor, exact: torch.Tensor, form: InputForm
+) -> None:
+    """The product behind multiplies ``found`` as it does ``x [T, K]``, whose numbers are rounded to 16 bits."""
+    size = exact.shape[1]
+    weight = e4m3(128, size, device=exact.device)
+    for bias in (False, True):
+        offset = random(128, dtype=torch.bfloat16, device=exact.device, seed=8) if bias else None
+        if form.group is None:
+            spec = Fp8LinearSpec(size, 128, bias, torch.bfloat16, "dynamic")
+            kernel, theirs = chosen(FP8_LINEAR, spec, target), reference(FP8_LINEAR, spec)
+            scale = random(128, dtype=torch.float32, device=exact.device, seed=9).abs() * 1e-3
+            expected = theirs(x, weight, scale, None, offset)
+            wide = weight.float() * scale[:, None]
+        else:
+            block = Fp8BlockLinearSpec(size, 128, bias, torch.bfloat16)
+            kernel, theirs = chosen(FP8_BLOCK_LINEAR, block, target), reference(FP8_BLOCK_LINEAR, block)
+            scale = random(1, size // 128, dtype=torch.float32, device=exact.device, seed=9).exp() * 1e-3
+            expected = theirs(x, weight, scale, offset)
+            wide = weight.float() * scale.repeat_interleave(128, 1)
+        mine = weight.clone()
+        kernel.adopt(mine, scale)
+        true = exact.float() @ wide.T
+        assert_rounds_alike(kernel.multiply(found, mine, offset), expected, true if offset is None else true + offset)
+
+
+@case
+def fp8_rms_norm(target: Target, device: torch.device) -> None:
+    """With and without a residual; rows with gaps between them, and none; numbers that eps counts beside."""
+    dtype = torch.bfloat16
+    for form in quantized_forms(target):
+        # The widest is one of those that aiter's norm by itself has no groups of 128 for.
+        for rows, size in ((0, 128), (1, 384), (33, 1536), (5, 5120)):
+            kernel = chosen(FP8_RMS_NORM, Fp8RmsNormSpec(size, dtype, form, ()), target)
+            x = random(rows, size + 64, dtype=dtype, device=device)[:, :size]
+            x[rows // 2 :] *= 0.01
+            weight = random(size, dtype=dtype, device=device, seed=1)
+            for residual in (None, random(rows, size, dtype=dtype, device=device, seed=2) * 0.01):
+                total = x.float() if residual is None else x.float() + residual.float()
+                exact = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight.float()
+                before = (x.clone(), None if residual is None else residual.clone())
+                found, summed = kernel(x, weight, 1e-5, residual)
+                assert torch.equal(x, before[0])
+                if residual is not None:
+                    assert torch.equal(residual, before[1])
+                    assert_near(summed, total.to(dtype))
+                assert (summed is None) == (residual is None)
+                assert_quantized(found, exact, form)
+                check_product_of_quantized(target, found, exact.to(dtype), exact, form)
+
+
+@case
+def fp8_gated_activation(target: Target, device: torch.device) -> None:
+    """Every activation that there is; widths of the kernel in HIP, and of that in Triton, within a power of two."""
+    dtype = torch.bfloat16
+    for form in quantized_forms(target):
+        for activation, size in (("silu", 384), ("silu", 4224), ("silu", 6272), ("gelu", 128), ("gelu_tanh", 640)):
+            kernel = chosen(FP8_GATED_ACTIVATION, Fp8GatedActivationSpec(activation, size, dtype, form, ()), target)
+            for rows in (0, 1, 7):
+                x = 3 * random(rows, 2 * size, dtype=dtype, device=device)
+                x[:, :128] *= torch.arange(rows, device=device)[:, None]
+                spec = GatedActivationSpec(activation, size, torch.float32)
+                exact = reference(GATED_ACTIVATION, spec)(x.float())
+                before, found = x.clone(), kernel(x)
+                assert torch.equal(x, before)
+                assert_quantized(found, exact, form)
+                check_product_of_quantized(target, found, exact.to(dtype), exact, form)
 
 
 def attention_cases() -> list[AttentionCase]:

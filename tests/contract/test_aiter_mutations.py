@@ -25,6 +25,10 @@ CPU = torch.device("cpu")
 CASES_OF = {
     "aiter.rms_norm": "rms_norm",
     "aiter.rmsnorm2d_fwd_with_add": "rms_norm",
+    "aiter.fused_qk_rmsnorm_per_token_quant": "fp8_rms_norm",
+    "aiter.fused_qk_rmsnorm_group_quant": "fp8_rms_norm",
+    "aiter.silu_and_mul_quant": "fp8_gated_activation",
+    "aiter.ops.triton.fusions.fused_clamp_act_mul.fused_clamp_act_mul": "fp8_gated_activation",
     "aiter.silu_and_mul": "gated_activation",
     "aiter.gelu_and_mul": "gated_activation",
     "aiter.gelu_tanh_and_mul": "gated_activation",
@@ -63,6 +67,7 @@ WITHOUT_EFFECT = {
 #: Results that are written before they are read.
 RESULTS = (
     *("out", "output", "out_", "q_out", "residual_out", "scales", "k_cache", "v_cache"),
+    *("q_out_quantized", "q_out_scale", "q_res_out", "scale"),
     *("topk_weights", "topk_ids", "topk_indices", "token_expert_indices"),
 )
 
@@ -85,7 +90,8 @@ def changed(value):
     if isinstance(value, float):
         return value * 2 + 0.1
     if isinstance(value, str):
-        return "softmax" if value == "sigmoid" else "sigmoid"
+        others = {"silu": "gelu", "gelu": "gelu_tanh", "gelu_tanh": "silu", "sigmoid": "softmax"}
+        return others.get(value, "sigmoid")
     if isinstance(value, tuple):
         return tuple(max(0, part // 2) if part > 0 else part for part in value)
     return None

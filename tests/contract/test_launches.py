@@ -111,6 +111,26 @@ def test_a_layer_is_counted_launch_by_launch():
     assert not any(name.partition(".")[0] == "aiter" for name in sys.modules)
 
 
+def test_norms_and_activations_quantise_what_fp8_products_read():
+    found = count("qwen3-8b-fp8", GFX942, batch=2, ranks=8, num_layers=2, context=100)
+    norm = ("fused_qk_rmsnorm_group_quant", 3 * 2 * 4096 + 4096 + 4 * 32)
+    product = "gemm_a8w8_blockscale_bpreshuffle"
+    assert [(it.name, it.activations // 2) for it in found] == [
+        norm,
+        (product, 4096 + 4 * 32 + 2 * 768),
+        ("qk_norm_rope_cache", 2 * (768 + 512)),
+        ("unified_attention", 2 * 2 * 512),
+        ("per_group_quant_hip", 2 * 512 + 512 + 4 * 4),
+        (product, 512 + 4 * 4 + 2 * 4096),
+        ("all_reduce", 2 * 4096),
+        norm,
+        (product, 4096 + 4 * 32 + 2 * 3072),
+        ("silu_and_mul_quant", 2 * 3072 + 1536 + 4 * 12),
+        (product, 1536 + 4 * 12 + 2 * 4096),
+        ("all_reduce", 2 * 4096),
+    ]
+
+
 def test_an_unknown_model_is_refused_in_words():
     with pytest.raises(ValueError, match="known by name"):
         count("no-such-model", GFX942, batch=1, ranks=1, num_layers=2, context=100)

@@ -16,7 +16,9 @@ from atom_core.kernels.embedding import EMBEDDING
 from atom_core.kernels.experts import EXPERTS
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR
 from atom_core.kernels.fp8_experts import FP8_EXPERTS
+from atom_core.kernels.fp8_gated_activation import FP8_GATED_ACTIVATION
 from atom_core.kernels.fp8_linear import FP8_LINEAR
+from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM
 from atom_core.kernels.gated_activation import GATED_ACTIVATION
 from atom_core.kernels.head_linear import HEAD_LINEAR
 from atom_core.kernels.latent_attention import LATENT_ATTENTION
@@ -38,6 +40,7 @@ OPS = cast(
     (
         EMBEDDING,
         RMS_NORM,
+        FP8_RMS_NORM,
         LINEAR,
         FP8_LINEAR,
         FP8_BLOCK_LINEAR,
@@ -52,6 +55,7 @@ OPS = cast(
         LATENT_ATTENTION,
         LATENT_PREFILL,
         GATED_ACTIVATION,
+        FP8_GATED_ACTIVATION,
         MOE_ROUTING,
         EXPERTS,
         FP8_EXPERTS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +26,7 @@ FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "rms_norm": ("aiter.rms_norm", "aiter.rmsnorm2d_fwd_with_add"),
+        "fp8_rms_norm": ("aiter.fused_qk_rmsnorm_per_token_quant", "aiter.fused_qk_rmsnorm_group_quant"),
         "linear": ("aiter.tuned_gemm.gemm_a16w16",),
         "fp8_linear": (
             "aiter.ops.shuffle.shuffle_weight",
@@ -47,6 +48,10 @@ CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "aiter.gelu_and_mul",
             "aiter.gelu_tanh_and_mul",
             "aiter.swiglu_and_mul",
+        ),
+        "fp8_gated_activation": (
+            "aiter.silu_and_mul_quant",
+            "aiter.ops.triton.fusions.fused_clamp_act_mul.fused_clamp_act_mul",
         ),
         "moe_routing": (
             "aiter.topk_softmax",
@@ -76,6 +81,14 @@ def why_no_aiter(target: Target) -> str | None:
         return f"aiter's kernels are used on {' and '.join(ARCHITECTURES)}, not on {target.arch}."
     if not is_installed():
         return f"aiter is not installed. {_INSTALL}"
+    return None
+
+
+def why_not_fused(separate: Iterable[tuple[str, str]]) -> str | None:
+    """None where each of the ops, which come with the implementations chosen for them, is aiter's, else the reason."""
+    for op, chosen in separate:
+        if chosen != "aiter":
+            return f"It fuses kernels of aiter's, and {op} is {chosen} here."
     return None
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, FewRowsFp8BlockKernel, Fp8BlockLinearSpec
+from atom_core.kernels.fp8_inputs import InputForm, LinearInput, QuantizedInputKernel, form_of
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.select import KernelSet
 from atom_core.layers.linear_methods import Fp8Placement, Part, check_scales, empty_fp8, empty_scales
@@ -112,9 +113,16 @@ class BlockFp8Method:
         yield "weight", part.of_matrix(layer.weight, Fp8Placement)
         yield self.scheme.scale, replace(place_scales(part, layer.weight_scale), held_by="weight_scale")
 
-    def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def input_form(self) -> InputForm | None:
         """See :class:`LinearMethod`."""
-        return self.kernel(x, layer.weight, layer.weight_scale, bias)
+        return form_of(self.kernel)
+
+    def apply(self, layer: Linear, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`LinearMethod`."""
+        if isinstance(x, torch.Tensor):
+            return self.kernel(x, layer.weight, layer.weight_scale, bias)
+        assert isinstance(self.kernel, QuantizedInputKernel)
+        return self.kernel.multiply(x, layer.weight, bias)
 
     def add(
         self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor

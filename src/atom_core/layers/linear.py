@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from atom_core.kernels.fp8_inputs import LinearInput
 from atom_core.kernels.linear import LinearKernel, LinearSpec
 from atom_core.layers.block_fp8 import BlockFp8Method
 from atom_core.layers.linear_methods import Fp8Method, LinearMethod, Part, UnquantizedMethod
@@ -76,8 +77,8 @@ class Linear(ParameterLayer):
         self.method = method_of(scheme)
         self.method.create(self, runtime)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [T, in]`` to ``[T, out]``."""
+    def forward(self, x: LinearInput) -> torch.Tensor:
+        """``x [T, in]``, which may be quantised in the form that the layer's method takes, to ``[T, out]``."""
         return self.method.apply(self, x, self.bias)
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
@@ -175,19 +176,19 @@ class RowLinear(Linear):
         super().__init__(len(mine), out_features, bias, runtime, name, [part])
         self.group, self.mine = group, mine
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: LinearInput) -> torch.Tensor:
         """``x [T, in / ranks]`` to ``[T, out]``."""
         return self.group.all_reduce(self.part(x))
 
-    def part(self, x: torch.Tensor) -> torch.Tensor:
+    def part(self, x: LinearInput) -> torch.Tensor:
         """This rank's part of the sum over ranks, for a caller who has more to add before it is taken."""
         # The bias is whole on every rank and must enter the sum once.
         bias = self.bias if self.group.rank == 0 else None
         return self.method.apply(self, x, bias)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> Stream:
+    def add(self, x: LinearInput, residual: torch.Tensor) -> Stream:
         """The layer's result added to ``residual [T, out]``, which is written to."""
-        if self.group.world_size == 1:
+        if self.group.world_size == 1 and isinstance(x, torch.Tensor):
             summed = self.method.add(self, x, self.bias, residual)
             if summed is not None:
                 return Stream(None, summed)

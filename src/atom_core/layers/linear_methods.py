@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
+from atom_core.kernels.fp8_inputs import InputForm, LinearInput, QuantizedInputKernel, form_of
 from atom_core.kernels.fp8_linear import FP8_LINEAR, FewRowsFp8Kernel, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import E4M3, row_scales, to_e4m3
 from atom_core.kernels.linear import LINEAR, AddingLinearKernel, LinearSpec
@@ -63,8 +64,11 @@ class LinearMethod(Protocol):
     def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
         """(tensor name, placement) of all that a checkpoint has for ``part``, but for the bias."""
 
-    def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x [T, in]`` to ``[T, out]``."""
+    def input_form(self) -> InputForm | None:
+        """What :meth:`apply` takes quantised; None: nothing."""
+
+    def apply(self, layer: Linear, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x [T, in]``, quantised in that form or not, to ``[T, out]``."""
 
     def add(
         self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
@@ -101,8 +105,13 @@ class UnquantizedMethod:
         """The weight."""
         yield "weight", part.of_matrix(layer.weight)
 
-    def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def input_form(self) -> InputForm | None:
         """See :class:`LinearMethod`."""
+        return None
+
+    def apply(self, layer: Linear, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`LinearMethod`."""
+        assert isinstance(x, torch.Tensor)
         return layer.kernel(x, layer.weight, bias)
 
     def add(
@@ -160,9 +169,16 @@ class Fp8Method:
             index = layer.parts.index(part)
             yield "input_scale", ScalePlacement(layer.input_scale, (1,), target=index, count=1)
 
-    def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def input_form(self) -> InputForm | None:
         """See :class:`LinearMethod`."""
-        return self.kernel(x, layer.weight, layer.weight_scale, self._input_scale(layer), bias)
+        return form_of(self.kernel)
+
+    def apply(self, layer: Linear, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`LinearMethod`."""
+        if isinstance(x, torch.Tensor):
+            return self.kernel(x, layer.weight, layer.weight_scale, self._input_scale(layer), bias)
+        assert isinstance(self.kernel, QuantizedInputKernel)
+        return self.kernel.multiply(x, layer.weight, bias)
 
     def _input_scale(self, layer: Linear) -> torch.Tensor | None:
         return layer.input_scale[:1] if self.static else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from atom_core.config import ModelConfig
+from atom_core.layers.gated_activation import GatedLinear
 from atom_core.layers.linear import Column, MergedColumnLinear, RowLinear
 from atom_core.layers.norm import RMSNorm, Stream
-from atom_core.layers.normed_linear import NormedLinear
 from atom_core.layers.parameters import share
 from atom_core.runtime import Runtime
 
@@ -27,7 +27,7 @@ class GatedMLP(nn.Module):
         self.down_proj = RowLinear(
             size, config.hidden_size, config.mlp_bias, runtime, "intermediate_size", f"{name}.down_proj"
         )
-        self.enter = NormedLinear(norm, self.gate_up_proj, config.activation, runtime)
+        self.enter = GatedLinear(norm, self.gate_up_proj, config.activation, self.down_proj, runtime)
 
     def forward(self, stream: Stream) -> Stream:
         """Read the stream's norm and add to it."""

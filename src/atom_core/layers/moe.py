@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from atom_core.config import Activation, MoEConfig
-from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.layers.experts import Experts
+from atom_core.layers.gated_activation import GatedActivation
 from atom_core.layers.linear import Column, Linear, MergedColumnLinear, RowLinear
 from atom_core.layers.linear_methods import Part
 from atom_core.layers.norm import RMSNorm, Stream
@@ -67,10 +67,8 @@ class SharedExpert(nn.Module):
         mine = share(size, group.rank, group.world_size, what)
         columns = (Column("gate_proj", size, mine), Column("up_proj", size, mine))
         self.gate_up_proj = MergedColumnLinear(hidden_size, columns, False, runtime, f"{name}.gate_up_proj")
-        self.activate = runtime.kernels.select(
-            GATED_ACTIVATION, GatedActivationSpec(activation, len(mine), runtime.dtype)
-        )
         self.down_proj = RowLinear(size, hidden_size, False, runtime, what, f"{name}.down_proj")
+        self.activate = GatedActivation(activation, self.down_proj, runtime)
         self.behind_norm = NormedLinear(norm, self.gate_up_proj, activation, runtime)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

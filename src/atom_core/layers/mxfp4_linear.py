@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from atom_core.kernels.fp8_inputs import InputForm, LinearInput
 from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR, FewRowsMxfp4Kernel, Mxfp4LinearSpec
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.select import KernelSet
@@ -142,8 +143,13 @@ class Mxfp4Method:
         yield "weight", blocks
         yield "weight_scale", scales
 
-    def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def input_form(self) -> InputForm | None:
         """See :class:`LinearMethod`."""
+        return None
+
+    def apply(self, layer: Linear, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`LinearMethod`."""
+        assert isinstance(x, torch.Tensor)
         return self.kernel(x, layer.weight, layer.weight_scale, bias)
 
     def add(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from atom_core.config import Activation
+from atom_core.kernels.fp8_inputs import LinearInput
+from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM, Fp8RmsNormSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.normed_linear import NORMED_LINEAR, NormedLinearSpec
 from atom_core.kernels.rms_norm import RMS_NORM
@@ -32,9 +34,16 @@ class NormedLinear:
             spec = GatedActivationSpec(activation, out_features // 2, runtime.dtype)
             self.activate = kernels.select(GATED_ACTIVATION, spec)
             separate.append(("gated_activation", kernels.chosen(GATED_ACTIVATION, spec)))
-        separate += [("rms_norm", kernels.chosen(RMS_NORM, norm.spec)), linear.method.chosen(linear, kernels)]
+        by_itself = ("rms_norm", kernels.chosen(RMS_NORM, norm.spec))
+        separate += [by_itself, linear.method.chosen(linear, kernels)]
         self.fused = kernels.select(
             NORMED_LINEAR, NormedLinearSpec(in_features, out_features, activation, tuple(separate))
+        )
+        form = linear.method.input_form()
+        self.norm_and_quantize = (
+            None
+            if form is None
+            else kernels.select(FP8_RMS_NORM, Fp8RmsNormSpec(in_features, runtime.dtype, form, (by_itself,)))
         )
 
     def __call__(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,6 +52,18 @@ class NormedLinear:
         x = stream.residual
         if self.fused is not None and stream.last is None and 0 < x.shape[0] <= self.fused.max_rows:
             return self.fused(x, norm.weight, norm.eps, linear.method.operands(linear)), x
-        x, summed = norm(stream)
-        y = linear(x)
+        normed, summed = self._normed(stream)
+        y = linear(normed)
         return y if self.activate is None else self.activate(y), summed
+
+    def _normed(self, stream: Stream) -> tuple[LinearInput, torch.Tensor]:
+        """What the layer multiplies, and the stream summed up."""
+        norm, last, residual = self.norm, stream.last, stream.residual
+        if self.norm_and_quantize is None:
+            x, summed = norm(stream)
+            return x, summed
+        if last is None:
+            return self.norm_and_quantize(residual, norm.weight, norm.eps, None)[0], residual
+        quantized, total = self.norm_and_quantize(last, norm.weight, norm.eps, residual)
+        assert total is not None
+        return quantized, total

@@ -5,10 +5,11 @@ results in place, dtypes of the GPU that ``GPU_ARCHS`` names, and what users tri
 has no kernel for is an error. Signatures are those of ``aiter_signatures.json``; a test holds them against it.
 """
 
-from aiter.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul, swiglu_and_mul
+from aiter.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul, silu_and_mul_quant, swiglu_and_mul
 from aiter.ops.attention import pa_fwd_asm
 from aiter.ops.enum import ActivationType, QuantType
 from aiter.ops.fused_qk_norm_rope_cache_quant import fused_qk_norm_rope_cache_pts_quant_shuffle
+from aiter.ops.fused_qk_rmsnorm_group_quant import fused_qk_rmsnorm_group_quant, fused_qk_rmsnorm_per_token_quant
 from aiter.ops.gemm_op_a8w8 import gemm_a8w8_blockscale_bpreshuffle, gemm_a8w8_bpreshuffle
 from aiter.ops.mha import flash_attn_varlen_func, mha_batch_prefill_func
 from aiter.ops.quant import dynamic_per_token_scaled_quant, per_group_quant_hip, static_per_tensor_quant
@@ -23,6 +24,8 @@ __all__ = [
     "dynamic_per_token_scaled_quant",
     "flash_attn_varlen_func",
     "fused_qk_norm_rope_cache_pts_quant_shuffle",
+    "fused_qk_rmsnorm_group_quant",
+    "fused_qk_rmsnorm_per_token_quant",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
     "gemm_a8w8_blockscale_bpreshuffle",
@@ -35,6 +38,7 @@ __all__ = [
     "rms_norm",
     "rmsnorm2d_fwd_with_add",
     "silu_and_mul",
+    "silu_and_mul_quant",
     "static_per_tensor_quant",
     "swiglu_and_mul",
     "topk_gating",

@@ -11,6 +11,7 @@ import pytest
 
 from tests.integration.questions import MAX_TOKENS, checkpoint, read_rows
 from tests.integration.vllm.offline import Ask, Engine, run
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, make_fp8
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -28,10 +29,11 @@ CASES = {
         {},
     ),
     "weights in FP8": ("qwen3", KERNELS, {"quantization": "fp8"}),
+    "weights in FP8, in blocks": ("qwen3", KERNELS, {}),
     "experts": ("qwen3_moe", KERNELS, {}),
 }
 #: On gfx950 what differs: FP8, and the compute units that decoding is split over.
-ARCHITECTURES = {"gfx942": tuple(CASES), "gfx950": ("shuffled pages", "weights in FP8")}
+ARCHITECTURES = {"gfx942": tuple(CASES), "gfx950": ("shuffled pages", "weights in FP8", "weights in FP8, in blocks")}
 ENGINES = [(arch, name) for arch, names in ARCHITECTURES.items() for name in names]
 
 
@@ -41,14 +43,16 @@ def rows():
 
 
 @pytest.fixture(scope="module")
-def ran(rows):
+def ran(rows, tmp_path_factory):
     asks = [Ask([row.prompt for row in rows], {"max_tokens": MAX_TOKENS})]
     options = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 32, "dtype": "bfloat16"}
     script, found = Path(__file__).with_name("as_on_amd.py"), {}
+    in_blocks = tmp_path_factory.mktemp("blocks") / "qwen3"
+    make_fp8(Path(checkpoint("qwen3")), in_blocks, BLOCK_FORMATS[0])
     for arch, names in ARCHITECTURES.items():
         engines = [
-            Engine(checkpoint(family), "atom", asks, options | more, environ)
-            for family, environ, more in (CASES[name] for name in names)
+            Engine(str(in_blocks) if "blocks" in name else checkpoint(family), "atom", asks, options | more, environ)
+            for name, (family, environ, more) in ((name, CASES[name]) for name in names)
         ]
         results = run(engines, environ={"GPU_ARCHS": arch}, script=script)
         found |= {(arch, name): result for name, result in zip(names, results, strict=True)}
@@ -67,4 +71,7 @@ def test_the_kernels_are_aiters(arch, name, ran):
     assert kernels["attention"] == ("aiter_shuffled" if "ATOM_SHUFFLED_CACHE" in CASES[name][1] else "aiter")
     assert kernels["qk_norm_rope_cache"] == ("aiter" if "filled by aiter" in name else "reference")
     assert {kernels.get(op) for op in ("moe_routing", "experts")} == {"aiter" if name == "experts" else None}
-    assert kernels.get("fp8_linear") == ("aiter" if "FP8" in name else None)
+    assert kernels.get("fp8_linear") == ("aiter" if name == "weights in FP8" else None)
+    assert kernels.get("fp8_block_linear") == ("aiter" if "blocks" in name else None)
+    for op in ("fp8_rms_norm", "fp8_gated_activation"):
+        assert kernels.get(op) == ("aiter" if "FP8" in name else None)

@@ -5,21 +5,31 @@ See :mod:`atom_core.kernels.fp8_linear.aiter_kernel` for gfx942's form of e4m3.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear.aiter_kernel import ShuffledWeight
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 from atom_core.quant.fp8 import BLOCK_SIZE
 
+if TYPE_CHECKING:
+    from atom_core.kernels.fp8_block_linear import Fp8BlockLinearSpec
+
 
 class AiterFp8BlockLinear:
-    """See :class:`atom_core.kernels.fp8_block_linear.Fp8BlockLinearKernel`."""
+    """See :class:`atom_core.kernels.fp8_block_linear.Fp8BlockLinearKernel`.
 
-    def __init__(self, target: Target) -> None:
+    It is also a :class:`atom_core.kernels.fp8_inputs.QuantizedInputKernel`.
+    """
+
+    def __init__(self, spec: Fp8BlockLinearSpec, target: Target) -> None:
         require("aiter.per_group_quant_hip", "aiter.gemm_a8w8_blockscale_bpreshuffle")
         self.shuffled = ShuffledWeight(target)
+        self.dtype, self.form = spec.dtype, InputForm(self.shuffled.dtype, group=BLOCK_SIZE)
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
         """Move the weight's bytes."""
@@ -32,16 +42,38 @@ class AiterFp8BlockLinear:
         y: torch.Tensor = _fp8_block_linear(x.contiguous(), *self.shuffled(weight))
         return y if bias is None else y.add_(bias)
 
+    def multiply(self, x: QuantizedInput, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`atom_core.kernels.fp8_inputs.QuantizedInputKernel`."""
+        y: torch.Tensor = _product(*x, *self.shuffled(weight), self.dtype)
+        return y if bias is None else y.add_(bias)
+
 
 @opaque("aiter_fp8_block_linear", lambda x, weight, scale: x.new_empty(x.shape[0], weight.shape[0]))
 def _fp8_block_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if not len(x):
         return x.new_empty(0, weight.shape[0])
-    # The product wants the scales of a group side by side: the result reads [T, G], and its bytes are [G, T].
+    # What is asked for reads [T, G], and its bytes are [G, T].
     quantized, scales = aiter_function("aiter.per_group_quant_hip")(
         x, quant_dtype=weight.dtype, group_size=BLOCK_SIZE, transpose_scale=True
     )
+    product: torch.Tensor = _product(quantized, scales.view(-1, len(x)), weight, scale, x.dtype)
+    return product
+
+
+def _of_product(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+
+
+@opaque("aiter_fp8_block_product", _of_product)
+def _product(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    if not len(x):
+        return _of_product(x, x_scale, weight, scale, dtype)
+    # It reads the scales of a group side by side, and asks for another shape than the bytes then have.
     y: torch.Tensor = aiter_function("aiter.gemm_a8w8_blockscale_bpreshuffle")(
-        quantized, weight, scales, scale, dtype=x.dtype
+        x, weight, x_scale.view(len(x), -1), scale, dtype=dtype
     )
     return y

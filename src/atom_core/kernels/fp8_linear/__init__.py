@@ -85,7 +85,7 @@ def _aiter_supports(spec: Fp8LinearSpec, target: Target) -> str | None:
 def _build_aiter(spec: Fp8LinearSpec, target: Target) -> Fp8LinearKernel:
     from atom_core.kernels.fp8_linear.aiter_kernel import AiterFp8Linear  # looked for when it is chosen
 
-    return AiterFp8Linear(target)
+    return AiterFp8Linear(spec, target)
 
 
 def _scaled_mm_supports(spec: Fp8LinearSpec, target: Target) -> str | None:

@@ -7,13 +7,19 @@ is, or a little later (480 for 448). aiter's quantiser cuts NaN to the largest n
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from atom_core.kernels.aiter_library import FP8, aiter_function, require
 from atom_core.kernels.cache_dtypes import as_bytes
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
+
+if TYPE_CHECKING:
+    from atom_core.kernels.fp8_linear import Fp8LinearSpec
 
 
 class ShuffledWeight:
@@ -61,11 +67,16 @@ def _moved(weight: torch.Tensor) -> torch.Tensor:
 
 
 class AiterFp8Linear:
-    """See :class:`atom_core.kernels.fp8_linear.Fp8LinearKernel`."""
+    """See :class:`atom_core.kernels.fp8_linear.Fp8LinearKernel`.
 
-    def __init__(self, target: Target) -> None:
+    Where each token has a scale of its own, it is also a :class:`atom_core.kernels.fp8_inputs.QuantizedInputKernel`.
+    """
+
+    def __init__(self, spec: Fp8LinearSpec, target: Target) -> None:
         require("aiter.static_per_tensor_quant", "aiter.dynamic_per_token_scaled_quant", "aiter.gemm_a8w8_bpreshuffle")
         self.shuffled = ShuffledWeight(target)
+        self.dtype = spec.dtype
+        self.form = InputForm(self.shuffled.dtype, group=None) if spec.input_scale == "dynamic" else None
         #: Twice the static scale where that is how the device reads it.
         self.unit = 2.0 if self.shuffled.dtype == FNUZ else 1.0
 
@@ -85,6 +96,11 @@ class AiterFp8Linear:
         y: torch.Tensor = _fp8_linear(x.contiguous(), *self.shuffled(weight), input_scale, self.unit)
         return y if bias is None else y.add_(bias)
 
+    def multiply(self, x: QuantizedInput, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`atom_core.kernels.fp8_inputs.QuantizedInputKernel`."""
+        y: torch.Tensor = _product(*x, *self.shuffled(weight), self.dtype)
+        return y if bias is None else y.add_(bias)
+
 
 @opaque("aiter_fp8_linear", lambda x, weight, scale, input_scale, unit: x.new_empty(x.shape[0], weight.shape[0]))
 def _fp8_linear(
@@ -100,5 +116,21 @@ def _fp8_linear(
     else:
         torch.mul(input_scale.expand(rows, 1), unit, out=scales)
         aiter_function("aiter.static_per_tensor_quant")(quantized, x, scales[0])
-    y: torch.Tensor = aiter_function("aiter.gemm_a8w8_bpreshuffle")(quantized, weight, scales, scale, dtype=x.dtype)
+    product: torch.Tensor = _product(quantized, scales, weight, scale, x.dtype)
+    return product
+
+
+def _of_product(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+
+
+@opaque("aiter_fp8_product", _of_product)
+def _product(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    if not len(x):
+        return _of_product(x, x_scale, weight, scale, dtype)
+    y: torch.Tensor = aiter_function("aiter.gemm_a8w8_bpreshuffle")(x, weight, x_scale, scale, dtype=dtype)
     return y

@@ -22,6 +22,7 @@ def gemm_a8w8_blockscale_bpreshuffle(XQ, WQ, x_scale, w_scale, dtype=torch.bfloa
     _check(XQ, WQ, x_scale, w_scale, dtype)
     (rows, size), groups = XQ.shape, XQ.shape[1] // 128
     assert size % 128 == 0
+    assert WQ.shape[0] % 64 == 0, "tiles have as many outputs, and are not cut"
     assert x_scale.shape == (rows, groups)
     assert w_scale.shape == (-(-WQ.shape[0] // 128), groups)
     # Bytes are read group by group, whatever the shape says.

@@ -16,15 +16,17 @@ def rmsnorm2d_fwd_with_add(
 ):
     assert use_model_sensitive_rmsnorm == 0
     assert out.shape == residual_in.shape == residual_out.shape == input.shape
-    residual_out.copy_(input + residual_in)
-    out.copy_(_norm(residual_out, weight + 1 if gemma_norm else weight, epsilon))
+    # What is normed is not rounded.
+    summed = input.float() + residual_in.float()
+    residual_out.copy_(summed)
+    out.copy_(_norm(input, weight + 1 if gemma_norm else weight, epsilon, summed))
 
 
-def _norm(x, weight, epsilon):
+def _norm(x, weight, epsilon, summed=None):
     assert x.dim() == 2
     assert x.dtype == weight.dtype
     assert x.dtype in (torch.bfloat16, torch.float16)
     assert x.shape[-1] <= 8192, "another, slower kernel of aiter's"
     assert x.shape[0] > 0, "a launch of no programs"
-    wide = x.float()
+    wide = x.float() if summed is None else summed
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight.float()).to(x.dtype)

@@ -16,7 +16,11 @@ from atom_core.kernels.attention.aiter_choice import Call, choose, gluon_window,
 from atom_core.kernels.experts import EXPERTS, ExpertsSpec
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
 from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec
+from atom_core.kernels.fp8_gated_activation import FP8_GATED_ACTIVATION, Fp8GatedActivationSpec
+from atom_core.kernels.fp8_gated_activation.aiter_kernel import in_hip
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInputKernel, form_of
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
+from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM, Fp8RmsNormSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.latent_attention import LatentAttentionSpec
 from atom_core.kernels.latent_cache import LatentSpec
@@ -43,6 +47,9 @@ ATTENTION_SPEC = {
 NORM = RmsNormSpec(64, torch.bfloat16)
 EXPERTS_SPEC = ExpertsSpec(0, 4, 256, 256, 2, "silu", bias=False, dtype=torch.bfloat16)
 FP8_EXPERTS_SPEC = Fp8ExpertsSpec(0, 4, 256, 256, 2, "silu", block=False, dtype=torch.bfloat16)
+GROUPS = InputForm(torch.float8_e4m3fnuz, 128)
+FP8_NORM_SPEC = Fp8RmsNormSpec(256, torch.bfloat16, GROUPS, (("rms_norm", "aiter"),))
+FP8_ACTIVATION_SPEC = Fp8GatedActivationSpec("silu", 256, torch.bfloat16, GROUPS, (("gated_activation", "aiter"),))
 LATENTS = LatentSpec(4, 512, 128, 64, 128, True, torch.bfloat16, torch.bfloat16)
 
 
@@ -122,13 +129,26 @@ def test_what_aiter_itself_lacks_is_not_taken_for_a_missing_function(tmp_path, m
         (LINEAR, LinearSpec(8, 8, False, torch.float32), "numbers of two bytes, not for torch.float32"),
         (FP8_LINEAR, Fp8LinearSpec(64, 64, False, torch.float16, "dynamic"), "not of torch.float16"),
         (FP8_LINEAR, Fp8LinearSpec(48, 64, False, torch.bfloat16, "dynamic"), "multiples of 16, not 48 and 64"),
-        (FP8_BLOCK_LINEAR, Fp8BlockLinearSpec(128, 64, False, torch.bfloat16), "not for 128 inputs and 64 outputs"),
+        (FP8_BLOCK_LINEAR, Fp8BlockLinearSpec(128, 96, False, torch.bfloat16), "multiples of 64, not 128 and 96"),
         (FP8_BLOCK_LINEAR, Fp8BlockLinearSpec(128, 128, False, torch.float32), "not of torch.float32"),
         (ATTENTION, ATTENTION_SPEC | {"head_dim": 512}, "head sizes up to 256, not 512"),
         (ATTENTION, ATTENTION_SPEC | {"dtype": torch.float32, "cache_dtype": torch.float32}, "not torch.float32"),
         (ATTENTION, ATTENTION_SPEC | {"cache_dtype": torch.float8_e4m3fn}, "torch.float8_e4m3fnuz, not torch.float8_"),
         (GATED_ACTIVATION, GatedActivationSpec("silu", 8, torch.float32), "not for torch.float32"),
         (GATED_ACTIVATION, GatedActivationSpec("silu", 12, torch.bfloat16), "multiples of 8, not 12"),
+        (FP8_RMS_NORM, replace(FP8_NORM_SPEC, dtype=torch.float32), "not for torch.float32"),
+        (FP8_RMS_NORM, replace(FP8_NORM_SPEC, size=8320), "up to 8192 numbers, not of 8320"),
+        (FP8_RMS_NORM, replace(FP8_NORM_SPEC, size=192), "whole groups of 128 numbers, not rows of 192"),
+        (FP8_RMS_NORM, replace(FP8_NORM_SPEC, separate=(("rms_norm", "triton"),)), "and rms_norm is triton here"),
+        (FP8_GATED_ACTIVATION, replace(FP8_ACTIVATION_SPEC, dtype=torch.float32), "not for torch.float32"),
+        (FP8_GATED_ACTIVATION, replace(FP8_ACTIVATION_SPEC, activation="clamped_swiglu"), "the clamped SwiGLU"),
+        (FP8_GATED_ACTIVATION, replace(FP8_ACTIVATION_SPEC, size=192), "multiples of 128, not 192"),
+        (FP8_GATED_ACTIVATION, replace(FP8_ACTIVATION_SPEC, size=32896), "up to 32768 numbers, not of 32896"),
+        (
+            FP8_GATED_ACTIVATION,
+            replace(FP8_ACTIVATION_SPEC, separate=(("gated_activation", "triton"),)),
+            "and gated_activation is triton here",
+        ),
         (EXPERTS, replace(EXPERTS_SPEC, dtype=torch.float32), "numbers of two bytes, not for torch.float32"),
         (EXPERTS, replace(EXPERTS_SPEC, bias=True), "add biases in MXFP4 alone"),
         (EXPERTS, replace(EXPERTS_SPEC, activation="gelu"), "with silu, not with gelu"),
@@ -160,6 +180,39 @@ def test_its_limits_are_said_in_words(op, spec, reason):
         kernels.chosen(op, spec)
         said = dict(kernels.choices()[0].passed_over)["aiter"]
     assert reason in said
+
+
+@pytest.mark.parametrize(
+    ("activation", "size", "group", "hip"),
+    [
+        ("silu", 4096, 128, True),
+        ("silu", 4224, 128, False),
+        ("silu", 6144, 128, False),
+        ("silu", 6272, 128, True),
+        ("silu", 8192, 128, True),
+        ("silu", 8320, 128, False),
+        ("silu", 4096, None, False),
+        ("gelu", 4096, 128, False),
+    ],
+)
+def test_widths_that_threads_do_not_share_out_are_activated_in_triton(activation, size, group, hip):
+    assert in_hip(activation, size, InputForm(torch.float8_e4m3fn, group)) == hip
+
+
+def test_products_say_what_they_take_quantised():
+    with fake_aiter("gfx942"):
+        kernels = kernel_set(Target("rocm", "gfx942"))
+        of_rows = {
+            inputs: kernels.select(FP8_LINEAR, Fp8LinearSpec(128, 64, False, torch.bfloat16, inputs))
+            for inputs in ("dynamic", "static")
+        }
+        of_blocks = kernels.select(FP8_BLOCK_LINEAR, Fp8BlockLinearSpec(128, 128, False, torch.bfloat16))
+        plain = kernels.select(LINEAR, LinearSpec(128, 128, False, torch.bfloat16))
+    assert all(isinstance(it, QuantizedInputKernel) for it in (*of_rows.values(), of_blocks))
+    assert form_of(of_rows["dynamic"]) == InputForm(torch.float8_e4m3fnuz, None)
+    assert form_of(of_rows["static"]) is None
+    assert form_of(of_blocks) == GROUPS
+    assert form_of(plain) is None
 
 
 def test_middles_of_384_are_for_gfx942_alone_where_rows_have_scales():
