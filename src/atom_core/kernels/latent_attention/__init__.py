@@ -62,10 +62,9 @@ AITER_HEADS = {"gfx942": {16: 4, 64: 1, 128: 1}, "gfx950": {16: 4, 32: 4, 64: 4,
 
 
 def _aiter_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
-    shape = spec.latent
-    # What aiter does not decode is Triton's.
-    if reason := why_no_aiter(target) or triton_supports(spec, target):
+    if reason := why_no_aiter(target):
         return reason
+    shape = spec.latent
     if shape.dtype != torch.bfloat16:
         return f"aiter's decode over latents is for bfloat16, not for {shape.dtype}."
     if (shape.rank, shape.rope_dim) != (512, 64):
@@ -85,7 +84,7 @@ def _aiter_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
             f"aiter's decode over a cache in {shape.cache_dtype} on {target.arch} is used with "
             f"{', '.join(map(str, heads))} heads on each rank, not with {shape.num_heads}."
         )
-    return None
+    return triton_supports(spec, target)  # what aiter does not decode is Triton's
 
 
 def _build_aiter(spec: LatentAttentionSpec, target: Target) -> LatentAttentionKernel:

@@ -174,7 +174,7 @@ def _decodes_and_others(metadata: AttentionMetadata, num_tokens: int) -> tuple[P
     return (0, tokens, decodes), (tokens, num_tokens, others)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _sizes(
     requests: int, queries_each: int, heads: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> tuple[tuple[int | tuple[int, ...], torch.dtype], ...]:
@@ -259,8 +259,8 @@ def _decode(
         queries_each,
         page_size=1,
         sm_scale=scale,
-        # As many as there are compute units. Unless a number is named, batches of 32 requests and more on gfx950 are not
-        # read as they were shared out, but in equal parts of the longest request that there may be, by a launch more.
+        # As many as there are compute units. Where no number is named, batches of 32 requests and more on gfx950 are
+        # read in equal parts of the longest request that there may be instead, by a launch more.
         num_kv_splits=0,
         work_meta_data=pointers,
         work_indptr=work_starts,
