@@ -41,7 +41,7 @@ META = torch.device("meta")
 #: attended to by one, and added up by another. For fused_moe see :mod:`benchmarks._fused_moe`.
 SEVERAL = {"unified_attention": 2, "pa_decode_gluon": 2, "mla_decode_fwd": 2}
 #: Functions of aiter's that compute on the host.
-ON_THE_HOST = {"get_recommended_splits"}
+ON_THE_HOST = {"get_recommended_splits", "get_mla_metadata_info_v1"}
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,8 @@ RESULTS: Mapping[str, Callable[..., Any]] = {
     "shuffle_weight": lambda weight, layout: weight,
     "fused_moe": lambda x, *args, **kwargs: torch.empty_like(x),
     "get_recommended_splits": lambda requests, heads: 8,
+    # Room that the first layer of a step takes for all, whose sizes nothing here depends on.
+    "get_mla_metadata_info_v1": lambda *args, **kwargs: ((2, torch.uint64), *5 * ((1, torch.int32),)),
     "flash_attn_varlen_func": _attended,
 }
 #: The functions that return nothing that our kernels read.
@@ -223,6 +225,7 @@ IN_PLACE = frozenset(
         "unified_attention",
         "pa_fwd_asm",
         "pa_decode_gluon",
+        "get_mla_metadata_v1",
         "mla_decode_fwd",
         "topk_softmax",
         "topk_gating",

@@ -26,6 +26,8 @@ from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM, Fp8RmsNormSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
+from atom_core.kernels.latent_attention import AITER_HEADS, LATENT_ATTENTION
+from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
 from atom_core.kernels.latent_prefill import LATENT_PREFILL, plan
 from atom_core.kernels.linear import LINEAR, LinearSpec
 from atom_core.kernels.moe_routing import MOE_ROUTING
@@ -43,7 +45,7 @@ from tests.kernel_cases import (
     check_attention,
     check_qkv,
 )
-from tests.latent_cases import LATENT_CASES, check_expanded, latent_batch
+from tests.latent_cases import LATENT_CASES, LatentCase, check_absorbed, check_expanded, latent_batch
 
 Case = Callable[[Target, torch.device], None]
 CASES: dict[str, Case] = {}
@@ -503,6 +505,47 @@ def widened(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if scale.dim() == 2:
         return weight.float() * scale[..., None]
     return weight.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+
+
+#: (tokens cached before, new tokens) of each request, and how many tokens all bring.
+DECODES: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (
+    (1, ((0, 1), (15, 1), (16, 1), (40, 1))),
+    (1, ((700, 1), (0, 1), (1100, 1))),
+    (2, ((12, 2), (0, 2), (530, 2))),
+    (3, ((12, 3), (16, 3), (30, 3))),
+    (4, ((0, 4), (61, 4), (700, 4))),
+)
+
+
+@case
+def latent_attention(target: Target, device: torch.device) -> None:
+    """One token of each request, and several; all numbers of heads, pages and caches; and beside other requests."""
+
+    def check(shape: LatentCase, cache_dtype: Any = None, decodes: int = 0, **options: Any) -> None:
+        batch = latent_batch(shape, torch.bfloat16, device, cache_dtype=cache_dtype)
+        spec = shape.spec(torch.bfloat16, cache_dtype)
+        kernel = chosen(LATENT_ATTENTION, spec, target)
+        counted = replace(batch.metadata, num_decode_requests=decodes, num_decode_tokens=decodes)
+        batch = replace(batch, metadata=counted)
+        if device.type == "cpu":
+            # Batches that aiter decodes are never Triton's.
+            kernel.others = ReferenceLatentAttention(spec) if decodes else None
+        check_absorbed(shape, kernel, batch, **options)
+
+    sizes = {"rank": 512, "rope_dim": 64}
+    for heads, most in AITER_HEADS[target.arch].items():
+        for each, requests in DECODES:
+            if each > most or (heads > 16 and requests[-1][0] > 600):
+                continue
+            for page_size in (16, 64, 1) if heads == 16 else (16,):
+                shape = LatentCase("", requests, heads=heads, page_size=page_size, **sizes)
+                check(shape)
+                if heads == 16:
+                    check(shape, FP8[target.arch])
+    padded = LatentCase("", ((30, 2), (5, 2)), heads=16, padded_requests=2, padded_tokens=4, **sizes)
+    check(padded, fills_padding=True)
+    mixed = LatentCase("", ((30, 1), (0, 1), (7, 5), (300, 2)), heads=16, **sizes)
+    check(mixed, decodes=2)
 
 
 @case

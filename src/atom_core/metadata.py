@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -68,10 +68,14 @@ class AttentionMetadata:
     """None: it does not know, or a graph will replay the step with other lengths."""
     plans: Mapping[Hashable, object] = field(default_factory=dict)
     """What implementations worked out for this step, by their ``plan_key``."""
+    kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What the first layer's kernel worked out on the device for all others; another batch starts without."""
 
     def with_plans(self, plans: Mapping[Hashable, object]) -> AttentionMetadata:
         """This step with ``plans``."""
-        return replace(self, plans=plans)
+        planned = replace(self, plans=plans)
+        object.__setattr__(planned, "kept", self.kept)  # it is the same batch
+        return planned
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,9 @@ CASES_OF = {
     "aiter.mha_batch_prefill_func": "attention_by_token",
     "aiter.ops.triton.attention.unified_attention.unified_attention": "attention",
     "aiter.flash_attn_varlen_func": "latent_prefill",
+    "aiter.get_mla_metadata_info_v1": "latent_attention",
+    "aiter.get_mla_metadata_v1": "latent_attention",
+    "aiter.mla.mla_decode_fwd": "latent_attention",
     "aiter.topk_softmax": "moe_routing",
     "aiter.topk_gating": "moe_routing",
     "aiter.grouped_topk": "moe_routing",
@@ -62,13 +65,18 @@ WITHOUT_EFFECT = {
     ("aiter.pa_decode_gluon", "context_partition_size"): "how work is shared out",
     ("aiter.ops.triton.gluon.pa_decode_gluon.get_recommended_splits", "num_sequences"): "how work is shared out",
     ("aiter.ops.triton.gluon.pa_decode_gluon.get_recommended_splits", "num_kv_heads"): "how work is shared out",
+    ("aiter.get_mla_metadata_info_v1", "batch_size"): "there may be room for more",
+    ("aiter.get_mla_metadata_v1", "seqlens_qo_indptr"): "that all bring as many tokens is said by uni_seqlen_qo",
+    ("aiter.get_mla_metadata_v1", "kv_last_page_lens"): "of pages of one token the last is full",
+    ("aiter.get_mla_metadata_v1", "is_causal"): "how work is shared out: keys that nobody sees are left out or masked",
+    ("aiter.mla.mla_decode_fwd", "num_kv_splits"): "how much room sums have",
     ("aiter.fused_qk_norm_rope_cache_pts_quant_shuffle", "eps"): "it is as small as what rounding hides",
 }
 #: Results that are written before they are read.
 RESULTS = (
     *("out", "output", "out_", "q_out", "residual_out", "scales", "k_cache", "v_cache"),
     *("q_out_quantized", "q_out_scale", "q_res_out", "scale"),
-    *("topk_weights", "topk_ids", "topk_indices", "token_expert_indices"),
+    *("topk_weights", "topk_ids", "topk_indices", "token_expert_indices", "o"),
 )
 
 
@@ -80,6 +88,8 @@ def changed(value):
     if isinstance(value, torch.Tensor):
         if value.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
             return value.view(torch.uint8).roll(1, -1).view(value.dtype)
+        if value.dtype == torch.uint64:
+            return (value.view(torch.int64) + 8).view(value.dtype)
         if value.numel() == 1 or not value.is_floating_point():
             return value + 1 if not value.is_floating_point() else value * 3
         return value.flip(-1) * 2

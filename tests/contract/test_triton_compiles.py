@@ -44,6 +44,7 @@ from atom_core.kernels.fp8_linear import triton_kernel as fp8_kernel
 from atom_core.kernels.fp8_linear.scaled_mm import dtype_of
 from atom_core.kernels.gated_activation import triton_kernel as activation_kernel
 from atom_core.kernels.head_linear import triton_kernel as head_linear_kernel
+from atom_core.kernels.latent_attention import token_slots as slots_kernel
 from atom_core.kernels.latent_attention import triton_kernel as latent_kernel
 from atom_core.kernels.latent_cache import triton_kernel as latent_cache_kernel
 from atom_core.kernels.latent_prefill import triton_kernel as prefill_kernel
@@ -308,6 +309,18 @@ def test_attention_over_latents_compiles(monkeypatch, name, batch, gpu, cache_dt
 @pytest.mark.parametrize("name", ["16 heads, bfloat16", "16 heads, float32"])
 def test_attention_over_latents_in_fp8_compiles(monkeypatch, name, batch, gpu, cache_dtype):
     test_attention_over_latents_compiles(monkeypatch, name, batch, gpu, cache_dtype)
+
+
+@every_gpu
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_slots_of_keys_compile(monkeypatch, page_size, gpu):
+    kernel = slots_kernel._token_slots
+    monkeypatch.setattr(slots_kernel, "_token_slots", Recorder())
+    lengths, table = torch.ones(3, dtype=torch.int32), torch.ones(3, 8, dtype=torch.int32)
+    found = slots_kernel.TokenSlots(1, *(torch.empty(8, dtype=torch.int32) for _ in range(4)))
+    with pytest.raises(Launched) as launched:
+        slots_kernel.fill_on_device(found, lengths, table, 9, page_size)
+    compile_launch(kernel, launched.value, gpu)
 
 
 @every_gpu

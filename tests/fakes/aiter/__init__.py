@@ -12,6 +12,7 @@ from aiter.ops.fused_qk_norm_rope_cache_quant import fused_qk_norm_rope_cache_pt
 from aiter.ops.fused_qk_rmsnorm_group_quant import fused_qk_rmsnorm_group_quant, fused_qk_rmsnorm_per_token_quant
 from aiter.ops.gemm_op_a8w8 import gemm_a8w8_blockscale_bpreshuffle, gemm_a8w8_bpreshuffle
 from aiter.ops.mha import flash_attn_varlen_func, mha_batch_prefill_func
+from aiter.ops.mla_metadata import get_mla_metadata_info_v1, get_mla_metadata_v1
 from aiter.ops.quant import dynamic_per_token_scaled_quant, per_group_quant_hip, static_per_tensor_quant
 from aiter.ops.rmsnorm import rms_norm, rmsnorm2d_fwd_with_add
 from aiter.ops.topk import biased_grouped_topk_hip, grouped_topk, topk_gating, topk_softmax
@@ -30,6 +31,8 @@ __all__ = [
     "gelu_tanh_and_mul",
     "gemm_a8w8_blockscale_bpreshuffle",
     "gemm_a8w8_bpreshuffle",
+    "get_mla_metadata_info_v1",
+    "get_mla_metadata_v1",
     "grouped_topk",
     "mha_batch_prefill_func",
     "pa_decode_gluon",

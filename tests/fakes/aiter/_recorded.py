@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from aiter.ops.enum import ActivationType, GateMode, QuantType
+from aiter.ops.enum import ActivationType, GateMode, MlaVersion, QuantType
 
 RECORD = json.loads((Path(__file__).parents[1] / "aiter_signatures.json").read_text())["functions"]
 
@@ -39,7 +39,7 @@ def real_signature(path: str) -> inspect.Signature:
     names: dict[str, Any] = {
         "torch": torch,
         "dtypes": _Dtypes(),
-        **{it.__name__: it for it in (ActivationType, GateMode, QuantType)},
+        **{it.__name__: it for it in (ActivationType, GateMode, MlaVersion, QuantType)},
     }
     exec(source, names)
     return inspect.signature(names["f"])

@@ -131,6 +131,32 @@ def test_prompts_of_deepseeks_heads_go_through_flash_attention(tmp_path, arch):
 
 
 @every_gpu
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_latents_of_deepseeks_sizes_decode_in_assembly(tmp_path, arch, cache):
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 16, "qk_rope_head_dim": 64, "v_head_dim": 16}
+    # Without experts, between which roundings would decide.
+    others = {"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 32, "first_k_dense_replace": 99}
+    family = Family("DeepseekV2ForCausalLM", "deepseek_v2", {**sizes, **others})
+    make_model(tmp_path, make_config(family, hidden_size=128))
+    tokens = random_tokens(24)
+    settings = {"dtype": torch.bfloat16} | ({"cache_dtype": FP8[arch]} if cache == "fp8" else {})
+    expected = Runner(tmp_path, **settings).logits(tokens)
+    with fake_aiter(arch):
+        kernels = {op: name for op, name in (REFERENCES | MLA).items() if op != "latent_attention"}
+        it = Runner(tmp_path, target=Target("rocm", arch), kernels=kernels, **settings)
+        caches = it.caches(1)
+        with torch.inference_mode():
+            found = [it.model.logits(it.step(caches, [0], [tokens[:18]]))]
+            # One token at a time, and several, as behind drafts.
+            for begin, end in ((18, 19), (19, 20), (20, 22), (22, 24)):
+                found.append(it.model.logits(it.step(caches, [begin], [tokens[begin:end]])))
+        made = [call.path.rpartition(".")[2] for call in calls()]
+        layers = it.model.config.num_layers
+        assert (made.count("mla_decode_fwd"), made.count("get_mla_metadata_v1")) == (4 * layers, 4)
+    assert distance(torch.cat(found), expected) <= 0.1  # 16-bit roundings over layers, as `atom-plugin check` allows
+
+
+@every_gpu
 def test_what_is_chosen_where_nothing_is_forced(arch):
     with fake_aiter(arch):
         kernels = runner("qwen3", arch, kernels=None).runtime.kernels

@@ -16,7 +16,8 @@ from typing import Protocol
 
 import torch
 
-from atom_core.kernels.cache_dtypes import why_unreadable
+from atom_core.kernels.aiter_library import FP8, why_no_aiter
+from atom_core.kernels.cache_dtypes import FP8_DTYPES, why_unreadable
 from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.select import Implementation, Op, Target
@@ -55,6 +56,43 @@ def triton_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
     return why_no_triton_cache(shape.dtype, shape.cache_dtype, target)
 
 
+#: Heads of a rank that aiter decodes, and up to how many tokens of each request at a time. gfx942 has a kernel of 16
+#: heads, and takes other numbers of them for so many more requests, which holds for one token alone.
+AITER_HEADS = {"gfx942": {16: 4, 64: 1, 128: 1}, "gfx950": {16: 4, 32: 4, 64: 4, 128: 4}}
+
+
+def _aiter_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
+    if reason := why_no_aiter(target):
+        return reason
+    shape = spec.latent
+    if shape.dtype != torch.bfloat16:
+        return f"aiter's decode over latents is for bfloat16, not for {shape.dtype}."
+    if (shape.rank, shape.rope_dim) != (512, 64):
+        return (
+            "aiter's decode over latents is for latents of 512 numbers and rotated keys of 64, not for "
+            f"{shape.rank} and {shape.rope_dim}."
+        )
+    heads = AITER_HEADS[target.arch]
+    if shape.cache_dtype in FP8_DTYPES:
+        if shape.cache_dtype != FP8[target.arch]:
+            return f"aiter's FP8 caches on {target.arch} are {FP8[target.arch]}, not {shape.cache_dtype}."
+        heads = {16: heads[16]}
+    elif shape.cache_dtype != shape.dtype:
+        return f"aiter's decode over latents has a cache in bfloat16 or FP8, not in {shape.cache_dtype}."
+    if shape.num_heads not in heads:
+        return (
+            f"aiter's decode over a cache in {shape.cache_dtype} on {target.arch} is used with "
+            f"{', '.join(map(str, heads))} heads on each rank, not with {shape.num_heads}."
+        )
+    return triton_supports(spec, target)  # what aiter does not decode is Triton's
+
+
+def _build_aiter(spec: LatentAttentionSpec, target: Target) -> LatentAttentionKernel:
+    from atom_core.kernels.latent_attention.aiter_kernel import AiterLatentAttention  # looked for when it is chosen
+
+    return AiterLatentAttention(spec, AITER_HEADS[target.arch][spec.latent.num_heads], _build_triton(spec, target))
+
+
 def _build_triton(spec: LatentAttentionSpec, target: Target) -> LatentAttentionKernel:
     from atom_core.kernels.latent_attention.triton_kernel import TritonLatentAttention  # needs triton
 
@@ -64,6 +102,12 @@ def _build_triton(spec: LatentAttentionSpec, target: Target) -> LatentAttentionK
 LATENT_ATTENTION: Op[LatentAttentionSpec, LatentAttentionKernel] = Op(
     "latent_attention",
     (
+        Implementation(
+            "aiter",
+            _aiter_supports,
+            _build_aiter,
+            lambda target: "It decodes; other batches over latents are Triton's.",
+        ),
         Implementation("triton", triton_supports, _build_triton),
         Implementation("reference", _reference_supports, lambda spec, target: ReferenceLatentAttention(spec)),
     ),

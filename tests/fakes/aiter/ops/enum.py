@@ -19,3 +19,8 @@ class GateMode(str, Enum):
     MOCK_GATE_ONLY = "mock_gate_only"
     GATE_ONLY = "gate_only"
     INTERLEAVE = "interleave"
+
+
+class MlaVersion(Enum):
+    V32 = 0
+    V40 = 1

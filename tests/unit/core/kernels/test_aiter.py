@@ -22,7 +22,7 @@ from atom_core.kernels.fp8_inputs import InputForm, QuantizedInputKernel, form_o
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM, Fp8RmsNormSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
-from atom_core.kernels.latent_attention import LatentAttentionSpec
+from atom_core.kernels.latent_attention import LATENT_ATTENTION, LatentAttentionSpec
 from atom_core.kernels.latent_cache import LatentSpec
 from atom_core.kernels.latent_prefill import LATENT_PREFILL
 from atom_core.kernels.linear import LINEAR, LinearSpec
@@ -50,6 +50,7 @@ FP8_EXPERTS_SPEC = Fp8ExpertsSpec(0, 4, 256, 256, 2, "silu", block=False, dtype=
 GROUPS = InputForm(torch.float8_e4m3fnuz, 128)
 FP8_NORM_SPEC = Fp8RmsNormSpec(256, torch.bfloat16, GROUPS, (("rms_norm", "aiter"),))
 FP8_ACTIVATION_SPEC = Fp8GatedActivationSpec("silu", 256, torch.bfloat16, GROUPS, (("gated_activation", "aiter"),))
+FP8 = torch.float8_e4m3fnuz  # of gfx942
 LATENTS = LatentSpec(4, 512, 128, 64, 128, True, torch.bfloat16, torch.bfloat16)
 
 
@@ -158,6 +159,12 @@ def test_what_aiter_itself_lacks_is_not_taken_for_a_missing_function(tmp_path, m
         (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, activation="gelu"), "with silu, not with gelu"),
         (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, intermediate_size=192), "scales of rows are, on gfx942, for hidden"),
         (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, block=True, hidden_size=384), "not for 384 and 256"),
+        (LATENT_ATTENTION, latents(num_heads=16, dtype=torch.float16), "for bfloat16, not for torch.float16"),
+        (LATENT_ATTENTION, latents(num_heads=16, rank=256), "rotated keys of 64, not for 256 and 64"),
+        (LATENT_ATTENTION, latents(num_heads=16, rope_dim=32), "rotated keys of 64, not for 512 and 32"),
+        (LATENT_ATTENTION, latents(), "bfloat16 on gfx942 is used with 16, 64, 128 heads on each rank, not with 4"),
+        (LATENT_ATTENTION, latents(num_heads=128, cache_dtype=FP8), "with 16 heads on each rank, not with 128"),
+        (LATENT_ATTENTION, latents(num_heads=16, cache_dtype=torch.float8_e4m3fn), "torch.float8_e4m3fnuz, not torch."),
         (LATENT_PREFILL, latents(dtype=torch.float16), "for bfloat16, not for torch.float16"),
         (LATENT_PREFILL, latents(value_dim=64), "values of 128, not for 192 and 64"),
         (MOE_ROUTING, RoutingConfig(128, 65, "softmax", True), "up to 64 experts, not 65"),

@@ -215,7 +215,7 @@ def test_requests_that_decode_are_not_expanded():
 
 
 def test_triton_says_which_latents_are_too_long():
-    (triton, _) = LATENT_ATTENTION.implementations
+    (_, triton, _) = LATENT_ATTENTION.implementations
     spec = LatentCase("", (), rank=576).spec(torch.bfloat16)
     assert "up to 512 numbers and rotated keys of up to 64, not 576 and 16" in triton.supports(
         spec, Target("cuda", "sm90")

@@ -1,0 +1,272 @@
+"""Decode over latents by aiter's kernels in assembly; other batches are Triton's.
+
+A launch has as many programs as the GPU has compute units, and what each of them reads is worked out on the device
+before: parts of requests, and where parts meet. The first layer of a step has it worked out for all. In a captured
+graph that stands in the graph itself, in the graph's memory: it is refilled by each replay, and never moves.
+
+Requests are decoded by aiter where each brings as many tokens as the others, up to four: behind drafts as well. To it
+a token is a page, so any size of pages will do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from atom_core.kernels.aiter_library import aiter_function, require
+from atom_core.kernels.latent_attention import LatentAttentionKernel
+from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
+from atom_core.kernels.latent_attention.token_slots import TokenSlots, token_slots
+from atom_core.kernels.opaque import opaque
+from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """Who reads what, for layers of one shape in one step; see aiter's ``get_mla_metadata_v1``."""
+
+    batch: TokenSlots
+    pointers: torch.Tensor
+    """uint64 ``[2]``: the addresses of the next two."""
+    work_starts: torch.Tensor
+    work: torch.Tensor
+    sum_starts: torch.Tensor
+    sums: torch.Tensor
+    parts: torch.Tensor
+
+
+class AiterLatentAttention:
+    """See :mod:`atom_core.kernels.latent_attention`.
+
+    Args:
+        spec: the layer.
+        most_queries: tokens of each request that aiter takes.
+        others: for all other batches.
+    """
+
+    graph_support: GraphSupport = "always"
+
+    def __init__(self, spec: LatentAttentionSpec, most_queries: int, others: LatentAttentionKernel) -> None:
+        require("aiter.get_mla_metadata_info_v1", "aiter.get_mla_metadata_v1", "aiter.mla.mla_decode_fwd")
+        self.spec, self.most_queries, self.others = spec, most_queries, others
+        self._scales: dict[tuple[float, torch.device], torch.Tensor] = {}
+
+    def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        """Write the attention of every request's queries to ``out``; also in rows of padded requests that decode."""
+        key = ("decodes and others", _capturing(q))
+        if key not in metadata.kept:
+            metadata.kept[key] = _decodes_and_others(metadata, q.shape[0])
+        parts: tuple[Part, ...] = metadata.kept[key]
+        for begin, end, part in parts:
+            if end > begin:
+                self._run(q[begin:end], cache, part, out[begin:end])
+
+    def _run(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        longest = metadata.max_query_len
+        # None has more than the longest, so they have as many each if they have that together.
+        if longest > self.most_queries or q.shape[0] != metadata.seq_lens.shape[0] * longest:
+            self.others(q, cache, metadata, out)
+            return
+        assert q.is_contiguous()
+        assert out.is_contiguous()
+        assert cache.rows.is_contiguous(), "to aiter a token is a page, behind the one before"
+        shares = self._shares(metadata, cache)
+        batch = shares.batch
+        _decode(
+            q,
+            cache.rows.view(-1, 1, 1, self.spec.latent.row),
+            out,
+            batch.query_starts,
+            batch.key_starts,
+            batch.slots,
+            batch.ones,
+            shares.pointers,
+            shares.work_starts,
+            shares.work,
+            shares.sum_starts,
+            shares.sums,
+            shares.parts,
+            self._scale(cache),
+            longest,
+            self.spec.scale,
+        )
+
+    def _shares(self, metadata: AttentionMetadata, cache: LatentCacheView) -> Shares:
+        """Those of the step, made by its first layer."""
+        shape = self.spec.latent
+        key = (shape.num_heads, shape.dtype, shape.cache_dtype, cache.rows.shape[:2], _capturing(cache.rows))
+        if key not in metadata.kept:
+            batch = token_slots(metadata, metadata.max_query_len, cache.rows.shape[0], cache.page_size)
+            metadata.kept[key] = self._shared_out(batch)
+        shares: Shares = metadata.kept[key]
+        return shares
+
+    def _shared_out(self, batch: TokenSlots) -> Shares:
+        shape = self.spec.latent
+        requests = batch.ones.shape[0]
+        sizes = _sizes(requests, batch.queries_each, shape.num_heads, shape.dtype, shape.cache_dtype)
+        shares = Shares(batch, *(torch.empty(size, dtype=dtype, device=batch.ones.device) for size, dtype in sizes))
+        _share_out(
+            batch.query_starts,
+            batch.key_starts,
+            batch.ones,
+            shape.num_heads,
+            batch.queries_each,
+            shape.dtype,
+            shape.cache_dtype,
+            shares.pointers,
+            shares.work_starts,
+            shares.work,
+            shares.sum_starts,
+            shares.sums,
+            shares.parts,
+        )
+        return shares
+
+    def _scale(self, cache: LatentCacheView) -> torch.Tensor | None:
+        """The scale of an FP8 cache on its device; there is none of another."""
+        if cache.rows.itemsize > 1:
+            return None
+        key = (cache.scale, cache.rows.device)
+        if key not in self._scales:
+            # What is made while a graph is captured belongs to that graph.
+            assert not _capturing(cache.rows), "warm up before capturing"
+            self._scales[key] = torch.tensor([cache.scale], dtype=torch.float32, device=cache.rows.device)
+        return self._scales[key]
+
+
+def _capturing(tensor: torch.Tensor) -> bool:
+    """What is kept of a step in which a graph is captured is the graph's, and what was kept before is not in it."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+Part = tuple[int, int, AttentionMetadata]
+"""Tokens ``begin .. end - 1``, as a batch of their own."""
+
+
+def _decodes_and_others(metadata: AttentionMetadata, num_tokens: int) -> tuple[Part, ...]:
+    """The requests that decode, which come first, and the others by themselves; one part where all are of a kind."""
+    requests, tokens = metadata.num_decode_requests, metadata.num_decode_tokens
+    if not 0 < requests < metadata.num_requests:
+        return ((0, num_tokens, metadata),)
+    decodes = replace(
+        metadata,
+        query_start_loc=metadata.query_start_loc[: requests + 1],
+        seq_lens=metadata.seq_lens[:requests],
+        page_table=metadata.page_table[:requests],
+        num_requests=requests,
+        num_tokens=tokens,
+        max_query_len=1 if tokens == requests else metadata.max_query_len,
+    )
+    others = replace(
+        metadata,
+        query_start_loc=metadata.query_start_loc[requests:] - tokens,
+        # Copies, as kernels are compiled anew for pointers that are aligned otherwise.
+        seq_lens=metadata.seq_lens[requests:].clone(),
+        page_table=metadata.page_table[requests:].clone(),
+        slot_mapping=metadata.slot_mapping[tokens:],
+        num_requests=metadata.num_requests - requests,
+        num_tokens=metadata.num_tokens - tokens,
+        num_decode_requests=0,
+        num_decode_tokens=0,
+    )
+    return (0, tokens, decodes), (tokens, num_tokens, others)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _sizes(
+    requests: int, queries_each: int, heads: int, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> tuple[tuple[int | tuple[int, ...], torch.dtype], ...]:
+    """The sizes and dtypes of the six tensors of :class:`Shares`, in its order."""
+    sizes: tuple[tuple[int | tuple[int, ...], torch.dtype], ...] = aiter_function("aiter.get_mla_metadata_info_v1")(
+        requests, queries_each, heads, dtype, cache_dtype, is_sparse=False, fast_mode=True
+    )
+    return sizes
+
+
+@opaque(
+    "aiter_mla_shares",
+    lambda *args: None,
+    mutates=("pointers", "work_starts", "work", "sum_starts", "sums", "parts"),
+)
+def _share_out(
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    ones: torch.Tensor,
+    heads: int,
+    queries_each: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    pointers: torch.Tensor,
+    work_starts: torch.Tensor,
+    work: torch.Tensor,
+    sum_starts: torch.Tensor,
+    sums: torch.Tensor,
+    parts: torch.Tensor,
+) -> None:
+    aiter_function("aiter.get_mla_metadata_v1")(
+        query_starts,
+        key_starts,
+        ones,
+        heads,
+        1,
+        True,
+        # By name: the function that says the sizes has the next two the other way about.
+        work_metadata_ptrs=pointers,
+        work_info_set=work,
+        work_indptr=work_starts,
+        reduce_indptr=sum_starts,
+        reduce_final_map=sums,
+        reduce_partial_map=parts,
+        page_size=1,
+        kv_granularity=16,
+        max_seqlen_qo=queries_each,
+        uni_seqlen_qo=queries_each,
+        fast_mode=True,
+        dtype_q=dtype,
+        dtype_kv=cache_dtype,
+    )
+
+
+@opaque("aiter_mla_decode", lambda *args: None, mutates=("out",))
+def _decode(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    slots: torch.Tensor,
+    ones: torch.Tensor,
+    pointers: torch.Tensor,
+    work_starts: torch.Tensor,
+    work: torch.Tensor,
+    sum_starts: torch.Tensor,
+    sums: torch.Tensor,
+    parts: torch.Tensor,
+    cache_scale: torch.Tensor | None,
+    queries_each: int,
+    scale: float,
+) -> None:
+    aiter_function("aiter.mla.mla_decode_fwd")(
+        q,
+        rows,
+        out,
+        query_starts,
+        key_starts,
+        slots,
+        ones,
+        queries_each,
+        page_size=1,
+        sm_scale=scale,
+        # As many as there are compute units. Where no number is named, batches of 32 requests and more on gfx950 are
+        # read in equal parts of the longest request that there may be instead, by a launch more.
+        num_kv_splits=0,
+        work_meta_data=pointers,
+        work_indptr=work_starts,
+        work_info_set=work,
+        reduce_indptr=sum_starts,
+        reduce_final_map=sums,
+        reduce_partial_map=parts,
+        kv_scale=cache_scale,
+    )
