@@ -26,7 +26,7 @@ FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "rms_norm": ("aiter.rms_norm", "aiter.rmsnorm2d_fwd_with_add"),
-        "linear": ("aiter.tuned_gemm.gemm_a16w16",),
+        "linear": ("aiter.tuned_gemm.gemm_a16w16", "aiter.tuned_gemm.hipb_gemm"),
         "fp8_linear": (
             "aiter.ops.shuffle.shuffle_weight",
             "aiter.static_per_tensor_quant",
