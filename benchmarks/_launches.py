@@ -201,6 +201,7 @@ def _attended(
 #: What functions of aiter's return, of their arguments; the others write to one of them.
 RESULTS: Mapping[str, Callable[..., Any]] = {
     "rms_norm": lambda x, weight, eps: torch.empty_like(x),
+    "hipb_gemm": lambda x, weight, solidx, otype: x.new_empty(x.shape[0], weight.shape[0], dtype=otype),
     "gemm_a16w16": lambda x, weight, bias=None: x.new_empty(x.shape[0], weight.shape[0]),
     "gemm_a8w8_bpreshuffle": _product,
     "gemm_a8w8_blockscale_bpreshuffle": _product,

@@ -102,13 +102,15 @@ def _product(case: Case, name: str, source: str, given: float, made: float, quan
     yield Read(name, source, _given(case, given) + _wide(made))
 
 
-def _experts(case: Case, source: str) -> Iterator[Read]:
+def _experts(case: Case, source: str, shared: bool = False) -> Iterator[Read]:
+    """``shared``: with the shared experts among the routed ones."""
     moe = case.config.layers[-1].moe
     assert moe is not None
     middle = moe.intermediate_size // (1 if case.expert_parallel else case.ranks)
     quantized: Quantized = "per_1x128" if case.fp8 else "No"
     share = 1 / case.ranks if case.expert_parallel else 1.0
-    for stage in stages(case.batch, case.hidden, middle, moe.routing.top_k, quantized, share):
+    each = moe.routing.top_k + (moe.shared_size // moe.intermediate_size if shared else 0)
+    for stage in stages(case.batch, case.hidden, middle, each, quantized, share):
         yield Read(stage.name, f"{source}, aiter/{stage.source}", stage.activations)
 
 
@@ -159,7 +161,7 @@ def _atom_mixture(case: Case, gate: str, norm: str) -> Iterator[Read]:
     grouped = moe.routing.correction
     name, line = ("biased_grouped_topk", 249) if grouped else ("topk_softmax", 185)
     yield Read(name, f"topK.py:{line}", _wide(experts) + 8 * moe.routing.top_k)
-    yield from _experts(case, "moe.py:2574" if case.fp8 else "moe.py:894")
+    yield from _experts(case, "moe.py:2574" if case.fp8 else "moe.py:894", shared=True)
 
 
 def _atom_mla(case: Case) -> Iterator[Read]:

@@ -114,7 +114,7 @@ def gated_activation(target: Target, device: torch.device) -> None:
 
 @case
 def linear(target: Target, device: torch.device) -> None:
-    """With and without a bias."""
+    """With and without a bias, and with results in float32."""
     for dtype in DTYPES:
         for rows, bias in ((0, None), (1, True), (9, None), (33, True)):
             spec = LinearSpec(48, 32, bool(bias), dtype)
@@ -125,6 +125,11 @@ def linear(target: Target, device: torch.device) -> None:
             wide = None if offset is None else offset.float()
             expected = torch.nn.functional.linear(x.float(), weight.float(), wide).to(dtype)
             assert_near(kernel(x, weight, offset), expected)
+        # Fewer rows with results in float32 are our own kernels'.
+        for rows in (0, 17, 70):
+            x, weight = random(rows, 48, dtype=dtype, device=device), random(32, 48, dtype=dtype, device=device, seed=1)
+            kernel = chosen(LINEAR, LinearSpec(48, 32, False, dtype, float32_result=True), target)
+            assert_near(kernel(x, weight, None), x.float() @ weight.float().T)
 
 
 def assert_rounds_alike(found: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> None:

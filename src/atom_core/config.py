@@ -107,6 +107,18 @@ class RoutingConfig:
     num_groups: int = 1
     top_groups: int = 1
     group_score: GroupScore = "two largest"
+    shared: int = 0
+    """Experts behind those that are chosen from, to which every token goes as well, each with a weight of 1."""
+
+    @property
+    def total_experts(self) -> int:
+        """Experts that a token may go to, shared ones included."""
+        return self.num_experts + self.shared
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts that each token goes to, shared ones included."""
+        return self.top_k + self.shared
 
     def __post_init__(self) -> None:
         assert self.num_experts % self.num_groups == 0

@@ -34,6 +34,7 @@ CASES_OF = {
     "aiter.gelu_tanh_and_mul": "gated_activation",
     "aiter.swiglu_and_mul": "gated_activation",
     "aiter.tuned_gemm.gemm_a16w16": "linear",
+    "aiter.tuned_gemm.hipb_gemm": "linear",
     "aiter.ops.shuffle.shuffle_weight": "fp8_linear",
     "aiter.static_per_tensor_quant": "fp8_linear",
     "aiter.dynamic_per_token_scaled_quant": "fp8_linear",

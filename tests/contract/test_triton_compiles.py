@@ -695,8 +695,13 @@ def test_many_rows_by_mxfp4_compile(monkeypatch, rows, in_features, dtype, gpu):
 @every_gpu
 @pytest.mark.parametrize(
     "spec",
-    [RoutingConfig(128, 8, "softmax", renormalize=True), RoutingConfig(256, 8, "sigmoid", True, True, 2.5, 8, 4)],
-    ids=["Qwen3", "DeepSeek V3"],
+    [
+        RoutingConfig(128, 8, "softmax", renormalize=True),
+        RoutingConfig(256, 8, "sigmoid", True, True, 2.5, 8, 4),
+        RoutingConfig(256, 8, "sigmoid", True, True, 2.5, 8, 4, shared=1),
+        RoutingConfig(64, 6, "softmax", renormalize=False, shared=2),
+    ],
+    ids=["Qwen3", "DeepSeek V3", "DeepSeek V3, one shared", "DeepSeek V2 Lite, two shared"],
 )
 def test_routing_compiles(monkeypatch, spec, gpu):
     kernel = routing_kernel._route
@@ -766,6 +771,25 @@ def test_experts_of_one_token_compile_behind_a_norm(monkeypatch, gpu):
         compile_launch(kernel, launch, gpu)
 
 
+#: Of a layer of DeepSeek V3 with its shared expert among the routed ones.
+WITH_SHARED = {"count": 257, "top_k": 9}
+
+
+@every_gpu
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_experts_compile_with_a_shared_one(monkeypatch, tokens, gpu):
+    kept = keep(monkeypatch, *FEW, (grouped_kernel, "_multiply"), *SORTING)
+    count, top_k = WITH_SHARED.values()
+    spec = ExpertsSpec(0, count, 2048, 768, top_k, "silu", False, torch.bfloat16)
+    layer = ExpertWeights(
+        torch.empty(count, 1536, 2048, dtype=torch.bfloat16), torch.empty(count, 2048, 768, dtype=torch.bfloat16)
+    )
+    chosen = torch.zeros(tokens, top_k), torch.zeros(tokens, top_k, dtype=torch.int32)
+    experts_kernel.TritonExperts(spec, gpu.nvidia)(zeros(tokens, 2048), *chosen, layer)
+    for kernel, launch in kept():
+        compile_launch(kernel, launch, gpu)
+
+
 def in_mxfp4_experts(count: int, size: int, hidden: int) -> Mxfp4Weights:
     """Zeros, with biases."""
     return Mxfp4Weights(
@@ -822,16 +846,18 @@ def test_experts_in_mxfp4_compile_for_hopper(monkeypatch, tokens, hidden, size, 
 FEW_FP8 = [(few_fp8_kernel, name) for name in ("_gate_up_of_one", "_down_of_one", "_of_expert")]
 
 
-def fp8_experts(hidden: int, block: bool, gpu: Gpu) -> tuple[fp8_experts_kernel.TritonFp8Experts, Fp8ExpertWeights]:
-    """A layer of 16."""
+def fp8_experts(
+    hidden: int, block: bool, gpu: Gpu, count: int = 16, top_k: int = 8
+) -> tuple[fp8_experts_kernel.TritonFp8Experts, Fp8ExpertWeights]:
+    """A layer of them."""
     groups = -(-hidden // 128)
     scales = ((12, groups), (groups, 6)) if block else ((1536,), (hidden,))
-    wide, narrow = (torch.ones(16, *shape) for shape in scales)
+    wide, narrow = (torch.ones(count, *shape) for shape in scales)
     gate_up, down = (
-        torch.empty(16, *shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        torch.empty(count, *shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
         for shape in ((1536, hidden), (hidden, 768))
     )
-    spec = Fp8ExpertsSpec(0, 16, hidden, 768, 8, "silu", block, torch.bfloat16)
+    spec = Fp8ExpertsSpec(0, count, hidden, 768, top_k, "silu", block, torch.bfloat16)
     kernel = fp8_experts_kernel.TritonFp8Experts(spec, gpu.device, gpu.nvidia)
     return kernel, Fp8ExpertWeights(gate_up, wide, down, narrow)
 
@@ -859,6 +885,21 @@ def test_fp8_experts_of_one_token_compile_behind_a_norm(monkeypatch, block, gpu)
     run, layer = fp8_experts(2048, block, gpu)
     chosen = torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int32)
     run.add_behind_norm(zeros(1, 2048), zeros(2048), 1e-6, *chosen, layer)
+    launched = kept()
+    assert len(launched) == 2
+    for kernel, launch in launched:
+        compile_launch(kernel, launch, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("block", [False, True], ids=["a scale a row", "a scale a block"])
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_fp8_experts_compile_with_a_shared_one(monkeypatch, tokens, block, gpu):
+    kept = keep(monkeypatch, *FEW_FP8)
+    keep(monkeypatch, *SORTING, (groups_kernel, "_quantize_groups"))
+    run, layer = fp8_experts(2048, block, gpu, **WITH_SHARED)
+    chosen = torch.zeros(tokens, 9), torch.zeros(tokens, 9, dtype=torch.int32)
+    run.add(zeros(tokens, 2048), *chosen, layer, zeros(tokens, 2048))
     launched = kept()
     assert len(launched) == 2
     for kernel, launch in launched:

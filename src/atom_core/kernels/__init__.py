@@ -33,6 +33,7 @@ from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE
 from atom_core.kernels.rms_norm import RMS_NORM
 from atom_core.kernels.select import Implementation, KernelSet, Op, Target
+from atom_core.kernels.shared_experts import SHARED_EXPERTS
 
 #: Every op, in the order of a decoder layer; start-up tables keep it.
 OPS = cast(
@@ -56,6 +57,7 @@ OPS = cast(
         LATENT_PREFILL,
         GATED_ACTIVATION,
         FP8_GATED_ACTIVATION,
+        SHARED_EXPERTS,
         MOE_ROUTING,
         EXPERTS,
         FP8_EXPERTS,

@@ -27,7 +27,7 @@ CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "rms_norm": ("aiter.rms_norm", "aiter.rmsnorm2d_fwd_with_add"),
         "fp8_rms_norm": ("aiter.fused_qk_rmsnorm_per_token_quant", "aiter.fused_qk_rmsnorm_group_quant"),
-        "linear": ("aiter.tuned_gemm.gemm_a16w16",),
+        "linear": ("aiter.tuned_gemm.gemm_a16w16", "aiter.tuned_gemm.hipb_gemm"),
         "fp8_linear": (
             "aiter.ops.shuffle.shuffle_weight",
             "aiter.static_per_tensor_quant",

@@ -1,6 +1,7 @@
 """The experts of a mixture, and how they are kept: in the model's dtype, in FP8 or in MXFP4.
 
-A rank holds some of every expert's middle, or, with expert parallelism, some of the experts.
+A rank holds some of every expert's middle, or, with expert parallelism, some of the experts. Experts that all tokens
+share may be among them, behind the others.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import nn
 
 from atom_core.config import Activation, MoEConfig
 from atom_core.kernels.experts import AddingExpertsKernel
+from atom_core.layers.expert_parts import one_a_tensor
 from atom_core.layers.fp8_experts import Fp8ExpertsMethod
 from atom_core.layers.fused_experts import PairsPlacement
 from atom_core.layers.mxfp4_experts import Mxfp4ExpertsMethod
@@ -67,12 +69,15 @@ class Experts(ParameterLayer):
         super().__init__()
         self.names, self.fused = config.names, config.fused
         group, replicas, routing = runtime.tensor_parallel, runtime.data_parallel, config.routing
-        self.hidden_size, self.size, self.total = hidden_size, config.intermediate_size, routing.num_experts
+        self.hidden_size, self.size = hidden_size, config.intermediate_size
+        #: Experts that are chosen from, and with the shared ones behind them.
+        self.routed, self.total = routing.num_experts, routing.total_experts
         rank, self.num_ranks = replicas.rank * group.world_size + group.rank, replicas.world_size * group.world_size
         #: What users know the number of ranks by.
         self.ranks = "tensor parallel size" if replicas.world_size == 1 else "tensor times data parallel size"
         #: This rank's experts, and what it has of the middle of each.
         self.held, self.mine = range(self.total), range(self.size)
+        assert not (routing.shared and (runtime.expert_parallel or config.fused or config.bias))
         if runtime.expert_parallel:
             self.held = share(self.total, rank, self.num_ranks, "num_experts", self.ranks)
         else:
@@ -84,7 +89,7 @@ class Experts(ParameterLayer):
         #: An expert that several ranks share has its last bias added by one of them.
         self.adds_bias = runtime.expert_parallel or rank == 0
         self.method = self._method(runtime, name)
-        self.method.create(self, activation, routing.top_k, runtime, name)
+        self.method.create(self, activation, routing.experts_per_token, runtime, name)
         kernel = self.method.kernel
         self.adding: AddingExpertsKernel[Any] | None = kernel if isinstance(kernel, AddingExpertsKernel) else None
 
@@ -133,7 +138,7 @@ class Experts(ParameterLayer):
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
         """The weights, and the biases."""
-        yield from self.method.placements(self)
+        yield from one_a_tensor(self.method.placements(self))
         if self.gate_up_proj_bias is not None and self.down_proj_bias is not None:
             wide, narrow, held = (self.total, 2 * self.size), (self.total, self.hidden_size), self.held
             yield "", "gate_up_proj_bias", PairsPlacement(self.gate_up_proj_bias, wide, share=(held, self.mine))
@@ -151,3 +156,8 @@ class Experts(ParameterLayer):
     def folder(self) -> str:
         """Where checkpoints have the experts, from this module on."""
         return f"../../{self.names.module}.experts"
+
+    @property
+    def shared_module(self) -> str:
+        """The same of the shared experts' network."""
+        return f"../../{self.names.module}.shared_experts"

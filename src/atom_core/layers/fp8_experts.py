@@ -11,6 +11,7 @@ import torch
 from atom_core.config import Activation
 from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.layers.block_fp8 import check_blocks, num_blocks, place_scales
+from atom_core.layers.expert_parts import expert_parts
 from atom_core.layers.linear_methods import (
     Fp8Placement,
     Part,
@@ -100,12 +101,3 @@ class Fp8ExpertsMethod:
     def finalize(self, layer: Experts) -> None:
         """Called after loading, and again after weights were loaded anew."""
         self.kernel.adopt(self.weights(layer))
-
-
-def expert_parts(layer: Experts, expert: int) -> Iterator[tuple[str, Part]]:
-    """An expert's matrices, and which of our weights each belongs to."""
-    module, names = f"{layer.folder}.{expert}", layer.names
-    size, hidden, mine = layer.size, layer.hidden_size, layer.mine
-    for name, begin in ((names.gate, 0), (names.up, len(mine))):
-        yield "gate_up", Part(f"{module}.{name}", size, hidden, mine, range(hidden), begin)
-    yield "down", Part(f"{module}.{names.down}", hidden, size, range(hidden), mine)

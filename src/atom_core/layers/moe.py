@@ -1,7 +1,8 @@
 """A mixture of experts behind its norm, in place of a feed-forward network.
 
 Each rank of a tensor-parallel group holds some of every expert's middle, or, with expert parallelism, some of the
-experts. All see all tokens, and their sums are added up. An expert that all tokens share is in parts in either case.
+experts. All see all tokens, and their sums are added up. Experts that all tokens share are routed ones that every token
+chooses, or a network apart, which is in parts in either case.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 
 from atom_core.config import Activation, MoEConfig
 from atom_core.kernels.moe_routing import MOE_ROUTING
+from atom_core.layers.expert_parts import shared_as_routed
 from atom_core.layers.experts import Experts
 from atom_core.layers.gated_activation import GatedActivation
 from atom_core.layers.linear import Column, Linear, MergedColumnLinear, RowLinear
@@ -57,7 +59,7 @@ class Router(Linear):
 
 
 class SharedExpert(nn.Module):
-    """What all tokens go through beside their own experts, which checkpoints have as one network, however many."""
+    """What all tokens go through beside their own experts: one network, however many, as checkpoints have it."""
 
     def __init__(
         self, size: int, hidden_size: int, activation: Activation, norm: RMSNorm, runtime: Runtime, name: str
@@ -95,11 +97,13 @@ class MoE(nn.Module):
         super().__init__()
         self.enter = (norm,)  # it is the decoder layer's, whose parameter it stays
         self.group, self.replicas = runtime.tensor_parallel, runtime.data_parallel
+        shared = shared_as_routed(config, runtime, name)
+        config = replace(config, routing=replace(config.routing, shared=shared))
         self.gate = Router(config, hidden_size, runtime, f"{name}.gate")
         self.experts = Experts(config, hidden_size, activation, runtime, f"{name}.experts")
         self.shared_experts = (
             SharedExpert(config.shared_size, hidden_size, activation, norm, runtime, f"{name}.shared_experts")
-            if config.shared_size
+            if config.shared_size and not shared
             else None
         )
         #: Nothing comes between the experts' sum and the stream.

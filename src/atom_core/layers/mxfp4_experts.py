@@ -21,7 +21,7 @@ from atom_core.kernels.mxfp4_experts import (
     Mxfp4Weights,
     empty_scales,
 )
-from atom_core.layers.fp8_experts import expert_parts
+from atom_core.layers.expert_parts import expert_parts
 from atom_core.layers.fused_experts import MiddlePlacement, PairsPlacement
 from atom_core.layers.mxfp4_linear import (
     check_groups,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atom_core.config import Activation
 from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
+from atom_core.layers.expert_parts import expert_parts
 from atom_core.layers.fused_experts import MiddlePlacement, PairsPlacement
 from atom_core.layers.parameters import Placement, empty_parameter
 from atom_core.runtime import Runtime
@@ -41,16 +43,10 @@ class PlainExpertsMethod:
 
 
 def _one_by_one(layer: Experts) -> Iterator[tuple[str, str, Placement]]:
-    names, first, count = layer.names, layer.mine.start, len(layer.mine)
-    wide, narrow = (layer.size, layer.hidden_size), (layer.hidden_size, layer.size)
     for index, expert in enumerate(layer.held):
-        module = f"{layer.folder}.{expert}"
-        gate_up, down = layer.gate_up_proj[index], layer.down_proj[index]
-        for part, target in ((names.gate, 0), (names.up, count)):
-            placement = Placement(gate_up, wide, 0, first, target, count, held_by="gate_up_proj")
-            yield f"{module}.{part}", "weight", placement
-        placement = Placement(down, narrow, 1, first, 0, count, held_by="down_proj")
-        yield f"{module}.{names.down}", "weight", placement
+        for ours, part in expert_parts(layer, expert):
+            placement = part.of_matrix(layer.get_parameter(f"{ours}_proj")[index])
+            yield part.module, "weight", replace(placement, held_by=f"{ours}_proj")
 
 
 def _fused(layer: Experts) -> Iterator[tuple[str, str, Placement]]:

@@ -24,13 +24,19 @@ from tests.unit.core.hugging_face import FAMILIES, Family, distance, make_config
 
 TESTS = Path(__file__).parents[2]
 CHECKPOINTS = ("qwen3", "llama", "qwen2", "mistral")
-#: And what of aiter's routes and runs their experts; DeepSeek V3's, of two in a group, are routed by others.
-MIXTURES = {
-    "qwen3_moe": {"topk_softmax", "fused_moe"},
-    "glm4_moe": {"biased_grouped_topk_hip", "fused_moe"},
-    "deepseek_v2": {"topk_softmax", "fused_moe"},
-    "deepseek_v3": {"fused_moe"},
-}
+#: And what of aiter's routes and runs their experts: shared experts among them are not routed by aiter, and neither are
+#: DeepSeek V3's, of two in a group.
+APART = {"shared_experts": "separate"}
+ROUTED = {"moe_routing": "reference"}
+MIXTURES = [
+    ("qwen3_moe", {}, {"topk_softmax", "fused_moe"}),
+    ("glm4_moe", APART, {"biased_grouped_topk_hip", "fused_moe"}),
+    ("glm4_moe", ROUTED, {"fused_moe"}),
+    ("deepseek_v2", APART, {"topk_softmax", "fused_moe"}),
+    ("deepseek_v2", ROUTED, {"fused_moe"}),
+    ("deepseek_v3", ROUTED, {"fused_moe"}),
+    ("deepseek_v3", APART | ROUTED, {"fused_moe"}),
+]
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 every_gpu = pytest.mark.parametrize("arch", ARCHITECTURES)
 REFERENCES = {"embedding": "reference", "qk_norm_rope_cache": "reference"}
@@ -83,15 +89,28 @@ def test_it_answers_as_the_references_do(family, arch):
 
 
 @every_gpu
-@pytest.mark.parametrize("family", MIXTURES)
-def test_mixtures_answer_as_the_references_do(family, arch):
+@pytest.mark.parametrize(("family", "forced", "calls"), MIXTURES, ids=str)
+def test_mixtures_answer_as_the_references_do(family, forced, calls, arch):
     with fake_aiter(arch):
-        kernels = REFERENCES | MLA | ({"moe_routing": "reference"} if family == "deepseek_v3" else {})
-        it = runner(family, arch, kernels=kernels)
+        it = runner(family, arch, kernels=REFERENCES | MLA | forced)
         assert answers(it, family)
-        assert called() >= MIXTURES[family] | {"rms_norm", "shuffle_weight"}
+        assert called() >= calls | {"rms_norm", "shuffle_weight"}
         chosen = {choice.op: choice.implementation for choice in it.runtime.kernels.choices()}
         assert chosen["experts"] == "aiter"
+        shared = None if family == "qwen3_moe" else forced.get("shared_experts", "routed")
+        assert chosen.get("shared_experts") == shared
+
+
+@every_gpu
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v2", "deepseek_v3"])
+def test_shared_experts_are_among_the_routed_ones(family, arch):
+    with fake_aiter(arch):
+        it = runner(family, arch, kernels=None)
+    chosen = {choice.op: choice for choice in it.runtime.kernels.choices()}
+    assert (chosen["shared_experts"].implementation, chosen["moe_routing"].implementation) == ("routed", "triton")
+    assert ("aiter", "aiter's routing writes the experts that it chooses alone, and none that all tokens share.") in (
+        chosen["moe_routing"].passed_over
+    )
 
 
 @every_gpu
@@ -123,7 +142,7 @@ def test_prompts_of_deepseeks_heads_go_through_flash_attention(tmp_path, arch):
     tokens = random_tokens(24)
     expected = Runner(tmp_path, dtype=torch.bfloat16).logits(tokens)
     with fake_aiter(arch):
-        kernels = {op: name for op, name in (REFERENCES | MLA).items() if op != "latent_prefill"}
+        kernels = {op: name for op, name in (REFERENCES | MLA | ROUTED).items() if op != "latent_prefill"}
         it = Runner(tmp_path, dtype=torch.bfloat16, target=Target("rocm", arch), kernels=kernels)
         found = it.logits(tokens)
         assert called() >= {"flash_attn_varlen_func", "fused_moe"}

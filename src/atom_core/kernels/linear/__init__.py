@@ -69,13 +69,15 @@ def _aiter_supports(spec: LinearSpec, target: Target) -> str | None:
         return reason
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"aiter's tuned products are for numbers of two bytes, not for {spec.dtype}."
-    return "aiter's tuned products have results in the model's dtype, not in float32." if spec.float32_result else None
+    if spec.float32_result and spec.bias:
+        return "aiter's products with results in float32 are used without a bias."
+    return None
 
 
 def _build_aiter(spec: LinearSpec, target: Target) -> LinearKernel:
-    from atom_core.kernels.linear.aiter_kernel import AiterLinear  # looked for when it is chosen
+    from atom_core.kernels.linear.aiter_kernel import AiterFloat32Linear, AiterLinear  # looked for when chosen
 
-    return AiterLinear()
+    return AiterFloat32Linear() if spec.float32_result else AiterLinear()
 
 
 def _triton_supports(spec: LinearSpec, target: Target) -> str | None:

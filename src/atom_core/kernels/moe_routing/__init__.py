@@ -1,7 +1,7 @@
 """Which experts a token goes to, and with what weights.
 
 ``logits``: ``[T, E]`` of the router, and where there is one a correction ``[E]`` in float32; the result is ``weights
-[T, k]`` float32 and ``experts [T, k]`` int32, in no order. In float32 throughout:
+[T, k]`` float32 and ``experts [T, k]`` int32, in no order; ``k`` are chosen of ``E``. In float32 throughout:
 
     scores  = softmax(logits) or sigmoid(logits)
     experts = the k with the largest scores + correction, among those of the groups that are let in
@@ -9,6 +9,8 @@
 
 Where experts are in ``G`` equal groups, those of ``top_groups`` groups are let in: of the groups whose largest member
 is largest (DeepSeek V2, arXiv 2405.04434), or the sum of whose two largest is (V3, arXiv 2412.19437; GLM 4.5).
+
+With ``s`` shared experts both results are ``[T, k + s]``: the last columns are ``E .. E + s - 1``, with weights of 1.
 
 A softmax over the chosen logits alone (Mixtral, GPT-OSS) is a renormalised one over all.
 """

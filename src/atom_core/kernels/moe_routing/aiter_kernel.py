@@ -25,6 +25,10 @@ _MAX_CHOSEN = 64
 
 def why_not(spec: RoutingConfig) -> str | None:
     """None where aiter routes so, else the reason."""
+    if spec.shared:
+        # In wider rows, which most of its kernels can write to, the other columns would take a launch of their own. Its
+        # moe_fused_gate, which has columns for shared experts, gives them weights from memory that it does not write.
+        return "aiter's routing writes the experts that it chooses alone, and none that all tokens share."
     if spec.top_k > _MAX_CHOSEN:
         return f"aiter's routing chooses up to {_MAX_CHOSEN} experts, not {spec.top_k}."
     if spec.num_groups == 1:

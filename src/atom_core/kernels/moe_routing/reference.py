@@ -28,4 +28,9 @@ def route(
     if spec.renormalize:
         # A sigmoid may be zero in float32 for all of them.
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
-    return weights * spec.scale, experts.int()
+    weights, experts = weights * spec.scale, experts.int()
+    if spec.shared:
+        everyone = torch.arange(spec.num_experts, spec.total_experts, dtype=torch.int32, device=experts.device)
+        weights = torch.cat([weights, weights.new_ones(len(weights), spec.shared)], -1)
+        experts = torch.cat([experts, everyone.expand(len(experts), -1)], -1)
+    return weights, experts

@@ -45,9 +45,10 @@ def _route(
     RENORMALIZE: tl.constexpr,
     SIZE: tl.constexpr,
     K_PADDED: tl.constexpr,
+    SHARED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``SIZE``: experts of a group, and ``GROUPS_PADDED`` groups, in powers of two."""
+    """``SIZE``: experts of a group, and ``GROUPS_PADDED`` groups, in powers of two; ``SHARED``: behind all experts."""
     EACH: tl.constexpr = E // GROUPS
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS_PADDED)[:, None]
@@ -95,8 +96,13 @@ def _route(
     given = tl.where(place < TOP_K, given, 0.0)
     if RENORMALIZE:
         given /= tl.maximum(tl.sum(given, 0), 1e-20)
-    tl.store(weights + token * TOP_K + place, given * scale, mask=place < TOP_K)
-    tl.store(experts + token * TOP_K + place, chosen, mask=place < TOP_K)
+    weights += token * (TOP_K + SHARED)
+    experts += token * (TOP_K + SHARED)
+    tl.store(weights + place, given * scale, mask=place < TOP_K)
+    tl.store(experts + place, chosen, mask=place < TOP_K)
+    for number in tl.static_range(SHARED):
+        tl.store(weights + (TOP_K + number), 1.0)
+        tl.store(experts + (TOP_K + number), E + number)
 
 
 def route(
@@ -115,6 +121,7 @@ def route(
         spec.scoring == "sigmoid",
         spec.renormalize,
         spec.scale,
+        spec.shared,
         overlap,
     )
 
@@ -130,9 +137,10 @@ def _fake(
     sigmoid: bool,
     renormalize: bool,
     scale: float,
+    shared: int,
     overlap: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (logits.shape[0], top_k)
+    shape = (logits.shape[0], top_k + shared)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
@@ -148,11 +156,12 @@ def _routed(
     sigmoid: bool,
     renormalize: bool,
     scale: float,
+    shared: int,
     overlap: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert logits.stride(1) == 1
-    weights = torch.empty(logits.shape[0], top_k, dtype=torch.float32, device=logits.device)
-    experts = torch.empty(logits.shape[0], top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(logits.shape[0], top_k + shared, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(logits.shape[0], top_k + shared, dtype=torch.int32, device=logits.device)
     if logits.shape[0]:
         _route[(logits.shape[0],)](
             logits,
@@ -171,6 +180,7 @@ def _routed(
             RENORMALIZE=renormalize,
             SIZE=triton.next_power_of_2(num_experts // groups),
             K_PADDED=triton.next_power_of_2(top_k),
+            SHARED=shared,
             OVERLAP=overlap,
             num_warps=1,
             **launch_options(overlap),

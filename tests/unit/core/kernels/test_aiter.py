@@ -33,7 +33,7 @@ from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
 from atom_core.kernels.select import Target
 from atom_core.metadata import SHUFFLED, KVCacheView
 from tests.aiter_cases import CASES
-from tests.aiter_fake import ARCHITECTURES, fake_aiter
+from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
 
 CPU = torch.device("cpu")
 ATTENTION_SPEC = {
@@ -331,6 +331,22 @@ def test_a_batch_that_no_kernel_takes_is_an_error_with_every_reason():
 def test_windows_are_counted_as_each_kernel_counts_them():
     assert [inclusive_window(window) for window in (None, 1, 128)] == [(-1, -1), (0, 0), (127, 0)]
     assert [gluon_window(window, 2) for window in (None, 1, 128)] == [0, 3, 130]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 70])
+def test_results_in_float32_are_those_of_exact_products(rows):
+    x, weight = torch.randn(rows, 272).half(), torch.randn(48, 272).half()
+    with fake_aiter("gfx942"):
+        spec = LinearSpec(272, 48, False, torch.float16, float32_result=True)
+        kernels = kernel_set(Target("rocm", "gfx942"))
+        kernel = kernels.select(LINEAR, spec)
+        assert not kernel.adopt(weight, None)
+        found = kernel(x, weight, None)
+        assert kernels.chosen(LINEAR, replace(spec, bias=True)) == "triton"
+        # Few rows are our own kernels'.
+        assert [call.path for call in calls()] == (["aiter.tuned_gemm.hipb_gemm"] if rows > 16 else [])
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
 
 
 def shuffled(pages=3, heads=2, tokens=16, dim=32, dtype=torch.bfloat16):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig
@@ -32,6 +34,9 @@ SPECS = {
     "Kimi K2": RoutingConfig(384, 8, "sigmoid", True, True, 2.827),
     "groups of one": RoutingConfig(6, 2, "sigmoid", True, True, 1.0, 6, 3),
     "all": RoutingConfig(7, 7, "softmax", renormalize=True),
+    "DeepSeek V3, one shared": RoutingConfig(256, 8, "sigmoid", True, True, 2.5, num_groups=8, top_groups=4, shared=1),
+    "DeepSeek V2 Lite, two shared": RoutingConfig(64, 6, "softmax", renormalize=False, shared=2),
+    "three shared": RoutingConfig(5, 1, "softmax", renormalize=False, scale=2.0, shared=3),
 }
 
 
@@ -51,7 +56,7 @@ def by_expert(weights, experts, num_experts):
 
 def by_definition(logits, correction, spec):
     """float64, a token at a time."""
-    found = torch.zeros(len(logits), spec.num_experts, dtype=torch.float64)
+    found = torch.zeros(len(logits), spec.total_experts, dtype=torch.float64)
     for token, row in enumerate(logits.double()):
         scores = 1 / (1 + (-row).exp()) if spec.scoring == "sigmoid" else row.exp() / row.exp().sum()
         ranked = scores if correction is None else scores + correction.double()
@@ -65,6 +70,7 @@ def by_definition(logits, correction, spec):
         if spec.renormalize:
             weights = weights / weights.sum()
         found[token, chosen] = weights * spec.scale
+        found[token, spec.num_experts :] = 1.0
     return found
 
 
@@ -75,7 +81,7 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_reference_is_the_definition(spec, dtype):
     logits, correction = logits_of(spec, dtype=dtype)
-    found = by_expert(*route(logits, correction, spec), spec.num_experts)
+    found = by_expert(*route(logits, correction, spec), spec.total_experts)
     torch.testing.assert_close(found.double(), by_definition(logits, correction, spec), rtol=1e-6, atol=1e-7)
 
 
@@ -89,9 +95,12 @@ def test_the_triton_kernel_routes_as_the_reference_does(spec, dtype, tokens):
     wide = torch.full((tokens, spec.num_experts + 3), float("nan"), dtype=dtype)  # a gap behind each row
     wide[:, : spec.num_experts] = logits
     weights, experts = launch(wide[:, : spec.num_experts], correction, spec, overlap=False)
-    assert weights.shape == experts.shape == (tokens, spec.top_k)
-    found = by_expert(weights, experts, spec.num_experts)
-    wanted = by_expert(*route(logits, correction, spec), spec.num_experts)
+    assert weights.shape == experts.shape == (tokens, spec.experts_per_token)
+    found = by_expert(weights, experts, spec.total_experts)
+    wanted = by_expert(*route(logits, correction, spec), spec.total_experts)
+    shared = range(spec.num_experts, spec.total_experts)
+    assert experts[:, spec.top_k :].tolist() == tokens * [list(shared)]
+    assert (weights[:, spec.top_k :] == 1.0).all()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
 
@@ -186,3 +195,11 @@ def test_who_runs_it():
     triton = kernel_set(Target("cuda", "sm90"))
     assert triton.chosen(MOE_ROUTING, SPECS["Qwen3"]) == "triton"
     assert triton.chosen(MOE_ROUTING, RoutingConfig(2048, 8, "softmax", True)) == "reference"
+
+
+def test_aiter_routes_to_what_it_chooses_alone():
+    from atom_core.kernels.moe_routing.aiter_kernel import why_not
+
+    spec = SPECS["DeepSeek V3"]
+    assert why_not(spec) is None
+    assert "none that all tokens share" in why_not(replace(spec, shared=1))

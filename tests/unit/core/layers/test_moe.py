@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,11 +20,14 @@ PLAIN = MoEConfig(RoutingConfig(6, 3, "softmax", renormalize=True), SIZE)
 RUNTIME = build_runtime(torch.device("cpu"), torch.float32, 8)
 
 
-def triton_runtime():
+def triton_runtime(**forced):
     from atom_core.kernels.experts.triton_kernel import TritonExperts
+    from atom_core.kernels.moe_routing.triton_kernel import route
 
     experts = Implementation("framework", always, lambda spec, target: TritonExperts(spec, overlap=False))
-    return replace(RUNTIME, kernels=kernel_set(Target("cpu", ""), contributed={"experts": experts}))
+    routing = Implementation("framework", always, lambda spec, target: partial(route, spec=spec, overlap=False))
+    kernels = kernel_set(Target("cpu", ""), forced, {"experts": experts, "moe_routing": routing})
+    return replace(RUNTIME, kernels=kernels)
 
 
 def mixture(config, runtime):
@@ -53,6 +57,26 @@ def test_fused_kernels_leave_the_same_stream(config, tokens, pending):
     fused = mixture(config, triton_runtime())
     assert fused.max_normed == 1
     torch.testing.assert_close(after(fused), after(mixture(config, RUNTIME)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 20])
+@pytest.mark.parametrize("count", [1, 2])
+def test_shared_experts_among_the_routed_ones_leave_the_same_stream(tokens, count):
+    config = replace(PLAIN, routing=replace(PLAIN.routing, top_k=4), shared_size=count * SIZE)
+    apart = mixture(config, RUNTIME)
+    routed = mixture(config, triton_runtime(shared_experts="routed"))
+    routed.gate.weight.data.copy_(apart.gate.weight)
+    routed.enter[0].weight.data.copy_(apart.enter[0].weight)
+    gates, ups = apart.shared_experts.gate_up_proj.weight.view(2, count, SIZE, HIDDEN)
+    downs = apart.shared_experts.down_proj.weight.view(HIDDEN, count, SIZE).transpose(0, 1)
+    ours, theirs = routed.experts, apart.experts
+    ours.gate_up_proj.data.copy_(torch.cat([theirs.gate_up_proj, torch.cat([gates, ups], 1)]))
+    ours.down_proj.data.copy_(torch.cat([theirs.down_proj, downs]))
+    residual = torch.randn(tokens, HIDDEN)
+    found, wanted = (layer(Stream(None, residual.clone())) for layer in (routed, apart))
+    assert found.last is None
+    expected = wanted.residual if wanted.last is None else wanted.residual + wanted.last
+    torch.testing.assert_close(found.residual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_one_token_is_normed_and_added_within_its_kernels(monkeypatch):

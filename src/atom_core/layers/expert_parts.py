@@ -1,0 +1,86 @@
+"""What checkpoints have of a mixture's experts one by one: three matrices of each.
+
+Shared experts are one network there, side by side. Where they are run as experts behind the routed ones, each has its
+rows of that network's gate and up, and its columns of down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from atom_core.config import MoEConfig
+from atom_core.kernels.shared_experts import SHARED_EXPERTS, SharedExpertsSpec
+from atom_core.layers.linear_methods import Part
+from atom_core.layers.parameters import Placement, checkpoint_module
+from atom_core.runtime import Runtime
+
+if TYPE_CHECKING:
+    from atom_core.layers.experts import Experts
+
+
+def expert_parts(layer: Experts, expert: int) -> Iterator[tuple[str, Part]]:
+    """An expert's matrices, and which of our weights each belongs to; shared experts come behind the routed ones."""
+    names, hidden, place = layer.names, layer.hidden_size, expert - layer.routed
+    module, size, first = f"{layer.folder}.{expert}", layer.size, 0
+    if place >= 0:
+        module, size, first = layer.shared_module, layer.size * (layer.total - layer.routed), layer.size * place
+    mine = range(first + layer.mine.start, first + layer.mine.stop)
+    for name, begin in ((names.gate, 0), (names.up, len(mine))):
+        yield "gate_up", Part(f"{module}.{name}", size, hidden, mine, range(hidden), begin)
+    yield "down", Part(f"{module}.{names.down}", hidden, size, range(hidden), mine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralPlacements(Placement):
+    """A checkpoint tensor of which each of several experts has a part."""
+
+    each: tuple[Placement, ...]
+
+    def problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
+        """See :class:`Placement`; they ask for the same tensor."""
+        return self.each[0].problem(shape, dtype)
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        for placement in self.each:
+            placement.load(tensor)
+
+
+def one_a_tensor(placements: Iterable[tuple[str, str, Placement]]) -> Iterator[tuple[str, str, Placement]]:
+    """``placements`` as :meth:`ParameterLayer.placements` has them, of which several may be of one tensor."""
+    found: dict[tuple[str, str], list[Placement]] = {}
+    for module, name, placement in placements:
+        found.setdefault((module, name), []).append(placement)
+    for (module, name), each in found.items():
+        first = each[0]
+        if len(each) > 1:
+            first = SeveralPlacements(
+                parameter=first.parameter, shape=first.shape, held_by=first.held_by, each=tuple(each)
+            )
+        yield module, name, first
+
+
+def shared_as_routed(config: MoEConfig, runtime: Runtime, name: str) -> int:
+    """How many experts behind the routed ones the shared ones of the mixture ``name`` are; 0: a network apart, or none.
+
+    Raises:
+        ValueError: matrices that are read together are not quantised alike; ``ATOM_KERNELS`` asks for what cannot be.
+    """
+    if not config.shared_size:
+        return 0
+    names = config.names
+    first = checkpoint_module(f"{name}.experts", f"../../{names.module}.experts.0")
+    shared = f"{name}.shared_experts"
+    together = [(names.gate, names.up), (names.down,)]
+    schemes = [
+        runtime.quant.linear([f"{module}.{it}" for it in matrices])
+        for module in (first, shared)
+        for matrices in together
+    ]
+    same_format = not config.fused and not config.bias and all(scheme == schemes[0] for scheme in schemes)
+    spec = SharedExpertsSpec(config.shared_size, config.intermediate_size, same_format, runtime.expert_parallel)
+    return runtime.kernels.select(SHARED_EXPERTS, spec)
