@@ -17,10 +17,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from atom_core.checkpoint import Checkpoint
 from atom_core.kernels.select import Target
-from atom_core.standalone import Runner
+from atom_core.standalone import Runner, finalize
+from atom_core.weights import load_weights
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
 from tests.unit.core.hugging_face import FAMILIES, Family, distance, make_config, make_model, random_tokens
+from tests.unit.core.mxfp4_checkpoints import make_gpt_oss, make_quark, quark_mxfp4
 
 TESTS = Path(__file__).parents[2]
 CHECKPOINTS = ("qwen3", "llama", "qwen2", "mistral")
@@ -112,6 +115,57 @@ def test_experts_in_fp8(tmp_path, arch):
     # As in models/test_fp8_experts.py: a token whose router holds two experts for nearly equal may go to the other.
     error = (found.float() - expected.float()).abs().amax(-1) / (expected.max() - expected.min())
     assert error.median() <= 0.15
+
+
+QWEN3_MOE = Family(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+)
+
+
+@pytest.mark.parametrize("family", [FAMILIES[3], QWEN3_MOE], ids=str)
+def test_weights_and_activations_in_mxfp4_are_multiplied_as_such_on_gfx950(tmp_path, family):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
+    make_model(tmp_path / "source", make_config(family, **sizes))
+    make_quark(tmp_path / "source", tmp_path / "packed")
+    tokens = random_tokens(24)
+    expected, wide = (Runner(tmp_path / "packed", dtype=it).logits(tokens) for it in (torch.bfloat16, torch.float32))
+    mixture = family is QWEN3_MOE
+    with fake_aiter("gfx950"):
+        it = Runner(tmp_path / "packed", dtype=torch.bfloat16, target=Target("rocm", "gfx950"), kernels=REFERENCES)
+        found = it.logits(tokens)
+        assert called() >= {"gemm_a4w4", "quant_mxfp4_hip", "e8m0_shuffle"} | ({"fused_moe"} if mixture else set())
+        ours = {choice.op for choice in it.runtime.kernels.choices() if choice.implementation == "aiter"}
+        assert ours >= {"mxfp4_linear", "mxfp4_experts"} if mixture else {"mxfp4_linear"}
+        # Loaded anew, the weights are put in order anew.
+        load_weights(it.model, Checkpoint.open(tmp_path / "packed").load(), "packed")
+        finalize(it.model)
+        assert torch.equal(it.logits(tokens), found)
+    # Four bits make much of what 16 round, and routers of near ties: the reference itself is further from its float32.
+    error, rounding = ((it.float() - expected.float()).abs().amax(-1).median() for it in (found, wide))
+    assert 0 < error <= rounding
+
+
+@pytest.mark.parametrize("model", ["weights alone", "GPT-OSS"])
+def test_activations_that_stay_in_16_bits_are_multiplied_by_triton_on_gfx950(tmp_path, model):
+    if model == "GPT-OSS":
+        family = Family("GptOssForCausalLM", "gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2})
+    else:
+        family = QWEN3_MOE
+    make_model(tmp_path / "source", make_config(family, hidden_size=256, intermediate_size=256, head_dim=64))
+    if model == "GPT-OSS":
+        make_gpt_oss(tmp_path / "source", tmp_path / "packed")
+    else:
+        make_quark(tmp_path / "source", tmp_path / "packed", quark_mxfp4(rounded_inputs=False))
+    with fake_aiter("gfx950"):
+        it = Runner(tmp_path / "packed", dtype=torch.bfloat16, target=Target("rocm", "gfx950"))
+        chosen = {choice.op: choice for choice in it.runtime.kernels.choices()}
+    packed = {op for op in chosen if op.startswith("mxfp4")}
+    assert packed == {"mxfp4_experts"} if model == "GPT-OSS" else {"mxfp4_experts", "mxfp4_linear"}
+    for op in packed:
+        assert chosen[op].implementation == "triton"
+        assert "rounded" in dict(chosen[op].passed_over)["aiter"]
 
 
 @every_gpu
