@@ -24,6 +24,7 @@ from atom_core.weights import load_weights
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
 from tests.unit.core.hugging_face import FAMILIES, Family, distance, make_config, make_model, random_tokens
 from tests.unit.core.mxfp4_checkpoints import make_gpt_oss, make_quark, quark_mxfp4
+from tests.unit.core.wide_checkpoints import widen
 
 TESTS = Path(__file__).parents[2]
 CHECKPOINTS = ("qwen3", "llama", "qwen2", "mistral")
@@ -34,6 +35,11 @@ MIXTURES = {
     "deepseek_v2": {"topk_softmax", "fused_moe"},
     "deepseek_v3": {"fused_moe"},
 }
+QWEN3_MOE = Family(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+)
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 every_gpu = pytest.mark.parametrize("arch", ARCHITECTURES)
 REFERENCES = {"embedding": "reference", "qk_norm_rope_cache": "reference"}
@@ -99,12 +105,7 @@ def test_mixtures_answer_as_the_references_do(family, arch):
 
 @every_gpu
 def test_experts_in_fp8(tmp_path, arch):
-    family = Family(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
-    )
-    make_model(tmp_path, make_config(family, hidden_size=256, head_dim=64))
+    make_model(tmp_path, make_config(QWEN3_MOE, hidden_size=256, head_dim=64))
     tokens = random_tokens(24)
     expected = Runner(tmp_path, dtype=torch.bfloat16, quantization="fp8").logits(tokens)
     with fake_aiter(arch):
@@ -117,34 +118,64 @@ def test_experts_in_fp8(tmp_path, arch):
     assert error.median() <= 0.15
 
 
-QWEN3_MOE = Family(
-    "Qwen3MoeForCausalLM",
-    "qwen3_moe",
-    {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
-)
+def in_mxfp4(family: str, folder: Path) -> Runner:
+    """A trained checkpoint with weights and activations in MXFP4, on gfx950, in sizes that aiter's kernels take."""
+    widen(TESTS / "checkpoints" / family, folder / "wide", 256)
+    make_quark(folder / "wide", folder / "packed")
+    settings = {"dtype": torch.bfloat16, "max_model_len": 256, "kernels": REFERENCES}
+    return Runner(folder / "packed", target=Target("rocm", "gfx950"), **settings)
 
 
-@pytest.mark.parametrize("family", [FAMILIES[3], QWEN3_MOE], ids=str)
-def test_weights_and_activations_in_mxfp4_are_multiplied_as_such_on_gfx950(tmp_path, family):
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
-    make_model(tmp_path / "source", make_config(family, **sizes))
-    make_quark(tmp_path / "source", tmp_path / "packed")
-    tokens = random_tokens(24)
-    expected, wide = (Runner(tmp_path / "packed", dtype=it).logits(tokens) for it in (torch.bfloat16, torch.float32))
-    mixture = family is QWEN3_MOE
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_mxfp4_is_multiplied_as_such_on_gfx950(tmp_path, family):
+    used = {"mxfp4_linear", "mxfp4_experts"} if family == "qwen3_moe" else {"mxfp4_linear"}
     with fake_aiter("gfx950"):
-        it = Runner(tmp_path / "packed", dtype=torch.bfloat16, target=Target("rocm", "gfx950"), kernels=REFERENCES)
-        found = it.logits(tokens)
-        assert called() >= {"gemm_a4w4", "quant_mxfp4_hip", "e8m0_shuffle"} | ({"fused_moe"} if mixture else set())
-        ours = {choice.op for choice in it.runtime.kernels.choices() if choice.implementation == "aiter"}
-        assert ours >= {"mxfp4_linear", "mxfp4_experts"} if mixture else {"mxfp4_linear"}
-        # Loaded anew, the weights are put in order anew.
+        it = in_mxfp4(family, tmp_path)
+        assert answers(it, family)
+        assert called() >= {"gemm_a4w4", "quant_mxfp4_hip"} | ({"fused_moe"} if family == "qwen3_moe" else set())
+        chosen = {choice.op: choice.implementation for choice in it.runtime.kernels.choices()}
+        assert {op: chosen.get(op) for op in used} == dict.fromkeys(used, "aiter")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_weights_in_mxfp4_that_are_loaded_anew_are_put_in_order_anew(tmp_path, family):
+    tokens = random_tokens(24)
+    with fake_aiter("gfx950"):
+        it = in_mxfp4(family, tmp_path)
+        expected = it.logits(tokens)
         load_weights(it.model, Checkpoint.open(tmp_path / "packed").load(), "packed")
+        assert not torch.equal(it.logits(tokens), expected)
         finalize(it.model)
-        assert torch.equal(it.logits(tokens), found)
-    # Four bits make much of what 16 round, and routers of near ties: the reference itself is further from its float32.
-    error, rounding = ((it.float() - expected.float()).abs().amax(-1).median() for it in (found, wide))
-    assert 0 < error <= rounding
+        assert torch.equal(it.logits(tokens), expected)
+
+
+def rolled(dim: int):
+    """Bytes one further along ``dim``."""
+
+    def turn(tensor: torch.Tensor) -> torch.Tensor:
+        return marked(tensor.view(torch.uint8).roll(1, dim).view(tensor.dtype))
+
+    return turn
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "index", "dim"),
+    [
+        ("qwen3", "aiter.gemm_a4w4", 0, 1),
+        ("qwen3", "aiter.gemm_a4w4", 1, 0),
+        ("qwen3", "aiter.gemm_a4w4", 2, 1),
+        ("qwen3", "aiter.gemm_a4w4", 3, 1),
+        ("qwen3_moe", "aiter.fused_moe.fused_moe", 1, 1),
+        ("qwen3_moe", "aiter.fused_moe.fused_moe", 2, 1),
+    ],
+    ids=["activations", "rows", "scales of activations", "scales", "gates and ups", "downs"],
+)
+def test_mxfp4_in_another_order_shows_in_the_answers(tmp_path, family, path, index, dim):
+    with fake_aiter("gfx950"):
+        it = in_mxfp4(family, tmp_path)
+        __import__(path.rpartition(".")[0])
+        mutated(path, at(index, rolled(dim)))
+        assert not answers(it, family)
 
 
 @pytest.mark.parametrize("model", ["weights alone", "GPT-OSS"])

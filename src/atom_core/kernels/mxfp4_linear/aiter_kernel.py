@@ -15,7 +15,7 @@ from atom_core.kernels.opaque import opaque
 #: Two numbers a byte, and the powers of two that are their scales: what aiter knows MXFP4 by (aiter/utility/dtypes.py).
 FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
-#: The number of "even" among aiter's ways to find a scale (aiter/utility/mx_types.py:35).
+#: The number of "even" among aiter's ways to find a scale (aiter/utility/mx_types.py:45).
 EVEN = 2
 
 
