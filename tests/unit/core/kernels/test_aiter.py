@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from dataclasses import replace
 
@@ -26,7 +27,8 @@ from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.mxfp4_experts import MXFP4_EXPERTS, Mxfp4ExpertsSpec, Mxfp4Weights
 from atom_core.kernels.mxfp4_experts.reference import ReferenceMxfp4Experts
 from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR, Mxfp4LinearSpec
-from atom_core.kernels.mxfp4_linear.reference import group_scales
+from atom_core.kernels.mxfp4_linear.aiter_kernel import EVEN
+from atom_core.kernels.mxfp4_linear.reference import group_scales, round_groups
 from atom_core.kernels.qk_norm_rope import QkvSpec
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
@@ -207,6 +209,19 @@ def test_mxfp4_is_for_gfx950_alone(op, spec):
             assert kernels.chosen(op, spec) == name
             if name == "triton":
                 assert "on gfx950, not on gfx942" in dict(kernels.choices()[0].passed_over)["aiter"]
+
+
+def test_what_aiter_calls_even_is_what_amd_quark_does():
+    # Quarters and eighths have every tie, the others sizes of every exponent and largest numbers on both sides of 1.75.
+    few = torch.randint(-48, 49, (64, 256), generator=torch.Generator().manual_seed(0)) / 8
+    many = (
+        random(64, 256, dtype=torch.float32, device=CPU) * random(64, 1, dtype=torch.float32, device=CPU).mul(9).exp2()
+    )
+    x = torch.cat((few, many, torch.zeros(1, 256))).bfloat16()
+    with fake_aiter("gfx950") as fake:
+        packed, scales = fake.quant_mxfp4_hip(x, round_mode=EVEN)
+        found = importlib.import_module("aiter._mxfp4").unpack(packed, scales)
+    assert torch.equal(found, round_groups(x.float()))
 
 
 def round_up(x: torch.Tensor) -> torch.Tensor:
