@@ -92,6 +92,7 @@ class Recorder:
     ) -> None:
         """The launches of aiter's fused_moe, whose arguments these are."""
         (tokens, hidden), (held, _, middle) = x.shape, down.shape
+        middle *= 2 if quant_type == "per_1x32" else 1  # numbers a byte
         # aiter takes blocks of weights and groups of activations for one (fused_moe.py:1310).
         quantized = cast(Quantized, "per_1x128" if quant_type == "per_128x128" else quant_type)
         share = 1.0 if expert_mask is None else held / len(expert_mask)
@@ -207,6 +208,12 @@ RESULTS: Mapping[str, Callable[..., Any]] = {
     "gemm_a8w8_blockscale_bpreshuffle": _product,
     "per_group_quant_hip": lambda x, quant_dtype, group_size, transpose_scale: _quantized(x, quant_dtype, group_size),
     "shuffle_weight": lambda weight, layout: weight,
+    "e8m0_shuffle": lambda scales: scales.new_empty(-(-len(scales) // 256) * 256, -(-scales.shape[1] // 8) * 8),
+    "quant_mxfp4_hip": lambda x, round_mode, e8m0_shuffle: (
+        x.new_empty(x.shape[0], x.shape[1] // 2, dtype=torch.float4_e2m1fn_x2),
+        x.new_empty(-(-x.shape[0] // 256) * 256, x.shape[1] // 32, dtype=torch.float8_e8m0fnu),
+    ),
+    "gemm_a4w4": _product,
     "fused_moe": lambda x, *args, **kwargs: torch.empty_like(x),
     "get_recommended_splits": lambda requests, heads: 8,
     # Room that the first layer of a step takes for all, whose sizes nothing here depends on.

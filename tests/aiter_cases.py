@@ -31,6 +31,9 @@ from atom_core.kernels.latent_attention.reference import ReferenceLatentAttentio
 from atom_core.kernels.latent_prefill import LATENT_PREFILL, plan
 from atom_core.kernels.linear import LINEAR, LinearSpec
 from atom_core.kernels.moe_routing import MOE_ROUTING
+from atom_core.kernels.mxfp4_experts import MXFP4_EXPERTS, Mxfp4ExpertsSpec, Mxfp4Weights, empty_scales
+from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR, Mxfp4LinearSpec
+from atom_core.kernels.mxfp4_linear.reference import dequantize
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
 from atom_core.kernels.select import Op, Target
@@ -49,6 +52,8 @@ from tests.latent_cases import LATENT_CASES, LatentCase, check_absorbed, check_e
 
 Case = Callable[[Target, torch.device], None]
 CASES: dict[str, Case] = {}
+#: Cases of what aiter has on one of its GPUs alone.
+ONLY = {"mxfp4_linear": "gfx950", "mxfp4_experts": "gfx950"}
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -56,6 +61,11 @@ def case(function: Case) -> Case:
     """Add a case under its function's name."""
     CASES[function.__name__] = function
     return function
+
+
+def cases_on(arch: str) -> dict[str, Case]:
+    """Those that run on a GPU of ``arch``."""
+    return {name: it for name, it in CASES.items() if ONLY.get(name, arch) == arch}
 
 
 def chosen(op: Op[Any, Any], spec: Hashable, target: Target, name: str = "aiter") -> Any:
@@ -551,6 +561,67 @@ def latent_attention(target: Target, device: torch.device) -> None:
     check(padded, fills_padding=True)
     mixed = LatentCase("", ((30, 1), (0, 1), (7, 5), (300, 2)), heads=16, **sizes)
     check(mixed, decodes=2)
+
+
+def mxfp4(*shape: int, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight ``[.., K]`` of every number, in groups of very different sizes; its products are as large as its inputs.
+
+    The blocks, and the scales as a layer of experts keeps them.
+    """
+    *rows, columns = shape
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(256, (*rows, columns // 2), generator=generator, dtype=torch.uint8)
+    # Powers of two from 1 to 64 below what makes a row's numbers' squares sum up to less than one.
+    scales = torch.randint(7, (*rows, columns // 32), generator=generator, dtype=torch.uint8)
+    scales += 127 - 6 - columns.bit_length() // 2
+    count = rows[0] if len(rows) > 1 else 1
+    kept = empty_scales(count, rows[-1], columns).copy_(scales.view(count, rows[-1], -1))
+    return blocks.to(device), kept.to(device) if len(rows) > 1 else kept[0].contiguous().to(device)
+
+
+@case
+def mxfp4_linear(target: Target, device: torch.device) -> None:
+    """Outputs that fill no tile; groups of zeros, and of very different sizes; weights that are loaded again."""
+    for inputs, outputs, bias in ((256, 32, False), (512, 288, True)):
+        spec = Mxfp4LinearSpec(inputs, outputs, bias, rounded_inputs=True, dtype=torch.bfloat16)
+        kernel, expected = chosen(MXFP4_LINEAR, spec, target), reference(MXFP4_LINEAR, spec)
+        for seed, rows in enumerate((0, 1, 5, 70, 300)):
+            blocks, scales = mxfp4(outputs, inputs, seed=seed, device=device)
+            x = random(rows, inputs, dtype=torch.bfloat16, device=device, seed=1 + seed)
+            x[:, :64] *= torch.tensor([0.0, 30.0], device=device).repeat_interleave(32)
+            offset = random(outputs, dtype=torch.bfloat16, device=device, seed=2) if bias else None
+            wanted = expected(x, blocks, scales, offset)
+            kernel.adopt(blocks, scales)
+            assert_near(kernel(x, blocks, scales, offset), wanted, roundings=2)
+
+
+@case
+def mxfp4_experts(target: Target, device: torch.device) -> None:
+    """Experts whose scales differ a lot; more rows than fill a tile; weights that are loaded again.
+
+    Which of two scales a group has is not the reference's to say, nor how rounded the middle was before: answers are as
+    far from those of unrounded activations as the reference's.
+    """
+    hidden, middle = 512, 256
+    spec = Mxfp4ExpertsSpec(0, 6, hidden, middle, 3, "silu", False, torch.bfloat16, 6, rounded_inputs=True)
+    kernel, expected = chosen(MXFP4_EXPERTS, spec, target), reference(MXFP4_EXPERTS, spec)
+    for seed, rows in enumerate((0, 1, 5, 40)):
+        gate_up = mxfp4(6, 2 * middle, hidden, seed=seed, device=device)
+        down = mxfp4(6, hidden, middle, seed=9 + seed, device=device)
+        layer = Mxfp4Weights(*gate_up, *down)
+        x = random(rows, hidden, dtype=torch.bfloat16, device=device, seed=2)
+        x[:, :64] *= torch.tensor([0.0, 3.0], device=device).repeat_interleave(32)
+        weights, ids = routed(rows, 6, 3, device)
+        wanted = expected(x, weights, ids, layer).float()
+        wide = ExpertWeights(dequantize(*gate_up, torch.float32), dequantize(*down, torch.float32))
+        plain = ExpertsSpec(0, 6, hidden, middle, 3, "silu", bias=False, dtype=torch.float32)
+        exact = reference(EXPERTS, plain)(x.float(), weights, ids, wide)
+        kernel.adopt(layer)
+        found = kernel(x, weights, ids, layer)
+        assert found.dtype == x.dtype
+        assert found.shape == x.shape
+        allowed = 1.2 * (wanted - exact).norm()
+        assert (found.float() - exact).norm() <= allowed, (found.float() - exact).norm() / allowed
 
 
 @case

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from atom_core.kernels.select import Target
-from tests.aiter_cases import CASES
+from tests.aiter_cases import CASES, ONLY
 from tests.aiter_fake import calls, fake_aiter
 
-GFX942 = Target("rocm", "gfx942")
 CPU = torch.device("cpu")
 
 #: The cases that call a function, for those that more than one does the quickest.
@@ -56,7 +55,12 @@ CASES_OF = {
     "aiter.grouped_topk": "moe_routing",
     "aiter.biased_grouped_topk_hip": "moe_routing",
     "aiter.fused_moe.fused_moe": "fp8_experts",
+    "aiter.utility.fp4_utils.e8m0_shuffle": "mxfp4_linear",
+    "aiter.quant_mxfp4_hip": "mxfp4_linear",
+    "aiter.gemm_a4w4": "mxfp4_linear",
 }
+#: Cases of other formats, in which a function is another.
+OF_FORMATS = [("aiter.ops.shuffle.shuffle_weight", "mxfp4_linear"), ("aiter.fused_moe.fused_moe", "mxfp4_experts")]
 
 #: What changes no result, and why.
 WITHOUT_EFFECT = {
@@ -87,7 +91,7 @@ def changed(value):
         members = list(type(value))
         return members[members.index(value) - 1]
     if isinstance(value, torch.Tensor):
-        if value.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        if value.is_floating_point() and value.itemsize == 1:
             return value.view(torch.uint8).roll(1, -1).view(value.dtype)
         if value.dtype == torch.uint64:
             return (value.view(torch.int64) + 8).view(value.dtype)
@@ -108,13 +112,20 @@ def changed(value):
     return None
 
 
+def arch_of(case: str) -> str:
+    return ONLY.get(case, "gfx942")
+
+
+def run(case: str) -> None:
+    CASES[case](Target("rocm", arch_of(case)), CPU)
+
+
 @functools.cache
-def arguments_of_calls() -> dict[str, set[str]]:
-    """The arguments that our code passes to each function, other than None and dtypes."""
+def arguments_of_calls(case: str) -> dict[str, set[str]]:
+    """The arguments that our code passes to each function in a case, other than None and dtypes."""
     found: dict[str, set[str]] = {}
-    with fake_aiter("gfx942"):
-        for name in sorted(set(CASES_OF.values())):
-            CASES[name](GFX942, CPU)
+    with fake_aiter(arch_of(case)):
+        run(case)
         for call in calls():
             given = {name for name, value in call.arguments.items() if changed(value) is not None}
             found.setdefault(call.path, set()).update(given)
@@ -127,12 +138,12 @@ def test_every_function_has_its_case():
     assert {path for path, _ in WITHOUT_EFFECT} <= set(CASES_OF)
 
 
-@pytest.mark.parametrize("path", CASES_OF)
-def test_no_argument_is_ignored(path):
-    names = arguments_of_calls()[path] - set(RESULTS) - {name for of, name in WITHOUT_EFFECT if of == path}
+@pytest.mark.parametrize(("path", "case"), [*CASES_OF.items(), *OF_FORMATS])
+def test_no_argument_is_ignored(path, case):
+    names = arguments_of_calls(case)[path] - set(RESULTS) - {name for of, name in WITHOUT_EFFECT if of == path}
     ignored = []
     for name in sorted(names):
-        with fake_aiter("gfx942"):
+        with fake_aiter(arch_of(case)):
             recorded = importlib.import_module("aiter._recorded")
             module, _, function = path.rpartition(".")
             inner = getattr(importlib.import_module(module), function)
@@ -148,7 +159,7 @@ def test_no_argument_is_ignored(path):
 
             setattr(sys.modules[module], function, call)
             try:
-                CASES[CASES_OF[path]](GFX942, CPU)
+                run(case)
             except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
                 continue
             ignored.append(name)

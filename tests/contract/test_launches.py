@@ -80,12 +80,16 @@ def test_it_is_known_of_each_function_of_aiters_what_it_returns():
         (torch.float8_e4m3fn, "per_128x128", 33, 3),
         (torch.float8_e4m3fn, "per_Token", 16, 5),
         (torch.float8_e4m3fn, "per_Token", 17, 3),
+        (torch.float4_e2m1fn_x2, "per_1x32", 1024, 5),
+        (torch.float4_e2m1fn_x2, "per_1x32", 1025, 6),
+        (torch.float4_e2m1fn_x2, "per_1x32", 4097, 7),
     ],
 )
 def test_aiters_fused_experts_are_several_launches(dtype, quantized, tokens, kernels):
     recorder = Recorder()
     x, top = torch.zeros(tokens, 256, dtype=torch.bfloat16), torch.zeros(tokens, 2)
-    gate_up, down = torch.zeros(4, 256, 256, dtype=dtype), torch.zeros(4, 256, 128, dtype=dtype)
+    numbers = 2 if quantized == "per_1x32" else 1  # of a byte
+    gate_up, down = (torch.empty(4, 256, size // numbers, dtype=dtype) for size in (256, 128))
     recorder.add_stages(x, gate_up, down, top, top.int(), quant_type=quantized, w1_scale=None)
     found = recorder.launches[None]
     assert len(found) == kernels
@@ -129,6 +133,18 @@ def test_norms_and_activations_quantise_what_fp8_products_read():
         (product, 1536 + 4 * 12 + 2 * 4096),
         ("all_reduce", 2 * 4096),
     ]
+
+
+def test_mxfp4_is_multiplied_by_aiter_on_gfx950_and_widened_by_triton_elsewhere():
+    def names(target: Target) -> list[str]:
+        found = count("qwen3-8b-mxfp4", target, batch=2, ranks=1, num_layers=2, context=100)
+        found += count("qwen3-30b-a3b-mxfp4", target, batch=2, ranks=1, num_layers=2, context=100)
+        return [it.name for it in found]
+
+    ours = names(Target("rocm", "gfx950"))
+    assert ours.count("gemm_a4w4") == ours.count("quant_mxfp4_hip") == 6
+    assert [name for name in ours if "moe" in name] == ["moe_sorting", "moe_stage1", "moe_stage2"]
+    assert "gemm_a4w4" not in names(GFX942)
 
 
 def test_an_unknown_model_is_refused_in_words():

@@ -11,16 +11,18 @@ import torch
 
 from atom_core.kernels.aiter_library import ARCHITECTURES, aiter_function
 from atom_core.kernels.select import Target
-from tests.aiter_cases import CASES
+from tests.aiter_cases import cases_on
 
 GPU = torch.device("cuda")
 
 if torch.version.hip and Target.of(GPU).arch in ARCHITECTURES:
     RECORD = json.loads((Path(__file__).parents[1] / "fakes" / "aiter_signatures.json").read_text())["functions"]
 
-    @pytest.mark.parametrize("name", CASES)
+    HERE = cases_on(Target.of(GPU).arch)
+
+    @pytest.mark.parametrize("name", HERE)
     def test_it_is_the_reference(name):
-        CASES[name](Target.of(GPU), GPU)
+        HERE[name](Target.of(GPU), GPU)
 
     @pytest.mark.parametrize("path", RECORD)
     def test_its_signature_is_the_recorded_one(path):

@@ -67,6 +67,12 @@ CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "latent_prefill": ("aiter.flash_attn_varlen_func",),
         "experts": ("aiter.fused_moe.fused_moe",),
         "fp8_experts": ("aiter.fused_moe.fused_moe",),
+        "mxfp4_linear": (
+            "aiter.utility.fp4_utils.e8m0_shuffle",
+            "aiter.quant_mxfp4_hip",
+            "aiter.gemm_a4w4",
+        ),
+        "mxfp4_experts": ("aiter.fused_moe.fused_moe",),
     }
 )
 

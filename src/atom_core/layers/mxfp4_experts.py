@@ -71,9 +71,8 @@ class Mxfp4ExpertsMethod:
         layer.gate_up_proj_blocks, layer.gate_up_proj_scales = _empty(runtime, count, 2 * size, hidden)
         layer.down_proj_blocks, layer.down_proj_scales = _empty(runtime, count, hidden, size)
         bias, rounded = layer.gate_up_proj_bias is not None, self.rounded_inputs
-        spec = Mxfp4ExpertsSpec(
-            layer.held.start, count, hidden, size, top_k, activation, bias, runtime.dtype, rounded_inputs=rounded
-        )
+        share = (layer.held.start, count, hidden, size, top_k)
+        spec = Mxfp4ExpertsSpec(*share, activation, bias, runtime.dtype, layer.total, rounded_inputs=rounded)
         self.kernel = runtime.kernels.select(MXFP4_EXPERTS, spec)
 
     def weights(self, layer: Experts) -> Mxfp4Weights:
@@ -86,7 +85,8 @@ class Mxfp4ExpertsMethod:
         return _one_by_one(layer) if self.one_by_one else _fused(layer)
 
     def finalize(self, layer: Experts) -> None:
-        """Nothing to bring into another form."""
+        """Hand the weights to the kernel, which may move their bytes."""
+        self.kernel.adopt(self.weights(layer))
 
 
 def _empty(runtime: Runtime, count: int, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:

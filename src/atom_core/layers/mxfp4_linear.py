@@ -169,4 +169,5 @@ class Mxfp4Method:
         return Operands(layer.weight, layer.bias, layer.weight_scale, rounded_inputs=self.scheme.rounded_inputs)
 
     def finalize(self, layer: Linear) -> None:
-        """Nothing to bring into another form."""
+        """Hand the weight to the kernel, which may move its bytes."""
+        self.kernel.adopt(layer.weight, layer.weight_scale)

@@ -10,6 +10,7 @@ from aiter.ops.attention import pa_fwd_asm
 from aiter.ops.enum import ActivationType, QuantType
 from aiter.ops.fused_qk_norm_rope_cache_quant import fused_qk_norm_rope_cache_pts_quant_shuffle
 from aiter.ops.fused_qk_rmsnorm_group_quant import fused_qk_rmsnorm_group_quant, fused_qk_rmsnorm_per_token_quant
+from aiter.ops.gemm_op_a4w4 import gemm_a4w4, quant_mxfp4_hip
 from aiter.ops.gemm_op_a8w8 import gemm_a8w8_blockscale_bpreshuffle, gemm_a8w8_bpreshuffle
 from aiter.ops.mha import flash_attn_varlen_func, mha_batch_prefill_func
 from aiter.ops.mla_metadata import get_mla_metadata_info_v1, get_mla_metadata_v1
@@ -29,6 +30,7 @@ __all__ = [
     "fused_qk_rmsnorm_per_token_quant",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
+    "gemm_a4w4",
     "gemm_a8w8_blockscale_bpreshuffle",
     "gemm_a8w8_bpreshuffle",
     "get_mla_metadata_info_v1",
@@ -38,6 +40,7 @@ __all__ = [
     "pa_decode_gluon",
     "pa_fwd_asm",
     "per_group_quant_hip",
+    "quant_mxfp4_hip",
     "rms_norm",
     "rmsnorm2d_fwd_with_add",
     "silu_and_mul",

@@ -39,6 +39,7 @@ def real_signature(path: str) -> inspect.Signature:
     names: dict[str, Any] = {
         "torch": torch,
         "dtypes": _Dtypes(),
+        "MX_DEFAULT_ROUND_MODE": 1,  # up
         **{it.__name__: it for it in (ActivationType, GateMode, MlaVersion, QuantType)},
     }
     exec(source, names)

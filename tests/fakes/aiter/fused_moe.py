@@ -5,6 +5,7 @@ import os
 import torch
 import torch.nn.functional as F
 from aiter import dtypes
+from aiter._mxfp4 import check_gpu, pack, rounded_up, unpack, unshuffled_scales
 from aiter._recorded import real
 from aiter.ops.enum import ActivationType, GateMode, QuantType
 from aiter.ops.quant import largest, narrowed
@@ -53,6 +54,7 @@ def fused_moe(
     assert (gate_mode, shared_expert_id) == ("separated", -1)
     assert activation is ActivationType.Silu, "not every kernel that may be chosen has another"
     _check_tokens(hidden_states, w1, w2, topk_weight, topk_ids)
+    assert expert_mask is None or quant_type is not QuantType.per_1x32, "its tuned kernels refuse a mask"
     quantize = _quantizer(quant_type, hidden_states, w1, w2, w1_scale, w2_scale)
     gate_ups, downs = _wide(w1, w1_scale, quant_type), _wide(w2, w2_scale, quant_type)
     ids = _own(topk_ids, expert_mask, len(w1))
@@ -74,6 +76,8 @@ def _check_tokens(x, w1, w2, weights, ids):
     assert len(x) == len(ids) > 0, "a launch of no programs"
     assert all(it.is_contiguous() for it in (x, w1, w2, weights, ids))
     (experts, wide, hidden), (also, narrow, middle) = w1.shape, w2.shape
+    packed = 2 if w1.dtype == dtypes.fp4x2 else 1
+    hidden, middle = packed * hidden, packed * middle
     assert (experts, wide, hidden) == (also, 2 * middle, narrow)
     assert x.shape[1] == hidden
     assert all(getattr(it, "is_shuffled", False) for it in (w1, w2)), "kernels for the plain order are slow or none"
@@ -89,6 +93,14 @@ def _quantizer(quant_type, x, w1, w2, w1_scale, w2_scale):
         assert hidden % 128 == 0
         assert middle % (64 if middle <= 192 else 128) == 0
         return lambda rows: rows.float()
+    if quant_type is QuantType.per_1x32:
+        check_gpu()
+        assert w1.dtype == w2.dtype == dtypes.fp4x2
+        assert x.dtype == torch.bfloat16, "not every kernel that may be chosen has another"
+        assert w1_scale.dtype == w2_scale.dtype == torch.uint8
+        assert hidden % 256 == 0
+        assert 2 * middle % 256 == 0, "two numbers a byte"
+        return lambda rows: unpack(*pack(rows, rounded_up))
     assert w1.dtype == w2.dtype == dtypes.fp8, f"this GPU multiplies {dtypes.fp8}"
     assert x.dtype == torch.bfloat16, "not every kernel that may be chosen has another"
     assert w1_scale.dtype == w2_scale.dtype == torch.float32
@@ -114,6 +126,10 @@ def _rounded(rows, dtype):
 
 
 def _wide(weight, scale, quant_type):
+    if quant_type is QuantType.per_1x32:
+        experts, rows, half = weight.shape
+        scales = unshuffled_scales(scale, experts * rows, half // 16).reshape(experts, rows, half // 16)
+        return unpack(unshuffled(weight.view(torch.uint8)), scales)
     wide = unshuffled(weight).float()
     if scale is None:
         return wide

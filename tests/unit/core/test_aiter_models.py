@@ -17,10 +17,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from atom_core.checkpoint import Checkpoint
 from atom_core.kernels.select import Target
-from atom_core.standalone import Runner
+from atom_core.standalone import Runner, finalize
+from atom_core.weights import load_weights
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
 from tests.unit.core.hugging_face import FAMILIES, Family, distance, make_config, make_model, random_tokens
+from tests.unit.core.mxfp4_checkpoints import make_gpt_oss, make_quark, quark_mxfp4
+from tests.unit.core.wide_checkpoints import widen
 
 TESTS = Path(__file__).parents[2]
 CHECKPOINTS = ("qwen3", "llama", "qwen2", "mistral")
@@ -37,6 +41,11 @@ MIXTURES = [
     ("deepseek_v3", ROUTED, {"fused_moe"}),
     ("deepseek_v3", APART | ROUTED, {"fused_moe"}),
 ]
+QWEN3_MOE = Family(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+)
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 every_gpu = pytest.mark.parametrize("arch", ARCHITECTURES)
 REFERENCES = {"embedding": "reference", "qk_norm_rope_cache": "reference"}
@@ -115,12 +124,7 @@ def test_shared_experts_are_among_the_routed_ones(family, arch):
 
 @every_gpu
 def test_experts_in_fp8(tmp_path, arch):
-    family = Family(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
-    )
-    make_model(tmp_path, make_config(family, hidden_size=256, head_dim=64))
+    make_model(tmp_path, make_config(QWEN3_MOE, hidden_size=256, head_dim=64))
     tokens = random_tokens(24)
     expected = Runner(tmp_path, dtype=torch.bfloat16, quantization="fp8").logits(tokens)
     with fake_aiter(arch):
@@ -131,6 +135,87 @@ def test_experts_in_fp8(tmp_path, arch):
     # As in models/test_fp8_experts.py: a token whose router holds two experts for nearly equal may go to the other.
     error = (found.float() - expected.float()).abs().amax(-1) / (expected.max() - expected.min())
     assert error.median() <= 0.15
+
+
+def in_mxfp4(family: str, folder: Path) -> Runner:
+    """A trained checkpoint with weights and activations in MXFP4, on gfx950, in sizes that aiter's kernels take."""
+    widen(TESTS / "checkpoints" / family, folder / "wide", 256)
+    make_quark(folder / "wide", folder / "packed")
+    settings = {"dtype": torch.bfloat16, "max_model_len": 256, "kernels": REFERENCES}
+    return Runner(folder / "packed", target=Target("rocm", "gfx950"), **settings)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_mxfp4_is_multiplied_as_such_on_gfx950(tmp_path, family):
+    used = {"mxfp4_linear", "mxfp4_experts"} if family == "qwen3_moe" else {"mxfp4_linear"}
+    with fake_aiter("gfx950"):
+        it = in_mxfp4(family, tmp_path)
+        assert answers(it, family)
+        assert called() >= {"gemm_a4w4", "quant_mxfp4_hip"} | ({"fused_moe"} if family == "qwen3_moe" else set())
+        chosen = {choice.op: choice.implementation for choice in it.runtime.kernels.choices()}
+        assert {op: chosen.get(op) for op in used} == dict.fromkeys(used, "aiter")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_weights_in_mxfp4_that_are_loaded_anew_are_put_in_order_anew(tmp_path, family):
+    tokens = random_tokens(24)
+    with fake_aiter("gfx950"):
+        it = in_mxfp4(family, tmp_path)
+        expected = it.logits(tokens)
+        load_weights(it.model, Checkpoint.open(tmp_path / "packed").load(), "packed")
+        assert not torch.equal(it.logits(tokens), expected)
+        finalize(it.model)
+        assert torch.equal(it.logits(tokens), expected)
+
+
+def rolled(dim: int):
+    """Bytes one further along ``dim``."""
+
+    def turn(tensor: torch.Tensor) -> torch.Tensor:
+        return marked(tensor.view(torch.uint8).roll(1, dim).view(tensor.dtype))
+
+    return turn
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "index", "dim"),
+    [
+        ("qwen3", "aiter.gemm_a4w4", 0, 1),
+        ("qwen3", "aiter.gemm_a4w4", 1, 0),
+        ("qwen3", "aiter.gemm_a4w4", 2, 1),
+        ("qwen3", "aiter.gemm_a4w4", 3, 1),
+        ("qwen3_moe", "aiter.fused_moe.fused_moe", 1, 1),
+        ("qwen3_moe", "aiter.fused_moe.fused_moe", 2, 1),
+    ],
+    ids=["activations", "rows", "scales of activations", "scales", "gates and ups", "downs"],
+)
+def test_mxfp4_in_another_order_shows_in_the_answers(tmp_path, family, path, index, dim):
+    with fake_aiter("gfx950"):
+        it = in_mxfp4(family, tmp_path)
+        __import__(path.rpartition(".")[0])
+        mutated(path, at(index, rolled(dim)))
+        assert not answers(it, family)
+
+
+@pytest.mark.parametrize("model", ["weights alone", "GPT-OSS"])
+def test_activations_that_stay_in_16_bits_are_multiplied_by_triton_on_gfx950(tmp_path, model):
+    if model == "GPT-OSS":
+        family = Family("GptOssForCausalLM", "gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2})
+    else:
+        family = QWEN3_MOE
+    make_model(tmp_path / "source", make_config(family, hidden_size=256, intermediate_size=256, head_dim=64))
+    if model == "GPT-OSS":
+        make_gpt_oss(tmp_path / "source", tmp_path / "packed")
+    else:
+        make_quark(tmp_path / "source", tmp_path / "packed", quark_mxfp4(rounded_inputs=False))
+    with fake_aiter("gfx950"):
+        it = Runner(tmp_path / "packed", dtype=torch.bfloat16, target=Target("rocm", "gfx950"))
+        chosen = {choice.op: choice for choice in it.runtime.kernels.choices()}
+    packed = {op for op in chosen if op.startswith("mxfp4")}
+    assert packed == {"mxfp4_experts"} if model == "GPT-OSS" else {"mxfp4_experts", "mxfp4_linear"}
+    for op in packed:
+        assert chosen[op].implementation == "triton"
+        assert "rounded" in dict(chosen[op].passed_over)["aiter"]
 
 
 @every_gpu

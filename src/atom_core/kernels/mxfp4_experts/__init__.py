@@ -3,8 +3,8 @@
 Both products are those of :mod:`atom_core.kernels.mxfp4_linear`, whose inputs may be rounded to MXFP4.
 
 The weights of gate and up are ``[E, 2I, H]``, one behind the other, of down ``[E, H, I]``. They stay packed: kernels
-turn them into the model's dtype in registers. Of an expert's scales ``[rows, groups]`` those of a group lie side by
-side (:func:`empty_scales`): they are read for many rows and few groups at a time.
+turn them into the model's dtype in registers, or multiply MXFP4 by MXFP4. Of an expert's scales ``[rows, groups]``
+those of a group lie side by side (:func:`empty_scales`): they are read for many rows and few groups at a time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.experts import ExpertsSpec
 from atom_core.kernels.mxfp4_experts.reference import ReferenceMxfp4Experts
+from atom_core.kernels.mxfp4_linear import why_no_fp4
 from atom_core.kernels.select import Implementation, Op, Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton
 from atom_core.quant.mxfp4 import GROUP
@@ -48,9 +50,45 @@ def empty_scales(count: int, rows: int, columns: int, device: torch.device | Non
 class Mxfp4ExpertsKernel(Protocol):
     """The call, as :class:`atom_core.kernels.experts.ExpertsKernel`."""
 
+    def adopt(self, layer: Mxfp4Weights) -> None:
+        """See the weights once they are loaded; a kernel may move bytes of the packed numbers in place."""
+
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Mxfp4Weights
     ) -> torch.Tensor: ...
+
+
+def _aiter_supports(spec: Mxfp4ExpertsSpec, target: Target) -> str | None:
+    if reason := why_no_aiter(target) or why_no_fp4(target):
+        return reason
+    if not spec.rounded_inputs:
+        return (
+            "aiter's experts in MXFP4 round activations to it, or from 256 tokens on to FP8, and this checkpoint's are "
+            "not rounded."
+        )
+    if spec.dtype != torch.bfloat16:
+        return f"aiter's experts in MXFP4 are used in models of bfloat16, not of {spec.dtype}."
+    if spec.bias:
+        return "aiter's experts in MXFP4 are used without biases, which not all of its kernels add."
+    if spec.activation != "silu":
+        return f"aiter's experts in MXFP4 are used with silu, not with {spec.activation}."
+    if spec.total not in (None, spec.count):
+        return (
+            f"aiter's experts in MXFP4 are used where a rank holds them all, not {spec.count} of {spec.total}: "
+            "its tuned kernels refuse a share."
+        )
+    if spec.hidden_size % 256 or spec.intermediate_size % 256:
+        return (
+            "aiter's experts in MXFP4 are used for hidden sizes and middles that are multiples of 256, "
+            f"not for {spec.hidden_size} and {spec.intermediate_size}."
+        )
+    return None
+
+
+def _build_aiter(spec: Mxfp4ExpertsSpec, target: Target) -> Mxfp4ExpertsKernel:
+    from atom_core.kernels.mxfp4_experts.aiter_kernel import AiterMxfp4Experts  # looked for when it is chosen
+
+    return AiterMxfp4Experts()
 
 
 def _triton_supports(spec: Mxfp4ExpertsSpec, target: Target) -> str | None:
@@ -72,6 +110,7 @@ def _reference_supports(spec: Mxfp4ExpertsSpec, target: Target) -> str | None:
 MXFP4_EXPERTS: Op[Mxfp4ExpertsSpec, Mxfp4ExpertsKernel] = Op(
     "mxfp4_experts",
     (
+        Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", _triton_supports, _build_triton),
         Implementation("reference", _reference_supports, lambda spec, target: ReferenceMxfp4Experts(spec)),
     ),

@@ -22,6 +22,9 @@ class ReferenceMxfp4Experts:
     def __init__(self, spec: Mxfp4ExpertsSpec) -> None:
         self.spec = spec
 
+    def adopt(self, layer: Mxfp4Weights) -> None:
+        """Nothing to move."""
+
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Mxfp4Weights
     ) -> torch.Tensor:

@@ -212,6 +212,9 @@ class TritonMxfp4Experts:
         self.spec, self.overlap = spec, overlap
         self.held = Held(spec.first, spec.count, spec.top_k)
 
+    def adopt(self, layer: Mxfp4Weights) -> None:
+        """Nothing to move."""
+
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Mxfp4Weights
     ) -> torch.Tensor:

@@ -7,13 +7,13 @@ first of two numbers in a byte's lower half; ``scales``: uint8 ``[N, K / 32]``, 
     W[n, k] = e2m1(blocks[n, k / 2]) * 2 ** (scales[n, k / 32] - 127)
 
 ``x``: ``[T, K]`` and ``b``: ``[N]`` or None, of the model's dtype; ``y``: ``[T, N]``. Where inputs are rounded, ``x``
-becomes MXFP4 first, and numbers of the model's dtype again: each 32 of a token have the scale
+becomes MXFP4 first, and stands for numbers of the model's dtype: each 32 of a token have the scale
 
     2 ** (floor(log2(a)) - 2),  a = the largest magnitude of them, rounded to one bit after the first
 
 and each number is the nearest that e2m1 has, of two as near the even one, and at most 6 in magnitude: what AMD Quark
 calls "even". 32 numbers of which one is not finite are NaN. Products are those of the model's dtype. Weights stay
-packed: kernels turn them into the model's dtype in registers.
+packed: kernels turn them into the model's dtype in registers, or multiply MXFP4 by MXFP4.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.mxfp4_linear.reference import ReferenceMxfp4Linear
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_no_triton
@@ -41,6 +42,9 @@ class Mxfp4LinearSpec:
 
 class Mxfp4LinearKernel(Protocol):
     """A product bound to one layer."""
+
+    def adopt(self, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+        """See the weight once it is loaded; a kernel may move the bytes of ``blocks`` in place."""
 
     def __call__(
         self, x: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
@@ -65,6 +69,33 @@ class FewRowsMxfp4Kernel(Protocol):
         """``residual += y``, rounded once, of at most ``max_rows`` rows; ``residual`` is contiguous."""
 
 
+def _aiter_supports(spec: Mxfp4LinearSpec, target: Target) -> str | None:
+    if reason := why_no_aiter(target) or why_no_fp4(target):
+        return reason
+    if not spec.rounded_inputs:
+        return "aiter multiplies MXFP4 by MXFP4, and this checkpoint's activations are not rounded to it."
+    if spec.dtype != torch.bfloat16:
+        return f"aiter's FP4 products are used in models of bfloat16, not of {spec.dtype}."
+    # Scales are read for 256 numbers of 32 rows at a time.
+    if spec.in_features % 256 or spec.out_features % 32:
+        return (
+            "aiter's FP4 product is used for inputs that are multiples of 256 and outputs that are multiples of 32, "
+            f"not {spec.in_features} and {spec.out_features}."
+        )
+    return None
+
+
+def why_no_fp4(target: Target) -> str | None:
+    """None where the device multiplies MXFP4 as it is, else the reason; ``target`` is one of aiter's."""
+    return None if target.arch == "gfx950" else f"FP4 is multiplied on gfx950, not on {target.arch}."
+
+
+def _build_aiter(spec: Mxfp4LinearSpec, target: Target) -> Mxfp4LinearKernel:
+    from atom_core.kernels.mxfp4_linear.aiter_kernel import AiterMxfp4Linear  # looked for when it is chosen
+
+    return AiterMxfp4Linear()
+
+
 def _build_triton(spec: Mxfp4LinearSpec, target: Target) -> Mxfp4LinearKernel:
     from atom_core.kernels.mxfp4_linear.triton_kernel import TritonMxfp4Linear  # needs triton, which a CPU may lack
 
@@ -74,6 +105,7 @@ def _build_triton(spec: Mxfp4LinearSpec, target: Target) -> Mxfp4LinearKernel:
 MXFP4_LINEAR: Op[Mxfp4LinearSpec, Mxfp4LinearKernel] = Op(
     "mxfp4_linear",
     (
+        Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", lambda spec, target: why_no_triton(target), _build_triton),
         Implementation("reference", always, lambda spec, target: ReferenceMxfp4Linear(spec.rounded_inputs)),
     ),

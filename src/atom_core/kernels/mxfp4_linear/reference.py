@@ -56,6 +56,9 @@ class ReferenceMxfp4Linear:
     def __init__(self, rounded_inputs: bool) -> None:
         self.rounded_inputs = rounded_inputs
 
+    def adopt(self, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+        """Nothing to move."""
+
     def __call__(
         self, x: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:

@@ -29,6 +29,9 @@ class TritonMxfp4Linear:
     def __init__(self, rounded_inputs: bool, *, nvidia: bool, overlap: bool) -> None:
         self.rounded_inputs, self.nvidia, self.overlap = rounded_inputs, nvidia, overlap
 
+    def adopt(self, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+        """Nothing to move."""
+
     def add(
         self,
         x: torch.Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from dataclasses import replace
 
@@ -27,12 +28,17 @@ from atom_core.kernels.latent_cache import LatentSpec
 from atom_core.kernels.latent_prefill import LATENT_PREFILL
 from atom_core.kernels.linear import LINEAR, LinearSpec
 from atom_core.kernels.moe_routing import MOE_ROUTING
+from atom_core.kernels.mxfp4_experts import MXFP4_EXPERTS, Mxfp4ExpertsSpec, Mxfp4Weights
+from atom_core.kernels.mxfp4_experts.reference import ReferenceMxfp4Experts
+from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR, Mxfp4LinearSpec
+from atom_core.kernels.mxfp4_linear.aiter_kernel import EVEN
+from atom_core.kernels.mxfp4_linear.reference import group_scales, round_groups
 from atom_core.kernels.qk_norm_rope import QkvSpec
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
 from atom_core.kernels.select import Target
 from atom_core.metadata import SHUFFLED, KVCacheView
-from tests.aiter_cases import CASES
+from tests.aiter_cases import assert_near, cases_on, mxfp4, random, routed
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
 
 CPU = torch.device("cpu")
@@ -51,6 +57,10 @@ GROUPS = InputForm(torch.float8_e4m3fnuz, 128)
 FP8_NORM_SPEC = Fp8RmsNormSpec(256, torch.bfloat16, GROUPS, (("rms_norm", "aiter"),))
 FP8_ACTIVATION_SPEC = Fp8GatedActivationSpec("silu", 256, torch.bfloat16, GROUPS, (("gated_activation", "aiter"),))
 FP8 = torch.float8_e4m3fnuz  # of gfx942
+MXFP4_SPEC = Mxfp4LinearSpec(256, 64, bias=True, rounded_inputs=True, dtype=torch.bfloat16)
+MXFP4_EXPERTS_SPEC = Mxfp4ExpertsSpec(
+    0, 4, 256, 256, 2, "silu", bias=False, dtype=torch.bfloat16, total=4, rounded_inputs=True
+)
 LATENTS = LatentSpec(4, 512, 128, 64, 128, True, torch.bfloat16, torch.bfloat16)
 
 
@@ -61,11 +71,10 @@ def latents(**changes):
 every_gpu = pytest.mark.parametrize("arch", ARCHITECTURES)
 
 
-@every_gpu
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "arch"), [(name, arch) for arch in ARCHITECTURES for name in cases_on(arch)])
 def test_it_is_the_reference(name, arch):
     with fake_aiter(arch):
-        CASES[name](Target("rocm", arch), CPU)
+        cases_on(arch)[name](Target("rocm", arch), CPU)
 
 
 @every_gpu
@@ -227,6 +236,90 @@ def test_middles_of_384_are_for_gfx942_alone_where_rows_have_scales():
     for arch, name in (("gfx942", "aiter"), ("gfx950", "triton")):
         with fake_aiter(arch):
             assert kernel_set(Target("rocm", arch)).chosen(FP8_EXPERTS, spec) == name
+
+
+@pytest.mark.parametrize(
+    ("op", "spec", "reason"),
+    [
+        (MXFP4_LINEAR, replace(MXFP4_SPEC, rounded_inputs=False), "activations are not rounded to it"),
+        (MXFP4_LINEAR, replace(MXFP4_SPEC, dtype=torch.float16), "not of torch.float16"),
+        (MXFP4_LINEAR, replace(MXFP4_SPEC, in_features=384), "multiples of 32, not 384 and 64"),
+        (MXFP4_LINEAR, replace(MXFP4_SPEC, out_features=48), "not 256 and 48"),
+        (MXFP4_EXPERTS, replace(MXFP4_EXPERTS_SPEC, rounded_inputs=False), "from 256 tokens on to FP8"),
+        (MXFP4_EXPERTS, replace(MXFP4_EXPERTS_SPEC, dtype=torch.float16), "not of torch.float16"),
+        (MXFP4_EXPERTS, replace(MXFP4_EXPERTS_SPEC, activation="gelu"), "with silu, not with gelu"),
+        (MXFP4_EXPERTS, replace(MXFP4_EXPERTS_SPEC, bias=True), "used without biases"),
+        (MXFP4_EXPERTS, replace(MXFP4_EXPERTS_SPEC, total=8), "where a rank holds them all, not 4 of 8"),
+        (MXFP4_EXPERTS, replace(MXFP4_EXPERTS_SPEC, hidden_size=384), "not for 384 and 256"),
+        (MXFP4_EXPERTS, replace(MXFP4_EXPERTS_SPEC, intermediate_size=384), "not for 256 and 384"),
+    ],
+)
+def test_what_is_not_multiplied_as_mxfp4_is_tritons(op, spec, reason):
+    with fake_aiter("gfx950"):
+        kernels = kernel_set(Target("rocm", "gfx950"))
+        assert kernels.chosen(op, spec) == "triton"
+        assert reason in dict(kernels.choices()[0].passed_over)["aiter"]
+
+
+@pytest.mark.parametrize(("op", "spec"), [(MXFP4_LINEAR, MXFP4_SPEC), (MXFP4_EXPERTS, MXFP4_EXPERTS_SPEC)], ids=str)
+def test_mxfp4_is_for_gfx950_alone(op, spec):
+    for arch, name in (("gfx942", "triton"), ("gfx950", "aiter")):
+        with fake_aiter(arch):
+            kernels = kernel_set(Target("rocm", arch))
+            assert kernels.chosen(op, spec) == name
+            if name == "triton":
+                assert "on gfx950, not on gfx942" in dict(kernels.choices()[0].passed_over)["aiter"]
+
+
+def test_what_aiter_calls_even_is_what_amd_quark_does():
+    # Quarters and eighths have every tie, the others sizes of every exponent and largest numbers on both sides of 1.75.
+    few = torch.randint(-48, 49, (64, 256), generator=torch.Generator().manual_seed(0)) / 8
+    many = (
+        random(64, 256, dtype=torch.float32, device=CPU) * random(64, 1, dtype=torch.float32, device=CPU).mul(9).exp2()
+    )
+    x = torch.cat((few, many, torch.zeros(1, 256))).bfloat16()
+    with fake_aiter("gfx950") as fake:
+        packed, scales = fake.quant_mxfp4_hip(x, round_mode=EVEN)
+        found = importlib.import_module("aiter._mxfp4").unpack(packed, scales)
+    assert torch.equal(found, round_groups(x.float()))
+
+
+def round_up(x: torch.Tensor) -> torch.Tensor:
+    """To MXFP4 with the smallest scale that cuts no number."""
+    groups = x.float().unflatten(-1, (-1, 32))
+    largest = groups.abs().amax(-1)
+    scales = group_scales(x)
+    scales = torch.where(largest > 6 * scales, 2 * scales, scales)[..., None]
+    size = (groups / scales).abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return ((size / step).round() * step * groups.sign() * scales).flatten(-2).to(x.dtype)
+
+
+def test_experts_in_mxfp4_differ_from_the_reference_by_how_a_scale_is_rounded_and_nothing_else(monkeypatch):
+    spec = replace(MXFP4_EXPERTS_SPEC, count=4)
+    layer = Mxfp4Weights(*mxfp4(4, 512, 256, seed=1, device=CPU), *mxfp4(4, 256, 256, seed=2, device=CPU))
+    x = random(40, 256, dtype=torch.bfloat16, device=CPU)
+    weights, experts = routed(40, 4, 2, CPU)
+    as_defined = ReferenceMxfp4Experts(spec)(x, weights, experts, layer)
+    monkeypatch.setattr("atom_core.kernels.mxfp4_experts.reference.round_groups", round_up)
+    expected = ReferenceMxfp4Experts(spec)(x, weights, experts, layer)
+    with fake_aiter("gfx950"):
+        kernel = kernel_set(Target("rocm", "gfx950"), {"mxfp4_experts": "aiter"}).select(MXFP4_EXPERTS, spec)
+        kernel.adopt(layer)
+        found = kernel(x, weights, experts, layer)
+    assert_near(found, expected, roundings=4)
+    with pytest.raises(AssertionError, match="differs by"):
+        assert_near(as_defined, expected, roundings=4)
+
+
+def test_scales_that_graphs_have_captured_stay_where_they_are():
+    with fake_aiter("gfx950"):
+        kernel = kernel_set(Target("rocm", "gfx950")).select(MXFP4_LINEAR, replace(MXFP4_SPEC, bias=False))
+        places = []
+        for seed in (1, 2):
+            kernel.adopt(*mxfp4(64, 256, seed=seed, device=CPU))
+            places.append(kernel.shuffled().data_ptr())
+    assert places[0] == places[1]
 
 
 def test_an_enum_that_an_older_aiter_lacks_is_an_error_when_the_model_is_built():

@@ -1,0 +1,77 @@
+"""The experts of a mixture in MXFP4 by aiter's fused one, on gfx950, which rounds tokens itself, before either product.
+
+It does so with the smallest scale that cuts none of 32 numbers, where AMD Quark's "even", and so our other kernels, may
+take half of that: such numbers have coarser neighbours, and the largest is not cut. There is nothing to tell it
+otherwise by.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from atom_core.kernels.aiter_library import aiter_enum, aiter_function, require
+from atom_core.kernels.experts.aiter_kernel import as_shuffled
+from atom_core.kernels.mxfp4_experts import Mxfp4Weights
+from atom_core.kernels.mxfp4_linear.aiter_kernel import FP4, ShuffledMxfp4Weight
+from atom_core.kernels.opaque import opaque
+
+
+class AiterMxfp4Experts:
+    """See :class:`atom_core.kernels.mxfp4_experts.Mxfp4ExpertsKernel`."""
+
+    def __init__(self) -> None:
+        require("aiter.fused_moe.fused_moe")
+        aiter_enum("ActivationType", "Silu")
+        aiter_enum("QuantType", "per_1x32")
+        self.gate_up, self.down = ShuffledMxfp4Weight(), ShuffledMxfp4Weight()
+
+    def adopt(self, layer: Mxfp4Weights) -> None:
+        """Move the weights' bytes."""
+        self.gate_up.adopt(layer.gate_up, layer.gate_up_scale)
+        self.down.adopt(layer.down, layer.down_scale)
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Mxfp4Weights
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.mxfp4_experts.Mxfp4ExpertsKernel`; of the layer's scales this keeps its own."""
+        gate_up, down = (layer.gate_up, self.gate_up()), (layer.down, self.down())
+        y: torch.Tensor = _mxfp4_experts(x.contiguous(), weights, experts, *gate_up, *down)
+        return y
+
+
+def _as_x(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@opaque("aiter_mxfp4_experts", _as_x)
+def _mxfp4_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+) -> torch.Tensor:
+    if not len(x):
+        return torch.empty_like(x)
+    y: torch.Tensor = aiter_function("aiter.fused_moe.fused_moe")(
+        x,
+        as_shuffled(gate_up.view(FP4)),
+        as_shuffled(down.view(FP4)),
+        weights,
+        experts,
+        activation=aiter_enum("ActivationType", "Silu"),
+        quant_type=aiter_enum("QuantType", "per_1x32"),
+        w1_scale=gate_up_scale,
+        w2_scale=down_scale,
+    )
+    return y
