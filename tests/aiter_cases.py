@@ -557,6 +557,7 @@ def latent_attention(target: Target, device: torch.device) -> None:
                 check(shape)
                 if heads == 16:
                     check(shape, FP8[target.arch])
+    check(LatentCase("", DECODES[-1][1], heads=8, **sizes))
     padded = LatentCase("", ((30, 2), (5, 2)), heads=16, padded_requests=2, padded_tokens=4, **sizes)
     check(padded, fills_padding=True)
     mixed = LatentCase("", ((30, 1), (0, 1), (7, 5), (300, 2)), heads=16, **sizes)

@@ -133,9 +133,10 @@ class CachedLatentAttention(BaseLatentAttention):
     ) -> None:
         """``q [T, H, N + R]``, rotated, to ``out [T, H, V]``."""
         shape, expand = self.spec.latent, self.weights.expand
-        queries = q.new_empty(*q.shape[:2], shape.row)
+        room = q.shape[0], self.kernel.room
+        queries = q.new_empty(*room, shape.row)[:, : shape.num_heads]
         self.into_latents(q, expand[:, : shape.nope_dim], queries)
-        summed = q.new_empty(*q.shape[:2], shape.rank)
+        summed = q.new_empty(*room, shape.rank)[:, : shape.num_heads]
         self.kernel(queries, cache, metadata, summed)
         self.out_of_latents(summed, expand[:, shape.nope_dim :].transpose(1, 2), out)
 

@@ -235,11 +235,12 @@ def test_prompts_of_deepseeks_heads_go_through_flash_attention(tmp_path, arch):
 
 
 @every_gpu
-@pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_latents_of_deepseeks_sizes_decode_in_assembly(tmp_path, arch, cache):
+@pytest.mark.parametrize(("cache", "heads"), [("auto", 16), ("auto", 8), ("fp8", 16)])
+def test_latents_of_deepseeks_sizes_decode_in_assembly(tmp_path, arch, cache, heads):
     sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 16, "qk_rope_head_dim": 64, "v_head_dim": 16}
     # Without experts, between which roundings would decide.
-    others = {"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 32, "first_k_dense_replace": 99}
+    others = {"num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": 32}
+    others |= {"first_k_dense_replace": 99}
     family = Family("DeepseekV2ForCausalLM", "deepseek_v2", {**sizes, **others})
     make_model(tmp_path, make_config(family, hidden_size=128))
     tokens = random_tokens(24)

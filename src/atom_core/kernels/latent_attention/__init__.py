@@ -31,6 +31,9 @@ class LatentAttentionKernel(Protocol):
     """An attention kernel bound to one layer's spec."""
 
     graph_support: GraphSupport
+    room: int
+    """Heads for which a token's queries and results best have room: where they have, what is behind the layer's own is
+    nobody's, and may be written to."""
 
     def __call__(
         self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor
@@ -56,8 +59,8 @@ def triton_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
     return why_no_triton_cache(shape.dtype, shape.cache_dtype, target)
 
 
-#: Heads of a rank that aiter decodes, and up to how many tokens of each request at a time. gfx942 has a kernel of 16
-#: heads, and takes other numbers of them for so many more requests, which holds for one token alone.
+#: Heads of a rank that aiter decodes, and up to how many tokens of each request at a time; fewer than 16 are decoded as
+#: 16. gfx942 has a kernel of 16 heads, and takes more for so many more requests, which holds for one token alone.
 AITER_HEADS = {"gfx942": {16: 4, 64: 1, 128: 1}, "gfx950": {16: 4, 32: 4, 64: 4, 128: 4}}
 
 
@@ -79,10 +82,11 @@ def _aiter_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
         heads = {16: heads[16]}
     elif shape.cache_dtype != shape.dtype:
         return f"aiter's decode over latents has a cache in bfloat16 or FP8, not in {shape.cache_dtype}."
-    if shape.num_heads not in heads:
+    if max(shape.num_heads, 16) not in heads:
+        more = "".join(f", or {number}" for number in heads if number > 16)
         return (
-            f"aiter's decode over a cache in {shape.cache_dtype} on {target.arch} is used with "
-            f"{', '.join(map(str, heads))} heads on each rank, not with {shape.num_heads}."
+            f"aiter's decode over a cache in {shape.cache_dtype} on {target.arch} is used with up to 16 heads on each "
+            f"rank{more}, not with {shape.num_heads}."
         )
     return triton_supports(spec, target)  # what aiter does not decode is Triton's
 
@@ -90,7 +94,8 @@ def _aiter_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
 def _build_aiter(spec: LatentAttentionSpec, target: Target) -> LatentAttentionKernel:
     from atom_core.kernels.latent_attention.aiter_kernel import AiterLatentAttention  # looked for when it is chosen
 
-    return AiterLatentAttention(spec, AITER_HEADS[target.arch][spec.latent.num_heads], _build_triton(spec, target))
+    room = max(spec.latent.num_heads, 16)
+    return AiterLatentAttention(spec, room, AITER_HEADS[target.arch][room], _build_triton(spec, target))
 
 
 def _build_triton(spec: LatentAttentionSpec, target: Target) -> LatentAttentionKernel:

@@ -41,15 +41,16 @@ class AiterLatentAttention:
 
     Args:
         spec: the layer.
+        room: heads that a kernel of aiter's has, at least the layer's; queries and results have room for them.
         most_queries: tokens of each request that aiter takes.
         others: for all other batches.
     """
 
     graph_support: GraphSupport = "always"
 
-    def __init__(self, spec: LatentAttentionSpec, most_queries: int, others: LatentAttentionKernel) -> None:
+    def __init__(self, spec: LatentAttentionSpec, room: int, most_queries: int, others: LatentAttentionKernel) -> None:
         require("aiter.get_mla_metadata_info_v1", "aiter.get_mla_metadata_v1", "aiter.mla.mla_decode_fwd")
-        self.spec, self.most_queries, self.others = spec, most_queries, others
+        self.spec, self.room, self.most_queries, self.others = spec, room, most_queries, others
         self._scales: dict[tuple[float, torch.device], torch.Tensor] = {}
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
@@ -68,15 +69,19 @@ class AiterLatentAttention:
         if longest > self.most_queries or q.shape[0] != metadata.seq_lens.shape[0] * longest:
             self.others(q, cache, metadata, out)
             return
-        assert q.is_contiguous()
-        assert out.is_contiguous()
+        heads = self.spec.latent.num_heads
+        queries, answers = self._with_room(q), self._with_room(out)
+        if queries is None:
+            queries = q.new_empty(q.shape[0], self.room, q.shape[2])
+            queries[:, :heads] = q
+        kept = out.new_empty(out.shape[0], self.room, out.shape[2]) if answers is None else answers
         assert cache.rows.is_contiguous(), "to aiter a token is a page, behind the one before"
         shares = self._shares(metadata, cache)
         batch = shares.batch
         _decode(
-            q,
+            queries,
             cache.rows.view(-1, 1, 1, self.spec.latent.row),
-            out,
+            kept,
             batch.query_starts,
             batch.key_starts,
             batch.slots,
@@ -91,11 +96,18 @@ class AiterLatentAttention:
             longest,
             self.spec.scale,
         )
+        if answers is None:
+            out.copy_(kept[:, :heads])
+
+    def _with_room(self, x: torch.Tensor) -> torch.Tensor | None:
+        """``x [T, H, numbers]`` with all heads that there is room for; None: there is none."""
+        strides = (self.room * x.shape[2], x.shape[2], 1)
+        return x.as_strided((x.shape[0], self.room, x.shape[2]), strides) if x.stride() == strides else None
 
     def _shares(self, metadata: AttentionMetadata, cache: LatentCacheView) -> Shares:
         """Those of the step, made by its first layer."""
         shape = self.spec.latent
-        key = (shape.num_heads, shape.dtype, shape.cache_dtype, cache.rows.shape[:2], _capturing(cache.rows))
+        key = (self.room, shape.dtype, shape.cache_dtype, cache.rows.shape[:2], _capturing(cache.rows))
         if key not in metadata.kept:
             batch = token_slots(metadata, metadata.max_query_len, cache.rows.shape[0], cache.page_size)
             metadata.kept[key] = self._shared_out(batch)
@@ -105,13 +117,13 @@ class AiterLatentAttention:
     def _shared_out(self, batch: TokenSlots) -> Shares:
         shape = self.spec.latent
         requests = batch.ones.shape[0]
-        sizes = _sizes(requests, batch.queries_each, shape.num_heads, shape.dtype, shape.cache_dtype)
+        sizes = _sizes(requests, batch.queries_each, self.room, shape.dtype, shape.cache_dtype)
         shares = Shares(batch, *(torch.empty(size, dtype=dtype, device=batch.ones.device) for size, dtype in sizes))
         _share_out(
             batch.query_starts,
             batch.key_starts,
             batch.ones,
-            shape.num_heads,
+            self.room,
             batch.queries_each,
             shape.dtype,
             shape.cache_dtype,

@@ -16,6 +16,7 @@ class ReferenceLatentAttention:
 
     def __init__(self, spec: LatentAttentionSpec) -> None:
         self.spec = spec
+        self.room = spec.latent.num_heads
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""

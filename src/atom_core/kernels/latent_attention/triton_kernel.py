@@ -160,6 +160,7 @@ class TritonLatentAttention:
 
     def __init__(self, spec: LatentAttentionSpec, nvidia: bool, overlap: bool) -> None:
         self.spec = spec
+        self.room = spec.latent.num_heads
         self.nvidia, self.overlap = nvidia, overlap
         #: Rows of the largest tile: its sums, a row's as long as a latent, have to fit into registers.
         self.most_rows = (64 if nvidia else 32) // (2 if spec.latent.dtype == torch.float32 else 1)

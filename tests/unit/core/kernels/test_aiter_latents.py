@@ -15,7 +15,7 @@ from atom_core.kernels.latent_attention import LATENT_ATTENTION, aiter_kernel
 from atom_core.kernels.latent_attention.token_slots import TokenSlots, fill_on_device, fill_on_host, token_slots
 from atom_core.kernels.select import Target
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
-from tests.latent_cases import LatentCase, latent_batch
+from tests.latent_cases import LatentCase, check_absorbed, latent_batch
 
 CPU = torch.device("cpu")
 DEEPSEEK = {"rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
@@ -113,6 +113,25 @@ def test_a_scale_is_not_made_inside_a_graph(monkeypatch):
 def test_rows_with_gaps_are_no_pages_of_aiters():
     with fake_aiter("gfx942"), pytest.raises(AssertionError, match="a token is a page"):
         run(case_of((9, 1), gap=8), "gfx942")
+
+
+def test_fewer_heads_are_decoded_in_the_room_that_their_queries_have():
+    case = case_of((9, 1), (30, 1), heads=5)
+    batch = latent_batch(case, torch.bfloat16, CPU)
+    with fake_aiter("gfx942"):
+        kernel = kernel_set(Target("rocm", "gfx942")).select(LATENT_ATTENTION, case.spec(torch.bfloat16))
+        assert kernel.room == 16
+        check_absorbed(case, kernel, batch)  # without room they are copied
+        q = torch.full((2, 16, 576), float("nan"), dtype=torch.bfloat16)[:, :5]
+        q.copy_(batch.folded)
+        out = torch.empty(2, 16, 512, dtype=torch.bfloat16)[:, :5]
+        kernel(q, batch.cache, batch.metadata, out)
+        given = calls()[-1].arguments
+        expected = torch.empty(2, 5, 512, dtype=torch.bfloat16)
+        kernel(batch.folded, batch.cache, batch.metadata, expected)
+    assert given["q"].data_ptr() == q.data_ptr()
+    assert given["o"].data_ptr() == out.data_ptr()
+    assert torch.equal(out, expected)
 
 
 def test_the_table_says_whose_other_batches_are():
