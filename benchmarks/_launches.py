@@ -29,7 +29,7 @@ from atom_core.kernels.select import Target
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.registry import load_model_class
 from atom_core.quant import read_quantization
-from atom_core.runtime import Communicator
+from atom_core.runtime import Communicator, WithoutPeers
 from atom_core.standalone import Step, build_runtime, cache_order, finalize, page_pools, plan
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.step import MAX_MODEL_LEN, PAGE_SIZE, decode_batch
@@ -147,8 +147,8 @@ class _TorchOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-@dataclass(frozen=True)
-class CountedGroup:
+@dataclass(frozen=True, eq=False)
+class CountedGroup(WithoutPeers):
     """The first of so many ranks that exchange nothing."""
 
     recorder: Recorder

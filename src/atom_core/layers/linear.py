@@ -187,8 +187,7 @@ class RowLinear(Linear):
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> Stream:
         """The layer's result added to ``residual [T, out]``, which is written to."""
-        if self.group.world_size == 1:
-            summed = self.method.add(self, x, self.bias, residual)
-            if summed is not None:
-                return Stream(None, summed)
-        return Stream(self(x), residual)
+        if self.group.world_size > 1:
+            return Stream(self.part(x), residual, is_part=True)
+        summed = self.method.add(self, x, self.bias, residual)
+        return Stream(self.part(x), residual) if summed is None else Stream(None, summed)
