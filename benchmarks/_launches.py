@@ -24,15 +24,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from atom_core.config import ModelConfig
+from atom_core.kernels import kernel_set
 from atom_core.kernels.aiter_library import CALLED
-from atom_core.kernels.select import Target
+from atom_core.kernels.all_reduce_norm import ALL_REDUCE_NORM
+from atom_core.kernels.select import Implementation, Target
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.registry import load_model_class
 from atom_core.quant import read_quantization
-from atom_core.runtime import Communicator
+from atom_core.runtime import WithoutPeers
 from atom_core.standalone import Step, build_runtime, cache_order, finalize, page_pools, plan
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.step import MAX_MODEL_LEN, PAGE_SIZE, decode_batch
+from atom_plugin.common.aiter_all_reduce import is_one_kernel, why_not_aiter
 from benchmarks._fused_moe import Quantized, stages
 
 META = torch.device("meta")
@@ -148,8 +151,8 @@ class _TorchOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-@dataclass(frozen=True)
-class CountedGroup:
+@dataclass(frozen=True, eq=False)
+class CountedGroup(WithoutPeers):
     """The first of so many ranks that exchange nothing."""
 
     recorder: Recorder
@@ -175,6 +178,25 @@ class CountedGroup:
     def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         """No decoding step without replicas asks for it."""
         raise AssertionError("not part of such a step")
+
+
+class _CountedNorm:
+    """aiter's all-reduce with the norm behind it, as vLLM has it for such a group, in one kernel or not at all."""
+
+    def __init__(self, group: CountedGroup) -> None:
+        self.group = group
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`."""
+        return is_one_kernel(x.shape, x.dtype, self.group.world_size)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`."""
+        normed, summed = torch.empty_like(x), torch.empty_like(residual)
+        self.group.recorder.add("all_reduce + add_rms_norm", (x, residual, weight, normed, summed))
+        return normed, summed
 
 
 def _quantized(x: torch.Tensor, dtype: torch.dtype, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -333,12 +355,17 @@ def count(
     hf = read_config(model, num_layers)
     config = ModelConfig.from_hf(hf)
     recorder = Recorder()
-    group: Communicator = CountedGroup(recorder, ranks)
+    group = CountedGroup(recorder, ranks)
     with _recording(recorder), torch.inference_mode():
         recorder.paused = True
         quant = read_quantization(hf, None)
-        runtime = build_runtime(META, torch.bfloat16, MAX_MODEL_LEN, kernels, target, quant=quant)
-        runtime = replace(runtime, tensor_parallel=group, expert_parallel=expert_parallel)
+        fused = Implementation("aiter", why_not_aiter, lambda spec, target: _CountedNorm(group))
+        runtime = replace(
+            build_runtime(META, torch.bfloat16, MAX_MODEL_LEN, target=target, quant=quant),
+            kernels=kernel_set(target, kernels, {ALL_REDUCE_NORM.name: cast(Any, fused)}),
+            tensor_parallel=group,
+            expert_parallel=expert_parallel,
+        )
         network: DecoderForCausalLM = load_model_class(config.architecture)(config, runtime)
         finalize(network)
         metadata, pages = decode_batch(batch, context, META)

@@ -254,6 +254,7 @@ def _first(output: Any) -> torch.Tensor:
 
 def _summed(stream: Stream) -> torch.Tensor:
     """Our layers may leave the last addition to the next norm."""
+    assert not stream.is_part, "a runner has one rank"
     return stream.residual if stream.last is None else stream.last + stream.residual
 
 

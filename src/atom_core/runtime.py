@@ -18,6 +18,7 @@ from atom_core.quant import QuantConfig, Unquantized
 if TYPE_CHECKING:
     from atom_core.attention.base import AttentionSpec, BaseAttention
     from atom_core.attention.mla import BaseLatentAttention, LatentLayerSpec
+    from atom_core.kernels.all_reduce_norm.peer_memory import PeerMemory
     from atom_core.kernels.latent_cache import LatentWeights
     from atom_core.kernels.qk_norm_rope import QkvWeights
 
@@ -45,9 +46,32 @@ class Communicator(Protocol):
     def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         """Exchange rows: ``send[r]`` rows of ``x`` go to rank ``r``, ``receive[r]`` come from it."""
 
+    def why_no_peer_memory(self) -> str | None:
+        """None where kernels can read the other ranks' memory, else the reason, which is one for all ranks.
+
+        All ranks ask together.
+        """
+
+    @property
+    def peer_memory(self) -> PeerMemory:
+        """That memory, of which a group has one; see :meth:`why_no_peer_memory`."""
+
+
+class WithoutPeers:
+    """A group whose ranks' memory is out of reach for each other."""
+
+    def why_no_peer_memory(self) -> str | None:
+        """See :class:`Communicator`."""
+        return "The ranks share no memory."
+
+    @property
+    def peer_memory(self) -> PeerMemory:
+        """See :class:`Communicator`."""
+        raise AssertionError("there is none")
+
 
 @dataclass(frozen=True)
-class SingleRank:
+class SingleRank(WithoutPeers):
     """The group of one: every exchange is the identity."""
 
     rank: int = 0

@@ -100,17 +100,15 @@ def test_aiters_fused_experts_are_several_launches(dtype, quantized, tokens, ker
 def test_a_layer_is_counted_launch_by_launch():
     found = count("qwen3-8b", GFX942, batch=2, ranks=8, num_layers=2, context=100)
     assert [(it.name, it.kernels, it.activations // 4) for it in found] == [
-        ("rmsnorm2d_fwd_with_add", 1, 4 * 4096),
+        ("all_reduce + add_rms_norm", 1, 4 * 4096),
         ("gemm_a16w16", 1, 4096 + 768),
         ("qk_norm_rope_cache", 1, 768 + 512),
         ("unified_attention", 2, 2 * 512),
         ("gemm_a16w16", 1, 512 + 4096),
-        ("all_reduce", 1, 4096),
-        ("rmsnorm2d_fwd_with_add", 1, 4 * 4096),
+        ("all_reduce + add_rms_norm", 1, 4 * 4096),
         ("gemm_a16w16", 1, 4096 + 3072),
         ("silu_and_mul", 1, 3072 + 1536),
         ("gemm_a16w16", 1, 1536 + 4096),
-        ("all_reduce", 1, 4096),
     ]
     assert not any(name.partition(".")[0] == "aiter" for name in sys.modules)
 
@@ -145,6 +143,14 @@ def test_mxfp4_is_multiplied_by_aiter_on_gfx950_and_widened_by_triton_elsewhere(
     assert ours.count("gemm_a4w4") == ours.count("quant_mxfp4_hip") == 6
     assert [name for name in ours if "moe" in name] == ["moe_sorting", "moe_stage1", "moe_stage2"]
     assert "gemm_a4w4" not in names(GFX942)
+
+
+@pytest.mark.parametrize(("tokens", "fused"), [(15, True), (16, False)])
+def test_many_tokens_are_summed_and_normed_one_after_the_other(tokens, fused):
+    found = [it.name for it in count("qwen3-8b", GFX942, batch=tokens, ranks=8, num_layers=2, context=100)]
+    one, two = ["all_reduce + add_rms_norm"], ["all_reduce", "rmsnorm2d_fwd_with_add"]
+    assert found[: 1 if fused else 2] == (one if fused else two)
+    assert len(found) == (9 if fused else 11)
 
 
 def test_an_unknown_model_is_refused_in_words():

@@ -7,6 +7,7 @@ shared memory must be there: more than the hardware has is an error at the first
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,11 +17,13 @@ import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from atom_core.config import RoutingConfig
+from atom_core.kernels.all_reduce_norm import triton_kernel as reducing_kernel
+from atom_core.kernels.all_reduce_norm.peer_memory import PROGRAMS, Peers
 from atom_core.kernels.attention import triton_kernel as attention_kernel
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.decode_attention import triton_kernel as decode_kernel
@@ -204,7 +207,7 @@ def specialized(kernel: JITFunction, positional: dict[str, Any]) -> dict[tuple[i
     }
 
 
-def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> None:
+def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> CompiledKernel:
     assert isinstance(kernel, JITFunction), (
         "with TRITON_INTERPRET set nothing is compiled: run this apart from tests/unit"
     )
@@ -223,6 +226,7 @@ def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> None:
         source(kernel, order, places, specialized(kernel, positional)), target=gpu.target, options=options
     )
     assert compiled.metadata.shared <= gpu.shared_memory
+    return compiled
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -373,6 +377,32 @@ def test_rms_norm_compiles(monkeypatch, residual, gpu):
     with pytest.raises(Launched) as launched:
         norm_kernel.rms_norm(zeros(2, 4096), zeros(4096), 1e-6, residual, overlap=gpu.nvidia)
     compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("size", [4096, 7168, 16384, 2881])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_all_reduce_norm_compiles(monkeypatch, world_size, size, gpu):
+    kernel = reducing_kernel._all_reduce_norm
+    monkeypatch.setattr(reducing_kernel, "_all_reduce_norm", Recorder())
+    peers = Peers(1, torch.zeros(world_size, dtype=torch.int64), torch.zeros(PROGRAMS, dtype=torch.int32))
+    with pytest.raises(Launched) as launched:
+        reducing_kernel.all_reduce_norm(zeros(3, size), zeros(3, size), zeros(size), 1e-6, peers, nvidia=gpu.nvidia)
+    compiled = compile_launch(kernel, launched.value, gpu)
+    # A signal and a wait that hold for other GPUs, and parts read in as many bytes as a thread can.
+    if gpu.nvidia:
+        text = compiled.asm["ptx"]
+        assert re.search(r"(red|atom)\.global\.sys\.release\.add", text)
+        assert re.search(r"(ld|atom)\.global\.sys\.acquire", text)
+        wide = r"ld\.global\.v4\.b32"
+    else:
+        text = compiled.asm["amdgcn"]
+        assert re.search(r"buffer_wbl2 sc0 sc1\s+s_waitcnt vmcnt\(0\).*\s+global_atomic_add", text)
+        assert re.search(r"global_atomic_add .* sc0 sc1\s+s_waitcnt vmcnt\(0\)\s+buffer_inv sc0 sc1", text)
+        wide = r"(buffer|global)_load_dwordx4"
+    if size % 8 == 0:
+        # Of a row: each rank's part and the residual, and this rank's when it is copied.
+        assert len(re.findall(wide, text)) >= world_size + 2
 
 
 @every_gpu

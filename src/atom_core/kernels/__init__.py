@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping
 from typing import cast
 
 from atom_core.kernels.aiter_library import check_installed
+from atom_core.kernels.all_reduce_norm import ALL_REDUCE_NORM
 from atom_core.kernels.attention import ATTENTION
 from atom_core.kernels.decode_attention import DECODE_ATTENTION
 from atom_core.kernels.embedding import EMBEDDING
@@ -42,6 +43,7 @@ OPS = cast(
         EMBEDDING,
         RMS_NORM,
         FP8_RMS_NORM,
+        ALL_REDUCE_NORM,
         LINEAR,
         FP8_LINEAR,
         FP8_BLOCK_LINEAR,
@@ -74,6 +76,13 @@ ON_REQUEST = {
     ),
 }
 
+#: Kernels that are used where they are asked for alone, on any GPU, and why.
+NOT_MEASURED = {
+    (ALL_REDUCE_NORM.name, "triton"): (
+        "It has not been measured on several GPUs yet; ATOM_KERNELS=all_reduce_norm=triton asks for it."
+    ),
+}
+
 
 def kernel_set(
     target: Target,
@@ -90,12 +99,13 @@ def kernel_set(
     Raises:
         ValueError: it is to be used on ``target``, and is not installed; and what :class:`KernelSet` raises.
     """
+    passed_over = dict(NOT_MEASURED) if target.kind != "cpu" else {}
     if target.kind == "rocm":
-        passed_over = dict(ON_REQUEST)
+        passed_over |= ON_REQUEST
         if with_aiter:
             check_installed(target)
         else:
-            implementations = ((op.name, it.name) for op in OPS for it in op.implementations)
+            own = ((op.name, it.name) for op in OPS for it in op.implementations)
+            implementations = (*own, *((op, it.name) for op, it in (contributed or {}).items()))
             passed_over |= {key: "ATOM_AITER=0." for key in implementations if key[1].startswith("aiter")}
-        excluded = passed_over | dict(excluded or {})
-    return KernelSet(target, OPS, forced or {}, contributed or {}, excluded or {})
+    return KernelSet(target, OPS, forced or {}, contributed or {}, passed_over | dict(excluded or {}))

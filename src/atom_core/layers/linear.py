@@ -188,8 +188,8 @@ class RowLinear(Linear):
 
     def add(self, x: LinearInput, residual: torch.Tensor) -> Stream:
         """The layer's result added to ``residual [T, out]``, which is written to."""
-        if self.group.world_size == 1 and isinstance(x, torch.Tensor):
-            summed = self.method.add(self, x, self.bias, residual)
-            if summed is not None:
-                return Stream(None, summed)
-        return Stream(self(x), residual)
+        if self.group.world_size > 1:
+            return Stream(self.part(x), residual, is_part=True)
+        # What is quantised already is added to nothing within the product.
+        summed = self.method.add(self, x, self.bias, residual) if isinstance(x, torch.Tensor) else None
+        return Stream(self.part(x), residual) if summed is None else Stream(None, summed)

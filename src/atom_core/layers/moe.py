@@ -124,7 +124,7 @@ class MoE(nn.Module):
         mine = self.replicas.reduce(self.experts(*self.replicas.gather(x, weights, experts)))
         if self.shared_experts is not None:
             mine = mine + self.shared_experts(x)
-        return Stream(self.group.all_reduce(mine), residual)
+        return Stream(mine, residual, is_part=self.group.world_size > 1)
 
     def _behind_norm(self, stream: Stream) -> Stream:
         """As :meth:`forward`, with the norm within each product that reads it."""

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from atom_core.kernels.all_reduce_norm import ALL_REDUCE_NORM, AllReduceNormSpec
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
 from atom_core.layers.parameters import ParameterLayer, empty_parameter
-from atom_core.runtime import Runtime
+from atom_core.runtime import Communicator, Runtime
 
 
 class Stream(NamedTuple):
@@ -18,6 +19,14 @@ class Stream(NamedTuple):
     """What is still to be added; None: nothing is."""
     residual: torch.Tensor
     """The sum so far. Whoever has the stream may write to both."""
+    is_part: bool = False
+    """Whether ``last`` is this rank's part of what is to be added: the sum over the tensor-parallel group of them."""
+
+    def whole(self, group: Communicator) -> Stream:
+        """The same stream, with no sum over ``group``, the tensor-parallel one, left to do."""
+        if self.last is None or not self.is_part:
+            return self
+        return Stream(group.all_reduce(self.last), self.residual)
 
 
 class RMSNorm(ParameterLayer):
@@ -29,9 +38,26 @@ class RMSNorm(ParameterLayer):
         self.eps = eps
         self.spec = RmsNormSpec(size, runtime.dtype)
         self.kernel = runtime.kernels.select(RMS_NORM, self.spec)
+        self.group = group = runtime.tensor_parallel
+        #: The norm together with the sum over ranks in front of it, where there is a kernel for both.
+        self.reducing = None
+        if group.world_size > 1:
+            self.reducing = runtime.kernels.select(ALL_REDUCE_NORM, AllReduceNormSpec(size, runtime.dtype, group))
+
+    def sums(self, stream: Stream) -> bool:
+        """Whether the sum over ranks that is left in ``stream`` and the norm are one kernel's."""
+        if stream.last is None or not stream.is_part or self.reducing is None:
+            return False
+        # A branch on the number of tokens, which tracing would freeze; what compiles fuses them itself.
+        return not torch.compiler.is_compiling() and self.reducing.takes(stream.last)
 
     def forward(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """The normed stream, and the stream summed up, both ``[T, N]``."""
+        if self.sums(stream):
+            assert self.reducing is not None
+            assert stream.last is not None
+            return self.reducing(stream.last, stream.residual, self.weight, self.eps)
+        stream = stream.whole(self.group)
         if stream.last is None:
             return self.kernel(stream.residual, self.weight, self.eps, None)[0], stream.residual
         normed, summed = self.kernel(stream.last, self.weight, self.eps, stream.residual)

@@ -58,10 +58,11 @@ class NormedLinear:
 
     def _normed(self, stream: Stream) -> tuple[LinearInput, torch.Tensor]:
         """What the layer multiplies, and the stream summed up."""
-        norm, last, residual = self.norm, stream.last, stream.residual
-        if self.norm_and_quantize is None:
+        norm = self.norm
+        if self.norm_and_quantize is None or norm.sums(stream):
             x, summed = norm(stream)
             return x, summed
+        last, residual, _ = stream.whole(norm.group)
         if last is None:
             return self.norm_and_quantize(residual, norm.weight, norm.eps, None)[0], residual
         quantized, total = self.norm_and_quantize(last, norm.weight, norm.eps, residual)

@@ -78,7 +78,7 @@ class Decoder(nn.Module):
             else MissingLayer()
             for index in range(count)
         )
-        self.stage = mine
+        self.stage, self.group = mine, runtime.tensor_parallel
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime) if self.is_last else MissingLayer()
 
     def forward(
@@ -98,7 +98,7 @@ class Decoder(nn.Module):
         for index in self.stage:
             stream = self.layers[index](stream, positions, step)
         if not self.is_last:
-            last, residual = stream
+            last, residual, _ = stream.whole(self.group)
             return Carried(torch.zeros_like(residual) if last is None else last, residual)
         normed: torch.Tensor = self.norm(stream)[0]
         return normed

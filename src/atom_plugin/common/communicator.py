@@ -5,9 +5,20 @@ vLLM's and SGLang's groups have a common ancestor: the same names, and collectiv
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
+
+from atom_core.kernels.all_reduce_norm.peer_memory import PeerMemory
+
+T = TypeVar("T")
+
+Place = tuple[str, str]
+"""A rank's host and the UUID of its GPU."""
 
 
 class Group(Protocol):
@@ -16,6 +27,8 @@ class Group(Protocol):
     rank_in_group: int
     world_size: int
     device_group: torch.distributed.ProcessGroup
+    cpu_group: torch.distributed.ProcessGroup
+    device: torch.device
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor: ...
 
@@ -52,3 +65,52 @@ class GroupCommunicator:
         result = x.new_empty(sum(receive), *x.shape[1:])
         torch.distributed.all_to_all_single(result, x, receive, send, group=self.group.device_group)
         return result
+
+    def why_no_peer_memory(self) -> str | None:
+        """See :class:`atom_core.runtime.Communicator`."""
+        return self._why_no_peer_memory
+
+    @functools.cached_property
+    def _why_no_peer_memory(self) -> str | None:
+        if self.world_size == 1 or self.group.device.type != "cuda":
+            return "Only several GPUs read each other's memory."
+        places = self._of_all((_host(), _gpu(self.group.device)))
+        # Each rank looks at its own GPU; what one cannot do is left alone by all.
+        return next((reason for reason in self._of_all(why_out_of_reach(self.rank, places)) if reason), None)
+
+    def _of_all(self, mine: T) -> list[T]:
+        found: list[T] = [mine] * self.world_size
+        torch.distributed.all_gather_object(found, mine, group=self.group.cpu_group)
+        return found
+
+    @functools.cached_property
+    def peer_memory(self) -> PeerMemory:
+        """See :class:`atom_core.runtime.Communicator`."""
+        return PeerMemory(self.group.device_group, self.rank, self.group.device)
+
+
+def _host() -> str:
+    """The machine and, where it has several, the container that this process is in."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _gpu(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def why_out_of_reach(rank: int, places: Sequence[Place]) -> str | None:
+    """None where the GPU of ``rank`` reads the memory of all, else the reason; ``places`` has every rank's."""
+    host, mine = places[rank]
+    if any(theirs != host for theirs, _ in places):
+        return "The ranks are on several hosts, whose GPUs do not read each other's memory."
+    seen = {_gpu(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+    for peer, (_, theirs) in enumerate(places):
+        if theirs not in seen:
+            return f"Rank {rank} does not see the GPU of rank {peer}: CUDA_VISIBLE_DEVICES must be the same for both."
+        if theirs == mine:
+            if peer != rank:
+                return f"Ranks {rank} and {peer} share a GPU."
+        elif not torch.cuda.can_device_access_peer(seen[mine], seen[theirs]):
+            return f"The GPU of rank {rank} cannot read the memory of the GPU of rank {peer} (no peer-to-peer access)."
+    return None

@@ -14,6 +14,7 @@ from atom_core.runtime import AttentionFactory, OneReplica, PipelineStage, Runti
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
+from atom_plugin.vllm.all_reduce import aiter_all_reduce_norm
 from atom_plugin.vllm.attention import is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
 from atom_plugin.vllm.flash_attention import gpu_kernels
@@ -40,7 +41,7 @@ class VllmCommunicator(GroupCommunicator):
 COMPILED = {
     (op, "triton"): "torch.compile fuses the torch ops here."
     for op in ("embedding", "rms_norm", "linear", "gated_activation")
-}
+} | {("all_reduce_norm", "aiter"): "vLLM fuses an all-reduce and a norm in what it compiles by a pass of its own."}
 
 
 def cache_dtype(name: str, model_config: ModelConfig) -> torch.dtype:
@@ -69,7 +70,8 @@ def build_runtime(
     """
     device = torch.device(vllm_config.device_config.device)
     target = Target.of(device)
-    contributed = cpu_kernels(vllm_config) if target.kind == "cpu" else gpu_kernels()
+    contributed = dict(cpu_kernels(vllm_config) if target.kind == "cpu" else gpu_kernels())
+    contributed["all_reduce_norm"] = aiter_all_reduce_norm()
     excluded = COMPILED if is_compiled(vllm_config) else {}
     pp, replicated = get_pp_group(), vllm_config.parallel_config.data_parallel_size > 1
     first, end = get_pp_indices(num_layers, pp.rank_in_group, pp.world_size)

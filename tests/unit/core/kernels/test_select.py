@@ -95,7 +95,7 @@ def test_triton_forced_on_a_cpu_is_an_error():
 
 
 def test_an_unknown_op_is_an_error_that_lists_the_ops():
-    with pytest.raises(ValueError, match=r"unknown op 'atention'; ops: attention, .*shared_experts\."):
+    with pytest.raises(ValueError, match=r"unknown op 'atention'; ops: all_reduce_norm, attention, .*shared_experts\."):
         kernel_set(CPU, {"atention": "reference"})
 
 

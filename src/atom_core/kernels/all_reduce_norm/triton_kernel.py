@@ -1,0 +1,167 @@
+"""The sum over ranks, the residual's addition and the norm in one Triton kernel that reads the other ranks' memory.
+
+A program has some of the rows. It copies its rank's parts of them to memory that all ranks see, meets the program of
+its number on every other rank, and then reads everyone's parts, in the order of the ranks: all ranks add up the same
+numbers in the same order. Nothing is reset between launches, and what counts them is on the device, so a captured
+graph may be replayed.
+
+Two ranks are never more than one launch apart at one program, for the later one's signal is waited for. So two halves
+of a program's memory, in turn, are enough: the half that a slow rank reads is written to again behind a signal that it
+gives when it is done with it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.kernels.all_reduce_norm.peer_memory import COUNTER_PITCH, HALF, PROGRAMS, SHARES, PeerMemory, Peers
+
+#: Bytes of ``x`` up to which every rank reads all of them; above, reducing a share each is less to read.
+MAX_BYTES = {2: 512 * 1024, 3: 512 * 1024, 4: 512 * 1024}
+MAX_BYTES_OF_MORE = 256 * 1024
+
+
+@triton.jit
+def _meet(peers, rank, program, arrivals, PITCH: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
+    """Go on when the programs of this number have come here on all ranks, ``arrivals`` in all so far.
+
+    A count that takes in one rank's next arrival in place of another's is as good: who arrives again has seen all.
+    """
+    # What all threads have stored is before the first one's signal, and what they load behind its wait.
+    tl.debug_barrier()
+    lanes = tl.arange(0, LANES)
+    there = lanes < WORLD
+    counters = tl.load(peers + lanes, mask=there, other=0).to(tl.pointer_type(tl.int32)) + program * PITCH
+    tl.atomic_add(counters, 1, mask=there, sem="release", scope="sys")
+    mine = tl.load(peers + rank).to(tl.pointer_type(tl.int32)) + program * PITCH
+    # Counts wrap around, so it is their difference that has a sign.
+    while tl.atomic_add(mine, 0, sem="acquire", scope="sys") - arrivals < 0:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["rank", "num_rows"])
+def _all_reduce_norm(
+    x,
+    residual,
+    weight,
+    out,
+    peers,
+    rounds,
+    eps,
+    stride_x,
+    stride_residual,
+    rank,
+    num_rows,
+    N: tl.constexpr,
+    PITCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    SHARES: tl.constexpr,
+    HALF: tl.constexpr,
+    MEET: tl.constexpr,
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    used = columns < N
+    met = tl.load(rounds + program)
+    share = SHARES + (program * 2 + (met & 1)).to(tl.int64) * HALF
+    numbers = tl.pointer_type(x.dtype.element_ty)
+    mine = tl.multiple_of((tl.load(peers + rank) + share).to(numbers), 16)
+    # Where they are is known before they are waited for.
+    theirs = ()
+    for peer in tl.static_range(WORLD):
+        theirs = theirs + ((tl.load(peers + peer) + share).to(numbers),)  # type: ignore[assignment]  # noqa: RUF005 - Triton unpacks no stars
+    rows = tl.cdiv(num_rows - program, programs)
+    for index in range(rows):
+        row = (program + index * programs).to(tl.int64)
+        part = tl.load(x + row * stride_x + columns, mask=used, other=0.0)
+        tl.store(mine + index * PITCH + columns, part, mask=used)
+    if MEET:
+        _meet(peers, rank, program, (met + 1) * WORLD, COUNTERS, WORLD, LANES)
+    scale = tl.load(weight + columns, mask=used, other=0.0).to(tl.float32)
+    for index in range(rows):
+        row = (program + index * programs).to(tl.int64)
+        total = tl.zeros([BLOCK], tl.float32)
+        for peer in tl.static_range(WORLD):
+            part = tl.multiple_of(theirs[peer], 16) + index * PITCH
+            total += tl.load(part + columns, mask=used, other=0.0).to(tl.float32)
+        stream = residual + row * stride_residual + columns
+        # The sum is rounded before it is normed: the next layer adds to what was stored.
+        values = (total + tl.load(stream, mask=used, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(stream, values, mask=used)
+        wide = values.to(tl.float32)
+        factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / N + eps)
+        normed = (wide * factor * scale).to(out.dtype.element_ty)
+        tl.store(out + row * N + columns, normed, mask=used)
+    tl.store(rounds + program, met + 1)
+
+
+class OneShot:
+    """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`; the residual is added to in place."""
+
+    def __init__(self, memory: PeerMemory, world_size: int, *, nvidia: bool) -> None:
+        self.memory, self.nvidia = memory, nvidia
+        self.max_bytes = MAX_BYTES.get(world_size, MAX_BYTES_OF_MORE)
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`."""
+        return 0 < x.numel() * x.itemsize <= self.max_bytes
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`."""
+        return all_reduce_norm(x, residual, weight, eps, self.memory.peers(), nvidia=self.nvidia), residual
+
+
+def all_reduce_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    peers: Peers,
+    *,
+    nvidia: bool,
+    meet: bool = True,
+) -> torch.Tensor:
+    """``y``, with ``residual`` added to in place; see :mod:`atom_core.kernels.all_reduce_norm`.
+
+    ``nvidia``: whether a warp has 32 threads, not 64.
+    ``meet``: whether ranks wait for each other. Without it, what this rank reads is what the others have written.
+    """
+    num_rows, size = x.shape
+    assert x.stride(1) == residual.stride(1) == 1
+    pitch = -(-size // 8) * 8  # a row begins at 16 bytes
+    programs = min(num_rows, PROGRAMS)
+    assert -(-num_rows // programs) * pitch * x.itemsize <= HALF, "more rows than a program has memory for"
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(size)
+    _all_reduce_norm[(programs,)](
+        x,
+        residual,
+        weight,
+        out,
+        peers.addresses,
+        peers.rounds,
+        eps,
+        x.stride(0),
+        residual.stride(0),
+        peers.rank,
+        num_rows,
+        N=size,
+        PITCH=pitch,
+        BLOCK=block,
+        WORLD=peers.world_size,
+        LANES=triton.next_power_of_2(peers.world_size),
+        COUNTERS=COUNTER_PITCH // 4,
+        SHARES=SHARES,
+        HALF=HALF,
+        MEET=meet,
+        num_warps=min(16, max(4, block // (256 if nvidia else 512))),  # a thread reads 16 bytes at once
+    )
+    return out

@@ -1,0 +1,57 @@
+"""aiter's all-reduce with the norm behind it, by the method of SGLang's group that SGLang's own norms call.
+
+The communicator is SGLang's, which on AMD is aiter's unless ``SGLANG_USE_AITER_AR=0`` is set, and which registers its
+memory with each graph that is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, cast
+
+import torch
+
+from atom_core.kernels.all_reduce_norm import AllReduceNormSpec
+from atom_core.kernels.select import Implementation, Target
+from atom_plugin.common.aiter_all_reduce import KIB, is_one_kernel, why_not_aiter
+
+#: Bytes up to which SGLang asks for one kernel (GroupCoordinator.fused_allreduce_rmsnorm).
+MAX_BYTES = 128 * KIB
+
+
+def aiter_all_reduce_norm(group: Any) -> Implementation[Hashable, object]:
+    """The implementation over SGLang's tensor-parallel ``group`` that stands in the place of the core's."""
+
+    def why_not_here(spec: AllReduceNormSpec, target: Target) -> str | None:
+        if reason := why_not_aiter(spec, target):
+            return reason
+        if group.ca_comm is None or group.ca_comm.disabled:
+            return "SGLang's custom all-reduce is off: --disable-custom-all-reduce, or ranks on several hosts."
+        if not hasattr(group.ca_comm, "custom_fused_ar_rms"):
+            return "SGLang's all-reduce is not aiter's: SGLANG_USE_AITER_AR=0 or deterministic inference."
+        return None
+
+    it = Implementation("aiter", why_not_here, lambda spec, target: AiterAllReduceNorm(group))
+    return cast("Implementation[Hashable, object]", it)
+
+
+class AiterAllReduceNorm:
+    """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`; inputs are left alone."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`."""
+        if x.numel() * x.itemsize > MAX_BYTES or not x.is_contiguous():
+            return False
+        return is_one_kernel(x.shape, x.dtype, self.group.world_size) and self.group.ca_comm.should_custom_ar(x)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`."""
+        found = self.group.fused_allreduce_rmsnorm(x, residual, weight, eps)
+        assert found is not None, "aiter's communicator has taken a tensor of this size"
+        normed, summed = found
+        return normed, summed
