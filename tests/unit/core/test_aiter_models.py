@@ -98,7 +98,9 @@ def test_it_answers_as_the_references_do(family, arch):
 
 
 @every_gpu
-@pytest.mark.parametrize(("family", "forced", "calls"), MIXTURES, ids=str)
+@pytest.mark.parametrize(
+    ("family", "forced", "calls"), MIXTURES, ids=[f"{family}{forced or ''}" for family, forced, _ in MIXTURES]
+)
 def test_mixtures_answer_as_the_references_do(family, forced, calls, arch):
     with fake_aiter(arch):
         it = runner(family, arch, kernels=REFERENCES | MLA | forced)

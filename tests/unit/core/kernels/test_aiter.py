@@ -261,7 +261,9 @@ def test_what_is_not_multiplied_as_mxfp4_is_tritons(op, spec, reason):
         assert reason in dict(kernels.choices()[0].passed_over)["aiter"]
 
 
-@pytest.mark.parametrize(("op", "spec"), [(MXFP4_LINEAR, MXFP4_SPEC), (MXFP4_EXPERTS, MXFP4_EXPERTS_SPEC)], ids=str)
+@pytest.mark.parametrize(
+    ("op", "spec"), [(MXFP4_LINEAR, MXFP4_SPEC), (MXFP4_EXPERTS, MXFP4_EXPERTS_SPEC)], ids=["linear", "experts"]
+)
 def test_mxfp4_is_for_gfx950_alone(op, spec):
     for arch, name in (("gfx942", "triton"), ("gfx950", "aiter")):
         with fake_aiter(arch):
