@@ -806,7 +806,7 @@ WITH_SHARED = {"count": 257, "top_k": 9}
 
 
 @every_gpu
-@pytest.mark.parametrize("tokens", [1, 16, 64])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 256])
 def test_experts_compile_with_a_shared_one(monkeypatch, tokens, gpu):
     kept = keep(monkeypatch, *FEW, (grouped_kernel, "_multiply"), *SORTING)
     count, top_k = WITH_SHARED.values()
@@ -816,7 +816,9 @@ def test_experts_compile_with_a_shared_one(monkeypatch, tokens, gpu):
     )
     chosen = torch.zeros(tokens, top_k), torch.zeros(tokens, top_k, dtype=torch.int32)
     experts_kernel.TritonExperts(spec, gpu.nvidia)(zeros(tokens, 2048), *chosen, layer)
-    for kernel, launch in kept():
+    launched = kept()
+    assert len(launched) == (2 if tokens == 1 else 3 if tokens == 16 else 4)
+    for kernel, launch in launched:
         compile_launch(kernel, launch, gpu)
 
 
@@ -851,26 +853,38 @@ def test_experts_in_mxfp4_compile(monkeypatch, tokens, launches, gpu):
         compile_launch(kernel, launch, gpu)
 
 
-@pytest.mark.parametrize("rounded", [False, True], ids=["as they are", "rounded"])
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
-@pytest.mark.parametrize(("hidden", "size"), [(2880, 2880), (2880, 1440)])
-@pytest.mark.parametrize("tokens", [1, 9, 40, 200, 600, 3000])
-def test_experts_in_mxfp4_compile_for_hopper(monkeypatch, tokens, hidden, size, bias, rounded):
+def compile_mxfp4_for_hopper(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, hidden: int, size: int, top_k: int, *, bias: bool, rounded: bool
+) -> None:
+    """Both products of a layer of 32 experts."""
     gpu = GPUS[-1]
     kept = keep(monkeypatch, (hopper_mxfp4_kernel, "expert_rows_hopper"))
     keep(monkeypatch, *SORTING, (inputs_kernel, "_prepare"))
     monkeypatch.setattr(mxfp4_kernel, "on_hopper", lambda device: True)
     activation = "clamped_swiglu" if bias else "silu"
-    spec = Mxfp4ExpertsSpec(0, 32, hidden, size, 4, activation, bias, torch.bfloat16, rounded_inputs=rounded)
+    spec = Mxfp4ExpertsSpec(0, 32, hidden, size, top_k, activation, bias, torch.bfloat16, rounded_inputs=rounded)
     layer = in_mxfp4_experts(32, size, hidden)
     if not bias:
         layer = Mxfp4Weights(*layer[:4])
-    chosen = torch.zeros(tokens, 4), torch.zeros(tokens, 4, dtype=torch.int32)
+    chosen = torch.zeros(tokens, top_k), torch.zeros(tokens, top_k, dtype=torch.int32)
     mxfp4_kernel.TritonMxfp4Experts(spec, True)(zeros(tokens, hidden), *chosen, layer)
     launched = kept()
     assert len(launched) == 2
     for kernel, launch in launched:
         compile_launch(kernel, launch, gpu)
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["as they are", "rounded"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
+@pytest.mark.parametrize(("hidden", "size"), [(2880, 2880), (2880, 1440)])
+@pytest.mark.parametrize("tokens", [1, 9, 40, 200, 600, 3000])
+def test_experts_in_mxfp4_compile_for_hopper(monkeypatch, tokens, hidden, size, bias, rounded):
+    compile_mxfp4_for_hopper(monkeypatch, tokens, hidden, size, 4, bias=bias, rounded=rounded)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+def test_nine_experts_in_mxfp4_compile_for_hopper(monkeypatch, tokens):
+    compile_mxfp4_for_hopper(monkeypatch, tokens, 2048, 768, 9, bias=False, rounded=True)
 
 
 FEW_FP8 = [(few_fp8_kernel, name) for name in ("_gate_up_of_one", "_down_of_one", "_of_expert")]

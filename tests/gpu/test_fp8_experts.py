@@ -31,6 +31,8 @@ SPECS = {
     "a scale a block, GELU": replace(BLOCKS, activation="gelu_tanh", hidden_size=256, intermediate_size=128),
     "Qwen3 30B, rows": Fp8ExpertsSpec(0, 128, 2048, 768, 8, "silu", block=False, dtype=torch.bfloat16),
     "Qwen3 30B, blocks": Fp8ExpertsSpec(0, 128, 2048, 768, 8, "silu", block=True, dtype=torch.bfloat16),
+    "nine of a token, rows": Fp8ExpertsSpec(0, 257, 1024, 512, 9, "silu", block=False, dtype=torch.bfloat16),
+    "nine of a token, blocks": Fp8ExpertsSpec(0, 257, 1024, 512, 9, "silu", block=True, dtype=torch.bfloat16),
 }
 #: A token's difference as a share of its answer's length, for half of the tokens and for all. FP8 products sum in fewer
 #: bits than float32, so some numbers of the middle round the other way, to bfloat16 and so to e4m3 (by up to an 8th).

@@ -31,6 +31,8 @@ ROUTING = {
     "DeepSeek V3": RoutingConfig(256, 8, "sigmoid", True, True, 2.5, 8, 4),
     "DeepSeek V2": RoutingConfig(60, 6, "softmax", False, False, 16.0, 6, 3, "largest"),
     "Kimi K2": RoutingConfig(384, 8, "sigmoid", True, True, 2.827),
+    "DeepSeek V3, one shared": RoutingConfig(256, 8, "sigmoid", True, True, 2.5, 8, 4, shared=1),
+    "DeepSeek V2 Lite, two shared": RoutingConfig(64, 6, "softmax", renormalize=False, shared=2),
 }
 SMALL = ExpertsSpec(0, 6, 1100, 1040, 3, "silu", bias=True, dtype=torch.bfloat16)
 SPECS = {
@@ -39,6 +41,7 @@ SPECS = {
     "GELU": replace(SMALL, activation="gelu_tanh", hidden_size=256, intermediate_size=96),
     "GPT-OSS 20B": ExpertsSpec(0, 32, 2880, 2880, 4, "clamped_swiglu", bias=True, dtype=torch.bfloat16),
     "Qwen3 30B": ExpertsSpec(0, 128, 2048, 768, 8, "silu", bias=False, dtype=torch.bfloat16),
+    "nine of a token": ExpertsSpec(0, 129, 1024, 704, 9, "silu", bias=False, dtype=torch.bfloat16),
 }
 
 MXFP4_SPECS = {
@@ -65,7 +68,7 @@ def test_routing_is_the_reference(spec, tokens, dtype):
     correction = torch.rand(spec.num_experts, device=GPU) * 1e-3 if spec.correction else None
     weights, experts = launch(logits, correction, spec, OVERLAP)
     wanted_weights, wanted = route(logits, correction, spec)
-    found = torch.zeros(tokens, spec.num_experts, device=GPU).scatter_(1, experts.long(), weights)
+    found = torch.zeros(tokens, spec.total_experts, device=GPU).scatter_(1, experts.long(), weights)
     expected = torch.zeros_like(found).scatter_(1, wanted.long(), wanted_weights)
     # Where a sum with the correction is as large as another but for rounding, either expert is right.
     clear = torch.ones(tokens, dtype=torch.bool, device=GPU)

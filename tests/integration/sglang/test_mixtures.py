@@ -44,6 +44,8 @@ FP8_ENGINES = (
     ("qwen3_moe", "compressed, channel, dynamic", {"tp_size": 2, "ep_size": 2}),
     ("deepseek_v3", "fp8, blocks", {}),
 )
+#: Families that also run with their shared experts among the routed ones, as on a GPU.
+SHARED, ROUTED = ("deepseek_v2",), {"ATOM_KERNELS": "shared_experts=routed"}
 #: SGLang gives each rank a memory node of its own unless it is told which processor cores it has.
 BOUND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
@@ -56,6 +58,8 @@ def test_tokens_are_hugging_faces(tmp_path, family):
         Engine(str(tmp_path), True, [ask], {"dtype": "float32", **options}, BOUND if "tp_size" in options else {})
         for options in ENGINES[family]
     ]
+    if family in SHARED:
+        engines.append(Engine(str(tmp_path), True, [ask], {"dtype": "float32"}, ROUTED))
     for engine, ran in zip(engines, run(engines), strict=True):
         assert [answer.tokens for answer in ran.answers[0]] == expected, engine.options
         assert "atom-plugin serves" in ran.log

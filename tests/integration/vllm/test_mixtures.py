@@ -104,6 +104,10 @@ class Engines:
             config = quark_mxfp4(rounded_inputs=way == "one rank")
             quark, expected = make_quantised_mixture(self.folder(), "qwen3_moe", partial(make_quark, config=config))
             yield "Quark's MXFP4", Engine(str(quark), "atom", [Ask(list(expected), FIRST_TOKEN)], BFLOAT16), expected
+        if way == "every expert on two ranks":
+            folder, expected = self.mixture("deepseek_v2")
+            environ = {"ATOM_KERNELS": "shared_experts=routed"}
+            yield "shared experts", Engine(folder, "atom", [Ask(PROMPTS, TOKENS)], FLOAT32, environ), expected
         if way == "one rank":
             yield from self.made_for_one_rank()
 
@@ -147,6 +151,13 @@ def test_tokens_of_a_mixture_are_hugging_faces(tmp_path):
 @pytest.mark.parametrize(("way", "family"), [(way, family) for way, names in IN_FLOAT32.items() for family in names])
 def test_tokens_are_hugging_faces(way, family, engines):
     ran, expected = engines[way, family]
+    assert tokens(ran) == expected
+
+
+def test_tokens_of_shared_experts_among_the_routed_ones_are_hugging_faces(engines):
+    way = "every expert on two ranks"
+    (apart, _), (ran, expected) = (engines[way, name] for name in ("deepseek_v2", "shared experts"))
+    assert (apart.kernels["shared_experts"], ran.kernels["shared_experts"]) == ("separate", "routed")
     assert tokens(ran) == expected
 
 

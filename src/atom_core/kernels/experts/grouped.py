@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 #: Pairs that one program sorts, and blocks whose experts one program looks up at a time.
 _PAIRS, _BLOCKS = 256, 64
-#: Pairs up to which one program sorts all of them, in one launch in place of five.
-_FEW_PAIRS = 2048
+#: Pairs up to which one program sorts all of them, in one launch in place of five: nine experts of 256 tokens.
+_FEW_PAIRS = 9 * 256
 
 
 @triton.jit

@@ -19,6 +19,7 @@ SPECS = {
     "GELU": replace(SPEC, activation="gelu_tanh"),
     "clamped SwiGLU, with biases": replace(SPEC, activation="clamped_swiglu", bias=True),
     "one expert a token": replace(SPEC, top_k=1),
+    "nine experts a token": replace(SPEC, count=12, top_k=9),
     "the first of them": replace(SPEC, count=3),
     "the last of them, with biases": replace(SPEC, first=4, count=2, bias=True),
     "sizes of a power of two": replace(SPEC, hidden_size=64, intermediate_size=32),
@@ -28,8 +29,9 @@ SPECS = {
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-8}
 
 
-def operands(spec, tokens, dtype, total=6):
-    """Of ``total`` experts, of which the spec's are held."""
+def operands(spec, tokens, dtype, total=None):
+    """Of ``total`` experts, six or more, of which the spec's are held."""
+    total = total or max(6, spec.first + spec.count)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):

@@ -24,6 +24,7 @@ SPECS = {
     "a scale a row, the last of them": replace(ROWS, first=4, count=2),
     "a scale a row, sizes of a power of two": replace(ROWS, hidden_size=64, intermediate_size=32),
     "a scale a row, several tiles": replace(ROWS, hidden_size=1100, top_k=1),
+    "a scale a row, nine experts a token": replace(ROWS, count=12, top_k=9),
     "a scale a block": BLOCKS,
     "a scale a block, GELU, the first of them": replace(BLOCKS, activation="gelu_tanh", count=3),
     "a scale a block, whole blocks": replace(BLOCKS, hidden_size=256, intermediate_size=256),
@@ -43,8 +44,9 @@ every_way = pytest.mark.parametrize(
 )
 
 
-def operands(spec, tokens, dtype, total=6):
-    """Of ``total`` experts, of which the spec's are held; scales differ by up to 16 times."""
+def operands(spec, tokens, dtype, total=None):
+    """Of ``total`` experts, six or more, of which the spec's are held; scales differ by up to 16 times."""
+    total = total or max(6, spec.first + spec.count)
     generator = torch.Generator().manual_seed(0)
     hidden, size, held = spec.hidden_size, spec.intermediate_size, slice(spec.first, spec.first + spec.count)
 
