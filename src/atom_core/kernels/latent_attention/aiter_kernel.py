@@ -55,15 +55,20 @@ class AiterLatentAttention:
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``; also in rows of padded requests that decode."""
+        if not 0 < metadata.num_decode_requests < metadata.num_requests:
+            self._run(q, cache, metadata, out)
+            return
         key = ("decodes and others", _capturing(q))
         if key not in metadata.kept:
-            metadata.kept[key] = _decodes_and_others(metadata, q.shape[0])
-        parts: tuple[Part, ...] = metadata.kept[key]
-        for begin, end, part in parts:
-            if end > begin:
-                self._run(q[begin:end], cache, part, out[begin:end])
+            metadata.kept[key] = _decodes_and_others(metadata)
+        decodes, others = metadata.kept[key]
+        tokens = metadata.num_decode_tokens
+        self._run(q[:tokens], cache, decodes, out[:tokens])
+        self._run(q[tokens:], cache, others, out[tokens:])
 
     def _run(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        if not q.shape[0]:
+            return
         longest = metadata.max_query_len
         # None has more than the longest, so they have as many each if they have that together.
         if longest > self.most_queries or q.shape[0] != metadata.seq_lens.shape[0] * longest:
@@ -153,15 +158,9 @@ def _capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-Part = tuple[int, int, AttentionMetadata]
-"""Tokens ``begin .. end - 1``, as a batch of their own."""
-
-
-def _decodes_and_others(metadata: AttentionMetadata, num_tokens: int) -> tuple[Part, ...]:
-    """The requests that decode, which come first, and the others by themselves; one part where all are of a kind."""
+def _decodes_and_others(metadata: AttentionMetadata) -> tuple[AttentionMetadata, AttentionMetadata]:
+    """The requests that decode, which come first, and the others behind them, each as a batch of their own."""
     requests, tokens = metadata.num_decode_requests, metadata.num_decode_tokens
-    if not 0 < requests < metadata.num_requests:
-        return ((0, num_tokens, metadata),)
     decodes = replace(
         metadata,
         query_start_loc=metadata.query_start_loc[: requests + 1],
@@ -183,7 +182,7 @@ def _decodes_and_others(metadata: AttentionMetadata, num_tokens: int) -> tuple[P
         num_decode_requests=0,
         num_decode_tokens=0,
     )
-    return (0, tokens, decodes), (tokens, num_tokens, others)
+    return decodes, others
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
@@ -92,6 +93,17 @@ def test_work_is_shared_out_once_a_step_and_again_for_a_graph(monkeypatch):
         monkeypatch.setattr(aiter_kernel, "_capturing", lambda tensor: True)
         # What a run before the capture made would not be refilled by replays.
         assert run(case, "gfx950", layers=2, metadata=metadata)[0]["get_mla_metadata_v1"] == 1
+
+
+def test_what_a_step_keeps_goes_with_it():
+    case = case_of((9, 1), (3, 1))
+    metadata = latent_batch(case, torch.bfloat16, CPU).metadata
+    with fake_aiter("gfx942"):
+        run(case, "gfx942", metadata=metadata)
+    (shares,) = metadata.kept.values()
+    gone = weakref.ref(shares)
+    del shares, metadata
+    assert gone() is None, "tables as large as the longest requests wait for the garbage collector"
 
 
 def test_a_scale_is_not_made_inside_a_graph(monkeypatch):
