@@ -7,6 +7,7 @@ shared memory must be there: more than the hardware has is an error at the first
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
@@ -203,7 +204,7 @@ def specialized(kernel: JITFunction, positional: dict[str, Any]) -> dict[tuple[i
     }
 
 
-def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> None:
+def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> CompiledKernel:
     assert isinstance(kernel, JITFunction), (
         "with TRITON_INTERPRET set nothing is compiled: run this apart from tests/unit"
     )
@@ -222,6 +223,7 @@ def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> None:
         source(kernel, order, places, specialized(kernel, positional)), target=gpu.target, options=options
     )
     assert compiled.metadata.shared <= gpu.shared_memory
+    return compiled
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -475,6 +477,52 @@ def test_decode_attention_compiles(monkeypatch, case, dtype, gpu, cache_dtype):
     with pytest.raises(Launched) as launched:
         check_decode(case, decode_kernel.TritonDecodeAttention(spec, gpu.nvidia, gpu.nvidia), spec, CPU)
     compile_launch(kernel, launched.value, gpu)
+
+
+def attend_in_parts(op: str, gpu: Gpu) -> None:
+    """Attend to a request that is so long that programs share out its keys."""
+    dtype, requests, how = torch.bfloat16, ((9, 1), (3000, 1)), {"nvidia": gpu.nvidia, "overlap": gpu.nvidia}
+    layer = replace(DECODES[0].attention, requests=requests)
+    if op == "latent_attention":
+        case = replace(LATENTS["16 heads, bfloat16"][0], requests=requests)
+        absorbed = latent_kernel.TritonLatentAttention(case.spec(dtype), **how)
+        check_absorbed(case, absorbed, latent_batch(case, dtype, CPU))
+    elif op == "attention":
+        attention = attention_kernel.TritonAttention(layer.spec(dtype), **how)
+        check_attention(attention, attention_batch(layer, dtype, CPU))
+    else:
+        decode = replace(DECODES[0], attention=layer)
+        spec = decode.spec(dtype)
+        check_decode(decode, decode_kernel.TritonDecodeAttention(spec, **how), spec, CPU)
+
+
+#: What decides what other programs see, from a program's stores to its loads, where they may be on another XCD: every
+#: wave waits for its own stores and then for the others, one writes back what the XCD holds and drops what may be old.
+RELEASE = re.compile(
+    r"\bglobal_store_dword\w* .*?s_waitcnt vmcnt\(0\)(?:(?!global_store).)*?\bs_barrier\b(?:(?!global_store).)*?"
+    r"\bbuffer_wbl2 sc1\s+s_waitcnt vmcnt\(0\)\s+global_atomic_add [^\n]+ sc0\s+s_waitcnt vmcnt\(0\)\s+buffer_inv sc1"
+    r"(?:(?!global_load).)*?\bs_barrier\b.*?\bs_barrier\b.*?\bglobal_load_dword",
+    re.DOTALL,
+)
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if not gpu.nvidia], ids=str)
+@pytest.mark.parametrize(
+    ("op", "module"),
+    [("attention", attention_kernel), ("decode_attention", decode_kernel), ("latent_attention", latent_kernel)],
+    ids=["attention", "decode", "latents"],
+)
+def test_parts_are_there_for_programs_on_other_xcds(monkeypatch, op, module, gpu):
+    kernel = getattr(module, f"_{op}")
+    monkeypatch.setattr(module, f"_{op}", Recorder())
+    with pytest.raises(Launched) as launched:
+        attend_in_parts(op, gpu)
+    assert launched.value.constants["SPLIT"]
+    compiled = compile_launch(kernel, launched.value, gpu)
+    lines = (line.partition(";")[0] for line in compiled.asm["amdgcn"].splitlines())
+    code = "\n".join(line for line in lines if line.strip() and not line.strip().startswith("."))
+    assert code.count("global_atomic_add") == 1
+    assert RELEASE.search(code)
 
 
 @every_gpu

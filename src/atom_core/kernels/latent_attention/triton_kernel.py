@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.attention.splits import SplitBuffers
-from atom_core.kernels.attention.triton_kernel import LOG2_E, parts_joined, place_of
+from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joined, place_of
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.triton_support import launch_options
 from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
@@ -59,6 +59,7 @@ def _latent_attention(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
+    AMD: tl.constexpr,
 ):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -135,11 +136,8 @@ def _latent_attention(
             tl.store(parts + mine[:, None] * L + number[None, :], acc, mask=kept)
             tl.store(part_sums + mine * 2, highest, mask=row_used)
             tl.store(part_sums + mine * 2 + 1, total, mask=row_used)
-            tl.debug_barrier()  # all of this program's stores before its arrival is seen
-            arrival = arrivals + block * tl.num_programs(1) + tl.program_id(1)
-            if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
+            if not is_last(arrivals + block * tl.num_programs(1) + tl.program_id(1), working, AMD):
                 return
-            tl.store(arrival, 0)  # as the next launch wants it
             total, acc = parts_joined(parts, part_sums, at, part_rows, working, row_used, L, BLOCK_M, L_PADDED)
 
     acc = acc * cache_scale / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -214,6 +212,7 @@ class TritonLatentAttention:
             SPLIT=splits.count > 1,
             STAGES=2 if self.nvidia else 1,
             OVERLAP=self.overlap,
+            AMD=not self.nvidia and not triton.knobs.runtime.interpret,  # the interpreter runs no assembly
             # As few as hold a tile's sums in registers: with 4 on NVIDIA and 8 on AMD they spill.
             num_warps=8 if self.nvidia else 4,
             **launch_options(self.overlap),
