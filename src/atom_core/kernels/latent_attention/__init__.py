@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from atom_core.kernels.cache_dtypes import why_unreadable
+from atom_core.kernels.cache_dtypes import is_foreign, why_unreadable
 from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.select import Implementation, Op, Target
@@ -58,7 +58,8 @@ def triton_supports(spec: LatentAttentionSpec, target: Target) -> str | None:
 def _build_triton(spec: LatentAttentionSpec, target: Target) -> LatentAttentionKernel:
     from atom_core.kernels.latent_attention.triton_kernel import TritonLatentAttention  # needs triton
 
-    return TritonLatentAttention(spec, nvidia=target.kind == "cuda", overlap=overlaps(target))
+    foreign = is_foreign(spec.latent.cache_dtype, target.arch)
+    return TritonLatentAttention(spec, nvidia=target.kind == "cuda", overlap=overlaps(target), foreign=foreign)
 
 
 LATENT_ATTENTION: Op[LatentAttentionSpec, LatentAttentionKernel] = Op(

@@ -152,12 +152,13 @@ class TritonLatentAttention:
         spec: the layer.
         nvidia: whether the device is one of NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        foreign: see :func:`atom_core.kernels.cache_dtypes.is_foreign`.
     """
 
     graph_support: GraphSupport = "always"
 
-    def __init__(self, spec: LatentAttentionSpec, nvidia: bool, overlap: bool) -> None:
-        self.spec = spec
+    def __init__(self, spec: LatentAttentionSpec, nvidia: bool, overlap: bool, foreign: bool = False) -> None:
+        self.spec, self.foreign = spec, foreign
         self.nvidia, self.overlap = nvidia, overlap
         #: Rows of the largest tile: its sums, a row's as long as a latent, have to fit into registers.
         self.most_rows = (64 if nvidia else 32) // (2 if spec.latent.dtype == torch.float32 else 1)
@@ -166,9 +167,12 @@ class TritonLatentAttention:
         self.split_buffers = SplitBuffers()
 
     def _keys_a_tile(self) -> int:
-        """As many as keep a tile of rows within the 64 KiB of shared memory of gfx942, on NVIDIA two."""
-        keys = 64 if self.nvidia else 32
-        return keys // (2 if self.spec.latent.dtype == torch.float32 else 1)
+        """As many as keep a tile of rows within the 64 KiB of shared memory of gfx942, on NVIDIA two.
+
+        Where FP8 takes registers to widen, half as many: with more they spill.
+        """
+        keys = 64 if self.nvidia else 16 if self.foreign else 32
+        return max(16, keys // (2 if self.spec.latent.dtype == torch.float32 else 1))  # tl.dot wants at least 16
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
