@@ -99,11 +99,11 @@ def test_aiters_fused_experts_are_several_launches(dtype, quantized, tokens, ker
 
 def test_a_layer_is_counted_launch_by_launch():
     found = count("qwen3-8b", GFX942, batch=2, ranks=8, num_layers=2, context=100)
+    parts = 32 * 8 * (128 + 2)  # float32: of 32 programs a head, and its sums
     assert [(it.name, it.kernels, it.activations // 4) for it in found] == [
         ("all_reduce + add_rms_norm", 1, 4 * 4096),
         ("gemm_a16w16", 1, 4096 + 768),
-        ("qk_norm_rope_cache", 1, 768 + 512),
-        ("unified_attention", 2, 2 * 512),
+        ("decode_attention", 1, 768 + 512 + parts),
         ("gemm_a16w16", 1, 512 + 4096),
         ("all_reduce + add_rms_norm", 1, 4 * 4096),
         ("gemm_a16w16", 1, 4096 + 3072),
@@ -166,12 +166,12 @@ def test_bytes_of_a_layer_are_those_of_its_matrices_and_its_keys():
     assert cache == 2 * 2 * 8 * 128 * (CONTEXT + 1)
 
 
-def test_with_shuffled_pages_a_dense_layer_in_16_bits_launches_no_more_than_the_others():
+def test_a_dense_layer_in_16_bits_launches_no_more_than_the_others():
     dense = [row for row in rows() if row.model == "qwen3-8b"]
     assert len(dense) == 4
     for row in dense:
         least = min(kernels(atom(row.case)), kernels(vllm(row.case)))
-        assert kernels(ours(row, GFX942, shuffled=True)) <= least
+        assert kernels(ours(row, GFX942)) < kernels(ours(row, GFX942, shuffled=True)) <= least
 
 
 def test_no_row_lies_between_the_limits_of_one_kernel_that_reduces():
@@ -186,7 +186,7 @@ def test_one_layer_is_listed(monkeypatch, capsys):
     assert main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["8,192", "rmsnorm2d_fwd_with_add"]
-    assert lines[-1].endswith("in 10 launches")
+    assert lines[-1].endswith("in 8 launches")
 
 
 def test_what_cannot_be_shared_is_refused_in_words(monkeypatch, capsys):

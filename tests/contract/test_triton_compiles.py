@@ -1,7 +1,10 @@
 """Every Triton kernel compiles for the GPUs that we name, as its launcher launches it; no GPU is needed for that.
 
 What the launcher would launch is recorded, and compiled ahead of time for each architecture. What a block needs of
-shared memory must be there: more than the hardware has is an error at the first launch only.
+shared memory must be there: more than the hardware has is an error at the first launch only. On AMD no register may go
+to memory, matrices are multiplied by the matrix cores, and docs/amd-kernels.md says what each takes; after a change:
+
+    python -m benchmarks.amd_kernels
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +28,7 @@ from atom_core.config import RoutingConfig
 from atom_core.kernels.all_reduce_norm import triton_kernel as reducing_kernel
 from atom_core.kernels.all_reduce_norm.peer_memory import PROGRAMS, Peers
 from atom_core.kernels.attention import triton_kernel as attention_kernel
-from atom_core.kernels.cache_dtypes import FP8_DTYPES
+from atom_core.kernels.cache_dtypes import FP8_DTYPES, is_foreign
 from atom_core.kernels.decode_attention import triton_kernel as decode_kernel
 from atom_core.kernels.embedding import triton_kernel as embedding_kernel
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
@@ -67,6 +70,8 @@ from atom_core.kernels.rms_norm import triton_kernel as norm_kernel
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import why_no_triton_cache
 from atom_core.metadata import SHUFFLED
+from benchmarks._amd_resources import LDS, Resources
+from benchmarks.amd_kernels import PAGE, PROPERTY, page_rows, page_version, rows_of
 from tests.decode_cases import DecodeCase, check_decode
 from tests.kernel_cases import AttentionCase, QkvCase, attention_batch, check_attention, check_qkv
 from tests.latent_cases import (
@@ -107,10 +112,9 @@ class Gpu:
         return why_no_triton_cache(torch.bfloat16, cache_dtype, self.device) is None
 
 
-# CDNA 3 and 4 whitepapers; CUDA programming guide, technical specifications of compute capability 9.0.
+# CUDA programming guide, technical specifications of compute capability 9.0; for AMD's see benchmarks/_amd_resources.
 GPUS = (
-    Gpu(GPUTarget("hip", "gfx942", 64), 64 * KIB),
-    Gpu(GPUTarget("hip", "gfx950", 64), 160 * KIB),
+    *(Gpu(GPUTarget("hip", arch, 64), size) for arch, (size, _) in LDS.items()),
     Gpu(GPUTarget("cuda", 90, 32), 227 * KIB),
 )
 
@@ -126,6 +130,8 @@ ATTENTION = {
     ),
     "the largest head, bfloat16": (AttentionCase("", (), heads=8, kv_heads=4, dim=256), torch.bfloat16),
     "the largest head, float32": (AttentionCase("", (), heads=8, kv_heads=4, dim=256), torch.float32),
+    "Qwen3 8B, float32": (AttentionCase("", (), heads=8, kv_heads=2, dim=128), torch.float32),
+    "a group of 64, bfloat16": (AttentionCase("", (), heads=64, kv_heads=1, dim=128), torch.bfloat16),
     "an odd head, one token a page, bfloat16": (AttentionCase("", (), dim=80, page_size=1), torch.bfloat16),
 }
 #: FP8 keys and values are widened to the queries' dtype: float32 tiles are the largest, 16-bit ones the usual.
@@ -152,6 +158,8 @@ DECODES = (
         rotary_dim=32,
         interleaved=True,
     ),
+    DecodeCase(AttentionCase("a group of 64", _LENGTHS, heads=64, kv_heads=1, dim=128)),
+    DecodeCase(AttentionCase("GPT OSS", _LENGTHS, heads=16, kv_heads=2, dim=64, window=128, sinks=True), qk_norm=False),
 )
 
 
@@ -226,7 +234,29 @@ def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> Compile
         source(kernel, order, places, specialized(kernel, positional)), target=gpu.target, options=options
     )
     assert compiled.metadata.shared <= gpu.shared_memory
+    if not gpu.nvidia:
+        resources = Resources.of(str(gpu.target.arch), compiled.metadata, compiled.asm)
+        COMPILED.append((f"{kernel.fn.__module__}.{kernel.__name__}".removeprefix("atom_core.kernels."), resources))
+        assert not resources.faults()
+        assert f"; Occupancy: {resources.waves_by_registers}\n" in compiled.asm["amdgcn"], "LLVM counts other waves"
     return compiled
+
+
+#: What the running test compiled for AMD's GPUs, by kernel.
+COMPILED: list[tuple[str, Resources]] = []
+
+
+@pytest.fixture(autouse=True)
+def as_the_page_says(request, record_property):
+    """Have docs/amd-kernels.md say of what a test compiles what comes out, with the Triton that it was written with."""
+    COMPILED.clear()
+    yield
+    found = list(rows_of(request.node.name, COMPILED)) if COMPILED else []
+    for row in found:
+        record_property(PROPERTY, astuple(row))
+    text = PAGE.read_text(encoding="utf-8")
+    if page_version(text) == triton.__version__:
+        assert set(found) <= page_rows(text), "docs/amd-kernels.md is out of date: python -m benchmarks.amd_kernels"
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -302,7 +332,12 @@ def test_attention_over_latents_compiles(monkeypatch, name, batch, gpu, cache_dt
     with pytest.raises(Launched) as launched:
         check_absorbed(
             case,
-            latent_kernel.TritonLatentAttention(spec, nvidia=gpu.nvidia, overlap=gpu.nvidia),
+            latent_kernel.TritonLatentAttention(
+                spec,
+                nvidia=gpu.nvidia,
+                overlap=gpu.nvidia,
+                foreign=cache_dtype is not None and is_foreign(cache_dtype, str(gpu.target.arch)),
+            ),
             latent_batch(case, dtype, CPU, cache_dtype=cache_dtype),
         )
     compile_launch(kernel, launched.value, gpu)
@@ -370,12 +405,14 @@ def zeros(*shape: int) -> torch.Tensor:
 
 
 @every_gpu
-@pytest.mark.parametrize("residual", [None, zeros(2, 4096)], ids=["alone", "with a residual"])
-def test_rms_norm_compiles(monkeypatch, residual, gpu):
+@pytest.mark.parametrize("size", [128, 4096, 16384])
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "with a residual"])
+def test_rms_norm_compiles(monkeypatch, adds, size, gpu):
     kernel = norm_kernel._rms_norm
     monkeypatch.setattr(norm_kernel, "_rms_norm", Recorder())
+    residual = zeros(2, size) if adds else None
     with pytest.raises(Launched) as launched:
-        norm_kernel.rms_norm(zeros(2, 4096), zeros(4096), 1e-6, residual, overlap=gpu.nvidia)
+        norm_kernel.rms_norm(zeros(2, size), zeros(size), 1e-6, residual, overlap=gpu.nvidia)
     compile_launch(kernel, launched.value, gpu)
 
 
@@ -437,6 +474,7 @@ PRODUCTS = [
     (8, 4096, 12288),
     (8, 4096, 1024),
     (3, 100, 1000),
+    (1, 65536, 1024),
 ]
 
 
@@ -508,7 +546,7 @@ def test_products_for_hopper_compile(monkeypatch, way, size, rows):
     ("case", "dtype", "gpu", "cache_dtype"),
     [
         *((case, torch.bfloat16, gpu, None) for case in DECODES for gpu in GPUS),
-        *((DECODES[0], torch.float32, gpu, None) for gpu in GPUS),
+        *((case, torch.float32, gpu, None) for case in (DECODES[0], DECODES[3]) for gpu in GPUS),
         *((DECODES[0], torch.bfloat16, gpu, cache_dtype) for gpu, cache_dtype in FP8_CACHES),
     ],
     ids=str,
@@ -522,11 +560,64 @@ def test_decode_attention_compiles(monkeypatch, case, dtype, gpu, cache_dtype):
     compile_launch(kernel, launched.value, gpu)
 
 
+def attend_in_parts(op: str, gpu: Gpu) -> None:
+    """Attend to a request that is so long that programs share out its keys."""
+    dtype, requests, how = torch.bfloat16, ((9, 1), (3000, 1)), {"nvidia": gpu.nvidia, "overlap": gpu.nvidia}
+    layer = replace(DECODES[0].attention, requests=requests)
+    if op == "latent_attention":
+        case = replace(LATENTS["16 heads, bfloat16"][0], requests=requests)
+        absorbed = latent_kernel.TritonLatentAttention(case.spec(dtype), **how)
+        check_absorbed(case, absorbed, latent_batch(case, dtype, CPU))
+    elif op == "attention":
+        attention = attention_kernel.TritonAttention(layer.spec(dtype), **how)
+        check_attention(attention, attention_batch(layer, dtype, CPU))
+    else:
+        decode = replace(DECODES[0], attention=layer)
+        spec = decode.spec(dtype)
+        check_decode(decode, decode_kernel.TritonDecodeAttention(spec, **how), spec, CPU)
+
+
+#: What decides what other programs see, from a program's stores to its loads, where they may be on another XCD: every
+#: wave waits for its own stores and then for the others, one writes back what the XCD holds and drops what may be old.
+RELEASE = re.compile(
+    r"\bglobal_store_dword\w* .*?s_waitcnt vmcnt\(0\)(?:(?!global_store).)*?\bs_barrier\b(?:(?!global_store).)*?"
+    r"\bbuffer_wbl2 sc1\s+s_waitcnt vmcnt\(0\)\s+global_atomic_add [^\n]+ sc0\s+s_waitcnt vmcnt\(0\)\s+buffer_inv sc1"
+    r"(?:(?!global_load).)*?\bs_barrier\b.*?\bs_barrier\b.*?\bglobal_load_dword",
+    re.DOTALL,
+)
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if not gpu.nvidia], ids=str)
+@pytest.mark.parametrize(
+    ("op", "module"),
+    [("attention", attention_kernel), ("decode_attention", decode_kernel), ("latent_attention", latent_kernel)],
+    ids=["attention", "decode", "latents"],
+)
+def test_parts_are_there_for_programs_on_other_xcds(monkeypatch, op, module, gpu):
+    kernel = getattr(module, f"_{op}")
+    monkeypatch.setattr(module, f"_{op}", Recorder())
+    with pytest.raises(Launched) as launched:
+        attend_in_parts(op, gpu)
+    assert launched.value.constants["SPLIT"]
+    compiled = compile_launch(kernel, launched.value, gpu)
+    lines = (line.partition(";")[0] for line in compiled.asm["amdgcn"].splitlines())
+    code = "\n".join(line for line in lines if line.strip() and not line.strip().startswith("."))
+    assert code.count("global_atomic_add") == 1
+    assert RELEASE.search(code)
+
+
+#: What is normed is as long as a model is wide; the longest row of others is an MLP's.
+QUANTISED = [(size, way) for size in (1024, 12288) for way in ("alone", "normed")] + [
+    (16384, "normed"),
+    (53248, "alone"),
+]
+
+
 @every_gpu
-@pytest.mark.parametrize("norm", [None, linear_kernel.Norm(zeros(12288), 1e-6)], ids=["alone", "normed"])
 @pytest.mark.parametrize("input_scale", [None, torch.ones(1)], ids=["dynamic", "static"])
-@pytest.mark.parametrize("size", [1024, 12288])
-def test_quantising_activations_compiles(monkeypatch, size, input_scale, norm, gpu):
+@pytest.mark.parametrize(("size", "way"), QUANTISED)
+def test_quantising_activations_compiles(monkeypatch, size, way, input_scale, gpu):
+    norm = linear_kernel.Norm(zeros(size), 1e-6) if way == "normed" else None
     kernel = quantize_kernel._quantize
     monkeypatch.setattr(quantize_kernel, "_quantize", Recorder())
     with pytest.raises(Launched) as launched:
@@ -559,7 +650,8 @@ def test_one_row_in_fp8_compiles(monkeypatch, out_features, norm, gpu):
 
 @every_gpu
 @pytest.mark.parametrize(
-    ("rows", "out_features", "in_features"), [*(it for it in PRODUCTS if it[0] > 1), (2, 4096, 4096), (40, 4096, 4096)]
+    ("rows", "out_features", "in_features"),
+    [*(it for it in PRODUCTS if it[0] > 1), (2, 4096, 4096), (24, 4096, 4096), (40, 4096, 4096)],
 )
 def test_products_in_fp8_compile(monkeypatch, rows, out_features, in_features, gpu):
     kernels, recorders = linear_kernel._KERNELS, Recorders()
@@ -771,7 +863,7 @@ FEW = [(few_experts_kernel, name) for name in ("_gate_up_of_one", "_down_of_one"
 
 @every_gpu
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
-@pytest.mark.parametrize(("tokens", "launches"), [(1, 2), (2, 3), (16, 3), (40, 4), (3000, 6)])
+@pytest.mark.parametrize(("tokens", "launches"), [(1, 2), (2, 3), (16, 3), (20, 4), (40, 4), (100, 4), (3000, 6)])
 def test_experts_compile(monkeypatch, tokens, launches, bias, gpu):
     kernels = [*FEW, (grouped_kernel, "_multiply"), *SORTING]
     kept = keep(monkeypatch, *kernels)
@@ -837,7 +929,7 @@ def in_mxfp4_experts(count: int, size: int, hidden: int) -> Mxfp4Weights:
 
 
 @every_gpu
-@pytest.mark.parametrize(("tokens", "launches"), [(1, 2), (40, 4), (3000, 6)])
+@pytest.mark.parametrize(("tokens", "launches"), [(1, 2), (40, 4), (200, 4), (400, 4), (3000, 6)])
 def test_experts_in_mxfp4_compile(monkeypatch, tokens, launches, gpu):
     kernels = [(mxfp4_kernel, name) for name in ("_gate_up", "_down", "_multiply")]
     kept = keep(monkeypatch, *kernels, *SORTING)
@@ -911,7 +1003,7 @@ def fp8_experts(
 @every_gpu
 @pytest.mark.parametrize("hidden", [2048, 200])
 @pytest.mark.parametrize("block", [False, True], ids=["a scale a row", "a scale a block"])
-@pytest.mark.parametrize("tokens", [1, 16, 40, 3000])
+@pytest.mark.parametrize("tokens", [1, 16, 20, 40, 100, 3000])
 def test_fp8_experts_compile(monkeypatch, tokens, block, hidden, gpu):
     kept = keep(monkeypatch, *FEW_FP8, (many_fp8_kernel, "_multiply"))
     keep(monkeypatch, *SORTING, (groups_kernel, "_quantize_groups"))

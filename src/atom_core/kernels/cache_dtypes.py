@@ -18,6 +18,11 @@ def saturation_limit(dtype: torch.dtype) -> float | None:
     return torch.finfo(dtype).max if dtype in FP8_DTYPES else None
 
 
+def is_foreign(dtype: torch.dtype, arch: str) -> bool:
+    """Whether an AMD GPU has no instructions for an FP8 dtype: it is widened in many, which take registers."""
+    return arch == "gfx942" and dtype in FP8_DTYPES and dtype != torch.float8_e4m3fnuz
+
+
 def quantize(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """``x / scale`` as a cache of ``dtype`` holds it, rounded once; NaN stays NaN."""
     if scale != 1.0:

@@ -20,13 +20,13 @@ def why_no_triton(target: Target) -> str | None:
     return None
 
 
-def why_not_fused(separate: Iterable[tuple[str, str]], or_else: tuple[str, ...] = ()) -> str | None:
+def why_not_fused(separate: Iterable[tuple[str, str]], or_else: Iterable[tuple[str, str]] = ()) -> str | None:
     """None where each of the ops, which come with the implementations chosen for them, is Triton's, else the reason.
 
-    ``or_else``: implementations of others beside which the fused kernel is used as well.
+    ``or_else``: ops with implementations of others beside which the fused kernel is used as well.
     """
     for op, chosen in separate:
-        if chosen not in ("triton", *or_else):
+        if chosen != "triton" and (op, chosen) not in or_else:
             return f"It fuses Triton kernels, and {op} is {chosen} here."
     return None
 

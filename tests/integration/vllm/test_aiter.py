@@ -1,6 +1,7 @@
 """The real vLLM with the kernels that it would have on gfx942 and gfx950: the answers are right, and ours.
 
-aiter is the fake of tests/fakes; what runs in Triton there is our reference here, since its interpreter is too slow.
+aiter is the fake of tests/fakes; what runs in Triton there is our reference here, since its interpreter is slow: one
+engine runs in it, with what is chosen where nothing is forced.
 """
 
 from __future__ import annotations
@@ -42,19 +43,25 @@ def rows():
     return read_rows()[:NUM_ROWS]
 
 
+def ask(rows):
+    return [Ask([row.prompt for row in rows], {"max_tokens": MAX_TOKENS})]
+
+
+OPTIONS = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 32, "dtype": "bfloat16"}
+SCRIPT = Path(__file__).with_name("as_on_amd.py")
+
+
 @pytest.fixture(scope="module")
 def ran(rows, tmp_path_factory):
-    asks = [Ask([row.prompt for row in rows], {"max_tokens": MAX_TOKENS})]
-    options = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 32, "dtype": "bfloat16"}
-    script, found = Path(__file__).with_name("as_on_amd.py"), {}
+    asks, found = ask(rows), {}
     in_blocks = tmp_path_factory.mktemp("blocks") / "qwen3"
     make_fp8(Path(checkpoint("qwen3")), in_blocks, BLOCK_FORMATS[0])
     for arch, names in ARCHITECTURES.items():
         engines = [
-            Engine(str(in_blocks) if "blocks" in name else checkpoint(family), "atom", asks, options | more, environ)
+            Engine(str(in_blocks) if "blocks" in name else checkpoint(family), "atom", asks, OPTIONS | more, environ)
             for name, (family, environ, more) in ((name, CASES[name]) for name in names)
         ]
-        results = run(engines, environ={"GPU_ARCHS": arch}, script=script)
+        results = run(engines, environ={"GPU_ARCHS": arch}, script=SCRIPT)
         found |= {(arch, name): result for name, result in zip(names, results, strict=True)}
     return found
 
@@ -69,9 +76,20 @@ def test_the_kernels_are_aiters(arch, name, ran):
     kernels = ran[arch, name].kernels
     assert {kernels[op] for op in ("rms_norm", "linear", "gated_activation")} == {"aiter"}
     assert kernels["attention"] == ("aiter_shuffled" if "ATOM_SHUFFLED_CACHE" in CASES[name][1] else "aiter")
+    assert kernels["decode_attention"] == "separate"
     assert kernels["qk_norm_rope_cache"] == ("aiter" if "filled by aiter" in name else "reference")
     assert {kernels.get(op) for op in ("moe_routing", "experts")} == {"aiter" if name == "experts" else None}
     assert kernels.get("fp8_linear") == ("aiter" if name == "weights in FP8" else None)
     assert kernels.get("fp8_block_linear") == ("aiter" if "blocks" in name else None)
     for op in ("fp8_rms_norm", "fp8_gated_activation"):
         assert kernels.get(op) == ("aiter" if "FP8" in name else None)
+
+
+def test_by_default_plain_pages_are_decoded_in_one_launch_of_tritons(rows):
+    # Triton's interpreter multiplies no bfloat16.
+    options = OPTIONS | {"dtype": "float16"}
+    engine = Engine(checkpoint("qwen3"), "atom", ask(rows[:2]), options, {"ATOM_KERNELS": "embedding=reference"})
+    (found,) = run([engine], environ={"GPU_ARCHS": "gfx942", "TRITON_INTERPRET": "1"}, script=SCRIPT)
+    assert [answer.text for answer in found.answers[0]] == [f" {row.answer}\n" for row in rows[:2]]
+    chosen = {op: found.kernels[op] for op in ("qk_norm_rope_cache", "attention", "decode_attention")}
+    assert chosen == {"qk_norm_rope_cache": "triton", "attention": "aiter", "decode_attention": "triton"}

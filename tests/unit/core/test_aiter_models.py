@@ -1,6 +1,6 @@
 """Whole models as on gfx942 and gfx950, on a CPU: aiter's kernels by the fake, the others by our references.
 
-Triton's interpreter would take a minute for each: it runs in one test, over shuffled pages.
+Triton's interpreter would take a minute for each: it runs in two tests, over plain pages and shuffled ones.
 
 The trained checkpoints must answer held-out questions, and with the tokens of the references. What aiter is told
 wrongly must show: each mutation of a call turns the answers.
@@ -66,10 +66,10 @@ def questions(family: str) -> tuple[list[list[int]], list[list[int]]]:
     return prompts, answers
 
 
-def runner(family: str, arch: str, kernels=REFERENCES, **settings) -> Runner:
+def runner(family: str, arch: str, kernels=REFERENCES, dtype=torch.bfloat16, **settings) -> Runner:
     return Runner(
         TESTS / "checkpoints" / family,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         max_model_len=256,
         target=Target("rocm", arch),
         kernels=kernels,
@@ -274,9 +274,35 @@ def test_what_is_chosen_where_nothing_is_forced(arch):
         "normed_linear": "separate",
         "qk_norm_rope_cache": "triton",
         "attention": "aiter",
-        "decode_attention": "separate",
+        "decode_attention": "triton",
         "gated_activation": "aiter",
     }
+
+
+@every_gpu
+@pytest.mark.parametrize(
+    ("forced", "reason"),
+    [
+        ({"attention": "aiter_shuffled"}, "It fuses Triton kernels, and attention is aiter_shuffled here."),
+        ({"qk_norm_rope_cache": "aiter"}, "It fuses Triton kernels, and qk_norm_rope_cache is aiter here."),
+    ],
+    ids=["the cache in aiter's order", "the cache filled by aiter"],
+)
+def test_what_is_asked_for_of_aiter_decodes_by_aiter(forced, reason, arch):
+    with fake_aiter(arch):
+        kernels = runner("qwen3", arch, kernels=forced).runtime.kernels
+    (choice,) = (it for it in kernels.choices() if it.op == "decode_attention")
+    assert (choice.implementation, choice.passed_over) == ("separate", (("triton", reason),))
+
+
+@pytest.mark.parametrize("forced", [{}, {"decode_attention": "separate"}], ids=["by default", "separately"])
+def test_plain_pages_that_aiter_has_the_prompts_of_are_decoded_in_triton(forced):
+    with fake_aiter("gfx942"):
+        it = runner("qwen3", "gfx942", kernels={"embedding": "reference", **forced}, dtype=torch.float16)
+        (prompt, other), (right, other_right) = questions("qwen3")
+        assert it.generate([prompt, other], 3) == [right[:3], other_right[:3]]
+        prompts = sum(call.path.endswith(".unified_attention") for call in calls())
+        assert prompts == (3 if forced else 1) * it.config.num_layers
 
 
 @every_gpu

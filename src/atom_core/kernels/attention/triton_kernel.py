@@ -40,6 +40,26 @@ def capped(scores, soft_cap):
 
 
 @triton.jit
+def is_last(arrival, working, AMD: tl.constexpr):
+    """Whether a program, which has stored its part, is the last of ``working`` to be here and may load the others'.
+
+    ``arrival`` counts them, and is zero again as the next launch wants it.
+    """
+    if AMD:
+        # Programs run on XCDs with L2s of their own. The atomic below, which one wave does for all, writes back what
+        # has reached this XCD's, and a barrier alone does not wait until the other waves' stores have: see
+        # https://github.com/llvm/llvm-project/pull/160501 of a later generation, where that failed.
+        tl.inline_asm_elementwise("s_waitcnt vmcnt(0)", "=v", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()  # all of this program's stores before its arrival is seen
+    last = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == working - 1
+    if last:
+        tl.store(arrival, 0)
+    if AMD:
+        tl.debug_barrier()  # what tells the other waves of the count orders LDS alone
+    return last
+
+
+@triton.jit
 def parts_joined(
     parts,
     part_sums,
@@ -146,6 +166,7 @@ def _attention(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
+    AMD: tl.constexpr,
 ):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -257,11 +278,8 @@ def _attention(
             tl.store(parts + mine[:, None] * D + dim[None, :], acc, mask=kept)
             tl.store(part_sums + mine * 2, highest, mask=row_used)
             tl.store(part_sums + mine * 2 + 1, total, mask=row_used)
-            tl.debug_barrier()  # all of this program's stores before its arrival is seen
-            arrival = arrivals + block * tl.num_programs(1) + kv_head
-            if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
+            if not is_last(arrivals + block * tl.num_programs(1) + kv_head, working, AMD):
                 return
-            tl.store(arrival, 0)  # as the next launch wants it
             total, acc = parts_joined(parts, part_sums, at, part_rows, working, row_used, D, BLOCK_M, D_PADDED)
 
     acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -375,5 +393,6 @@ class TritonAttention:
             SPLIT=splits.count > 1,
             STAGES=3 if self.nvidia and few_queries else 2,
             OVERLAP=self.overlap,
+            AMD=not self.nvidia and not triton.knobs.runtime.interpret,  # the interpreter runs no assembly
             **launch_options(self.overlap),
         )

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from atom_core.kernels.attention import TRITON_AND_FLASH_ATTENTION_3, PagedAttentionSpec
+from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3, PagedAttentionSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_not_fused
@@ -22,7 +22,8 @@ from atom_core.metadata import AttentionMetadata, KVCacheView
 class DecodeAttentionSpec:
     """One attention layer.
 
-    ``separate`` names the implementation that was chosen for each op by itself: what is fused is what was chosen.
+    ``separate`` names the implementation that was chosen for each op by itself: what is fused is Triton's, or what
+    :data:`BESIDE` names.
     """
 
     qkv: QkvSpec
@@ -48,8 +49,14 @@ class DecodeAttentionKernel(Protocol):
     ) -> None: ...
 
 
+#: Attention of others that has prompts, mixed batches and several tokens a request while this kernel has decodes. aiter
+#: attends to plain pages by Triton too (unified_attention), in two launches behind ours that fills the cache; over
+#: shuffled pages it has kernels in assembly, to which decodes stay.
+BESIDE = ((ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3), (ATTENTION.name, "aiter"))
+
+
 def _triton_supports(spec: DecodeAttentionSpec, target: Target) -> str | None:
-    return why_not_fused(spec.separate, or_else=(TRITON_AND_FLASH_ATTENTION_3,))
+    return why_not_fused(spec.separate, or_else=BESIDE)
 
 
 def _build_triton(spec: DecodeAttentionSpec, target: Target) -> DecodeAttentionKernel | None:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.attention.splits import SplitBuffers
-from atom_core.kernels.attention.triton_kernel import LOG2_E, parts_joined, scaled
+from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joined, scaled
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.qk_norm_rope import QkvWeights
 from atom_core.kernels.qk_norm_rope_cache.triton_kernel import stored
@@ -209,6 +209,7 @@ def _decode_attention(
     HAS_SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
+    AMD: tl.constexpr,
 ):
     GROUP: tl.constexpr = H // K
     HALF: tl.constexpr = R // 2
@@ -406,11 +407,8 @@ def _decode_attention(
             tl.store(parts + mine[:, None] * D + dim[None, :], acc, mask=kept)
             tl.store(part_sums + mine * 2, highest, mask=is_query)
             tl.store(part_sums + mine * 2 + 1, total, mask=is_query)
-            tl.debug_barrier()  # all of this program's stores before its arrival is seen
-            arrival = arrivals + request * K + kv_head
-            if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
+            if not is_last(arrivals + request * K + kv_head, working, AMD):
                 return
-            tl.store(arrival, 0)  # as the next launch wants it
             total, acc = parts_joined(parts, part_sums, part, part_rows, working, is_query, D, BLOCK_M, D_PADDED)
 
     acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -530,6 +528,7 @@ class TritonDecodeAttention:
             HAS_SINKS=sinks is not None,
             SPLIT=splits.count > 1,
             OVERLAP=self.overlap,
+            AMD=not self.nvidia and not triton.knobs.runtime.interpret,  # the interpreter runs no assembly
             num_warps=tile.warps,
             **launch_options(self.overlap),
         )

@@ -75,7 +75,8 @@ def multiply_many_rows(
     assert all(it.is_contiguous() for it in (x, input_scales, weight, scales))
     y = x.new_empty(num_rows, out_features, dtype=dtype)
     # The fewer rows, the smaller the tiles, so that there are programs for the whole GPU.
-    block_rows = 64 if num_rows <= 128 else 128
+    even = in_features % BLOCK_SIZE == 0
+    block_rows = 64 if num_rows <= 128 or not (nvidia or even) else 128  # on AMD more of them spill that need masks
     block = 64 if num_rows <= 512 or not nvidia else 128
     _many_rows[(triton.cdiv(num_rows, block_rows) * triton.cdiv(out_features, block),)](
         x,
@@ -91,7 +92,7 @@ def multiply_many_rows(
         BLOCK_N=block,
         SIZE=BLOCK_SIZE,
         TOGETHER=8,
-        EVEN=in_features % BLOCK_SIZE == 0,
+        EVEN=even,
         STAGES=3 if nvidia else 2,
         num_warps=8 if block_rows * block > 64 * 64 else 4,
     )

@@ -116,7 +116,7 @@ def multiply_blocks(
     """
     _, rows, size = weight.shape
     columns = block or 128
-    tile_rows = 64 if blocks.rows < 64 else 128
+    tile_rows = 64 if blocks.rows < 64 or not nvidia else 128  # on AMD 128 spill
     _multiply[(triton.cdiv(rows, tile_rows), len(blocks.experts))](
         x,
         x_scales,

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from atom_core.kernels.aiter_library import FP8, why_no_aiter
-from atom_core.kernels.cache_dtypes import FP8_DTYPES, why_unreadable
+from atom_core.kernels.cache_dtypes import FP8_DTYPES, is_foreign, why_unreadable
 from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.select import Implementation, Op, Target
@@ -101,7 +101,8 @@ def _build_aiter(spec: LatentAttentionSpec, target: Target) -> LatentAttentionKe
 def _build_triton(spec: LatentAttentionSpec, target: Target) -> LatentAttentionKernel:
     from atom_core.kernels.latent_attention.triton_kernel import TritonLatentAttention  # needs triton
 
-    return TritonLatentAttention(spec, nvidia=target.kind == "cuda", overlap=overlaps(target))
+    foreign = is_foreign(spec.latent.cache_dtype, target.arch)
+    return TritonLatentAttention(spec, nvidia=target.kind == "cuda", overlap=overlaps(target), foreign=foreign)
 
 
 LATENT_ATTENTION: Op[LatentAttentionSpec, LatentAttentionKernel] = Op(

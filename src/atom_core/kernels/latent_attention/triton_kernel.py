@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.attention.splits import SplitBuffers
-from atom_core.kernels.attention.triton_kernel import LOG2_E, parts_joined, place_of
+from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joined, place_of
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.triton_support import launch_options
 from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
@@ -59,6 +59,7 @@ def _latent_attention(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
+    AMD: tl.constexpr,
 ):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -135,11 +136,8 @@ def _latent_attention(
             tl.store(parts + mine[:, None] * L + number[None, :], acc, mask=kept)
             tl.store(part_sums + mine * 2, highest, mask=row_used)
             tl.store(part_sums + mine * 2 + 1, total, mask=row_used)
-            tl.debug_barrier()  # all of this program's stores before its arrival is seen
-            arrival = arrivals + block * tl.num_programs(1) + tl.program_id(1)
-            if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
+            if not is_last(arrivals + block * tl.num_programs(1) + tl.program_id(1), working, AMD):
                 return
-            tl.store(arrival, 0)  # as the next launch wants it
             total, acc = parts_joined(parts, part_sums, at, part_rows, working, row_used, L, BLOCK_M, L_PADDED)
 
     acc = acc * cache_scale / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -154,12 +152,13 @@ class TritonLatentAttention:
         spec: the layer.
         nvidia: whether the device is one of NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        foreign: see :func:`atom_core.kernels.cache_dtypes.is_foreign`.
     """
 
     graph_support: GraphSupport = "always"
 
-    def __init__(self, spec: LatentAttentionSpec, nvidia: bool, overlap: bool) -> None:
-        self.spec = spec
+    def __init__(self, spec: LatentAttentionSpec, nvidia: bool, overlap: bool, foreign: bool = False) -> None:
+        self.spec, self.foreign = spec, foreign
         self.room = spec.latent.num_heads
         self.nvidia, self.overlap = nvidia, overlap
         #: Rows of the largest tile: its sums, a row's as long as a latent, have to fit into registers.
@@ -169,9 +168,12 @@ class TritonLatentAttention:
         self.split_buffers = SplitBuffers()
 
     def _keys_a_tile(self) -> int:
-        """As many as keep a tile of rows within the 64 KiB of shared memory of gfx942, on NVIDIA two."""
-        keys = 64 if self.nvidia else 32
-        return keys // (2 if self.spec.latent.dtype == torch.float32 else 1)
+        """As many as keep a tile of rows within the 64 KiB of shared memory of gfx942, on NVIDIA two.
+
+        Where FP8 takes registers to widen, half as many: with more they spill.
+        """
+        keys = 64 if self.nvidia else 16 if self.foreign else 32
+        return max(16, keys // (2 if self.spec.latent.dtype == torch.float32 else 1))  # tl.dot wants at least 16
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
@@ -215,6 +217,7 @@ class TritonLatentAttention:
             SPLIT=splits.count > 1,
             STAGES=2 if self.nvidia else 1,
             OVERLAP=self.overlap,
+            AMD=not self.nvidia and not triton.knobs.runtime.interpret,  # the interpreter runs no assembly
             # As few as hold a tile's sums in registers: with 4 on NVIDIA and 8 on AMD they spill.
             num_warps=8 if self.nvidia else 4,
             **launch_options(self.overlap),

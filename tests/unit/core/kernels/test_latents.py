@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from atom_core.kernels.cache_dtypes import FP8_DTYPES
+from atom_core.kernels.cache_dtypes import FP8_DTYPES, is_foreign
 from atom_core.kernels.head_linear.reference import head_linear
 from atom_core.kernels.latent_attention import LATENT_ATTENTION
 from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
@@ -77,7 +77,8 @@ def test_the_triton_kernel_of_the_absorbed_form_answers_as_token_by_token(case, 
 def test_the_triton_kernel_of_the_absorbed_form_reads_an_fp8_cache(exact_fp8_casts, case, cache_dtype):
     from atom_core.kernels.latent_attention.triton_kernel import TritonLatentAttention
 
-    kernel = TritonLatentAttention(case.spec(torch.float16, cache_dtype), False, overlap=False)
+    foreign = is_foreign(cache_dtype, "gfx942")
+    kernel = TritonLatentAttention(case.spec(torch.float16, cache_dtype), False, overlap=False, foreign=foreign)
     check_absorbed(case, kernel, latent_batch(case, torch.float16, CPU, cache_dtype=cache_dtype))
 
 

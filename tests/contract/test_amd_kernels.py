@@ -1,0 +1,129 @@
+"""What docs/amd-kernels.md says of our Triton kernels on AMD: that none is left out, and how waves are counted.
+
+That its numbers are what the compiler makes is for test_triton_compiles.py, which compiles them.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from benchmarks._amd_resources import Resources
+from benchmarks.amd_kernels import PAGE, ROOT, TESTS, Row, case_of, page_rows, page_version, rows_of, tables
+
+KERNELS = ROOT / "src" / "atom_core" / "kernels"
+#: What no launcher launches on AMD: Hopper's, and what copies through NVIDIA's shared memory ahead of time.
+NVIDIA = {
+    "fp8_block_linear.few_rows_hopper.few_rows_hopper",
+    "linear.few_rows_hopper.few_rows_hopper",
+    "linear.one_row.one_row_ring",
+    "mxfp4_experts.hopper.expert_rows_hopper",
+}
+
+
+def launched_kernels() -> set[str]:
+    """Functions in Triton and Gluon that no other one calls, so that somebody must launch them."""
+    functions, called = set(), set()
+    for path in KERNELS.rglob("*.py"):
+        module = path.relative_to(KERNELS).with_suffix("").as_posix().replace("/", ".")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            if not any(ast.unparse(it).startswith(("triton.jit", "gluon.jit")) for it in node.decorator_list):
+                continue
+            functions.add((module, node.name))
+            calls = (it.func for it in ast.walk(node) if isinstance(it, ast.Call))
+            called.update(it.id for it in calls if isinstance(it, ast.Name))
+    return {f"{module}.{name}" for module, name in functions if name not in called}
+
+
+def test_every_kernel_that_is_launched_on_amd_is_compiled_for_both_gpus():
+    kernels = launched_kernels()
+    assert len(kernels) > 30
+    assert kernels >= NVIDIA
+    rows = page_rows(PAGE.read_text(encoding="utf-8"))
+    for arch in ("gfx942", "gfx950"):
+        assert {row.kernel for row in rows if row.arch == arch} == kernels - NVIDIA
+
+
+def test_the_page_has_the_cases_that_are_compiled_and_no_others():
+    command = [sys.executable, "-m", "pytest", str(TESTS), "--collect-only", "-q", "-k", "gfx942 or gfx950"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    cases = {case_of(line.partition("::")[2]) for line in listed.splitlines() if "::" in line}
+    assert len(cases) > 400
+    # Launches of one kernel by one test are numbered.
+    told = {(row.case, row.arch) for row in page_rows(PAGE.read_text(encoding="utf-8"))}
+    assert {(case, arch) for case, arch in told if not case.endswith((" (2)", " (3)", " (4)"))} == cases
+
+
+SMALL = Resources(
+    "gfx942",
+    warps=4,
+    vgprs=64,
+    agprs=0,
+    sgprs=40,
+    lanes=0,
+    spilled=0,
+    scratch=0,
+    lds=0,
+    multiplies=False,
+    mfma=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "waves"),
+    [
+        ({}, 8),
+        ({"vgprs": 65}, 7),
+        ({"vgprs": 129}, 3),
+        ({"vgprs": 512, "agprs": 256}, 1),
+        ({"sgprs": 102}, 7),
+        ({"lds": 64 * 1024}, 1),
+        ({"lds": 20 * 1024}, 3),
+        ({"lds": 32 * 1024 + 1}, 1),
+        ({"lds": 64 * 1024 + 1}, 0),
+        ({"lds": 64 * 1024 + 1, "arch": "gfx950"}, 2),
+        ({"lds": 160 * 1024, "arch": "gfx950", "warps": 8}, 2),
+        ({"warps": 2}, 8),
+        ({"warps": 1, "lds": 1024}, 8),
+        ({"warps": 16, "vgprs": 256}, 0),
+        ({"warps": 16, "vgprs": 128}, 4),
+    ],
+    ids=str,
+)
+def test_waves_are_those_that_registers_and_lds_are_enough_for(changes, waves):
+    assert replace(SMALL, **changes).waves == waves
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"spilled": 3, "scratch": 12}, "3 vector registers and 12 bytes a lane go to memory"),
+        ({"lds": 70000}, "70000 bytes of LDS are more than the 65536 that there are"),
+        ({"vgprs": 256, "warps": 16}, "a CU has no room for one workgroup"),
+        ({"multiplies": True}, "it multiplies matrices without the matrix cores"),
+    ],
+)
+def test_what_may_not_be_is_said(changes, fault):
+    assert SMALL.faults() == []
+    assert replace(SMALL, **changes).faults() == [fault]
+
+
+def test_rows_are_read_as_they_are_written():
+    compiled = [("a.b", SMALL), ("a.b", replace(SMALL, vgprs=300, agprs=44, lanes=5)), ("c.d", SMALL)]
+    rows = list(rows_of("test_products_compile[plain-gfx942-None]", compiled))
+    assert [(row.kernel, row.case) for row in rows] == [
+        ("a.b", "products: plain"),
+        ("a.b", "products: plain (2)"),
+        ("c.d", "products: plain"),
+    ]
+    assert rows[1].figures == "300 (44 AGPRs) | 40 + 5 | 0 | 4 | 1 | 0 | "
+    text = "\n".join(tables(rows, "3.9.0"))
+    assert page_rows(text) == set(rows)
+    assert page_version(text) == "3.9.0"
+    assert Row("a.b", "products: plain", "gfx950", rows[0].figures) not in page_rows(text)
