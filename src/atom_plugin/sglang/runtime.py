@@ -16,7 +16,7 @@ from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
 from atom_plugin.sglang.attention import SglangLatentAttention
-from atom_plugin.sglang.kernels import too_small_pages
+from atom_plugin.sglang.kernels import unfit_pages
 from atom_plugin.sglang.quantization import quantization_of
 
 
@@ -41,7 +41,7 @@ def build_runtime(
     return Runtime(
         device=device,
         dtype=dtype,
-        kernels=chosen_kernels(Target.of(device), settings, excluded=too_small_pages(get_server_args().page_size or 1)),
+        kernels=chosen_kernels(Target.of(device), settings, excluded=unfit_pages(get_server_args().page_size or 1)),
         attention=attention,
         latent_attention=SglangLatentAttention,
         max_model_len=int(config.context_len),

@@ -5,34 +5,76 @@ aiter is the fake of tests/fakes; what runs in Triton there is our reference her
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.integration.questions import MAX_TOKENS, checkpoint, read_rows
-from tests.integration.vllm.offline import Ask, Engine, run
+from tests.integration.deepseek import RIGHT
+from tests.integration.mixtures import DEEPSEEKS_OWN, FP8_ALIKE, make_fp8_mixture, share_alike
+from tests.integration.questions import MAX_TOKENS, checkpoint, read_rows, right_tokens
+from tests.integration.vllm.offline import Ask, Engine, Ran, run
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_ROWS = 6
-KERNELS = {"ATOM_KERNELS": "embedding=reference,qk_norm_rope_cache=reference"}
+FORMS = {form.name: form for form in (*FORMATS, *BLOCK_FORMATS)}
 SHUFFLED = {"ATOM_SHUFFLED_CACHE": "1"}
+FILLED_BY_AITER = {"ATOM_AITER_QK_NORM_ROPE_CACHE": "1"}
+FP8_CACHE = {"kv_cache_dtype": "fp8"}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine, and which of its kernels must be aiter's beside norms and products."""
+
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    ops: tuple[str, ...] = ("attention",)
+    form: str | None = None
+    """Of a copy in FP8 that is made."""
+    settings: dict[str, Any] | None = None
+    """Of a model with random weights that is made, in place of the trained one."""
+
+
 CASES = {
-    "plain pages": ("qwen3", KERNELS, {}),
-    "shuffled pages": ("qwen3", KERNELS | SHUFFLED, {}),
-    "a window": ("mistral", KERNELS, {}),
-    "a window, shuffled pages": ("mistral", KERNELS | SHUFFLED, {}),
-    "the cache filled by aiter": (
-        "qwen3",
-        {"ATOM_KERNELS": "embedding=reference", "ATOM_AITER_QK_NORM_ROPE_CACHE": "1"} | SHUFFLED,
-        {},
+    "plain pages": Case("qwen3"),
+    "shuffled pages": Case("qwen3", environ=SHUFFLED),
+    "a window": Case("mistral"),
+    "a window, shuffled pages": Case("mistral", environ=SHUFFLED),
+    "the cache filled by aiter": Case("qwen3", environ=FILLED_BY_AITER | SHUFFLED),
+    "FP8 weights": Case("qwen3", {"quantization": "fp8"}, ops=("fp8_linear", "attention")),
+    "FP8 cache": Case("qwen3", FP8_CACHE),
+    "FP8 cache, shuffled pages": Case("qwen3", FP8_CACHE, SHUFFLED),
+    "FP8 cache filled by aiter": Case("qwen3", FP8_CACHE, FILLED_BY_AITER | SHUFFLED),
+    "FP8 blocks": Case("qwen3", FP8_CACHE, ops=("fp8_block_linear", "attention"), form="fp8, blocks"),
+    "experts": Case("qwen3_moe", ops=("moe_routing", "experts", "attention")),
+    "experts in groups": Case("glm4_moe", environ=SHUFFLED, ops=("moe_routing", "experts", "attention")),
+    "FP8 experts": Case(
+        "qwen3_moe",
+        ops=("fp8_linear", "moe_routing", "fp8_experts", "attention"),
+        form="compressed, channel, dynamic",
+        settings={},
     ),
-    "weights in FP8": ("qwen3", KERNELS, {"quantization": "fp8"}),
-    "experts": ("qwen3_moe", KERNELS, {}),
+    "latents in FP8": Case("deepseek_v2", FP8_CACHE, ops=("moe_routing", "experts")),
+    "drafts": Case("deepseek_v3", MTP, ops=("experts",)),
+    "DeepSeek's own sizes": Case(
+        "deepseek_v3",
+        ops=("fp8_block_linear", "moe_routing", "fp8_experts", "latent_prefill"),
+        form="fp8, blocks",
+        settings=DEEPSEEKS_OWN,
+    ),
 }
 #: On gfx950 what differs: FP8, and the compute units that decoding is split over.
-ARCHITECTURES = {"gfx942": tuple(CASES), "gfx950": ("shuffled pages", "weights in FP8")}
+ONCE_MORE = ("FP8 weights", "FP8 cache, shuffled pages", "FP8 blocks", "FP8 experts", "DeepSeek's own sizes", "drafts")
+ARCHITECTURES = {"gfx942": tuple(CASES), "gfx950": ONCE_MORE}
 ENGINES = [(arch, name) for arch, names in ARCHITECTURES.items() for name in names]
+TRAINED = [(arch, name) for arch, name in ENGINES if CASES[name].settings is None]
+RANDOM = [(arch, name) for arch, name in ENGINES if CASES[name].settings is not None]
 
 
 @pytest.fixture(scope="module")
@@ -41,30 +83,61 @@ def rows():
 
 
 @pytest.fixture(scope="module")
-def ran(rows):
-    asks = [Ask([row.prompt for row in rows], {"max_tokens": MAX_TOKENS})]
+def made(tmp_path_factory) -> dict[str, tuple[Path, dict[str, int]]]:
+    """What is made: the folder, and of a random model prompts, each with the token that our model alone gives."""
+    found = {}
+    for name, case in CASES.items():
+        folder = tmp_path_factory.mktemp("made") / "it"
+        if case.settings is not None:
+            found[name] = make_fp8_mixture(folder, case.model, FORMS[case.form], **case.settings)
+        elif case.form is not None:
+            make_fp8(Path(checkpoint(case.model)), folder, FORMS[case.form])
+            found[name] = folder, {}
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(rows, made) -> dict[tuple[str, str], Ran]:
+    """Every engine, in one process for each GPU."""
     options = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 32, "dtype": "bfloat16"}
+    questions = Ask([row.prompt for row in rows], {"max_tokens": MAX_TOKENS})
+    engines = {}
+    for name, case in CASES.items():
+        model, tokens = made.get(name, (checkpoint(case.model), {}))
+        ask = Ask(list(tokens), {"max_tokens": 1, "ignore_eos": True}) if tokens else questions
+        engines[name] = Engine(str(model), "atom", [ask], options | case.options, case.environ)
     script, found = Path(__file__).with_name("as_on_amd.py"), {}
     for arch, names in ARCHITECTURES.items():
-        engines = [
-            Engine(checkpoint(family), "atom", asks, options | more, environ)
-            for family, environ, more in (CASES[name] for name in names)
-        ]
-        results = run(engines, environ={"GPU_ARCHS": arch}, script=script)
+        results = run([engines[name] for name in names], environ={"GPU_ARCHS": arch}, script=script)
         found |= {(arch, name): result for name, result in zip(names, results, strict=True)}
     return found
 
 
-@pytest.mark.parametrize(("arch", "name"), ENGINES)
+@pytest.mark.parametrize(("arch", "name"), TRAINED)
 def test_every_answer_is_right(arch, name, ran, rows):
-    assert [answer.text for answer in ran[arch, name].answers[0]] == [f" {row.answer}\n" for row in rows]
+    assert [answer.tokens for answer in ran[arch, name].answers[0]] == right_tokens(CASES[name].model, rows)
+
+
+@pytest.mark.parametrize(("arch", "name"), RANDOM)
+def test_random_models_answer_as_ours_alone_does(arch, name, ran, made):
+    _, tokens = made[name]
+    assert share_alike([answer.tokens for answer in ran[arch, name].answers[0]], tokens) >= FP8_ALIKE
 
 
 @pytest.mark.parametrize(("arch", "name"), ENGINES)
 def test_the_kernels_are_aiters(arch, name, ran):
-    kernels = ran[arch, name].kernels
-    assert {kernels[op] for op in ("rms_norm", "linear", "gated_activation")} == {"aiter"}
-    assert kernels["attention"] == ("aiter_shuffled" if "ATOM_SHUFFLED_CACHE" in CASES[name][1] else "aiter")
-    assert kernels["qk_norm_rope_cache"] == ("aiter" if "filled by aiter" in name else "reference")
-    assert {kernels.get(op) for op in ("moe_routing", "experts")} == {"aiter" if name == "experts" else None}
-    assert kernels.get("fp8_linear") == ("aiter" if "FP8" in name else None)
+    case, kernels = CASES[name], ran[arch, name].kernels
+    expected = dict.fromkeys(("rms_norm", "linear", "gated_activation", *case.ops), "aiter")
+    if SHUFFLED.items() <= case.environ.items():
+        expected["attention"] = "aiter_shuffled"
+    if FILLED_BY_AITER.items() <= case.environ.items():
+        expected["qk_norm_rope_cache"] = "aiter"
+    assert {op: kernels[op] for op in expected} == expected
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_drafts_are_right_as_often_as_elsewhere(arch, ran):
+    drafted = ran[arch, "drafts"]
+    assert drafted.draft_class == "AtomDeepseekV3Draft"
+    proposed, right = (drafted.counters[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
+    assert right / proposed >= RIGHT
