@@ -76,6 +76,7 @@ def kernel_set(
     excluded: Mapping[tuple[str, str], str] | None = None,
     *,
     with_aiter: bool = True,
+    asked_by: Mapping[str, str] | None = None,
 ) -> KernelSet:
     """The kernels of all ops for ``target``; see :class:`KernelSet`.
 
@@ -92,4 +93,4 @@ def kernel_set(
             implementations = ((op.name, it.name) for op in OPS for it in op.implementations)
             passed_over |= {key: "ATOM_AITER=0." for key in implementations if key[1].startswith("aiter")}
         excluded = passed_over | dict(excluded or {})
-    return KernelSet(target, OPS, forced or {}, contributed or {}, excluded or {})
+    return KernelSet(target, OPS, forced or {}, contributed or {}, excluded or {}, asked_by or {})

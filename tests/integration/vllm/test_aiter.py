@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
+from atom_core.kernels.select import Target
+from atom_plugin.common.kernels import chosen_kernels
+from atom_plugin.common.settings import load_settings
+from tests.aiter_fake import fake_aiter
 from tests.integration.deepseek import RIGHT
 from tests.integration.mixtures import DEEPSEEKS_OWN, FP8_ALIKE, make_fp8_mixture, share_alike
 from tests.integration.once import once
@@ -52,7 +58,6 @@ CASES = {
     "FP8 weights": Case("qwen3", {"quantization": "fp8"}, ops=("fp8_linear", "attention")),
     "FP8 cache": Case("qwen3", FP8_CACHE),
     "FP8 cache, shuffled pages": Case("qwen3", FP8_CACHE, SHUFFLED),
-    "FP8 cache filled by aiter": Case("qwen3", FP8_CACHE, FILLED_BY_AITER | SHUFFLED),
     "FP8 blocks": Case("qwen3", FP8_CACHE, ops=("fp8_block_linear", "attention"), form="fp8, blocks"),
     "experts": Case("qwen3_moe", ops=("moe_routing", "experts", "attention")),
     "experts in groups": Case("glm4_moe", environ=SHUFFLED, ops=("moe_routing", "experts", "attention")),
@@ -81,7 +86,7 @@ ARCHITECTURES = {
         "the cache filled by aiter",
         "FP8 weights",
         "FP8 cache",
-        "FP8 cache filled by aiter",
+        "FP8 cache, shuffled pages",
         "experts",
         "FP8 experts",
         "latents in FP8",
@@ -173,3 +178,15 @@ def test_drafts_are_right_as_often_as_elsewhere(ran):
     assert drafted.draft_class == "AtomDeepseekV3Draft"
     proposed, right = (drafted.counters[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
     assert right / proposed >= RIGHT
+
+
+@pytest.mark.parametrize("variable", ["ATOM_SHUFFLED_CACHE", "ATOM_KERNELS"])
+def test_an_error_names_the_setting_that_asked_for_a_kernel_that_cannot_run(variable):
+    value = {"ATOM_SHUFFLED_CACHE": "1", "ATOM_KERNELS": "attention=aiter_shuffled"}[variable]
+    spec = PagedAttentionSpec(4, 2, 96, 96**-0.5, torch.bfloat16, torch.bfloat16)
+    with fake_aiter("gfx942"):
+        kernels = chosen_kernels(Target("rocm", "gfx942"), load_settings({variable: value}))
+        with pytest.raises(ValueError, match=f"^{variable} asks for attention=aiter_shuffled, .*, not 96") as raised:
+            kernels.select(ATTENTION, spec)
+    remedy = "Unset ATOM_SHUFFLED_CACHE" if value == "1" else "Leave attention out of ATOM_KERNELS"
+    assert str(raised.value).endswith(f"{remedy} to have one chosen.")

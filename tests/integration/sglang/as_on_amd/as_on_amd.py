@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 
 def register() -> None:
@@ -29,21 +28,3 @@ def register() -> None:
     utils.is_hip = is_hip
     kv_cache_dtype._is_hip, kv_cache_dtype.fp8_dtype = True, FP8[os.environ["GPU_ARCHS"]]
     simulate()
-    _announce_calls()
-
-
-def _announce_calls() -> None:
-    """Print the name of each function of aiter's when it is called for the first time; keep no call."""
-    import aiter._recorded
-
-    class Announced(list[Any]):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: set[str] = set()
-
-        def append(self, call: Any) -> None:
-            if call.path not in self.names:
-                self.names.add(call.path)
-                print(f"called {call.path}", flush=True)  # noqa: T201
-
-    aiter._recorded.CALLS = Announced()
