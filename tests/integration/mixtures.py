@@ -38,6 +38,21 @@ _LATENT = {
     "first_k_dense_replace": 1,
 }
 
+#: What aiter has kernels for: heads as DeepSeek's own models have them, groups of more than two experts, whole blocks.
+DEEPSEEKS_OWN = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+    "v_head_dim": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "hidden_size": 256,
+    "n_routed_experts": 16,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
 #: Eight experts in each family's own words, of which a token has two; where it can, with one layer that is no mixture.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]},
@@ -149,15 +164,21 @@ def _save_random(directory: Path, family: str, **settings: Any) -> Any:
     return model
 
 
-def make_fp8_mixture(directory: Path, family: str, form: Format) -> tuple[Path, dict[str, int]]:
+def make_fp8_mixture(directory: Path, family: str, form: Format, **settings: Any) -> tuple[Path, dict[str, int]]:
     """See :func:`make_quantised_mixture`."""
-    return make_quantised_mixture(directory, family, partial(make_fp8, form=form))
+    return make_quantised_mixture(directory, family, partial(make_fp8, form=form), **settings)
 
 
 def make_quantised_mixture(
-    directory: Path, family: str, quantise: Callable[[Path, Path], None]
+    directory: Path, family: str, quantise: Callable[[Path, Path], None], **settings: Any
 ) -> tuple[Path, dict[str, int]]:
     """Save one under ``directory`` as ``quantise`` does, of sizes that two ranks can share by whole blocks.
+
+    Args:
+        directory: what is made is under it.
+        family: one of :data:`FAMILIES`.
+        quantise: given a checkpoint and where to.
+        settings: of the configuration, in place of those here.
 
     Returns:
         Its folder; the prompts of whose first token our model alone is surest, in bfloat16, and that token.
@@ -171,7 +192,7 @@ def make_quantised_mixture(
         "mixtral": {"initializer_range": 0.1},
         "deepseek_v3": {"moe_intermediate_size": 256, "q_lora_rank": 128, "initializer_range": 0.1, **latents},
     }
-    make_mixture(source, family, **{"head_dim": 128, **own[family]})
+    make_mixture(source, family, **{"head_dim": 128, **own[family], **settings})
     quantise(source, target)
     runner = Runner(target, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(target)

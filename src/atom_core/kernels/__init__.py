@@ -91,6 +91,7 @@ def kernel_set(
     excluded: Mapping[tuple[str, str], str] | None = None,
     *,
     with_aiter: bool = True,
+    asked_by: Mapping[str, str] | None = None,
 ) -> KernelSet:
     """The kernels of all ops for ``target``; see :class:`KernelSet`.
 
@@ -108,4 +109,5 @@ def kernel_set(
             own = ((op.name, it.name) for op in OPS for it in op.implementations)
             implementations = (*own, *((op, it.name) for op, it in (contributed or {}).items()))
             passed_over |= {key: "ATOM_AITER=0." for key in implementations if key[1].startswith("aiter")}
-    return KernelSet(target, OPS, forced or {}, contributed or {}, passed_over | dict(excluded or {}))
+    excluded = passed_over | dict(excluded or {})
+    return KernelSet(target, OPS, forced or {}, contributed or {}, excluded, asked_by or {})

@@ -93,6 +93,8 @@ class Choice:
     """(implementation, why it cannot run) for each that came earlier in the order."""
     remark: str | None = None
     """What the implementation has to say."""
+    asked_by: str = "ATOM_KERNELS"
+    """The setting that forced it, where one did."""
 
 
 @dataclass
@@ -102,7 +104,7 @@ class KernelSet:
     Args:
         target: the device.
         ops: every op there is; names in ``forced`` are checked against it.
-        forced: implementation by op name, from ``ATOM_KERNELS``.
+        forced: implementation by op name, from ``ATOM_KERNELS`` or a setting of its own.
         contributed: the framework's own kernels, by op name.
         excluded: why an implementation is not used here unless forced, by op name and implementation.
 
@@ -115,6 +117,8 @@ class KernelSet:
     forced: Mapping[str, str] = field(default_factory=dict)
     contributed: Mapping[str, Implementation[Hashable, object]] = field(default_factory=dict)
     excluded: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    asked_by: Mapping[str, str] = field(default_factory=dict)
+    """By op name: the setting, where it is not ``ATOM_KERNELS``, that an entry of ``forced`` is from."""
     _choices: dict[tuple[str, Hashable], tuple[Implementation[Hashable, object], Choice]] = field(
         default_factory=dict, init=False
     )
@@ -181,13 +185,15 @@ class KernelSet:
             reason = None if wanted else self.excluded.get((op.name, implementation.name))
             reason = reason or implementation.supports(spec, self.target)
             if reason is None:
-                remark = implementation.remark(self.target)
-                choice = Choice(op.name, implementation.name, wanted is not None, tuple(passed_over), remark)
+                remark, asked_by = implementation.remark(self.target), self.asked_by.get(op.name, "ATOM_KERNELS")
+                choice = Choice(op.name, implementation.name, wanted is not None, tuple(passed_over), remark, asked_by)
                 return implementation, choice
             if wanted is not None:
+                setting = self.asked_by.get(op.name)
+                remedy = f"Unset {setting}" if setting else f"Leave {op.name} out of ATOM_KERNELS"
                 raise ValueError(
-                    f"ATOM_KERNELS asks for {op.name}={wanted}, which cannot run on {self.target}: {reason} "
-                    f"Leave {op.name} out of ATOM_KERNELS to have one chosen."
+                    f"{setting or 'ATOM_KERNELS'} asks for {op.name}={wanted}, which cannot run on {self.target}: "
+                    f"{reason} {remedy} to have one chosen."
                 )
             passed_over.append((implementation.name, reason))
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)

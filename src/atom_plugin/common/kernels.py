@@ -16,10 +16,7 @@ def forced_kernels(settings: Settings) -> Mapping[str, str]:
         ValueError: they contradict each other.
     """
     forced = dict(settings.kernels)
-    for variable, asked, op, implementation in (
-        ("ATOM_SHUFFLED_CACHE", settings.shuffled_cache, "attention", "aiter_shuffled"),
-        ("ATOM_AITER_QK_NORM_ROPE_CACHE", settings.aiter_qk_norm_rope_cache, "qk_norm_rope_cache", "aiter"),
-    ):
+    for variable, asked, op, implementation in _own_settings(settings):
         if asked and forced.setdefault(op, implementation) != implementation:
             raise ValueError(
                 f"{variable}=1 asks for {op}={implementation}, and ATOM_KERNELS for {op}={forced[op]}: leave out one."
@@ -34,4 +31,14 @@ def chosen_kernels(
     excluded: Mapping[tuple[str, str], str] | None = None,
 ) -> KernelSet:
     """The kernels of all ops for ``target``; see :func:`atom_core.kernels.kernel_set`."""
-    return kernel_set(target, forced_kernels(settings), contributed, excluded, with_aiter=settings.aiter)
+    forced = forced_kernels(settings)
+    asked_by = {op: variable for variable, asked, op, _ in _own_settings(settings) if asked}
+    return kernel_set(target, forced, contributed, excluded, with_aiter=settings.aiter, asked_by=asked_by)
+
+
+def _own_settings(settings: Settings) -> tuple[tuple[str, bool, str, str], ...]:
+    """Of each setting that forces a kernel: its variable, whether it is on, the op and the implementation."""
+    return (
+        ("ATOM_SHUFFLED_CACHE", settings.shuffled_cache, "attention", "aiter_shuffled"),
+        ("ATOM_AITER_QK_NORM_ROPE_CACHE", settings.aiter_qk_norm_rope_cache, "qk_norm_rope_cache", "aiter"),
+    )

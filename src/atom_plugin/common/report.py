@@ -32,7 +32,7 @@ def kernel_lines(choices: list[Choice]) -> list[str]:
     lines = []
     for choice in choices:
         passed = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over)
-        notes = ("forced by ATOM_KERNELS" if choice.forced else passed, choice.remark)
+        notes = (f"forced by {choice.asked_by}" if choice.forced else passed, choice.remark)
         note = "; ".join(it for it in notes if it)
         lines.append(f"{choice.op:<20}{choice.implementation:<12}{note}".rstrip())
     return lines

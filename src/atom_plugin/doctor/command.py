@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import SGLANG, VLLM, Framework
-from atom_plugin.doctor.sglang import check_asked_for, check_attention_backends
+from atom_plugin.doctor.sglang import check_asked_for, check_attention_backends, check_cache_order
 
 MODEL_IMPL = "atom"
 VLLM_MODEL_IMPLS = ("auto", "vllm", "transformers", "terratorch")
@@ -90,6 +90,7 @@ def check_command(command: Command, environ: Mapping[str, str]) -> Iterable[Find
     if command.framework is SGLANG:
         yield from check_asked_for(environ)
         yield from check_attention_backends(command.flags)
+        yield from check_cache_order(environ)
     yield from check_flags(command)
 
 

@@ -11,9 +11,11 @@ import difflib
 import pkgutil
 from collections.abc import Iterable, Mapping
 
+from atom_plugin.common.settings import readable_settings
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import PACKAGE_VARIABLE, PLUGIN_NAME, SGLANG
-from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, models
+from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, ROCM_BACKEND, models
+from atom_plugin.sglang.kernels import check_order
 
 _REMEDY = f"Set {PACKAGE_VARIABLE}={MODEL_PACKAGE}."
 
@@ -64,7 +66,7 @@ def check_attention_backends(flags: Mapping[str, str]) -> Iterable[Finding]:
     both = flags.get("--attention-backend")
     prefill = flags.get("--prefill-attention-backend") or both
     decode = flags.get("--decode-attention-backend") or both
-    if prefill != decode and BACKEND in (prefill, decode):
+    if prefill != decode and not {prefill, decode}.isdisjoint((BACKEND, ROCM_BACKEND)):
         yield Finding(
             f"Prefill is to run on the attention backend {prefill or '(not named)'}, decode on "
             f"{decode or '(not named)'}.",
@@ -73,6 +75,15 @@ def check_attention_backends(flags: Mapping[str, str]) -> Iterable[Finding]:
             else "SGLang picks its own backend for the phase that is not named, and our model loses its fused step.",
             f"Leave the three flags out, which means {BACKEND}, or give --attention-backend alone.",
         )
+
+
+def check_cache_order(environ: Mapping[str, str]) -> Iterable[Finding]:
+    """Pages in aiter's order, which SGLang's pools cannot have."""
+    try:
+        check_order(readable_settings(environ))
+    except ValueError as error:
+        problem, _, remedy = str(error).rpartition(". ")
+        yield Finding(f"{problem}.", SGLANG.refused, remedy)
 
 
 def _names(environ: Mapping[str, str], variable: str) -> list[str]:

@@ -28,6 +28,7 @@ from atom_plugin.common.settings import load_settings
 from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS
 from atom_plugin.common.versions import check_version, installed
 from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, our_backends
+from atom_plugin.sglang.kernels import check_order
 from atom_plugin.sglang.quantization import quantization_of
 from atom_plugin.sglang.speculation import check_drafts, check_own_layers
 
@@ -52,11 +53,7 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
         return {}
     # A bad ATOM_ variable is refused here, where the user sees it; names of ops and kernels depend on no device.
     settings = load_settings()
-    if settings.shuffled_cache:
-        raise ValueError(
-            "ATOM_SHUFFLED_CACHE=1 is for vLLM: SGLang moves single tokens about in its pools, and cannot in aiter's "
-            "order. Unset it."
-        )
+    check_order(settings)
     chosen_kernels(Target("cpu", ""), settings)
     version = installed("sglang")
     assert version is not None, "this module is only imported by SGLang"

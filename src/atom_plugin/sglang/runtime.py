@@ -17,7 +17,7 @@ from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
 from atom_plugin.sglang.all_reduce import aiter_all_reduce_norm
 from atom_plugin.sglang.attention import SglangLatentAttention
-from atom_plugin.sglang.kernels import too_small_pages
+from atom_plugin.sglang.kernels import unfit_pages
 from atom_plugin.sglang.quantization import quantization_of
 
 
@@ -46,7 +46,7 @@ def build_runtime(
             Target.of(device),
             settings,
             contributed={"all_reduce_norm": aiter_all_reduce_norm(parallel.tp_group)},
-            excluded=too_small_pages(get_server_args().page_size or 1),
+            excluded=unfit_pages(get_server_args().page_size or 1),
         ),
         attention=attention,
         latent_attention=SglangLatentAttention,

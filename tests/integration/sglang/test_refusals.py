@@ -184,6 +184,10 @@ CASES = {
         ("unknown environment variable ATOM_KERNEL", "'attention=reference'", "did you mean ATOM_KERNELS?"),
         environ={"ATOM_KERNEL": "attention=reference"},
     ),
+    "pages in aiter's order": Case(("ATOM_SHUFFLED_CACHE=1 is for vLLM",), environ={"ATOM_SHUFFLED_CACHE": "1"}),
+    "pages in aiter's order, by the kernel's name": Case(
+        ("ATOM_KERNELS=attention=aiter_shuffled is for vLLM",), environ={"ATOM_KERNELS": "attention=aiter_shuffled"}
+    ),
     "a package of ours without models": Case(
         ("SGLANG_EXTERNAL_MODEL_PACKAGE=atom_plugin.sglang names no package", "atom_plugin.sglang.models"),
         environ={PACKAGE: "atom_plugin.sglang"},

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from atom_plugin.doctor.command import check_command, parse_command
+
 pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
 
 PROBE = """
@@ -48,6 +50,7 @@ print(json.dumps({
 }))
 """
 
+OURS = "SGLANG_EXTERNAL_MODEL_PACKAGE=atom_plugin.sglang.models"
 DRAFT_METHODS = [
     f"sglang.srt.speculative.draft_utils.DraftBackendFactory.{method}"
     for method in ("create_decode_backend", "create_draft_extend_backend")
@@ -96,6 +99,22 @@ def test_the_variable_makes_the_models_ours():
     assert (
         probe(SGLANG_EXTERNAL_MODEL_PACKAGE="atom_plugin.sglang.models")["qwen3"] == "atom_plugin.sglang.models.dense"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--prefill-attention-backend aiter --decode-attention-backend triton", "the attention backend aiter"),
+        ("ATOM_SHUFFLED_CACHE=1", "ATOM_SHUFFLED_CACHE=1 is for vLLM"),
+        ("ATOM_KERNELS=attention=aiter_shuffled", "ATOM_KERNELS=attention=aiter_shuffled is for vLLM"),
+    ],
+)
+def test_the_doctor_finds_what_is_refused_on_rocm(words, says):
+    variables, flags = ("", words) if words.startswith("--") else (words, "")
+    command = parse_command(f"{OURS} {variables} sglang serve M {flags}".split())
+    (finding,) = check_command(command, command.environment)
+    assert says in finding.problem
+    assert finding.consequence == "SGLang, asked for our models, refuses to start."
 
 
 def test_on_rocm_the_name_aiter_is_ours_for_our_models_alone():

@@ -1,50 +1,117 @@
 """The real vLLM with the kernels that it would have on gfx942 and gfx950: the answers are right, and ours.
 
-aiter is the fake of tests/fakes; what runs in Triton there is our reference here, since its interpreter is slow: one
-engine runs in it, with what is chosen where nothing is forced.
+aiter is the fake of tests/fakes; what runs in Triton there is our reference here, since its interpreter is too slow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.integration.questions import MAX_TOKENS, checkpoint, read_rows
-from tests.integration.vllm.offline import Ask, Engine, run
-from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, make_fp8
+from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
+from atom_core.kernels.select import Target
+from atom_plugin.common.kernels import chosen_kernels
+from atom_plugin.common.settings import load_settings
+from tests.aiter_fake import fake_aiter
+from tests.integration.deepseek import RIGHT
+from tests.integration.mixtures import DEEPSEEKS_OWN, FP8_ALIKE, make_fp8_mixture, share_alike
+from tests.integration.once import once
+from tests.integration.questions import MAX_TOKENS, checkpoint, read_rows, right_tokens
+from tests.integration.vllm.offline import Ask, Engine, Ran, run
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_ROWS = 6
-KERNELS = {"ATOM_KERNELS": "embedding=reference,qk_norm_rope_cache=reference"}
+FORMS = {form.name: form for form in (*FORMATS, *BLOCK_FORMATS)}
 SHUFFLED = {"ATOM_SHUFFLED_CACHE": "1"}
+FILLED_BY_AITER = {"ATOM_AITER_QK_NORM_ROPE_CACHE": "1"}
+FP8_CACHE = {"kv_cache_dtype": "fp8"}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine, and which of its kernels must be aiter's beside norms and products."""
+
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    ops: tuple[str, ...] = ("attention",)
+    form: str | None = None
+    """Of a copy in FP8 that is made."""
+    settings: dict[str, Any] | None = None
+    """Of a model with random weights that is made, in place of the trained one."""
+
+
 CASES = {
-    "plain pages": ("qwen3", KERNELS, {}),
-    "shuffled pages": ("qwen3", KERNELS | SHUFFLED, {}),
-    "a window": ("mistral", KERNELS, {}),
-    "a window, shuffled pages": ("mistral", KERNELS | SHUFFLED, {}),
-    "the cache filled by aiter": (
-        "qwen3",
-        {"ATOM_KERNELS": "embedding=reference", "ATOM_AITER_QK_NORM_ROPE_CACHE": "1"} | SHUFFLED,
-        {},
+    "plain pages": Case("qwen3"),
+    "shuffled pages": Case("qwen3", environ=SHUFFLED),
+    "a window": Case("mistral"),
+    "a window, shuffled pages": Case("mistral", environ=SHUFFLED),
+    "the cache filled by aiter": Case("qwen3", environ=FILLED_BY_AITER | SHUFFLED),
+    "FP8 weights": Case(
+        "qwen3", {"quantization": "fp8"}, ops=("fp8_linear", "fp8_rms_norm", "fp8_gated_activation", "attention")
     ),
-    "weights in FP8": ("qwen3", KERNELS, {"quantization": "fp8"}),
-    "weights in FP8, in blocks": ("qwen3", KERNELS, {}),
-    "experts": ("qwen3_moe", KERNELS, {}),
+    "FP8 cache": Case("qwen3", FP8_CACHE),
+    "FP8 cache, shuffled pages": Case("qwen3", FP8_CACHE, SHUFFLED),
+    "FP8 blocks": Case(
+        "qwen3",
+        FP8_CACHE,
+        ops=("fp8_block_linear", "fp8_rms_norm", "fp8_gated_activation", "attention"),
+        form="fp8, blocks",
+    ),
+    "experts": Case("qwen3_moe", ops=("moe_routing", "experts", "attention")),
+    "experts in groups": Case("glm4_moe", environ=SHUFFLED, ops=("moe_routing", "experts", "attention")),
+    "FP8 experts": Case(
+        "qwen3_moe",
+        ops=("fp8_linear", "moe_routing", "fp8_experts", "attention"),
+        form="compressed, channel, dynamic",
+        settings={},
+    ),
+    "latents in FP8": Case("deepseek_v2", FP8_CACHE, ops=("moe_routing", "experts")),
+    "drafts": Case("deepseek_v3", MTP, ops=("experts",)),
+    "DeepSeek's own sizes": Case(
+        "deepseek_v3",
+        ops=("fp8_block_linear", "moe_routing", "fp8_experts", "latent_prefill"),
+        form="fp8, blocks",
+        settings=DEEPSEEKS_OWN,
+    ),
 }
 #: On gfx950 what differs: FP8, and the compute units that decoding is split over.
-ARCHITECTURES = {"gfx942": tuple(CASES), "gfx950": ("shuffled pages", "weights in FP8", "weights in FP8, in blocks")}
+ARCHITECTURES = {
+    "gfx942": (
+        "plain pages",
+        "shuffled pages",
+        "a window",
+        "a window, shuffled pages",
+        "the cache filled by aiter",
+        "FP8 weights",
+        "FP8 cache",
+        "FP8 cache, shuffled pages",
+        "experts",
+        "FP8 experts",
+        "latents in FP8",
+        "drafts",
+    ),
+    "gfx950": (
+        "shuffled pages",
+        "FP8 weights",
+        "FP8 cache, shuffled pages",
+        "FP8 blocks",
+        "experts in groups",
+        "FP8 experts",
+        "DeepSeek's own sizes",
+    ),
+}
 ENGINES = [(arch, name) for arch, names in ARCHITECTURES.items() for name in names]
-
-
-@pytest.fixture(scope="module")
-def rows():
-    return read_rows()[:NUM_ROWS]
-
-
-def ask(rows):
-    return [Ask([row.prompt for row in rows], {"max_tokens": MAX_TOKENS})]
+TRAINED = [(arch, name) for arch, name in ENGINES if CASES[name].settings is None]
+RANDOM = [(arch, name) for arch, name in ENGINES if CASES[name].settings is not None]
 
 
 OPTIONS = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 32, "dtype": "bfloat16"}
@@ -52,44 +119,95 @@ SCRIPT = Path(__file__).with_name("as_on_amd.py")
 
 
 @pytest.fixture(scope="module")
-def ran(rows, tmp_path_factory):
-    asks, found = ask(rows), {}
-    in_blocks = tmp_path_factory.mktemp("blocks") / "qwen3"
-    make_fp8(Path(checkpoint("qwen3")), in_blocks, BLOCK_FORMATS[0])
-    for arch, names in ARCHITECTURES.items():
-        engines = [
-            Engine(str(in_blocks) if "blocks" in name else checkpoint(family), "atom", asks, OPTIONS | more, environ)
-            for name, (family, environ, more) in ((name, CASES[name]) for name in names)
-        ]
-        results = run(engines, environ={"GPU_ARCHS": arch}, script=SCRIPT)
-        found |= {(arch, name): result for name, result in zip(names, results, strict=True)}
-    return found
+def rows():
+    return read_rows()[:NUM_ROWS]
 
 
-@pytest.mark.parametrize(("arch", "name"), ENGINES)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Callable[[str], tuple[Path, dict[str, int]]]:
+    """What a case serves: the folder, and of a random model prompts, each with the token that our model alone gives."""
+
+    @once
+    def made(name: str) -> tuple[Path, dict[str, int]]:
+        case = CASES[name]
+        if case.form is None:
+            return Path(checkpoint(case.model)), {}
+        folder = tmp_path_factory.mktemp("made") / "it"
+        if case.settings is not None:
+            return make_fp8_mixture(folder, case.model, FORMS[case.form], **case.settings)
+        make_fp8(Path(checkpoint(case.model)), folder, FORMS[case.form])
+        return folder, {}
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def ran(rows, made) -> Callable[[str, str], Ran]:
+    """What an engine did; those of one GPU run in one process."""
+
+    @once
+    def ran_on(arch: str) -> dict[str, Ran]:
+        engines = {}
+        for name in ARCHITECTURES[arch]:
+            case, (model, tokens) = CASES[name], made(name)
+            ask = Ask([row.prompt for row in rows], {"max_tokens": MAX_TOKENS})
+            if tokens:
+                ask = Ask(list(tokens), {"max_tokens": 1, "ignore_eos": True})
+            engines[name] = Engine(str(model), "atom", [ask], OPTIONS | case.options, case.environ)
+        results = run(list(engines.values()), environ={"GPU_ARCHS": arch}, script=SCRIPT)
+        return dict(zip(engines, results, strict=True))
+
+    return lambda arch, name: ran_on(arch)[name]
+
+
+@pytest.mark.parametrize(("arch", "name"), TRAINED)
 def test_every_answer_is_right(arch, name, ran, rows):
-    assert [answer.text for answer in ran[arch, name].answers[0]] == [f" {row.answer}\n" for row in rows]
+    assert [answer.tokens for answer in ran(arch, name).answers[0]] == right_tokens(CASES[name].model, rows)
+
+
+@pytest.mark.parametrize(("arch", "name"), RANDOM)
+def test_random_models_answer_as_ours_alone_does(arch, name, ran, made):
+    _, tokens = made(name)
+    assert share_alike([answer.tokens for answer in ran(arch, name).answers[0]], tokens) >= FP8_ALIKE
 
 
 @pytest.mark.parametrize(("arch", "name"), ENGINES)
 def test_the_kernels_are_aiters(arch, name, ran):
-    kernels = ran[arch, name].kernels
-    assert {kernels[op] for op in ("rms_norm", "linear", "gated_activation")} == {"aiter"}
-    assert kernels["attention"] == ("aiter_shuffled" if "ATOM_SHUFFLED_CACHE" in CASES[name][1] else "aiter")
-    assert kernels["decode_attention"] == "separate"
-    assert kernels["qk_norm_rope_cache"] == ("aiter" if "filled by aiter" in name else "reference")
-    assert {kernels.get(op) for op in ("moe_routing", "experts")} == {"aiter" if name == "experts" else None}
-    assert kernels.get("fp8_linear") == ("aiter" if name == "weights in FP8" else None)
-    assert kernels.get("fp8_block_linear") == ("aiter" if "blocks" in name else None)
-    for op in ("fp8_rms_norm", "fp8_gated_activation"):
-        assert kernels.get(op) == ("aiter" if "FP8" in name else None)
+    case, kernels = CASES[name], ran(arch, name).kernels
+    # Of a mixture's products the last that is chosen is its router's, which may be in float32.
+    product = () if "experts" in "".join(case.ops) else ("linear",)
+    expected = dict.fromkeys(("rms_norm", "gated_activation", *product, *case.ops), "aiter")
+    if SHUFFLED.items() <= case.environ.items():
+        expected["attention"] = "aiter_shuffled"
+    if FILLED_BY_AITER.items() <= case.environ.items():
+        expected["qk_norm_rope_cache"] = "aiter"
+    assert {op: kernels[op] for op in expected} == expected
 
 
 def test_by_default_plain_pages_are_decoded_in_one_launch_of_tritons(rows):
     # Triton's interpreter multiplies no bfloat16.
-    options = OPTIONS | {"dtype": "float16"}
-    engine = Engine(checkpoint("qwen3"), "atom", ask(rows[:2]), options, {"ATOM_KERNELS": "embedding=reference"})
+    options, ask = OPTIONS | {"dtype": "float16"}, Ask([row.prompt for row in rows[:2]], {"max_tokens": MAX_TOKENS})
+    engine = Engine(checkpoint("qwen3"), "atom", [ask], options, {"ATOM_KERNELS": "embedding=reference"})
     (found,) = run([engine], environ={"GPU_ARCHS": "gfx942", "TRITON_INTERPRET": "1"}, script=SCRIPT)
-    assert [answer.text for answer in found.answers[0]] == [f" {row.answer}\n" for row in rows[:2]]
+    assert [answer.tokens for answer in found.answers[0]] == right_tokens("qwen3", rows[:2])
     chosen = {op: found.kernels[op] for op in ("qk_norm_rope_cache", "attention", "decode_attention")}
     assert chosen == {"qk_norm_rope_cache": "triton", "attention": "aiter", "decode_attention": "triton"}
+
+
+def test_drafts_are_right_as_often_as_elsewhere(ran):
+    drafted = ran("gfx942", "drafts")
+    assert drafted.draft_class == "AtomDeepseekV3Draft"
+    proposed, right = (drafted.counters[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
+    assert right / proposed >= RIGHT
+
+
+@pytest.mark.parametrize("variable", ["ATOM_SHUFFLED_CACHE", "ATOM_KERNELS"])
+def test_an_error_names_the_setting_that_asked_for_a_kernel_that_cannot_run(variable):
+    value = {"ATOM_SHUFFLED_CACHE": "1", "ATOM_KERNELS": "attention=aiter_shuffled"}[variable]
+    spec = PagedAttentionSpec(4, 2, 96, 96**-0.5, torch.bfloat16, torch.bfloat16)
+    with fake_aiter("gfx942"):
+        kernels = chosen_kernels(Target("rocm", "gfx942"), load_settings({variable: value}))
+        with pytest.raises(ValueError, match=f"^{variable} asks for attention=aiter_shuffled, .*, not 96") as raised:
+            kernels.select(ATTENTION, spec)
+    remedy = "Unset ATOM_SHUFFLED_CACHE" if value == "1" else "Leave attention out of ATOM_KERNELS"
+    assert str(raised.value).endswith(f"{remedy} to have one chosen.")

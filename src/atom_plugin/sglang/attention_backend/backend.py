@@ -22,7 +22,7 @@ from atom_plugin.common.settings import load_settings
 from atom_plugin.sglang.attention_backend.graph_state import PADDED_LENGTH, GraphState
 from atom_plugin.sglang.attention_backend.kv_view import Pools
 from atom_plugin.sglang.attention_backend.metadata import eager_metadata, windowed
-from atom_plugin.sglang.kernels import too_small_pages
+from atom_plugin.sglang.kernels import check_order, unfit_pages
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention as HostAttention
@@ -48,8 +48,9 @@ class AtomAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.max_context_len = int(runner.model_config.context_len)
         self.dtype: torch.dtype = runner.dtype
-        target, excluded = Target.of(self.pools.req_to_token.device), too_small_pages(self.pools.page_size)
-        self.kernels = chosen_kernels(target, load_settings(), excluded=excluded)
+        settings, target = load_settings(), Target.of(self.pools.req_to_token.device)
+        check_order(settings)  # of a model of SGLang's own nobody has asked before
+        self.kernels = chosen_kernels(target, settings, excluded=unfit_pages(self.pools.page_size))
         self.step = step
         self.graphs: GraphState | None = None
         self.forward_metadata: AttentionMetadata | None = None
