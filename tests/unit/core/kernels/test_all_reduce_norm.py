@@ -15,7 +15,7 @@ from atom_core.kernels.all_reduce_norm import ALL_REDUCE_NORM, AllReduceNormSpec
 from atom_core.kernels.all_reduce_norm.peer_memory import PROGRAMS, SHARES, SIZE, Peers
 from atom_core.kernels.all_reduce_norm.reference import all_reduce_norm as reference
 from atom_core.kernels.rms_norm.reference import rms_norm
-from atom_core.kernels.select import Target
+from atom_core.kernels.select import Implementation, Target, always
 from atom_core.runtime import SingleRank
 
 EPS = 1e-5
@@ -74,13 +74,18 @@ def test_the_triton_kernel_is_the_reference_on_every_rank(world_size, rows, size
 
 
 #: What the ranks below are given in turn: launches of few and many programs, one behind the other.
-LAUNCHES = [(1, 64), (5, 64), (1, 64), (1, 40), (9, 40), (2, 64), (9, 64), (1, 64), (9, 24)] * 2
+LAUNCHES = [(1, 64), (5, 64), (1, 64), (1, 40), (9, 40), (2, 64), (9, 64), (1, 64), (9, 24)]
 
 
 def _serve(rank, memory, rounds, results):
-    """One rank: the launches, each after another while; what it sums up, and how often it met the others."""
+    """One rank: the launches, each after another while. The first reads so slowly that others are a launch ahead."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
     from atom_core.kernels.all_reduce_norm.triton_kernel import all_reduce_norm
 
+    if rank == 0:
+        load = InterpreterBuilder.create_masked_load
+        InterpreterBuilder.create_masked_load = lambda *args: time.sleep(0.01) or load(*args)
     clock, peers, found = random.Random(rank), peers_of(memory, rank, rounds), []
     for seed, (rows, size) in enumerate(LAUNCHES):
         residual, weight = shared_inputs(rows, size, torch.float16, seed)
@@ -149,6 +154,16 @@ def test_it_is_chosen_where_it_is_asked_for():
     assert "not been measured" in choice.passed_over[0][1]
     assert kernel_set(H200, FORCED).select(ALL_REDUCE_NORM, spec) is not None
     assert kernel_set(Target("cpu", "")).select(ALL_REDUCE_NORM, spec) is None
+
+
+def test_what_an_adapter_has_of_aiters_is_left_out_with_it():
+    theirs = Implementation("aiter", always, lambda spec, target: "theirs")
+    spec, mi300 = AllReduceNormSpec(4096, torch.bfloat16, group()), Target("rocm", "gfx942")
+    kernels = kernel_set(mi300, contributed={"all_reduce_norm": theirs}, with_aiter=False)
+    assert kernels.select(ALL_REDUCE_NORM, spec) is None
+    assert ("aiter", "ATOM_AITER=0.") in kernels.choices()[0].passed_over
+    forced = kernel_set(mi300, {"all_reduce_norm": "aiter"}, {"all_reduce_norm": theirs}, with_aiter=False)
+    assert forced.select(ALL_REDUCE_NORM, spec) == "theirs"
 
 
 @pytest.mark.parametrize(
