@@ -31,6 +31,7 @@ NUM_ROWS = 6
 FORMS = {form.name: form for form in (*FORMATS, *BLOCK_FORMATS)}
 SHUFFLED = {"ATOM_SHUFFLED_CACHE": "1"}
 FILLED_BY_AITER = {"ATOM_AITER_QK_NORM_ROPE_CACHE": "1"}
+QUANTIZING = ("fp8_rms_norm", "fp8_gated_activation")
 FP8_CACHE = {"kv_cache_dtype": "fp8"}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 
@@ -55,15 +56,13 @@ CASES = {
     "a window": Case("mistral"),
     "a window, shuffled pages": Case("mistral", environ=SHUFFLED),
     "the cache filled by aiter": Case("qwen3", environ=FILLED_BY_AITER | SHUFFLED),
-    "FP8 weights": Case(
-        "qwen3", {"quantization": "fp8"}, ops=("fp8_linear", "fp8_rms_norm", "fp8_gated_activation", "attention")
-    ),
+    "FP8 weights": Case("qwen3", {"quantization": "fp8"}, ops=("fp8_linear", *QUANTIZING, "attention")),
     "FP8 cache": Case("qwen3", FP8_CACHE),
     "FP8 cache, shuffled pages": Case("qwen3", FP8_CACHE, SHUFFLED),
     "FP8 blocks": Case(
         "qwen3",
         FP8_CACHE,
-        ops=("fp8_block_linear", "fp8_rms_norm", "fp8_gated_activation", "attention"),
+        ops=("fp8_block_linear", *QUANTIZING, "attention"),
         form="fp8, blocks",
     ),
     "experts": Case("qwen3_moe", ops=("moe_routing", "experts", "attention")),
