@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from atom_core.kernels.select import Target
 from atom_core.standalone import Runner
+from tests.aiter_fake import fake_aiter
 from tests.integration.questions import checkpoint
 from tests.unit.core.fp8_checkpoints import Format, make_fp8
 from tests.unit.core.mtp_checkpoints import make_good_mtp
@@ -203,6 +205,18 @@ def make_quantised_mixture(
         )
         found.append((first - second, prompt, token))
     return target, {prompt: token for _, prompt, token in sorted(found, reverse=True)[:NUM_FP8_PROMPTS]}
+
+
+def first_tokens_on(arch: str, folder: Path, prompts: Iterable[str]) -> dict[str, int]:
+    """By prompt, the first token of our model alone with the kernels of an AMD GPU, aiter's by the fake.
+
+    gfx942 has an FP8 of its own and other scales for it, and so rounds otherwise than a checkpoint's reference.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    kernels = {"embedding": "reference", "qk_norm_rope_cache": "reference"}
+    with fake_aiter(arch):
+        runner = Runner(folder, dtype=torch.bfloat16, target=Target("rocm", arch), kernels=kernels)
+        return {prompt: runner.generate([tokenizer.encode(prompt)], 1)[0][0] for prompt in prompts}
 
 
 def share_alike(found: list[list[int]], expected: dict[str, int]) -> float:

@@ -16,7 +16,7 @@ import pytest
 
 from atom_plugin.sglang.kernels import unfit_pages
 from tests.integration.deepseek import RIGHT
-from tests.integration.mixtures import DEEPSEEKS_OWN, FP8_ALIKE, make_fp8_mixture, share_alike
+from tests.integration.mixtures import DEEPSEEKS_OWN, FP8_ALIKE, first_tokens_on, make_fp8_mixture, share_alike
 from tests.integration.once import once
 from tests.integration.questions import checkpoint, right_tokens
 from tests.integration.sglang.offline import Ask, Engine, Ran, run
@@ -144,7 +144,9 @@ def test_every_answer_is_right(name, ran, rows):
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_models_answer_as_ours_alone_does(name, ran, made):
-    _, tokens = made(name)
+    folder, tokens = made(name)
+    if CASES[name].model == "qwen3_moe":  # all of its products and experts are aiter's, rounded as on the GPU
+        tokens = first_tokens_on(CASES[name].arch, folder, tokens)
     assert share_alike([answer.tokens for answer in ran(name).answers[0]], tokens) >= FP8_ALIKE
 
 

@@ -19,7 +19,7 @@ from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
 from tests.aiter_fake import fake_aiter
 from tests.integration.deepseek import RIGHT
-from tests.integration.mixtures import DEEPSEEKS_OWN, FP8_ALIKE, make_fp8_mixture, share_alike
+from tests.integration.mixtures import DEEPSEEKS_OWN, FP8_ALIKE, first_tokens_on, make_fp8_mixture, share_alike
 from tests.integration.once import once
 from tests.integration.questions import MAX_TOKENS, checkpoint, read_rows, right_tokens
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
@@ -166,7 +166,9 @@ def test_every_answer_is_right(arch, name, ran, rows):
 
 @pytest.mark.parametrize(("arch", "name"), RANDOM)
 def test_random_models_answer_as_ours_alone_does(arch, name, ran, made):
-    _, tokens = made(name)
+    folder, tokens = made(name)
+    if CASES[name].model == "qwen3_moe":  # all of its products and experts are aiter's, rounded as on the GPU
+        tokens = first_tokens_on(arch, folder, tokens)
     assert share_alike([answer.tokens for answer in ran(arch, name).answers[0]], tokens) >= FP8_ALIKE
 
 
