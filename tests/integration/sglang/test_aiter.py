@@ -70,7 +70,7 @@ CASES = {
         settings={},
     ),
     "drafts, by name": Case("gfx942", "deepseek_v3", {**DRAFTS, **FP8_CACHE, **BY_NAME}, ("experts",), environ=ENVIRON),
-    "experts, pages of one token": Case("gfx950", "glm4_moe", {}, ("moe_routing", "experts"), ("fused_moe",)),
+    "experts, pages of one token": Case("gfx950", "glm4_moe", {}, ("experts",), ("fused_moe",)),
     "FP8 blocks": Case(
         "gfx950", "qwen3", {**FP8_CACHE, "page_size": 64}, ("fp8_block_linear", "attention"), form="fp8, blocks"
     ),
@@ -78,8 +78,8 @@ CASES = {
         "gfx950",
         "deepseek_v3",
         {},
-        ("fp8_block_linear", "moe_routing", "fp8_experts", "latent_prefill"),
-        ("biased_grouped_topk_hip", "flash_attn_varlen_func", "fused_moe"),
+        ("fp8_experts", "latent_prefill", "latent_attention"),
+        ("flash_attn_varlen_func", "fused_moe"),
         form="fp8, blocks",
         settings=DEEPSEEKS_OWN,
     ),

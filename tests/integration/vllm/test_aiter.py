@@ -66,18 +66,22 @@ CASES = {
         form="fp8, blocks",
     ),
     "experts": Case("qwen3_moe", ops=("moe_routing", "experts", "attention")),
-    "experts in groups": Case("glm4_moe", environ=SHUFFLED, ops=("moe_routing", "experts", "attention")),
+    "experts in groups": Case(
+        "glm4_moe",
+        environ=SHUFFLED | {"ATOM_KERNELS": "shared_experts=separate"},  # with them among the others we route ourselves
+        ops=("moe_routing", "experts", "attention"),
+    ),
     "FP8 experts": Case(
         "qwen3_moe",
         ops=("fp8_linear", "moe_routing", "fp8_experts", "attention"),
         form="compressed, channel, dynamic",
         settings={},
     ),
-    "latents in FP8": Case("deepseek_v2", FP8_CACHE, ops=("moe_routing", "experts")),
+    "latents in FP8": Case("deepseek_v2", FP8_CACHE, ops=("experts",)),
     "drafts": Case("deepseek_v3", MTP, ops=("experts",)),
     "DeepSeek's own sizes": Case(
         "deepseek_v3",
-        ops=("moe_routing", "fp8_experts", "latent_prefill"),
+        ops=("fp8_experts", "latent_prefill", "latent_attention"),
         form="fp8, blocks",
         settings=DEEPSEEKS_OWN,
     ),

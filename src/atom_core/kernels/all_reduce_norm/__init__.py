@@ -21,8 +21,8 @@ from atom_core.kernels.triton_support import why_no_triton
 if TYPE_CHECKING:
     from atom_core.runtime import Communicator
 
-#: What fits a program's share of the ranks' memory: rows of so many bytes.
-MAX_ROW = 32 * 1024
+#: Rows of so many bytes: what fits a program's share of the ranks' memory, and on AMD's GPUs its registers.
+MAX_ROW = {"cuda": 32 * 1024, "rocm": 16 * 1024}
 MAX_RANKS = 8
 
 
@@ -53,8 +53,8 @@ def _triton_supports(spec: AllReduceNormSpec, target: Target) -> str | None:
         return f"The Triton kernel is for 2 to {MAX_RANKS} ranks, not {spec.group.world_size}."
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"The Triton kernel exchanges numbers of two bytes, not {spec.dtype}."
-    if spec.size * spec.dtype.itemsize > MAX_ROW:
-        return f"The Triton kernel holds rows of up to {MAX_ROW // spec.dtype.itemsize} numbers."
+    if spec.size * spec.dtype.itemsize > MAX_ROW[target.kind]:
+        return f"The Triton kernel holds rows of up to {MAX_ROW[target.kind] // spec.dtype.itemsize} numbers."
     return spec.group.why_no_peer_memory()
 
 
