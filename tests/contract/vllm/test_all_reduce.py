@@ -74,7 +74,7 @@ def _serve(rank: int, port: int) -> dict:
             found[rows] = normed.float().tolist(), summed.float().tolist()
         found["taken"] = [kernel.takes(inputs(rank, rows)) for rows in (0, 80, 81)]
         found["gaps"] = kernel.takes(inputs(rank, 8)[:, :32])
-        found["stages"] = group.device_communicator.aiter_ar_comm.aiter_ca.calls
+        found["calls"] = group.device_communicator.aiter_ar_comm.aiter_ca.calls
         return found
 
 
@@ -97,7 +97,7 @@ def test_both_ranks_have_the_reference(ranks, rows):
 
 
 def test_it_is_called_where_it_is_one_kernel(ranks):
-    assert ranks[0]["stages"] == [True] * len(ROWS)
+    assert ranks[0]["calls"] == [("custom_fused_ar_rms", True)] * len(ROWS)
     assert ranks[0]["taken"] == [False, True, False]
     assert not ranks[0]["gaps"]
 
