@@ -6,11 +6,12 @@ the kernels of one stage in csrc/include/custom_all_reduce.cuh).
 """
 
 import torch
+from aiter import dtypes
 from aiter._recorded import real_method
 from torch import distributed
 
 #: Programs of a launch, and threads of one, each of which has 16 bytes of a row.
-PROGRAMS, THREADS = 80, 1024
+PROGRAMS, THREADS, WAVE = 80, 1024, 64
 
 
 class CustomAllreduce:
@@ -42,6 +43,36 @@ class CustomAllreduce:
         self.calls.append(("custom_fused_ar_rms", use_1stage))
         normed, summed = self._normed(input, residual_inp, weight, eps, use_1stage)
         return normed.to(input.dtype), summed
+
+    @real_method("CustomAllreduce.custom_fused_ar_rms_per_group_quant")
+    def custom_fused_ar_rms_per_group_quant(
+        self,
+        input,
+        residual_inp,
+        weight,
+        eps,
+        group_size=128,
+        use_1stage=False,
+        emit_bf16=False,
+        transpose_scale=False,
+    ):
+        """The norm is not rounded before it is quantised."""
+        assert not emit_bf16
+        if not self.should_custom_ar(input):
+            return None
+        rows, size = input.shape
+        threads = group_size // 8
+        assert group_size % 8 == 0
+        assert threads in (1, 2, 4, 8, 16, 32, WAVE), "it throws"
+        assert size % group_size == 0, "it throws"
+        self.calls.append(("custom_fused_ar_rms_per_group_quant", use_1stage))
+        normed, summed = self._normed(input, residual_inp, weight, eps, use_1stage)
+        groups = normed.view(rows, -1, group_size)
+        largest = groups.abs().amax(-1)
+        scales = torch.where(largest == 0, 1.0, largest / torch.finfo(dtypes.fp8).max)
+        values = (groups / scales[..., None]).view(rows, size).to(dtypes.fp8)
+        # Either way the shape is [rows, groups]; transposed, those of one group are side by side.
+        return values, summed, scales.t().contiguous().t() if transpose_scale else scales
 
     def _normed(self, x, residual, weight, eps, use_1stage):
         rows, size = x.shape
