@@ -27,6 +27,7 @@ from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.aiter_library import CALLED
 from atom_core.kernels.all_reduce_norm import ALL_REDUCE_NORM
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, room
 from atom_core.kernels.select import Implementation, Target
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.registry import load_model_class
@@ -35,7 +36,7 @@ from atom_core.runtime import WithoutPeers
 from atom_core.standalone import Step, build_runtime, cache_order, finalize, page_pools, plan
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.step import MAX_MODEL_LEN, PAGE_SIZE, decode_batch
-from atom_plugin.common.aiter_all_reduce import is_one_kernel, why_not_aiter
+from atom_plugin.common.aiter_all_reduce import is_one_kernel, quantizes, why_not_aiter
 from benchmarks._fused_moe import Quantized, stages
 
 META = torch.device("meta")
@@ -183,8 +184,8 @@ class CountedGroup(WithoutPeers):
 class _CountedNorm:
     """aiter's all-reduce with the norm behind it, as vLLM has it for such a group, in one kernel or not at all."""
 
-    def __init__(self, group: CountedGroup) -> None:
-        self.group = group
+    def __init__(self, group: CountedGroup, target: Target) -> None:
+        self.group, self.arch = group, target.arch
 
     def takes(self, x: torch.Tensor) -> bool:
         """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`."""
@@ -197,6 +198,18 @@ class _CountedNorm:
         normed, summed = torch.empty_like(x), torch.empty_like(residual)
         self.group.recorder.add("all_reduce + add_rms_norm", (x, residual, weight, normed, summed))
         return normed, summed
+
+    def quantizes(self, x: torch.Tensor, form: InputForm) -> bool:
+        """See :class:`atom_core.kernels.all_reduce_norm.QuantizingAllReduceNorm`."""
+        return quantizes(x.shape[1], form, self.arch)
+
+    def quantized(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, form: InputForm
+    ) -> tuple[QuantizedInput, torch.Tensor]:
+        """See :class:`atom_core.kernels.all_reduce_norm.QuantizingAllReduceNorm`."""
+        found, summed = room(*x.shape, form, x.device), torch.empty_like(residual)
+        self.group.recorder.add("all_reduce + add_rms_norm + quant", (x, residual, weight, found, summed))
+        return found, summed
 
 
 def _quantized(x: torch.Tensor, dtype: torch.dtype, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -359,7 +372,7 @@ def count(
     with _recording(recorder), torch.inference_mode():
         recorder.paused = True
         quant = read_quantization(hf, None)
-        fused = Implementation("aiter", why_not_aiter, lambda spec, target: _CountedNorm(group))
+        fused = Implementation("aiter", why_not_aiter, lambda spec, target: _CountedNorm(group, target))
         runtime = replace(
             build_runtime(META, torch.bfloat16, MAX_MODEL_LEN, target=target, quant=quant),
             kernels=kernel_set(target, kernels, {ALL_REDUCE_NORM.name: cast(Any, fused)}),

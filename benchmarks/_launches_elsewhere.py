@@ -17,9 +17,11 @@ from atom_core.config import ModelConfig
 from benchmarks._fused_moe import Quantized, stages
 
 #: Bytes up to which aiter's fused all-reduce and norm is one kernel over 8 ranks, and not two
-#: (aiter/dist/device_communicators/communicator_cuda.py:252). With quantisation, and in vLLM
-#: (aiter_custom_all_reduce.py:76), it is 128 KiB: nothing here lies between.
+#: (aiter/dist/device_communicators/communicator_cuda.py:252). In vLLM (aiter_custom_all_reduce.py:76) it is 128 KiB:
+#: nothing here lies between.
 ONE_STAGE = 128 * 7168 * 2 // 8
+#: Bytes up to which one that quantises groups as well has two stages in one kernel (custom_all_reduce.cuh:4604).
+TWO_STAGES = 512 * 1024
 
 
 _VLLM_QUANT = "BlockScaledMMLinearKernel.py:119"
@@ -65,10 +67,9 @@ class Case:
         """This rank's numbers of a token's keys, and of its values."""
         return max(1, self.config.num_kv_heads // self.ranks) * self.config.head_dim
 
-    @property
-    def reduces_in_one(self) -> bool:
-        """Whether the fused all-reduce and norm is one kernel."""
-        return self.batch * self.hidden * 2 <= ONE_STAGE
+    def reduces_in_one(self, quantized: bool) -> bool:
+        """Whether the fused all-reduce and norm is one kernel; ``quantized``: with the quantiser behind them."""
+        return self.batch * self.hidden * 2 <= (TWO_STAGES if quantized else ONE_STAGE)
 
 
 def _wide(*numbers: float) -> float:
@@ -91,7 +92,7 @@ def _norm(case: Case, name: str, source: str, quantized: bool, reduces: bool) ->
     made = _narrow(size) if quantized else _wide(size)
     kernels = 1
     if reduces and case.ranks > 1:
-        name, kernels = f"all_reduce + {name}", 1 if case.reduces_in_one else 2
+        name, kernels = f"all_reduce + {name}", 1 if case.reduces_in_one(quantized) else 2
     yield Read(f"{name} + quant" if quantized else name, source, _wide(size, size, size) + made, kernels)
 
 

@@ -23,8 +23,15 @@ def git(checkout: Path, *arguments: str) -> str:
 
 
 def signature(source: str, name: str) -> str:
-    """The signature of the last function ``name`` at the top of a file, which is the one that importing leaves."""
-    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    """The signature of the last function ``name`` at the top of a file, which is the one that importing leaves.
+
+    "Class.method" is one of a class there.
+    """
+    body: list[ast.stmt] = ast.parse(source).body
+    owner, _, name = name.rpartition(".")
+    if owner:
+        body = [it for node in body if isinstance(node, ast.ClassDef) and node.name == owner for it in node.body]
+    found = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
     if not found:
         raise SystemExit(f"there is no function {name}")
     arguments = found[-1].args
@@ -41,6 +48,8 @@ def main() -> None:
     record["commit"] = git(checkout, "rev-parse", "HEAD").strip()
     for path, entry in record["functions"].items():
         entry["signature"] = signature(git(checkout, "show", f"HEAD:{entry['file']}"), path.rpartition(".")[2])
+    for path, entry in record["methods"].items():
+        entry["signature"] = signature(git(checkout, "show", f"HEAD:{entry['file']}"), path)
     RECORD.write_text(json.dumps(record, indent=2) + "\n")
 
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from atom_core.kernels.all_reduce_norm import ALL_REDUCE_NORM, AllReduceNormSpec
+from atom_core.kernels.all_reduce_norm import ALL_REDUCE_NORM, AllReduceNormSpec, QuantizingAllReduceNorm
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
 from atom_core.layers.parameters import ParameterLayer, empty_parameter
 from atom_core.runtime import Communicator, Runtime
@@ -43,6 +44,8 @@ class RMSNorm(ParameterLayer):
         self.reducing = None
         if group.world_size > 1:
             self.reducing = runtime.kernels.select(ALL_REDUCE_NORM, AllReduceNormSpec(size, runtime.dtype, group))
+        #: The same, where it can quantise for the product behind as well.
+        self.quantizing = self.reducing if isinstance(self.reducing, QuantizingAllReduceNorm) else None
 
     def sums(self, stream: Stream) -> bool:
         """Whether the sum over ranks that is left in ``stream`` and the norm are one kernel's."""
@@ -50,6 +53,17 @@ class RMSNorm(ParameterLayer):
             return False
         # A branch on the number of tokens, which tracing would freeze; what compiles fuses them itself.
         return not torch.compiler.is_compiling() and self.reducing.takes(stream.last)
+
+    def quantized(self, stream: Stream, form: InputForm) -> tuple[QuantizedInput, torch.Tensor] | None:
+        """The normed stream in ``form`` and the stream summed up, of one that :meth:`sums`.
+
+        None: no kernel has all of it in one launch.
+        """
+        kernel, last = self.quantizing, stream.last
+        assert last is not None
+        if kernel is None or not kernel.quantizes(last, form):
+            return None
+        return kernel.quantized(last, stream.residual, self.weight, self.eps, form)
 
     def forward(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """The normed stream, and the stream summed up, both ``[T, N]``."""

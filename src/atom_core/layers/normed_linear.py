@@ -39,7 +39,7 @@ class NormedLinear:
         self.fused = kernels.select(
             NORMED_LINEAR, NormedLinearSpec(in_features, out_features, activation, tuple(separate))
         )
-        form = linear.method.input_form()
+        self.form = form = linear.method.input_form()
         self.norm_and_quantize = (
             None
             if form is None
@@ -59,8 +59,12 @@ class NormedLinear:
     def _normed(self, stream: Stream) -> tuple[LinearInput, torch.Tensor]:
         """What the layer multiplies, and the stream summed up."""
         norm = self.norm
-        if self.norm_and_quantize is None or norm.sums(stream):
+        if self.norm_and_quantize is None:
             x, summed = norm(stream)
+            return x, summed
+        if norm.sums(stream):
+            assert self.form is not None
+            x, summed = norm.quantized(stream, self.form) or norm(stream)
             return x, summed
         last, residual, _ = stream.whole(norm.group)
         if last is None:

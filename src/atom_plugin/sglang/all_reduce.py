@@ -13,7 +13,7 @@ import torch
 
 from atom_core.kernels.all_reduce_norm import AllReduceNormSpec
 from atom_core.kernels.select import Implementation, Target
-from atom_plugin.common.aiter_all_reduce import KIB, is_one_kernel, why_not_aiter
+from atom_plugin.common.aiter_all_reduce import KIB, GroupQuantizer, is_one_kernel, why_not_aiter
 
 #: Bytes up to which SGLang asks for one kernel (GroupCoordinator.fused_allreduce_rmsnorm).
 MAX_BYTES = 128 * KIB
@@ -31,14 +31,15 @@ def aiter_all_reduce_norm(group: Any) -> Implementation[Hashable, object]:
             return "SGLang's all-reduce is not aiter's: SGLANG_USE_AITER_AR=0 or deterministic inference."
         return None
 
-    it = Implementation("aiter", why_not_here, lambda spec, target: AiterAllReduceNorm(group))
+    it = Implementation("aiter", why_not_here, lambda spec, target: AiterAllReduceNorm(group, target))
     return cast("Implementation[Hashable, object]", it)
 
 
-class AiterAllReduceNorm:
+class AiterAllReduceNorm(GroupQuantizer):
     """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`; inputs are left alone."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, target: Target) -> None:
+        super().__init__(group.ca_comm, target.arch)
         self.group = group
 
     def takes(self, x: torch.Tensor) -> bool:

@@ -14,12 +14,12 @@ from vllm._aiter_ops import rocm_aiter_ops
 
 from atom_core.kernels.all_reduce_norm import AllReduceNormSpec
 from atom_core.kernels.select import Implementation, Target
-from atom_plugin.common.aiter_all_reduce import why_not_aiter
+from atom_plugin.common.aiter_all_reduce import GroupQuantizer, why_not_aiter
 
 
 def aiter_all_reduce_norm() -> Implementation[Hashable, object]:
     """The implementation that stands in the place of the core's."""
-    it = Implementation("aiter", why_not_here, lambda spec, target: AiterAllReduceNorm())
+    it = Implementation("aiter", why_not_here, lambda spec, target: AiterAllReduceNorm(target))
     return cast("Implementation[Hashable, object]", it)
 
 
@@ -42,11 +42,12 @@ def why_not_here(spec: AllReduceNormSpec, target: Target) -> str | None:
     return None
 
 
-class AiterAllReduceNorm:
+class AiterAllReduceNorm(GroupQuantizer):
     """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`; inputs are left alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: Target) -> None:
         self.communicator = rocm_aiter_ops.get_aiter_allreduce()
+        super().__init__(self.communicator.aiter_ca, target.arch)
         self.fused = rocm_aiter_ops.get_fused_allreduce_rmsnorm_op()
 
     def takes(self, x: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch import multiprocessing
 from atom_core.kernels import kernel_set
 from atom_core.kernels.all_reduce_norm import ALL_REDUCE_NORM, AllReduceNormSpec
 from atom_core.kernels.all_reduce_norm.reference import all_reduce_norm
+from atom_core.kernels.fp8_inputs import InputForm
 from atom_core.kernels.select import Target
 from atom_plugin.common.aiter_all_reduce import is_one_kernel
 from tests.aiter_fake import fake_aiter
@@ -22,12 +23,19 @@ from tests.aiter_fake import fake_aiter
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
 GFX942 = Target("rocm", "gfx942")
-SIZE, EPS = 64, 1e-5
+SIZE, EPS = 256, 1e-5
 ROWS = (1, 7, 80)
+FORM = InputForm(torch.float8_e4m3fnuz, group=128)
 
 
 def inputs(rank: int, rows: int) -> torch.Tensor:
     return torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(rank + 10 * rows)).bfloat16()
+
+
+def expected(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition, of a sum over ranks that is rounded before the residual is added, as aiter does."""
+    total = inputs(0, rows) + inputs(1, rows)
+    return all_reduce_norm([total], inputs(50, rows), inputs(100, 1)[0], EPS)
 
 
 def _serve(rank: int, port: int) -> dict:
@@ -72,9 +80,24 @@ def _serve(rank: int, port: int) -> dict:
             assert torch.equal(x, given[0])
             assert torch.equal(residual, given[1])
             found[rows] = normed.float().tolist(), summed.float().tolist()
+            assert kernel.quantizes(x, FORM)
+            (values, scales), also_summed = kernel.quantized(x, residual, weight, EPS, FORM)
+            assert torch.equal(x, given[0])
+            assert torch.equal(residual, given[1])
+            assert torch.equal(also_summed, summed)
+            assert (values.dtype, scales.shape, scales.is_contiguous()) == (FORM.dtype, (2, rows), True)
+            found["quantized", rows] = values.float().tolist(), scales.tolist()
         found["taken"] = [kernel.takes(inputs(rank, rows)) for rows in (0, 80, 81)]
         found["gaps"] = kernel.takes(inputs(rank, 8)[:, :32])
-        found["stages"] = group.device_communicator.aiter_ar_comm.aiter_ca.calls
+        found["other forms"] = [
+            kernel.quantizes(inputs(rank, 1)[:, :size], form)
+            for size, form in (
+                (256, InputForm(torch.float8_e4m3fn, 128)),
+                (256, InputForm(torch.float8_e4m3fnuz, None)),
+                (192, FORM),
+            )
+        ]
+        found["calls"] = group.device_communicator.aiter_ar_comm.aiter_ca.calls
         return found
 
 
@@ -90,14 +113,29 @@ def ranks():
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_both_ranks_have_the_reference(ranks, rows):
-    expected = all_reduce_norm([inputs(rank, rows) for rank in range(2)], inputs(50, rows), inputs(100, 1)[0], EPS)
     assert ranks[0][rows] == ranks[1][rows]
-    for found, wanted in zip(ranks[0][rows], expected, strict=True):
-        torch.testing.assert_close(torch.tensor(found), wanted.float(), rtol=2**-7, atol=2**-7)
+    (found, summed), (wanted, wanted_sum) = map(torch.tensor, ranks[0][rows]), expected(rows)
+    assert torch.equal(summed, wanted_sum.float())
+    torch.testing.assert_close(found, wanted.float(), rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_both_ranks_have_the_reference_in_fp8(ranks, rows):
+    assert ranks[0]["quantized", rows] == ranks[1]["quantized", rows]
+    values, scales = (torch.tensor(each) for each in ranks[0]["quantized", rows])
+    # A group's largest number is the largest of FP8, and each is off by no more than half of one in the last place.
+    assert torch.equal(values.view(rows, 2, 128).abs().amax(-1), torch.full((rows, 2), 240.0))
+    found = values * scales.t().repeat_interleave(128, 1)
+    torch.testing.assert_close(found, expected(rows)[0].float(), rtol=2**-4 + 2**-7, atol=float(scales.max()) * 2**-10)
+
+
+def test_a_form_that_aiter_does_not_quantise_in_is_left_to_others(ranks):
+    assert ranks[0]["other forms"] == [False, False, False]
 
 
 def test_it_is_called_where_it_is_one_kernel(ranks):
-    assert ranks[0]["stages"] == [True] * len(ROWS)
+    both = [("custom_fused_ar_rms", True), ("custom_fused_ar_rms_per_group_quant", True)]
+    assert ranks[0]["calls"] == both * len(ROWS)
     assert ranks[0]["taken"] == [False, True, False]
     assert not ranks[0]["gaps"]
 

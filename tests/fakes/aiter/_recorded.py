@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from aiter.ops.enum import ActivationType, GateMode, MlaVersion, QuantType
 
-RECORD = json.loads((Path(__file__).parents[1] / "aiter_signatures.json").read_text())["functions"]
+_FILE = json.loads((Path(__file__).parents[1] / "aiter_signatures.json").read_text())
+RECORD = _FILE["functions"]
+#: Methods of classes, which frameworks hold objects of.
+METHODS = _FILE["methods"]
 
 
 class Call(NamedTuple):
@@ -35,7 +38,11 @@ CALLS: list[Call] = []
 
 def real_signature(path: str) -> inspect.Signature:
     """The signature of a function as aiter has it; defaults are what their text says, annotations text."""
-    source = f"from __future__ import annotations\ndef f{RECORD[path]['signature']}: ..."
+    return _parsed(RECORD[path]["signature"])
+
+
+def _parsed(signature: str) -> inspect.Signature:
+    source = f"from __future__ import annotations\ndef f{signature}: ..."
     names: dict[str, Any] = {
         "torch": torch,
         "dtypes": _Dtypes(),
@@ -101,5 +108,19 @@ def real(path: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             return stand_in(**arguments)
 
         return call
+
+    return decorate
+
+
+def real_method(path: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate what stands in for the method ``path``, "Class.method", whose parameters must be the real one's."""
+    real_parameters = _parsed(METHODS[path]["signature"]).parameters.values()
+
+    def decorate(stand_in: Callable[..., Any]) -> Callable[..., Any]:
+        found = inspect.signature(stand_in).parameters.values()
+        assert [(it.name, it.kind, it.default) for it in found] == [
+            (it.name, it.kind, it.default) for it in real_parameters
+        ], f"{path} is {METHODS[path]['signature']}"
+        return stand_in
 
     return decorate

@@ -10,13 +10,15 @@ import torch
 from atom_core.kernels import kernel_set
 from atom_core.kernels.all_reduce_norm import ALL_REDUCE_NORM, AllReduceNormSpec
 from atom_core.kernels.all_reduce_norm.reference import all_reduce_norm
+from atom_core.kernels.fp8_inputs import InputForm
 from atom_core.kernels.select import Target
 from tests.aiter_fake import fake_aiter
 
 pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
 
 GFX942 = Target("rocm", "gfx942")
-SIZE, EPS = 64, 1e-5
+SIZE, EPS = 128, 1e-5
+FORM = InputForm(torch.float8_e4m3fnuz, group=64)
 
 
 class Eight:
@@ -39,6 +41,15 @@ class Communicator:
     def custom_fused_ar_rms(self, x, residual_inp, weight, eps, use_1stage, out_hidden_dim=0, gemma_norm=False):
         self.stages.append(use_1stage)
         return all_reduce_norm([x], residual_inp, weight, eps)
+
+    def custom_fused_ar_rms_per_group_quant(
+        self, x, residual, weight, eps, group_size=128, use_1stage=False, emit_bf16=False, transpose_scale=False
+    ):
+        self.stages.append(use_1stage)
+        normed, summed = all_reduce_norm([x], residual, weight, eps)
+        scales = normed.float().view(len(x), -1, group_size).abs().amax(-1) / 240
+        values = (normed.float() / scales.repeat_interleave(group_size, 1)).to(FORM.dtype)
+        return values, summed, scales.t().contiguous().t() if transpose_scale else scales
 
 
 @pytest.fixture
@@ -72,6 +83,21 @@ def test_it_is_one_kernel_for_few_tokens(group):
     assert not kernel.takes(torch.empty(81, SIZE, dtype=torch.bfloat16))
     assert not kernel.takes(torch.empty(0, SIZE, dtype=torch.bfloat16))
     assert not kernel.takes(torch.empty(80, 1024, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("rows", [1, 80])
+def test_one_kernel_quantises_as_well(group, rows):
+    kernel, _ = select(group)
+    x, residual, weight = (torch.randn(shape).bfloat16() for shape in ((rows, SIZE), (rows, SIZE), (SIZE,)))
+    assert kernel.takes(x)
+    assert kernel.quantizes(x, FORM)
+    (values, scales), summed = kernel.quantized(x, residual, weight, EPS, FORM)
+    normed, wanted = all_reduce_norm([x], residual, weight, EPS)
+    assert torch.equal(summed, wanted)
+    assert (scales.shape, scales.is_contiguous()) == ((2, rows), True)
+    found = values.float() * scales.t().repeat_interleave(64, 1)
+    torch.testing.assert_close(found, normed.float(), rtol=2**-4, atol=float(scales.max()) * 2**-10)
+    assert group.ca_comm.stages == [True]
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ this is made of round the sum over ranks as well. It is for few tokens: each ran
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import why_no_triton
 
@@ -44,6 +45,19 @@ class AllReduceNormKernel(Protocol):
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@runtime_checkable
+class QuantizingAllReduceNorm(Protocol):
+    """An :class:`AllReduceNormKernel` that can quantise ``y`` for the FP8 product behind it in the same launch."""
+
+    def quantizes(self, x: torch.Tensor, form: InputForm) -> bool:
+        """Whether :meth:`quantized` has ``x``, which :meth:`AllReduceNormKernel.takes` has; all ranks answer alike."""
+
+    def quantized(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, form: InputForm
+    ) -> tuple[QuantizedInput, torch.Tensor]:
+        """The call with ``y`` in ``form``, not rounded to 16 bits before. Both inputs may be written to."""
 
 
 def _triton_supports(spec: AllReduceNormSpec, target: Target) -> str | None:

@@ -1,0 +1,1 @@
+"""Where aiter keeps what goes between GPUs."""

@@ -1,0 +1,1 @@
+"""Communicators of one group of GPUs."""
