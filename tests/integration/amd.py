@@ -1,7 +1,7 @@
 """This CPU as one of AMD's GPUs: what both frameworks' processes do before they serve, to choose kernels as on one.
 
 Kernels are chosen for the GPU that GPU_ARCHS names, and aiter is the fake of tests/fakes. What would run in Triton is
-our reference, since Triton's interpreter takes minutes for what a request needs; but with TRITON_INTERPRET it is that.
+our reference, since Triton's interpreter takes minutes for what a request needs; but with TRITON_TOO it is that.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def simulate() -> None:
         excluded: Mapping[tuple[str, str], str] | None = None,
         **others: Any,
     ) -> KernelSet:
-        slow = {} if os.environ.get("TRITON_INTERPRET") else {(op.name, "triton"): SLOW for op in OPS}
+        slow = {} if os.environ.get("TRITON_TOO") else {(op.name, "triton"): SLOW for op in OPS}
         return build(target, forced, contributed, {**slow, **(excluded or {})}, **others)
 
     # What aiter's implementations leave to Triton: few rows with a result in float32, and uneven batches of latents.
