@@ -34,5 +34,5 @@ def kernel_lines(choices: list[Choice]) -> list[str]:
         passed = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over)
         notes = (f"forced by {choice.asked_by}" if choice.forced else passed, choice.remark)
         note = "; ".join(it for it in notes if it)
-        lines.append(f"{choice.op:<20}{choice.implementation:<12}{note}".rstrip())
+        lines.append(f"{choice.op:<19} {choice.implementation:<11} {note}".rstrip())
     return lines

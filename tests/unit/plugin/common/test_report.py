@@ -22,6 +22,10 @@ from atom_plugin.common.report import kernel_lines
             Choice("linear", "triton", True, (), "It is slow."),
             "linear              triton      forced by ATOM_KERNELS; It is slow.",
         ),
+        (
+            Choice("fp8_gated_activation", "triton_and_flash_attention_3", False, (), "It is slow."),
+            "fp8_gated_activation triton_and_flash_attention_3 It is slow.",
+        ),
     ],
 )
 def test_a_line_says_what_was_chosen_and_why(choice: Choice, line: str) -> None:
