@@ -11,7 +11,7 @@ import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
-from atom_core.kernels.fp8_linear.aiter_kernel import ShuffledWeight
+from atom_core.kernels.fp8_linear.aiter_kernel import ShuffledWeight, of_product
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 from atom_core.quant.fp8 import BLOCK_SIZE
@@ -60,18 +60,12 @@ def _fp8_block_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
     return product
 
 
-def _of_product(
-    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
-
-
-@opaque("aiter_fp8_block_product", _of_product)
+@opaque("aiter_fp8_block_product", of_product)
 def _product(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     if not len(x):
-        return _of_product(x, x_scale, weight, scale, dtype)
+        return of_product(x, x_scale, weight, scale, dtype)
     # It reads the scales of a group side by side, and asks for another shape than the bytes then have.
     y: torch.Tensor = aiter_function("aiter.gemm_a8w8_blockscale_bpreshuffle")(
         x, weight, x_scale.view(len(x), -1), scale, dtype=dtype

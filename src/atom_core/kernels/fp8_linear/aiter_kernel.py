@@ -120,17 +120,18 @@ def _fp8_linear(
     return product
 
 
-def _of_product(
+def of_product(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
+    """Room for what a product of aiter's gives for ``x [T, K]`` and ``weight [N, K]``: ``[T, N]``."""
     return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
 
-@opaque("aiter_fp8_product", _of_product)
+@opaque("aiter_fp8_product", of_product)
 def _product(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     if not len(x):
-        return _of_product(x, x_scale, weight, scale, dtype)
+        return of_product(x, x_scale, weight, scale, dtype)
     y: torch.Tensor = aiter_function("aiter.gemm_a8w8_bpreshuffle")(x, weight, x_scale, scale, dtype=dtype)
     return y
