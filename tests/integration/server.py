@@ -175,6 +175,8 @@ class SglangServer(Server):
     on_a_cpu: ClassVar[Mapping[str, str]] = {
         # With several ranks there is no GPU's communication library to look for.
         "SGLANG_NCCL_SO_PATH": "/nonexistent",
+        # Ranks compare what is free of one memory, each at a moment of its own, while others come and go.
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         # Threads that wait for each other at each small step stand still where anything else wants a core.
         "OMP_NUM_THREADS": "1",
     }
