@@ -26,7 +26,7 @@ class Stage(NamedTuple):
 def stages(
     tokens: int, hidden: int, middle: int, top_k: int, quantized: Quantized, share: float = 1.0
 ) -> Iterator[Stage]:
-    """Its kernels in order.
+    """Its kernels in order. Each of a token's experts adds its answer to the others' in memory.
 
     Args:
         tokens: of the step.
@@ -43,24 +43,24 @@ def stages(
     yield Stage("moe_sorting", "fused_moe.py:962", 12 * top_k)
     if quantized == "No":
         yield Stage("moe_stage1", "fused_moe.py:3250", 2 * (hidden + pairs * middle))
-        yield Stage("moe_stage2", "fused_moe.py:3366", 2 * (pairs * middle + hidden))
+        yield Stage("moe_stage2", "fused_moe.py:3366", 2 * pairs * (middle + hidden))
         return
     if quantized == "per_1x32":
         yield from _in_mxfp4(tokens, 1, hidden, 2048 // top_k)
         yield Stage("moe_stage1", "fused_moe.py:3250", hidden * MXFP4 + 2 * pairs * middle)
         yield from _in_mxfp4(tokens, pairs, middle, 8192 // top_k)
-        yield Stage("moe_stage2", "fused_moe.py:3366", pairs * middle * MXFP4 + 2 * hidden)
+        yield Stage("moe_stage2", "fused_moe.py:3366", pairs * (middle * MXFP4 + 2 * hidden))
         return
     given = in_fp8(1, hidden)
     if tokens >= ONE_KERNEL_FROM[quantized]:
         yield Stage("quant", "fused_moe.py:1142", 2 * hidden + given)
-        yield Stage("fmoe", "fused_moe.py:1206, 2396", given + 2 * hidden)
+        yield Stage("fmoe", "fused_moe.py:1206, 2396", given + 2 * pairs * hidden)
         return
     between = in_fp8(pairs, middle)
     yield Stage("quant", "fused_moe.py:3131", 2 * hidden + given)
     yield Stage("moe_stage1", "fused_moe.py:3250", given + 2 * pairs * middle)
     yield Stage("quant", "fused_moe.py:3329", 2 * pairs * middle + between)
-    yield Stage("moe_stage2", "fused_moe.py:3366", between + 2 * hidden)
+    yield Stage("moe_stage2", "fused_moe.py:3366", between + 2 * pairs * hidden)
 
 
 def _in_mxfp4(tokens: int, rows: float, size: int, most: int) -> Iterator[Stage]:

@@ -5,7 +5,8 @@ and otherwise its defaults. Neither was run: each launch has the line that it wa
 kernels or a compiler decide, the fewest launches are taken. What aiter's own functions launch was read from aiter at
 e4048607.
 
-Bytes are of activations, as :mod:`benchmarks._launches` counts them: each tensor that a launch is given or makes, once.
+Bytes are of activations, as :mod:`benchmarks._launches` counts them: each tensor that a launch is given or makes, once,
+and the room for parts of long sequences between two launches.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Case:
     """Weights in FP8, in blocks of 128."""
     batch: int
     ranks: int
+    context: int
+    """Tokens that each request has in the cache."""
     expert_parallel: bool = False
 
     @property
@@ -184,6 +187,11 @@ def _atom_mla(case: Case) -> Iterator[Read]:
     yield from _product(case, "gemm o", "layer_mla.py:1425", heads * latent.value_dim, hidden, "linear.py:982")
 
 
+def _parts(case: Case) -> float:
+    """Bytes of what each 256 tokens of a request add to its answers, with two float32 for each head."""
+    return -(-case.context // 256) * (_wide(case.queries) + 8 * case.queries / case.config.head_dim)
+
+
 def _fused_norm(case: Case, quantized: bool) -> str:
     """Where vLLM says what is fused into a norm."""
     if case.ranks > 1:
@@ -207,7 +215,7 @@ def vllm(case: Case) -> list[Read]:
         Read("rms_norm k", f"{model}:{lines[3]}", _wide(keys, keys)),
         Read("rope", f"{model}:{lines[4]}, compiled", _wide(2 * queries, 2 * keys)),
         Read("reshape_and_cache", "rocm_attn.py:458", _wide(2 * keys)),
-        Read("paged_attention_rocm", "chunked_prefill_paged_decode.py:411", _wide(queries, queries), 2),
+        Read("paged_attention_rocm", "chunked_prefill_paged_decode.py:393", _wide(queries, queries) + _parts(case), 2),
         *_product(case, "gemm o", f"{model}:{lines[5]}", queries, hidden, _VLLM_QUANT),
     ]
     if moe:

@@ -54,7 +54,7 @@ class Row:
     def case(self) -> Case:
         """As the others' lists take it."""
         fp8 = "quantization_config" in read_config(self.model)
-        return Case(_config(self.model, self.layers), fp8, self.batch, self.ranks, self.expert_parallel)
+        return Case(_config(self.model, self.layers), fp8, self.batch, self.ranks, CONTEXT, self.expert_parallel)
 
 
 def rows() -> Iterator[Row]:
@@ -127,7 +127,7 @@ def launch_table() -> Iterator[str]:
 
 
 def byte_table() -> Iterator[str]:
-    """Bytes of a rank, and the time that they take at least."""
+    """Bytes of a rank, where ours are more than the fewest of the others, and the time that they take at least."""
     yield (
         "| Model | Batch | TP | weights | cache | activations: ours | ATOM | vLLM | "
         + " | ".join(f"{name}: ours | ATOM | vLLM" for name in BANDWIDTHS)
@@ -139,6 +139,7 @@ def byte_table() -> Iterator[str]:
         elsewhere = [row.batch * sum(it.numbers for it in read(row.case)) for read in (atom, vllm)]
         activations = [float(sum(it.activations for it in ours(row, GFX942))), *elsewhere]
         sizes = [f"{size / 1e6:.2f}" for size in (weights, cache, *activations)]
+        sizes[2] += " **more**" if activations[0] > min(elsewhere) else ""
         times = [
             f"{(weights + cache + size) / bandwidth * 1e6:.1f}"
             for bandwidth in BANDWIDTHS.values()
