@@ -171,6 +171,25 @@ def make_fp8_mixture(directory: Path, family: str, form: Format, **settings: Any
     return make_quantised_mixture(directory, family, partial(make_fp8, form=form), **settings)
 
 
+def make_served(
+    directory: Path, model: str, form: Format | None, settings: dict[str, Any] | None
+) -> tuple[Path, dict[str, int]]:
+    """What an engine serves: a folder, and of a random model prompts, each with the token that our model alone gives.
+
+    Args:
+        directory: for what is made.
+        model: a trained checkpoint, or with ``settings`` a family.
+        form: of a copy in FP8; None: the trained checkpoint itself.
+        settings: of random weights in place of the trained ones.
+    """
+    if form is None:
+        return Path(checkpoint(model)), {}
+    if settings is not None:
+        return make_fp8_mixture(directory, model, form, **settings)
+    make_fp8(Path(checkpoint(model)), directory, form)
+    return directory, {}
+
+
 def make_quantised_mixture(
     directory: Path, family: str, quantise: Callable[[Path, Path], None], **settings: Any
 ) -> tuple[Path, dict[str, int]]:

@@ -16,13 +16,13 @@ import pytest
 
 from atom_plugin.sglang.kernels import unfit_pages
 from tests.integration.deepseek import RIGHT
-from tests.integration.mixtures import DEEPSEEKS_OWN, FP8_ALIKE, first_tokens_on, make_fp8_mixture, share_alike
+from tests.integration.mixtures import DEEPSEEKS_OWN, FP8_ALIKE, first_tokens_on, make_served, share_alike
 from tests.integration.once import once
-from tests.integration.questions import checkpoint, right_tokens
+from tests.integration.questions import right_tokens
 from tests.integration.sglang.offline import Ask, Engine, Ran, run
 from tests.integration.sglang.test_drafts import ENVIRON
 from tests.integration.sglang.test_mtp import drafting
-from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -104,13 +104,8 @@ def made(tmp_path_factory) -> Callable[[str], tuple[Path, dict[str, int]]]:
     @once
     def made(name: str) -> tuple[Path, dict[str, int]]:
         case = CASES[name]
-        if case.form is None:
-            return Path(checkpoint(case.model)), {}
-        folder = tmp_path_factory.mktemp("made") / "it"
-        if case.settings is not None:
-            return make_fp8_mixture(folder, case.model, FORMS[case.form], **case.settings)
-        make_fp8(Path(checkpoint(case.model)), folder, FORMS[case.form])
-        return folder, {}
+        form = None if case.form is None else FORMS[case.form]
+        return make_served(tmp_path_factory.mktemp("made") / "it", case.model, form, case.settings)
 
     return made
 

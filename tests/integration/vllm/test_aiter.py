@@ -19,11 +19,11 @@ from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
 from tests.aiter_fake import fake_aiter
 from tests.integration.deepseek import RIGHT
-from tests.integration.mixtures import DEEPSEEKS_OWN, FP8_ALIKE, first_tokens_on, make_fp8_mixture, share_alike
+from tests.integration.mixtures import DEEPSEEKS_OWN, FP8_ALIKE, first_tokens_on, make_served, share_alike
 from tests.integration.once import once
 from tests.integration.questions import MAX_TOKENS, checkpoint, read_rows, right_tokens
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
-from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -133,13 +133,8 @@ def made(tmp_path_factory) -> Callable[[str], tuple[Path, dict[str, int]]]:
     @once
     def made(name: str) -> tuple[Path, dict[str, int]]:
         case = CASES[name]
-        if case.form is None:
-            return Path(checkpoint(case.model)), {}
-        folder = tmp_path_factory.mktemp("made") / "it"
-        if case.settings is not None:
-            return make_fp8_mixture(folder, case.model, FORMS[case.form], **case.settings)
-        make_fp8(Path(checkpoint(case.model)), folder, FORMS[case.form])
-        return folder, {}
+        form = None if case.form is None else FORMS[case.form]
+        return make_served(tmp_path_factory.mktemp("made") / "it", case.model, form, case.settings)
 
     return made
 
