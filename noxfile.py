@@ -409,10 +409,13 @@ def sglang(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """The kernels against their references on this GPU, with the torch and Triton of the running Python.
 
-    `nox -s gpu -- --report FILE` also measures accuracy and speed beside native vLLM, and writes all to one file.
+    `nox -s gpu -- --report FILE` also measures accuracy and speed beside native vLLM, and writes all to one file. It
+    fetches lm-eval alone, which it scores with; LM_EVAL names one that is there.
     """
     variables = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     if session.posargs[:1] == ["--report"]:
+        with contextlib.suppress(CommandFailed):  # the report says that it is missing, and has all else
+            variables["LM_EVAL"] = os.environ.get("LM_EVAL") or _lm_eval(session)
         command = [sys.executable, "-m", "benchmarks.gpu_report", *session.posargs[1:]]
         session.run(*command, env=variables, external=True)
         return

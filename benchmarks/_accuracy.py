@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -20,12 +21,17 @@ from pathlib import Path
 from benchmarks import CHECKPOINTS, FAMILIES, IMPLEMENTATIONS, ROOT
 from tests.integration.server import Server, ServerFailed
 
+LM_EVAL = os.environ.get("LM_EVAL", "lm_eval")
 #: Prompt and answer fit with room to spare.
 MAX_LENGTH = 1024
 
 
 def score(server: Server, concurrency: int) -> float:
-    """Exact match of a running server."""
+    """Exact match of a running server.
+
+    Raises:
+        ServerFailed: lm-eval failed, as it does where the server ends under it.
+    """
     arguments = {
         "model": server.model,
         "base_url": f"{server.url}/v1/completions",
@@ -34,10 +40,14 @@ def score(server: Server, concurrency: int) -> float:
         "tokenizer": server.model,
     }
     with tempfile.TemporaryDirectory() as folder:
-        command = [os.environ.get("LM_EVAL", "lm_eval"), "--model", "local-completions"]
+        command = [LM_EVAL, "--model", "local-completions"]
         command += ["--model_args", ",".join(f"{key}={value}" for key, value in arguments.items())]
         command += ["--tasks", "word_problems", "--include_path", "tests/evaluation", "--output_path", folder]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        ran = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        if ran.returncode:
+            said = ran.stderr.decode(errors="replace").rstrip()
+            reason = f"lm-eval ended with exit code {ran.returncode} ({said.splitlines()[-1:]})"
+            raise ServerFailed(reason, f"{said}\n{server.log}", None)
         (results,) = Path(folder).rglob("results_*.json")
         figures: dict[str, float] = json.loads(results.read_text())["results"]["word_problems"]
     return figures["exact_match,stripped"]
@@ -64,6 +74,8 @@ def compare(description: str | None, serve: Callable[[str, Path], Server]) -> No
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=list(IMPLEMENTATIONS))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16])
     arguments = parser.parse_args()
+    if shutil.which(LM_EVAL) is None:
+        parser.error(f"there is no command {LM_EVAL}: pip install 'lm-eval[api]', or name it in LM_EVAL")
     checkpoints = [CHECKPOINTS / family for family in arguments.families]
     if arguments.copies is not None:
         checkpoints = sorted(path.parent.resolve() for path in arguments.copies.glob("*/config.json"))

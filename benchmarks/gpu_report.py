@@ -3,8 +3,10 @@
     python -m benchmarks.gpu_report report.md                 # or: nox -s gpu -- --report report.md
 
 What `atom-plugin doctor` finds; every kernel against its reference; accuracy of the trained checkpoints beside native
-vLLM; decoding beside native vLLM, of the default model with random weights; each kernel's time. A part that fails is
-reported and does not stop the others. Nothing is fetched, and no name of a machine or path is added to what parts say.
+vLLM, by lm-eval against live servers, and of dense ones by engines alone that are also run twice; decoding beside
+native vLLM, of the default model with random weights; each kernel's time. A part that fails is reported and does not
+stop the others. Nothing is fetched, and no name of a machine or path is added to what parts say. lm-eval is looked for
+in LM_EVAL, which nox sets, and on the PATH.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks import FAMILIES, MIXTURES
+
 #: Lines kept of what a part says: the last are its results.
 LAST_LINES = 400
 
@@ -23,6 +27,7 @@ PYTHON = (sys.executable, "-m")
 PARTS: Mapping[str, tuple[str, ...]] = {
     "Doctor": (*PYTHON, "atom_plugin.cli", "doctor"),
     "Kernels against their references": (*PYTHON, "pytest", "tests/gpu", "-q", "--color=no"),
+    "lm-eval beside native vLLM": (*PYTHON, "benchmarks.accuracy", "--families", *FAMILIES, *MIXTURES),
     "Accuracy beside native vLLM": (*PYTHON, "benchmarks.gpu_accuracy", "--concurrency", "1", "16"),
     "Decoding beside native vLLM": (*PYTHON, "benchmarks.vllm_gpu", "--no-plot"),
     "Each kernel's time": (*PYTHON, "atom_plugin.cli", "bench", "kernels"),

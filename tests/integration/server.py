@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -159,7 +160,9 @@ class VllmServer(Server):
     @property
     def command(self) -> list[str]:
         """See :class:`Server`."""
-        vllm = str(Path(sys.executable).with_name("vllm"))
+        beside = Path(sys.executable).with_name("vllm")
+        # Where the interpreter is the system's, its commands may lie elsewhere.
+        vllm = str(beside) if beside.exists() else shutil.which("vllm") or "vllm"
         return [vllm, "serve", self.model, "--host", "127.0.0.1", "--port", str(self.port), *self.flags]
 
     def startup_report(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,6 +37,7 @@ class Served:
 @pytest.fixture
 def compare(monkeypatch, capsys):
     """The command's output for some arguments."""
+    monkeypatch.setattr(_accuracy, "LM_EVAL", sys.executable)
     monkeypatch.setattr(_accuracy, "score", lambda server, count: 1.0 if server.name == "native" else 0.998)
 
     def run(*arguments, serve=Served):
@@ -77,6 +79,28 @@ def test_an_empty_folder_is_refused(compare, tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare("--copies", tmp_path)
     assert "holds no folder with a config.json" in capsys.readouterr().err
+
+
+def test_a_command_that_is_not_there_is_said(compare, monkeypatch, capsys):
+    monkeypatch.setattr(_accuracy, "LM_EVAL", "no_such_command")
+    with pytest.raises(SystemExit):
+        compare("--families", "qwen3")
+    assert "no command no_such_command: pip install 'lm-eval[api]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [(LOG, "ValueError: Unknown format."), ("fine", "TypeError: no such task")],
+    ids=["server", "client"],
+)
+def test_a_client_that_fails_says_the_servers_error_or_its_own(log, cause, monkeypatch, tmp_path):
+    client = tmp_path / "client"
+    client.write_text("#!/bin/sh\necho 'TypeError: no such task' >&2\nexit 1\n")
+    client.chmod(0o755)
+    monkeypatch.setattr(_accuracy, "LM_EVAL", str(client))
+    with pytest.raises(ServerFailed, match=r"exit code 1 \(\['TypeError: no such task'\]\)") as failed:
+        _accuracy.score(SimpleNamespace(model="it", url="http://it", log=log), 1)
+    assert _accuracy.last_error(failed.value.log) == cause
 
 
 def test_an_error_may_say_nothing():

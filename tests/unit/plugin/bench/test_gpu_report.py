@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from benchmarks import CHECKPOINTS
 from benchmarks.gpu_report import LAST_LINES, PARTS, write_report
 
 
@@ -23,6 +24,12 @@ def test_every_part_is_in_the_file_whatever_the_others_do(tmp_path):
     assert all(said in text for said in ("fine", "broken", "begun", "[5 lines before]"))
     assert "2 of 4 parts passed." in text
     assert sys.executable not in text
+
+
+def test_every_trained_checkpoint_is_scored():
+    *_, command = (it for it in PARTS.values() if "benchmarks.accuracy" in it)
+    trained = {path.parent.name for path in CHECKPOINTS.glob("*/config.json")}
+    assert set(command[command.index("--families") + 1 :]) == trained
 
 
 def test_parts_are_commands_of_this_checkout():
