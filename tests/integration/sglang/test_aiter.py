@@ -72,6 +72,7 @@ CASES = {
         settings={},
     ),
     "drafts, by name": Case("gfx942", "deepseek_v3", {**DRAFTS, **FP8_CACHE, **BY_NAME}, ("experts",), environ=ENVIRON),
+    "drafts": Case("gfx950", "deepseek_v3", DRAFTS, ("experts",), environ=ENVIRON),
     "experts, pages of one token": Case("gfx950", "glm4_moe", {}, ("experts",), ("fused_moe",)),
     "FP8 blocks": Case(
         "gfx950",

@@ -86,7 +86,7 @@ CASES = {
         settings=DEEPSEEKS_OWN,
     ),
 }
-#: On gfx950 what differs: FP8, and the compute units that decoding is split over.
+#: On gfx950 what differs: FP8, the compute units that decoding is split over, and the shapes that MLA's decode has.
 ARCHITECTURES = {
     "gfx942": (
         "plain pages",
@@ -110,6 +110,7 @@ ARCHITECTURES = {
         "experts in groups",
         "FP8 experts",
         "DeepSeek's own sizes",
+        "drafts",
     ),
 }
 ENGINES = [(arch, name) for arch, names in ARCHITECTURES.items() for name in names]
