@@ -70,9 +70,14 @@ class Case:
         """This rank's numbers of a token's keys, and of its values."""
         return max(1, self.config.num_kv_heads // self.ranks) * self.config.head_dim
 
+    @property
+    def in_two_stages(self) -> bool:
+        """Whether ranks reduce a share each and then gather the shares, which lie in memory in between."""
+        return self.batch * self.hidden * 2 > ONE_STAGE
+
     def reduces_in_one(self, quantized: bool) -> bool:
         """Whether the fused all-reduce and norm is one kernel; ``quantized``: with the quantiser behind them."""
-        return self.batch * self.hidden * 2 <= (TWO_STAGES if quantized else ONE_STAGE)
+        return not self.in_two_stages or (quantized and self.batch * self.hidden * 2 <= TWO_STAGES)
 
 
 def _wide(*numbers: float) -> float:
@@ -96,6 +101,7 @@ def _norm(case: Case, name: str, source: str, quantized: bool, reduces: bool) ->
     kernels = 1
     if reduces and case.ranks > 1:
         name, kernels = f"all_reduce + {name}", 1 if case.reduces_in_one(quantized) else 2
+        made += _wide(size) if case.in_two_stages else 0
     yield Read(f"{name} + quant" if quantized else name, source, _wide(size, size, size) + made, kernels)
 
 
