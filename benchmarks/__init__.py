@@ -7,7 +7,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CHECKPOINTS = ROOT / "tests" / "checkpoints"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-MIXTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_moe")
 #: What is compared, and the `--model-impl` of each.
 IMPLEMENTATIONS = {"native": "auto", "atom": "atom"}
 #: Holds the one function of vLLM's that native SGLang's rope imports on a CPU.

@@ -46,8 +46,8 @@ def score(server: Server, concurrency: int) -> float:
         ran = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if ran.returncode:
             said = ran.stderr.decode(errors="replace").rstrip()
-            reason = f"lm-eval ended with exit code {ran.returncode} ({said.splitlines()[-1:]})"
-            raise ServerFailed(reason, f"{said}\n{server.log}", None)
+            last = said.rpartition("\n")[2]
+            raise ServerFailed(f"lm-eval ended with exit code {ran.returncode}: {last}", f"{said}\n{server.log}", None)
         (results,) = Path(folder).rglob("results_*.json")
         figures: dict[str, float] = json.loads(results.read_text())["results"]["word_problems"]
     return figures["exact_match,stripped"]

@@ -73,11 +73,11 @@ class Case:
     @property
     def in_two_stages(self) -> bool:
         """Whether ranks reduce a share each and then gather the shares, which lie in memory in between."""
-        return self.batch * self.hidden * 2 > ONE_STAGE
+        return not self.reduces_in_one(quantized=False)
 
     def reduces_in_one(self, quantized: bool) -> bool:
         """Whether the fused all-reduce and norm is one kernel; ``quantized``: with the quantiser behind them."""
-        return not self.in_two_stages or (quantized and self.batch * self.hidden * 2 <= TWO_STAGES)
+        return self.batch * self.hidden * 2 <= (TWO_STAGES if quantized else ONE_STAGE)
 
 
 def _wide(*numbers: float) -> float:

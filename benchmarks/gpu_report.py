@@ -18,8 +18,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import FAMILIES, MIXTURES
-
 #: Lines kept of what a part says: the last are its results.
 LAST_LINES = 400
 
@@ -27,7 +25,7 @@ PYTHON = (sys.executable, "-m")
 PARTS: Mapping[str, tuple[str, ...]] = {
     "Doctor": (*PYTHON, "atom_plugin.cli", "doctor"),
     "Kernels against their references": (*PYTHON, "pytest", "tests/gpu", "-q", "--color=no"),
-    "lm-eval beside native vLLM": (*PYTHON, "benchmarks.accuracy", "--families", *FAMILIES, *MIXTURES),
+    "lm-eval beside native vLLM": (*PYTHON, "benchmarks.accuracy", "--copies", "tests/checkpoints"),
     "Accuracy beside native vLLM": (*PYTHON, "benchmarks.gpu_accuracy", "--concurrency", "1", "16"),
     "Decoding beside native vLLM": (*PYTHON, "benchmarks.vllm_gpu", "--no-plot"),
     "Each kernel's time": (*PYTHON, "atom_plugin.cli", "bench", "kernels"),

@@ -113,6 +113,10 @@ def weights_and_cache(row: Row) -> tuple[int, int]:
     return weights - fewer_weights, cache - less_cache
 
 
+def _marked(shown: str, more: bool) -> str:
+    return f"{shown} **more**" if more else shown
+
+
 def launch_table() -> Iterator[str]:
     """How many launches, and where ours are more than the fewest of the others."""
     yield "| Model | Batch | TP | ours, gfx942 | ours, gfx950 | ours, shuffled cache | ATOM | vLLM | ours, sm_90 |"
@@ -121,7 +125,7 @@ def launch_table() -> Iterator[str]:
         least = min(kernels(atom(row.case)), kernels(vllm(row.case)))
         shuffled = None if row.case.config.latent else ours(row, GFX942, shuffled=True)
         cells = [ours(row, GFX942), ours(row, GFX950), shuffled]
-        shown = ["" if it is None else f"{kernels(it)}{' **more**' if kernels(it) > least else ''}" for it in cells]
+        shown = ["" if it is None else _marked(str(kernels(it)), kernels(it) > least) for it in cells]
         other = [str(kernels(it)) for it in (atom(row.case), vllm(row.case), ours(row, HOPPER))]
         yield f"{row.title} {' | '.join([*shown, *other])} |"
 
@@ -138,8 +142,9 @@ def byte_table() -> Iterator[str]:
         weights, cache = weights_and_cache(row)
         elsewhere = [row.batch * sum(it.numbers for it in read(row.case)) for read in (atom, vllm)]
         activations = [float(sum(it.activations for it in ours(row, GFX942))), *elsewhere]
-        sizes = [f"{size / 1e6:.2f}" for size in (weights, cache, *activations)]
-        sizes[2] += " **more**" if activations[0] > min(elsewhere) else ""
+        mine, *others = (f"{size / 1e6:.2f}" for size in activations)
+        mine = _marked(mine, activations[0] > min(elsewhere))
+        sizes = [f"{weights / 1e6:.2f}", f"{cache / 1e6:.2f}", mine, *others]
         times = [
             f"{(weights + cache + size) / bandwidth * 1e6:.1f}"
             for bandwidth in BANDWIDTHS.values()

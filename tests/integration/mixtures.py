@@ -16,7 +16,7 @@ from atom_core.kernels.select import Target
 from atom_core.standalone import Runner
 from tests.aiter_fake import fake_aiter
 from tests.integration.questions import checkpoint
-from tests.unit.core.fp8_checkpoints import Format, make_fp8
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, Format, make_fp8
 from tests.unit.core.mtp_checkpoints import make_good_mtp
 from tests.unit.core.mxfp4_checkpoints import make_gpt_oss, make_plain_gpt_oss
 
@@ -26,6 +26,7 @@ CANDIDATES = tuple(f"{count} birds and {7 * count % 23} cats are" for count in r
 #: Prompts of a quantised mixture, and how many must be answered alike: engines sum attention in another order, in 16
 #: bits, which sometimes moves a number of e4m3 to the next, and that another expert into the chosen ones.
 NUM_FP8_PROMPTS, FP8_ALIKE = 24, 0.9
+FP8_FORMS = {form.name: form for form in (*FORMATS, *BLOCK_FORMATS)}
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 _LATENT = {
@@ -172,21 +173,21 @@ def make_fp8_mixture(directory: Path, family: str, form: Format, **settings: Any
 
 
 def make_served(
-    directory: Path, model: str, form: Format | None, settings: dict[str, Any] | None
+    directory: Path, model: str, form: str | None, settings: dict[str, Any] | None
 ) -> tuple[Path, dict[str, int]]:
     """What an engine serves: a folder, and of a random model prompts, each with the token that our model alone gives.
 
     Args:
         directory: for what is made.
         model: a trained checkpoint, or with ``settings`` a family.
-        form: of a copy in FP8; None: the trained checkpoint itself.
+        form: one of :data:`FP8_FORMS`, of a copy in FP8; None: the trained checkpoint itself.
         settings: of random weights in place of the trained ones.
     """
     if form is None:
         return Path(checkpoint(model)), {}
     if settings is not None:
-        return make_fp8_mixture(directory, model, form, **settings)
-    make_fp8(Path(checkpoint(model)), directory, form)
+        return make_fp8_mixture(directory, model, FP8_FORMS[form], **settings)
+    make_fp8(Path(checkpoint(model)), directory, FP8_FORMS[form])
     return directory, {}
 
 

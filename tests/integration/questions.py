@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ TESTS = Path(__file__).parents[1]
 FAMILIES = ("qwen3", "llama", "qwen2", "mistral")
 # Every answer is shorter: a checkpoint ends it with a newline and the end-of-text token by itself.
 MAX_TOKENS = 32
+OPEN_ENDED = "Question:"
+# Some thousand tokens can be over before a busy server reads of an abort or a hang-up: whoever's model it is, its event
+# loop does not look up while tokens wait. So one of so many attempts must be cut short.
+NUM_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,19 @@ def right_tokens(family: str, rows: Sequence[Row]) -> list[list[int]]:
 def connect(server: Server) -> OpenAI:
     """A client that neither waits for ever nor hides a failure by asking again."""
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def hang_up(client: OpenAI, server: Server, limit: int, num_streams: int = 4) -> None:
+    """Have answers of `limit` tokens streamed at once, and hang up on each after three parts."""
+    streams = [
+        client.completions.create(
+            model=server.model, prompt=OPEN_ENDED, max_tokens=limit, extra_body={"ignore_eos": True}, stream=True
+        )
+        for _ in range(num_streams)
+    ]
+    for stream in streams:
+        assert len(list(itertools.islice(stream, 3))) == 3
+        stream.close()
 
 
 def complete(client: OpenAI, server: Server, prompt: str) -> str:

@@ -22,13 +22,11 @@ from tests.integration.questions import right_tokens
 from tests.integration.sglang.offline import Ask, Engine, Ran, run
 from tests.integration.sglang.test_drafts import ENVIRON
 from tests.integration.sglang.test_mtp import drafting
-from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 AS_ON_AMD = Path(__file__).with_name("as_on_amd")
 NUM_ROWS = 4
-FORMS = {form.name: form for form in (*FORMATS, *BLOCK_FORMATS)}
 QUANTIZING = ("fp8_rms_norm", "fp8_gated_activation")
 FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3"}
 #: On ROCm the name is ours for our models.
@@ -105,8 +103,7 @@ def made(tmp_path_factory) -> Callable[[str], tuple[Path, dict[str, int]]]:
     @once
     def made(name: str) -> tuple[Path, dict[str, int]]:
         case = CASES[name]
-        form = None if case.form is None else FORMS[case.form]
-        return make_served(tmp_path_factory.mktemp("made") / "it", case.model, form, case.settings)
+        return make_served(tmp_path_factory.mktemp("made") / "it", case.model, case.form, case.settings)
 
     return made
 

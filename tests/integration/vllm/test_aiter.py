@@ -23,12 +23,10 @@ from tests.integration.mixtures import DEEPSEEKS_OWN, FP8_ALIKE, first_tokens_on
 from tests.integration.once import once
 from tests.integration.questions import MAX_TOKENS, checkpoint, read_rows, right_tokens
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
-from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_ROWS = 6
-FORMS = {form.name: form for form in (*FORMATS, *BLOCK_FORMATS)}
 SHUFFLED = {"ATOM_SHUFFLED_CACHE": "1"}
 FILLED_BY_AITER = {"ATOM_AITER_QK_NORM_ROPE_CACHE": "1"}
 QUANTIZING = ("fp8_rms_norm", "fp8_gated_activation")
@@ -134,8 +132,7 @@ def made(tmp_path_factory) -> Callable[[str], tuple[Path, dict[str, int]]]:
     @once
     def made(name: str) -> tuple[Path, dict[str, int]]:
         case = CASES[name]
-        form = None if case.form is None else FORMS[case.form]
-        return make_served(tmp_path_factory.mktemp("made") / "it", case.model, form, case.settings)
+        return make_served(tmp_path_factory.mktemp("made") / "it", case.model, case.form, case.settings)
 
     return made
 

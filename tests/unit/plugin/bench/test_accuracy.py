@@ -98,7 +98,7 @@ def test_a_client_that_fails_says_the_servers_error_or_its_own(log, cause, monke
     client.write_text("#!/bin/sh\necho 'TypeError: no such task' >&2\nexit 1\n")
     client.chmod(0o755)
     monkeypatch.setattr(_accuracy, "LM_EVAL", str(client))
-    with pytest.raises(ServerFailed, match=r"exit code 1 \(\['TypeError: no such task'\]\)") as failed:
+    with pytest.raises(ServerFailed, match=r"exit code 1: TypeError: no such task\.") as failed:
         _accuracy.score(SimpleNamespace(model="it", url="http://it", log=log), 1)
     assert _accuracy.last_error(failed.value.log) == cause
 
