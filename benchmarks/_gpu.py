@@ -147,6 +147,8 @@ class Turns:
             for name in names if index % 2 == 0 else names[::-1]:
                 found = self._engine(name)
                 self.engines.append({"round": index, "implementation": name, **found})
+                # What was measured stays readable if a later engine fails.
+                print(f"{name} " + json.dumps(found), flush=True)
                 for figure, value in _figures(found, cold=index == 0).items():
                     rounds.setdefault(figure, {}).setdefault(name, []).append(value)
             last = {figure: {name: numbers[name][-1:] for name in names} for figure, numbers in rounds.items()}
