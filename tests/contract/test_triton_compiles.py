@@ -243,6 +243,12 @@ def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> Compile
     return compiled
 
 
+def amd_instructions(compiled: CompiledKernel) -> str:
+    """The instructions alone, a line each, without labels and comments."""
+    lines = (line.partition(";")[0] for line in compiled.asm["amdgcn"].splitlines())
+    return "\n".join(line for line in lines if line.strip() and not line.strip().startswith("."))
+
+
 #: What the running test compiled for AMD's GPUs, by kernel.
 COMPILED: list[tuple[str, Resources]] = []
 
@@ -417,6 +423,14 @@ def test_rms_norm_compiles(monkeypatch, adds, size, gpu):
     compile_launch(kernel, launched.value, gpu)
 
 
+#: Every wave writes back what it has stored and waits until that is done, then for the other waves, before one signals.
+SIGNAL = re.compile(
+    r"\b(buffer|global)_store_\w+ (?:(?!_store_|_atomic_).)*?\bbuffer_wbl2 sc0 sc1\s+s_waitcnt vmcnt\(0\)\s"
+    r"(?:(?!_store_|_atomic_).)*?\bs_barrier\b(?:(?!_store_).)*?\bglobal_atomic_add [^\n]+ sc1\b",
+    re.DOTALL,
+)
+
+
 @pytest.mark.parametrize(
     ("size", "gpu"),
     [(size, gpu) for size in (4096, 7168, 16384, 2881) for gpu in GPUS if gpu.nvidia or 2 * size <= MAX_ROW["rocm"]],
@@ -437,8 +451,8 @@ def test_all_reduce_norm_compiles(monkeypatch, world_size, size, gpu):
         assert re.search(r"(ld|atom)\.global\.sys\.acquire", text)
         wide = r"ld\.global\.v4\.b32"
     else:
-        text = compiled.asm["amdgcn"]
-        assert re.search(r"buffer_wbl2 sc0 sc1\s+s_waitcnt vmcnt\(0\).*\s+global_atomic_add", text)
+        text = amd_instructions(compiled)
+        assert SIGNAL.search(text)
         assert re.search(
             r"(global_atomic_add|global_load_dword) .* sc0 sc1\s+s_waitcnt vmcnt\(0\)\s+buffer_inv sc0 sc1", text
         )
@@ -604,8 +618,7 @@ def test_parts_are_there_for_programs_on_other_xcds(monkeypatch, op, module, gpu
         attend_in_parts(op, gpu)
     assert launched.value.constants["SPLIT"]
     compiled = compile_launch(kernel, launched.value, gpu)
-    lines = (line.partition(";")[0] for line in compiled.asm["amdgcn"].splitlines())
-    code = "\n".join(line for line in lines if line.strip() and not line.strip().startswith("."))
+    code = amd_instructions(compiled)
     assert code.count("global_atomic_add") == 1
     assert RELEASE.search(code)
 

@@ -63,6 +63,8 @@ class QuantizingAllReduceNorm(Protocol):
 def _triton_supports(spec: AllReduceNormSpec, target: Target) -> str | None:
     if reason := why_no_triton(target):
         return reason
+    if target.kind == "rocm" and target.arch not in ("gfx942", "gfx950"):
+        return f"The Triton kernel writes caches back as on gfx942 and gfx950, not as on {target.arch}."
     if not 2 <= spec.group.world_size <= MAX_RANKS:
         return f"The Triton kernel is for 2 to {MAX_RANKS} ranks, not {spec.group.world_size}."
     if spec.dtype not in (torch.bfloat16, torch.float16):

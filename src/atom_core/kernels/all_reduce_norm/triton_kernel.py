@@ -24,11 +24,27 @@ MAX_BYTES_OF_MORE = 256 * 1024
 
 
 @triton.jit
-def _meet(peers, rank, program, arrivals, PITCH: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
+def _meet(
+    peers,
+    rank,
+    program,
+    arrivals,
+    PITCH: tl.constexpr,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+    AMD: tl.constexpr,
+):
     """Go on when the programs of this number have come here on all ranks, ``arrivals`` in all so far.
 
     A count that takes in one rank's next arrival in place of another's is as good: who arrives again has seen all.
     """
+    if AMD:
+        # The signal below is one wave's. Its release need not have the other waves' stores, for which a barrier alone
+        # does not wait (see is_last of attention), and LLVM before https://github.com/llvm/llvm-project/pull/178316,
+        # as in Triton 3.6.0, may signal before what it releases is written back. So each wave writes back and waits.
+        tl.inline_asm_elementwise(
+            "buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)", "=v", [], dtype=tl.int32, is_pure=False, pack=1
+        )
     # What all threads have stored is before the first one's signal, and what they load behind its wait.
     tl.debug_barrier()
     lanes = tl.arange(0, LANES)
@@ -64,6 +80,7 @@ def _all_reduce_norm(
     SHARES: tl.constexpr,
     HALF: tl.constexpr,
     MEET: tl.constexpr,
+    AMD: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
@@ -82,7 +99,7 @@ def _all_reduce_norm(
         part = tl.load(x + row * stride_x + columns, mask=used, other=0.0)
         tl.store(mine + index * PITCH + columns, part, mask=used)
     if MEET:
-        _meet(peers, rank, program, (met + 1) * WORLD, COUNTERS, WORLD, LANES)
+        _meet(peers, rank, program, (met + 1) * WORLD, COUNTERS, WORLD, LANES, AMD)
     scale = tl.load(weight + columns, mask=used, other=0.0).to(tl.float32)
     for index in range(rows):
         row = (program + index * programs).to(tl.int64)
@@ -131,7 +148,7 @@ def all_reduce_norm(
 ) -> torch.Tensor:
     """``y``, with ``residual`` added to in place; see :mod:`atom_core.kernels.all_reduce_norm`.
 
-    ``nvidia``: whether a warp has 32 threads, not 64.
+    ``nvidia``: whether the GPU is one of NVIDIA's, not gfx942 or gfx950: a warp has 32 threads, not 64.
     ``meet``: whether ranks wait for each other. Without it, what this rank reads is what the others have written.
     """
     num_rows, size = x.shape
@@ -162,6 +179,7 @@ def all_reduce_norm(
         SHARES=SHARES,
         HALF=HALF,
         MEET=meet,
+        AMD=not nvidia and not triton.knobs.runtime.interpret,  # the interpreter runs no assembly
         num_warps=min(16, max(4, block // (256 if nvidia else 512))),  # a thread reads 16 bytes at once
     )
     return out

@@ -175,8 +175,9 @@ def test_what_an_adapter_has_of_aiters_is_left_out_with_it():
         (AllReduceNormSpec(4096, torch.float32, group()), H200, "numbers of two bytes"),
         (AllReduceNormSpec(20480, torch.bfloat16, group()), H200, "up to 16384 numbers"),
         (AllReduceNormSpec(4096, torch.bfloat16, group()), Target("cpu", ""), "need a GPU"),
+        (AllReduceNormSpec(4096, torch.bfloat16, group()), Target("rocm", "gfx90a"), "not as on gfx90a"),
     ],
-    ids=["one rank", "several hosts", "16 ranks", "float32", "long rows", "a CPU"],
+    ids=["one rank", "several hosts", "16 ranks", "float32", "long rows", "a CPU", "another GPU of AMD's"],
 )
 def test_what_it_cannot_run_is_refused_in_words(spec, target, reason):
     with pytest.raises(ValueError, match=reason):
