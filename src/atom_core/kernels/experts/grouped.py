@@ -6,6 +6,7 @@ may be, and blocks behind the last do nothing: nothing waits for the host, and a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -361,10 +362,16 @@ def combine(
     return y
 
 
-def block_rows(tokens: int, held: Held) -> int:
-    """Rows of a block: as many as an expert has on average, in powers of two."""
+#: How many times an expert's average its blocks have room for in 16 bits. Without, half of the experts have more than
+#: the block of an average that is a power of two, and are read twice: at 256 tokens and an average of 16 a step of
+#: Qwen3 30B-A3B takes 22.0 ms on an H200, and 21.0 ms in blocks of 32. Fewer bits are widened for each block's rows anew.
+_ROOM = 1.25
+
+
+def block_rows(tokens: int, held: Held, room: float = 1.0) -> int:
+    """Rows of a block: as many as an expert has on average, ``room`` times, in powers of two."""
     average = triton.cdiv(tokens * held.top_k, held.count)
-    return int(min(128, max(16, triton.next_power_of_2(average))))
+    return int(min(128, max(16, triton.next_power_of_2(math.ceil(average * room)))))
 
 
 def many_tokens(
@@ -380,7 +387,7 @@ def many_tokens(
     """See :func:`atom_core.kernels.experts.few_tokens.one_token`."""
     tokens, hidden = x.shape
     size = layer.down.shape[2]
-    blocks = sort_by_expert(experts, held, block_rows(tokens, held), overlap)
+    blocks = sort_by_expert(experts, held, block_rows(tokens, held, _ROOM), overlap)
     num_blocks = len(blocks.experts)
     wide = x.dtype == torch.float32
     tile = {
