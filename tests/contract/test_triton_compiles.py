@@ -358,6 +358,12 @@ def test_attention_over_latents_in_fp8_compiles(monkeypatch, name, batch, gpu, c
     test_attention_over_latents_compiles(monkeypatch, name, batch, gpu, cache_dtype)
 
 
+@pytest.mark.parametrize("batch", LATENT_BATCHES)
+def test_three_tiles_of_latents_fit_hopper_beside_32_heads(monkeypatch, batch):
+    monkeypatch.setitem(LATENTS, "32 heads", (LatentCase("", (), heads=32, **_DEEPSEEK), torch.bfloat16))
+    test_attention_over_latents_compiles(monkeypatch, "32 heads", batch, GPUS[-1], None)
+
+
 @every_gpu
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_slots_of_keys_compile(monkeypatch, page_size, gpu):

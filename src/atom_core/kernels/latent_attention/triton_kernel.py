@@ -58,6 +58,7 @@ def _latent_attention(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
     AMD: tl.constexpr,
 ):
@@ -94,6 +95,9 @@ def _latent_attention(
     if SPLIT:
         num_tiles = tl.cdiv(end, BLOCK_N)
         share = tl.cdiv(num_tiles, tl.num_programs(2))
+        if not AMD:  # where none has measured it
+            # One program adds up all parts, each of about as many bytes as a tile: no more parts than each has tiles.
+            share = tl.maximum(share, tl.ceil(tl.sqrt(num_tiles.to(tl.float32))).to(tl.int32))
         working = tl.cdiv(num_tiles, share)
         if split >= working:
             return
@@ -104,11 +108,20 @@ def _latent_attention(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, L_PADDED], tl.float32)
     table = page_table + request * stride_table
+    if AHEAD:
+        # Rows are fetched while tiles before theirs are worked on: with their pages known, they wait for nothing else.
+        ahead = begin + tl.arange(0, BLOCK_N)
+        next_page = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
     for tile in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         other = tile + tl.arange(0, BLOCK_N)
         known = other < end
-        page = tl.load(table + other // PAGE, mask=known, other=0).to(tl.int64)
-        row = rows + (page * stride_page + (other % PAGE).to(tl.int64) * stride_row)[:, None]
+        if AHEAD:
+            page = next_page
+            ahead = other + BLOCK_N
+            next_page = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
+        else:
+            page = tl.load(table + other // PAGE, mask=known, other=0)
+        row = rows + (page.to(tl.int64) * stride_page + (other % PAGE).to(tl.int64) * stride_row)[:, None]
         latents = tl.load(row + number[None, :], mask=known[:, None] & number_used[None, :], other=0.0)
         keys = tl.load(row + L + turned[None, :], mask=known[:, None] & turned_used[None, :], other=0.0)
         latents = latents.to(plain_query.dtype)
@@ -151,7 +164,7 @@ class TritonLatentAttention:
     Args:
         spec: the layer.
         nvidia: whether the device is one of NVIDIA's; others have less shared memory.
-        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`; from Hopper on.
         foreign: see :func:`atom_core.kernels.cache_dtypes.is_foreign`.
     """
 
@@ -167,13 +180,22 @@ class TritonLatentAttention:
         self.decode_rows: int = max(16, triton.next_power_of_2(self.heads))  # tl.dot wants at least 16
         self.split_buffers = SplitBuffers()
 
-    def _keys_a_tile(self) -> int:
-        """As many as keep a tile of rows within the 64 KiB of shared memory of gfx942, on NVIDIA two.
+    def _tile(self, rows: int) -> tuple[int, int, int]:
+        """Keys, warps and stages for ``rows`` rows.
 
-        Where FP8 takes registers to widen, half as many: with more they spill.
+        On NVIDIA 4 warps hold the sums of 16 rows in 16 bits without spills, and two such programs share a
+        multiprocessor. More rows take 8 warps; three stages of them fit into Hopper's 227 KiB of shared memory up to
+        32 rows. gfx942 has 64 KiB, and takes registers to widen a foreign FP8: with more keys or warps it spills.
         """
+        shape = self.spec.latent
+        if self.nvidia and shape.dtype.itemsize == shape.cache_dtype.itemsize == 2:
+            if rows <= 16:
+                return 32, 4, 3
+            if rows <= 32 and self.overlap:
+                return 64, 8, 3
         keys = 64 if self.nvidia else 16 if self.foreign else 32
-        return max(16, keys // (2 if self.spec.latent.dtype == torch.float32 else 1))  # tl.dot wants at least 16
+        keys = max(16, keys // (2 if shape.dtype == torch.float32 else 1))  # tl.dot wants at least 16
+        return (keys, 8, 2) if self.nvidia else (keys, 4, 1)
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
@@ -185,6 +207,7 @@ class TritonLatentAttention:
         block_q = max(1, block_m // self.heads)
         blocks, groups = num_tokens // block_q + num_requests, triton.cdiv(shape.num_heads, self.heads)
         row_count = num_tokens * shape.num_heads
+        keys, warps, stages = self._tile(block_m)
         splits = self.split_buffers.share(blocks * groups, metadata.max_seq_len, row_count, shape.rank, q.device)
         _latent_attention[blocks, groups, splits.count](
             q,
@@ -213,12 +236,12 @@ class TritonLatentAttention:
             R_PADDED=max(16, triton.next_power_of_2(shape.rope_dim)),
             BLOCK_Q=block_q,
             BLOCK_M=block_m,
-            BLOCK_N=self._keys_a_tile(),
+            BLOCK_N=keys,
             SPLIT=splits.count > 1,
-            STAGES=2 if self.nvidia else 1,
+            STAGES=stages,
+            AHEAD=stages > 2,  # elsewhere registers spill for it
             OVERLAP=self.overlap,
             AMD=not self.nvidia and not triton.knobs.runtime.interpret,  # the interpreter runs no assembly
-            # As few as hold a tile's sums in registers: with 4 on NVIDIA and 8 on AMD they spill.
-            num_warps=8 if self.nvidia else 4,
+            num_warps=warps,
             **launch_options(self.overlap),
         )
