@@ -364,7 +364,7 @@ def combine(
 
 #: How many times an expert's average its blocks have room for in 16 bits. Without, half of the experts have more than
 #: the block of an average that is a power of two, and are read twice: at 256 tokens and an average of 16 a step of
-#: Qwen3 30B-A3B takes 22.0 ms on an H200, and 21.0 ms in blocks of 32. Fewer bits are widened for each block's rows anew.
+#: Qwen3 30B-A3B takes 22.0 ms on an H200, and 21.0 ms in blocks of 32. Fewer bits are widened anew by each block.
 _ROOM = 1.25
 
 
