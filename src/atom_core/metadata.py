@@ -78,6 +78,11 @@ class AttentionMetadata:
         return planned
 
 
+def capturing(tensor: torch.Tensor) -> bool:
+    """What is kept of a step in which a graph is captured is the graph's, and what was kept before is not in it."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(frozen=True)
 class KVCacheView:
     """One layer's keys and values as a kernel sees them: ``[pages, kv heads, page size, head dim]`` of any strides.

@@ -14,6 +14,7 @@ from atom_plugin.vllm.flash_attention import (
     why_no_flash_attention,
     why_no_flash_latent_attention,
 )
+from tests.gpu.test_latents import check_replays
 from tests.kernel_cases import ATTENTION_CASES, NAN, AttentionCase, assert_close, attention_batch, check_attention
 from tests.latent_cases import LATENT_CASES, LatentCase, check_absorbed, latent_batch
 
@@ -41,6 +42,11 @@ def test_it_is_attention(case: AttentionCase, dtype: torch.dtype) -> None:
 def test_it_is_attention_over_latents(case: LatentCase, dtype: torch.dtype) -> None:
     assert why_no_flash_latent_attention(case.spec(dtype), Target.of(GPU)) is None
     check_absorbed(case, FlashLatentAttention3(case.spec(dtype)), latent_batch(case, dtype, GPU))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_captured_graph_over_latents_answers_batches_of_other_lengths(heads: int) -> None:
+    check_replays(FlashLatentAttention3, heads)
 
 
 def test_a_captured_graph_answers_batches_of_other_lengths() -> None:

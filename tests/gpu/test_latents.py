@@ -111,11 +111,11 @@ def test_products_for_each_head(tokens, dtype):
         check_head_linear(partial(head_linear, **OVERLAP), (tokens, 16, *sizes), dtype, GPU, transposed)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-def test_a_graph_replays_for_other_lengths(heads):
+def check_replays(build, heads):
+    """A graph of the kernel that ``build`` makes of a spec answers batches of other lengths."""
     many = tuple((100 * at, 1) for at in range(8))
     case = LatentCase("", many, heads=heads, **_SIZES)
-    kernel = TritonLatentAttention(case.spec(torch.bfloat16), **HERE)
+    kernel = build(case.spec(torch.bfloat16))
     first = latent_batch(case, torch.bfloat16, GPU)
     metadata = replace(first.metadata, max_seq_len=4096, host=None)
     out = torch.empty(len(many), heads, case.rank, dtype=torch.bfloat16, device=GPU)
@@ -134,6 +134,11 @@ def test_a_graph_replays_for_other_lengths(heads):
         expected = torch.empty_like(out)
         kernel(batch.folded, batch.cache, replace(batch.metadata, max_seq_len=4096), expected)
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_graph_replays_for_other_lengths(heads):
+    check_replays(partial(TritonLatentAttention, **HERE), heads)
 
 
 @pytest.mark.parametrize(("family", "settings"), [(V3, {}), (V2, LITE)], ids=str)

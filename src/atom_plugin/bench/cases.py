@@ -75,6 +75,8 @@ class Case:
     num_operations: int
     contenders: Mapping[str, Contender]
     """By name; "atom" is ours. All answer the same numbers but for rounding."""
+    exact: tuple[Contender, ...] = ()
+    """The numbers in float32, where torch's contender rounds on the way: by each right way to round the input."""
 
 
 @dataclass(frozen=True)

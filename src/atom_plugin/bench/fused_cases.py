@@ -17,7 +17,7 @@ from atom_core.attention.base import AttentionSpec
 from atom_core.attention.radix import RadixAttention
 from atom_core.config import ModelConfig
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
-from atom_core.kernels.fp8_linear.reference import row_scales, to_e4m3
+from atom_core.kernels.fp8_linear.reference import quantize_input, row_scales, to_e4m3
 from atom_core.kernels.fp8_linear.scaled_mm import ScaledMm
 from atom_core.kernels.gated_activation.reference import gated_activation
 from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
@@ -104,6 +104,8 @@ def fp8_linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
                     "atom": partial(_our_fp8_product, product, rows),
                     "torch": partial(_torch_fp8_product, product, rows),
                 },
+                # One row may stay in 16 bits where several become FP8.
+                exact=tuple(partial(_exact_fp8_product, product, rows, as_is) for as_is in (False, True)),
             )
 
 
@@ -132,6 +134,13 @@ def _torch_fp8_product(product: Product, rows: int, bench: Bench, copies: int) -
     for weight in weights:
         kernel.adopt(weight, scale)
     return lambda index: kernel(x, weights[index], scale, None, None)
+
+
+def _exact_fp8_product(product: Product, rows: int, as_is: bool, bench: Bench, copies: int) -> Run:
+    """With the input as it is, or in FP8."""
+    x, weights, scale = _fp8_buffers(product, rows, bench, copies)
+    stored, x_scale = (x, 1.0) if as_is else quantize_input(x, None)
+    return lambda index: (stored.float() @ weights[index].float().T) * x_scale * scale
 
 
 def decode_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:

@@ -96,6 +96,7 @@ def latent_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]
                 "FlashAttention 3": partial(_flash_attention, batch),
                 "FlashMLA": partial(_flash_mla, batch),
             },
+            exact=(partial(_torch_absorbed, batch, exact=True),),
         )
 
 
@@ -112,9 +113,12 @@ def _absorbed(batch: _Batch, bench: Bench, copies: int) -> Run:
     return run
 
 
-def _torch_absorbed(batch: _Batch, bench: Bench, copies: int) -> Run:
+def _torch_absorbed(batch: _Batch, bench: Bench, copies: int, exact: bool = False) -> Run:
+    """In the model's dtype, to which torch rounds scores too, or in float32."""
     q = bench.random(batch.requests, batch.num_heads, batch.latent.row, seed=0)
     rows = batch.rows(bench)
+    if exact:
+        q, rows = q.float(), rows.float()
     sets = [rows, *(rows.clone() for _ in range(copies - 1))]
 
     def run(index: int) -> torch.Tensor:

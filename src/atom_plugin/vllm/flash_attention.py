@@ -6,8 +6,9 @@ By itself it prefills faster than the core's Triton kernel (arXiv 2407.08608): o
 are its, and all others the core's kernel's. Decoding alone stays with the core too, where norms, rope and the cache's
 filling are fused with it.
 
-Over latents it has not been measured beside the core's kernel yet, and is to be asked for with
-``ATOM_KERNELS=latent_attention=flash_attention_3``.
+Over latents it does all that is not expanded, decoding too: on an H200 64 requests of 2,048 tokens and 16 heads in 51
+us a layer in place of 81, 8 with 128 heads in 25 in place of 105. What it cannot read, such as an FP8 cache, is the
+core's kernel's.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ from atom_core.kernels.attention import (
     PagedAttentionKernel,
     PagedAttentionSpec,
 )
-from atom_core.kernels.latent_attention import LatentAttentionSpec
+from atom_core.kernels.latent_attention import LatentAttentionKernel, LatentAttentionSpec
 from atom_core.kernels.select import Implementation, Target
-from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView, LatentCacheView
+from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView, LatentCacheView, capturing
 
 #: New tokens of a batch's longest prompt from which on it is read by FlashAttention 3: what was measured, and won.
 LONG_PROMPT = 4000
+
+#: At most how many programs share a request's rows of latents, as in vLLM's own captured graphs, and how much memory
+#: the parts of their answers may take: vLLM has not counted it.
+_MOST_PARTS, _PARTS_BYTES = 32, 256 << 20
 
 
 def gpu_kernels() -> Mapping[str, Implementation[Hashable, object]]:
     """The GPU kernels that vLLM ships and that ours may be exchanged for, by op name."""
     found = {
         "attention": Implementation(TRITON_AND_FLASH_ATTENTION_3, _why_no_both, _build_both),
-        "latent_attention": Implementation(
-            "flash_attention_3", why_no_flash_latent_attention, lambda spec, _: FlashLatentAttention3(spec)
-        ),
+        "latent_attention": Implementation("flash_attention_3", why_no_flash_latent_attention, _build_of_latents),
     }
     return cast("Mapping[str, Implementation[Hashable, object]]", found)
 
@@ -49,6 +52,10 @@ def _why_no_both(spec: PagedAttentionSpec, target: Target) -> str | None:
 
 def _build_both(spec: PagedAttentionSpec, target: Target) -> PagedAttentionKernel:
     return LongPromptsElsewhere(TRITON_ATTENTION.build(spec, target), FlashAttention3(spec))
+
+
+def _build_of_latents(spec: LatentAttentionSpec, target: Target) -> LatentAttentionKernel:
+    return FlashLatentAttention3(spec)
 
 
 def why_no_flash_attention(spec: PagedAttentionSpec, target: Target) -> str | None:
@@ -197,7 +204,8 @@ class LongPromptsElsewhere:
 class FlashLatentAttention3:
     """See :class:`atom_core.kernels.latent_attention.LatentAttentionKernel`; it reads the cache by its strides.
 
-    Rotated keys are its keys, and what the latents add to the scores its ``q_v``: the latents are its values.
+    Rotated keys are its keys, and what the latents add to the scores its ``q_v``: the latents are its values. Who reads
+    what is worked out on the GPU by the first layer of a step, for all of them.
     """
 
     graph_support: GraphSupport = "always"
@@ -206,12 +214,15 @@ class FlashLatentAttention3:
         interface = _interface()
         assert isinstance(interface, ModuleType), interface
         self.attend = interface.flash_attn_varlen_func
+        self.schedule = interface.get_scheduler_metadata
         self.spec = spec
+        self.room = spec.latent.num_heads
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
         assert _aligned(cache.rows), "it copies by tensor descriptors, whose strides are multiples of 16 bytes"
         rank = self.spec.latent.rank
+        schedule, parts = self._scheduled(q, cache, metadata)
         rows = cache.rows.unsqueeze(2)  # [pages, page size, one head, L + R]
         self.attend(
             q=q[..., rank:],
@@ -226,5 +237,35 @@ class FlashLatentAttention3:
             softmax_scale=self.spec.scale,
             causal=metadata.causal,
             block_table=metadata.page_table,
+            scheduler_metadata=schedule,
+            num_splits=parts,
             fa_version=3,
         )
+
+    def _scheduled(
+        self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata
+    ) -> tuple[torch.Tensor, int]:
+        """The step's schedule, and at most how many parts a request has in it."""
+        shape = self.spec.latent
+        key = ("flash_attention_3", shape, cache.page_size, capturing(q))
+        if key not in metadata.kept:
+            part_bytes = q.shape[0] * shape.num_heads * shape.rank * torch.float32.itemsize
+            parts = max(1, min(_MOST_PARTS, _PARTS_BYTES // max(1, part_bytes)))
+            schedule = self.schedule(
+                batch_size=metadata.seq_lens.shape[0],
+                max_seqlen_q=metadata.max_query_len,
+                max_seqlen_k=metadata.max_seq_len,
+                num_heads_q=shape.num_heads,
+                num_heads_kv=1,
+                headdim=shape.rope_dim,
+                cache_seqlens=metadata.seq_lens,
+                qkv_dtype=shape.dtype,
+                headdim_v=shape.rank,
+                cu_seqlens_q=metadata.query_start_loc,
+                page_size=cache.page_size,
+                causal=metadata.causal,
+                num_splits=parts,
+            )
+            metadata.kept[key] = schedule, parts
+        found: tuple[torch.Tensor, int] = metadata.kept[key]
+        return found

@@ -98,6 +98,12 @@ def stand_in_of_latents(signature: inspect.Signature, **given: Any) -> torch.Ten
     assert arguments["window_size"] is None
     q, k, v, q_v, out = (arguments[name] for name in ("q", "k", "v", "q_v", "out"))
     assert k.shape[2] == v.shape[2] == 1
+    scheduled = {"num_heads_kv": 1, "num_heads_q": q.shape[1], "headdim": k.shape[-1], "headdim_v": v.shape[-1]}
+    scheduled |= {"batch_size": len(arguments["seqused_k"]), "page_size": k.shape[1], "qkv_dtype": q.dtype}
+    scheduled |= {name: arguments[name] for name in ("max_seqlen_q", "max_seqlen_k", "causal", "num_splits")}
+    assert scheduled.items() <= arguments["scheduler_metadata"].items(), "it is scheduled as another call"
+    assert arguments["scheduler_metadata"]["cache_seqlens"] is arguments["seqused_k"]
+    assert arguments["scheduler_metadata"]["cu_seqlens_q"] is arguments["cu_seqlens_q"]
     shape = replace(LATENT_SPEC.latent, num_heads=q.shape[1], rank=v.shape[-1], rope_dim=k.shape[-1], dtype=q.dtype)
     spec = replace(LATENT_SPEC, latent=shape, scale=arguments["softmax_scale"])
     cache = LatentCacheView(torch.cat([v, k], -1).squeeze(2))
@@ -129,14 +135,41 @@ def test_its_arguments_mean_what_is_meant(
     check_attention(kernel, attention_batch(case, torch.bfloat16, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("case", [case for case in LATENT_CASES if not case.gap], ids=str)
-def test_its_arguments_mean_what_is_meant_of_latents(
-    monkeypatch: pytest.MonkeyPatch, binding: ModuleType, case: LatentCase
-) -> None:
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch, binding: ModuleType) -> Mock:
+    """In place of the binding's, and of its attention over latents, for want of a GPU: a schedule is what it is of."""
     signature = inspect.signature(binding.flash_attn_varlen_func)
     monkeypatch.setattr(binding, "flash_attn_varlen_func", partial(stand_in_of_latents, signature))
+    scheduling = inspect.signature(binding.get_scheduler_metadata)
+    scheduler = Mock(side_effect=lambda **given: scheduling.bind(**given).arguments)
+    monkeypatch.setattr(binding, "get_scheduler_metadata", scheduler)
+    return scheduler
+
+
+@pytest.mark.usefixtures("scheduler")
+@pytest.mark.parametrize("case", [case for case in LATENT_CASES if not case.gap], ids=str)
+def test_its_arguments_mean_what_is_meant_of_latents(case: LatentCase) -> None:
     kernel = FlashLatentAttention3(case.spec(torch.bfloat16))
+    assert kernel.room == case.heads
     check_absorbed(case, kernel, latent_batch(case, torch.bfloat16, torch.device("cpu")))
+
+
+def test_the_layers_of_a_step_are_scheduled_once(scheduler: Mock) -> None:
+    (case,) = (case for case in LATENT_CASES if case.name == "decode")
+    one, other = (latent_batch(case, torch.bfloat16, torch.device("cpu"), seed) for seed in (0, 1))
+    for batch in (one, one, other):
+        check_absorbed(case, FlashLatentAttention3(case.spec(torch.bfloat16)), batch)
+    assert scheduler.call_count == 2
+
+
+@pytest.mark.parametrize(("heads", "tokens", "parts"), [(16, 4, 32), (16, 256, 32), (128, 256, 4), (128, 4096, 1)])
+def test_parts_of_answers_stay_small(scheduler: Mock, heads: int, tokens: int, parts: int) -> None:
+    shape = replace(LATENT_SPEC.latent, num_heads=heads)
+    case = LatentCase("", ((3, 1),), rank=512, rope_dim=64)
+    batch = latent_batch(case, torch.bfloat16, torch.device("cpu"))
+    kernel = FlashLatentAttention3(replace(LATENT_SPEC, latent=shape))
+    _, found = kernel._scheduled(torch.empty(tokens, 0), batch.cache, batch.metadata)
+    assert found == scheduler.call_args.kwargs["num_splits"] == parts
 
 
 def test_a_cache_that_it_cannot_copy_from_is_not_read(binding: ModuleType) -> None:
@@ -200,4 +233,10 @@ def test_it_can_run_where_vllm_says_so(monkeypatch: pytest.MonkeyPatch, binding:
     assert kernels.chosen(ATTENTION, SPEC) == TRITON_AND_FLASH_ATTENTION_3
     assert isinstance(kernels.select(ATTENTION, SPEC), LongPromptsElsewhere)
     assert kernels.chosen(ATTENTION, replace(SPEC, cache_dtype=torch.float8_e4m3fn)) == "triton"
-    assert kernels.chosen(LATENT_ATTENTION, LATENT_SPEC) == "triton"
+    assert kernels.chosen(LATENT_ATTENTION, LATENT_SPEC) == "flash_attention_3"
+    in_fp8 = replace(LATENT_SPEC, latent=replace(LATENT_SPEC.latent, cache_dtype=torch.float8_e4m3fn))
+    assert kernels.chosen(LATENT_ATTENTION, in_fp8) == "triton"
+    (choice,) = (choice for choice in kernels.choices() if choice.passed_over and choice.op == "latent_attention")
+    assert choice.passed_over[0][0] == "flash_attention_3"
+    elsewhere = KernelSet(Target("cuda", "sm80"), OPS, contributed=gpu_kernels())
+    assert elsewhere.chosen(LATENT_ATTENTION, LATENT_SPEC) == "triton"

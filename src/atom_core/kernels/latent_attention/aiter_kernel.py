@@ -19,7 +19,7 @@ from atom_core.kernels.latent_attention import LatentAttentionKernel
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.latent_attention.token_slots import TokenSlots, token_slots
 from atom_core.kernels.opaque import opaque
-from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
+from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView, capturing
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class AiterLatentAttention:
         if not 0 < metadata.num_decode_requests < metadata.num_requests:
             self._run(q, cache, metadata, out)
             return
-        key = ("decodes and others", _capturing(q))
+        key = ("decodes and others", capturing(q))
         if key not in metadata.kept:
             metadata.kept[key] = _decodes_and_others(metadata)
         decodes, others = metadata.kept[key]
@@ -112,7 +112,7 @@ class AiterLatentAttention:
     def _shares(self, metadata: AttentionMetadata, cache: LatentCacheView) -> Shares:
         """Those of the step, made by its first layer."""
         shape = self.spec.latent
-        key = (self.room, shape.dtype, shape.cache_dtype, cache.rows.shape[:2], _capturing(cache.rows))
+        key = (self.room, shape.dtype, shape.cache_dtype, cache.rows.shape[:2], capturing(cache.rows))
         if key not in metadata.kept:
             batch = token_slots(metadata, metadata.max_query_len, cache.rows.shape[0], cache.page_size)
             metadata.kept[key] = self._shared_out(batch)
@@ -148,14 +148,9 @@ class AiterLatentAttention:
         key = (cache.scale, cache.rows.device)
         if key not in self._scales:
             # What is made while a graph is captured belongs to that graph.
-            assert not _capturing(cache.rows), "warm up before capturing"
+            assert not capturing(cache.rows), "warm up before capturing"
             self._scales[key] = torch.tensor([cache.scale], dtype=torch.float32, device=cache.rows.device)
         return self._scales[key]
-
-
-def _capturing(tensor: torch.Tensor) -> bool:
-    """What is kept of a step in which a graph is captured is the graph's, and what was kept before is not in it."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _decodes_and_others(metadata: AttentionMetadata) -> tuple[AttentionMetadata, AttentionMetadata]:

@@ -90,7 +90,7 @@ def test_work_is_shared_out_once_a_step_and_again_for_a_graph(monkeypatch):
         # Adapters add plans to a step while it runs; the batch is the same.
         assert run(case, "gfx950", metadata=metadata.with_plans({"other": 1}))[0]["get_mla_metadata_v1"] == 0
         assert run(case, "gfx950", metadata=replace(metadata, max_seq_len=99))[0]["get_mla_metadata_v1"] == 1
-        monkeypatch.setattr(aiter_kernel, "_capturing", lambda tensor: True)
+        monkeypatch.setattr(aiter_kernel, "capturing", lambda tensor: True)
         # What a run before the capture made would not be refilled by replays.
         assert run(case, "gfx950", layers=2, metadata=metadata)[0]["get_mla_metadata_v1"] == 1
 
@@ -114,11 +114,11 @@ def test_a_scale_is_not_made_inside_a_graph(monkeypatch):
         spec = case.spec(torch.bfloat16, FP8["gfx942"])
         kernel = kernel_set(Target("rocm", "gfx942")).select(LATENT_ATTENTION, spec)
         with monkeypatch.context() as patch:
-            patch.setattr(aiter_kernel, "_capturing", lambda tensor: True)
+            patch.setattr(aiter_kernel, "capturing", lambda tensor: True)
             with pytest.raises(AssertionError, match="warm up before capturing"):
                 kernel(batch.folded, batch.cache, batch.metadata, out)
         kernel(batch.folded, batch.cache, batch.metadata, out)
-        monkeypatch.setattr(aiter_kernel, "_capturing", lambda tensor: True)
+        monkeypatch.setattr(aiter_kernel, "capturing", lambda tensor: True)
         kernel(batch.folded, batch.cache, batch.metadata, out)
 
 

@@ -11,7 +11,7 @@ from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_plugin.bench import cases, fused_cases, kernels, latent_cases
-from atom_plugin.bench.cases import Bench
+from atom_plugin.bench.cases import Bench, Case
 from atom_plugin.bench.device import Ceiling, Timing
 from atom_plugin.bench.kernels import CASES, KernelOptions, Limits, Row, num_copies
 from atom_plugin.bench.models import read_config
@@ -103,6 +103,9 @@ def test_contenders_answer_the_same(few, config, op):
                 assert run(1).shape == found[name].shape
         assert set(found) >= {"atom", "torch"}
         torch.testing.assert_close(found["atom"], found["torch"], rtol=1e-4, atol=1e-4)
+        with torch.inference_mode():
+            exact = [contender(bench, 1)(0) for contender in case.exact]
+        assert not exact or min(kernels._distance(found["atom"], numbers) for numbers in exact) < 1e-4
 
 
 def test_a_call_is_limited_by_memory_or_by_products():
@@ -155,6 +158,35 @@ def test_numbers_that_disagree_are_far_apart():
     assert kernels._distance(ours, ours) == 0.0
     assert kernels._distance(2 * ours, ours) == 1.0
     assert kernels._distance(nan, ours) == float("inf")
+
+
+def notes(monkeypatch, exact, **numbers):
+    """Of the rows of contenders that answer ``numbers``, by contender: whether there is a time, and the note."""
+    timing = Timing(2e-6, 1.9e-6, 2.1e-6)
+    monkeypatch.setattr(kernels, "cache_and_memory", lambda device: (1 << 20, 1 << 40))
+    monkeypatch.setattr(kernels, "_measure_one", lambda contender, *_: (timing, contender(None, 1)(0)))
+
+    def answering(number):
+        return lambda bench, copies: lambda index: torch.tensor([1.0, number])
+
+    contenders = {name: answering(number) for name, number in numbers.items()}
+    case = Case("linear", "qkv", 1 << 20, 0, contenders, tuple(answering(number) for number in exact))
+    bench = Bench(torch.device("cpu"), torch.bfloat16, None)
+    rows = kernels._rows("qwen3-8b", case, bench, LIMITS, KernelOptions())
+    return {row.contender: (row.timing is not None, row.note) for row in rows}
+
+
+def test_without_exact_numbers_others_are_held_against_torchs(monkeypatch):
+    found = notes(monkeypatch, (), atom=0.9, near=0.99, torch=1.0)
+    assert found["torch"] == found["near"] == (True, "")
+    assert found["atom"] == (False, "its numbers are 1.0e-01 from torch's: no time is given")
+
+
+def test_exact_numbers_are_held_against_all_and_torch_keeps_its_time(monkeypatch):
+    found = notes(monkeypatch, (1.0, 0.5), atom=0.99, other=0.51, far=0.9, torch=0.9)
+    assert found["atom"] == found["other"] == (True, "")
+    assert found["far"] == (False, "its numbers are 1.0e-01 from float32's: no time is given")
+    assert found["torch"] == (True, "its numbers are 1.0e-01 from float32's")
 
 
 @pytest.mark.parametrize(
