@@ -8,6 +8,7 @@ configuration is made: before any weight is loaded, in the process that the user
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -268,11 +269,16 @@ def _check_exchange(vllm_config: VllmConfig) -> None:
         )
 
 
-def _rewrite(model_config: ModelConfig, architecture: str) -> None:
+def _rewrite(model_config: ModelConfig, architecture: str, **differs: bool) -> None:
+    """Serve ``model_config`` by our class of ``architecture``.
+
+    What vLLM wants to know of a class is the same of ours as of its own, but for what ``differs``. It would find out by
+    a process that imports all of vLLM anew, and a first start would wait for that.
+    """
     ours = ARCHITECTURE_PREFIX + architecture
-    info, resolved = model_config.registry.inspect_model_cls([ours], model_config)
     model_config.hf_config.architectures = [ours]
-    model_config._model_info, model_config._architecture = info, resolved
+    model_config._model_info = replace(model_config._model_info, architecture=ours, **differs)
+    model_config._architecture = ours
     logger.info("--model-impl atom: %s is served by %s", architecture, ours)
 
 
@@ -299,7 +305,7 @@ def _route_draft(vllm_config: VllmConfig, target: str) -> None:
     if draft is None or _is_ours(draft):
         return
     if speculative.method == _OWN_LAYERS:
-        _rewrite(draft, DRAFTS[target][1])
+        _rewrite(draft, DRAFTS[target][1], supports_pp=False)
         return
     if speculative.method != "draft_model":
         return

@@ -4,16 +4,19 @@ takes other arguments than what it overrides.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 
 import pytest
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
+from vllm.model_executor.models.registry import ModelRegistry, _ModelInfo
+from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 
 from atom_core.models.registry import DRAFTS, supported_architectures
-from atom_plugin.vllm import attention, drafts, models
+from atom_plugin.vllm import ARCHITECTURE_PREFIX, attention, drafts, models
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
@@ -110,3 +113,22 @@ def test_the_op_is_registered_with_what_it_writes_to():
     written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
     assert [argument.name for argument in schema.arguments] == ["qkv", "positions", "out", "layer_name"]
     assert written == {"qkv", "out"}
+
+
+def found_out(name):
+    """What vLLM finds out about a class of that name."""
+    load_general_plugins()  # ours are registered then
+    return _ModelInfo.from_model_cls(ModelRegistry.models[name].load_model_cls())
+
+
+@pytest.mark.parametrize("architecture", supported_architectures())
+def test_vllm_finds_out_the_same_about_our_class_as_about_its_own(architecture):
+    ours = ARCHITECTURE_PREFIX + architecture
+    assert found_out(ours) == dataclasses.replace(found_out(architecture), architecture=ours)
+
+
+@pytest.mark.parametrize("name", [name for _, name in DRAFTS.values()])
+def test_our_drafts_differ_in_what_routing_says(name):
+    ours = ARCHITECTURE_PREFIX + name
+    wanted = dataclasses.replace(found_out("DeepSeekMTPModel"), architecture=ours, supports_pp=False)
+    assert found_out(ours) == wanted

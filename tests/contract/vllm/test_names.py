@@ -51,7 +51,6 @@ def test_it_exists(path):
 
 
 CALLS = {
-    "vllm:ModelRegistry.inspect_model_cls": ((["name"], "model_config"), {}),
     "vllm:ModelRegistry.register_model": (("name", "module:class"), {}),
     "vllm._custom_ops:cpu_attention_with_kv_cache": (
         (),
@@ -164,7 +163,6 @@ def test_a_model_config_works_out_what_we_read_and_keeps_its_class_where_routing
     source = inspect.getsource(ModelConfig)
     for attribute in ("_architecture", "_model_info", "model_arch_config", "runner_type"):
         assert f"self.{attribute} = " in source or f"self.{attribute}: " in source, attribute
-    assert isinstance(ModelConfig.registry, property)
 
 
 def test_built_in_platforms_are_probed_by_functions_without_arguments():
