@@ -271,7 +271,9 @@ def compare(
         rows = summarise(turns.run(), floors(given, ceiling["bandwidth"]))
     print(markdown(rows), end="")
     if given.json:
-        asked = {name: str(value) for name, value in vars(given).items() if name not in ("serve", "result", "begun")}
+        # Where files go is not what was measured.
+        unasked = ("serve", "result", "begun", "json", "no_plot")
+        asked = {name: str(value) for name, value in vars(given).items() if name not in unasked}
         found = {"asked": asked, "ceiling": ceiling, "rows": as_json(rows), "engines": turns.engines}
         given.json.write_text(json.dumps(found, indent=1) + "\n")
         if not given.no_plot:

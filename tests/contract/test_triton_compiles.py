@@ -60,7 +60,6 @@ from atom_core.kernels.linear.tiles import tile_for
 from atom_core.kernels.moe_routing import triton_kernel as routing_kernel
 from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec, Mxfp4Weights, empty_scales
 from atom_core.kernels.mxfp4_experts import hopper as hopper_mxfp4_kernel
-from atom_core.kernels.mxfp4_experts import packing as packing_kernel
 from atom_core.kernels.mxfp4_experts import triton_kernel as mxfp4_kernel
 from atom_core.kernels.mxfp4_linear import few_rows as few_mxfp4_rows_kernel
 from atom_core.kernels.mxfp4_linear import inputs as inputs_kernel
@@ -977,7 +976,7 @@ def compile_mxfp4_for_hopper(
     """Both products of a layer of 32 experts."""
     gpu = GPUS[-1]
     kept = keep(monkeypatch, (hopper_mxfp4_kernel, "expert_rows_hopper"))
-    keep(monkeypatch, *SORTING, (packing_kernel, "_split"))
+    keep(monkeypatch, *SORTING, (inputs_kernel, "_prepare"))
     monkeypatch.setattr(mxfp4_kernel, "on_hopper", lambda device: True)
     activation = "clamped_swiglu" if bias else "silu"
     spec = Mxfp4ExpertsSpec(0, 32, hidden, size, top_k, activation, bias, torch.bfloat16, rounded_inputs=rounded)

@@ -148,33 +148,20 @@ def in_mxfp4(spec, tokens):
     return x, weights, experts, Mxfp4Weights(*packed, plain.gate_up_bias, plain.down_bias)
 
 
-def triton_mxfp4(spec, layer):
-    """A kernel, and a copy of the layer that it has adopted: its bytes may lie elsewhere then."""
-    kernel = TritonMxfp4Experts(spec, OVERLAP)
-    mine = layer._replace(gate_up=layer.gate_up.clone(), down=layer.down.clone())
-    kernel.adopt(mine)
-    return kernel, mine
-
-
-def in_triton(spec, x, weights, experts, layer):
-    kernel, mine = triton_mxfp4(spec, layer)
-    return kernel(x, weights, experts, mine)
-
-
 @pytest.mark.parametrize("spec", MXFP4_SPECS.values(), ids=MXFP4_SPECS)
 @pytest.mark.parametrize("tokens", [1, 3, 8, 9, MAX_TOKENS, MAX_TOKENS + 1, 300, 600, 5000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_experts_in_mxfp4_are_the_reference(spec, tokens, dtype):
     spec = replace(spec, dtype=dtype)
     given = in_mxfp4(spec, tokens)
-    assert_close(in_triton(spec, *given), ReferenceMxfp4Experts(spec)(*given))
+    assert_close(TritonMxfp4Experts(spec, OVERLAP)(*given), ReferenceMxfp4Experts(spec)(*given))
 
 
 @pytest.mark.parametrize("tokens", [3, 300])
 def test_experts_in_mxfp4_may_have_rounded_inputs(tokens):
     spec = Mxfp4ExpertsSpec(**vars(SPECS["Qwen3 30B"]), rounded_inputs=True)
     given = in_mxfp4(spec, tokens)
-    found, wanted = in_triton(spec, *given), ReferenceMxfp4Experts(spec)(*given)
+    found, wanted = TritonMxfp4Experts(spec, OVERLAP)(*given), ReferenceMxfp4Experts(spec)(*given)
     # Where sums in another order move a number of the middle over a tie, four bits make more of it.
     error = (found - wanted).float().square().mean().sqrt() / wanted.float().square().mean().sqrt()
     assert error < 0.05
@@ -186,8 +173,7 @@ def test_answers_of_mxfp4_are_added_to_a_residual(tokens):
     given = in_mxfp4(spec, tokens)
     residual = torch.randn(tokens, spec.hidden_size, device=GPU).to(spec.dtype)
     wanted = residual.float() + ReferenceMxfp4Experts(spec)(*given).float()
-    kernel, mine = triton_mxfp4(spec, given[-1])
-    assert_close(kernel.add(*given[:-1], mine, residual), wanted)
+    assert_close(TritonMxfp4Experts(spec, OVERLAP).add(*given, residual), wanted)
 
 
 @pytest.mark.parametrize("spec", MXFP4_SPECS.values(), ids=MXFP4_SPECS)
@@ -197,8 +183,7 @@ def test_one_token_is_normed_in_front_of_mxfp4(spec):
     norm = torch.rand(spec.hidden_size, device=GPU).to(spec.dtype) + 0.5
     normed = rms_norm(stream, norm, 1e-6, None)[0]
     wanted = stream.float() + ReferenceMxfp4Experts(spec)(normed, weights, experts, layer).float()
-    kernel, mine = triton_mxfp4(spec, layer)
-    assert_close(kernel.add_behind_norm(stream, norm, 1e-6, weights, experts, mine), wanted)
+    assert_close(TritonMxfp4Experts(spec, OVERLAP).add_behind_norm(stream, norm, 1e-6, weights, experts, layer), wanted)
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 64])
@@ -209,15 +194,14 @@ def test_scales_in_mxfp4_may_be_small_and_large(tokens, offset):
     layer.down_scale.add_(offset)
     given = (x, weights, experts, layer)
     # As one number for both: of such sizes, none of theirs is compared with 1.
-    found, wanted = in_triton(spec, *given).double(), ReferenceMxfp4Experts(spec)(*given).double()
+    found, wanted = TritonMxfp4Experts(spec, OVERLAP)(*given).double(), ReferenceMxfp4Experts(spec)(*given).double()
     assert_close(found * 2.0**-offset, wanted * 2.0**-offset)
 
 
 @pytest.mark.parametrize("tokens", [2, 64])
 def test_a_graph_of_mxfp4_fits_other_routing_than_it_was_captured_with(tokens):
     spec = MXFP4_SPECS["GPT-OSS 20B"]
-    x, weights, experts, layer = in_mxfp4(spec, tokens)
-    kernel, layer = triton_mxfp4(spec, layer)
+    kernel, (x, weights, experts, layer) = TritonMxfp4Experts(spec, OVERLAP), in_mxfp4(spec, tokens)
     other_x = torch.randn_like(x)
     other = torch.rand(tokens, spec.count, device=GPU).argsort(-1)[:, : spec.top_k].int()
     wanted = kernel(other_x, weights, other.contiguous(), layer)

@@ -25,8 +25,8 @@ PRIORITY: Mapping[DeviceKind, tuple[str, ...]] = {
     "rocm": ("aiter", "aiter_shuffled", "triton", "framework", "scaled_mm", "reference", "routed", "separate"),
     "cuda": (
         "triton_and_flash_attention_3",
-        "flash_attention_3",
         "triton",
+        "flash_attention_3",
         "framework",
         "scaled_mm",
         "reference",

@@ -6,9 +6,9 @@ By itself it prefills faster than the core's Triton kernel (arXiv 2407.08608): o
 are its, and all others the core's kernel's. Decoding alone stays with the core too, where norms, rope and the cache's
 filling are fused with it.
 
-Over latents it does all that is not expanded, decoding too: on an H200 64 requests of 2,048 tokens and 16 heads in 51
-us a layer in place of 81, 8 with 128 heads in 25 in place of 105. What it cannot read, such as an FP8 cache, is the
-core's kernel's.
+Over latents it is to be asked for, with ``ATOM_KERNELS=latent_attention=flash_attention_3``, until an engine has been
+measured with it: by itself it decodes 64 requests of 2,048 tokens and 16 heads in 51 us a layer on an H200 in place of
+81, 8 with 128 heads in 25 in place of 105. It does all that is not expanded then.
 """
 
 from __future__ import annotations

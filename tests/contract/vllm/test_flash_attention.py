@@ -233,10 +233,13 @@ def test_it_can_run_where_vllm_says_so(monkeypatch: pytest.MonkeyPatch, binding:
     assert kernels.chosen(ATTENTION, SPEC) == TRITON_AND_FLASH_ATTENTION_3
     assert isinstance(kernels.select(ATTENTION, SPEC), LongPromptsElsewhere)
     assert kernels.chosen(ATTENTION, replace(SPEC, cache_dtype=torch.float8_e4m3fn)) == "triton"
-    assert kernels.chosen(LATENT_ATTENTION, LATENT_SPEC) == "flash_attention_3"
+    assert kernels.chosen(LATENT_ATTENTION, LATENT_SPEC) == "triton"
+
+
+def test_it_attends_over_latents_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch, binding: ModuleType) -> None:
+    monkeypatch.setattr(binding, "is_fa_version_supported", lambda version: version == 3)
+    kernels = KernelSet(HOPPER, OPS, {"latent_attention": "flash_attention_3"}, contributed=gpu_kernels())
+    assert isinstance(kernels.select(LATENT_ATTENTION, LATENT_SPEC), FlashLatentAttention3)
     in_fp8 = replace(LATENT_SPEC, latent=replace(LATENT_SPEC.latent, cache_dtype=torch.float8_e4m3fn))
-    assert kernels.chosen(LATENT_ATTENTION, in_fp8) == "triton"
-    (choice,) = (choice for choice in kernels.choices() if choice.passed_over and choice.op == "latent_attention")
-    assert choice.passed_over[0][0] == "flash_attention_3"
-    elsewhere = KernelSet(Target("cuda", "sm80"), OPS, contributed=gpu_kernels())
-    assert elsewhere.chosen(LATENT_ATTENTION, LATENT_SPEC) == "triton"
+    with pytest.raises(ValueError, match="flash_attention_3"):
+        kernels.select(LATENT_ATTENTION, in_fp8)

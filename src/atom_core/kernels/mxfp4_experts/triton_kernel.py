@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 if why_no_gluon() is None:
     from atom_core.kernels.mxfp4_experts.hopper import mixture_on_hopper
-    from atom_core.kernels.mxfp4_experts.packing import pack
 
 #: Tokens up to which each is multiplied by itself.
 MAX_TOKENS = 16
@@ -199,11 +198,6 @@ def _multiply(
     finish_block(total, weights, bias, out, expert, pair, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
 
 
-def _runs_on_hopper(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether :mod:`.hopper` multiplies, whose weights are packed in a way of its own."""
-    return dtype == torch.bfloat16 and on_hopper(device)
-
-
 class TritonMxfp4Experts:
     """See the module's text and :mod:`atom_core.kernels.mxfp4_experts`.
 
@@ -219,10 +213,7 @@ class TritonMxfp4Experts:
         self.held = Held(spec.first, spec.count, spec.top_k)
 
     def adopt(self, layer: Mxfp4Weights) -> None:
-        """On Hopper, move bits to where its kernel wants them."""
-        if _runs_on_hopper(self.spec.dtype, layer.gate_up.device):
-            pack(layer.gate_up)
-            pack(layer.down)
+        """Nothing to move."""
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Mxfp4Weights
@@ -338,7 +329,7 @@ def _launch(
     if not tokens:
         return torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
     run = _few_tokens if tokens <= MAX_TOKENS else _many_tokens
-    if _runs_on_hopper(x.dtype, x.device):
+    if x.dtype == torch.bfloat16 and on_hopper(x.device):
         run = mixture_on_hopper
     elif rounded_inputs or norm is not None:
         x = prepare(x, overlap, rounds=rounded_inputs, parts=1, norm=norm)
