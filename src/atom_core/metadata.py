@@ -78,9 +78,9 @@ class AttentionMetadata:
         return planned
 
 
-def capturing(tensor: torch.Tensor) -> bool:
-    """What is kept of a step in which a graph is captured is the graph's, and what was kept before is not in it."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def capturing(device: torch.device) -> bool:
+    """Whether a graph is captured: what is made then is the graph's, and what was kept before is not in it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,13 @@ def overlaps(target: Target) -> bool:
     return target.kind == "cuda" and int(target.arch.removeprefix("sm")) >= 90
 
 
+def takes_amd_assembly(nvidia: bool) -> bool:
+    """Whether a kernel's instructions of AMD's own are compiled; Triton's interpreter runs no assembly."""
+    import triton  # which a CPU may lack
+
+    return not nvidia and not triton.knobs.runtime.interpret
+
+
 def launch_options(overlap: bool) -> dict[str, bool]:
     """What a launch of such a kernel takes beside its arguments; other backends of Triton do not know the option."""
     return {"launch_pdl": True} if overlap else {}

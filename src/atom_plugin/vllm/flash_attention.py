@@ -247,7 +247,7 @@ class FlashLatentAttention3:
     ) -> tuple[torch.Tensor, int]:
         """The step's schedule, and at most how many parts a request has in it."""
         shape = self.spec.latent
-        key = ("flash_attention_3", shape, cache.page_size, capturing(q))
+        key = ("flash_attention_3", shape, cache.page_size, capturing(q.device))
         if key not in metadata.kept:
             part_bytes = q.shape[0] * shape.num_heads * shape.rank * torch.float32.itemsize
             parts = max(1, min(_MOST_PARTS, _PARTS_BYTES // max(1, part_bytes)))

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.all_reduce_norm.peer_memory import COUNTER_PITCH, HALF, PROGRAMS, SHARES, PeerMemory, Peers
+from atom_core.kernels.triton_support import takes_amd_assembly
 
 #: Bytes of ``x`` up to which every rank reads all of them; above, reducing a share each is less to read.
 MAX_BYTES = {2: 512 * 1024, 3: 512 * 1024, 4: 512 * 1024}
@@ -179,7 +180,7 @@ def all_reduce_norm(
         SHARES=SHARES,
         HALF=HALF,
         MEET=meet,
-        AMD=not nvidia and not triton.knobs.runtime.interpret,  # the interpreter runs no assembly
+        AMD=takes_amd_assembly(nvidia),
         num_warps=min(16, max(4, block // (256 if nvidia else 512))),  # a thread reads 16 bytes at once
     )
     return out

@@ -24,7 +24,7 @@ from atom_core.kernels.attention.aiter_choice import (
     inclusive_window,
 )
 from atom_core.kernels.opaque import opaque
-from atom_core.metadata import SHUFFLED, AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
+from atom_core.metadata import SHUFFLED, AttentionMetadata, CacheOrder, GraphSupport, KVCacheView, capturing
 
 #: Tokens of a request that a program of the Gluon kernel goes through; those of a window are one program's.
 _PARTITION, _WINDOWED_PARTITION = 256, 128
@@ -59,7 +59,7 @@ class AiterAttention:
         key = (cache.k_scale, cache.v_scale, cache.key.device)
         if key not in self._scales:
             # What is made while a graph is captured belongs to that graph.
-            assert not (cache.key.is_cuda and torch.cuda.is_current_stream_capturing()), "warm up before capturing"
+            assert not capturing(cache.key.device), "warm up before capturing"
             both = torch.tensor([cache.k_scale, cache.v_scale], dtype=torch.float32, device=cache.key.device)
             self._scales[key] = (both[:1].clone(), both[1:].clone())
         return self._scales[key]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from atom_core.metadata import capturing
+
 #: Programs that keep a large GPU busy, at most how many share a request's keys, and the fewest keys that are shared.
 _PROGRAMS, _MAX_SPLITS, _KEYS = 512, 32, 64
 
@@ -46,7 +48,7 @@ class SplitBuffers:
         if count < 2:
             return Splits(1)
         if self._arrivals is None:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if capturing(device):
                 return Splits(1)  # zeros that a graph makes are zeros only once that graph has run
             self._arrivals = torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
         parts = torch.empty(count, rows, head_dim, dtype=torch.float32, device=device)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.attention.splits import SplitBuffers, Splits
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
 from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
 
 if TYPE_CHECKING:
@@ -393,6 +393,6 @@ class TritonAttention:
             SPLIT=splits.count > 1,
             STAGES=3 if self.nvidia and few_queries else 2,
             OVERLAP=self.overlap,
-            AMD=not self.nvidia and not triton.knobs.runtime.interpret,  # the interpreter runs no assembly
+            AMD=takes_amd_assembly(self.nvidia),
             **launch_options(self.overlap),
         )

@@ -24,7 +24,7 @@ from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joi
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.qk_norm_rope import QkvWeights
 from atom_core.kernels.qk_norm_rope_cache.triton_kernel import stored
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
 from atom_core.metadata import AttentionMetadata, KVCacheView
 
 if TYPE_CHECKING:
@@ -528,7 +528,7 @@ class TritonDecodeAttention:
             HAS_SINKS=sinks is not None,
             SPLIT=splits.count > 1,
             OVERLAP=self.overlap,
-            AMD=not self.nvidia and not triton.knobs.runtime.interpret,  # the interpreter runs no assembly
+            AMD=takes_amd_assembly(self.nvidia),
             num_warps=tile.warps,
             **launch_options(self.overlap),
         )

@@ -58,7 +58,7 @@ class AiterLatentAttention:
         if not 0 < metadata.num_decode_requests < metadata.num_requests:
             self._run(q, cache, metadata, out)
             return
-        key = ("decodes and others", capturing(q))
+        key = ("decodes and others", capturing(q.device))
         if key not in metadata.kept:
             metadata.kept[key] = _decodes_and_others(metadata)
         decodes, others = metadata.kept[key]
@@ -112,7 +112,7 @@ class AiterLatentAttention:
     def _shares(self, metadata: AttentionMetadata, cache: LatentCacheView) -> Shares:
         """Those of the step, made by its first layer."""
         shape = self.spec.latent
-        key = (self.room, shape.dtype, shape.cache_dtype, cache.rows.shape[:2], capturing(cache.rows))
+        key = (self.room, shape.dtype, shape.cache_dtype, cache.rows.shape[:2], capturing(cache.rows.device))
         if key not in metadata.kept:
             batch = token_slots(metadata, metadata.max_query_len, cache.rows.shape[0], cache.page_size)
             metadata.kept[key] = self._shared_out(batch)
@@ -148,7 +148,7 @@ class AiterLatentAttention:
         key = (cache.scale, cache.rows.device)
         if key not in self._scales:
             # What is made while a graph is captured belongs to that graph.
-            assert not capturing(cache.rows), "warm up before capturing"
+            assert not capturing(cache.rows.device), "warm up before capturing"
             self._scales[key] = torch.tensor([cache.scale], dtype=torch.float32, device=cache.rows.device)
         return self._scales[key]
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from atom_core.kernels.attention.splits import SplitBuffers
 from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joined, place_of
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
 from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
 
 #: Batches differ in these: one kernel must do for all.
@@ -241,7 +241,7 @@ class TritonLatentAttention:
             STAGES=stages,
             AHEAD=stages > 2,  # elsewhere registers spill for it
             OVERLAP=self.overlap,
-            AMD=not self.nvidia and not triton.knobs.runtime.interpret,  # the interpreter runs no assembly
+            AMD=takes_amd_assembly(self.nvidia),
             num_warps=warps,
             **launch_options(self.overlap),
         )

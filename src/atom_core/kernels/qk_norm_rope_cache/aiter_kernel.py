@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from atom_core.kernels.aiter_library import aiter_function, require
 from atom_core.kernels.opaque import opaque
-from atom_core.metadata import SHUFFLED, KVCacheView
+from atom_core.metadata import SHUFFLED, KVCacheView, capturing
 
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvWeights
@@ -26,7 +26,7 @@ def _table(cos_sin: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     by_dtype: dict[torch.dtype, torch.Tensor] = _TABLES.setdefault(cos_sin, {})  # type: ignore[no-untyped-call]
     if dtype not in by_dtype:
         # What is made while a graph is captured belongs to that graph.
-        assert not (cos_sin.is_cuda and torch.cuda.is_current_stream_capturing()), "warm up before capturing"
+        assert not capturing(cos_sin.device), "warm up before capturing"
         by_dtype[dtype] = cos_sin.to(dtype).contiguous()
     return by_dtype[dtype]
 
