@@ -27,12 +27,13 @@ def step(
     quantization: Annotated[str | None, typer.Option(help="fp8: quantise the layers, as an engine would.")] = None,
     layers: Annotated[int | None, typer.Option(help="Keep so many layers.")] = None,
     repetitions: Annotated[int, typer.Option(help="Samples; each is many replays.")] = 20,
+    profile: Annotated[bool, typer.Option("--profile", help="Also tell which kernels take the time.")] = False,
     json: _JsonFile = None,
 ) -> None:
     """Time the GPU's part of one decoding step: a whole model of random weights in one captured graph."""
     from atom_plugin.bench.step import StepOptions, measure_step, write_json
 
-    options = StepOptions(model, batch, context, dtype, cache_dtype, quantization, layers, repetitions)
+    options = StepOptions(model, batch, context, dtype, cache_dtype, quantization, layers, repetitions, profile)
     try:
         result = measure_step(options)
     except ValueError as error:

@@ -26,6 +26,8 @@ from atom_core.standalone import Step, build_runtime, cache_order, page_pools, p
 from atom_plugin.bench.device import Ceiling, Timing, capture, measure, measure_ceiling, require_gpu
 from atom_plugin.bench.floor import Traffic, step_traffic
 from atom_plugin.bench.models import read_config
+from atom_plugin.bench.profile import KernelTime, profile
+from atom_plugin.bench.profile import lines as profile_lines
 from atom_plugin.common.kernels import forced_kernels
 from atom_plugin.common.settings import load_settings
 
@@ -51,6 +53,8 @@ class StepOptions:
     """What an engine's flag of that name says; None: as the configuration has it."""
     layers: int | None = None
     repetitions: int = 20
+    profile: bool = False
+    """Also tell which kernels take the time."""
 
     def check(self) -> None:
         """Refuse what cannot be measured.
@@ -76,6 +80,8 @@ class StepResult:
     traffic: Traffic
     timing: Timing
     kernels: dict[str, str]
+    profile: tuple[KernelTime, ...] = ()
+    """Empty unless asked for."""
 
     @property
     def floor(self) -> float:
@@ -104,6 +110,7 @@ class StepResult:
             "share_of_datasheet_floor": (
                 None if datasheet is None else self.traffic.seconds(datasheet) / self.timing.median
             ),
+            "profile": [asdict(it) for it in self.profile],
         }
 
     def lines(self) -> list[str]:
@@ -129,6 +136,8 @@ class StepResult:
                 f"  datasheet  {least * 1e3:.4f} ms at {ceiling.datasheet / 1e12:.2f} TB/s: "
                 f"{least / timing.median:.0%} of it reached"
             )
+        if self.profile:
+            lines += profile_lines(self.profile, timing.median)
         return lines
 
 
@@ -232,7 +241,7 @@ def measure_step(options: StepOptions) -> StepResult:
     graph = capture(run)
     timing = measure(graph.replay, options.repetitions, sample_seconds=0.05)
     kernels = {choice.op: choice.implementation for choice in runtime.kernels.choices()}
-    return StepResult(options, ceiling, traffic, timing, kernels)
+    return StepResult(options, ceiling, traffic, timing, kernels, profile(graph) if options.profile else ())
 
 
 def write_json(result: StepResult, path: Path) -> None:
@@ -249,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default=StepOptions.dtype)
     parser.add_argument("--cache-dtype", default=StepOptions.cache_dtype)
     parser.add_argument("--quantization")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     given = vars(parser.parse_args(arguments))
     path = given.pop("json")
