@@ -30,9 +30,9 @@ def profile(graph: torch.cuda.CUDAGraph) -> tuple[KernelTime, ...]:
         for _ in range(_REPLAYS):
             graph.replay()
         torch.cuda.synchronize()
-    # The host's calls are events as well, which took the GPU no time of their own.
-    launches = ((event.name, event.self_device_time_total * 1e-6) for event in profiler.events())
-    return by_name((launch for launch in launches if launch[1] > 0), _REPLAYS)
+    # The host's calls are events as well, and have the time of the kernels that they launched.
+    on_gpu = (event for event in profiler.events() if event.device_type.name != "CPU")
+    return by_name(((event.name, event.self_device_time_total * 1e-6) for event in on_gpu), _REPLAYS)
 
 
 def by_name(launches: Iterable[tuple[str, float]], runs: int) -> tuple[KernelTime, ...]:
