@@ -19,6 +19,7 @@ from atom_core.kernels.latent_attention import LatentAttentionKernel, LatentAtte
 from atom_core.kernels.latent_cache import LatentCacheKernel, LatentSpec, LatentWeights
 from atom_core.kernels.latent_prefill import LatentPrefillKernel
 from atom_core.kernels.latent_prefill.plan import plan_prefill
+from atom_core.kernels.latent_queries import LatentQueriesKernel
 from atom_core.metadata import AttentionMetadata, HostLengths, LatentCacheView
 from tests.kernel_cases import NAN, assert_close, assert_stored, stored
 
@@ -239,7 +240,8 @@ def check_latent_cache(
     slots = torch.randperm(num_pages * case.page_size, generator=generator)[:tokens]
     slots[tokens // 2] = slots[-1] = -1
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to(device)
-    weights = LatentWeights(cos_sin, norm.to(device), 1e-6, torch.empty(0))
+    expand = torch.randn(case.heads, case.nope_dim + case.value_dim, case.rank, generator=generator).to(dtype)
+    weights = LatentWeights(cos_sin, norm.to(device), 1e-6, expand.to(device))
     found = q.clone().to(device)
     kernel(found, latent.to(device), positions.to(device), weights, LatentCacheView(pages, scale), slots.to(device))
 
@@ -266,6 +268,38 @@ def check_latent_cache(
             else:
                 assert_close(pages[page, offset], expected[token])
     assert pages.float().cpu()[~written].isnan().all(), "a slot of nobody was written"
+
+
+def check_latent_queries(
+    case: LatentCase,
+    kernel: LatentQueriesKernel,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_dtype: torch.dtype | None = None,
+    tokens: int = 7,
+) -> None:
+    """The same of a kernel that leaves ``q`` alone and folds it into queries; these are compared as well."""
+
+    def in_place(
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        weights: LatentWeights,
+        cache: LatentCacheView,
+        slots: torch.Tensor,
+    ) -> None:
+        before = q.clone()
+        # A slice of a wider buffer, as for attention that wants room.
+        room = torch.full((tokens, case.heads + 3, case.rank + case.rope_dim), NAN, dtype=dtype, device=device)
+        queries = room[:, : case.heads]
+        kernel(q, latent, positions, weights, cache, slots, queries)
+        assert torch.equal(q, before)
+        assert room[:, case.heads :].isnan().all(), "what is nobody's was written"
+        plain, into = q[..., : case.nope_dim].double().cpu(), weights.expand[:, : case.nope_dim].double().cpu()
+        assert_close(queries[..., : case.rank], torch.einsum("thn,hnl->thl", plain, into))
+        q[..., case.nope_dim :] = queries[..., case.rank :]
+
+    check_latent_cache(case, in_place, dtype, device, cache_dtype, tokens)
 
 
 def check_head_linear(

@@ -51,10 +51,12 @@ from atom_core.kernels.fp8_linear import triton_kernel as fp8_kernel
 from atom_core.kernels.fp8_linear.scaled_mm import dtype_of
 from atom_core.kernels.gated_activation import triton_kernel as activation_kernel
 from atom_core.kernels.head_linear import triton_kernel as head_linear_kernel
+from atom_core.kernels.latent_attention import hopper as latent_hopper
 from atom_core.kernels.latent_attention import token_slots as slots_kernel
 from atom_core.kernels.latent_attention import triton_kernel as latent_kernel
 from atom_core.kernels.latent_cache import triton_kernel as latent_cache_kernel
 from atom_core.kernels.latent_prefill import triton_kernel as prefill_kernel
+from atom_core.kernels.latent_queries import triton_kernel as queries_kernel
 from atom_core.kernels.linear import triton_kernel as linear_kernel
 from atom_core.kernels.linear.tiles import tile_for
 from atom_core.kernels.moe_routing import triton_kernel as routing_kernel
@@ -81,6 +83,7 @@ from tests.latent_cases import (
     check_expanded,
     check_head_linear,
     check_latent_cache,
+    check_latent_queries,
     latent_batch,
 )
 
@@ -350,6 +353,18 @@ def test_attention_over_latents_compiles(monkeypatch, name, batch, gpu, cache_dt
     compile_launch(kernel, launched.value, gpu)
 
 
+@pytest.mark.parametrize("batch", ["decode", "many"])
+@pytest.mark.parametrize("heads", [1, 16, 20, 128])
+def test_decoding_over_latents_compiles_for_hopper(monkeypatch, heads, batch):
+    case = LatentCase("", LATENT_BATCHES[batch], heads=heads, **_DEEPSEEK)
+    kernel = latent_hopper.latent_decode_hopper
+    monkeypatch.setattr(latent_hopper, "latent_decode_hopper", Recorder())
+    launch = latent_kernel.TritonLatentAttention(case.spec(torch.bfloat16), nvidia=True, overlap=True, hopper=True)
+    with pytest.raises(Launched) as launched:
+        check_absorbed(case, launch, latent_batch(case, torch.bfloat16, CPU))
+    compile_launch(kernel, launched.value, GPUS[-1])
+
+
 @pytest.mark.parametrize(("gpu", "cache_dtype"), FP8_CACHES, ids=str)
 @pytest.mark.parametrize("batch", ["decode", "prefill"])
 @pytest.mark.parametrize("name", ["16 heads, bfloat16", "16 heads, float32"])
@@ -397,6 +412,18 @@ def test_latent_cache_compiles(monkeypatch, name, gpu, cache_dtype):
     launch = partial(latent_cache_kernel.latent_cache, spec=case.spec(dtype).latent, overlap=gpu.nvidia)
     with pytest.raises(Launched) as launched:
         check_latent_cache(case, launch, dtype, CPU, cache_dtype)
+    compile_launch(kernel, launched.value, gpu)
+
+
+@pytest.mark.parametrize(("gpu", "cache_dtype"), [*((gpu, None) for gpu in GPUS), *FP8_CACHES], ids=str)
+@pytest.mark.parametrize("name", ["16 heads, bfloat16", "128 heads, float16, one token a page"])
+def test_folded_queries_compile(monkeypatch, name, gpu, cache_dtype):
+    case, dtype = LATENTS[name]
+    kernel = queries_kernel._latent_queries
+    monkeypatch.setattr(queries_kernel, "_latent_queries", Recorder())
+    launch = queries_kernel.TritonLatentQueries(case.spec(dtype).latent, overlap=gpu.nvidia)
+    with pytest.raises(Launched) as launched:
+        check_latent_queries(case, launch, dtype, CPU, cache_dtype)
     compile_launch(kernel, launched.value, gpu)
 
 
@@ -564,6 +591,11 @@ def test_products_for_hopper_compile(monkeypatch, way, size, rows):
     with pytest.raises(Launched) as launched:
         linear_kernel.product(x, weight, None, tile=tile, overlap=True, dtype=torch.bfloat16, **others)
     compile_launch(kernels[recorders.asked], launched.value, gpu)
+
+
+@pytest.mark.parametrize("rows", [2, 16])
+def test_products_of_an_odd_number_of_half_tiles_compile_for_hopper(monkeypatch, rows):
+    test_products_for_hopper_compile(monkeypatch, "plain", (5120, 2880), rows)
 
 
 @pytest.mark.parametrize(

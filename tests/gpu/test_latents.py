@@ -16,6 +16,7 @@ from atom_core.kernels.latent_cache.triton_kernel import latent_cache
 from atom_core.kernels.latent_prefill.plan import plan_prefill
 from atom_core.kernels.latent_prefill.reference import ReferenceLatentPrefill
 from atom_core.kernels.latent_prefill.triton_kernel import TritonLatentPrefill
+from atom_core.kernels.latent_queries.triton_kernel import TritonLatentQueries
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton_cache
 from atom_core.standalone import Runner
@@ -28,6 +29,7 @@ from tests.latent_cases import (
     check_expanded,
     check_head_linear,
     check_latent_cache,
+    check_latent_queries,
     latent_batch,
 )
 from tests.unit.core.hugging_face import LOGITS_TOLERANCE, distance, greedy, logits, make_config, make_model
@@ -36,6 +38,8 @@ from tests.unit.core.models.test_deepseek import LITE, TOKENS, V2, V3
 GPU = torch.device("cuda")
 HERE = {"nvidia": torch.version.hip is None, "overlap": overlaps(Target.of(GPU))}
 OVERLAP = {"overlap": HERE["overlap"]}
+#: Of attention over latents: Hopper has a kernel of its own for decoding.
+ATTENTION = {**HERE, "hopper": Target.of(GPU).arch == "sm90"}
 CACHES = (None, *(dtype for dtype in FP8_DTYPES if why_no_triton_cache(torch.bfloat16, dtype, Target.of(GPU)) is None))
 
 every_case = pytest.mark.parametrize("case", LATENT_CASES, ids=str)
@@ -49,6 +53,18 @@ LARGE = (
     LatentCase("V3", _LONG, heads=128, page_size=64, **_SIZES),
     LatentCase("256 requests that decode", tuple((7 * at, 1) for at in range(256)), heads=16, **_SIZES),
 )
+_LENGTHS = tuple((length - 1, 1) for length in (1, 15, 16, 63, 64, 65, 127, 128, 129, 256, 257, 511, 1000, 4096))
+DECODES = (
+    LatentCase("16 heads", _LENGTHS, heads=16, **_SIZES),
+    LatentCase("16 heads, one request", ((6000, 1),), heads=16, page_size=64, **_SIZES),
+    LatentCase("one head, one token a page", _LENGTHS, heads=1, page_size=1, **_SIZES),
+    LatentCase("20 heads", _LENGTHS, heads=20, **_SIZES),
+    LatentCase("128 heads", _LENGTHS, heads=128, page_size=64, **_SIZES),
+    LatentCase("padded requests and tokens", _LENGTHS, heads=16, padded_requests=3, padded_tokens=4, **_SIZES),
+    LatentCase("140 requests", tuple((29 * at, 1) for at in range(140)), heads=16, **_SIZES),
+    LatentCase("rows apart", _LENGTHS, heads=16, gap=64, **_SIZES),
+    LatentCase("small latents", _LENGTHS, heads=4, rank=64, nope_dim=16, rope_dim=16, value_dim=16),
+)
 
 
 @pytest.fixture
@@ -59,7 +75,15 @@ def all_expanded(monkeypatch):
 @every_case
 @every_dtype
 def test_the_absorbed_form(case, dtype):
-    check_absorbed(case, TritonLatentAttention(case.spec(dtype), **HERE), latent_batch(case, dtype, GPU))
+    check_absorbed(case, TritonLatentAttention(case.spec(dtype), **ATTENTION), latent_batch(case, dtype, GPU))
+
+
+@pytest.mark.parametrize("case", DECODES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_decoding_alone(case, dtype):
+    kernel = TritonLatentAttention(case.spec(dtype), **ATTENTION)
+    for seed in range(2):  # what a launch leaves for the next must be as it was
+        check_absorbed(case, kernel, latent_batch(case, dtype, GPU, seed))
 
 
 @every_case
@@ -80,7 +104,7 @@ def test_both_forms_over_large_batches(case, cache_dtype):
     spec, truth = case.spec(torch.bfloat16, cache_dtype), case.spec(torch.float32)
     found = torch.full((*batch.q.shape[:2], case.rank), NAN, dtype=torch.bfloat16, device=GPU)
     expected = found.float()
-    TritonLatentAttention(spec, **HERE)(batch.folded, batch.cache, batch.metadata, found)
+    TritonLatentAttention(spec, **ATTENTION)(batch.folded, batch.cache, batch.metadata, found)
     ReferenceLatentAttention(truth)(batch.folded.float(), batch.cache, batch.metadata, expected)
     assert_close(found, expected.double().cpu())
     plan = plan_prefill(batch.metadata, spec.latent)
@@ -102,6 +126,15 @@ def test_both_forms_over_large_batches(case, cache_dtype):
 def test_norm_rope_and_cache(case, dtype, cache_dtype):
     launch = partial(latent_cache, spec=case.spec(dtype, cache_dtype).latent, **OVERLAP)
     check_latent_cache(case, launch, dtype, GPU, cache_dtype)
+
+
+@every_case
+@every_cache
+@every_dtype
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_norm_rope_cache_and_folded_queries(case, dtype, cache_dtype, tokens):
+    launch = TritonLatentQueries(case.spec(dtype, cache_dtype).latent, **OVERLAP)
+    check_latent_queries(case, launch, dtype, GPU, cache_dtype, tokens)
 
 
 @every_dtype
@@ -138,7 +171,7 @@ def check_replays(build, heads):
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_graph_replays_for_other_lengths(heads):
-    check_replays(partial(TritonLatentAttention, **HERE), heads)
+    check_replays(partial(TritonLatentAttention, **ATTENTION), heads)
 
 
 @pytest.mark.parametrize(("family", "settings"), [(V3, {}), (V2, LITE)], ids=str)

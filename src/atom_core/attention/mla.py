@@ -20,6 +20,7 @@ from atom_core.kernels.latent_attention import LATENT_ATTENTION, LatentAttention
 from atom_core.kernels.latent_cache import LATENT_CACHE, LatentSpec, LatentWeights
 from atom_core.kernels.latent_prefill import LATENT_PREFILL
 from atom_core.kernels.latent_prefill.plan import PrefillPlan, keys_at_a_time, plan_prefill
+from atom_core.kernels.latent_queries import LATENT_QUERIES, LatentQueriesSpec
 from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
 from atom_core.runtime import Runtime
 
@@ -75,6 +76,11 @@ class CachedLatentAttention(BaseLatentAttention):
         into = HeadLinearSpec(shape.num_heads, shape.nope_dim, shape.rank, shape.dtype)
         out_of = HeadLinearSpec(shape.num_heads, shape.rank, shape.value_dim, shape.dtype)
         self.into_latents = kernels.select(HEAD_LINEAR, into)
+        separate = (
+            (LATENT_CACHE.name, kernels.chosen(LATENT_CACHE, shape)),
+            (HEAD_LINEAR.name, kernels.chosen(HEAD_LINEAR, into)),
+        )
+        self.enter = kernels.select(LATENT_QUERIES, LatentQueriesSpec(shape, separate))
         self.out_of_latents = kernels.select(HEAD_LINEAR, out_of)
 
     @property
@@ -118,9 +124,15 @@ class CachedLatentAttention(BaseLatentAttention):
         num_tokens = metadata.num_tokens
         queries = torch.unflatten(q[:num_tokens], -1, (self.spec.latent.num_heads, -1))
         out = out[:num_tokens]
+        tokens = latent[:num_tokens], positions[:num_tokens]
         slots = metadata.slot_mapping[:num_tokens]
-        self.fill_cache(queries, latent[:num_tokens], positions[:num_tokens], self.weights, cache, slots)
         plan = cast("PrefillPlan | None", metadata.plans.get(self.plan_key()))
+        if plan is None and self.enter is not None and num_tokens <= self.enter.max_tokens:
+            folded = self._room(queries, self.spec.latent.row)
+            self.enter(queries, *tokens, self.weights, cache, slots, folded)
+            self._attend(folded, cache, metadata, out)
+            return
+        self.fill_cache(queries, *tokens, self.weights, cache, slots)
         if plan is None:
             self._absorbed(queries, cache, metadata, out)
             return
@@ -132,13 +144,23 @@ class CachedLatentAttention(BaseLatentAttention):
         self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor
     ) -> None:
         """``q [T, H, N + R]``, rotated, to ``out [T, H, V]``."""
-        shape, expand = self.spec.latent, self.weights.expand
-        room = q.shape[0], self.kernel.room
-        queries = q.new_empty(*room, shape.row)[:, : shape.num_heads]
-        self.into_latents(q, expand[:, : shape.nope_dim], queries)
-        summed = q.new_empty(*room, shape.rank)[:, : shape.num_heads]
-        self.kernel(queries, cache, metadata, summed)
-        self.out_of_latents(summed, expand[:, shape.nope_dim :].transpose(1, 2), out)
+        shape = self.spec.latent
+        folded = self._room(q, shape.row)
+        self.into_latents(q, self.weights.expand[:, : shape.nope_dim], folded)
+        self._attend(folded, cache, metadata, out)
+
+    def _attend(
+        self, folded: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor
+    ) -> None:
+        """``folded [T, H, L + R]``, queries that meet latents, to ``out [T, H, V]``."""
+        shape = self.spec.latent
+        summed = self._room(folded, shape.rank)
+        self.kernel(folded, cache, metadata, summed)
+        self.out_of_latents(summed, self.weights.expand[:, shape.nope_dim :].transpose(1, 2), out)
+
+    def _room(self, q: torch.Tensor, width: int) -> torch.Tensor:
+        """``[T, H, width]``, with as much room beside it as the kernel wants."""
+        return q.new_empty(q.shape[0], self.kernel.room, width)[:, : self.spec.latent.num_heads]
 
 
 class PagedLatentAttention(CachedLatentAttention):

@@ -18,7 +18,16 @@ class KernelTime:
     launches: float
     """A run."""
     seconds: float
-    """A run, all launches together. Kernels may overlap, so all kernels' seconds may be more than the run's."""
+    """A run, all launches together; all kernels' seconds, and pauses between replays, are the run's."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel's time on the GPU, in seconds since whenever."""
+
+    name: str
+    begin: float
+    end: float
 
 
 def profile(graph: torch.cuda.CUDAGraph) -> tuple[KernelTime, ...]:
@@ -26,21 +35,27 @@ def profile(graph: torch.cuda.CUDAGraph) -> tuple[KernelTime, ...]:
     activities = [torch.profiler.ProfilerActivity.CUDA]
     graph.replay()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(_REPLAYS):
             graph.replay()
         torch.cuda.synchronize()
-    # The host's calls are events as well, and have the time of the kernels that they launched.
+    # The host's calls are events as well.
     on_gpu = (event for event in profiler.events() if event.device_type.name != "CPU")
-    return by_name(((event.name, event.self_device_time_total * 1e-6) for event in on_gpu), _REPLAYS)
+    launches = (Launch(it.name, it.time_range.start * 1e-6, it.time_range.end * 1e-6) for it in on_gpu)
+    return by_name(launches, _REPLAYS)
 
 
-def by_name(launches: Iterable[tuple[str, float]], runs: int) -> tuple[KernelTime, ...]:
-    """Launches, each a name and seconds, of several runs: one entry a kernel, the longest first."""
+def by_name(launches: Iterable[Launch], runs: int) -> tuple[KernelTime, ...]:
+    """Launches of several runs: one entry a kernel, the longest first.
+
+    A kernel may start before the one in front of it is done, and wait: what counts is by how much later it ended.
+    """
     found: dict[str, tuple[int, float]] = {}
-    for name, seconds in launches:
-        count, total = found.get(name, (0, 0.0))
-        found[name] = (count + 1, total + seconds)
+    done = float("-inf")
+    for launch in sorted(launches, key=lambda it: it.end):
+        count, total = found.get(launch.name, (0, 0.0))
+        found[launch.name] = (count + 1, total + launch.end - max(done, launch.begin))
+        done = launch.end
     times = [KernelTime(name, count / runs, total / runs) for name, (count, total) in found.items()]
     return tuple(sorted(times, key=lambda it: -it.seconds))
 

@@ -14,6 +14,8 @@ from atom_core.metadata import capturing
 
 #: Programs that keep a large GPU busy, at most how many share a request's keys, and the fewest keys that are shared.
 _PROGRAMS, _MAX_SPLITS, _KEYS = 512, 32, 64
+#: What starting a program and adding its part up cost, as a share of all keys of a request.
+_OVERHEAD = 0.04
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,14 @@ class Splits:
 
 
 class SplitBuffers:
-    """What outlives a launch of one layer's kernel."""
+    """What outlives a launch of one layer's kernel.
 
-    def __init__(self) -> None:
+    Args:
+        fill_once: whether a multiprocessor has one program at a time: more than there are run one after the other.
+    """
+
+    def __init__(self, fill_once: bool = False) -> None:
+        self.fill_once = fill_once
         # Made on the first run outside of graphs, which all frameworks warm up with.
         self._arrivals: torch.Tensor | None = None
 
@@ -45,6 +52,9 @@ class SplitBuffers:
             device: where it runs.
         """
         count = min(_PROGRAMS // max(programs, 1), -(-max_seq_len // _KEYS), _MAX_SPLITS)
+        if self.fill_once and count > 1:
+            places = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+            count = fewest_turns(programs, count, places)
         if count < 2:
             return Splits(1)
         if self._arrivals is None:
@@ -54,3 +64,11 @@ class SplitBuffers:
         parts = torch.empty(count, rows, head_dim, dtype=torch.float32, device=device)
         sums = torch.empty(count, rows, 2, dtype=torch.float32, device=device)
         return Splits(count, parts, sums, self._arrivals)
+
+
+def fewest_turns(programs: int, most: int, places: int) -> int:
+    """Into how many parts, up to ``most``, the keys of each of ``programs`` go that run on ``places`` at a time.
+
+    A turn takes as long as a part, and a little that no sharing makes shorter.
+    """
+    return min(range(1, most + 1), key=lambda count: -(-programs * count // places) * (1 / count + _OVERHEAD))

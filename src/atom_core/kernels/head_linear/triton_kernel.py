@@ -12,8 +12,18 @@ import triton.language as tl
 
 from atom_core.kernels.triton_support import launch_options
 
-#: Tokens and outputs of a tile, for few tokens and for more, and inputs that are multiplied at a time.
-_FEW, _MANY, _FEW_OUTPUTS, _MANY_OUTPUTS, _INPUTS = 16, 64, 32, 64, 64
+#: Tokens and outputs of a tile, for few tokens and for more.
+_FEW, _MANY, _FEW_OUTPUTS, _MANY_OUTPUTS = 16, 64, 32, 64
+#: Inputs that are multiplied at a time for more; for few tokens all of a latent, with fewer outputs a program.
+_MANY_INPUTS, _ALL_INPUTS, _FEWER_OUTPUTS = 64, 512, 16
+
+
+def _tile(num_tokens: int, in_features: int, itemsize: int) -> tuple[int, int, int]:
+    """Tokens, outputs, and inputs that are multiplied at a time."""
+    if num_tokens > _FEW:
+        return _MANY, _MANY_OUTPUTS, _MANY_INPUTS
+    inputs = max(16, min(_ALL_INPUTS * 2 // itemsize, triton.next_power_of_2(in_features)))
+    return _FEW, _FEW_OUTPUTS if inputs <= 2 * _MANY_INPUTS else _FEWER_OUTPUTS, inputs
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -42,19 +52,27 @@ def _head_linear(
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     taken = token < num_tokens
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     source = x + token.to(tl.int64)[:, None] * stride_x_token + head * stride_x_head
     target = out + token.to(tl.int64)[:, None] * stride_o_token + head * stride_o_head
     weights = weight + head * stride_w_head + column.to(tl.int64)[None, :] * stride_w_out
-    acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    for begin in tl.range(0, K, BLOCK_K):
-        row = begin + tl.arange(0, BLOCK_K)
-        a = tl.load(source + row[None, :], mask=taken[:, None] & (row < K)[None, :], other=0.0)
-        wanted = (row < K)[:, None] & (column < N)[None, :]
+    row = tl.arange(0, BLOCK_K)
+    wanted = (row < K)[:, None] & (column < N)[None, :]
+    if BLOCK_K >= K:  # all of them at once, before what is in front is done
         b = tl.load(weights + row.to(tl.int64)[:, None] * stride_w_in, mask=wanted, other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if BLOCK_K >= K:
+        a = tl.load(source + row[None, :], mask=taken[:, None] & (row < K)[None, :], other=0.0)
+        acc = tl.dot(a, b, input_precision="ieee")
+    else:
+        acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+        for begin in tl.range(0, K, BLOCK_K):
+            row = begin + tl.arange(0, BLOCK_K)
+            a = tl.load(source + row[None, :], mask=taken[:, None] & (row < K)[None, :], other=0.0)
+            wanted = (row < K)[:, None] & (column < N)[None, :]
+            b = tl.load(weights + row.to(tl.int64)[:, None] * stride_w_in, mask=wanted, other=0.0)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
     tl.store(target + column[None, :], acc.to(out.dtype.element_ty), mask=taken[:, None] & (column < N)[None, :])
     if C > 0:  # noqa: SIM102 - decided when compiling, unlike the next
         if tl.program_id(2) == 0:
@@ -69,10 +87,9 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, ove
     num_tokens, carried = x.shape[0], x.shape[2] - in_features
     assert x.stride(-1) == out.stride(-1) == 1
     assert 1 in weight.stride()[1:]
-    few = num_tokens <= _FEW
-    block_t, block_n = (_FEW, _FEW_OUTPUTS) if few else (_MANY, _MANY_OUTPUTS)
     if not num_tokens:
         return
+    block_t, block_n, block_k = _tile(num_tokens, in_features, x.itemsize)
     _head_linear[triton.cdiv(num_tokens, block_t), heads, triton.cdiv(out_features, block_n)](
         x,
         weight,
@@ -87,7 +104,7 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, ove
         C_PADDED=triton.next_power_of_2(max(carried, 1)),
         BLOCK_T=block_t,
         BLOCK_N=block_n,
-        BLOCK_K=_INPUTS,
+        BLOCK_K=block_k,
         OVERLAP=overlap,
         num_warps=4,
         **launch_options(overlap),

@@ -102,7 +102,8 @@ def _build_triton(spec: LatentAttentionSpec, target: Target) -> LatentAttentionK
     from atom_core.kernels.latent_attention.triton_kernel import TritonLatentAttention  # needs triton
 
     foreign = is_foreign(spec.latent.cache_dtype, target.arch)
-    return TritonLatentAttention(spec, nvidia=target.kind == "cuda", overlap=overlaps(target), foreign=foreign)
+    nvidia, hopper = target.kind == "cuda", (target.kind, target.arch) == ("cuda", "sm90")
+    return TritonLatentAttention(spec, nvidia, overlaps(target), foreign, hopper)
 
 
 LATENT_ATTENTION: Op[LatentAttentionSpec, LatentAttentionKernel] = Op(

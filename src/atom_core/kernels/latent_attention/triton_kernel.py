@@ -16,6 +16,7 @@ import triton.language as tl
 
 from atom_core.kernels.attention.splits import SplitBuffers
 from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joined, place_of
+from atom_core.kernels.latent_attention.hopper import LatentDecode
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
 from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
@@ -59,6 +60,7 @@ def _latent_attention(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    ONE: tl.constexpr,
     OVERLAP: tl.constexpr,
     AMD: tl.constexpr,
 ):
@@ -67,10 +69,10 @@ def _latent_attention(
         tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     split = tl.program_id(2)
-    request = tl.cast(place_of(block, query_start_loc, num_requests, BLOCK_Q), tl.int64)
+    request = tl.cast(block if ONE else place_of(block, query_start_loc, num_requests, BLOCK_Q), tl.int64)
     start = tl.load(query_start_loc + request)
     num_queries = tl.load(query_start_loc + request + 1) - start
-    first = (block - (start // BLOCK_Q + request).to(tl.int32)) * BLOCK_Q
+    first = 0 if ONE else (block - (start // BLOCK_Q + request).to(tl.int32)) * BLOCK_Q
     if first >= num_queries:
         return
     length = tl.load(seq_lens + request)
@@ -96,8 +98,9 @@ def _latent_attention(
         num_tiles = tl.cdiv(end, BLOCK_N)
         share = tl.cdiv(num_tiles, tl.num_programs(2))
         if not AMD:  # where none has measured it
-            # One program adds up all parts, each of about as many bytes as a tile: no more parts than each has tiles.
-            share = tl.maximum(share, tl.ceil(tl.sqrt(num_tiles.to(tl.float32))).to(tl.int32))
+            # One program adds up all parts, each of about as many bytes as a tile: no more parts than each has tiles,
+            # and as adding takes as long as some of these, of no fewer than eight.
+            share = tl.maximum(tl.maximum(share, 8), tl.ceil(tl.sqrt(num_tiles.to(tl.float32))).to(tl.int32))
         working = tl.cdiv(num_tiles, share)
         if split >= working:
             return
@@ -166,12 +169,16 @@ class TritonLatentAttention:
         nvidia: whether the device is one of NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`; from Hopper on.
         foreign: see :func:`atom_core.kernels.cache_dtypes.is_foreign`.
+        hopper: whether the device is one, which has a kernel of its own for decoding.
     """
 
     graph_support: GraphSupport = "always"
 
-    def __init__(self, spec: LatentAttentionSpec, nvidia: bool, overlap: bool, foreign: bool = False) -> None:
+    def __init__(
+        self, spec: LatentAttentionSpec, nvidia: bool, overlap: bool, foreign: bool = False, hopper: bool = False
+    ) -> None:
         self.spec, self.foreign = spec, foreign
+        self.decode = LatentDecode(spec, overlap) if hopper and LatentDecode.fits(spec) else None
         self.room = spec.latent.num_heads
         self.nvidia, self.overlap = nvidia, overlap
         #: Rows of the largest tile: its sums, a row's as long as a latent, have to fit into registers.
@@ -201,11 +208,16 @@ class TritonLatentAttention:
         """Write the attention of every request's queries to ``out``."""
         shape = self.spec.latent
         assert q.stride(-1) == cache.rows.stride(-1) == out.stride(-1) == 1
+        if self.decode is not None and self.decode.takes(cache, metadata):
+            self.decode(q, cache, metadata, out)
+            return
         num_tokens, num_requests = q.shape[0], metadata.seq_lens.shape[0]
         few_queries = metadata.max_query_len * self.heads <= self.decode_rows
         block_m = self.decode_rows if few_queries else max(self.decode_rows, self.most_rows)
         block_q = max(1, block_m // self.heads)
-        blocks, groups = num_tokens // block_q + num_requests, triton.cdiv(shape.num_heads, self.heads)
+        one = metadata.max_query_len == 1
+        blocks = num_requests if one else num_tokens // block_q + num_requests
+        groups = triton.cdiv(shape.num_heads, self.heads)
         row_count = num_tokens * shape.num_heads
         keys, warps, stages = self._tile(block_m)
         splits = self.split_buffers.share(blocks * groups, metadata.max_seq_len, row_count, shape.rank, q.device)
@@ -240,6 +252,7 @@ class TritonLatentAttention:
             SPLIT=splits.count > 1,
             STAGES=stages,
             AHEAD=stages > 2,  # elsewhere registers spill for it
+            ONE=one,
             OVERLAP=self.overlap,
             AMD=takes_amd_assembly(self.nvidia),
             num_warps=warps,

@@ -26,6 +26,77 @@ _FEW_HEADS, _MANY_HEADS, _MANY_TOKENS = 16, 64, 64
 
 
 @triton.jit
+def angles_of(
+    cos_sin,
+    positions,
+    token,
+    taken,
+    R: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Of ``token [T]``, where ``taken``: cosines and sines ``[T, PAIRS]``; which numbers, ``[1, PAIRS]``, they turn."""
+    half: tl.constexpr = R // 2
+    pair = tl.arange(0, PAIRS)[None, :]
+    paired = pair < half
+    first = 2 * pair if INTERLEAVED else pair
+    second = first + 1 if INTERLEAVED else pair + half
+    known = taken[:, None] & paired
+    angles = cos_sin + tl.load(positions + token, mask=taken, other=0).to(tl.int64)[:, None] * R
+    cos = tl.load(angles + pair, mask=known, other=1.0)
+    sin = tl.load(angles + half + pair, mask=known, other=0.0)
+    return cos, sin, first, second, paired
+
+
+@triton.jit
+def write_rows(
+    latent,
+    positions,
+    slots,
+    cos_sin,
+    norm,
+    rows,
+    token,
+    taken,
+    eps,
+    scale,
+    stride_latent,
+    stride_page,
+    stride_row,
+    PAGE: tl.constexpr,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    L_PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Norm the latents of ``token [T]``, where ``taken``, rotate the keys beside them, and write those with a slot."""
+    slot = tl.load(slots + token, mask=taken, other=-1)
+    kept = slot >= 0
+    slot = tl.where(kept, slot, 0)
+    column = tl.arange(0, L_PADDED)[None, :]
+    inside = kept[:, None] & (column < L)
+    raw = latent + token[:, None] * stride_latent
+    row = rows + ((slot // PAGE) * stride_page + (slot % PAGE) * stride_row)[:, None]
+    # Numbers go through the model's dtype first: what attention would see of an uncached row.
+    values = tl.load(raw + column, mask=inside, other=0.0)
+    wide = values.to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / L + eps)
+    normed = wide * factor[:, None] * tl.load(norm + column, mask=column < L, other=0.0).to(tl.float32)
+    numbers = stored(normed.to(values.dtype).to(tl.float32), scale, LIMIT)
+    tl.store(row + column, numbers.to(rows.dtype.element_ty), mask=inside)
+    cos, sin, first, second, paired = angles_of(cos_sin, positions, token, kept, R, PAIRS, INTERLEAVED)
+    used = kept[:, None] & paired
+    key_x = tl.load(raw + L + first, mask=used, other=0.0).to(tl.float32)
+    key_y = tl.load(raw + L + second, mask=used, other=0.0).to(tl.float32)
+    kept_x = stored((key_x * cos - key_y * sin).to(values.dtype).to(tl.float32), scale, LIMIT)
+    kept_y = stored((key_y * cos + key_x * sin).to(values.dtype).to(tl.float32), scale, LIMIT)
+    tl.store(row + L + first, kept_x.to(rows.dtype.element_ty), mask=used)
+    tl.store(row + L + second, kept_y.to(rows.dtype.element_ty), mask=used)
+
+
+@triton.jit
 def _latent_cache(
     q,
     latent,
@@ -56,49 +127,42 @@ def _latent_cache(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    taken = token >= 0
     block = tl.program_id(1)
-    half: tl.constexpr = R // 2
-    pair = tl.arange(0, PAIRS)
-    paired = pair < half
-    first = 2 * pair if INTERLEAVED else pair
-    second = first + 1 if INTERLEAVED else pair + half
-    angles = cos_sin + tl.load(positions + token).to(tl.int64) * R
-    cos = tl.load(angles + pair, mask=paired, other=1.0)
-    sin = tl.load(angles + half + pair, mask=paired, other=0.0)
-
-    if block > 0:
-        head = (block - 1) * HEADS + tl.arange(0, HEADS)
-        used = (head < H)[:, None] & paired[None, :]
-        query = q + token * stride_q_token + head.to(tl.int64)[:, None] * stride_q_head + N
-        x = tl.load(query + first[None, :], mask=used, other=0.0).to(tl.float32)
-        y = tl.load(query + second[None, :], mask=used, other=0.0).to(tl.float32)
-        turned_x = x * cos[None, :] - y * sin[None, :]
-        turned_y = y * cos[None, :] + x * sin[None, :]
-        tl.store(query + first[None, :], turned_x.to(q.dtype.element_ty), mask=used)
-        tl.store(query + second[None, :], turned_y.to(q.dtype.element_ty), mask=used)
+    if block == 0:
+        write_rows(
+            latent,
+            positions,
+            slots,
+            cos_sin,
+            norm,
+            rows,
+            token,
+            taken,
+            eps,
+            scale,
+            stride_latent,
+            stride_page,
+            stride_row,
+            PAGE,
+            R,
+            L,
+            L_PADDED,
+            PAIRS,
+            INTERLEAVED,
+            LIMIT,
+        )
         return
 
-    slot = tl.load(slots + token)
-    if slot < 0:
-        return
-    column = tl.arange(0, L_PADDED)
-    inside = column < L
-    raw = latent + token * stride_latent
-    row = rows + (slot // PAGE) * stride_page + (slot % PAGE) * stride_row
-    # Numbers go through the model's dtype first: what attention would see of an uncached row.
-    values = tl.load(raw + column, mask=inside, other=0.0)
-    wide = values.to(tl.float32)
-    factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / L + eps)
-    normed = wide * factor * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
-    kept = stored(normed.to(values.dtype).to(tl.float32), scale, LIMIT)
-    tl.store(row + column, kept.to(rows.dtype.element_ty), mask=inside)
-    key_x = tl.load(raw + L + first, mask=paired, other=0.0).to(tl.float32)
-    key_y = tl.load(raw + L + second, mask=paired, other=0.0).to(tl.float32)
-    kept_x = stored((key_x * cos - key_y * sin).to(values.dtype).to(tl.float32), scale, LIMIT)
-    kept_y = stored((key_y * cos + key_x * sin).to(values.dtype).to(tl.float32), scale, LIMIT)
-    tl.store(row + L + first, kept_x.to(rows.dtype.element_ty), mask=paired)
-    tl.store(row + L + second, kept_y.to(rows.dtype.element_ty), mask=paired)
+    cos, sin, first, second, paired = angles_of(cos_sin, positions, token, taken, R, PAIRS, INTERLEAVED)
+    head = (block - 1) * HEADS + tl.arange(0, HEADS)
+    used = (head < H)[:, None] & paired
+    query = q + tl.program_id(0).to(tl.int64) * stride_q_token + head.to(tl.int64)[:, None] * stride_q_head + N
+    x = tl.load(query + first, mask=used, other=0.0).to(tl.float32)
+    y = tl.load(query + second, mask=used, other=0.0).to(tl.float32)
+    tl.store(query + first, (x * cos - y * sin).to(q.dtype.element_ty), mask=used)
+    tl.store(query + second, (y * cos + x * sin).to(q.dtype.element_ty), mask=used)
 
 
 def latent_cache(

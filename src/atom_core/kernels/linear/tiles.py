@@ -68,8 +68,11 @@ def tile_for(
 
     None: torch is as fast or faster.
     """
-    if num_rows > 1 and hopper and out_features < _HEAD and in_features * itemsize % _HOPPER_BYTES == 0:
-        return _hopper_tile(num_rows, out_features, in_features, itemsize)
+    if num_rows > 1 and hopper and out_features < _HEAD:
+        if in_features * itemsize % _HOPPER_BYTES == 0:
+            return _hopper_tile(num_rows, out_features, in_features, itemsize)
+        if itemsize == 2 and num_rows <= 16 and in_features * itemsize % (_HOPPER_BYTES // 2) == 0:
+            return Tile("hopper", 64, 64, 4, 20, early=True)
     if itemsize == 1:
         if not nvidia:
             return Tile("rows", 32, 256, 4, 2)

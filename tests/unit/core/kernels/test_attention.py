@@ -8,6 +8,7 @@ import torch
 from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
 from atom_core.kernels.attention.reference import ReferenceAttention
 from atom_core.kernels.attention.sdpa import SdpaAttention
+from atom_core.kernels.attention.splits import fewest_turns
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.select import Target
 from tests.kernel_cases import ATTENTION_CASES, attention_batch, check_attention
@@ -77,3 +78,17 @@ def test_torchs_attention_says_which_caches_it_reads():
 
 def test_torchs_attention_is_for_a_cpu():
     assert "quickest on a CPU" in why_not_torch(ATTENTION_CASES[0].spec(torch.bfloat16), Target("cuda", "sm90"))
+
+
+def test_keys_are_shared_so_that_a_gpu_is_filled_once_or_evenly():
+    # Programs, most parts, and the parts of each; 132 run at a time.
+    for programs, most, expected in (
+        (1, 32, 32),
+        (8, 32, 16),
+        (64, 8, 2),
+        (128, 4, 1),
+        (132, 3, 1),
+        (140, 3, 3),
+        (256, 2, 1),
+    ):
+        assert fewest_turns(programs, most, 132) == expected

@@ -22,6 +22,7 @@ from tests.latent_cases import (
     check_expanded,
     check_head_linear,
     check_latent_cache,
+    check_latent_queries,
     latent_batch,
 )
 
@@ -145,6 +146,24 @@ def test_both_fill_an_fp8_cache(exact_fp8_casts, case, cache_dtype):
     spec = case.spec(torch.float16, cache_dtype).latent
     for kernel in (latent_cache, launch):
         check_latent_cache(case, partial(kernel, spec=spec), torch.float16, CPU, cache_dtype)
+
+
+@every_cache
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+def test_the_triton_kernel_also_folds_queries(case, dtype, tokens):
+    from atom_core.kernels.latent_queries.triton_kernel import TritonLatentQueries
+
+    check_latent_queries(case, TritonLatentQueries(case.spec(dtype).latent, overlap=False), dtype, CPU, tokens=tokens)
+
+
+@every_cache
+@every_fp8_dtype
+def test_it_fills_an_fp8_cache_as_well(exact_fp8_casts, case, cache_dtype):
+    from atom_core.kernels.latent_queries.triton_kernel import TritonLatentQueries
+
+    spec = case.spec(torch.float16, cache_dtype).latent
+    check_latent_queries(case, TritonLatentQueries(spec, overlap=False), torch.float16, CPU, cache_dtype)
 
 
 #: Tokens, heads, inputs, outputs, numbers that are carried over.

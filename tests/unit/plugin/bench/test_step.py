@@ -15,7 +15,7 @@ from atom_plugin.bench import step
 from atom_plugin.bench.device import Ceiling, Timing, datasheet_bandwidth
 from atom_plugin.bench.floor import Traffic, step_traffic
 from atom_plugin.bench.models import CONFIGS, cut, read_config
-from atom_plugin.bench.profile import by_name
+from atom_plugin.bench.profile import Launch, by_name
 from atom_plugin.bench.step import MAX_MODEL_LEN, PAGE_SIZE, StepOptions, StepResult, decode_batch
 from tests.unit.plugin.installed import run_cli, run_python
 
@@ -244,11 +244,12 @@ def test_measuring_needs_no_package_of_the_command_line():
     assert result.stdout.split() == ["False"], result.stderr
 
 
-def test_a_profile_adds_up_each_kernels_launches():
-    launches = [("norm", 2e-6), ("product", 30e-6), ("norm", 4e-6)] * 2
+def test_a_profile_tells_by_how_much_later_each_kernel_ended():
+    once = [("norm", 0, 2), ("product", 1, 32), ("norm", 30, 36), ("norm", 40, 41)]
+    launches = [Launch(name, begin * 1e-6 + at, end * 1e-6 + at) for at in (0, 1) for name, begin, end in once]
     found = by_name(launches, runs=2)
-    assert [(it.name, it.launches) for it in found] == [("product", 1), ("norm", 2)]
-    assert [it.seconds for it in found] == pytest.approx([30e-6, 6e-6])
+    assert [(it.name, it.launches) for it in found] == [("product", 1), ("norm", 3)]
+    assert [it.seconds for it in found] == pytest.approx([30e-6, 7e-6])
     text = "\n".join(replace(RESULT, profile=found).lines())
     assert "7.5%  product" in text
     assert replace(RESULT, profile=found).as_json()["profile"][1] == asdict(found[1])

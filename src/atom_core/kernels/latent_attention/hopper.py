@@ -1,0 +1,274 @@
+"""Decoding over latents on Hopper, in Gluon: tensor cores read cached rows from shared memory, as keys and as values.
+
+What ``wgmma`` takes 64 of at a time are keys for the scores, and numbers of the latent for the sums; heads, of which
+there are few, are its columns. So neither is moved to registers, and of a tile's time little is not the memory's. A
+multiprocessor has one program, which copies a tile of rows while it works on the one before.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from atom_core.kernels.attention.splits import SplitBuffers
+from atom_core.kernels.attention.triton_kernel import LOG2_E
+from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
+from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load
+from atom_core.kernels.linear.tiles import why_no_gluon
+from atom_core.kernels.triton_support import launch_options
+from atom_core.metadata import AttentionMetadata, LatentCacheView
+
+#: Keys of a tile: as many as ``wgmma`` takes.
+KEYS = 64
+#: Tiles that a part has at least: adding parts up takes as long as a few of them.
+FEWEST_TILES = 4
+#: Heads of a program, at most.
+_MOST_HEADS = 64
+#: Bytes that are copied at once.
+_VECTOR = 16
+
+
+@gluon.jit
+def _pages(table, key, end, PAGE: gl.constexpr):
+    return gl.load(table + key // PAGE, mask=key < end, other=0)
+
+
+@gluon.jit
+def _copy(
+    latents, keys, rows, key, page, end, stride_page, stride_row, L: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr
+):
+    """A tile of rows to shared memory; behind the last, zeros."""
+    layout: gl.constexpr = key.type.layout.parent
+    row = rows + (page.to(gl.int64) * stride_page + (key % PAGE).to(gl.int64) * stride_row)[:, None]
+    known = (key < end)[:, None]
+    load(latents, row + gl.arange(0, L, gl.SliceLayout(0, layout))[None, :], mask=known)
+    load(keys, row + L + gl.arange(0, R, gl.SliceLayout(0, layout))[None, :], mask=known)
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def latent_decode_hopper(
+    q,
+    rows,
+    out,
+    parts,
+    part_sums,
+    arrivals,
+    query_start_loc,
+    seq_lens,
+    page_table,
+    num_tokens,
+    scale,
+    stride_q_token,
+    stride_q_head,
+    stride_page,
+    stride_row,
+    stride_o_token,
+    stride_o_head,
+    stride_table,
+    PAGE: gl.constexpr,
+    H: gl.constexpr,
+    HEADS: gl.constexpr,
+    L: gl.constexpr,
+    R: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SPLIT: gl.constexpr,
+    LEAST: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """``HEADS`` heads of a request, which has one query token or, as padding, none."""
+    if OVERLAP:
+        depend("griddepcontrol.launch_dependents; // $0")
+    dtype: gl.constexpr = rows.dtype.element_ty
+    warps: gl.constexpr = gl.num_warps()
+    across: gl.constexpr = warps // 4
+    copied: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
+    scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, across], [16, BLOCK_M // across, 16])
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_M, 16])
+    of_scores: gl.constexpr = gl.SliceLayout(0, scored)
+    of_sums: gl.constexpr = gl.SliceLayout(0, summed)
+    request = gl.program_id(0)
+    split = gl.program_id(2)
+    start = gl.load(query_start_loc + request)
+    if gl.load(query_start_loc + request + 1) == start:
+        return
+    end = gl.load(seq_lens + request)
+    begin = end * 0
+    working = end * 0 + 1
+    if SPLIT:
+        num_tiles = gl.cdiv(end, BLOCK_N)
+        # One program adds up all parts, each of about as many bytes as a tile: no more parts than each has tiles.
+        share = gl.maximum(
+            gl.cdiv(num_tiles, gl.num_programs(2)), gl.ceil(gl.sqrt(num_tiles.to(gl.float32))).to(gl.int32)
+        )
+        share = gl.maximum(share, LEAST)
+        working = gl.cdiv(num_tiles, share)
+        if split >= working:
+            return
+        begin = split * share * BLOCK_N
+        end = gl.minimum(begin + share * BLOCK_N, end)
+
+    latents = gl.allocate_shared_memory(
+        dtype, [2, BLOCK_N, L], gl.NVMMASharedLayout.get_default_for([BLOCK_N, L], dtype)
+    )
+    keys = gl.allocate_shared_memory(dtype, [2, BLOCK_N, R], gl.NVMMASharedLayout.get_default_for([BLOCK_N, R], dtype))
+    plain = gl.allocate_shared_memory(dtype, [BLOCK_M, L], gl.NVMMASharedLayout.get_default_for([BLOCK_M, L], dtype))
+    turned = gl.allocate_shared_memory(dtype, [BLOCK_M, R], gl.NVMMASharedLayout.get_default_for([BLOCK_M, R], dtype))
+    weights = gl.allocate_shared_memory(
+        dtype, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+    )
+    table = page_table + request.to(gl.int64) * stride_table
+    key = begin + gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied))
+    page = _pages(table, key, end, PAGE)
+    # So far nothing was read that a kernel of this package writes.
+    if OVERLAP:
+        depend("griddepcontrol.wait; // $0")
+    _copy(latents.index(0), keys.index(0), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
+    async_copy.commit_group()
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
+    head = gl.program_id(1) * HEADS + row
+    used = ((row < HEADS) & (head < H))[:, None]
+    query = q + start.to(gl.int64) * stride_q_token + head.to(gl.int64)[:, None] * stride_q_head
+    plain.store(gl.load(query + gl.arange(0, L, gl.SliceLayout(0, copied))[None, :], mask=used, other=0.0))
+    turned.store(gl.load(query + L + gl.arange(0, R, gl.SliceLayout(0, copied))[None, :], mask=used, other=0.0))
+    key += BLOCK_N
+    page = _pages(table, key, end, PAGE)
+
+    highest = gl.full([BLOCK_M], float("-inf"), gl.float32, of_scores)
+    total = gl.zeros([BLOCK_M], gl.float32, of_scores)
+    acc = gl.zeros([L, BLOCK_M], gl.float32, summed)
+    place = 0
+    of_tile = gl.arange(0, BLOCK_N, gl.SliceLayout(1, scored))
+    for tile in range(begin, end, BLOCK_N):
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scored)
+        scores = warpgroup_mma(latents.index(place), plain.permute((1, 0)), scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(keys.index(place), turned.permute((1, 0)), scores, is_async=True)
+        if tile + BLOCK_N < end:
+            other = 1 - place
+            _copy(latents.index(other), keys.index(other), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
+        async_copy.commit_group()
+        key += BLOCK_N
+        page = _pages(table, key, end, PAGE)
+        scores = warpgroup_mma_wait(0, [scores])
+        known = (tile + of_tile < end)[:, None]
+        scores = gl.where(known, scores * (scale * LOG2_E), float("-inf"))
+        # Each tile has a key that is seen: no highest is minus infinity.
+        new_highest = gl.maximum(highest, gl.max(scores, 0))
+        shrink = gl.exp2(highest - new_highest)
+        scores = gl.exp2(scores - new_highest[None, :])
+        total = total * shrink + gl.sum(scores, 0)
+        highest = new_highest
+        weights.store(scores.to(dtype))
+        acc *= gl.convert_layout(shrink, of_sums)[None, :]
+        fence_async_shared()
+        barrier()
+        acc = warpgroup_mma(latents.index(place).permute((1, 0)), weights, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, [acc])
+        place = 1 - place
+
+    number = gl.arange(0, L, gl.SliceLayout(1, summed))[:, None]
+    row = gl.arange(0, BLOCK_M, of_sums)
+    head = gl.program_id(1) * HEADS + row
+    used = (row < HEADS) & (head < H)
+    total = gl.convert_layout(total, of_sums)
+    highest = gl.convert_layout(highest, of_sums)
+    if SPLIT:  # noqa: SIM102 - decided when compiling, unlike the next
+        if working > 1:
+            # Rows of the parts: split, token, head.
+            at = start.to(gl.int64) * H + head
+            part_rows = num_tokens.to(gl.int64) * H
+            mine = split * part_rows + at
+            gl.store(parts + mine[None, :] * L + number, acc, mask=used[None, :])
+            gl.store(part_sums + mine * 2, highest, mask=used)
+            gl.store(part_sums + mine * 2 + 1, total, mask=used)
+            barrier()  # all of this program's stores before its arrival is seen
+            arrival = arrivals + request * gl.num_programs(1) + gl.program_id(1)
+            if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
+                return
+            gl.store(arrival, 0)
+            highest = gl.full([BLOCK_M], float("-inf"), gl.float32, of_sums)
+            total = gl.zeros([BLOCK_M], gl.float32, of_sums)
+            acc = gl.zeros([L, BLOCK_M], gl.float32, summed)
+            for index in range(working):
+                mine = index * part_rows + at
+                part_highest = gl.load(part_sums + mine * 2, mask=used, other=0.0, cache_modifier=".cg")
+                part_total = gl.load(part_sums + mine * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
+                part = gl.load(parts + mine[None, :] * L + number, mask=used[None, :], other=0.0, cache_modifier=".cg")
+                new_highest = gl.maximum(highest, part_highest)
+                shrink = gl.exp2(highest - new_highest)
+                part_shrink = gl.exp2(part_highest - new_highest)
+                total = total * shrink + part_total * part_shrink
+                acc = acc * shrink[None, :] + part * part_shrink[None, :]
+                highest = new_highest
+    acc = acc / total[None, :]
+    to = out + start.to(gl.int64) * stride_o_token + head.to(gl.int64)[None, :] * stride_o_head + number
+    gl.store(to, acc.to(out.dtype.element_ty), mask=used[None, :])
+
+
+class LatentDecode:
+    """See the module's text; ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`."""
+
+    def __init__(self, spec: LatentAttentionSpec, overlap: bool) -> None:
+        self.spec, self.overlap = spec, overlap
+        self.heads = min(spec.latent.num_heads, _MOST_HEADS)
+        self.rows = max(16, triton.next_power_of_2(self.heads))
+        self.split_buffers = SplitBuffers(fill_once=True)
+
+    @staticmethod
+    def fits(spec: LatentAttentionSpec) -> bool:
+        """Whether there is such a kernel for a layer, on Hopper."""
+        shape = spec.latent
+        # A tile's columns are a power of two, of which the larger is the room that tensor cores' sums have.
+        sizes = shape.rank in (64, 128, 256, 512) and shape.rope_dim in (16, 32, 64)
+        return sizes and shape.dtype.itemsize == 2 and shape.cache_dtype == shape.dtype and why_no_gluon() is None
+
+    def takes(self, cache: LatentCacheView, metadata: AttentionMetadata) -> bool:
+        """Whether it can run this batch, and in a captured graph every batch that the graph may replay."""
+        rows = cache.rows
+        apart = rows.data_ptr() | rows.stride(0) * rows.itemsize | rows.stride(1) * rows.itemsize
+        return metadata.max_query_len == 1 and cache.scale == 1.0 and apart % _VECTOR == 0
+
+    def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        """As :meth:`atom_core.kernels.latent_attention.triton_kernel.TritonLatentAttention.__call__`."""
+        shape = self.spec.latent
+        num_tokens, num_requests = q.shape[0], metadata.seq_lens.shape[0]
+        groups = triton.cdiv(shape.num_heads, self.heads)
+        splits = self.split_buffers.share(
+            num_requests * groups, metadata.max_seq_len, num_tokens * shape.num_heads, shape.rank, q.device
+        )
+        latent_decode_hopper[num_requests, groups, splits.count](
+            q,
+            cache.rows,
+            out,
+            splits.parts,
+            splits.sums,
+            splits.arrivals,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.page_table,
+            num_tokens,
+            self.spec.scale,
+            *q.stride()[:2],
+            *cache.rows.stride()[:2],
+            *out.stride()[:2],
+            metadata.page_table.stride(0),
+            PAGE=cache.page_size,
+            H=shape.num_heads,
+            HEADS=self.heads,
+            L=shape.rank,
+            R=shape.rope_dim,
+            BLOCK_M=self.rows,
+            BLOCK_N=KEYS,
+            SPLIT=splits.count > 1,
+            LEAST=FEWEST_TILES,
+            OVERLAP=self.overlap,
+            num_warps=4 if self.rows == 16 else 8,
+            **launch_options(self.overlap),
+        )

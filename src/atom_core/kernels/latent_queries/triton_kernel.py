@@ -1,0 +1,196 @@
+"""The latent's cache row and the queries that meet latents in Triton: one launch.
+
+A program takes all tokens and some of the latent's numbers of one head's queries, with its weights on their way before
+the kernel in front is done; those of the first numbers rotate the rest of the query as well. Behind the last head are
+programs that write a token's latent to the cache each, as in :mod:`atom_core.kernels.latent_cache`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.kernels.cache_dtypes import saturation_limit
+from atom_core.kernels.latent_cache.triton_kernel import angles_of, write_rows
+from atom_core.kernels.triton_support import launch_options
+from atom_core.metadata import LatentCacheView
+
+if TYPE_CHECKING:
+    from atom_core.kernels.latent_cache import LatentSpec, LatentWeights
+
+#: Tokens of a launch, and numbers of a latent that a program takes.
+_TOKENS, _NUMBERS = 16, 32
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _latent_queries(
+    q,
+    latent,
+    positions,
+    slots,
+    cos_sin,
+    norm,
+    expand,
+    rows,
+    queries,
+    num_tokens,
+    eps,
+    scale,
+    stride_q_token,
+    stride_q_head,
+    stride_latent,
+    stride_expand_head,
+    stride_expand,
+    stride_page,
+    stride_row,
+    stride_o_token,
+    stride_o_head,
+    PAGE: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    L_PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0)
+    if head == H:
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        token = block.to(tl.int64) + tl.arange(0, 1)
+        mine = token < num_tokens
+        write_rows(
+            latent,
+            positions,
+            slots,
+            cos_sin,
+            norm,
+            rows,
+            token,
+            mine,
+            eps,
+            scale,
+            stride_latent,
+            stride_page,
+            stride_row,
+            PAGE,
+            R,
+            L,
+            L_PADDED,
+            PAIRS,
+            INTERLEAVED,
+            LIMIT,
+        )
+        return
+
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (column < L)[None, :]
+    number = tl.arange(0, BLOCK_K)
+    weights = expand + head * stride_expand_head + column[None, :]
+    factors = tl.load(
+        weights + number.to(tl.int64)[:, None] * stride_expand, mask=(number < N)[:, None] & inside, other=0.0
+    )
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.arange(0, BLOCK_T)
+    taken = token < num_tokens
+    token = token.to(tl.int64)
+    query = q + token[:, None] * stride_q_token + head * stride_q_head
+    target = queries + token[:, None] * stride_o_token + head * stride_o_head
+    x = tl.load(query + number[None, :], mask=taken[:, None] & (number < N)[None, :], other=0.0)
+    total = tl.dot(x, factors, input_precision="ieee")
+    for begin in tl.range(BLOCK_K, N, BLOCK_K):
+        number = begin + tl.arange(0, BLOCK_K)
+        known = number < N
+        factors = tl.load(
+            weights + number.to(tl.int64)[:, None] * stride_expand, mask=known[:, None] & inside, other=0.0
+        )
+        x = tl.load(query + number[None, :], mask=taken[:, None] & known[None, :], other=0.0)
+        total = tl.dot(x, factors, total, input_precision="ieee")
+    tl.store(target + column[None, :], total.to(queries.dtype.element_ty), mask=taken[:, None] & inside)
+
+    if block == 0:
+        cos, sin, pair_first, pair_second, paired = angles_of(cos_sin, positions, token, taken, R, PAIRS, INTERLEAVED)
+        used = taken[:, None] & paired
+        left = tl.load(query + N + pair_first, mask=used, other=0.0).to(tl.float32)
+        right = tl.load(query + N + pair_second, mask=used, other=0.0).to(tl.float32)
+        tl.store(target + L + pair_first, (left * cos - right * sin).to(queries.dtype.element_ty), mask=used)
+        tl.store(target + L + pair_second, (right * cos + left * sin).to(queries.dtype.element_ty), mask=used)
+
+
+class TritonLatentQueries:
+    """See :mod:`atom_core.kernels.latent_queries`.
+
+    Args:
+        spec: the layer.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+    """
+
+    max_tokens = _TOKENS
+
+    def __init__(self, spec: LatentSpec, overlap: bool) -> None:
+        self.spec, self.overlap = spec, overlap
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        weights: LatentWeights,
+        cache: LatentCacheView,
+        slots: torch.Tensor,
+        queries: torch.Tensor,
+    ) -> None:
+        """Launch it."""
+        spec, num_tokens = self.spec, q.shape[0]
+        assert num_tokens <= self.max_tokens
+        assert q.stride(-1) == latent.stride(-1) == cache.rows.stride(-1) == queries.stride(-1) == 1
+        assert weights.expand.stride(-1) == 1
+        if not num_tokens:
+            return
+        _latent_queries[max(triton.cdiv(spec.rank, _NUMBERS), num_tokens), spec.num_heads + 1](
+            q,
+            latent,
+            positions,
+            slots,
+            weights.cos_sin,
+            weights.norm,
+            weights.expand,
+            cache.rows,
+            queries,
+            num_tokens,
+            weights.eps,
+            cache.scale,
+            *q.stride()[:2],
+            latent.stride(0),
+            *weights.expand.stride()[:2],
+            *cache.rows.stride()[:2],
+            *queries.stride()[:2],
+            PAGE=cache.page_size,
+            H=spec.num_heads,
+            N=spec.nope_dim,
+            R=spec.rope_dim,
+            L=spec.rank,
+            L_PADDED=triton.next_power_of_2(spec.rank),
+            PAIRS=triton.next_power_of_2(spec.rope_dim // 2),
+            BLOCK_T=_TOKENS,
+            BLOCK_N=_NUMBERS,
+            BLOCK_K=max(16, min(128, triton.next_power_of_2(spec.nope_dim))),
+            INTERLEAVED=spec.interleaved,
+            LIMIT=saturation_limit(cache.rows.dtype),
+            OVERLAP=self.overlap,
+            num_warps=4,
+            **launch_options(self.overlap),
+        )
