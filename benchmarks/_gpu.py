@@ -35,6 +35,9 @@ _CACHES = {
     "CUDA_CACHE_PATH": "cuda",
 }
 
+#: Ways to have weights without a checkpoint.
+RANDOM = ("dummy", "random")
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -71,7 +74,11 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
     """What is served and how: the same for native and atom."""
     parser.add_argument("--model", default="qwen3-0.6b", help="a name, a config.json or a checkpoint's folder")
     parser.add_argument("--layers", type=int, help="keep so many layers")
-    parser.add_argument("--load-format", default="dummy", help="dummy: random weights")
+    parser.add_argument(
+        "--load-format",
+        default="dummy",
+        help="dummy: each engine's own random weights; random: one checkpoint for all, written for it where TMPDIR says",
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
@@ -89,13 +96,24 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def model_folder(arguments: argparse.Namespace) -> Iterator[str]:
-    """The folder that engines are given: a checkpoint's own, or one that holds a configuration alone."""
-    if arguments.load_format != "dummy":
+    """The folder that engines are given: a checkpoint's own, a random one, or one that holds a configuration alone."""
+    if arguments.load_format not in RANDOM:
         yield arguments.model
         return
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(read_config(arguments.model, arguments.layers)))
+        if arguments.load_format == "random":
+            # In a process of its own, which leaves nothing in the GPU's memory.
+            layers = [] if arguments.layers is None else ["--layers", str(arguments.layers)]
+            command = [sys.executable, "-m", "benchmarks.random_checkpoint", arguments.model, folder, *layers]
+            subprocess.run(command, check=True)
+        else:
+            (Path(folder) / "config.json").write_text(json.dumps(read_config(arguments.model, arguments.layers)))
         yield folder
+
+
+def load_format(arguments: argparse.Namespace) -> str:
+    """What engines are told."""
+    return "auto" if arguments.load_format == "random" else str(arguments.load_format)
 
 
 def serve(arguments: argparse.Namespace, start: Callable[[argparse.Namespace], Started]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from benchmarks import IMPLEMENTATIONS
 from benchmarks._figures import as_json, markdown, plot, require_matplotlib, summarise
-from benchmarks._gpu import engine_options, model_folder
+from benchmarks._gpu import RANDOM, engine_options, load_format, model_folder
 from tests.integration.server import VllmServer
 
 #: What is taken from `vllm bench serve`, and what it is called in the table.
@@ -93,7 +93,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def server_flags(name: str, arguments: argparse.Namespace) -> list[str]:
     """Of `vllm serve`: alike for both but for the one that this is about."""
-    flags = ["--model-impl", IMPLEMENTATIONS[name], "--load-format", arguments.load_format]
+    flags = ["--model-impl", IMPLEMENTATIONS[name], "--load-format", load_format(arguments)]
     flags += ["--dtype", arguments.dtype, "--max-model-len", str(arguments.max_model_len)]
     flags += ["--max-num-seqs", str(arguments.max_num_seqs)]
     flags += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization)]
@@ -151,7 +151,7 @@ def main() -> None:
     rounds: dict[str, dict[str, list[float]]] = {}
     results = []
     with model_folder(arguments) as model:
-        if arguments.load_format == "dummy":
+        if arguments.load_format in RANDOM:
             write_tokenizer(Path(model))
         for index in range(arguments.rounds):
             for name in names if index % 2 == 0 else names[::-1]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from benchmarks._gpu import Started, compare
+from benchmarks._gpu import Started, compare, load_format
 
 
 def start(arguments: argparse.Namespace) -> Started:
@@ -27,7 +27,7 @@ def start(arguments: argparse.Namespace) -> Started:
 
     options = {
         "model_path": arguments.model,
-        "load_format": arguments.load_format,
+        "load_format": load_format(arguments),
         "skip_tokenizer_init": True,
         "dtype": arguments.dtype,
         "quantization": arguments.quantization,

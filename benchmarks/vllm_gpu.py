@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 
 from benchmarks import IMPLEMENTATIONS
-from benchmarks._gpu import Started, compare
+from benchmarks._gpu import Started, compare, load_format
 
 
 def start(arguments: argparse.Namespace) -> Started:
@@ -22,7 +22,7 @@ def start(arguments: argparse.Namespace) -> Started:
     options = {
         "model": arguments.model,
         "model_impl": IMPLEMENTATIONS[arguments.serve],
-        "load_format": arguments.load_format,
+        "load_format": load_format(arguments),
         "skip_tokenizer_init": True,
         "dtype": arguments.dtype,
         "quantization": arguments.quantization,

@@ -60,6 +60,8 @@ DECODES = (
     LatentCase("one head, one token a page", _LENGTHS, heads=1, page_size=1, **_SIZES),
     LatentCase("20 heads", _LENGTHS, heads=20, **_SIZES),
     LatentCase("128 heads", _LENGTHS, heads=128, page_size=64, **_SIZES),
+    LatentCase("128 heads, few requests", _LENGTHS[-4:], heads=128, page_size=64, **_SIZES),
+    LatentCase("128 heads, 40 requests", tuple((29 * at, 1) for at in range(40)), heads=128, **_SIZES),
     LatentCase("padded requests and tokens", _LENGTHS, heads=16, padded_requests=3, padded_tokens=4, **_SIZES),
     LatentCase("140 requests", tuple((29 * at, 1) for at in range(140)), heads=16, **_SIZES),
     LatentCase("rows apart", _LENGTHS, heads=16, gap=64, **_SIZES),

@@ -81,7 +81,7 @@ ON_REQUEST = {
 #: Kernels that are used where they are asked for alone, on any GPU, and why.
 NOT_MEASURED = {
     (ALL_REDUCE_NORM.name, "triton"): (
-        "It has not been measured on several GPUs yet; ATOM_KERNELS=all_reduce_norm=triton asks for it."
+        "No engine has run with it on several GPUs yet; ATOM_KERNELS=all_reduce_norm=triton asks for it."
     ),
 }
 

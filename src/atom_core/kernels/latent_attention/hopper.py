@@ -26,8 +26,9 @@ from atom_core.metadata import AttentionMetadata, LatentCacheView
 KEYS = 64
 #: Tiles that a part has at least: adding parts up takes as long as a few of them.
 FEWEST_TILES = 4
-#: Heads of a program, at most.
-_MOST_HEADS = 64
+#: Requests up to which a program takes so many heads, and heads beyond: few requests leave room for more programs, each
+#: with less to do, but every program reads all of its request's rows.
+_HEADS, _MOST_HEADS = ((8, 16), (32, 32)), 64
 #: Bytes that are copied at once.
 _VECTOR = 16
 
@@ -217,8 +218,6 @@ class LatentDecode:
 
     def __init__(self, spec: LatentAttentionSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
-        self.heads = min(spec.latent.num_heads, _MOST_HEADS)
-        self.rows = max(16, triton.next_power_of_2(self.heads))
         self.split_buffers = SplitBuffers(fill_once=True)
 
     @staticmethod
@@ -239,7 +238,8 @@ class LatentDecode:
         """As :meth:`atom_core.kernels.latent_attention.triton_kernel.TritonLatentAttention.__call__`."""
         shape = self.spec.latent
         num_tokens, num_requests = q.shape[0], metadata.seq_lens.shape[0]
-        groups = triton.cdiv(shape.num_heads, self.heads)
+        heads = min(shape.num_heads, next((heads for most, heads in _HEADS if num_requests <= most), _MOST_HEADS))
+        groups, tile_rows = triton.cdiv(shape.num_heads, heads), max(16, triton.next_power_of_2(heads))
         splits = self.split_buffers.share(
             num_requests * groups, metadata.max_seq_len, num_tokens * shape.num_heads, shape.rank, q.device
         )
@@ -261,14 +261,14 @@ class LatentDecode:
             metadata.page_table.stride(0),
             PAGE=cache.page_size,
             H=shape.num_heads,
-            HEADS=self.heads,
+            HEADS=heads,
             L=shape.rank,
             R=shape.rope_dim,
-            BLOCK_M=self.rows,
+            BLOCK_M=tile_rows,
             BLOCK_N=KEYS,
             SPLIT=splits.count > 1,
             LEAST=FEWEST_TILES,
             OVERLAP=self.overlap,
-            num_warps=4 if self.rows == 16 else 8,
+            num_warps=4 if tile_rows == 16 else 8,
             **launch_options(self.overlap),
         )

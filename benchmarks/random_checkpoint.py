@@ -1,0 +1,104 @@
+"""A checkpoint of random numbers on disk, in the format that a model's `config.json` names.
+
+    python -m benchmarks.random_checkpoint qwen3-30b-a3b-fp8 FOLDER
+    python -m benchmarks.vllm_gpu --model qwen3-30b-a3b-fp8 --load-format random      # writes one, and removes it
+
+Engines that make up their own numbers (`--load-format dummy`) have others for each format and layout, by which mixtures
+route otherwise, and read more or fewer experts. From one checkpoint all have the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from atom_core.config import ModelConfig
+from atom_core.layers.parameters import Placement
+from atom_core.quant import read_quantization
+from atom_core.standalone import lay_out
+from atom_core.weights import expected_tensors
+from atom_plugin.bench.models import HfValues, read_config
+
+#: Of matrices, as models are initialised before training.
+SPREAD = 0.02
+#: Of numbers in FP8, which go up to 448.
+_FP8_SPREAD = 100.0
+#: Exponents of MXFP4's groups, biased by 127: numbers up to 6 * 2 ** -6.
+_EXPONENTS = (117, 122)
+_FILE_BYTES = 4 << 30
+
+
+def write_random(hf: HfValues, folder: Path, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> None:
+    """Write `config.json` and the weights that it asks for.
+
+    Args:
+        hf: what `config.json` says.
+        folder: where to; it exists.
+        dtype: of what is not quantised.
+        device: where numbers are made; a GPU is quicker.
+
+    Raises:
+        ValueError: an unsupported architecture or format.
+    """
+    model = lay_out(ModelConfig.from_hf(hf), dtype, quant=read_quantization(hf, None))
+    generator = torch.Generator(device).manual_seed(0)
+    held: dict[str, torch.Tensor] = {}
+    files: dict[str, str] = {}
+    total = waiting = 0
+    for name, slot in sorted(expected_tensors(model).items()):
+        if waiting >= _FILE_BYTES:
+            files |= _save(held, folder)
+            held, waiting = {}, 0
+        held[name] = numbers(name, slot.placement, dtype, generator).cpu()
+        total, waiting = total + held[name].nbytes, waiting + held[name].nbytes
+    files |= _save(held, folder)
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(hf))
+
+
+def numbers(name: str, placement: Placement, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """A tensor of the checkpoint: matrices around 0, norms around 1, scales so that numbers are as large as others."""
+    shape, device, leaf = placement.shape, generator.device, name.rpartition(".")[2]
+    if "U8" in placement.dtypes:
+        codes = _EXPONENTS if leaf.endswith(("_scale", "_scales")) else (0, 256)
+        return torch.empty(shape, dtype=torch.uint8, device=device).random_(*codes, generator=generator)
+    found = torch.empty(shape, dtype=torch.float32, device=device)
+    if "F8_E4M3" in placement.dtypes:
+        return found.normal_(0.0, _FP8_SPREAD, generator=generator).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    if leaf == "input_scale":
+        return found.fill_(0.05)
+    if "scale" in leaf:
+        return found.uniform_(0.5, 1.5, generator=generator).mul_(SPREAD / _FP8_SPREAD)
+    norm = len(shape) == 1 and leaf == "weight"
+    found.normal_(1.0 if norm else 0.0, SPREAD, generator=generator)
+    return found if leaf == "e_score_correction_bias" else found.to(dtype)
+
+
+def _save(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, str]:
+    """Into a file more; which tensors it has."""
+    file = f"model-{len(list(folder.glob('*.safetensors'))):05}.safetensors"
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    return dict.fromkeys(tensors, file)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a name or a config.json")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, help="keep so many layers")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    if any(given.folder.iterdir()):
+        parser.error(f"{given.folder} is not empty")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write_random(read_config(given.model, given.layers), given.folder, device=device)
+
+
+if __name__ == "__main__":
+    main()

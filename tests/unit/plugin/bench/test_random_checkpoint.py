@@ -1,0 +1,45 @@
+"""Random checkpoints have every tensor that a model wants, in its format, with numbers that a model can run on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atom_core.config import ModelConfig
+from atom_core.quant import read_quantization
+from atom_core.standalone import Runner, check_files
+from atom_plugin.bench.models import CONFIGS
+from benchmarks.random_checkpoint import write_random
+
+#: What makes each small.
+SMALL = {"num_hidden_layers": 2, "vocab_size": 256, "hidden_size": 256, "max_position_embeddings": 512}
+MIXTURE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "moe_intermediate_size": 128}
+LATENT = {"num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 128, "n_routed_experts": 16}
+CASES = {
+    "qwen3-0.6b": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256},
+    "qwen3-8b-fp8": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256},
+    "qwen3-30b-a3b": {**MIXTURE, "num_experts": 8, "num_experts_per_tok": 2},
+    "qwen3-30b-a3b-fp8": {**MIXTURE, "num_experts": 8, "num_experts_per_tok": 2},
+    "gpt-oss-20b": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "num_local_experts": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "deepseek-v2-lite": {**LATENT, "kv_lora_rank": 128, "intermediate_size": 256},
+    "deepseek-v3": {**LATENT, "kv_lora_rank": 128, "q_lora_rank": 128, "intermediate_size": 256, "n_group": 4},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_random_checkpoint_is_read_and_runs(tmp_path, name):
+    hf = {**CONFIGS[name], **SMALL, **CASES[name]}
+    write_random(hf, tmp_path)
+    check_files(ModelConfig.from_hf(hf), tmp_path, quant=read_quantization(hf, None))
+    runner = Runner(tmp_path)
+    logits = runner.logits([1, 2, 3, 250])
+    assert logits.isfinite().all()
+    assert len(set(logits.argmax(-1).tolist())) > 1, "all tokens have one answer"
+    assert 0.05 < logits.float().std() < 5
