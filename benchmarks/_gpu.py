@@ -77,7 +77,7 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load-format",
         default="dummy",
-        help="dummy: each engine's own random weights; random: one checkpoint for all, written for it where TMPDIR says",
+        help="dummy: each engine's own random weights; random: one checkpoint for all, written where TMPDIR says",
     )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization")

@@ -296,7 +296,7 @@ def check_latent_queries(
         assert torch.equal(q, before)
         assert room[:, case.heads :].isnan().all(), "what is nobody's was written"
         plain, into = q[..., : case.nope_dim].double().cpu(), weights.expand[:, : case.nope_dim].double().cpu()
-        assert_close(queries[..., : case.rank], torch.einsum("thn,hnl->thl", plain, into))
+        assert_close(queries[..., : case.rank], torch.einsum("mhn,hnl->mhl", plain, into))
         q[..., case.nope_dim :] = queries[..., case.rank :]
 
     check_latent_cache(case, in_place, dtype, device, cache_dtype, tokens)

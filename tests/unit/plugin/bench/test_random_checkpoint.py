@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from atom_core.config import ModelConfig
 from atom_core.quant import read_quantization
