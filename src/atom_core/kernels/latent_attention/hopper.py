@@ -96,6 +96,9 @@ def latent_decode_hopper(
     split = gl.program_id(2)
     start = gl.load(query_start_loc + request)
     if gl.load(query_start_loc + request + 1) == start:
+        # One waits though it has nothing to do, so that whoever waits for this kernel waits for those in front as well.
+        if OVERLAP and request + gl.program_id(1) + split == 0:
+            depend("griddepcontrol.wait; // $0")
         return
     end = gl.load(seq_lens + request)
     begin = end * 0
@@ -224,7 +227,7 @@ class LatentDecode:
     def fits(spec: LatentAttentionSpec) -> bool:
         """Whether there is such a kernel for a layer, on Hopper."""
         shape = spec.latent
-        # A tile's columns are a power of two, of which the larger is the room that tensor cores' sums have.
+        # Tiles' columns are powers of two, and the sums of a latent's 512 numbers fill the registers.
         sizes = shape.rank in (64, 128, 256, 512) and shape.rope_dim in (16, 32, 64)
         return sizes and shape.dtype.itemsize == 2 and shape.cache_dtype == shape.dtype and why_no_gluon() is None
 
