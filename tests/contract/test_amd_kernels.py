@@ -19,6 +19,7 @@ KERNELS = ROOT / "src" / "atom_core" / "kernels"
 #: What no launcher launches on AMD: Hopper's, and what copies through NVIDIA's shared memory ahead of time.
 NVIDIA = {
     "fp8_block_linear.few_rows_hopper.few_rows_hopper",
+    "latent_attention.hopper.latent_decode_hopper",
     "linear.few_rows_hopper.few_rows_hopper",
     "linear.one_row.one_row_ring",
     "mxfp4_experts.hopper.expert_rows_hopper",
