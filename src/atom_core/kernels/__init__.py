@@ -79,7 +79,7 @@ ON_REQUEST = {
 }
 
 #: Kernels that are used where they are asked for alone, on any GPU, and why.
-NOT_MEASURED = {
+UNTRIED = {
     (ALL_REDUCE_NORM.name, "triton"): (
         "No engine has run with it on several GPUs yet; ATOM_KERNELS=all_reduce_norm=triton asks for it."
     ),
@@ -102,7 +102,7 @@ def kernel_set(
     Raises:
         ValueError: it is to be used on ``target``, and is not installed; and what :class:`KernelSet` raises.
     """
-    passed_over = dict(NOT_MEASURED) if target.kind != "cpu" else {}
+    passed_over = dict(UNTRIED) if target.kind != "cpu" else {}
     if target.kind == "rocm":
         passed_over |= ON_REQUEST
         if with_aiter:
