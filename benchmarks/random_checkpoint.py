@@ -19,16 +19,12 @@ from safetensors.torch import save_file
 from atom_core.config import ModelConfig
 from atom_core.layers.parameters import Placement
 from atom_core.quant import read_quantization
-from atom_core.standalone import lay_out
+from atom_core.standalone import RANDOM_SPREAD, lay_out, random_codes
 from atom_core.weights import expected_tensors
 from atom_plugin.bench.models import HfValues, read_config
 
-#: Of matrices, as models are initialised before training.
-SPREAD = 0.02
 #: Of numbers in FP8, which go up to 448.
 _FP8_SPREAD = 100.0
-#: Exponents of MXFP4's groups, biased by 127: numbers up to 6 * 2 ** -6.
-_EXPONENTS = (117, 122)
 _FILE_BYTES = 4 << 30
 
 
@@ -65,17 +61,16 @@ def numbers(name: str, placement: Placement, dtype: torch.dtype, generator: torc
     """A tensor of the checkpoint: matrices around 0, norms around 1, scales so that numbers are as large as others."""
     shape, device, leaf = placement.shape, generator.device, name.rpartition(".")[2]
     if "U8" in placement.dtypes:
-        codes = _EXPONENTS if leaf.endswith(("_scale", "_scales")) else (0, 256)
-        return torch.empty(shape, dtype=torch.uint8, device=device).random_(*codes, generator=generator)
+        return torch.empty(shape, dtype=torch.uint8, device=device).random_(*random_codes(leaf), generator=generator)
     found = torch.empty(shape, dtype=torch.float32, device=device)
     if "F8_E4M3" in placement.dtypes:
         return found.normal_(0.0, _FP8_SPREAD, generator=generator).clamp_(-448, 448).to(torch.float8_e4m3fn)
     if leaf == "input_scale":
         return found.fill_(0.05)
     if "scale" in leaf:
-        return found.uniform_(0.5, 1.5, generator=generator).mul_(SPREAD / _FP8_SPREAD)
+        return found.uniform_(0.5, 1.5, generator=generator).mul_(RANDOM_SPREAD / _FP8_SPREAD)
     norm = len(shape) == 1 and leaf == "weight"
-    found.normal_(1.0 if norm else 0.0, SPREAD, generator=generator)
+    found.normal_(1.0 if norm else 0.0, RANDOM_SPREAD, generator=generator)
     return found if leaf == "e_score_correction_bias" else found.to(dtype)
 
 

@@ -15,19 +15,16 @@ shares a host shares its processors and disks: times of a start, and of what wai
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.integration.processes import end_group, merged_environ, start_group
+
 #: A job is not begun with fewer seconds left.
 _FEWEST_SECONDS = 15
-#: Seconds that a job which has run out of time has to clean up.
-_GRACE = 5
 
 
 @dataclass(frozen=True)
@@ -81,14 +78,6 @@ class _Running:
     def late(self) -> bool:
         return time.monotonic() - self.begun > self.job.seconds
 
-    def stop(self) -> None:
-        """It and all that it started."""
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, sign)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(_GRACE)
-
 
 def run(jobs: list[Job], num_gpus: int, seconds: float, output: Path) -> dict[str, int]:
     """Run `jobs`, and give each one's exit code: -1 of one that was stopped, or had no time to begin."""
@@ -118,7 +107,7 @@ def run(jobs: list[Job], num_gpus: int, seconds: float, output: Path) -> dict[st
                 continue
             if code is None:
                 say("stopping", it.job.name)
-            it.stop()
+            end_group(it.process)  # and what a job that has ended by itself has left behind
             running.remove(it)
             free = sorted(free + it.gpus)
             codes[it.job.name] = -1 if code is None else code
@@ -132,9 +121,7 @@ def _start(job: Job, gpus: list[int], output: Path) -> _Running:
     # Engines of one host would look for ports from the same number on.
     mine["VLLM_PORT"] = str(20000 + 500 * gpus[0])
     with (output / f"{job.name}.log").open("wb") as log:
-        process = subprocess.Popen(
-            ["bash", "-c", job.command], env={**os.environ, **mine}, stdout=log, stderr=log, start_new_session=True
-        )
+        process = start_group(["bash", "-c", job.command], merged_environ(mine), log)
     return _Running(job, process, gpus, time.monotonic())
 
 

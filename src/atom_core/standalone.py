@@ -32,6 +32,8 @@ from atom_core.weights import check_checkpoint, load_weights
 UNQUANTIZED = Unquantized()
 
 CacheView = KVCacheView | LatentCacheView
+#: Of random matrices, as models are initialised before training.
+RANDOM_SPREAD = 0.02
 
 
 class Planner(Protocol):
@@ -160,18 +162,22 @@ def _without_memory(
     )
 
 
+def random_codes(name: str) -> tuple[int, int]:
+    """Of a packed tensor's bytes, the lowest and one past the highest: any codes, scales of powers of two near 2^-8."""
+    return (117, 122) if name.endswith(("_scale", "_scales")) else (0, 256)
+
+
 def random_model(config: ModelConfig, runtime: Runtime, seed: int = 0) -> DecoderForCausalLM:
     """A model of random weights, ready to run: matrices and biases around 0, norms around 1."""
     model = load_model_class(config.architecture)(config, runtime)
     generator = torch.Generator(runtime.device).manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():  # packed: codes of any bits, with scales of powers of two near 2^-8
-            scales = name.endswith(("_scale", "_scales"))
-            parameter.data.random_(117 if scales else 0, 122 if scales else 256, generator=generator)
+        if not parameter.is_floating_point():
+            parameter.data.random_(*random_codes(name), generator=generator)
             continue
         centre = 1.0 if parameter.dim() == 1 and not name.endswith("bias") else 0.0
         numbers = torch.empty(parameter.shape, dtype=runtime.dtype, device=runtime.device)
-        parameter.data.copy_(numbers.normal_(centre, 0.02, generator=generator))
+        parameter.data.copy_(numbers.normal_(centre, RANDOM_SPREAD, generator=generator))
     finalize(model)
     return model
 

@@ -6,6 +6,7 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +54,7 @@ class SplitBuffers:
         """
         count = min(_PROGRAMS // max(programs, 1), -(-max_seq_len // _KEYS), _MAX_SPLITS)
         if self.fill_once and count > 1:
-            places = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-            count = fewest_turns(programs, count, places)
+            count = fewest_turns(programs, count, _multiprocessors(device))
         if count < 2:
             return Splits(1)
         if self._arrivals is None:
@@ -66,6 +66,12 @@ class SplitBuffers:
         return Splits(count, parts, sums, self._arrivals)
 
 
+@functools.lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.lru_cache(maxsize=4096)
 def fewest_turns(programs: int, most: int, places: int) -> int:
     """Into how many parts, up to ``most``, the keys of each of ``programs`` go that run on ``places`` at a time.
 

@@ -60,7 +60,6 @@ def _latent_attention(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
-    ONE: tl.constexpr,
     OVERLAP: tl.constexpr,
     AMD: tl.constexpr,
 ):
@@ -69,10 +68,10 @@ def _latent_attention(
         tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     split = tl.program_id(2)
-    request = tl.cast(block if ONE else place_of(block, query_start_loc, num_requests, BLOCK_Q), tl.int64)
+    request = tl.cast(place_of(block, query_start_loc, num_requests, BLOCK_Q), tl.int64)
     start = tl.load(query_start_loc + request)
     num_queries = tl.load(query_start_loc + request + 1) - start
-    first = 0 if ONE else (block - (start // BLOCK_Q + request).to(tl.int32)) * BLOCK_Q
+    first = (block - (start // BLOCK_Q + request).to(tl.int32)) * BLOCK_Q
     if first >= num_queries:
         return
     length = tl.load(seq_lens + request)
@@ -98,9 +97,8 @@ def _latent_attention(
         num_tiles = tl.cdiv(end, BLOCK_N)
         share = tl.cdiv(num_tiles, tl.num_programs(2))
         if not AMD:  # where none has measured it
-            # One program adds up all parts, each of about as many bytes as a tile: no more parts than each has tiles,
-            # and as adding takes as long as some of these, of no fewer than eight.
-            share = tl.maximum(tl.maximum(share, 8), tl.ceil(tl.sqrt(num_tiles.to(tl.float32))).to(tl.int32))
+            # One program adds up all parts, each of about as many bytes as a tile: no more parts than each has tiles.
+            share = tl.maximum(share, tl.ceil(tl.sqrt(num_tiles.to(tl.float32))).to(tl.int32))
         working = tl.cdiv(num_tiles, share)
         if split >= working:
             return
@@ -215,9 +213,7 @@ class TritonLatentAttention:
         few_queries = metadata.max_query_len * self.heads <= self.decode_rows
         block_m = self.decode_rows if few_queries else max(self.decode_rows, self.most_rows)
         block_q = max(1, block_m // self.heads)
-        one = metadata.max_query_len == 1
-        blocks = num_requests if one else num_tokens // block_q + num_requests
-        groups = triton.cdiv(shape.num_heads, self.heads)
+        blocks, groups = num_tokens // block_q + num_requests, triton.cdiv(shape.num_heads, self.heads)
         row_count = num_tokens * shape.num_heads
         keys, warps, stages = self._tile(block_m)
         splits = self.split_buffers.share(blocks * groups, metadata.max_seq_len, row_count, shape.rank, q.device)
@@ -252,7 +248,6 @@ class TritonLatentAttention:
             SPLIT=splits.count > 1,
             STAGES=stages,
             AHEAD=stages > 2,  # elsewhere registers spill for it
-            ONE=one,
             OVERLAP=self.overlap,
             AMD=takes_amd_assembly(self.nvidia),
             num_warps=warps,

@@ -49,6 +49,15 @@ def angles_of(
 
 
 @triton.jit
+def turn(source, target, cos, sin, first, second, used):
+    """Rotate the numbers ``first`` and ``second`` behind ``source``, where ``used``, to those behind ``target``."""
+    x = tl.load(source + first, mask=used, other=0.0).to(tl.float32)
+    y = tl.load(source + second, mask=used, other=0.0).to(tl.float32)
+    tl.store(target + first, (x * cos - y * sin).to(target.dtype.element_ty), mask=used)
+    tl.store(target + second, (y * cos + x * sin).to(target.dtype.element_ty), mask=used)
+
+
+@triton.jit
 def write_rows(
     latent,
     positions,
@@ -128,7 +137,7 @@ def _latent_cache(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    taken = token >= 0
+    taken = tl.full([1], True, tl.int1)
     block = tl.program_id(1)
     if block == 0:
         write_rows(
@@ -159,10 +168,7 @@ def _latent_cache(
     head = (block - 1) * HEADS + tl.arange(0, HEADS)
     used = (head < H)[:, None] & paired
     query = q + tl.program_id(0).to(tl.int64) * stride_q_token + head.to(tl.int64)[:, None] * stride_q_head + N
-    x = tl.load(query + first, mask=used, other=0.0).to(tl.float32)
-    y = tl.load(query + second, mask=used, other=0.0).to(tl.float32)
-    tl.store(query + first, (x * cos - y * sin).to(q.dtype.element_ty), mask=used)
-    tl.store(query + second, (y * cos + x * sin).to(q.dtype.element_ty), mask=used)
+    turn(query, query, cos, sin, first, second, used)
 
 
 def latent_cache(

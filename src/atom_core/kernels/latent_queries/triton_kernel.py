@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.cache_dtypes import saturation_limit
-from atom_core.kernels.latent_cache.triton_kernel import angles_of, write_rows
+from atom_core.kernels.latent_cache.triton_kernel import angles_of, turn, write_rows
 from atom_core.kernels.triton_support import launch_options
 from atom_core.metadata import LatentCacheView
 
@@ -124,10 +124,7 @@ def _latent_queries(
     if block == 0:
         cos, sin, pair_first, pair_second, paired = angles_of(cos_sin, positions, token, taken, R, PAIRS, INTERLEAVED)
         used = taken[:, None] & paired
-        left = tl.load(query + N + pair_first, mask=used, other=0.0).to(tl.float32)
-        right = tl.load(query + N + pair_second, mask=used, other=0.0).to(tl.float32)
-        tl.store(target + L + pair_first, (left * cos - right * sin).to(queries.dtype.element_ty), mask=used)
-        tl.store(target + L + pair_second, (right * cos + left * sin).to(queries.dtype.element_ty), mask=used)
+        turn(query + N, target + L, cos, sin, pair_first, pair_second, used)
 
 
 class TritonLatentQueries:

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from benchmarks import side_by_side
 from benchmarks.side_by_side import read_jobs, run
 
 JOBS = """
@@ -18,8 +17,7 @@ JOBS = """
 """
 
 
-def test_jobs_have_gpus_of_their_own_and_none_outlives_its_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(side_by_side, "_GRACE", 0.2)
+def test_jobs_have_gpus_of_their_own_and_none_outlives_its_time(tmp_path):
     codes = run(read_jobs(JOBS, 2), 2, 60.0, tmp_path)
     assert codes == {"first": 0, "second": 3, "both": 0, "slow": -1}
     said = {name: (tmp_path / f"{name}.log").read_text().strip() for name in codes}
