@@ -1,73 +1,32 @@
 """Native and atom engines on a GPU, one at a time and in turns: each round starts one of both, in alternating order.
 
-An engine takes most of the GPU's memory, so the two cannot live side by side; several rounds show how much figures
-wander. In the first round the compile caches are empty ("cold"), in later ones they are those of the first. Weights
-are random. A benchmark says how an engine is started; its main is `compare`.
+An engine takes most of the GPU's memory; several rounds show how much figures wander. In the first round the compile
+caches are empty ("cold"), in later ones they are those of the first. Or both live side by side with a share each, and
+take turns run by run (`benchmarks._together`). Weights are random. A benchmark says how an engine is started; its main
+is `compare`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from atom_plugin.bench.models import read_config
 from benchmarks import IMPLEMENTATIONS
 from benchmarks._figures import Rounds, as_json, markdown, plot, require_matplotlib, summarise
-
-#: Caches of compiled code, by the variable that moves each; a fresh folder is a machine that never ran an engine.
-_CACHES = {
-    "VLLM_CACHE_ROOT": "vllm",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TRITON_CACHE_DIR": "triton",
-    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
-    "CUDA_CACHE_PATH": "cuda",
-}
+from benchmarks._runs import Shape, Started, prompts_of, run_shape, serve_command, with_caches
+from benchmarks._together import Together, serve_turns
 
 #: Ways to have weights without a checkpoint.
 RANDOM = ("dummy", "random")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Requests at once, and the tokens of each prompt."""
-
-    batch: int
-    input_len: int
-
-    @classmethod
-    def read(cls, text: str) -> Shape:
-        """From "8x128"."""
-        try:
-            batch, input_len = map(int, text.split("x"))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not of the form 8x128") from None
-        return cls(batch, input_len)
-
-    def __str__(self) -> str:
-        return f"{self.batch}x{self.input_len}"
-
-
-@dataclass(frozen=True)
-class Started:
-    """An engine that is ready."""
-
-    generate: Callable[[list[list[int]], int], object]
-    """Runs prompts of token ids to so many new tokens each."""
-    cache_tokens: int
-    """What its cache holds."""
-    stop: Callable[[], object]
 
 
 def engine_options(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +49,11 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
         "--extra-engine-json", type=json.loads, default={}, help="JSON: more arguments of the engine, for both"
     )
     parser.add_argument("--rounds", type=int, default=3, help="engines of each kind")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="an engine of each kind at once, in turns run by run; each needs room: --gpu-memory-utilization below 0.5",
+    )
     parser.add_argument("--json", type=Path, help="write all figures there; the plot goes beside it")
     parser.add_argument("--no-plot", action="store_true")
 
@@ -124,28 +88,11 @@ def serve(arguments: argparse.Namespace, start: Callable[[argparse.Namespace], S
         "cache_tokens": engine.cache_tokens,
         "shapes": {},
     }
-    vocabulary = json.loads((Path(arguments.model) / "config.json").read_text())["vocab_size"]
     for shape in arguments.shapes:
-        found["shapes"][str(shape)] = run_shape(engine, shape, arguments.output_len, arguments.repetitions, vocabulary)
+        prompts = prompts_of(shape, arguments.model)
+        found["shapes"][str(shape)] = run_shape(engine, prompts, arguments.output_len, arguments.repetitions)
     arguments.result.write_text(json.dumps(found))
     engine.stop()
-
-
-def run_shape(engine: Started, shape: Shape, output_len: int, repetitions: int, vocabulary: int) -> dict[str, float]:
-    """Seconds until all requests have their first token, and seconds of each further step."""
-    generator = random.Random(0)
-    prompts = [[generator.randrange(vocabulary) for _ in range(shape.input_len)] for _ in range(shape.batch)]
-
-    def seconds(tokens: int) -> float:
-        begin = time.perf_counter()
-        engine.generate(prompts, tokens)
-        return time.perf_counter() - begin
-
-    seconds(8)
-    first = [seconds(1) for _ in range(repetitions)]
-    whole = [seconds(output_len) for _ in range(repetitions)]
-    ttft = statistics.median(first)
-    return {"ttft": ttft, "tpot": (statistics.median(whole) - ttft) / (output_len - 1)}
 
 
 class Turns:
@@ -179,12 +126,11 @@ class Turns:
         folder = Path(self.folder.name)
         result, log = folder / "result.json", folder / "log"
         result.unlink(missing_ok=True)
-        command = [sys.executable, "-m", f"benchmarks.{self.module}", *sys.argv[1:], "--model", self.model]
-        command += ["--serve", name, "--result", str(result), "--begun", str(time.time())]
-        caches = {variable: str(folder / name / kind) for variable, kind in _CACHES.items()}
+        command = serve_command(self.module, self.model, name)
+        command += ["--result", str(result), "--begun", str(time.time())]
         with log.open("w") as file:
             code = subprocess.run(
-                command, env={**os.environ, **caches}, stdout=file, stderr=file, check=False
+                command, env=with_caches(folder / name), stdout=file, stderr=file, check=False
             ).returncode
         if not result.exists():
             sys.stderr.write(log.read_text(errors="replace")[-20000:])
@@ -273,8 +219,12 @@ def compare(
     parser.add_argument("--repetitions", type=int, default=3, help="runs of each shape in an engine")
     parser.add_argument("--serve", choices=list(IMPLEMENTATIONS), help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--replies", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.serve and given.together:
+        serve_turns(given, start)
+        return
     if given.serve:
         serve(given, start)
         return
@@ -285,17 +235,18 @@ def compare(
     ceiling = measure_ceiling()
     print(f"{ceiling['device']}: {ceiling['bandwidth'] / 1e12:.2f} TB/s, measured here", flush=True)
     with model_folder(given) as model:
-        turns = Turns(module, given, model)
+        turns = Together(module, given, model) if given.together else Turns(module, given, model)
         rows = summarise(turns.run(), floors(given, ceiling["bandwidth"]))
     print(markdown(rows), end="")
     if given.json:
         # Where files go is not what was measured.
-        unasked = ("serve", "result", "begun", "json", "no_plot")
+        unasked = ("serve", "result", "replies", "begun", "json", "no_plot")
         asked = {name: str(value) for name, value in vars(given).items() if name not in unasked}
         found = {"asked": asked, "ceiling": ceiling, "rows": as_json(rows), "engines": turns.engines}
         given.json.write_text(json.dumps(found, indent=1) + "\n")
         if not given.no_plot:
             quantized = f", {given.quantization}" if given.quantization else ""
-            title = f"{module.partition('_')[0]}: {given.model}{quantized}, {ceiling['device']}, {given.rounds} rounds"
+            turned = f"{given.repetitions} turns" if given.together else f"{given.rounds} rounds"
+            title = f"{module.partition('_')[0]}: {given.model}{quantized}, {ceiling['device']}, {turned}"
             times = [row for row in rows if row.figure.endswith(", ms")]
             plot(times, given.json.with_suffix(".png"), title)

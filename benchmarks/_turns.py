@@ -10,7 +10,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import IMPLEMENTATIONS
+from benchmarks._served import Message, Served, answer
 
 #: A decoder of 190M parameters: large enough that products dominate, small enough for two cores.
 RANDOM_QWEN3 = {
@@ -45,69 +45,49 @@ Generate = Callable[[list[list[int]], int], object]
 
 
 def answer_runs(arguments: argparse.Namespace, start: Callable[[], Generate]) -> None:
-    """Start an engine in this process, then run what stdin asks for; each answer is a line of JSON."""
-    replies = os.fdopen(arguments.replies, "w", buffering=1)
-
-    def reply(message: dict[str, float]) -> None:
-        replies.write(json.dumps(message) + "\n")
-
+    """Start an engine in this process, then run what it is asked for."""
     memory = ResidentMemory()
-    begin = time.perf_counter()
-    generate = start()
-    reply({"start": time.perf_counter() - begin})
     generator = random.Random(0)
-    for line in sys.stdin:
-        run = json.loads(line)
-        prompts = [[generator.randrange(100, 30000) for _ in range(arguments.input_len)] for _ in range(run["batch"])]
-        begin = time.perf_counter()
-        generate(prompts, run["tokens"])
-        seconds = time.perf_counter() - begin
-        memory.look()
-        reply({"seconds": seconds})
-    reply({"memory": memory.largest})
+
+    def begin() -> tuple[Message, Callable[[Message], Message]]:
+        begun = time.perf_counter()
+        generate = start()
+
+        def run(asked: Message) -> Message:
+            lengths = [arguments.input_len] * asked["batch"]
+            prompts = [[generator.randrange(100, 30000) for _ in range(length)] for length in lengths]
+            begun = time.perf_counter()
+            generate(prompts, asked["tokens"])
+            seconds = time.perf_counter() - begun
+            memory.look()
+            return {"seconds": seconds}
+
+        return {"start": time.perf_counter() - begun}, run
+
+    answer(arguments.replies, begin)({"memory": memory.largest})
 
 
 class Engine:
     """A process that serves one engine; started when made, asleep between runs."""
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
-        self.name = name
-        read, write = os.pipe()
         command = [sys.executable, "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
-        command += ["--model", arguments.model, "--serve", name, "--replies", str(write)]
+        command += ["--model", arguments.model, "--serve", name]
         if arguments.model_is_random:
             command += ["--load-format", "dummy"]
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=self.log, stderr=self.log, pass_fds=[write], text=True
-        )
-        os.close(write)
-        self.replies = os.fdopen(read)
-        self.start = self._reply("start")
+        self.served = Served(name, command)
+        self.start = float(self.served.next()["start"])
 
     def run(self, batch: int, tokens: int) -> float:
         """Seconds that ``batch`` prompts and ``tokens`` new tokens for each take."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"batch": batch, "tokens": tokens}) + "\n")
-        self.process.stdin.flush()
-        return self._reply("seconds")
+        return float(self.served.ask({"batch": batch, "tokens": tokens})["seconds"])
 
     def stop(self) -> float:
         """End the process; the largest memory, in bytes, that it had."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        memory = self._reply("memory")
-        self.process.wait()
+        self.served.end()
+        memory = float(self.served.next()["memory"])
+        self.served.process.wait()
         return memory
-
-    def _reply(self, key: str) -> float:
-        line = self.replies.readline()
-        if not line:
-            self.process.wait()
-            self.log.seek(0)
-            sys.stderr.write(self.log.read())
-            raise SystemExit(f"the {self.name} engine failed")
-        return float(json.loads(line)[key])
 
 
 class ResidentMemory:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.vllm_gpu --model qwen3-8b --json qwen3-8b.json      # also writes qwen3-8b.png
     python -m benchmarks.vllm_gpu --model qwen3-8b --quantization fp8 --kv-cache-dtype fp8 --rounds 5
+    python -m benchmarks.vllm_gpu --together --gpu-memory-utilization 0.3 --cache-gib 24 --repetitions 7
 
 Run it with the Python that has vLLM and atom-plugin installed. Both get the same flags. "tpot" is the time of each
 token after the first, "ttft" the time until all requests have theirs; see `benchmarks._gpu`.
@@ -33,6 +34,7 @@ def start(arguments: argparse.Namespace) -> Started:
         "tensor_parallel_size": arguments.tensor_parallel_size,
         "enable_prefix_caching": False,
         "disable_log_stats": True,
+        "kv_cache_memory_bytes": None if arguments.cache_gib is None else int(arguments.cache_gib * 2**30),
         **arguments.extra_engine_json,
     }
     llm = LLM(**options)
@@ -47,5 +49,13 @@ def start(arguments: argparse.Namespace) -> Started:
     return Started(generate, cache.num_gpu_blocks * cache.block_size, stop=llm.llm_engine.engine_core.shutdown)
 
 
+def _own_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cache-gib",
+        type=float,
+        help="of each engine's cache; without, it is what an engine finds free, which --together moves",
+    )
+
+
 if __name__ == "__main__":
-    compare("vllm_gpu", __doc__, start)
+    compare("vllm_gpu", __doc__, start, _own_options)

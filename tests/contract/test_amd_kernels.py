@@ -16,13 +16,15 @@ from benchmarks._amd_resources import Resources
 from benchmarks.amd_kernels import PAGE, ROOT, TESTS, Row, case_of, page_rows, page_version, rows_of, tables
 
 KERNELS = ROOT / "src" / "atom_core" / "kernels"
-#: What no launcher launches on AMD: Hopper's, and what copies through NVIDIA's shared memory ahead of time.
+#: What no launcher launches on AMD: Hopper's, what is for those, and what copies through shared memory ahead of time.
 NVIDIA = {
+    "experts.hopper.grouped_rows_hopper",
     "fp8_block_linear.few_rows_hopper.few_rows_hopper",
     "latent_attention.hopper.latent_decode_hopper",
     "linear.few_rows_hopper.few_rows_hopper",
     "linear.one_row.one_row_ring",
     "mxfp4_experts.hopper.expert_rows_hopper",
+    "mxfp4_experts.many_tokens._widen",
 }
 
 

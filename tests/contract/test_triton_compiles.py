@@ -35,6 +35,7 @@ from atom_core.kernels.embedding import triton_kernel as embedding_kernel
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts import few_tokens as few_experts_kernel
 from atom_core.kernels.experts import grouped as grouped_kernel
+from atom_core.kernels.experts import hopper as hopper_experts_kernel
 from atom_core.kernels.experts import triton_kernel as experts_kernel
 from atom_core.kernels.fp8_block_linear import few_rows as few_block_rows_kernel
 from atom_core.kernels.fp8_block_linear import few_rows_hopper as hopper_block_rows_kernel
@@ -62,6 +63,7 @@ from atom_core.kernels.linear.tiles import tile_for
 from atom_core.kernels.moe_routing import triton_kernel as routing_kernel
 from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec, Mxfp4Weights, empty_scales
 from atom_core.kernels.mxfp4_experts import hopper as hopper_mxfp4_kernel
+from atom_core.kernels.mxfp4_experts import many_tokens as many_mxfp4_kernel
 from atom_core.kernels.mxfp4_experts import triton_kernel as mxfp4_kernel
 from atom_core.kernels.mxfp4_linear import few_rows as few_mxfp4_rows_kernel
 from atom_core.kernels.mxfp4_linear import inputs as inputs_kernel
@@ -950,6 +952,27 @@ def test_experts_of_one_token_compile_behind_a_norm(monkeypatch, gpu):
         compile_launch(kernel, launch, gpu)
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_experts_of_many_tokens_compile_for_hopper(monkeypatch, dtype, bias):
+    kept = keep(monkeypatch, (hopper_experts_kernel, "grouped_rows_hopper"))
+    keep(monkeypatch, *SORTING)
+    monkeypatch.setattr(hopper_experts_kernel, "on_hopper", lambda device: True)
+    spec = ExpertsSpec(0, 16, 2880, 704, 8, "clamped_swiglu" if bias else "silu", bias, dtype)
+    layer = ExpertWeights(
+        torch.empty(16, 1408, 2880, dtype=dtype),
+        torch.empty(16, 2880, 704, dtype=dtype),
+        torch.empty(16, 1408, dtype=dtype) if bias else None,
+        torch.empty(16, 2880, dtype=dtype) if bias else None,
+    )
+    chosen = torch.zeros(3000, 8), torch.zeros(3000, 8, dtype=torch.int32)
+    experts_kernel.TritonExperts(spec, True)(torch.empty(3000, 2880, dtype=dtype), *chosen, layer)
+    launched = kept()
+    assert len(launched) == 2
+    for kernel, launch in launched:
+        compile_launch(kernel, launch, GPUS[-1])
+
+
 #: Of a layer of DeepSeek V3 with its shared expert among the routed ones.
 WITH_SHARED = {"count": 257, "top_k": 9}
 
@@ -1007,7 +1030,8 @@ def compile_mxfp4_for_hopper(
 ) -> None:
     """Both products of a layer of 32 experts."""
     gpu = GPUS[-1]
-    kept = keep(monkeypatch, (hopper_mxfp4_kernel, "expert_rows_hopper"))
+    widened = [(many_mxfp4_kernel, "_widen"), (hopper_experts_kernel, "grouped_rows_hopper")]
+    kept = keep(monkeypatch, (hopper_mxfp4_kernel, "expert_rows_hopper"), *widened)
     keep(monkeypatch, *SORTING, (inputs_kernel, "_prepare"))
     monkeypatch.setattr(mxfp4_kernel, "on_hopper", lambda device: True)
     activation = "clamped_swiglu" if bias else "silu"
@@ -1018,7 +1042,11 @@ def compile_mxfp4_for_hopper(
     chosen = torch.zeros(tokens, top_k), torch.zeros(tokens, top_k, dtype=torch.int32)
     mxfp4_kernel.TritonMxfp4Experts(spec, True)(zeros(tokens, hidden), *chosen, layer)
     launched = kept()
-    assert len(launched) == 2
+    if tokens == 3000 and size % 64 == 0:
+        # Eight experts at a time for gate and up, sixteen for down.
+        assert [it.__name__ for it, _ in launched] == ["_widen"] * 6 + ["grouped_rows_hopper"] * 6
+    else:
+        assert [it.__name__ for it, _ in launched] == ["expert_rows_hopper"] * 2
     for kernel, launch in launched:
         compile_launch(kernel, launch, gpu)
 
@@ -1065,6 +1093,22 @@ def test_fp8_experts_compile(monkeypatch, tokens, block, hidden, gpu):
     run, layer = fp8_experts(hidden, block, gpu)
     experts = torch.zeros(tokens, 8, dtype=torch.int32)
     run.add(zeros(tokens, hidden), torch.zeros(tokens, 8), experts, layer, zeros(tokens, hidden))
+    launched = kept()
+    assert len(launched) == 2
+    for kernel, launch in launched:
+        compile_launch(kernel, launch, gpu)
+
+
+@pytest.mark.parametrize("hidden", [2048, 2176])
+@pytest.mark.parametrize("block", [False, True], ids=["a scale a row", "a scale a block"])
+def test_fp8_experts_of_many_tokens_compile_for_hopper(monkeypatch, block, hidden):
+    gpu = GPUS[-1]
+    kept = keep(monkeypatch, (hopper_experts_kernel, "grouped_rows_hopper"))
+    keep(monkeypatch, *SORTING, (groups_kernel, "_quantize_groups"))
+    monkeypatch.setattr(hopper_experts_kernel, "on_hopper", lambda device: True)
+    run, layer = fp8_experts(hidden, block, gpu)
+    experts = torch.zeros(3000, 8, dtype=torch.int32)
+    run.add(zeros(3000, hidden), torch.zeros(3000, 8), experts, layer, zeros(3000, hidden))
     launched = kept()
     assert len(launched) == 2
     for kernel, launch in launched:

@@ -47,6 +47,7 @@ class Candidate:
     warps: int
     stages: int = 1
     early: bool = False
+    fetch: int = 0
 
 
 def candidates(

@@ -16,10 +16,15 @@ import triton.language as tl
 
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.linear.parts import weight_rows
+from atom_core.kernels.linear.tiles import why_no_gluon
 from atom_core.kernels.triton_support import launch_options
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertWeights
+
+_on_hopper = why_no_gluon() is None
+if _on_hopper:
+    from atom_core.kernels.experts.hopper import multiply_on_hopper, takes
 
 #: Pairs that one program sorts, and blocks whose experts one program looks up at a time.
 _PAIRS, _BLOCKS = 256, 64
@@ -388,46 +393,65 @@ def many_tokens(
     tokens, hidden = x.shape
     size = layer.down.shape[2]
     blocks = sort_by_expert(experts, held, block_rows(tokens, held, _ROOM), overlap)
-    num_blocks = len(blocks.experts)
-    wide = x.dtype == torch.float32
-    tile = {
-        "TOP_K": held.top_k,
-        "BLOCK_M": blocks.rows,
-        "BLOCK_N": 64 if wide or blocks.rows < 64 else 128,
-        "BLOCK_K": 32 if wide else 64,
-        "STAGES": 2 if wide else 3,
-        "num_warps": 4 if blocks.rows < 64 else 8,
-        "OVERLAP": overlap,
-        **launch_options(overlap),
-    }
-    middle = torch.empty(num_blocks * blocks.rows, size, dtype=x.dtype, device=x.device)
-    _multiply[(triton.cdiv(2 * size, tile["BLOCK_N"]), num_blocks)](
+    middle = torch.empty(len(blocks.slots), size, dtype=x.dtype, device=x.device)
+    answers = torch.empty(tokens * held.top_k, hidden, dtype=x.dtype, device=x.device)
+    for given, shares, weight, bias, out, act in (
+        (x, None, layer.gate_up, layer.gate_up_bias, middle, activation),
+        (middle, weights, layer.down, layer.down_bias, answers, None),
+    ):
+        if _on_hopper and takes(given, weight, blocks, 0, act is not None):
+            multiply_on_hopper(
+                given,
+                None,
+                blocks,
+                shares,
+                weight,
+                None,
+                bias,
+                out,
+                top_k=held.top_k,
+                block=0,
+                activation=act,
+                overlap=overlap,
+            )
+        else:
+            _multiply_blocks(given, blocks, shares, weight, bias, out, held.top_k, act, overlap)
+    return combine(answers, experts, held, x.dtype, overlap, residual)
+
+
+def _multiply_blocks(
+    x: torch.Tensor,
+    blocks: Blocks,
+    weights: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    top_k: int,
+    activation: int | None,
+    overlap: bool,
+) -> None:
+    """One product of all experts into ``out``; see :func:`_multiply`."""
+    wide, few = x.dtype == torch.float32, blocks.rows < 64
+    tile_rows = 64 if wide or few else 128
+    _, rows, size = weight.shape
+    _multiply[(triton.cdiv(rows, tile_rows), len(blocks.experts))](
         x,
         blocks.slots,
         blocks.experts,
-        None,
-        layer.gate_up,
-        layer.gate_up_bias,
-        middle,
-        hidden,
-        2 * size,
-        x.stride(0),
-        ACTIVATION=activation,
-        **tile,
-    )
-    answers = torch.empty(tokens * held.top_k, hidden, dtype=x.dtype, device=x.device)
-    _multiply[(triton.cdiv(hidden, tile["BLOCK_N"]), num_blocks)](
-        middle,
-        blocks.slots,
-        blocks.experts,
         weights,
-        layer.down,
-        layer.down_bias,
-        answers,
+        weight,
+        bias,
+        out,
         size,
-        hidden,
-        size,
-        ACTIVATION=None,
-        **tile,
+        rows,
+        x.stride(0),
+        TOP_K=top_k,
+        BLOCK_M=blocks.rows,
+        BLOCK_N=tile_rows,
+        BLOCK_K=32 if wide else 64,
+        STAGES=2 if wide else 3,
+        ACTIVATION=activation,
+        OVERLAP=overlap,
+        num_warps=4 if few else 8,
+        **launch_options(overlap),
     )
-    return combine(answers, experts, held, x.dtype, overlap, residual)

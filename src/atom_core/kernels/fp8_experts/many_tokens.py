@@ -10,7 +10,12 @@ import triton.language as tl
 
 from atom_core.kernels.experts.grouped import Blocks, finish_block
 from atom_core.kernels.linear.parts import weight_rows
+from atom_core.kernels.linear.tiles import why_no_gluon
 from atom_core.kernels.triton_support import launch_options
+
+_on_hopper = why_no_gluon() is None
+if _on_hopper:
+    from atom_core.kernels.experts.hopper import multiply_on_hopper, takes
 
 
 @triton.jit(do_not_specialize=["stride_x_scales"])
@@ -114,9 +119,25 @@ def multiply_blocks(
         nvidia: whether the device is one of NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
+    if _on_hopper and takes(x, weight, blocks, block, activation is not None):
+        multiply_on_hopper(
+            x,
+            x_scales,
+            blocks,
+            weights,
+            weight,
+            scales,
+            None,
+            out,
+            top_k=top_k,
+            block=block,
+            activation=activation,
+            overlap=overlap,
+        )
+        return
     _, rows, size = weight.shape
     columns = block or 128
-    tile_rows = 64 if blocks.rows < 64 or not nvidia else 128  # on AMD 128 spill
+    tile_rows = 128 if nvidia else 64  # on AMD 128 spill
     _multiply[(triton.cdiv(rows, tile_rows), len(blocks.experts))](
         x,
         x_scales,
@@ -139,6 +160,6 @@ def multiply_blocks(
         STAGES=4 if nvidia else 2,
         ACTIVATION=activation,
         OVERLAP=overlap,
-        num_warps=4 if blocks.rows < 64 else 8,
+        num_warps=4 if blocks.rows < 64 or (nvidia and block) else 8,
         **launch_options(overlap),
     )

@@ -222,6 +222,8 @@ def many_tokens(
     tokens, hidden = x.shape
     group, dtype = block or None, layer.gate_up.dtype
     rows = block_rows(tokens, held)
+    if nvidia and block:
+        rows = min(64, rows)  # sums of a group and of all of them have to have room
     if not nvidia and (hidden % 128 or layer.down.shape[2] % 128):
         rows = min(64, rows)  # on AMD more of them spill that need masks
     blocks = sort_by_expert(experts, held, rows, overlap)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from atom_core.kernels.linear.parts import finish, products, row_sums, row_total, weight_rows
+from atom_core.kernels.linear.parts import fetch_ahead, finish, products, row_sums, row_total, weight_rows
 
 
 @triton.jit
@@ -34,6 +34,7 @@ def one_row(
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
     EARLY: tl.constexpr,
+    FETCH: tl.constexpr,
 ):
     """Tiles in registers: one is loaded before the last is used."""
     tl.static_assert(input_scales is None)
@@ -46,6 +47,8 @@ def one_row(
     known = tl.full([BLOCK_K], True, tl.int1) if EVEN else column < K
     tile = tl.load(at, mask=known[None, :], other=0.0, eviction_policy="evict_first")
     factors = tl.load(norm + column, mask=known, other=0.0) if norm is not None else 0.0
+    if FETCH > 0:
+        fetch_ahead(weight, N, stride_weight, BLOCK_K, FETCH, BLOCK_N, ACTIVATION is not None)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     sums, squares, tile, wide, factors = row_sums(at, x, norm, tile, factors, known, K, BLOCK_N, BLOCK_K, EVEN)

@@ -21,6 +21,31 @@ def weight_rows(N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
+def fetch_ahead(
+    weight, N, stride, BEGIN: tl.constexpr, BYTES: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr
+):
+    """Have ``BYTES`` of each of this program's rows fetched to the second-level cache, from the column ``BEGIN`` on.
+
+    A row is one instruction of one thread, and from sm90 on there is one for it.
+    """
+    row = weight_rows(N, BLOCK_N, GATED)
+    THREADS: tl.constexpr = tl.extra.cuda.num_threads()
+    tl.static_assert(BLOCK_N <= THREADS)
+    # A row of a tile for each thread, which has one element then; those beyond ask for nothing.
+    at = (weight + row * stride + BEGIN).to(tl.int64, bitcast=True)
+    at = tl.reshape(tl.broadcast_to(at[None, :], (THREADS // BLOCK_N, BLOCK_N)), (THREADS,))
+    size = tl.where(tl.arange(0, THREADS) < BLOCK_N, BYTES, 0)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred any; setp.ne.u32 any, $2, 0; @any cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [at, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def finish(
     total,
     input_scales,

@@ -46,11 +46,20 @@ class Tile:
     """How many tiles are on their way at once."""
     early: bool = False
     """Whether the next kernel may start when this one's programs all have, and not only when they are done."""
+    fetch: int = 0
+    """Bytes of a row, behind its first tile, that go to the second-level cache while the kernel in front runs."""
 
     @property
     def norms(self) -> bool:
         """Whether the kernel can norm its input."""
         return self.kernel in ("row", "ring")
+
+    def fetched(self, weight: torch.Tensor, overlap: bool) -> int:
+        """How much of :attr:`fetch` there is of this weight, on this device."""
+        if not overlap or triton.knobs.runtime.interpret:
+            return 0  # there is no instruction for it
+        left = (weight.shape[1] - self.columns) * weight.itemsize
+        return max(0, min(self.fetch, left)) if weight.stride(0) * weight.itemsize % 16 == left % 16 == 0 else 0
 
 
 #: Rows of a weight from which it is taken for a head.
@@ -90,10 +99,11 @@ def tile_for(
     if not nvidia:
         return Tile("row", 4, 1024, 4)
     if out_features * in_features * itemsize <= _SMALL_BYTES:
+        whole = in_features * itemsize
         if out_features > in_features:
-            return Tile("row", 4, 512, 2, early=True)
+            return Tile("row", 4, 512, 2, early=True, fetch=whole)
         if in_features > 2048:
-            return Tile("row", 8, 1024, 4, early=True)
+            return Tile("row", 8, 1024, 4, early=True, fetch=whole)
         return Tile("row", 2, max(128, triton.next_power_of_2(in_features)), 4, early=True)
     if out_features >= 16384:
         return Tile("ring", 4, 2048, 4, 2)
@@ -132,7 +142,7 @@ def chosen_tile(x: torch.Tensor, weight: torch.Tensor, nvidia: bool) -> Tile | N
     None: the product is torch's.
     """
     num_rows, (out_features, in_features) = x.shape[0], weight.shape
-    hopper = on_hopper(x.device) and _aligned(x) and _aligned(weight)
+    hopper = on_hopper(x.device) and aligned(x) and aligned(weight)
     dtype = str(weight.dtype).removeprefix("torch.")
     return _chosen_tile(_device_name(x.device), num_rows, out_features, in_features, dtype, nvidia, hopper)
 
@@ -159,6 +169,6 @@ def on_hopper(device: torch.device) -> bool:
     return nvidia and torch.cuda.get_device_capability(device) == (9, 0) and why_no_gluon() is None
 
 
-def _aligned(matrix: torch.Tensor) -> bool:
+def aligned(matrix: torch.Tensor) -> bool:
     """Whether Triton sees that rows can be copied to shared memory 16 bytes at a time: it asks for multiples of 16."""
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 16 == 0

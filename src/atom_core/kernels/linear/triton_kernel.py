@@ -77,6 +77,8 @@ def product(
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(num_rows, outputs, dtype=dtype) if residual is None else residual
     choices: dict[str, object] = {}
+    if tile.kernel == "row":
+        choices = {"FETCH": tile.fetched(weight, overlap)}
     if tile.kernel == "ring":
         choices = {"STAGES": tile.stages}
     if tile.kernel == "rows":

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 if why_no_gluon() is None:
     from atom_core.kernels.mxfp4_experts.hopper import mixture_on_hopper
+    from atom_core.kernels.mxfp4_experts.many_tokens import many_tokens, pays
 
 #: Tokens up to which each is multiplied by itself.
 MAX_TOKENS = 16
@@ -331,6 +332,11 @@ def _launch(
     run = _few_tokens if tokens <= MAX_TOKENS else _many_tokens
     if x.dtype == torch.bfloat16 and on_hopper(x.device):
         run = mixture_on_hopper
+        if pays(x, size, held):
+            assert norm is None
+            if rounded_inputs:
+                x = prepare(x, overlap, rounds=True, parts=1)
+            run = many_tokens
     elif rounded_inputs or norm is not None:
         x = prepare(x, overlap, rounds=rounded_inputs, parts=1, norm=norm)
     return run(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 import pytest
 
-from benchmarks import _gpu, gpu_accuracy, serve_gpu
+from benchmarks import _gpu, _runs, gpu_accuracy, serve_gpu
 from benchmarks._figures import Spread, as_json, markdown, plot, require_matplotlib, summarise
+from benchmarks._served import Served
+from benchmarks._together import take_turns
 from tests.integration.vllm.offline import Answer
 
 ROUNDS = {
@@ -84,15 +87,66 @@ def test_a_shape_is_run_for_one_token_and_for_all(monkeypatch):
     clock, runs = [0.0], []
 
     def generate(prompts, tokens):
-        runs.append((len(prompts), len(prompts[0]), tokens))
+        runs.append((len(prompts), tokens))
         clock[0] += 1.0 + 0.1 * (tokens - 1)
 
-    monkeypatch.setattr(_gpu.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(_runs.time, "perf_counter", lambda: clock[0])
     engine = _gpu.Started(generate, cache_tokens=1, stop=lambda: None)
-    times = _gpu.run_shape(engine, _gpu.Shape(2, 5), output_len=11, repetitions=2, vocabulary=50)
+    times = _gpu.run_shape(engine, [[1], [2]], output_len=11, repetitions=2)
     assert times == {"ttft": pytest.approx(1.0), "tpot": pytest.approx(0.1)}
-    assert [tokens for _, _, tokens in runs] == [8, 1, 1, 11, 11]
-    assert {run[:2] for run in runs} == {(2, 5)}
+    assert runs == [(2, tokens) for tokens in (8, 1, 1, 11, 11)]
+
+
+def test_prompts_of_a_shape_are_the_same_for_both(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
+    prompts = _gpu.prompts_of(_gpu.Shape(2, 5), str(tmp_path))
+    assert prompts == _gpu.prompts_of(_gpu.Shape(2, 5), str(tmp_path))
+    assert [len(it) for it in prompts] == [5, 5]
+    assert all(0 <= token < 50 for it in prompts for token in it)
+
+
+def test_engines_that_live_side_by_side_take_turns(capsys):
+    runs = []
+
+    def run(name, shape, tokens):
+        runs.append((name, str(shape), tokens))
+        return (2.0 if name == "native" else 1.0) * (1 + 0.001 * (tokens - 1))
+
+    rounds = take_turns(run, [_gpu.Shape(8, 128)], output_len=11, repetitions=2)
+    native, atom = "native", "atom"
+    order = [(native, 8), (atom, 8), (native, 1), (atom, 1), (native, 11), (atom, 11)]
+    assert [(name, tokens) for name, _, tokens in runs] == [*order, (atom, 1), (native, 1), (atom, 11), (native, 11)]
+    tpot, ttft = summarise(rounds)
+    assert (tpot.figure, ttft.figure) == ("8x128 tpot, ms", "8x128 ttft, ms")
+    assert (tpot.native.median, tpot.ratio, ttft.atom.median) == pytest.approx((2.0, 2.0, 1000.0))
+    assert "8x128 tpot, ms 2 / 1 x2.000" in capsys.readouterr().out
+
+
+SERVED = """
+import argparse
+from benchmarks._served import answer
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--replies", type=int)
+print("what the engine prints is no answer")
+say = answer(parser.parse_args().replies, lambda: ({"ready": 1}, lambda asked: {"twice": 2 * asked["number"]}))
+say({"left": "memory"})
+"""
+
+
+def test_an_engine_answers_over_a_pipe_of_its_own():
+    served = Served("atom", [sys.executable, "-c", SERVED])
+    assert served.next() == {"ready": 1}
+    assert [served.ask({"number": number}) for number in (1, 2)] == [{"twice": 2}, {"twice": 4}]
+    served.end()
+    assert served.next() == {"left": "memory"}
+    assert served.process.wait() == 0
+
+
+def test_an_engine_that_ends_is_named_with_what_it_said(capsys):
+    with pytest.raises(SystemExit, match="the atom engine failed with exit code 3"):
+        Served("atom", [sys.executable, "-c", "print('no GPU'); raise SystemExit(3)"]).next()
+    assert "no GPU" in capsys.readouterr().err
 
 
 def test_both_servers_get_the_same_flags_but_for_one():

@@ -1,0 +1,100 @@
+"""Native and atom engines that live side by side on a GPU, with a share of its memory each, and take turns run by run.
+
+What a host and a GPU do at the time meets both alike, and one start of each is enough. How long a start takes, and what
+a cache holds, this cannot tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import IMPLEMENTATIONS
+from benchmarks._figures import Rounds, summarise
+from benchmarks._runs import WARM_TOKENS, Shape, Started, prompts_of, seconds_of, serve_command, with_caches
+from benchmarks._served import Message, Served, answer
+
+#: Runs a shape for so many new tokens in one of the two; seconds.
+Run = Callable[[str, Shape, int], float]
+
+
+def serve_turns(arguments: argparse.Namespace, start: Callable[[argparse.Namespace], Started]) -> None:
+    """Be one engine, and run what is asked for."""
+
+    def begin() -> tuple[Message, Callable[[Message], Message]]:
+        engine = start(arguments)
+
+        def run(asked: Message) -> Message:
+            prompts = prompts_of(Shape.read(asked["shape"]), arguments.model)
+            return {"seconds": seconds_of(engine, prompts, asked["tokens"])}
+
+        stops.append(engine.stop)
+        return {}, run
+
+    stops: list[Callable[[], object]] = []
+    answer(arguments.replies, begin)
+    for stop in stops:
+        stop()
+
+
+class Together:
+    """Both engines; `engines` stays empty, for there is nothing to tell of one alone."""
+
+    def __init__(self, module: str, arguments: argparse.Namespace, model: str) -> None:
+        self.arguments = arguments
+        self.engines: list[Message] = []
+        self.folder = tempfile.TemporaryDirectory()
+        folder = Path(self.folder.name)
+        self.served = {
+            name: Served(name, serve_command(module, model, name), with_caches(folder / name))
+            for name in IMPLEMENTATIONS
+        }
+
+    def run(self) -> Rounds:
+        """Every figure of every turn."""
+        self.wait()
+        rounds = take_turns(self._seconds, self.arguments.shapes, self.arguments.output_len, self.arguments.repetitions)
+        self.end()
+        return rounds
+
+    def wait(self) -> None:
+        """Until both are ready."""
+        for engine in self.served.values():
+            engine.next()
+
+    def end(self) -> None:
+        """Of both."""
+        for engine in self.served.values():
+            engine.end()
+        for engine in self.served.values():
+            engine.process.wait()
+
+    def _seconds(self, name: str, shape: Shape, tokens: int) -> float:
+        return float(self.served[name].ask({"shape": str(shape), "tokens": tokens})["seconds"])
+
+
+def take_turns(run: Run, shapes: list[Shape], output_len: int, repetitions: int) -> Rounds:
+    """Milliseconds of every turn, by figure and implementation; which goes first alternates."""
+    names = list(IMPLEMENTATIONS)
+    rounds: dict[str, dict[str, list[float]]] = {}
+    for shape in shapes:
+        for name in names:
+            run(name, shape, WARM_TOKENS)
+        tpot, ttft = ({name: list[float]() for name in names} for _ in range(2))
+        for repetition in range(repetitions):
+            order = names if repetition % 2 == 0 else names[::-1]
+            first = {name: run(name, shape, 1) for name in order}
+            whole = {name: run(name, shape, output_len) for name in order}
+            for name in names:
+                tpot[name].append((whole[name] - first[name]) / (output_len - 1) * 1e3)
+                ttft[name].append(first[name] * 1e3)
+        rounds |= {f"{shape} tpot, ms": tpot, f"{shape} ttft, ms": ttft}
+        # What was measured stays readable if something later fails.
+        rows = summarise({figure: rounds[figure] for figure in (f"{shape} tpot, ms", f"{shape} ttft, ms")})
+        print(
+            "; ".join(f"{row.figure} {row.native.median:.4g} / {row.atom.median:.4g} x{row.ratio:.3f}" for row in rows),
+            flush=True,
+        )
+    return rounds

@@ -1,0 +1,105 @@
+"""Experts in MXFP4 with many tokens on Hopper: some experts at a time are widened to 16 bits, and multiplied so.
+
+A kernel that widens what it multiplies does so anew for each block of tokens. From some tokens an expert on, writing
+the wide numbers once and reading them takes less.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.kernels.experts.grouped import Held, block_rows, combine, sort_by_expert
+from atom_core.kernels.experts.hopper import multiply_on_hopper
+from atom_core.kernels.linear.tiles import aligned
+from atom_core.kernels.linear.triton_kernel import Norm
+from atom_core.kernels.mxfp4_linear.inputs import prepare
+from atom_core.kernels.mxfp4_linear.parts import number, scale_of
+
+#: Pairs that an expert has on average from which on this is faster than :mod:`.hopper`.
+_LEAST_PAIRS = 160
+#: Bytes of wide numbers at a time: memory that nothing else can have.
+_WIDE_BYTES = 256 << 20
+
+
+@triton.jit
+def _widen(blocks, scales, wide, N, K, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Some rows and groups of one expert's weight."""
+    expert = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    byte = tl.program_id(1) * GROUPS * 16 + tl.arange(0, GROUPS * 16)
+    known = (row < N)[:, None] & (byte < K // 2)[None, :]
+    at = (expert * N + row)[:, None]
+    packed = tl.load(blocks + at * (K // 2) + byte[None, :], mask=known, other=0).to(tl.int32)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    scale_at = scales + expert * N * (K // 32) + row[:, None] + (group * N)[None, :]
+    each = scale_of(tl.load(scale_at, mask=(row < N)[:, None] & (group < K // 32)[None, :], other=0))
+    pairs = tl.reshape(tl.join(number(packed & 15), number(packed >> 4)), (ROWS, GROUPS, 32)) * each[:, :, None]
+    column = tl.program_id(1) * GROUPS * 32 + tl.arange(0, GROUPS * 32)
+    numbers = tl.reshape(pairs, (ROWS, GROUPS * 32)).to(wide.dtype.element_ty)
+    tl.store(wide + at * K + column[None, :], numbers, mask=(row < N)[:, None] & (column < K)[None, :])
+
+
+def widen(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[E, N, K]`` in ``dtype`` of ``blocks [E, N, K / 2]`` and ``scales [E, N, K / 32]``, which lie transposed."""
+    experts, rows, half = blocks.shape
+    wide = torch.empty(experts, rows, 2 * half, dtype=dtype, device=blocks.device)
+    grid = (triton.cdiv(rows, 16), triton.cdiv(half, 8 * 16), experts)
+    _widen[grid](blocks, scales, wide, rows, 2 * half, ROWS=16, GROUPS=8)
+    return wide
+
+
+def pays(x: torch.Tensor, size: int, held: Held) -> bool:
+    """Whether tokens ``x [T, K]`` can go through experts ``size`` wide here, and are faster so."""
+    many = x.shape[0] * held.top_k >= _LEAST_PAIRS * held.count
+    return many and aligned(x) and x.shape[1] % 64 == size % 64 == 0
+
+
+def many_tokens(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    to_middle: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    to_answer: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    held: Held,
+    activation: int,
+    rounded_inputs: bool,
+    overlap: bool,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+) -> torch.Tensor:
+    """See :func:`atom_core.kernels.mxfp4_experts.triton_kernel.mixture`, whose arguments these are.
+
+    ``x`` is normed and rounded.
+    """
+    (tokens, hidden), size = x.shape, 2 * to_answer[0].shape[2]
+    pairs = sort_by_expert(experts, held, block_rows(tokens, held), overlap)
+    middle = torch.empty(len(pairs.slots), size, dtype=x.dtype, device=x.device)
+    answers = torch.empty(tokens * held.top_k, hidden, dtype=x.dtype, device=x.device)
+    for given, shares, (blocks, scales, bias), out, act in (
+        (x, None, to_middle, middle, activation),
+        (middle, weights, to_answer, answers, None),
+    ):
+        if act is None and rounded_inputs:
+            given = prepare(given, False, rounds=True, parts=1, slots=pairs.slots)
+        each = max(1, _WIDE_BYTES // (4 * blocks[0].numel()))
+        for first in range(0, held.count, each):
+            some = slice(first, first + each)
+            wide = widen(blocks[some], scales[some], x.dtype)
+            multiply_on_hopper(
+                given,
+                None,
+                pairs,
+                shares,
+                wide,
+                None,
+                None if bias is None else bias[some],
+                out,
+                top_k=held.top_k,
+                block=0,
+                activation=act,
+                overlap=overlap,
+                first=first,
+            )
+    return combine(answers, experts, held, x.dtype, overlap, residual)
