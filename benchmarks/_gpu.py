@@ -122,6 +122,10 @@ class Turns:
             )
         return rounds
 
+    def details(self) -> dict[str, Any]:
+        """What a file has beside the figures: all that each engine found."""
+        return {"engines": self.engines}
+
     def _engine(self, name: str) -> dict[str, Any]:
         folder = Path(self.folder.name)
         result, log = folder / "result.json", folder / "log"
@@ -242,7 +246,7 @@ def compare(
         # Where files go is not what was measured.
         unasked = ("serve", "result", "replies", "begun", "json", "no_plot")
         asked = {name: str(value) for name, value in vars(given).items() if name not in unasked}
-        found = {"asked": asked, "ceiling": ceiling, "rows": as_json(rows), "engines": turns.engines}
+        found = {"asked": asked, "ceiling": ceiling, "rows": as_json(rows), **turns.details()}
         given.json.write_text(json.dumps(found, indent=1) + "\n")
         if not given.no_plot:
             quantized = f", {given.quantization}" if given.quantization else ""

@@ -50,8 +50,8 @@ class Shape:
 class Started:
     """An engine that is ready."""
 
-    generate: Callable[[list[list[int]], int], object]
-    """Runs prompts of token ids to so many new tokens each."""
+    generate: Callable[[list[list[int]], int], list[list[int]]]
+    """Runs prompts of token ids to so many new tokens each: these."""
     cache_tokens: int
     """What its cache holds."""
     stop: Callable[[], object]
@@ -64,18 +64,18 @@ def prompts_of(shape: Shape, model: str) -> list[list[int]]:
     return [[generator.randrange(vocabulary) for _ in range(shape.input_len)] for _ in range(shape.batch)]
 
 
-def seconds_of(engine: Started, prompts: list[list[int]], tokens: int) -> float:
-    """One run."""
+def timed(engine: Started, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+    """One run: seconds, and the new tokens."""
     begin = time.perf_counter()
-    engine.generate(prompts, tokens)
-    return time.perf_counter() - begin
+    answers = engine.generate(prompts, tokens)
+    return time.perf_counter() - begin, answers
 
 
 def run_shape(engine: Started, prompts: list[list[int]], output_len: int, repetitions: int) -> dict[str, float]:
     """Seconds until all requests have their first token, and seconds of each further step."""
-    seconds_of(engine, prompts, WARM_TOKENS)
-    first = [seconds_of(engine, prompts, 1) for _ in range(repetitions)]
-    whole = [seconds_of(engine, prompts, output_len) for _ in range(repetitions)]
+    timed(engine, prompts, WARM_TOKENS)
+    first = [timed(engine, prompts, 1)[0] for _ in range(repetitions)]
+    whole = [timed(engine, prompts, output_len)[0] for _ in range(repetitions)]
     ttft = statistics.median(first)
     return {"ttft": ttft, "tpot": (statistics.median(whole) - ttft) / (output_len - 1)}
 

@@ -10,14 +10,15 @@ import argparse
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks import IMPLEMENTATIONS
 from benchmarks._figures import Rounds, summarise
-from benchmarks._runs import WARM_TOKENS, Shape, Started, prompts_of, seconds_of, serve_command, with_caches
+from benchmarks._runs import WARM_TOKENS, Shape, Started, prompts_of, serve_command, timed, with_caches
 from benchmarks._served import Message, Served, answer
 
-#: Runs a shape for so many new tokens in one of the two; seconds.
-Run = Callable[[str, Shape, int], float]
+#: Runs a shape for so many new tokens in one of the two: seconds, and the tokens.
+Run = Callable[[str, Shape, int], tuple[float, list[list[int]]]]
 
 
 def serve_turns(arguments: argparse.Namespace, start: Callable[[argparse.Namespace], Started]) -> None:
@@ -28,7 +29,8 @@ def serve_turns(arguments: argparse.Namespace, start: Callable[[argparse.Namespa
 
         def run(asked: Message) -> Message:
             prompts = prompts_of(Shape.read(asked["shape"]), arguments.model)
-            return {"seconds": seconds_of(engine, prompts, asked["tokens"])}
+            seconds, answers = timed(engine, prompts, asked["tokens"])
+            return {"seconds": seconds, "answers": answers}
 
         stops.append(engine.stop)
         return {}, run
@@ -40,11 +42,11 @@ def serve_turns(arguments: argparse.Namespace, start: Callable[[argparse.Namespa
 
 
 class Together:
-    """Both engines; `engines` stays empty, for there is nothing to tell of one alone."""
+    """Both engines."""
 
     def __init__(self, module: str, arguments: argparse.Namespace, model: str) -> None:
         self.arguments = arguments
-        self.engines: list[Message] = []
+        self.answers: dict[str, str] = {}
         self.folder = tempfile.TemporaryDirectory()
         folder = Path(self.folder.name)
         self.served = {
@@ -55,9 +57,14 @@ class Together:
     def run(self) -> Rounds:
         """Every figure of every turn."""
         self.wait()
-        rounds = take_turns(self._seconds, self.arguments.shapes, self.arguments.output_len, self.arguments.repetitions)
+        asked = self.arguments
+        rounds, self.answers = take_turns(self._run, asked.shapes, asked.output_len, asked.repetitions)
         self.end()
         return rounds
+
+    def details(self) -> dict[str, Any]:
+        """What a file has beside the figures: how far answers agree, by shape."""
+        return {"answers": self.answers}
 
     def wait(self) -> None:
         """Until both are ready."""
@@ -71,22 +78,34 @@ class Together:
         for engine in self.served.values():
             engine.process.wait()
 
-    def _seconds(self, name: str, shape: Shape, tokens: int) -> float:
-        return float(self.served[name].ask({"shape": str(shape), "tokens": tokens})["seconds"])
+    def _run(self, name: str, shape: Shape, tokens: int) -> tuple[float, list[list[int]]]:
+        found = self.served[name].ask({"shape": str(shape), "tokens": tokens})
+        return found["seconds"], found["answers"]
 
 
-def take_turns(run: Run, shapes: list[Shape], output_len: int, repetitions: int) -> Rounds:
-    """Milliseconds of every turn, by figure and implementation; which goes first alternates."""
+def agreement(native: list[list[int]], atom: list[list[int]]) -> str:
+    """How alike the answers are, and how many tokens differ within each engine's: few may be those of broken sums."""
+    alike = sum(one[0] == other[0] for one, other in zip(native, atom, strict=True))
+    different = [len({token for answer in answers for token in answer}) for answers in (native, atom)]
+    return (
+        f"{alike} of {len(native)} first tokens alike; of {sum(map(len, native))} tokens native has {different[0]} "
+        f"different ones, atom {different[1]}"
+    )
+
+
+def take_turns(run: Run, shapes: list[Shape], output_len: int, repetitions: int) -> tuple[Rounds, dict[str, str]]:
+    """Milliseconds of every turn, by figure and implementation, which goes first alternating; how answers agree."""
     names = list(IMPLEMENTATIONS)
     rounds: dict[str, dict[str, list[float]]] = {}
+    answers: dict[str, str] = {}
     for shape in shapes:
-        for name in names:
-            run(name, shape, WARM_TOKENS)
+        answers[str(shape)] = agreement(*(run(name, shape, WARM_TOKENS)[1] for name in names))
+        print(f"{shape} answers: {answers[str(shape)]}", flush=True)
         tpot, ttft = ({name: list[float]() for name in names} for _ in range(2))
         for repetition in range(repetitions):
             order = names if repetition % 2 == 0 else names[::-1]
-            first = {name: run(name, shape, 1) for name in order}
-            whole = {name: run(name, shape, output_len) for name in order}
+            first = {name: run(name, shape, 1)[0] for name in order}
+            whole = {name: run(name, shape, output_len)[0] for name in order}
             for name in names:
                 tpot[name].append((whole[name] - first[name]) / (output_len - 1) * 1e3)
                 ttft[name].append(first[name] * 1e3)
@@ -97,4 +116,4 @@ def take_turns(run: Run, shapes: list[Shape], output_len: int, repetitions: int)
             "; ".join(f"{row.figure} {row.native.median:.4g} / {row.atom.median:.4g} x{row.ratio:.3f}" for row in rows),
             flush=True,
         )
-    return rounds
+    return rounds, answers

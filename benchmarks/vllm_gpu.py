@@ -39,11 +39,12 @@ def start(arguments: argparse.Namespace) -> Started:
     }
     llm = LLM(**options)
 
-    def generate(prompts: list[list[int]], tokens: int) -> object:
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         sampling = SamplingParams(
             temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
         )
-        return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return [list(it.outputs[0].token_ids) for it in found]
 
     cache = llm.llm_engine.vllm_config.cache_config
     return Started(generate, cache.num_gpu_blocks * cache.block_size, stop=llm.llm_engine.engine_core.shutdown)

@@ -89,6 +89,7 @@ def test_a_shape_is_run_for_one_token_and_for_all(monkeypatch):
     def generate(prompts, tokens):
         runs.append((len(prompts), tokens))
         clock[0] += 1.0 + 0.1 * (tokens - 1)
+        return [[0] * tokens] * len(prompts)
 
     monkeypatch.setattr(_runs.time, "perf_counter", lambda: clock[0])
     engine = _gpu.Started(generate, cache_tokens=1, stop=lambda: None)
@@ -110,16 +111,19 @@ def test_engines_that_live_side_by_side_take_turns(capsys):
 
     def run(name, shape, tokens):
         runs.append((name, str(shape), tokens))
-        return (2.0 if name == "native" else 1.0) * (1 + 0.001 * (tokens - 1))
+        answers = [list(range(tokens))] * 7 + [[0 if name == "native" else 1] * tokens]
+        return (2.0 if name == "native" else 1.0) * (1 + 0.001 * (tokens - 1)), answers
 
-    rounds = take_turns(run, [_gpu.Shape(8, 128)], output_len=11, repetitions=2)
+    rounds, answers = take_turns(run, [_gpu.Shape(8, 128)], output_len=11, repetitions=2)
     native, atom = "native", "atom"
     order = [(native, 8), (atom, 8), (native, 1), (atom, 1), (native, 11), (atom, 11)]
     assert [(name, tokens) for name, _, tokens in runs] == [*order, (atom, 1), (native, 1), (atom, 11), (native, 11)]
     tpot, ttft = summarise(rounds)
     assert (tpot.figure, ttft.figure) == ("8x128 tpot, ms", "8x128 ttft, ms")
     assert (tpot.native.median, tpot.ratio, ttft.atom.median) == pytest.approx((2.0, 2.0, 1000.0))
-    assert "8x128 tpot, ms 2 / 1 x2.000" in capsys.readouterr().out
+    said = "7 of 8 first tokens alike; of 64 tokens native has 8 different ones, atom 8"
+    assert answers == {"8x128": said}
+    assert [said in line for line in capsys.readouterr().out.splitlines()] == [True, False]
 
 
 SERVED = """
