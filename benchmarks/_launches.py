@@ -43,9 +43,9 @@ META = torch.device("meta")
 
 #: GPU kernels that one call of a function of aiter's launches, where they are not one: the parts of a long sequence are
 #: attended to by one, and added up by another. For fused_moe see :mod:`benchmarks._fused_moe`.
-SEVERAL = {"unified_attention": 2, "pa_decode_gluon": 2, "mla_decode_fwd": 2}
+SEVERAL = {"unified_attention": 2, "pa_decode_gluon": 2, "pa_persistent_fwd": 2, "mla_decode_fwd": 2}
 #: Functions of aiter's that compute on the host.
-ON_THE_HOST = {"get_recommended_splits", "get_mla_metadata_info_v1"}
+ON_THE_HOST = {"get_recommended_splits", "get_mla_metadata_info_v1", "get_pa_metadata_info_v1"}
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class Recorder:
 
     layer: int | None = None
     launches: dict[int | None, list[Launch]] = field(default_factory=dict)
-    held: set[int] = field(default_factory=set)
-    """Ids of storages that hold no activations."""
+    held: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    """Storages that hold no activations, by their ids; kept, for another would be given the id of one that is gone."""
     paused: bool = False
 
     def hold(self, *tensors: torch.Tensor) -> None:
         """These hold no activations."""
-        self.held.update(_storage(tensor) for tensor in tensors)
+        self.held.update((_storage(tensor), tensor.untyped_storage()) for tensor in tensors)
 
     def add(self, name: str, tensors: object, kernels: int = 1) -> None:
         """A launch that is given or makes ``tensors``, in any nesting."""
@@ -252,6 +252,7 @@ RESULTS: Mapping[str, Callable[..., Any]] = {
     "fused_moe": lambda x, *args, **kwargs: torch.empty_like(x),
     "get_recommended_splits": lambda requests, heads: 8,
     # Room that the first layer of a step takes for all, whose sizes nothing here depends on.
+    "get_pa_metadata_info_v1": lambda *args, **kwargs: ((2, torch.uint64), *5 * ((1, torch.int32),)),
     "get_mla_metadata_info_v1": lambda *args, **kwargs: ((2, torch.uint64), *5 * ((1, torch.int32),)),
     "flash_attn_varlen_func": _attended,
 }
@@ -268,6 +269,8 @@ IN_PLACE = frozenset(
         "unified_attention",
         "pa_fwd_asm",
         "pa_decode_gluon",
+        "get_pa_metadata_v1",
+        "pa_persistent_fwd",
         "get_mla_metadata_v1",
         "mla_decode_fwd",
         "topk_softmax",

@@ -372,6 +372,24 @@ def attention_over_shuffled_pages(target: Target, device: torch.device) -> None:
 
 
 @case
+def attention_over_large_shuffled_pages(target: Target, device: torch.device) -> None:
+    """In FP8, by the kernel that wants its work shared out before; requests of no tokens, and drafts behind some."""
+    rows = ((3, 1), (700, 1), (2100, 1), (255, 1), (1023, 1), (256, 1))
+    cases = [
+        AttentionCase("one token each", rows, heads=8, kv_heads=2, dim=128),
+        AttentionCase("a long one alone", ((5000, 1),), heads=16, kv_heads=1, dim=128),
+        AttentionCase("three tokens each", ((12, 3), (300, 3), (1022, 3)), heads=32, kv_heads=2, dim=128),
+        AttentionCase("padded", rows[:3], heads=8, kv_heads=8, dim=128, padded_requests=2, padded_tokens=2),
+    ]
+    for it, page_size in ((it, size) for it in cases for size in (256, 1024)):
+        case = replace(it, storage=SHUFFLED, page_size=page_size)
+        batch = attention_batch(case, torch.bfloat16, device, cache_dtype=FP8[target.arch])
+        kernel, name = attention_call(case, target, batch, SHUFFLED, FP8[target.arch])
+        assert name == "pa_persistent_fwd"
+        check_attention(kernel, batch)
+
+
+@case
 def qk_norm_rope_cache(target: Target, device: torch.device) -> None:
     """Into plain pages and shuffled ones, in 16 bits and in FP8; tokens without a slot."""
     for dim, rotary_dim, interleaved in ((64, 64, False), (128, 64, False), (128, 128, True), (256, 64, False)):

@@ -26,7 +26,7 @@ from tests.aiter_cases import ONLY, cases_on
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
 
 ROOT = Path(atom_core.__file__).parent
-FILES = sorted(ROOT.rglob("aiter_kernel.py"))
+FILES = sorted(file for name in ("aiter_kernel.py", "aiter_persistent.py") for file in ROOT.rglob(name))
 CPU = torch.device("cpu")
 
 
@@ -91,7 +91,7 @@ def test_every_call_site_is_reached_and_binds_to_the_real_signature(arch):
     assert not missed, f"{len(expected) - len(missed)} of {len(expected)} call sites reached on {arch}"
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", FILES, ids=module_of)
 def test_what_is_called_was_asked_for_when_the_kernel_was_built(file):
     text = file.read_text()
     assert "require(" in text
@@ -121,7 +121,7 @@ def test_the_doctor_knows_every_function_that_is_called():
     assert {op: set(paths) for op, paths in CALLED.items()} == called
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", FILES, ids=module_of)
 def test_no_function_is_named_that_is_not_recorded(file):
     with fake_aiter("gfx942"):
         assert required(file) <= set(sys.modules["aiter"]._recorded.RECORD)

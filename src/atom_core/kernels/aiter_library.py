@@ -42,6 +42,9 @@ CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "aiter.pa_fwd_asm",
             "aiter.pa_decode_gluon",
             "aiter.ops.triton.gluon.pa_decode_gluon.get_recommended_splits",
+            "aiter.get_pa_metadata_info_v1",
+            "aiter.get_pa_metadata_v1",
+            "aiter.pa_persistent_fwd",
         ),
         "gated_activation": (
             "aiter.silu_and_mul",

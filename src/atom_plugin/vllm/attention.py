@@ -169,11 +169,16 @@ class AtomGraphAttentionBackend(AtomAttentionBackend):
 
 
 class AtomShuffledAttentionBackend(AtomGraphAttentionBackend):
-    """Pages in the order that aiter's kernels read, of the 16 tokens that its fastest ones have; full graphs."""
+    """Pages in the order that aiter's kernels read, of the tokens that its fastest ones have; full graphs."""
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        """See vLLM."""
+        """Pages of 16 tokens; in FP8 those of ``pa_persistent_fwd``, where blocks are made of them (--block-size).
+
+        One size alone is named: blocks are kept as far apart as the largest of several asks for.
+        """
+        if isinstance(kv_cache_spec, VllmAttentionSpec) and kv_cache_spec.dtype.itemsize == 1:
+            return [next(size for size in (1024, 256, 16) if kv_cache_spec.block_size % size == 0)]
         return [16]
 
 

@@ -9,13 +9,13 @@ import torch
 from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.forward_context import create_forward_context, override_forward_context
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVQuantMode
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from atom_core.attention.base import AttentionSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.metadata import AttentionMetadata
 from atom_core.standalone import build_runtime
-from atom_plugin.vllm.attention import FrameworkAttention, VllmPagedAttention
+from atom_plugin.vllm.attention import AtomShuffledAttentionBackend, FrameworkAttention, VllmPagedAttention
 from atom_plugin.vllm.runtime import cache_dtype
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
@@ -58,6 +58,23 @@ def test_a_cache_has_the_dtype_that_its_name_says(name):
 def test_e4m3_is_the_platform_s(name, monkeypatch):
     monkeypatch.setattr(type(current_platform), "fp8_dtype", classmethod(lambda cls: torch.float8_e4m3fnuz))
     assert cache_dtype(name, ModelConfig(str(CHECKPOINT), dtype="bfloat16")) == torch.float8_e4m3fnuz
+
+
+@pytest.mark.parametrize(
+    ("blocks", "dtype", "pages"),
+    [
+        (16, torch.uint8, 16),
+        (256, torch.uint8, 256),
+        (768, torch.uint8, 256),
+        (1024, torch.uint8, 1024),
+        (128, torch.uint8, 16),
+        (256, torch.bfloat16, 16),
+    ],
+)
+def test_shuffled_pages_are_of_the_tokens_that_aiters_kernels_have(blocks, dtype, pages):
+    spec = FullAttentionSpec(block_size=blocks, num_kv_heads=KV_HEADS, head_size=128, dtype=dtype)
+    assert AtomShuffledAttentionBackend.get_supported_kernel_block_sizes(spec) == [pages]
+    assert AtomShuffledAttentionBackend.get_supported_kernel_block_sizes() == [16]
 
 
 @pytest.mark.parametrize("window", [None, 64])

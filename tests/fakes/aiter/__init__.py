@@ -6,7 +6,7 @@ has no kernel for is an error. Signatures are those of ``aiter_signatures.json``
 """
 
 from aiter.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul, silu_and_mul_quant, swiglu_and_mul
-from aiter.ops.attention import pa_fwd_asm
+from aiter.ops.attention import pa_fwd_asm, pa_persistent_fwd
 from aiter.ops.enum import ActivationType, QuantType
 from aiter.ops.fused_qk_norm_rope_cache_quant import fused_qk_norm_rope_cache_pts_quant_shuffle
 from aiter.ops.fused_qk_rmsnorm_group_quant import fused_qk_rmsnorm_group_quant, fused_qk_rmsnorm_per_token_quant
@@ -14,6 +14,7 @@ from aiter.ops.gemm_op_a4w4 import gemm_a4w4, quant_mxfp4_hip
 from aiter.ops.gemm_op_a8w8 import gemm_a8w8_blockscale_bpreshuffle, gemm_a8w8_bpreshuffle
 from aiter.ops.mha import flash_attn_varlen_func, mha_batch_prefill_func
 from aiter.ops.mla_metadata import get_mla_metadata_info_v1, get_mla_metadata_v1
+from aiter.ops.pa_metadata import get_pa_metadata_info_v1, get_pa_metadata_v1
 from aiter.ops.quant import dynamic_per_token_scaled_quant, per_group_quant_hip, static_per_tensor_quant
 from aiter.ops.rmsnorm import rms_norm, rmsnorm2d_fwd_with_add
 from aiter.ops.topk import biased_grouped_topk_hip, grouped_topk, topk_gating, topk_softmax
@@ -35,10 +36,13 @@ __all__ = [
     "gemm_a8w8_bpreshuffle",
     "get_mla_metadata_info_v1",
     "get_mla_metadata_v1",
+    "get_pa_metadata_info_v1",
+    "get_pa_metadata_v1",
     "grouped_topk",
     "mha_batch_prefill_func",
     "pa_decode_gluon",
     "pa_fwd_asm",
+    "pa_persistent_fwd",
     "per_group_quant_hip",
     "quant_mxfp4_hip",
     "rms_norm",

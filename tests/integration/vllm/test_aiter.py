@@ -182,6 +182,17 @@ def test_the_kernels_are_aiters(arch, name, ran):
     assert {op: kernels[op] for op in expected} == expected
 
 
+def test_pages_of_256_tokens_in_fp8_answer_as_those_of_16(tmp_path):
+    # Decoded by aiter's pa_persistent_fwd and pa_decode_gluon.
+    folder, prompts = make_served(tmp_path / "it", "qwen3_moe", "compressed, channel, dynamic", {"head_dim": 128})
+    asks = [Ask([prompt * 6 for prompt in list(prompts)[:3]], {"max_tokens": 8, "ignore_eos": True})]
+    engines = [
+        Engine(str(folder), "atom", asks, OPTIONS | FP8_CACHE | {"block_size": size}, SHUFFLED) for size in (16, 256)
+    ]
+    small, large = run(engines, environ={"GPU_ARCHS": "gfx942"}, script=SCRIPT)
+    assert [it.tokens for it in large.answers[0]] == [it.tokens for it in small.answers[0]]
+
+
 def test_by_default_plain_pages_are_decoded_in_one_launch_of_tritons(rows):
     # Triton's interpreter multiplies no bfloat16.
     options, ask = OPTIONS | {"dtype": "float16"}, Ask([row.prompt for row in rows[:2]], {"max_tokens": MAX_TOKENS})

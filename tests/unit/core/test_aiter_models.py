@@ -352,6 +352,31 @@ def test_heads_of_128_decode_in_assembly(tmp_path, arch):
     assert distance(torch.cat(found), expected) <= 0.1  # 16-bit roundings over layers, as `atom-plugin check` allows
 
 
+@every_gpu
+@pytest.mark.parametrize("page_size", [256, 1024])
+def test_large_pages_in_fp8_are_shared_out_once_a_step(tmp_path, arch, page_size):
+    make_model(tmp_path, make_config(FAMILIES[3], head_dim=128, max_position_embeddings=2048))
+    tokens = random_tokens(1040)
+    cached = {"dtype": torch.bfloat16, "cache_dtype": FP8[arch]}
+    expected = Runner(tmp_path, **cached).logits(tokens)[-8:]
+    with fake_aiter(arch):
+        it = Runner(
+            tmp_path,
+            **cached,
+            target=Target("rocm", arch),
+            kernels={**SHUFFLED, "embedding": "reference"},
+            page_size=page_size,
+        )
+        caches = it.caches(1)
+        with torch.inference_mode():
+            it.step(caches, [0], [tokens[:1032]])
+            calls().clear()
+            found = [it.model.logits(it.step(caches, [at], [tokens[at : at + 1]])) for at in range(1032, 1040)]
+        made = [call.path.rpartition(".")[2] for call in calls()]
+    assert (made.count("get_pa_metadata_v1"), made.count("pa_persistent_fwd")) == (8, 8 * it.config.num_layers)
+    assert distance(torch.cat(found), expected) <= 0.1  # 16-bit roundings over layers, as `atom-plugin check` allows
+
+
 def mutated(path, change):
     """Have the fake's function called with some of its arguments changed."""
     module, _, name = path.rpartition(".")

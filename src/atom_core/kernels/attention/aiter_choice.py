@@ -15,9 +15,12 @@ from atom_core.kernels.attention import PagedAttentionSpec
 from atom_core.metadata import SHUFFLED, CacheOrder
 
 PA_FWD_ASM = "pa_fwd_asm"
+PA_PERSISTENT = "pa_persistent_fwd"
 PA_DECODE_GLUON = "pa_decode_gluon"
 UNIFIED_ATTENTION = "unified_attention"
 MHA_BATCH_PREFILL = "mha_batch_prefill"
+
+E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 Reasons = Iterator[tuple[bool, str]]
 
@@ -74,6 +77,25 @@ def _pa_fwd_asm(call: Call) -> Reasons:
     )
 
 
+def _pa_persistent(call: Call) -> Reasons:
+    spec, rows = call.spec, call.group * call.query_len
+    yield call.order != SHUFFLED, "It reads shuffled pages."
+    yield call.page_size not in (256, 1024), f"It has pages of 256 and of 1024 tokens, not {call.page_size}."
+    yield spec.cache_dtype not in E4M3, f"It has caches in e4m3, not in {spec.cache_dtype}."
+    yield spec.head_dim != 128, f"It has heads of 128 numbers, not {spec.head_dim}."
+    yield not math.isclose(spec.scale, 128**-0.5, rel_tol=1e-6), f"Its scale is 1/sqrt(128), not {spec.scale:.4g}."
+    yield spec.dtype != torch.bfloat16, f"Its queries are bfloat16, not {spec.dtype}."
+    yield spec.window is not None, "It has no window."
+    yield bool(spec.soft_cap), "It has no soft cap."
+    yield spec.sinks, "It has no sinks."
+    yield not call.uniform, "Requests differ in how many tokens they bring."
+    yield rows > 64, f"It takes up to 64 rows (tokens times heads of a group) a request, not {rows}."
+    yield (
+        16 % spec.num_kv_heads != 0,
+        f"It shares the GPU's compute units out among key/value heads, 1, 2, 4, 8 or 16, not {spec.num_kv_heads}.",
+    )
+
+
 def _pa_decode_gluon(call: Call) -> Reasons:
     spec, rows = call.spec, call.group * call.query_len
     yield call.order != SHUFFLED, "It reads shuffled pages."
@@ -104,6 +126,7 @@ def _unified_attention(call: Call) -> Reasons:
 
 DECODE: tuple[tuple[str, Callable[[Call], Reasons]], ...] = (
     (PA_FWD_ASM, _pa_fwd_asm),
+    (PA_PERSISTENT, _pa_persistent),
     (PA_DECODE_GLUON, _pa_decode_gluon),
     (UNIFIED_ATTENTION, _unified_attention),
 )

@@ -1,8 +1,8 @@
 """Paged attention by aiter: each batch, or each of its two parts, by the kernel that :mod:`.aiter_choice` names.
 
-Requests that decode come first in a batch; where they are counted they are run by themselves. Nothing is planned and
-no length is read on the host, so any batch may be replayed from a graph. The kernels that want work laid out ahead
-(pa_persistent_fwd) are not used: they take FP8 caches with a scale a token or a block, and ours have one a layer.
+Requests that decode come first in a batch; where they are counted they are run by themselves. No length is read on the
+host, and what one kernel wants worked out ahead (:mod:`.aiter_persistent`) is, on the device, so any batch may be
+replayed from a graph.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from atom_core.kernels.attention.aiter_choice import (
     MHA_BATCH_PREFILL,
     PA_DECODE_GLUON,
     PA_FWD_ASM,
+    PA_PERSISTENT,
     Call,
     Choice,
     choose,
     gluon_window,
     inclusive_window,
 )
+from atom_core.kernels.attention.aiter_persistent import PersistentDecode
 from atom_core.kernels.opaque import opaque
 from atom_core.metadata import SHUFFLED, AttentionMetadata, CacheOrder, GraphSupport, KVCacheView, capturing
 
@@ -43,6 +45,9 @@ class AiterAttention:
         self.spec, self.order = spec, order
         self.choose = functools.cache(choose)
         self._scales: dict[tuple[float, float, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._persistent: PersistentDecode | None = None
+        if order == SHUFFLED and spec.cache_dtype.itemsize == 1:
+            self._persistent = PersistentDecode(spec.num_heads)
 
     def plan_key(self) -> None:
         """It plans nothing."""
@@ -74,14 +79,16 @@ class AiterAttention:
     ) -> None:
         """Write the attention of every request's queries to ``out``."""
         cache.expect(self.order, self.spec.cache_dtype)
-        requests, tokens = metadata.num_decode_requests, metadata.num_decode_tokens
-        if 0 < requests < metadata.num_requests:
-            longest = 1 if tokens == requests else metadata.max_query_len
-            self._run(q[:tokens], cache, _part(metadata, 0, requests, 0, longest), sinks, out[:tokens])
-            rest = _part(metadata, requests, metadata.num_requests, tokens, metadata.max_query_len)
-            self._run(q[tokens:], cache, rest, sinks, out[tokens:])
-        else:
+        if not 0 < metadata.num_decode_requests < metadata.num_requests:
             self._run(q, cache, metadata, sinks, out)
+            return
+        key = ("aiter's decodes and others", capturing(q.device))
+        if key not in metadata.kept:
+            metadata.kept[key] = _decodes_and_others(metadata)
+        decodes, others = metadata.kept[key]
+        tokens = metadata.num_decode_tokens
+        self._run(q[:tokens], cache, decodes, sinks, out[:tokens])
+        self._run(q[tokens:], cache, others, sinks, out[tokens:])
 
     def call_for(self, cache: KVCacheView, metadata: AttentionMetadata, num_tokens: int) -> Call:
         """What decides who takes a batch."""
@@ -116,6 +123,10 @@ class AiterAttention:
         kernel = self.chosen(cache, metadata, len(q)).kernel
         if kernel == PA_FWD_ASM:
             _pa_fwd_asm(q, cache.key, cache.value, table, lengths, starts, longest, out)
+            return
+        if kernel == PA_PERSISTENT:
+            assert self._persistent is not None, "it is for shuffled pages in FP8"
+            self._persistent(q, cache, metadata, out)
             return
         k_scale, v_scale = self.scales(cache)
         if kernel == PA_DECODE_GLUON:
@@ -156,6 +167,16 @@ class AiterAttention:
             self.order == SHUFFLED,
             out,
         )
+
+
+def _decodes_and_others(metadata: AttentionMetadata) -> tuple[AttentionMetadata, AttentionMetadata]:
+    """The requests that decode, which come first, and the others behind them, each as a batch of their own."""
+    requests, tokens = metadata.num_decode_requests, metadata.num_decode_tokens
+    longest = 1 if tokens == requests else metadata.max_query_len
+    return (
+        _part(metadata, 0, requests, 0, longest),
+        _part(metadata, requests, metadata.num_requests, tokens, metadata.max_query_len),
+    )
 
 
 def _part(metadata: AttentionMetadata, begin: int, end: int, first_token: int, longest: int) -> AttentionMetadata:

@@ -3,8 +3,9 @@
 import os
 
 import torch
-from aiter import _paged
+from aiter import _paged, dtypes
 from aiter._recorded import real
+from aiter.ops.enum import QuantType
 
 #: (queries, cache, query heads a group, several tokens) of the kernels there are, of those that are exact.
 _GROUPS = {torch.bfloat16: {False: (8, 16), True: (8,)}}
@@ -59,3 +60,90 @@ def pa_fwd_asm(
         values = _paged.shuffled_values(V, pages)[:length]
         out[begin:end] = _paged.attend(Q[begin:end], keys, values, 128**-0.5).to(out.dtype)
     return out
+
+
+#: Tokens of a page, and what has one scale, of the kernels over caches in FP8.
+_PERSISTENT = {(256, "per_256x128"), (1024, "per_1024x128")}
+
+
+@real("aiter.pa_persistent_fwd")
+def pa_persistent_fwd(
+    Q,
+    K,
+    V,
+    output,
+    max_qlen,
+    qo_indptr,
+    kv_indptr,
+    kv_indices,
+    context_lens,
+    work_indptr,
+    work_info,
+    reduce_indptr,
+    reduce_final_map,
+    reduce_partial_map,
+    K_QScale=None,
+    V_QScale=None,
+    softmax_scale=None,
+    mask=0,
+    quant_type=QuantType.per_Token,
+):
+    assert os.environ["GPU_ARCHS"] in ("gfx942", "gfx950")
+    (tokens, heads, dim), (blocks, kv_heads, _, page_size, _) = Q.shape, K.shape
+    group = heads // kv_heads
+    assert dim == 128, "only heads of 128 numbers"
+    assert Q.dtype == output.dtype == torch.bfloat16
+    assert K.dtype == V.dtype == dtypes.fp8, "only caches in FP8"
+    assert (page_size, quant_type.name) in _PERSISTENT, "no kernel"
+    assert mask == 1, "no kernel without"
+    assert softmax_scale is None, "nobody looks at it"
+    assert group * max_qlen <= 64
+    assert K.stride(0) == V.stride(0)
+    assert K.stride(1) == V.stride(1), "values are gone through by the keys' strides"
+    assert K_QScale.shape == V_QScale.shape == (blocks, kv_heads)
+    assert K_QScale.dtype == V_QScale.dtype == torch.float32
+    assert K_QScale.stride() == V_QScale.stride(), "values' scales are gone through by the keys' strides"
+    assert output.is_contiguous()
+    assert output.shape == Q.shape
+    assert len(qo_indptr) == len(kv_indptr) == len(context_lens) + 1
+
+    rows = len(reduce_partial_map) * max_qlen
+    parts = torch.full((rows, 1, heads, dim), float("nan"))
+    logarithms = torch.full((rows, heads), float("nan"))
+    starts, firsts, lengths = qo_indptr.tolist(), kv_indptr.tolist(), context_lens.tolist()
+    bounds = work_indptr.tolist()
+    for unit in range(len(bounds) - 1):
+        for request, place, first, last, begin, end, _, range_ in work_info[bounds[unit] : bounds[unit + 1]].tolist():
+            # Rows are those that equally many tokens of each request have; those of padded requests mean nothing.
+            assert last - first == max_qlen
+            assert last <= tokens
+            assert first == starts[request] or not lengths[request], "rows of another request"
+            head, past = range_ & 0xFFFF, range_ >> 16
+            pages, of = kv_indices[begin:end].long(), head // group
+            keys = _paged.shuffled_keys(K, pages)[:, of].unflatten(0, (-1, page_size)) * K_QScale[pages, of, None, None]
+            values = _paged.shuffled_values(V, pages)[:, of].unflatten(0, (-1, page_size))
+            values = values * V_QScale[pages, of, None, None]
+            at = (begin - firsts[request]) * page_size + torch.arange(len(pages) * page_size)
+            # The last query sees the last key, and each query before it a key less.
+            seen = at < (lengths[request] - (last - 1 - torch.arange(first, last)))[:, None]
+            found = torch.where(seen[-1, :, None], keys.flatten(0, 1), 0.0)
+            scores = torch.einsum("qhd,kd->qhk", Q[first:last, head:past].float(), found) * 128**-0.5
+            scores = scores.masked_fill(~seen[:, None], float("-inf"))
+            logarithm = scores.logsumexp(-1)
+            weights = (scores - logarithm[..., None]).exp().nan_to_num(0.0)
+            answer = torch.einsum("qhk,kd->qhd", weights, torch.where(seen[-1, :, None], values.flatten(0, 1), 0.0))
+            if place < 0:
+                answer[logarithm == float("-inf")] = float("nan")  # a sum of no weights
+                output[first:last, head:past] = answer.to(output.dtype)
+            else:
+                parts[place : place + last - first, 0, head:past] = answer
+                logarithms[place : place + last - first, head:past] = logarithm
+    sums = reduce_indptr.tolist()
+    for tile in range(len(sums) - 1):
+        if sums[tile] == sums[tile + 1]:
+            continue
+        first, last = reduce_final_map[tile].tolist()
+        at = reduce_partial_map[sums[tile] : sums[tile + 1]].long()[:, None] + torch.arange(last - first)
+        shares = logarithms[at].softmax(0)
+        output[first:last] = (parts[at, 0] * shares[..., None]).sum(0).to(output.dtype)
+    return parts, logarithms.new_zeros(tokens, heads)
