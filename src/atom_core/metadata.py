@@ -77,6 +77,41 @@ class AttentionMetadata:
         object.__setattr__(planned, "kept", self.kept)  # it is the same batch
         return planned
 
+    def decodes_and_others(self) -> tuple[AttentionMetadata, AttentionMetadata]:
+        """The requests that decode, which come first, and those behind them, each as a batch of its own; kept."""
+        key = ("decodes and others", capturing(self.seq_lens.device))
+        if key not in self.kept:
+            self.kept[key] = self._decodes(), self._others()
+        found: tuple[AttentionMetadata, AttentionMetadata] = self.kept[key]
+        return found
+
+    def _decodes(self) -> AttentionMetadata:
+        requests, tokens = self.num_decode_requests, self.num_decode_tokens
+        return replace(
+            self,
+            query_start_loc=self.query_start_loc[: requests + 1],
+            seq_lens=self.seq_lens[:requests],
+            page_table=self.page_table[:requests],
+            num_requests=requests,
+            num_tokens=tokens,
+            max_query_len=1 if tokens == requests else self.max_query_len,
+        )
+
+    def _others(self) -> AttentionMetadata:
+        requests, tokens = self.num_decode_requests, self.num_decode_tokens
+        return replace(
+            self,
+            query_start_loc=self.query_start_loc[requests:] - tokens,
+            # Copies, as kernels are compiled anew for pointers that are aligned otherwise.
+            seq_lens=self.seq_lens[requests:].clone(),
+            page_table=self.page_table[requests:].clone(),
+            slot_mapping=self.slot_mapping[tokens:],
+            num_requests=self.num_requests - requests,
+            num_tokens=self.num_tokens - tokens,
+            num_decode_requests=0,
+            num_decode_tokens=0,
+        )
+
 
 def capturing(device: torch.device) -> bool:
     """Whether a graph is captured: what is made then is the graph's, and what was kept before is not in it."""

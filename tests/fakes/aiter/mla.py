@@ -5,6 +5,7 @@ import os
 import torch
 from aiter import dtypes
 from aiter._recorded import real
+from aiter._shared_out import join
 from aiter.ops.mla_metadata import folded
 
 
@@ -74,6 +75,7 @@ def mla_decode_fwd(
         for batch, partial, first, last, begin, end, _, _ in work_info_set[bounds[unit] : bounds[unit + 1]].tolist():
             request = batch // fold
             assert last - first <= max_seqlen_q
+            assert 0 <= begin <= end <= len(kv_indices), "numbers that nobody has written"
             slots = kv_indices[begin:end].long()
             found = kv_buffer.view(torch.uint8 if kv_buffer.itemsize == 1 else kv_buffer.dtype)[slots, 0, 0]
             found = found.view(kv_buffer.dtype).float() * known
@@ -90,12 +92,5 @@ def mla_decode_fwd(
             else:
                 parts[partial : partial + last - first, 0] = answer
                 logarithms[partial : partial + last - first] = logarithm
-    sums = reduce_indptr.tolist()
-    for tile in range(len(sums) - 1):
-        if sums[tile] == sums[tile + 1]:
-            continue
-        first, last = reduce_final_map[tile].tolist()
-        at = reduce_partial_map[sums[tile] : sums[tile + 1]].long()[:, None] + torch.arange(last - first)
-        shares = logarithms[at].softmax(0)
-        results[first:last] = (parts[at, 0] * shares[..., None]).sum(0).to(o.dtype)
+    join(parts, logarithms, reduce_indptr, reduce_final_map, reduce_partial_map, results)
     return parts, None

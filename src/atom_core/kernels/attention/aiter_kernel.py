@@ -82,10 +82,7 @@ class AiterAttention:
         if not 0 < metadata.num_decode_requests < metadata.num_requests:
             self._run(q, cache, metadata, sinks, out)
             return
-        key = ("aiter's decodes and others", capturing(q.device))
-        if key not in metadata.kept:
-            metadata.kept[key] = _decodes_and_others(metadata)
-        decodes, others = metadata.kept[key]
+        decodes, others = metadata.decodes_and_others()
         tokens = metadata.num_decode_tokens
         self._run(q[:tokens], cache, decodes, sinks, out[:tokens])
         self._run(q[tokens:], cache, others, sinks, out[tokens:])
@@ -167,31 +164,6 @@ class AiterAttention:
             self.order == SHUFFLED,
             out,
         )
-
-
-def _decodes_and_others(metadata: AttentionMetadata) -> tuple[AttentionMetadata, AttentionMetadata]:
-    """The requests that decode, which come first, and the others behind them, each as a batch of their own."""
-    requests, tokens = metadata.num_decode_requests, metadata.num_decode_tokens
-    longest = 1 if tokens == requests else metadata.max_query_len
-    return (
-        _part(metadata, 0, requests, 0, longest),
-        _part(metadata, requests, metadata.num_requests, tokens, metadata.max_query_len),
-    )
-
-
-def _part(metadata: AttentionMetadata, begin: int, end: int, first_token: int, longest: int) -> AttentionMetadata:
-    """Some of the requests by themselves; ``first_token`` is the first one's first."""
-    starts = metadata.query_start_loc[begin : end + 1]
-    return AttentionMetadata(
-        query_start_loc=starts - first_token if first_token else starts,
-        seq_lens=metadata.seq_lens[begin:end],
-        page_table=metadata.page_table[begin:end],
-        slot_mapping=metadata.slot_mapping,
-        num_requests=end - begin,
-        num_tokens=metadata.num_tokens,
-        max_query_len=longest,
-        max_seq_len=metadata.max_seq_len,
-    )
 
 
 @opaque("aiter_pa_fwd_asm", lambda *args: None, mutates=("out",))

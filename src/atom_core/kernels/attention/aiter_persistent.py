@@ -1,8 +1,7 @@
 """Decoding by aiter's ``pa_persistent_fwd``: as many programs as there are compute units, each with its share of pages.
 
-What each reads is worked out on the device before, once a step for all layers of one shape: runs of a request's pages
-for each head of keys, and where parts of a request meet. In a captured graph that stands in the graph's own memory,
-which each replay refills.
+What each reads is worked out on the device before (:mod:`atom_core.kernels.aiter_work`), once a step for all layers of
+one shape: runs of a request's pages for each head of keys.
 
 It has a scale for each page and head of keys, and our caches one for all: the same number for each.
 """
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from atom_core.kernels.aiter_library import aiter_enum, aiter_function, require
+from atom_core.kernels.aiter_work import Sizes, Work
 from atom_core.kernels.opaque import opaque
 from atom_core.metadata import AttentionMetadata, KVCacheView, capturing
 
@@ -28,13 +28,7 @@ class Shares:
     page_starts: torch.Tensor
     """int32 ``[R + 1]``: request ``r`` has the pages ``page_starts[r] .. page_starts[r + 1] - 1`` of ``pages``."""
     pages: torch.Tensor
-    pointers: torch.Tensor
-    """uint64 ``[2]``: the addresses of the next two."""
-    work_starts: torch.Tensor
-    work: torch.Tensor
-    sum_starts: torch.Tensor
-    sums: torch.Tensor
-    parts: torch.Tensor
+    work: Work
 
 
 class PersistentDecode:
@@ -59,11 +53,7 @@ class PersistentDecode:
             it.page_starts,
             it.pages,
             metadata.seq_lens,
-            it.work_starts,
-            it.work,
-            it.sum_starts,
-            it.sums,
-            it.parts,
+            *it.work[1:],
             metadata.max_query_len,
             _QUANTIZED[cache.page_size],
             out,
@@ -98,11 +88,7 @@ def _shares(metadata: AttentionMetadata, cache: KVCacheView, heads: int) -> Shar
 
 def _shared_out(metadata: AttentionMetadata, page_size: int, group: int, kv_heads: int) -> Shares:
     requests, device = len(metadata.seq_lens), metadata.seq_lens.device
-    sizes = _sizes(requests, kv_heads)
-    made = Shares(
-        *_packed_pages(metadata, page_size),
-        *(torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes),
-    )
+    made = Shares(*_packed_pages(metadata, page_size), Work.empty(_sizes(requests, kv_heads), device))
     _share_out(
         metadata.query_start_loc,
         made.page_starts,
@@ -111,12 +97,7 @@ def _shared_out(metadata: AttentionMetadata, page_size: int, group: int, kv_head
         kv_heads,
         page_size,
         metadata.max_query_len,
-        made.pointers,
-        made.work_starts,
-        made.work,
-        made.sum_starts,
-        made.sums,
-        made.parts,
+        *made.work,
     )
     return made
 
@@ -133,11 +114,9 @@ def _scales_of_pages(cache: KVCacheView) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _sizes(requests: int, kv_heads: int) -> tuple[tuple[int | tuple[int, ...], torch.dtype], ...]:
-    """The sizes and dtypes of the last six tensors of :class:`Shares`, in its order."""
-    sizes: tuple[tuple[int | tuple[int, ...], torch.dtype], ...] = aiter_function("aiter.get_pa_metadata_info_v1")(
-        requests, kv_heads
-    )
+def _sizes(requests: int, kv_heads: int) -> Sizes:
+    """Of :class:`Work`."""
+    sizes: Sizes = aiter_function("aiter.get_pa_metadata_info_v1")(requests, kv_heads)
     return sizes
 
 

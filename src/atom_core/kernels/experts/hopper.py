@@ -57,6 +57,12 @@ def _next_tile(inputs, tiles, x_at, weight, at, used, step, steps, place, BLOCK_
 
 
 @gluon.jit
+def _begin(inputs, tiles, zeros, place):
+    """Begin the product of the tiles in a place."""
+    return warpgroup_mma(inputs.index(place), tiles.index(place).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _ready(LATER: gl.constexpr):
     """All tiles but those asked for last are in shared memory, for all warps."""
     async_copy.wait_group(LATER)
@@ -179,13 +185,9 @@ def grouped_rows_hopper(
         odd_first, odd_second = _factors(x_scales, sum_used, first, second, 1, stride_x_scales, steps)
         for step in range(0, steps - 1, 2):
             _ready(ahead - 2)
-            even = warpgroup_mma(
-                inputs.index(place), tiles.index(place).permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
+            even = _begin(inputs, tiles, zeros, place)
             place = (place + 1) % STAGES
-            odd = warpgroup_mma(
-                inputs.index(place), tiles.index(place).permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
+            odd = _begin(inputs, tiles, zeros, place)
             place = (place + 1) % STAGES
             _next_tile(inputs, tiles, x_at, weight, at, used, step + ahead, steps, filled, BLOCK_K)
             filled = (filled + 1) % STAGES
@@ -201,17 +203,11 @@ def grouped_rows_hopper(
             total += _scaled(even, even_first, even_second, lane, BLOCK_N, GATED)
             odd = warpgroup_mma_wait(0, [odd])
             total += _scaled(odd, odd_first, odd_second, lane, BLOCK_N, GATED)
-            even_first, even_second, odd_first, odd_second = (
-                even_first_ahead,
-                even_second_ahead,
-                odd_first_ahead,
-                odd_second_ahead,
-            )
+            even_first, even_second = even_first_ahead, even_second_ahead
+            odd_first, odd_second = odd_first_ahead, odd_second_ahead
         if steps % 2 == 1:
             _ready(ahead - 1)
-            last = warpgroup_mma(
-                inputs.index(place), tiles.index(place).permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
+            last = _begin(inputs, tiles, zeros, place)
             last = warpgroup_mma_wait(0, [last])
             total += _scaled(last, even_first, even_second, lane, BLOCK_N, GATED)
     else:

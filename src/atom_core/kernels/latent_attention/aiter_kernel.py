@@ -1,8 +1,7 @@
 """Decode over latents by aiter's kernels in assembly; other batches are Triton's.
 
 A launch has as many programs as the GPU has compute units, and what each of them reads is worked out on the device
-before: parts of requests, and where parts meet. The first layer of a step has it worked out for all. In a captured
-graph that stands in the graph itself, in the graph's memory: it is refilled by each replay, and never moves.
+before (:mod:`atom_core.kernels.aiter_work`): the first layer of a step has it worked out for all.
 
 Requests are decoded by aiter where each brings as many tokens as the others, up to four: behind drafts as well. To it
 a token is a page, so any size of pages will do.
@@ -10,11 +9,12 @@ a token is a page, so any size of pages will do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
+from atom_core.kernels.aiter_work import Sizes, Work
 from atom_core.kernels.latent_attention import LatentAttentionKernel
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.latent_attention.token_slots import TokenSlots, token_slots
@@ -27,13 +27,7 @@ class Shares:
     """Who reads what, for layers of one shape in one step; see aiter's ``get_mla_metadata_v1``."""
 
     batch: TokenSlots
-    pointers: torch.Tensor
-    """uint64 ``[2]``: the addresses of the next two."""
-    work_starts: torch.Tensor
-    work: torch.Tensor
-    sum_starts: torch.Tensor
-    sums: torch.Tensor
-    parts: torch.Tensor
+    work: Work
 
 
 class AiterLatentAttention:
@@ -58,10 +52,7 @@ class AiterLatentAttention:
         if not 0 < metadata.num_decode_requests < metadata.num_requests:
             self._run(q, cache, metadata, out)
             return
-        key = ("decodes and others", capturing(q.device))
-        if key not in metadata.kept:
-            metadata.kept[key] = _decodes_and_others(metadata)
-        decodes, others = metadata.kept[key]
+        decodes, others = metadata.decodes_and_others()
         tokens = metadata.num_decode_tokens
         self._run(q[:tokens], cache, decodes, out[:tokens])
         self._run(q[tokens:], cache, others, out[tokens:])
@@ -91,12 +82,7 @@ class AiterLatentAttention:
             batch.key_starts,
             batch.slots,
             batch.ones,
-            shares.pointers,
-            shares.work_starts,
-            shares.work,
-            shares.sum_starts,
-            shares.sums,
-            shares.parts,
+            *shares.work,
             self._scale(cache),
             longest,
             self.spec.scale,
@@ -123,7 +109,7 @@ class AiterLatentAttention:
         shape = self.spec.latent
         requests = batch.ones.shape[0]
         sizes = _sizes(requests, batch.queries_each, self.room, shape.dtype, shape.cache_dtype)
-        shares = Shares(batch, *(torch.empty(size, dtype=dtype, device=batch.ones.device) for size, dtype in sizes))
+        shares = Shares(batch, Work.empty(sizes, batch.ones.device))
         _share_out(
             batch.query_starts,
             batch.key_starts,
@@ -132,12 +118,7 @@ class AiterLatentAttention:
             batch.queries_each,
             shape.dtype,
             shape.cache_dtype,
-            shares.pointers,
-            shares.work_starts,
-            shares.work,
-            shares.sum_starts,
-            shares.sums,
-            shares.parts,
+            *shares.work,
         )
         return shares
 
@@ -153,39 +134,10 @@ class AiterLatentAttention:
         return self._scales[key]
 
 
-def _decodes_and_others(metadata: AttentionMetadata) -> tuple[AttentionMetadata, AttentionMetadata]:
-    """The requests that decode, which come first, and the others behind them, each as a batch of their own."""
-    requests, tokens = metadata.num_decode_requests, metadata.num_decode_tokens
-    decodes = replace(
-        metadata,
-        query_start_loc=metadata.query_start_loc[: requests + 1],
-        seq_lens=metadata.seq_lens[:requests],
-        page_table=metadata.page_table[:requests],
-        num_requests=requests,
-        num_tokens=tokens,
-        max_query_len=1 if tokens == requests else metadata.max_query_len,
-    )
-    others = replace(
-        metadata,
-        query_start_loc=metadata.query_start_loc[requests:] - tokens,
-        # Copies, as kernels are compiled anew for pointers that are aligned otherwise.
-        seq_lens=metadata.seq_lens[requests:].clone(),
-        page_table=metadata.page_table[requests:].clone(),
-        slot_mapping=metadata.slot_mapping[tokens:],
-        num_requests=metadata.num_requests - requests,
-        num_tokens=metadata.num_tokens - tokens,
-        num_decode_requests=0,
-        num_decode_tokens=0,
-    )
-    return decodes, others
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _sizes(
-    requests: int, queries_each: int, heads: int, dtype: torch.dtype, cache_dtype: torch.dtype
-) -> tuple[tuple[int | tuple[int, ...], torch.dtype], ...]:
-    """The sizes and dtypes of the six tensors of :class:`Shares`, in its order."""
-    sizes: tuple[tuple[int | tuple[int, ...], torch.dtype], ...] = aiter_function("aiter.get_mla_metadata_info_v1")(
+def _sizes(requests: int, queries_each: int, heads: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> Sizes:
+    """Of :class:`Work`."""
+    sizes: Sizes = aiter_function("aiter.get_mla_metadata_info_v1")(
         requests, queries_each, heads, dtype, cache_dtype, is_sparse=False, fast_mode=True
     )
     return sizes

@@ -5,6 +5,7 @@ import os
 import torch
 from aiter import _paged, dtypes
 from aiter._recorded import real
+from aiter._shared_out import join
 from aiter.ops.enum import QuantType
 
 #: (queries, cache, query heads a group, several tokens) of the kernels there are, of those that are exact.
@@ -116,7 +117,9 @@ def pa_persistent_fwd(
         for request, place, first, last, begin, end, _, range_ in work_info[bounds[unit] : bounds[unit + 1]].tolist():
             # Rows are those that equally many tokens of each request have; those of padded requests mean nothing.
             assert last - first == max_qlen
-            assert last <= tokens
+            assert 0 <= first < last <= tokens
+            assert 0 <= request < len(lengths)
+            assert 0 <= begin <= end <= len(kv_indices), "numbers that nobody has written"
             assert first == starts[request] or not lengths[request], "rows of another request"
             head, past = range_ & 0xFFFF, range_ >> 16
             pages, of = kv_indices[begin:end].long(), head // group
@@ -138,12 +141,5 @@ def pa_persistent_fwd(
             else:
                 parts[place : place + last - first, 0, head:past] = answer
                 logarithms[place : place + last - first, head:past] = logarithm
-    sums = reduce_indptr.tolist()
-    for tile in range(len(sums) - 1):
-        if sums[tile] == sums[tile + 1]:
-            continue
-        first, last = reduce_final_map[tile].tolist()
-        at = reduce_partial_map[sums[tile] : sums[tile + 1]].long()[:, None] + torch.arange(last - first)
-        shares = logarithms[at].softmax(0)
-        output[first:last] = (parts[at, 0] * shares[..., None]).sum(0).to(output.dtype)
+    join(parts, logarithms, reduce_indptr, reduce_final_map, reduce_partial_map, output)
     return parts, logarithms.new_zeros(tokens, heads)

@@ -9,9 +9,9 @@ from math import ceil
 
 import torch
 from aiter._recorded import real
+from aiter._shared_out import UNITS
 from aiter.ops.enum import MlaVersion
 
-UNITS = {"gfx942": 304, "gfx950": 256}
 #: Blocks that a part costs beside those that it reads.
 _OVERHEAD = 16
 

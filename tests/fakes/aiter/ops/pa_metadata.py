@@ -10,7 +10,7 @@ from math import ceil
 
 import torch
 from aiter._recorded import real
-from aiter.ops.mla_metadata import UNITS
+from aiter._shared_out import UNITS
 
 
 @real("aiter.get_pa_metadata_info_v1")
