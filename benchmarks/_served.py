@@ -60,14 +60,13 @@ class Served:
         self.process.stdin.close()
 
 
-def answer(
-    replies: int, start: Callable[[], tuple[Message, Callable[[Message], Message]]]
-) -> Callable[[Message], None]:
-    """Be such a process: start, say so, and answer until nothing more is asked.
+def answer(replies: int, ready: Message, respond: Callable[[Message], Message]) -> Callable[[Message], None]:
+    """Be such a process, whose engine has started: say so, and answer until nothing more is asked.
 
     Args:
         replies: the pipe.
-        start: starts the engine; what to say then, and what answers a question.
+        ready: what to say first.
+        respond: answers a question.
 
     Returns:
         Says what is left to say.
@@ -77,8 +76,7 @@ def answer(
     def say(message: Message) -> None:
         pipe.write(json.dumps(message) + "\n")
 
-    first, respond = start()
-    say(first)
+    say(ready)
     for line in sys.stdin:
         say(respond(json.loads(line)))
     return say

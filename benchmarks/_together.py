@@ -23,22 +23,15 @@ Run = Callable[[str, Shape, int], tuple[float, list[list[int]]]]
 
 def serve_turns(arguments: argparse.Namespace, start: Callable[[argparse.Namespace], Started]) -> None:
     """Be one engine, and run what is asked for."""
+    engine = start(arguments)
 
-    def begin() -> tuple[Message, Callable[[Message], Message]]:
-        engine = start(arguments)
+    def run(asked: Message) -> Message:
+        prompts = prompts_of(Shape.read(asked["shape"]), arguments.model)
+        seconds, answers = timed(engine, prompts, asked["tokens"])
+        return {"seconds": seconds, "answers": answers}
 
-        def run(asked: Message) -> Message:
-            prompts = prompts_of(Shape.read(asked["shape"]), arguments.model)
-            seconds, answers = timed(engine, prompts, asked["tokens"])
-            return {"seconds": seconds, "answers": answers}
-
-        stops.append(engine.stop)
-        return {}, run
-
-    stops: list[Callable[[], object]] = []
-    answer(arguments.replies, begin)
-    for stop in stops:
-        stop()
+    answer(arguments.replies, {}, run)
+    engine.stop()
 
 
 class Together:

@@ -49,22 +49,20 @@ def answer_runs(arguments: argparse.Namespace, start: Callable[[], Generate]) ->
     memory = ResidentMemory()
     generator = random.Random(0)
 
-    def begin() -> tuple[Message, Callable[[Message], Message]]:
-        begun = time.perf_counter()
-        generate = start()
+    begin = time.perf_counter()
+    generate = start()
+    ready = {"start": time.perf_counter() - begin}
 
-        def run(asked: Message) -> Message:
-            lengths = [arguments.input_len] * asked["batch"]
-            prompts = [[generator.randrange(100, 30000) for _ in range(length)] for length in lengths]
-            begun = time.perf_counter()
-            generate(prompts, asked["tokens"])
-            seconds = time.perf_counter() - begun
-            memory.look()
-            return {"seconds": seconds}
+    def run(asked: Message) -> Message:
+        lengths = [arguments.input_len] * asked["batch"]
+        prompts = [[generator.randrange(100, 30000) for _ in range(length)] for length in lengths]
+        begin = time.perf_counter()
+        generate(prompts, asked["tokens"])
+        seconds = time.perf_counter() - begin
+        memory.look()
+        return {"seconds": seconds}
 
-        return {"start": time.perf_counter() - begun}, run
-
-    answer(arguments.replies, begin)({"memory": memory.largest})
+    answer(arguments.replies, ready, run)({"memory": memory.largest})
 
 
 class Engine:

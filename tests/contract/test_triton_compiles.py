@@ -957,7 +957,7 @@ def test_experts_of_one_token_compile_behind_a_norm(monkeypatch, gpu):
 def test_experts_of_many_tokens_compile_for_hopper(monkeypatch, dtype, bias):
     kept = keep(monkeypatch, (hopper_experts_kernel, "grouped_rows_hopper"))
     keep(monkeypatch, *SORTING)
-    monkeypatch.setattr(hopper_experts_kernel, "on_hopper", lambda device: True)
+    monkeypatch.setattr(grouped_kernel, "on_hopper", lambda device: True)
     spec = ExpertsSpec(0, 16, 2880, 704, 8, "clamped_swiglu" if bias else "silu", bias, dtype)
     layer = ExpertWeights(
         torch.empty(16, 1408, 2880, dtype=dtype),
@@ -1105,7 +1105,7 @@ def test_fp8_experts_of_many_tokens_compile_for_hopper(monkeypatch, block, hidde
     gpu = GPUS[-1]
     kept = keep(monkeypatch, (hopper_experts_kernel, "grouped_rows_hopper"))
     keep(monkeypatch, *SORTING, (groups_kernel, "_quantize_groups"))
-    monkeypatch.setattr(hopper_experts_kernel, "on_hopper", lambda device: True)
+    monkeypatch.setattr(many_fp8_kernel, "on_hopper", lambda device: True)
     run, layer = fp8_experts(hidden, block, gpu)
     experts = torch.zeros(3000, 8, dtype=torch.int32)
     run.add(zeros(3000, hidden), torch.zeros(3000, 8), experts, layer, zeros(3000, hidden))

@@ -6,7 +6,6 @@ graph itself, in the graph's memory: it is refilled by each replay, and never mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -27,6 +26,6 @@ class Work(NamedTuple):
     parts: torch.Tensor
 
     @classmethod
-    def empty(cls, sizes: Iterable[tuple[int | tuple[int, ...], torch.dtype]], device: torch.device) -> Work:
+    def empty(cls, sizes: Sizes, device: torch.device) -> Work:
         """Room for it."""
         return cls(*(torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes))

@@ -39,6 +39,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from atom_core.attention.base import AttentionSpec, BaseAttention
 from atom_core.attention.paged import PagedAttention
 from atom_core.kernels.attention import PagedAttentionKernel
+from atom_core.kernels.attention.aiter_choice import PERSISTENT_PAGES
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE, QkvWeights
 from atom_core.metadata import SHUFFLED, AttentionMetadata, HostLengths, KVCacheView
@@ -178,7 +179,7 @@ class AtomShuffledAttentionBackend(AtomGraphAttentionBackend):
         One size alone is named: blocks are kept as far apart as the largest of several asks for.
         """
         if isinstance(kv_cache_spec, VllmAttentionSpec) and kv_cache_spec.dtype.itemsize == 1:
-            return [next(size for size in (1024, 256, 16) if kv_cache_spec.block_size % size == 0)]
+            return [next(size for size in (*PERSISTENT_PAGES, 16) if kv_cache_spec.block_size % size == 0)]
         return [16]
 
 

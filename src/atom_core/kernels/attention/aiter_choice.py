@@ -20,6 +20,8 @@ PA_DECODE_GLUON = "pa_decode_gluon"
 UNIFIED_ATTENTION = "unified_attention"
 MHA_BATCH_PREFILL = "mha_batch_prefill"
 
+#: Tokens of a page that ``pa_persistent_fwd`` has kernels for.
+PERSISTENT_PAGES = (1024, 256)
 E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 Reasons = Iterator[tuple[bool, str]]
@@ -80,7 +82,7 @@ def _pa_fwd_asm(call: Call) -> Reasons:
 def _pa_persistent(call: Call) -> Reasons:
     spec, rows = call.spec, call.group * call.query_len
     yield call.order != SHUFFLED, "It reads shuffled pages."
-    yield call.page_size not in (256, 1024), f"It has pages of 256 and of 1024 tokens, not {call.page_size}."
+    yield call.page_size not in PERSISTENT_PAGES, f"It has pages of 256 and of 1024 tokens, not {call.page_size}."
     yield spec.cache_dtype not in E4M3, f"It has caches in e4m3, not in {spec.cache_dtype}."
     yield spec.head_dim != 128, f"It has heads of 128 numbers, not {spec.head_dim}."
     yield not math.isclose(spec.scale, 128**-0.5, rel_tol=1e-6), f"Its scale is 1/sqrt(128), not {spec.scale:.4g}."

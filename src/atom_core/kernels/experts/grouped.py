@@ -16,14 +16,13 @@ import triton.language as tl
 
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.linear.parts import weight_rows
-from atom_core.kernels.linear.tiles import why_no_gluon
+from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.triton_support import launch_options
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertWeights
 
-_on_hopper = why_no_gluon() is None
-if _on_hopper:
+if why_no_gluon() is None:
     from atom_core.kernels.experts.hopper import multiply_on_hopper, takes
 
 #: Pairs that one program sorts, and blocks whose experts one program looks up at a time.
@@ -399,7 +398,7 @@ def many_tokens(
         (x, None, layer.gate_up, layer.gate_up_bias, middle, activation),
         (middle, weights, layer.down, layer.down_bias, answers, None),
     ):
-        if _on_hopper and takes(given, weight, blocks, 0, act is not None):
+        if on_hopper(given.device) and takes(given, weight, blocks, 0, act is not None):
             multiply_on_hopper(
                 given,
                 None,

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.linear.few_rows_hopper import LAG, barrier, depend, load
-from atom_core.kernels.linear.tiles import aligned, on_hopper
+from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import launch_options
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ _SCALED, _PLAIN = Tile(64, 128, 4, 4), Tile(128, 256, 4, 8)
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, blocks: Blocks, block: int, gated: bool) -> bool:
-    """Whether :func:`multiply_on_hopper` has a kernel for this product."""
+    """Whether on Hopper :func:`multiply_on_hopper` has a kernel for this product."""
     return (
         blocks.rows == (_SCALED if block else _PLAIN).pairs
         and weight.itemsize <= 2
@@ -278,7 +278,6 @@ def takes(x: torch.Tensor, weight: torch.Tensor, blocks: Blocks, block: int, gat
         and weight[0].numel() < 2**31
         # Half of a tile are gates, with scales of their own.
         and not (block and gated and weight.shape[1] // 2 % (block // 2))
-        and on_hopper(x.device)
     )
 
 

@@ -10,11 +10,10 @@ import triton.language as tl
 
 from atom_core.kernels.experts.grouped import Blocks, finish_block
 from atom_core.kernels.linear.parts import weight_rows
-from atom_core.kernels.linear.tiles import why_no_gluon
+from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.triton_support import launch_options
 
-_on_hopper = why_no_gluon() is None
-if _on_hopper:
+if why_no_gluon() is None:
     from atom_core.kernels.experts.hopper import multiply_on_hopper, takes
 
 
@@ -119,7 +118,7 @@ def multiply_blocks(
         nvidia: whether the device is one of NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
-    if _on_hopper and takes(x, weight, blocks, block, activation is not None):
+    if on_hopper(x.device) and takes(x, weight, blocks, block, activation is not None):
         multiply_on_hopper(
             x,
             x_scales,

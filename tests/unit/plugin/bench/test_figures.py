@@ -133,7 +133,7 @@ from benchmarks._served import answer
 parser = argparse.ArgumentParser()
 parser.add_argument("--replies", type=int)
 print("what the engine prints is no answer")
-say = answer(parser.parse_args().replies, lambda: ({"ready": 1}, lambda asked: {"twice": 2 * asked["number"]}))
+say = answer(parser.parse_args().replies, {"ready": 1}, lambda asked: {"twice": 2 * asked["number"]})
 say({"left": "memory"})
 """
 
