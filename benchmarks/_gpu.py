@@ -220,6 +220,12 @@ def compare(
     default = [Shape(1, 128), Shape(8, 128), Shape(64, 512), Shape(256, 512)]
     parser.add_argument("--shapes", type=Shape.read, nargs="+", default=default, help="requests x tokens, as 8x128")
     parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="of sampling; 0 is greedy, which repeats few tokens where weights are random",
+    )
     parser.add_argument("--repetitions", type=int, default=3, help="runs of each shape in an engine")
     parser.add_argument("--serve", choices=list(IMPLEMENTATIONS), help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)

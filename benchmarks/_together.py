@@ -7,6 +7,7 @@ a cache holds, this cannot tell.
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -77,13 +78,23 @@ class Together:
 
 
 def agreement(native: list[list[int]], atom: list[list[int]]) -> str:
-    """How alike the answers are, and how many tokens differ within each engine's: few may be those of broken sums."""
-    alike = sum(one[0] == other[0] for one, other in zip(native, atom, strict=True))
+    """How alike the answers are, and how many tokens differ within each engine's: few may be those of broken sums.
+
+    Where the first token is that of both, what is alike behind it is decoding's.
+    """
+    lengths = [_alike(*pair) for pair in zip(native, atom, strict=True)]
+    begun = [length for length in lengths if length]
+    behind = f", and of those {statistics.mean(begun) - 1:.1f} of the {len(native[0]) - 1} behind" if begun else ""
     different = [len({token for answer in answers for token in answer}) for answers in (native, atom)]
     return (
-        f"{alike} of {len(native)} first tokens alike; of {sum(map(len, native))} tokens native has {different[0]} "
-        f"different ones, atom {different[1]}"
+        f"{len(begun)} of {len(native)} first tokens alike{behind}; of {sum(map(len, native))} tokens native has "
+        f"{different[0]} different ones, atom {different[1]}"
     )
+
+
+def _alike(one: list[int], other: list[int]) -> int:
+    """How many tokens two answers begin with alike."""
+    return next((at for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
 
 
 def take_turns(run: Run, shapes: list[Shape], output_len: int, repetitions: int) -> tuple[Rounds, dict[str, str]]:
@@ -92,15 +103,18 @@ def take_turns(run: Run, shapes: list[Shape], output_len: int, repetitions: int)
     rounds: dict[str, dict[str, list[float]]] = {}
     answers: dict[str, str] = {}
     for shape in shapes:
-        answers[str(shape)] = agreement(*(run(name, shape, WARM_TOKENS)[1] for name in names))
-        print(f"{shape} answers: {answers[str(shape)]}", flush=True)
+        for name in names:
+            run(name, shape, WARM_TOKENS)
         tpot, ttft = ({name: list[float]() for name in names} for _ in range(2))
         for repetition in range(repetitions):
             order = names if repetition % 2 == 0 else names[::-1]
             first = {name: run(name, shape, 1)[0] for name in order}
-            whole = {name: run(name, shape, output_len)[0] for name in order}
+            whole = {name: run(name, shape, output_len) for name in order}
+            if not repetition:
+                answers[str(shape)] = agreement(*(whole[name][1] for name in names))
+                print(f"{shape} answers: {answers[str(shape)]}", flush=True)
             for name in names:
-                tpot[name].append((whole[name] - first[name]) / (output_len - 1) * 1e3)
+                tpot[name].append((whole[name][0] - first[name]) / (output_len - 1) * 1e3)
                 ttft[name].append(first[name] * 1e3)
         rounds |= {f"{shape} tpot, ms": tpot, f"{shape} ttft, ms": ttft}
         # What was measured stays readable if something later fails.

@@ -44,7 +44,7 @@ def start(arguments: argparse.Namespace) -> Started:
     engine = sglang.Engine(**options)
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        sampling = {"temperature": arguments.temperature, "max_new_tokens": tokens, "ignore_eos": True}
         return [it["output_ids"] for it in engine.generate(input_ids=prompts, sampling_params=sampling)]
 
     return Started(generate, engine.get_server_info()["max_total_num_tokens"], stop=engine.shutdown)

@@ -41,7 +41,7 @@ def start(arguments: argparse.Namespace) -> Started:
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
+            temperature=arguments.temperature, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
         )
         found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         return [list(it.outputs[0].token_ids) for it in found]

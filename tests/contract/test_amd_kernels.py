@@ -20,6 +20,7 @@ KERNELS = ROOT / "src" / "atom_core" / "kernels"
 NVIDIA = {
     "experts.hopper.grouped_rows_hopper",
     "fp8_block_linear.few_rows_hopper.few_rows_hopper",
+    "fp8_experts.hopper.expert_rows_fp8_hopper",
     "latent_attention.hopper.latent_decode_hopper",
     "linear.few_rows_hopper.few_rows_hopper",
     "linear.one_row.one_row_ring",

@@ -44,6 +44,7 @@ from atom_core.kernels.fp8_block_linear import one_row as block_row_kernel
 from atom_core.kernels.fp8_block_linear import quantize as groups_kernel
 from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.fp8_experts import few_tokens as few_fp8_kernel
+from atom_core.kernels.fp8_experts import hopper as hopper_fp8_kernel
 from atom_core.kernels.fp8_experts import many_tokens as many_fp8_kernel
 from atom_core.kernels.fp8_experts import triton_kernel as fp8_experts_kernel
 from atom_core.kernels.fp8_linear import one_row as fp8_row_kernel
@@ -595,6 +596,25 @@ def test_products_for_hopper_compile(monkeypatch, way, size, rows):
     compile_launch(kernels[recorders.asked], launched.value, gpu)
 
 
+@pytest.mark.parametrize("rows", [64, 100, 256])
+@pytest.mark.parametrize("size", [(4096, 1024), (1024, 2048), (6144, 1024), (128, 2048)], ids=str)
+@pytest.mark.parametrize("way", ["plain", "silu", "adding", "in float32"])
+def test_products_by_small_weights_for_hopper_compile(monkeypatch, way, size, rows):
+    gpu, kernels, recorders = GPUS[-1], linear_kernel._KERNELS, Recorders()
+    tile = tile_for(rows, *size, 2, nvidia=True, hopper=True)
+    assert tile is not None
+    assert tile.tokens or rows == 64
+    monkeypatch.setattr(linear_kernel, "_KERNELS", recorders)
+    others: dict[str, Any] = {"activation": "silu"} if way == "silu" else {}
+    if way == "adding":
+        others = {"residual": zeros(rows, size[0])}
+    if way == "in float32":
+        others = {"dtype": torch.float32}
+    with pytest.raises(Launched) as launched:
+        linear_kernel.product(zeros(rows, size[1]), zeros(*size), None, tile=tile, overlap=True, **others)
+    compile_launch(kernels[recorders.asked], launched.value, gpu)
+
+
 @pytest.mark.parametrize("rows", [2, 16])
 def test_products_of_an_odd_number_of_half_tiles_compile_for_hopper(monkeypatch, rows):
     test_products_for_hopper_compile(monkeypatch, "plain", (5120, 2880), rows)
@@ -1042,7 +1062,7 @@ def compile_mxfp4_for_hopper(
     chosen = torch.zeros(tokens, top_k), torch.zeros(tokens, top_k, dtype=torch.int32)
     mxfp4_kernel.TritonMxfp4Experts(spec, True)(zeros(tokens, hidden), *chosen, layer)
     launched = kept()
-    if tokens == 3000 and size % 64 == 0:
+    if tokens == 7000 and size % 64 == 0:
         # Eight experts at a time for gate and up, sixteen for down.
         assert [it.__name__ for it, _ in launched] == ["_widen"] * 6 + ["grouped_rows_hopper"] * 6
     else:
@@ -1054,12 +1074,12 @@ def compile_mxfp4_for_hopper(
 @pytest.mark.parametrize("rounded", [False, True], ids=["as they are", "rounded"])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
 @pytest.mark.parametrize(("hidden", "size"), [(2880, 2880), (2880, 1440)])
-@pytest.mark.parametrize("tokens", [1, 9, 40, 200, 600, 3000])
+@pytest.mark.parametrize("tokens", [1, 9, 40, 200, 600, 3000, 7000])
 def test_experts_in_mxfp4_compile_for_hopper(monkeypatch, tokens, hidden, size, bias, rounded):
     compile_mxfp4_for_hopper(monkeypatch, tokens, hidden, size, 4, bias=bias, rounded=rounded)
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 40])
+@pytest.mark.parametrize("tokens", [1, 9, 40, 100, 300])
 def test_nine_experts_in_mxfp4_compile_for_hopper(monkeypatch, tokens):
     compile_mxfp4_for_hopper(monkeypatch, tokens, 2048, 768, 9, bias=False, rounded=True)
 
@@ -1093,6 +1113,24 @@ def test_fp8_experts_compile(monkeypatch, tokens, block, hidden, gpu):
     run, layer = fp8_experts(hidden, block, gpu)
     experts = torch.zeros(tokens, 8, dtype=torch.int32)
     run.add(zeros(tokens, hidden), torch.zeros(tokens, 8), experts, layer, zeros(tokens, hidden))
+    launched = kept()
+    assert len(launched) == 2
+    for kernel, launch in launched:
+        compile_launch(kernel, launch, gpu)
+
+
+@pytest.mark.parametrize(("count", "top_k"), [(16, 8), WITH_SHARED.values()])
+@pytest.mark.parametrize("block", [False, True], ids=["a scale a row", "a scale a block"])
+@pytest.mark.parametrize("tokens", [2, 16, 20, 40])
+def test_fp8_experts_of_few_pairs_compile_for_hopper(monkeypatch, tokens, block, count, top_k):
+    gpu = GPUS[-1]
+    kept = keep(monkeypatch, (hopper_fp8_kernel, "expert_rows_fp8_hopper"))
+    keep(monkeypatch, *SORTING, (groups_kernel, "_quantize_groups"))
+    for module in (few_fp8_kernel, fp8_experts_kernel):
+        monkeypatch.setattr(module, "on_hopper", lambda device: True)
+    run, layer = fp8_experts(2048, block, gpu, count, top_k)
+    experts = torch.zeros(tokens, top_k, dtype=torch.int32)
+    run.add(zeros(tokens, 2048), torch.zeros(tokens, top_k), experts, layer, zeros(tokens, 2048))
     launched = kept()
     assert len(launched) == 2
     for kernel, launch in launched:

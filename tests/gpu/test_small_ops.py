@@ -12,7 +12,7 @@ from atom_core.kernels.embedding.reference import embedding as embedding_referen
 from atom_core.kernels.embedding.triton_kernel import embedding
 from atom_core.kernels.gated_activation.reference import gated_activation as gated_activation_reference
 from atom_core.kernels.gated_activation.triton_kernel import gated_activation as launch_gated_activation
-from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
+from atom_core.kernels.linear.tiles import MAX_ROWS, MOST_ROWS, chosen_tile
 from atom_core.kernels.linear.triton_kernel import TritonLinear
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
@@ -84,7 +84,7 @@ ODD_SHAPES = [(100, 80), (513, 1000), (31, 4104)]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES + ODD_SHAPES)
-@pytest.mark.parametrize("rows", [0, 1, 2, 8, 16, 17, 33, MAX_ROWS, MAX_ROWS + 1])
+@pytest.mark.parametrize("rows", [0, 1, 2, 8, 16, 17, 33, MAX_ROWS, MAX_ROWS + 1, 130, MOST_ROWS, MOST_ROWS + 1])
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear(rows, out_features, in_features, bias, dtype):
     x = numbers(rows, in_features + 8, dtype=dtype)[:, :in_features]
@@ -93,7 +93,7 @@ def test_linear(rows, out_features, in_features, bias, dtype):
     found = TritonLinear(torch.version.hip is None, OVERLAP)(x, weight, offset)
     expected = x.double() @ weight.double().T + (0 if offset is None else offset.double())
     assert found.shape == (rows, out_features)
-    if rows and (rows > MAX_ROWS or chosen_tile(x, weight, torch.version.hip is None) is None):
+    if rows and chosen_tile(x, weight, torch.version.hip is None) is None:
         assert torch.equal(found, F.linear(x, weight, offset))
     else:
         assert_close(found, expected)
@@ -116,7 +116,7 @@ def test_results_in_float32(rows, out_features, in_features):
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [*SHAPES, (100, 80), (514, 1000)])
-@pytest.mark.parametrize("rows", [1, 2, 16, 33, MAX_ROWS])
+@pytest.mark.parametrize("rows", [1, 2, 16, 33, MAX_ROWS, 100, MOST_ROWS])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_normed_linear_and_a_residual_behind_it(activation, rows, out_features, in_features):
     x, norm = numbers(rows, in_features, dtype=torch.bfloat16), numbers(in_features, dtype=torch.bfloat16)

@@ -1,6 +1,6 @@
 """vLLM on a GPU drafts by the layer of a trained DeepSeek-V3: the same tokens, on both runners, in graphs and without.
 
-vLLM's own model is the other yardstick: its tokens, and how many of its drafts are right.
+vLLM's own model is no yardstick: none of its backends for prompts takes heads as small as the checkpoint's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import CHECKPOINTS
-from tests.integration.deepseek import RIGHT, TOLERANCE
+from tests.integration.deepseek import RIGHT, TOLERANCE, score
 from tests.integration.questions import Row, read_rows, right_tokens
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
 
@@ -22,19 +22,17 @@ def _drafting(count: int) -> dict[str, Any]:
 
 
 V1, V2 = ({"VLLM_USE_V2_MODEL_RUNNER": number} for number in "01")
-WAYS: Mapping[str, tuple[str, dict[str, Any], dict[str, str]]] = {
-    "native": ("auto", {}, {}),
-    "native, 1": ("auto", _drafting(1), {}),
-    "plain": ("atom", {}, {}),
-    "1 on V1": ("atom", _drafting(1), V1),
-    "1 on V2": ("atom", _drafting(1), V2),
-    "3 on V1": ("atom", _drafting(3), V1),
-    "3 on V2": ("atom", _drafting(3), V2),
-    "3, eager": ("atom", {**_drafting(3), "enforce_eager": True}, {}),
-    "3, compiled": ("atom", {**_drafting(3), "compilation_config": {"mode": 3}}, {}),
-    "3, an FP8 cache": ("atom", {**_drafting(3), "kv_cache_dtype": "fp8"}, {}),
+WAYS: Mapping[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "plain": ({}, {}),
+    "1 on V1": (_drafting(1), V1),
+    "1 on V2": (_drafting(1), V2),
+    "3 on V1": (_drafting(3), V1),
+    "3 on V2": (_drafting(3), V2),
+    "3, eager": ({**_drafting(3), "enforce_eager": True}, {}),
+    "3, compiled": ({**_drafting(3), "compilation_config": {"mode": 3}}, {}),
+    "3, an FP8 cache": ({**_drafting(3), "kv_cache_dtype": "fp8"}, {}),
 }
-OURS = [way for way, (impl, _, _) in WAYS.items() if impl == "atom" and "FP8" not in way]
+EXACT = [way for way in WAYS if "FP8" not in way]
 #: Of answers that are right with a cache in FP8.
 STILL_RIGHT = 0.95
 
@@ -50,13 +48,9 @@ def engines() -> Mapping[str, Future[Ran]]:
     pool = ThreadPoolExecutor(8)
 
     def start(way: str) -> Ran:
-        impl, options, environ = WAYS[way]
-        # Latents of this size are for vLLM's Triton kernels alone.
-        native = {"attention_backend": "TRITON_MLA"} if impl == "auto" else {}
+        options, environ = WAYS[way]
         asks = [Ask([row.prompt for row in _rows()], {"max_tokens": 32})]
-        engine = Engine(
-            str(CHECKPOINTS / "deepseek_v3"), impl, asks, {**limits, "max_num_seqs": 64, **native, **options}
-        )
+        engine = Engine(str(CHECKPOINTS / "deepseek_v3"), "atom", asks, {**limits, "max_num_seqs": 64, **options})
         return run([engine], environ=environ, deadline=540.0)[0]
 
     return {way: pool.submit(start, way) for way in WAYS}
@@ -67,7 +61,7 @@ def _acceptance(ran: Ran) -> float:
     return accepted / drafted
 
 
-@pytest.mark.parametrize("way", OURS)
+@pytest.mark.parametrize("way", EXACT)
 def test_tokens_are_the_right_ones(engines: Mapping[str, Future[Ran]], way: str) -> None:
     ran = engines[way].result()
     assert ran.draft_class == (None if way == "plain" else "AtomDeepseekV3Draft")
@@ -75,10 +69,10 @@ def test_tokens_are_the_right_ones(engines: Mapping[str, Future[Ran]], way: str)
 
 
 @pytest.mark.parametrize("way", ["1 on V1", "1 on V2"])
-def test_as_many_drafts_are_right_as_of_vllms_own_model(engines: Mapping[str, Future[Ran]], way: str) -> None:
-    ours, native = _acceptance(engines[way].result()), _acceptance(engines["native, 1"].result())
-    assert ours >= RIGHT
-    assert ours == pytest.approx(native, abs=TOLERANCE)
+def test_as_many_drafts_are_right_as_after_training(engines: Mapping[str, Future[Ran]], way: str) -> None:
+    accepted = _acceptance(engines[way].result())
+    assert accepted >= RIGHT
+    assert accepted == pytest.approx(score("deepseek_v3")["draft"]["acceptance"], abs=TOLERANCE)
 
 
 def test_an_fp8_cache_leaves_nearly_every_answer_right(engines: Mapping[str, Future[Ran]]) -> None:

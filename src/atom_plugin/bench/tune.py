@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -48,6 +50,7 @@ class Candidate:
     stages: int = 1
     early: bool = False
     fetch: int = 0
+    tokens: int = 0
 
 
 def candidates(
@@ -179,14 +182,8 @@ def _tune_one(
     expected = F.linear(x, weights[0]).float()
 
     def seconds(tile: Candidate, repetitions: int, sample_seconds: float) -> float | None:
-        try:
-            found = run_with_tile(x, weights[0], tile).float()
-        except Exception as error:
-            # Triton's own say that a tile cannot be compiled or needs more than the GPU has; it is no candidate then.
-            if type(error).__module__.partition(".")[0] == "triton":
-                return None
-            raise
-        if float((found - expected).abs().max() / expected.abs().max()) > 0.02:
+        found = _try(x, weights[0], tile)
+        if found is None or float((found.float() - expected).abs().max() / expected.abs().max()) > 0.02:
             return None
         calls = copies * math.ceil(16 / copies)
 
@@ -199,6 +196,9 @@ def _tune_one(
 
     worth = candidates(rows, out_features, in_features, shared_memory, dtype.itemsize, _on_hopper(device))
     tried = dict.fromkeys([default, *worth])
+    # Most of the time would be that of compiling one behind the other.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda tile: _try(x, weights[0], tile), tried))
     roughly = {tile: time for tile in tried if (time := seconds(tile, 3, 0.002)) is not None}
     final = dict.fromkeys([default, *sorted(roughly, key=lambda tile: roughly[tile])[:_FINAL]])
     carefully = {tile: time for tile in final if (time := seconds(tile, 15, 0.01)) is not None}
@@ -213,6 +213,18 @@ def _tune_one(
         "default_microseconds": round(carefully[default] * 1e6, 3),
         "gigabytes_per_second": round(weight_bytes / carefully[best] / 1e9, 1),
     }
+
+
+@torch.inference_mode()
+def _try(x: torch.Tensor, weight: torch.Tensor, tile: Candidate) -> torch.Tensor | None:
+    """``x W^T`` with a tile; None where that is no candidate."""
+    try:
+        return run_with_tile(x, weight, tile)
+    except Exception as error:
+        # Triton's own say that a tile cannot be compiled or needs more than the GPU has.
+        if type(error).__module__.partition(".")[0] == "triton":
+            return None
+        raise
 
 
 def default_tile(

@@ -170,7 +170,7 @@ def _by_token(entry: Mapping[int, Any] | None) -> dict[str, float]:
 
 def _describe(worker: Any) -> dict[str, Any]:
     runner = worker.model_runner
-    model, draft = runner.get_model(), getattr(getattr(runner, "drafter", None), "model", None)
+    model, draft = runner.get_model(), runner.get_draft_model()
     runtime = getattr(model, "runtime", None)
     return {
         "model_class": type(model).__name__,

@@ -36,6 +36,46 @@ _LINE = 128
 
 
 @gluon.jit
+def pairs_of_block(
+    experts,
+    block_experts,
+    slots,
+    T,
+    FIRST: gl.constexpr,
+    COUNT: gl.constexpr,
+    TOP_K: gl.constexpr,
+    PLACES: gl.constexpr,
+    TOKENS: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """The expert of this block, -1 where there is nothing to do, and ``[TOKENS]`` its pairs; -1: none.
+
+    Without ``slots`` the block is a pair's, and is done where that is the first of its expert.
+    """
+    block = gl.program_id(1)
+    of_token: gl.constexpr = gl.SliceLayout(1, layout)
+    token = gl.arange(0, TOKENS, of_token)
+    # Chosen before the kernel in front began; the first-level cache may still have what was there before.
+    if slots is not None:
+        expert = gl.load(block_experts + block, cache_modifier=".cg")
+        pair = gl.load(slots + block * TOKENS + token, cache_modifier=".cg")
+    else:
+        expert = gl.load(experts + block, cache_modifier=".cg")
+        place = gl.arange(0, PLACES, gl.SliceLayout(0, layout))
+        chosen = (token < T)[:, None] & (place < TOP_K)[None, :]
+        at = experts + token[:, None] * TOP_K + place[None, :]
+        others = gl.load(at, mask=chosen, other=FIRST - 1, cache_modifier=".cg")
+        # A token goes to an expert once.
+        mine = gl.max(gl.where(chosen & (others == expert), place[None, :] + 1, 0), 1) - 1
+        pair = gl.where(mine >= 0, token * TOP_K + mine, -1)
+        first = gl.min(gl.where(mine >= 0, pair, TOKENS * TOP_K), 0)
+        expert -= FIRST
+        if (expert >= COUNT) | (first < block):
+            expert = expert * 0 - 1
+    return expert, pair
+
+
+@gluon.jit
 def _weight_rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
     """The weight's rows in the order of a tile: gates, then as many of up; past the last, the last again."""
     if GATED:

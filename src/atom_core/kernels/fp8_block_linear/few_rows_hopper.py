@@ -1,6 +1,7 @@
 """2 to 64 rows by a weight in blocks on Hopper: :mod:`atom_core.kernels.linear.few_rows_hopper`, a tile a group.
 
-The sums of a group are scaled before they are added up, in float32.
+The sums of a group are scaled before they are added up, in float32. Scales come to shared memory with their tiles: a
+step is shorter than the time that memory takes to answer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, finish, load, weight_rows
+
+
+@gluon.jit
+def scale_places(STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Shared memory for the scales of each stage: of a tile's rows, and of the input's."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return (
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], plain),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain),
+    )
 
 
 @gluon.jit(do_not_specialize=["M", "stride_input_scales"])
@@ -49,26 +60,29 @@ def few_rows_hopper(
     inputs = gl.allocate_shared_memory(
         dtype, [STAGES, BLOCK_M, SIZE], gl.NVMMASharedLayout.get_default_for([BLOCK_M, SIZE], dtype)
     )
+    of_tiles, of_inputs = scale_places(STAGES, BLOCK_N, BLOCK_M)
     column = gl.arange(0, SIZE, gl.SliceLayout(0, copied))
     row = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, GATED)
     given = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
     used = (given < M)[:, None]
     at = weight + row[:, None] * K + column[None, :]
     x_at = x + given.to(gl.int64)[:, None] * K + column[None, :]
+    steps = K // SIZE
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    mine_at = scales + weight_rows(gl.arange(0, BLOCK_N, line), N, BLOCK_N, GATED) // SIZE * steps
+    each = gl.arange(0, BLOCK_M, line)
+    theirs_at = input_scales + each
     for stage in gl.static_range(ahead):
         load(tiles.index(stage), at + stage * SIZE, eviction_policy="evict_first")
+        load(of_tiles.index(stage), mine_at + stage)
         async_copy.commit_group()
-    steps = K // SIZE
     of_sum = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N, GATED)
-    each = gl.arange(0, BLOCK_M, gl.SliceLayout(0, summed))
-    scale_at = scales + of_sum // SIZE * steps
-    mine = gl.load(scale_at)
     if OVERLAP:
         depend("griddepcontrol.wait; // $0")
     for stage in gl.static_range(ahead):
         load(inputs.index(stage), x_at + stage * SIZE, mask=used)
+        load(of_inputs.index(stage), theirs_at + stage * stride_input_scales, mask=each < M)
         async_copy.commit_group()
-    theirs = gl.load(input_scales + each, mask=each < M, other=0.0)
     total = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, summed)
     place = 0
     filled = ahead
@@ -81,18 +95,16 @@ def few_rows_hopper(
         # All are done with the tile of the step before.
         if step + ahead < steps:
             load(tiles.index(filled), at + (step + ahead) * SIZE, eviction_policy="evict_first")
+            load(of_tiles.index(filled), mine_at + step + ahead)
             load(inputs.index(filled), x_at + (step + ahead) * SIZE, mask=used)
+            load(of_inputs.index(filled), theirs_at + (step + ahead) * stride_input_scales, mask=each < M)
         if OVERLAP and not EARLY and step + ahead == steps:
             depend("griddepcontrol.launch_dependents; // $0")
         async_copy.commit_group()
-        # Each step's scales are loaded before those of the last are used.
-        further = gl.minimum(step + 1, steps - 1)
-        mine_ahead = gl.load(scale_at + further)
-        theirs_ahead = gl.load(input_scales + further * stride_input_scales + each, mask=each < M, other=0.0)
+        mine = of_tiles.index(place).load(gl.SliceLayout(1, summed))
+        theirs = of_inputs.index(place).load(gl.SliceLayout(0, summed))
         place = (place + 1) % STAGES
         filled = (filled + 1) % STAGES
         part = warpgroup_mma_wait(0, [part])
         total += part * mine[:, None] * theirs[None, :]
-        mine = mine_ahead
-        theirs = theirs_ahead
-    finish(total, of_sum, bias, residual, y, M, N, BLOCK_M, BLOCK_N, ACTIVATION)
+    finish(total, of_sum, bias, residual, y, M, N, BLOCK_M, BLOCK_N, ACTIVATION, False)

@@ -29,6 +29,7 @@ def _quantize_groups(
     LIMIT: tl.constexpr,
     SMALLEST: tl.constexpr,
     OVERLAP: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
@@ -37,8 +38,11 @@ def _quantize_groups(
     if norm is not None:
         factors = tl.load(norm + column, mask=known, other=0.0).to(tl.float32)
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
     if slots is not None:  # noqa: SIM102 - decided when compiling; the other is not
         if tl.load(slots + row) < 0:
             return
@@ -63,6 +67,7 @@ def quantize_groups(
     group: int | None,
     norm: Norm | None = None,
     slots: torch.Tensor | None = None,
+    late: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``norm(x) [T, K]`` in ``dtype``, and the scales of its groups, which go with a product of e4m3fn's bits.
 
@@ -74,6 +79,7 @@ def quantize_groups(
         group: numbers of a row that share a scale, a power of two; None: all.
         norm: norm rows first.
         slots: int32 ``[T]``; rows where it is negative are left out, and what is returned for them means nothing.
+        late: the kernel behind may start when those in front of this one are done, not earlier.
 
     Returns:
         ``[T, K]``, and float32 ``[groups, T]``: programs that multiply take a group of many rows at once.
@@ -102,6 +108,7 @@ def quantize_groups(
             LIMIT=LIMIT,
             SMALLEST=SMALLEST,
             OVERLAP=overlap,
+            LATE=late,
             num_warps=min(16, max(1, group * padded // 512)),
             **launch_options(overlap),
         )

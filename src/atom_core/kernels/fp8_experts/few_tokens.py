@@ -29,11 +29,15 @@ from atom_core.kernels.fp8_linear.words import (
     row_sums_of_words,
 )
 from atom_core.kernels.linear.parts import finish, weight_rows
+from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
 
 if TYPE_CHECKING:
     from atom_core.kernels.fp8_experts import Fp8ExpertWeights
+
+if why_no_gluon() is None:
+    from atom_core.kernels.fp8_experts.hopper import multiply_few_pairs, takes
 
 
 @triton.jit
@@ -590,17 +594,13 @@ def few_tokens(
         (x, layer.gate_up, layer.gate_up_scale, middle, None, activation),
         (middle, layer.down, layer.down_scale, answers, weights, None),
     ):
-        multiply_of_experts(
-            *quantize_groups(given, dtype, overlap, group=block or None),
-            experts,
-            shares,
-            weight,
-            scales,
-            out,
-            held,
-            block=block,
-            activation=act,
-            nvidia=nvidia,
-            overlap=overlap,
-        )
+        hopper = on_hopper(x.device) and takes(weight, MAX_TOKENS, block, act is not None)
+        quantized, given_scales = quantize_groups(given, dtype, overlap, group=block or None, late=hopper)
+        way: dict[str, Any] = {"block": block, "activation": act, "overlap": overlap}
+        if hopper:
+            multiply_few_pairs(quantized, given_scales, experts, None, shares, weight, scales, out, held, **way)
+        else:
+            multiply_of_experts(
+                quantized, given_scales, experts, shares, weight, scales, out, held, nvidia=nvidia, **way
+            )
     return combine(answers, experts, held, x.dtype, overlap, residual)

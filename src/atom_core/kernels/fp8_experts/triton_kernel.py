@@ -18,10 +18,14 @@ from atom_core.kernels.fp8_experts.few_tokens import few_tokens, one_token, take
 from atom_core.kernels.fp8_experts.many_tokens import multiply_blocks
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtype_of
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
+from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 from atom_core.quant.fp8 import BLOCK_SIZE
+
+if why_no_gluon() is None:
+    from atom_core.kernels.fp8_experts.hopper import multiply_few_pairs, takes
 
 
 class TritonFp8Experts:
@@ -233,7 +237,24 @@ def many_tokens(
         (x, None, layer.gate_up, layer.gate_up_scale, middle, None, activation),
         (middle, blocks.slots, layer.down, layer.down_scale, answers, weights, None),
     ):
-        quantized, given_scales = quantize_groups(given, dtype, overlap, group=group, slots=slots)
+        few = on_hopper(x.device) and takes(weight, rows, block, act is not None)
+        quantized, given_scales = quantize_groups(given, dtype, overlap, group=group, slots=slots, late=few)
+        if few:
+            multiply_few_pairs(
+                quantized,
+                given_scales,
+                experts,
+                blocks,
+                shares,
+                weight,
+                scales,
+                out,
+                held,
+                block=block,
+                activation=act,
+                overlap=overlap,
+            )
+            continue
         multiply_blocks(
             quantized,
             given_scales,

@@ -1,8 +1,9 @@
-"""2 to 64 rows by a weight on Hopper, in Gluon: tiles of the weight are on their way before the input is there.
+"""2 to 256 rows by a weight on Hopper, in Gluon: tiles of the weight are on their way before the input is there.
 
 Triton's own pipeline loads tiles of both sides of a matrix product together, and so none before the input is there.
 Here the first tiles of the weight are asked for, then the kernel in front is waited for, and the input's tiles follow;
-tensor cores take both from shared memory (``wgmma``).
+tensor cores take both from shared memory (``wgmma``). Of a small weight programs may take some rows of the input each,
+so that there are enough of them.
 """
 
 from __future__ import annotations
@@ -56,8 +57,12 @@ def finish(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     ACTIVATION: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
-    """Add what is to be added to ``total [BLOCK_N, BLOCK_M]`` of the weight's rows ``of_sum``, activate and store."""
+    """Add what is to be added to ``total [BLOCK_N, BLOCK_M]`` of the weight's rows ``of_sum``, activate and store.
+
+    ``WIDE``: a thread stores eight rows of the weight's together.
+    """
     out_dtype: gl.constexpr = y.dtype.element_ty
     warps: gl.constexpr = gl.num_warps()
     if bias is not None:
@@ -72,10 +77,12 @@ def finish(
         gate = gate.to(out_dtype).to(gl.float32)
         up = up.to(out_dtype).to(gl.float32)
         total = _gated(gate, up, ACTIVATION).reshape([WIDTH, BLOCK_M])
-    stored: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
+    vector: gl.constexpr = 8 if WIDE else 1
+    across: gl.constexpr = min(32, WIDTH // vector)
+    stored: gl.constexpr = gl.BlockedLayout([vector, 1], [across, 32 // across], [1, warps], [0, 1])
     result = gl.convert_layout(total, stored)
     out = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
-    to = gl.arange(0, BLOCK_M, gl.SliceLayout(0, stored))
+    to = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, stored))
     y_at = to.to(gl.int64)[None, :] * width + out[:, None]
     known = (to < M)[None, :] & (out < width)[:, None]
     if residual is not None:
@@ -108,8 +115,12 @@ def few_rows_hopper(
     EARLY: gl.constexpr,
     STAGES: gl.constexpr,
     LAG: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
-    """Programs of ``BLOCK_N`` rows of the weight and all of ``x``; ``STAGES - LAG`` tiles are on their way at once."""
+    """Programs of ``BLOCK_N`` rows of the weight and ``BLOCK_M`` of ``x``, which are all of it but in ``PARTS``.
+
+    ``STAGES - LAG`` tiles are on their way at once.
+    """
     gl.static_assert(norm is None)
     gl.static_assert(EVEN)
     dtype: gl.constexpr = weight.dtype.element_ty
@@ -120,6 +131,7 @@ def few_rows_hopper(
     copied: gl.constexpr = gl.BlockedLayout([1, vector], [32 // across, across], [warps, 1], [1, 0])
     summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_M, 256 // bits])
     ahead: gl.constexpr = STAGES - LAG
+    policy: gl.constexpr = "" if PARTS else "evict_first"  # other programs read them too
     if OVERLAP and EARLY:
         depend("griddepcontrol.launch_dependents; // $0")
     tiles = gl.allocate_shared_memory(
@@ -130,12 +142,12 @@ def few_rows_hopper(
     )
     column = gl.arange(0, BLOCK_K, gl.SliceLayout(0, copied))
     row = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, ACTIVATION is not None)
-    given = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
+    given = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
     used = (given < M)[:, None]
     at = weight + row[:, None] * stride_weight + column[None, :]
     x_at = x + given.to(gl.int64)[:, None] * stride_x + column[None, :]
     for stage in gl.static_range(ahead):
-        load(tiles.index(stage), at + stage * BLOCK_K, eviction_policy="evict_first")
+        load(tiles.index(stage), at + stage * BLOCK_K, eviction_policy=policy)
         async_copy.commit_group()
     if OVERLAP:
         depend("griddepcontrol.wait; // $0")
@@ -152,7 +164,7 @@ def few_rows_hopper(
         barrier()
         total = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), total, is_async=True)
         if step + ahead < steps:
-            load(tiles.index(filled), at + (step + ahead) * BLOCK_K, eviction_policy="evict_first")
+            load(tiles.index(filled), at + (step + ahead) * BLOCK_K, eviction_policy=policy)
             load(inputs.index(filled), x_at + (step + ahead) * BLOCK_K, mask=used)
         if OVERLAP and not EARLY and step + ahead == steps:
             depend("griddepcontrol.launch_dependents; // $0")
@@ -163,8 +175,8 @@ def few_rows_hopper(
     total = warpgroup_mma_wait(0, [total])
     of_sum = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N, ACTIVATION is not None)
     if input_scales is not None:
-        each = gl.arange(0, BLOCK_M, gl.SliceLayout(0, summed))
+        each = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, summed))
         total *= gl.load(input_scales + each, mask=each < M, other=0.0)[None, :]
     if scales is not None:
         total *= gl.load(scales + of_sum)[:, None]
-    finish(total, of_sum, bias, residual, y, M, N, BLOCK_M, BLOCK_N, ACTIVATION)
+    finish(total, of_sum, bias, residual, y, M, N, BLOCK_M, BLOCK_N, ACTIVATION, PARTS)

@@ -12,8 +12,9 @@ import triton
 
 from atom_core.kernels import tuned
 
-#: Rows up to which our kernels multiply; more are torch's.
+#: Rows up to which our kernels multiply; more are torch's, but in 16 bits and by a small weight.
 MAX_ROWS = 64
+MOST_ROWS = 256
 #: Those of 16-bit weights on GPUs other than Hopper's.
 _MAX_WIDE_ROWS = 16
 
@@ -48,6 +49,8 @@ class Tile:
     """Whether the next kernel may start when this one's programs all have, and not only when they are done."""
     fetch: int = 0
     """Bytes of a row, behind its first tile, that go to the second-level cache while the kernel in front runs."""
+    tokens: int = 0
+    """Rows of the input that one of Hopper's takes; 0: all."""
 
     @property
     def norms(self) -> bool:
@@ -77,6 +80,8 @@ def tile_for(
 
     None: torch is as fast or faster.
     """
+    if num_rows > MAX_ROWS and not (hopper and itemsize == 2):
+        return None
     if num_rows > 1 and hopper and out_features < _HEAD:
         if in_features * itemsize % _HOPPER_BYTES == 0:
             return _hopper_tile(num_rows, out_features, in_features, itemsize)
@@ -127,6 +132,9 @@ def _hopper_tile(num_rows: int, out_features: int, in_features: int, itemsize: i
         if num_rows <= 16:
             return Tile("hopper", 64, 256, 4, 6)
         return Tile("hopper", 128, 128, 4, 5) if num_rows <= 32 else Tile("rows", 64, 128, 4, 4)
+    small = out_features * in_features * itemsize <= _SMALL_BYTES
+    if num_rows > MAX_ROWS or (num_rows > 32 and small and not widens):
+        return _tile_of_parts(num_rows, widens) if small else None
     if num_rows > 32 and in_features > 2048:
         return Tile("hopper", 64, 128, 4, stages) if widens and out_features < 16384 else None
     if out_features >= 16384:
@@ -136,12 +144,25 @@ def _hopper_tile(num_rows: int, out_features: int, in_features: int, itemsize: i
     return Tile("hopper", 64, 128, 4, stages, early=True)
 
 
+def _tile_of_parts(num_rows: int, widens: bool) -> Tile:
+    """For a small weight in 16 bits; chosen in steps of the whole 0.6B with 64, 128 and 256 requests."""
+    if not widens:
+        # As many programs as there are processors: each can have only so much of the second-level cache.
+        few = num_rows <= MAX_ROWS
+        return Tile("hopper", 64, 128, 4, 10 if few else 8, early=True, tokens=16 if few else 32)
+    if num_rows <= 128:
+        return Tile("hopper", 64, 64, 4, 8, early=True, tokens=128)
+    return Tile("hopper", 128, 64, 8, 6, early=True, tokens=128)
+
+
 def chosen_tile(x: torch.Tensor, weight: torch.Tensor, nvidia: bool) -> Tile | None:
     """The tile for ``x [M, K]`` and ``weight [N, K]``: the one measured to be fastest here, or the default.
 
     None: the product is torch's.
     """
     num_rows, (out_features, in_features) = x.shape[0], weight.shape
+    if not 0 < num_rows <= MOST_ROWS:
+        return None
     hopper = on_hopper(x.device) and aligned(x) and aligned(weight)
     dtype = str(weight.dtype).removeprefix("torch.")
     return _chosen_tile(_device_name(x.device), num_rows, out_features, in_features, dtype, nvidia, hopper)

@@ -1,7 +1,7 @@
 """Products of few rows in Triton, where the time is that of reading the weight once.
 
 One row is multiplied number by number (:mod:`.one_row`), several are the right side of a matrix product: up to 64 on
-Hopper (:mod:`.few_rows_hopper`), up to 16 elsewhere (:mod:`.few_rows`). More are torch's.
+Hopper, of small weights up to 256 (:mod:`.few_rows_hopper`), up to 16 elsewhere (:mod:`.few_rows`). More are torch's.
 
 All can end in a gated activation (rows of gate and up are taken in turns) or add to a residual. Where the input is read
 whole anyhow, they can norm it on the way, because the norm's factor may be applied to the sums.
@@ -19,7 +19,7 @@ from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.few_rows import FETCHED, LINE, few_rows
 from atom_core.kernels.linear.one_row import one_row, one_row_ring
 from atom_core.kernels.linear.reference import linear as by_torch
-from atom_core.kernels.linear.tiles import MAX_ROWS, Tile, chosen_tile, why_no_gluon
+from atom_core.kernels.linear.tiles import MAX_ROWS, MOST_ROWS, Tile, chosen_tile, why_no_gluon
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 
@@ -52,7 +52,7 @@ def product(
     residual: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``act(norm(input_scales x) (scales W)^T + b) + residual``, of at most :data:`MAX_ROWS` rows.
+    """``act(norm(input_scales x) (scales W)^T + b) + residual``, of a number of rows for which there is a tile.
 
     Args:
         x: ``[M, K]`` in bfloat16, float16 or FP8.
@@ -68,7 +68,7 @@ def product(
         dtype: the result's; None: that of ``x``.
     """
     num_rows = x.shape[0]
-    assert 0 < num_rows <= MAX_ROWS
+    assert 0 < num_rows <= (MOST_ROWS if tile.tokens else MAX_ROWS)
     assert x.dtype == weight.dtype
     assert x.stride(1) == weight.stride(1) == 1
     assert norm is None or tile.norms
@@ -77,6 +77,7 @@ def product(
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(num_rows, outputs, dtype=dtype) if residual is None else residual
     choices: dict[str, object] = {}
+    parts = 1
     if tile.kernel == "row":
         choices = {"FETCH": tile.fetched(weight, overlap)}
     if tile.kernel == "ring":
@@ -85,9 +86,11 @@ def product(
         choices = {"BLOCK_M": max(16, triton.next_power_of_2(num_rows)), "STAGES": tile.stages, "LINE": LINE}
         choices["FETCH"] = FETCHED if overlap and in_features * weight.itemsize >= FETCHED * LINE else 0
     if tile.kernel == "hopper":
-        choices = {"BLOCK_M": max(8, triton.next_power_of_2(num_rows)), "LAG": LAG}
+        taken = tile.tokens or max(8, triton.next_power_of_2(num_rows))
+        choices = {"BLOCK_M": taken, "LAG": LAG, "PARTS": tile.tokens > 0}
+        parts = triton.cdiv(num_rows, taken)
         choices["STAGES"] = min(tile.stages, in_features // tile.columns + LAG)
-    _KERNELS[tile.kernel][(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2),)](
+    _KERNELS[tile.kernel][(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2), parts)](
         x,
         input_scales,
         None if norm is None else norm.weight,
@@ -139,7 +142,7 @@ class TritonLinear:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.linear.AddingLinearKernel`: ours for few rows, torch's for more."""
-        tile = chosen_tile(x, weight, self.nvidia) if 0 < x.shape[0] <= MAX_ROWS else None
+        tile = chosen_tile(x, weight, self.nvidia)
         if tile is None:
             residual.addmm_(x, weight.t())
             return residual if bias is None else residual.add_(bias)
@@ -177,7 +180,7 @@ def linear(
     float32_result: bool,
 ) -> torch.Tensor:
     """``x W^T + b``: ours for few rows, torch's for more."""
-    tile = chosen_tile(x, weight, nvidia) if 0 < x.shape[0] <= MAX_ROWS else None
+    tile = chosen_tile(x, weight, nvidia)
     if tile is None:
         return many_rows(x, weight, bias, float32_result, nvidia)
     dtype = torch.float32 if float32_result else None

@@ -19,8 +19,10 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.experts.grouped import Held, block_rows, combine, sort_by_expert
+from atom_core.kernels.experts.grouped import ROOM, Held, block_rows, combine, sort_by_expert
+from atom_core.kernels.experts.hopper import pairs_of_block
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load
 from atom_core.kernels.linear.triton_kernel import Norm
@@ -47,46 +49,6 @@ def _plane(packed, each, SHIFTS: gl.constexpr):
         is_pure=True,
         pack=2,
     )
-
-
-@gluon.jit
-def _pairs(
-    experts,
-    block_experts,
-    slots,
-    T,
-    FIRST: gl.constexpr,
-    COUNT: gl.constexpr,
-    TOP_K: gl.constexpr,
-    PLACES: gl.constexpr,
-    TOKENS: gl.constexpr,
-    layout: gl.constexpr,
-):
-    """The expert of this block, -1 where there is nothing to do, and ``[TOKENS]`` its pairs; -1: none.
-
-    Without ``slots`` the block is a pair's, and is done where that is the first of its expert.
-    """
-    block = gl.program_id(1)
-    of_token: gl.constexpr = gl.SliceLayout(1, layout)
-    token = gl.arange(0, TOKENS, of_token)
-    # Chosen before the kernel in front began; the first-level cache may still have what was there before.
-    if slots is not None:
-        expert = gl.load(block_experts + block, cache_modifier=".cg")
-        pair = gl.load(slots + block * TOKENS + token, cache_modifier=".cg")
-    else:
-        expert = gl.load(experts + block, cache_modifier=".cg")
-        place = gl.arange(0, PLACES, gl.SliceLayout(0, layout))
-        chosen = (token < T)[:, None] & (place < TOP_K)[None, :]
-        at = experts + token[:, None] * TOP_K + place[None, :]
-        others = gl.load(at, mask=chosen, other=FIRST - 1, cache_modifier=".cg")
-        # A token goes to an expert once.
-        mine = gl.max(gl.where(chosen & (others == expert), place[None, :] + 1, 0), 1) - 1
-        pair = gl.where(mine >= 0, token * TOP_K + mine, -1)
-        first = gl.min(gl.where(mine >= 0, pair, TOKENS * TOP_K), 0)
-        expert -= FIRST
-        if (expert >= COUNT) | (first < block):
-            expert = expert * 0 - 1
-    return expert, pair
 
 
 @gluon.jit
@@ -124,9 +86,12 @@ def _scales(tile, GROUP: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _part(inputs, PART: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr):
-    """``[W, TOKENS]``: a fourth of the inputs' columns."""
-    return inputs.slice(PART * TOKENS, TOKENS, dim=0).permute((1, 0)).load(layout)
+def _add_product(
+    left, inputs, total, PART: gl.constexpr, TOKENS: gl.constexpr, TOGETHER: gl.constexpr, right: gl.constexpr
+):
+    """Add ``left`` times a fourth of the inputs' columns, ``[W, TOKENS]``; by groups of warps it is only begun."""
+    part = inputs.slice(PART * TOKENS, TOKENS, dim=0).permute((1, 0))
+    return warpgroup_mma(left, part, total, is_async=True) if TOGETHER else mma_v2(left, part.load(right), total)
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -150,7 +115,7 @@ def expert_rows_hopper(
     TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
-    ACROSS: gl.constexpr,
+    TOGETHER: gl.constexpr,
     STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     SPLIT: gl.constexpr,
@@ -160,7 +125,8 @@ def expert_rows_hopper(
 
     With an activation rows of ``x`` are tokens, and rows of ``out`` pairs, or where there are ``slots`` those; without,
     the other way round, and results are given their pair's weight. A row of the weight has ``groups``; ``SPLIT``: the
-    result is in the order in which the next product reads its input; ``ACROSS`` warps share rows.
+    result is in the order in which the next product reads its input; ``TOGETHER``: groups of
+    four warps multiply (``wgmma``), which reads the input from shared memory once for all of them.
     """
     # Triton sees from the product that eight columns can be copied together.
     quarter = groups * 8
@@ -178,10 +144,12 @@ def expert_rows_hopper(
     )
     looked: gl.constexpr = gl.BlockedLayout([1, 1], [32 // PLACES, PLACES], [warps, 1], [1, 0])
     parts: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
-    summed: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps // ACROSS, ACROSS], [16, 8])
+    version: gl.constexpr = 3 if TOGETHER else 2
+    instruction: gl.constexpr = [16, TOKENS, 16] if TOGETHER else [16, 8]
+    summed: gl.constexpr = gl.NVMMADistributedLayout([version, 0], [warps, 1], instruction)
     left: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, summed, 2)
-    expert, pair = _pairs(experts, block_experts, slots, T, FIRST, COUNT, TOP_K, PLACES, TOKENS, looked)
+    expert, pair = pairs_of_block(experts, block_experts, slots, T, FIRST, COUNT, TOP_K, PLACES, TOKENS, looked)
     if expert < 0:
         # One waits though it has nothing to do, so that whoever waits for this kernel waits for those in front as well.
         if OVERLAP and gl.program_id(0) + gl.program_id(1) == 0:
@@ -235,12 +203,17 @@ def expert_rows_hopper(
     filled = STAGES - 1
     for step in range(steps):
         async_copy.wait_group(STAGES - 2)
+        if TOGETHER:
+            fence_async_shared()
         barrier()
-        if step + (STAGES - 1) < steps:
-            begin = (step + (STAGES - 1)) * W
-            _copy_weight(tiles, scale_tiles, at, scale_at, wide, wide_scales, begin, quarter, column, group, N, filled)
-            _copy_inputs(inputs, x_at, used, begin, quarter, column, filled)
-        async_copy.commit_group()
+        begin = (step + (STAGES - 1)) * W
+        if not TOGETHER:
+            if begin < quarter:
+                _copy_weight(
+                    tiles, scale_tiles, at, scale_at, wide, wide_scales, begin, quarter, column, group, N, filled
+                )
+                _copy_inputs(inputs, x_at, used, begin, quarter, column, filled)
+            async_copy.commit_group()
         packed = tiles.index(place).load(left)
         of_groups = scale_tiles.index(place)
         each = gl.where(element < 8, _scales(of_groups, 0, left), _scales(of_groups, 1, left))
@@ -248,13 +221,19 @@ def expert_rows_hopper(
             each = gl.where(element < number * 8, each, _scales(of_groups, number, left))
         here = inputs.index(place)
         first = _plane(packed, each, "shl.b32 number, $1, 6; shl.b32 sign, $1, 12; ")
-        total = mma_v2(first, _part(here, 0, TOKENS, right), total)
+        total = _add_product(first, here, total, 0, TOKENS, TOGETHER, right)
         second = _plane(packed, each, "shl.b32 number, $1, 2; shl.b32 sign, $1, 8; ")
-        total = mma_v2(second, _part(here, 1, TOKENS, right), total)
+        total = _add_product(second, here, total, 1, TOKENS, TOGETHER, right)
         third = _plane(packed, each, "shr.u32 number, $1, 2; shl.b32 sign, $1, 4; ")
-        total = mma_v2(third, _part(here, 2, TOKENS, right), total)
+        total = _add_product(third, here, total, 2, TOKENS, TOGETHER, right)
         fourth = _plane(packed, each, "shr.u32 number, $1, 6; mov.b32 sign, $1; ")
-        total = mma_v2(fourth, _part(here, 3, TOKENS, right), total)
+        total = _add_product(fourth, here, total, 3, TOKENS, TOGETHER, right)
+        if TOGETHER:
+            # By masks, as behind a branch each product would be waited for.
+            _copy_weight(tiles, scale_tiles, at, scale_at, wide, wide_scales, begin, quarter, column, group, N, filled)
+            _copy_inputs(inputs, x_at, used, begin, quarter, column, filled)
+            async_copy.commit_group()
+            total = warpgroup_mma_wait(0, [total, first, second, third, fourth])[0]
         place = (place + 1) % STAGES
         filled = (filled + 1) % STAGES
     total *= 18446744073709551616.0
@@ -295,19 +274,31 @@ class Tile:
     """Of the weight, at a time."""
     stages: int
     warps: int
-    across: int = 1
-    """Warps that share rows of the weight, and have tokens of their own."""
+    together: bool = False
+    """Whether four warps multiply together, which pays for 32 tokens or more."""
 
 
 def tile_for(tokens: int, block: int, gated: bool) -> Tile:
-    """The tile of blocks of ``block`` tokens; on an H200 the best of some eight in a step of the whole GPT-OSS 20B."""
+    """The tile of blocks of ``block`` tokens; on an H200 the best of some eight for GPT-OSS 20B."""
     if tokens == 1:
         return Tile(32, 128, 6, 2) if gated else Tile(16, 128, 8, 1)
     if block <= 8:
         return Tile(64, 256, 4, 2)
-    if block <= 32:
+    if block <= 16:
         return Tile(128, 128, 3, 4)
-    return Tile(128, 128, 3, 8, across=2)
+    if block <= 32:
+        return Tile(128, 128, 3, 4, together=True)
+    return Tile(128 if block <= 64 else 256, 128, 3, 8, together=True)
+
+
+#: Pairs that an expert has on average up to which a block has 64 rows at most.
+_SMALL_BLOCKS = 255
+
+
+def _rows_of_blocks(tokens: int, held: Held) -> int:
+    """Rows of a block: experts that need two of them are widened twice, but half empty ones are multiplied in vain."""
+    rows = block_rows(tokens, held, ROOM)
+    return rows if tokens * held.top_k > _SMALL_BLOCKS * held.count else min(rows, 64)
 
 
 def mixture_on_hopper(
@@ -333,7 +324,7 @@ def mixture_on_hopper(
         block_experts, slots, num_blocks, rows = None, None, pairs, 8 if tokens <= 8 else 16
         middle_rows = pairs
     else:
-        sorted_pairs = sort_by_expert(experts, held, block_rows(tokens, held), overlap)
+        sorted_pairs = sort_by_expert(experts, held, _rows_of_blocks(tokens, held), overlap)
         block_experts, slots, rows = sorted_pairs.experts, sorted_pairs.slots, sorted_pairs.rows
         num_blocks, middle_rows = len(block_experts), len(slots)
     # Late, and last: the product behind it reads which experts they are, and weights, before it waits.
@@ -367,7 +358,7 @@ def mixture_on_hopper(
             TOKENS=rows,
             BLOCK_N=tile.rows,
             BLOCK_K=tile.columns,
-            ACROSS=tile.across,
+            TOGETHER=tile.together,
             STAGES=tile.stages,
             ACTIVATION=act,
             SPLIT=act is not None and not rounded_inputs,

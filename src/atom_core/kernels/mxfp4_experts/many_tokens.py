@@ -18,7 +18,7 @@ from atom_core.kernels.mxfp4_linear.inputs import prepare
 from atom_core.kernels.mxfp4_linear.parts import number, scale_of
 
 #: Pairs that an expert has on average from which on this is faster than :mod:`.hopper`.
-_LEAST_PAIRS = 160
+_LEAST_PAIRS = 768
 #: Bytes of wide numbers at a time: memory that nothing else can have.
 _WIDE_BYTES = 256 << 20
 

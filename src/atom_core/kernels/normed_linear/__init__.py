@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from atom_core.config import Activation
+from atom_core.kernels.linear import LINEAR
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_not_fused
 
@@ -68,7 +69,8 @@ def _triton_supports(spec: NormedLinearSpec, target: Target) -> str | None:
 def _build_triton(spec: NormedLinearSpec, target: Target) -> NormedLinearKernel | None:
     from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear  # needs triton, which a CPU may lack
 
-    return TritonNormedLinear(spec.activation, nvidia=target.kind == "cuda", overlap=overlaps(target))
+    quantized = LINEAR.name not in dict(spec.separate)
+    return TritonNormedLinear(spec.activation, target.kind == "cuda", overlaps(target), quantized)
 
 
 #: "separate" is no kernel: the layers run each op by itself.

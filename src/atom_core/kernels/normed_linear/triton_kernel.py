@@ -8,7 +8,7 @@ from atom_core.config import Activation
 from atom_core.kernels.fp8_block_linear import triton_kernel as in_blocks
 from atom_core.kernels.fp8_linear.triton_kernel import multiply_few
 from atom_core.kernels.gated_activation.triton_kernel import gated_activation
-from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
+from atom_core.kernels.linear.tiles import MAX_ROWS, MOST_ROWS, chosen_tile
 from atom_core.kernels.linear.triton_kernel import Norm, many_rows, product
 from atom_core.kernels.mxfp4_linear import triton_kernel as in_mxfp4
 from atom_core.kernels.normed_linear import Operands
@@ -22,12 +22,12 @@ class TritonNormedLinear:
         activation: behind the product.
         nvidia: whether the device is one of NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        quantized: whether the product's weight is.
     """
 
-    max_rows = MAX_ROWS
-
-    def __init__(self, activation: Activation | None, nvidia: bool, overlap: bool) -> None:
+    def __init__(self, activation: Activation | None, nvidia: bool, overlap: bool, quantized: bool = False) -> None:
         self.activation, self.nvidia, self.overlap = activation, nvidia, overlap
+        self.max_rows = MAX_ROWS if quantized else MOST_ROWS
 
     def __call__(self, x: torch.Tensor, norm: torch.Tensor, eps: float, layer: Operands) -> torch.Tensor:
         """See :class:`atom_core.kernels.normed_linear.NormedLinearKernel`."""

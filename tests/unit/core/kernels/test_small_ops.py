@@ -299,3 +299,42 @@ def test_a_product_takes_the_tile_that_was_measured(monkeypatch):
     torch.testing.assert_close(triton_kernel.TritonLinear(True, overlap=False)(x, weight, None), x @ weight.T)
     assert asked == [("linear", "cpu", 1, 52, 96, "float16")]
     tiles._chosen_tile.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features", "itemsize", "hopper", "tokens"),
+    [
+        (64, 1024, 2048, 2, True, 16),
+        (65, 1024, 2048, 2, True, 32),
+        (256, 1024, 2048, 2, True, 32),
+        (100, 6144, 1024, 2, True, 128),
+        (256, 6144, 1024, 2, True, 128),
+        (65, 4096, 4096, 2, True, None),
+        (65, 1024, 2048, 1, True, None),
+        (65, 1024, 2048, 2, False, None),
+        (65, 1024, 2000, 2, True, None),
+    ],
+)
+def test_more_than_64_rows_are_ours_by_a_small_weight_on_hopper(
+    rows, out_features, in_features, itemsize, hopper, tokens
+):
+    from atom_core.kernels.linear.tiles import tile_for
+
+    tile = tile_for(rows, out_features, in_features, itemsize, nvidia=True, hopper=hopper)
+    assert (None if tile is None else tile.tokens) == tokens
+
+
+def test_more_rows_than_any_tile_takes_are_torchs():
+    from atom_core.kernels.linear.tiles import MOST_ROWS, chosen_tile
+
+    x, weight = torch.randn(MOST_ROWS + 1, 64).half(), torch.randn(32, 64).half()
+    assert chosen_tile(x, weight, nvidia=True) is None
+    assert chosen_tile(x[:0], weight, nvidia=True) is None
+
+
+@pytest.mark.parametrize(("product", "most"), [("linear", 256), ("fp8_linear", 64), ("mxfp4_linear", 64)])
+def test_norm_and_product_are_one_call_for_as_many_rows_as_the_products_kernel_takes(product, most):
+    from atom_core.kernels.normed_linear import NormedLinearSpec, _build_triton
+
+    spec = NormedLinearSpec(64, 32, None, (("rms_norm", "triton"), (product, "triton")))
+    assert _build_triton(spec, Target("cuda", "sm90")).max_rows == most
