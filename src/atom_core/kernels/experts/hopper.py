@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom_core.kernels.gated_activation.triton_kernel import gated
-from atom_core.kernels.linear.few_rows_hopper import LAG, barrier, depend, load
+from atom_core.kernels.linear.few_rows_hopper import LAG, activated, barrier, depend, load
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import launch_options
 
@@ -73,6 +73,47 @@ def pairs_of_block(
         if (expert >= COUNT) | (first < block):
             expert = expert * 0 - 1
     return expert, pair
+
+
+@gluon.jit
+def store_pairs(
+    total,
+    pair,
+    weights,
+    out,
+    N,
+    SORTED: gl.constexpr,
+    SPLIT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    TOKENS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+):
+    """Activate ``total [BLOCK_N, TOKENS]`` of pairs ``[TOKENS]``, or give it their weights, and store it.
+
+    An activated block that is ``SORTED`` goes where it is, all else where its pairs are; ``SPLIT``: the first of each
+    four numbers of a row are stored in front, then the second.
+    """
+    GATED: gl.constexpr = ACTIVATION is not None
+    warps: gl.constexpr = gl.num_warps()
+    out_dtype: gl.constexpr = out.dtype.element_ty
+    width = N
+    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    if GATED:
+        width = N // 2
+        total = activated(total, BLOCK_N, TOKENS, ACTIVATION, out_dtype)
+    stored: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
+    result = gl.convert_layout(total, stored)
+    to = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
+    out_pair = gl.convert_layout(pair, gl.SliceLayout(0, stored))
+    out_row = out_pair
+    if GATED and SORTED:
+        out_row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, stored))
+    if not GATED:
+        result *= gl.load(weights + out_pair, mask=out_pair >= 0, other=0.0)[None, :]
+    known = (out_pair >= 0)[None, :] & (to < width)[:, None]
+    if SPLIT:
+        to = to % 4 * (width // 4) + to // 4
+    gl.store(out + out_row.to(gl.int64)[None, :] * width + to[:, None], result.to(out_dtype), mask=known)
 
 
 @gluon.jit

@@ -18,13 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
 from atom_core.kernels.experts.grouped import Blocks, Held
-from atom_core.kernels.experts.hopper import pairs_of_block
+from atom_core.kernels.experts.hopper import pairs_of_block, store_pairs
 from atom_core.kernels.fp8_block_linear.few_rows_hopper import scale_places
-from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, weight_rows
 from atom_core.kernels.triton_support import launch_options
-
-_gated = gluon.jit(gated.fn)
 
 #: Columns of a tile: bytes that shared memory interleaves together, and those of a block that has one scale.
 COLUMNS = 128
@@ -95,7 +92,6 @@ def expert_rows_fp8_hopper(
     GATED: gl.constexpr = ACTIVATION is not None
     FEW: gl.constexpr = slots is None
     dtype: gl.constexpr = weight.dtype.element_ty
-    out_dtype: gl.constexpr = out.dtype.element_ty
     warps: gl.constexpr = gl.num_warps()
     copied: gl.constexpr = gl.BlockedLayout([1, 16], [32 * 16 // COLUMNS, COLUMNS // 16], [warps, 1], [1, 0])
     looked: gl.constexpr = gl.BlockedLayout([1, 1], [32 // PLACES, PLACES], [warps, 1], [1, 0])
@@ -187,26 +183,7 @@ def expert_rows_fp8_hopper(
         sum_row = gl.convert_layout(scale_of, of_sums)
         theirs = gl.load(x_scales + sum_row, mask=gl.convert_layout(pair, of_sums) >= 0, other=0.0)
         total *= gl.load(scales + of_sum)[:, None] * theirs[None, :]
-    width = N
-    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    if GATED:
-        width = N // 2
-        gate, up = gl.split(total.reshape([BLOCK_N // 16, 2, 8, TOKENS]).permute([0, 2, 3, 1]))
-        # Rounded where a kernel of its own would read them.
-        gate = gate.to(out_dtype).to(gl.float32)
-        up = up.to(out_dtype).to(gl.float32)
-        total = _gated(gate, up, ACTIVATION).reshape([WIDTH, TOKENS])
-    stored: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
-    result = gl.convert_layout(total, stored)
-    to = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
-    out_pair = gl.convert_layout(pair, gl.SliceLayout(0, stored))
-    out_row = out_pair
-    if GATED and not FEW:
-        out_row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, stored))
-    if not GATED:
-        result *= gl.load(weights + out_pair, mask=out_pair >= 0, other=0.0)[None, :]
-    known = (out_pair >= 0)[None, :] & (to < width)[:, None]
-    gl.store(out + out_row.to(gl.int64)[None, :] * width + to[:, None], result.to(out_dtype), mask=known)
+    store_pairs(total, pair, weights, out, N, not FEW, False, BLOCK_N, TOKENS, ACTIVATION)
 
 
 @dataclass(frozen=True)

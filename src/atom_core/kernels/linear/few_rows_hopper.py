@@ -46,6 +46,16 @@ def depend(INSTRUCTION: gl.constexpr):
 
 
 @gluon.jit
+def activated(total, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, ACTIVATION: gl.constexpr, out_dtype: gl.constexpr):
+    """``[BLOCK_N / 2, BLOCK_M]`` of sums whose rows are those of :func:`weight_rows`."""
+    gate, up = gl.split(total.reshape([BLOCK_N // 16, 2, 8, BLOCK_M]).permute([0, 2, 3, 1]))
+    # Rounded where a kernel of its own would read them.
+    gate = gate.to(out_dtype).to(gl.float32)
+    up = up.to(out_dtype).to(gl.float32)
+    return _gated(gate, up, ACTIVATION).reshape([BLOCK_N // 2, BLOCK_M])
+
+
+@gluon.jit
 def finish(
     total,
     of_sum,
@@ -71,12 +81,7 @@ def finish(
     WIDTH: gl.constexpr = BLOCK_N if ACTIVATION is None else BLOCK_N // 2
     if ACTIVATION is not None:
         width = N // 2
-        pairs = total.reshape([BLOCK_N // 16, 2, 8, BLOCK_M]).permute([0, 2, 3, 1])
-        gate, up = gl.split(pairs)
-        # Rounded where a kernel of its own would read them.
-        gate = gate.to(out_dtype).to(gl.float32)
-        up = up.to(out_dtype).to(gl.float32)
-        total = _gated(gate, up, ACTIVATION).reshape([WIDTH, BLOCK_M])
+        total = activated(total, BLOCK_N, BLOCK_M, ACTIVATION, out_dtype)
     vector: gl.constexpr = 8 if WIDE else 1
     across: gl.constexpr = min(32, WIDTH // vector)
     stored: gl.constexpr = gl.BlockedLayout([vector, 1], [across, 32 // across], [1, warps], [0, 1])

@@ -22,14 +22,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from atom_core.kernels.experts.grouped import ROOM, Held, block_rows, combine, sort_by_expert
-from atom_core.kernels.experts.hopper import pairs_of_block
-from atom_core.kernels.gated_activation.triton_kernel import gated
+from atom_core.kernels.experts.hopper import pairs_of_block, store_pairs
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_linear.inputs import prepare
 from atom_core.kernels.triton_support import launch_options
-
-_gated = gluon.jit(gated.fn)
 
 #: Tokens up to which nothing is sorted.
 MAX_TOKENS = 16
@@ -135,7 +132,6 @@ def expert_rows_hopper(
     W: gl.constexpr = BLOCK_K // 4
     GROUPS: gl.constexpr = W // 8
     warps: gl.constexpr = gl.num_warps()
-    out_dtype: gl.constexpr = out.dtype.element_ty
     across: gl.constexpr = W // 8
     copied: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
     vector: gl.constexpr = 8 if GATED else 16
@@ -240,28 +236,7 @@ def expert_rows_hopper(
     of_sum, there = _rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N, GATED)
     if bias is not None:
         total += gl.load(bias + expert * N + of_sum, mask=there, other=0.0).to(gl.float32)[:, None]
-    width = N
-    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    if GATED:
-        width = N // 2
-        gate, up = gl.split(total.reshape([BLOCK_N // 16, 2, 8, TOKENS]).permute([0, 2, 3, 1]))
-        # Rounded where a kernel of its own would read them.
-        gate = gate.to(out_dtype).to(gl.float32)
-        up = up.to(out_dtype).to(gl.float32)
-        total = _gated(gate, up, ACTIVATION).reshape([WIDTH, TOKENS])
-    stored: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
-    result = gl.convert_layout(total, stored)
-    to = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
-    given_out = gl.convert_layout(pair, gl.SliceLayout(0, stored))
-    out_row = given_out
-    if GATED and not FEW:
-        out_row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, stored))
-    if not GATED:
-        result *= gl.load(weights + given_out, mask=given_out >= 0, other=0.0)[None, :]
-    known = (given_out >= 0)[None, :] & (to < width)[:, None]
-    if SPLIT:
-        to = to % 4 * (width // 4) + to // 4
-    gl.store(out + out_row.to(gl.int64)[None, :] * width + to[:, None], result.to(out_dtype), mask=known)
+    store_pairs(total, pair, weights, out, N, not FEW, SPLIT, BLOCK_N, TOKENS, ACTIVATION)
 
 
 @dataclass(frozen=True)
