@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from atom_core.config import ModelConfig
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.standalone import Runner, check_files
+from benchmarks import CHECKPOINTS
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8, make_plain
 from tests.unit.core.hugging_face import (
     LOGITS_TOLERANCE,
@@ -29,6 +30,7 @@ from tests.unit.core.hugging_face import (
 from tests.unit.core.models.test_block_fp8 import ExactInputs
 from tests.unit.core.mxfp4_checkpoints import make_plain_quark, make_quark, quark_mxfp4
 from tests.unit.core.ranks import tensor_parallel_logits
+from tests.unit.core.real_latents import with_real_latents
 
 SIZES = {
     "kv_lora_rank": 24,
@@ -98,6 +100,15 @@ def test_logits_are_hugging_faces(tmp_path, family, settings, rope):
 def test_absorbed_logits_are_hugging_faces(tmp_path, family, settings, rope):
     model = make_model(tmp_path, make_config(family, rope, **settings))
     assert distance(Runner(tmp_path).logits(TOKENS), logits(model, TOKENS)) <= CLOSE
+
+
+def test_a_checkpoint_with_real_latents_has_the_same_logits(tmp_path):
+    trained = CHECKPOINTS / "deepseek_v3"
+    with_real_latents(trained, tmp_path / "real", torch.float32)
+    real, small = Runner(tmp_path / "real"), Runner(trained)
+    assert (real.config.latent.rank, small.config.latent.rank) == (512, 64)
+    tokens = [token % small.config.vocab_size for token in TOKENS]
+    assert distance(real.logits(tokens), small.logits(tokens)) <= CLOSE
 
 
 @both
