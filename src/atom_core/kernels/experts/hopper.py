@@ -76,6 +76,19 @@ def pairs_of_block(
 
 
 @gluon.jit
+def input_rows(
+    pair, SORTED: gl.constexpr, GATED: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr
+):
+    """The input's row of each of a block's pairs, in their layout: tokens, or what :func:`store_pairs` left of them."""
+    row = pair
+    if GATED:
+        row = pair // TOP_K
+    elif SORTED:
+        row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, layout)
+    return row
+
+
+@gluon.jit
 def store_pairs(
     total,
     pair,

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
 from atom_core.kernels.experts.grouped import Blocks, Held
-from atom_core.kernels.experts.hopper import pairs_of_block, store_pairs
+from atom_core.kernels.experts.hopper import input_rows, pairs_of_block, store_pairs
 from atom_core.kernels.fp8_block_linear.few_rows_hopper import scale_places
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, weight_rows
 from atom_core.kernels.triton_support import launch_options
@@ -131,17 +131,10 @@ def expert_rows_fp8_hopper(
         depend("griddepcontrol.wait; // $0")
         # Not earlier: the kernel behind reads which experts they are without waiting for this one.
         depend("griddepcontrol.launch_dependents; // $0")
-    # Rows of the input and of its scales.
     x_pair = gl.convert_layout(pair, gl.SliceLayout(1, copied))
     scale_pair = gl.convert_layout(pair, line)
-    x_row = x_pair
-    scale_of = scale_pair
-    if GATED:
-        x_row = x_pair // TOP_K
-        scale_of = scale_pair // TOP_K
-    elif not FEW:
-        x_row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, copied))
-        scale_of = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, line)
+    x_row = input_rows(x_pair, not FEW, GATED, TOP_K, TOKENS, gl.SliceLayout(1, copied))
+    scale_of = input_rows(scale_pair, not FEW, GATED, TOP_K, TOKENS, line)
     used = (x_pair >= 0)[:, None]
     known = scale_pair >= 0
     x_at = x + x_row.to(gl.int64)[:, None] * K + column[None, :]

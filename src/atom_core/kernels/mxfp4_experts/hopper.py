@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from atom_core.kernels.experts.grouped import ROOM, Held, block_rows, combine, sort_by_expert
-from atom_core.kernels.experts.hopper import pairs_of_block, store_pairs
+from atom_core.kernels.experts.hopper import input_rows, pairs_of_block, store_pairs
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_linear.inputs import prepare
@@ -179,11 +179,7 @@ def expert_rows_hopper(
     # The four parts of each row, one behind the other.
     part = gl.arange(0, 4, gl.SliceLayout(1, parts))
     given = gl.convert_layout(pair, gl.SliceLayout(0, parts))
-    x_row = given
-    if GATED:
-        x_row = given // TOP_K
-    elif not FEW:
-        x_row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, parts))
+    x_row = input_rows(given, not FEW, GATED, TOP_K, TOKENS, gl.SliceLayout(0, parts))
     x_begin = x_row.to(gl.int64)[None, :] * (4 * groups) + part[:, None] * groups
     x_begin = gl.convert_layout(x_begin.reshape([4 * TOKENS]), gl.SliceLayout(1, copied)) * 8
     used = (given[None, :] + part[:, None] * 0).reshape([4 * TOKENS])
