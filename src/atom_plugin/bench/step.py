@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ import torch
 
 from atom_core.config import ModelConfig
 from atom_core.metadata import AttentionMetadata
+from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.quant import read_quantization
+from atom_core.runtime import Runtime
 from atom_core.standalone import Step, build_runtime, cache_order, page_pools, plan, random_model
 from atom_plugin.bench.device import Ceiling, Timing, capture, measure, measure_ceiling, require_gpu
 from atom_plugin.bench.floor import Traffic, step_traffic
@@ -191,6 +193,24 @@ def decode_batch(batch: int, context: int, device: torch.device, seed: int = 0) 
     return metadata, num_pages
 
 
+def decoding(
+    model: DecoderForCausalLM, config: ModelConfig, runtime: Runtime, batch: int, context: int
+) -> Callable[[], None]:
+    """A decoding step of `batch` requests with `context` tokens cached each, from token ids to the likeliest ones."""
+    device = runtime.device
+    metadata, num_pages = decode_batch(batch, context, device)
+    pools = page_pools(config, runtime, num_pages, PAGE_SIZE, random=True, order=cache_order(model))
+    step = Step(plan(model, metadata), pools)
+    ids = torch.randint(config.vocab_size, (batch,), device=device)
+    positions = torch.full((batch,), context, device=device)
+    chosen = torch.empty_like(ids)
+
+    def run() -> None:
+        torch.argmax(model.logits(model(ids, positions, step)), -1, out=chosen)
+
+    return run
+
+
 @torch.inference_mode()
 def measure_step(options: StepOptions) -> StepResult:
     """Build the model, capture its step, and time it.
@@ -226,19 +246,7 @@ def measure_step(options: StepOptions) -> StepResult:
         quant=quant,
         with_aiter=settings.aiter,
     )
-    model = random_model(config, runtime)
-    metadata, num_pages = decode_batch(options.batch, options.context, device)
-    step = Step(
-        plan(model, metadata), page_pools(config, runtime, num_pages, PAGE_SIZE, random=True, order=cache_order(model))
-    )
-    ids = torch.randint(config.vocab_size, (options.batch,), device=device)
-    positions = torch.full((options.batch,), options.context, device=device)
-    chosen = torch.empty_like(ids)
-
-    def run() -> None:
-        torch.argmax(model.logits(model(ids, positions, step)), -1, out=chosen)
-
-    graph = capture(run)
+    graph = capture(decoding(random_model(config, runtime), config, runtime, options.batch, options.context))
     timing = measure(graph.replay, options.repetitions, sample_seconds=0.05)
     kernels = {choice.op: choice.implementation for choice in runtime.kernels.choices()}
     return StepResult(options, ceiling, traffic, timing, kernels, profile(graph) if options.profile else ())

@@ -1,8 +1,9 @@
 """The fastest tile of each product of few rows on this GPU, written where the kernel looks for it.
 
-Every candidate is timed roughly, the best few again with care, the default among them; what wins by less than
-:data:`WORTH` is noise, and the default stays. The file's figures are those of that second look. Nothing is tuned while
-serving: see :mod:`atom_core.kernels.tuned`.
+Candidates are timed roughly by themselves, the best few then within a decoding step of the model, cut to some layers,
+in turns with the default: which kernel may start when another ends is a matter of all of them, and the fastest alone
+is often not the fastest there. What gains less than :data:`WORTH` of the step is noise, and the default stays. Nothing
+is tuned while serving: see :mod:`atom_core.kernels.tuned`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +28,30 @@ from atom_core.config import ModelConfig
 from atom_core.kernels import tuned
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton
-from atom_plugin.bench.cases import PRODUCT_ROWS, products
+from atom_core.standalone import build_runtime, random_model
+from atom_plugin.bench.cases import products
 from atom_plugin.bench.device import capture, measure, require_gpu
-from atom_plugin.bench.models import read_config
+from atom_plugin.bench.models import cut, read_config
+from atom_plugin.bench.step import MAX_MODEL_LEN, decoding
+from atom_plugin.common.kernels import forced_kernels
+from atom_plugin.common.settings import load_settings
 
 OP_FOLDER = Path(atom_core.kernels.linear.__file__).parent
 
-#: How much faster than the default a tile must be.
-WORTH = 1.02
-#: Candidates that are looked at again.
-_FINAL = 5
+#: Rows for which tiles are looked for.
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+#: Of the step's time, what a tile must gain.
+WORTH = 0.003
+#: Layers that the model is cut to, and tokens that each request of its step has cached.
+_LAYERS, _CONTEXT = 12, 192
+#: Candidates that are tried within the step, and how often each takes its turn.
+_FINAL, _TURNS = 5, 5
 #: Shared memory of one program, where torch does not tell.
 _SHARED_MEMORY = 64 << 10
+
+#: One of the file's.
+Entry = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,8 @@ def candidates(
     found: list[Candidate] = []
     whole = 1 << max(in_features - 1, 1).bit_length()
     if num_rows == 1:
-        for rows, columns, warps in product((1, 2, 4, 8, 16), (256, 512, 1024, 2048, 4096, 8192), (4, 8)):
+        # With an activation half of a program's rows are gates.
+        for rows, columns, warps in product((2, 4, 8, 16), (256, 512, 1024, 2048, 4096, 8192), (4, 8)):
             # Numbers that a thread holds: too many spill, too few leave the memory waiting.
             held = rows * columns // (32 * warps)
             if rows > out_features or columns > whole or not 8 <= held <= 128:
@@ -82,16 +98,22 @@ def candidates(
             for stages in (2, 3):
                 if stages * columns * (rows + 1) * itemsize <= shared_memory:
                     found += [Candidate("ring", rows, columns, warps, stages, early) for early in (False, True)]
+    inputs = max(16, 1 << (num_rows - 1).bit_length())
     for rows, columns, stages, warps in product((16, 32, 64, 128), (64, 128, 256, 512), (2, 3, 4, 5), (4, 8)):
-        taken = stages * columns * (rows * itemsize + 16 * 2)
+        taken = stages * columns * (rows * itemsize + inputs * 2)
         if 4096 <= rows * columns <= 32768 and columns <= whole and taken <= shared_memory:
             found += [Candidate("rows", rows, columns, warps, stages, early) for early in (False, True)]
     if hopper and num_rows > 1:
-        inputs = max(8, 1 << (num_rows - 1).bit_length())
-        for rows, columns, stages in product((64, 128), (64, 128, 256), (4, 5, 6, 7, 8, 10, 12)):
-            taken = stages * columns * (rows + inputs) * itemsize
-            if in_features % columns == 0 and stages * columns <= in_features and taken <= shared_memory:
-                found += [Candidate("hopper", rows, columns, 4, stages, early) for early in (False, True)]
+        whole = max(8, 1 << (num_rows - 1).bit_length())
+        for rows, columns, stages, tokens in product(
+            (64, 128), (64, 128, 256), (4, 5, 6, 7, 8, 10, 12), (0, 16, 32) if num_rows > 16 else (0,)
+        ):
+            taken = stages * columns * (rows + (tokens or whole)) * itemsize
+            fits = in_features % columns == 0 and stages * columns <= in_features and taken <= shared_memory
+            if fits and tokens < num_rows:
+                found += [
+                    Candidate("hopper", rows, columns, 4, stages, early, tokens=tokens) for early in (False, True)
+                ]
     return found
 
 
@@ -115,61 +137,82 @@ def tune_linear(models: Sequence[str], dtype: torch.dtype, output: Path | None, 
         raise ValueError(f"--tune: {reason}")
     name = torch.cuda.get_device_name(device)
     path = tuned.tuned_file(OP_FOLDER, name) if output is None else output / tuned.tuned_file(OP_FOLDER, name).name
+    entries: dict[tuple[Any, ...], Entry]
     entries = {_key(entry): entry for entry in (tuned.read_entries(path) if path.exists() else ())}
-    sizes = dict.fromkeys(
-        (it.out_features, it.in_features)
-        for model in models
-        for it in products(ModelConfig.from_hf(read_config(model)))
-    )
-    for out_features, in_features in sizes:
-        for rows in PRODUCT_ROWS:
-            entry = _tune_one(rows, out_features, in_features, dtype, device)
-            if entry is None:
-                say(f"{rows:>3} rows, {out_features} x {in_features}: torch's")
-                continue
+    for model in models:
+        for entry in _tune_model(model, dtype, device, say):
             entries[_key(entry)] = entry
-            say(line(entry))
             # After each, so that an interrupted run has not been for nothing.
             write(path, name, list(entries.values()))
     return path
 
 
-def line(entry: Mapping[str, Any]) -> str:
-    """An entry for a person."""
-    tile = ", ".join(f"{key} {value}" for key, value in entry["tile"].items())
-    return (
-        f"{entry['rows']:>3} rows, {entry['out_features']} x {entry['in_features']}: "
-        f"{entry['microseconds']:.2f} us ({entry['gigabytes_per_second']:.0f} GB/s) with {tile}; "
-        f"default {entry['default_microseconds']:.2f} us"
-    )
-
-
-def write(path: Path, device_name: str, entries: Sequence[Mapping[str, Any]]) -> None:
-    """The file as the loader reads it, an entry a line, sorted so that a new run shows as few differences as it can."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = ",\n  ".join(json.dumps(entry) for entry in sorted(entries, key=_key))
-    head = f'{{"device": {json.dumps(device_name)}, "torch": {json.dumps(str(torch.__version__))},'
-    path.write_text(f'{head}\n "entries": [\n  {rows}\n]}}\n')
-    tuned.read_entries(path)
-
-
-def choose(default: Candidate, seconds: Mapping[Candidate, float]) -> Candidate:
-    """The fastest, or the default where that is as fast but for noise."""
-    best = min(seconds, key=lambda tile: seconds[tile])
-    return best if seconds[default] > WORTH * seconds[best] else default
-
-
-def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    return entry["dtype"], entry["out_features"], entry["in_features"], entry["rows"]
-
-
 @torch.inference_mode()
-def _tune_one(
+def _tune_model(name: str, dtype: torch.dtype, device: torch.device, say: Callable[[str], None]) -> Iterator[Entry]:
+    """An entry a product and number of rows, but where torch's product is the fastest."""
+    from atom_core.kernels.linear.tiles import Tile  # needs triton, which a CPU may lack
+
+    hf = read_config(name)
+    config = ModelConfig.from_hf(cut(hf, min(_LAYERS, ModelConfig.from_hf(hf).num_layers)))
+    runtime = build_runtime(device, dtype, MAX_MODEL_LEN, forced_kernels(load_settings()), cache_dtype=dtype)
+    model = random_model(config, runtime)
+    sizes = dict.fromkeys((it.out_features, it.in_features) for it in products(config))
+    for rows in ROWS:
+        run = decoding(model, config, runtime, rows, _CONTEXT)
+        chosen: dict[tuned.Shape, Any] = {}
+        for out_features, in_features in sizes:
+            shape = tuned.Shape(rows, out_features, in_features, str(dtype).removeprefix("torch."))
+            default = default_tile(rows, out_features, in_features, dtype.itemsize, device)
+            few = fastest_alone(rows, out_features, in_features, dtype, device)
+            seconds = _in_step(run, shape, dict.fromkeys([default, *few]), chosen)
+            best = choose(default, seconds)
+            if best is None:
+                say(f"{rows:>3} rows, {out_features} x {in_features}: torch's")
+                continue
+            chosen[shape] = Tile(**asdict(best))
+            entry: dict[str, Any] = {
+                **shape._asdict(),
+                "tile": asdict(best),
+                "microseconds": round(seconds[best] * 1e6, 2),
+                "default_microseconds": round(seconds[default] * 1e6, 2),
+            }
+            say(line(entry))
+            yield entry
+
+
+def _in_step(
+    run: Callable[[], None],
+    shape: tuned.Shape,
+    candidates: Iterable[Candidate | None],
+    chosen: Mapping[tuned.Shape, Any],
+) -> dict[Candidate | None, float]:
+    """Seconds of the step with each of the candidates, in turns; None is what there is without any."""
+    from atom_core.kernels.linear.tiles import Tile, tried  # needs triton, which a CPU may lack
+
+    def with_tile(tile: Candidate | None, run: Callable[[], T]) -> T | None:
+        with tried({**chosen, **({} if tile is None else {shape: Tile(**asdict(tile))})}):
+            # With what the model does around the product a tile may need more than there is.
+            return _or_none(run)
+
+    candidates = list(candidates)
+    with ThreadPoolExecutor(len(candidates)) as pool:
+        # Compiles them; what they write of the same buffers is of no use to anyone.
+        list(pool.map(torch.inference_mode()(partial(with_tile, run=run)), candidates))
+    captured = {tile: with_tile(tile, partial(capture, run)) for tile in candidates}
+    graphs = {tile: graph for tile, graph in captured.items() if graph is not None}
+    seconds: dict[Candidate | None, list[float]] = {tile: [] for tile in graphs}
+    for _ in range(_TURNS):
+        for tile, graph in graphs.items():
+            seconds[tile].append(measure(graph.replay, 1, sample_seconds=0.02, warm_seconds=0.005).median)
+    return {tile: statistics.median(found) for tile, found in seconds.items()}
+
+
+def fastest_alone(
     rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, Any] | None:
-    default = default_tile(rows, out_features, in_features, dtype.itemsize, device)
-    if default is None:
-        return None
+) -> list[Candidate]:
+    """The best few of all candidates, one call behind the other over weights that no cache holds."""
+    from atom_core.kernels.linear.tiles import on_hopper  # needs triton, which a CPU may lack
+
     properties = torch.cuda.get_device_properties(device)
     shared_memory = int(getattr(properties, "shared_memory_per_block_optin", _SHARED_MEMORY))
     weight_bytes = out_features * in_features * dtype.itemsize
@@ -180,68 +223,79 @@ def _tune_one(
         for _ in range(copies)
     ]
     expected = F.linear(x, weights[0]).float()
+    tiles = candidates(rows, out_features, in_features, shared_memory, dtype.itemsize, on_hopper(device))
 
-    def seconds(tile: Candidate, repetitions: int, sample_seconds: float) -> float | None:
-        found = _try(x, weights[0], tile)
-        if found is None or float((found.float() - expected).abs().max() / expected.abs().max()) > 0.02:
-            return None
-        calls = copies * math.ceil(16 / copies)
+    @torch.inference_mode()
+    def attempt(tile: Candidate) -> torch.Tensor | None:
+        return _or_none(lambda: run_with_tile(x, weights[0], tile))
 
+    # Most of the time would be that of compiling one behind the other.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(attempt, tiles)
+        right = [tile for tile, y in zip(tiles, found, strict=True) if y is not None and _is_close(y, expected)]
+    calls = copies * math.ceil(16 / copies)
+
+    def seconds(tile: Candidate) -> float:
         def all_calls() -> None:
             for index in range(calls):
                 run_with_tile(x, weights[index % copies], tile)
 
-        graph = capture(all_calls)
-        return measure(graph.replay, repetitions, sample_seconds, warm_seconds=0.02).median / calls
+        return measure(capture(all_calls).replay, 3, sample_seconds=0.002, warm_seconds=0.005).median
 
-    worth = candidates(rows, out_features, in_features, shared_memory, dtype.itemsize, _on_hopper(device))
-    tried = dict.fromkeys([default, *worth])
-    # Most of the time would be that of compiling one behind the other.
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda tile: _try(x, weights[0], tile), tried))
-    roughly = {tile: time for tile in tried if (time := seconds(tile, 3, 0.002)) is not None}
-    final = dict.fromkeys([default, *sorted(roughly, key=lambda tile: roughly[tile])[:_FINAL]])
-    carefully = {tile: time for tile in final if (time := seconds(tile, 15, 0.01)) is not None}
-    best = choose(default, carefully)
-    return {
-        "rows": rows,
-        "out_features": out_features,
-        "in_features": in_features,
-        "dtype": str(dtype).removeprefix("torch."),
-        "tile": asdict(best),
-        "microseconds": round(carefully[best] * 1e6, 3),
-        "default_microseconds": round(carefully[default] * 1e6, 3),
-        "gigabytes_per_second": round(weight_bytes / carefully[best] / 1e9, 1),
-    }
+    return sorted(right, key=seconds)[:_FINAL]
 
 
-@torch.inference_mode()
-def _try(x: torch.Tensor, weight: torch.Tensor, tile: Candidate) -> torch.Tensor | None:
-    """``x W^T`` with a tile; None where that is no candidate."""
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return float((found.float() - expected).abs().max() / expected.abs().max()) <= 0.02
+
+
+def _or_none(run: Callable[[], T]) -> T | None:
+    """What `run` answers; None where Triton says that a tile cannot be compiled or needs more than the GPU has."""
     try:
-        return run_with_tile(x, weight, tile)
+        return run()
     except Exception as error:
-        # Triton's own say that a tile cannot be compiled or needs more than the GPU has.
         if type(error).__module__.partition(".")[0] == "triton":
             return None
         raise
+
+
+def line(entry: Entry) -> str:
+    """An entry for a person."""
+    tile = ", ".join(f"{key} {value}" for key, value in entry["tile"].items())
+    return (
+        f"{entry['rows']:>3} rows, {entry['out_features']} x {entry['in_features']}: a step takes "
+        f"{entry['microseconds']:.1f} us with {tile}; {entry['default_microseconds']:.1f} us with the default"
+    )
+
+
+def write(path: Path, device_name: str, entries: Sequence[Entry]) -> None:
+    """The file as the loader reads it, an entry a line, sorted so that a new run shows as few differences as it can."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = ",\n  ".join(json.dumps(entry) for entry in sorted(entries, key=_key))
+    head = f'{{"device": {json.dumps(device_name)}, "torch": {json.dumps(str(torch.__version__))},'
+    path.write_text(f'{head}\n "entries": [\n  {rows}\n]}}\n')
+    tuned.read_entries(path)
+
+
+def choose(default: Candidate | None, seconds: Mapping[Candidate | None, float]) -> Candidate | None:
+    """The fastest, or the default where that is as fast but for noise."""
+    best = min(seconds, key=lambda tile: seconds[tile])
+    return best if seconds[default] > (1.0 + WORTH) * seconds[best] else default
+
+
+def _key(entry: Entry) -> tuple[Any, ...]:
+    return entry["dtype"], entry["out_features"], entry["in_features"], entry["rows"]
 
 
 def default_tile(
     rows: int, out_features: int, in_features: int, itemsize: int, device: torch.device
 ) -> Candidate | None:
     """The kernel's own choice where nothing is tuned; None: the product is torch's."""
-    from atom_core.kernels.linear.tiles import tile_for  # needs triton, which a CPU may lack
+    from atom_core.kernels.linear.tiles import on_hopper, tile_for  # needs triton, which a CPU may lack
 
     nvidia = Target.of(device).kind == "cuda"
-    tile = tile_for(rows, out_features, in_features, itemsize, nvidia, _on_hopper(device))
+    tile = tile_for(rows, out_features, in_features, itemsize, nvidia, on_hopper(device))
     return None if tile is None else Candidate(**asdict(tile))
-
-
-def _on_hopper(device: torch.device) -> bool:
-    from atom_core.kernels.linear.tiles import on_hopper  # needs triton, which a CPU may lack
-
-    return on_hopper(device)
 
 
 def run_with_tile(x: torch.Tensor, weight: torch.Tensor, tile: Candidate) -> torch.Tensor:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -155,6 +159,20 @@ def _tile_of_parts(num_rows: int, widens: bool) -> Tile:
     return Tile("hopper", 128, 64, 8, 6, early=True, tokens=128)
 
 
+#: What :func:`tried` says.
+_TRIED: ContextVar[Mapping[tuned.Shape, Tile]] = ContextVar("tried", default=MappingProxyType({}))
+
+
+@contextmanager
+def tried(tiles: Mapping[tuned.Shape, Tile]) -> Iterator[None]:
+    """For who looks for the fastest: within, products of these shapes have these tiles."""
+    token = _TRIED.set(tiles)
+    try:
+        yield
+    finally:
+        _TRIED.reset(token)
+
+
 def chosen_tile(x: torch.Tensor, weight: torch.Tensor, nvidia: bool) -> Tile | None:
     """The tile for ``x [M, K]`` and ``weight [N, K]``: the one measured to be fastest here, or the default.
 
@@ -165,6 +183,9 @@ def chosen_tile(x: torch.Tensor, weight: torch.Tensor, nvidia: bool) -> Tile | N
         return None
     hopper = on_hopper(x.device) and aligned(x) and aligned(weight)
     dtype = str(weight.dtype).removeprefix("torch.")
+    of_a_search = _TRIED.get()
+    if of_a_search and (tile := of_a_search.get(tuned.Shape(num_rows, out_features, in_features, dtype))):
+        return tile
     return _chosen_tile(_device_name(x.device), num_rows, out_features, in_features, dtype, nvidia, hopper)
 
 

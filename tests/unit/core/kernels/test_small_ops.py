@@ -301,6 +301,18 @@ def test_a_product_takes_the_tile_that_was_measured(monkeypatch):
     tiles._chosen_tile.cache_clear()
 
 
+def test_a_tile_that_is_tried_is_taken_for_its_shape_alone_and_no_longer():
+    from atom_core.kernels import tuned
+    from atom_core.kernels.linear.tiles import Tile, chosen_tile, tried
+
+    tile = Tile("row", 2, 256, 4)
+    x, weight, other = torch.randn(1, 96).half(), torch.randn(52, 96).half(), torch.randn(48, 96).half()
+    before = [chosen_tile(x, it, nvidia=True) for it in (weight, other)]
+    with tried({tuned.Shape(1, 52, 96, "float16"): tile}):
+        assert [chosen_tile(x, it, nvidia=True) for it in (weight, other)] == [tile, before[1]]
+    assert [chosen_tile(x, it, nvidia=True) for it in (weight, other)] == before
+
+
 @pytest.mark.parametrize(
     ("rows", "out_features", "in_features", "itemsize", "hopper", "tokens"),
     [

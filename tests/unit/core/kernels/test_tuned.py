@@ -21,7 +21,6 @@ def entry(**changes):
         "tile": TILE,
         "microseconds": 3.5,
         "default_microseconds": 4,
-        "gigabytes_per_second": 2400.0,
         **changes,
     }
 

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from atom_core.kernels import tuned
-from atom_plugin.bench.tune import Candidate, candidates, choose, line, write
+from atom_plugin.bench import tune
+from atom_plugin.bench.tune import ROWS, Candidate, candidates, choose, line, write
 
 SHARED_MEMORY = 227 << 10
 SHAPES = [(4096, 1024), (1024, 3072), (24576, 4096), (151936, 4096), (100, 60)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("rows", ROWS)
 def test_candidates_are_many_different_and_fit(rows, shape):
     found = candidates(rows, *shape, SHARED_MEMORY)
     assert len(found) == len(set(found)) > 5
     for tile in found:
         assert tile.kernel.endswith("rows") or rows == 1
         if tile.kernel == "rows":
-            assert tile.stages * tile.columns * (2 * tile.rows + 32) <= SHARED_MEMORY
+            assert tile.stages * tile.columns * 2 * (tile.rows + max(16, rows)) <= SHARED_MEMORY
+
+
+def test_many_rows_may_be_taken_in_parts():
+    found = candidates(64, 4096, 4096, SHARED_MEMORY, hopper=True)
+    assert {tile.tokens for tile in found if tile.kernel == "hopper"} == {0, 16, 32}
+    assert {tile.tokens for tile in candidates(16, 4096, 4096, SHARED_MEMORY, hopper=True)} == {0}
 
 
 def test_less_shared_memory_leaves_fewer():
@@ -39,8 +48,9 @@ def test_candidates_are_tiles_of_the_kernel():
 
 def test_only_what_is_clearly_faster_replaces_the_default():
     default, other = Candidate("row", 4, 1024, 4), Candidate("row", 8, 1024, 4)
-    assert choose(default, {default: 1.0, other: 0.99}) == default
-    assert choose(default, {default: 1.0, other: 0.9}) == other
+    assert choose(default, {default: 1.0, other: 0.999}) == default
+    assert choose(default, {default: 1.0, other: 0.99}) == other
+    assert choose(None, {None: 1.0, other: 0.999}) is None
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -53,7 +63,6 @@ def test_what_is_written_is_read(tmp_path):
             "tile": asdict(Candidate("row", 4, 1024, 4)),
             "microseconds": 3.5,
             "default_microseconds": 4.0,
-            "gigabytes_per_second": 2400.0,
         }
 
     path = tuned.tuned_file(tmp_path, "NVIDIA H200")
@@ -62,4 +71,41 @@ def test_what_is_written_is_read(tmp_path):
     assert [(it["out_features"], it["rows"]) for it in tuned.read_entries(path)] == [(1024, 1), (4096, 1), (4096, 2)]
     tile = tuned.lookup(tmp_path, "NVIDIA H200", 2, 4096, 1024, "bfloat16")
     assert Candidate(**tile) == Candidate("row", 4, 1024, 4)
-    assert line(entries[0]).startswith("  2 rows, 4096 x 1024: 3.50 us (2400 GB/s) with kernel row, rows 4")
+    assert line(entries[0]).startswith("  2 rows, 4096 x 1024: a step takes 3.5 us with kernel row, rows 4")
+
+
+def test_candidates_take_turns_within_the_step_and_one_that_cannot_be_captured_takes_none(monkeypatch):
+    pytest.importorskip("triton")
+    from triton.runtime.errors import OutOfResources
+
+    from atom_core.kernels.linear.tiles import Tile, chosen_tile
+
+    kept, tried = Tile("row", 2, 128, 4), Candidate("row", 4, 128, 4)
+    large = Candidate("row", 8, 128, 4)
+    x, weight, other = torch.randn(1, 96).half(), torch.randn(52, 96).half(), torch.randn(48, 96).half()
+    captured, turns = [], []
+
+    def run():
+        tiles = [chosen_tile(x, it, nvidia=True) for it in (weight, other)]
+        if tiles[0] == Tile(**asdict(large)):
+            raise OutOfResources(300, 227, "shared memory")
+        return tiles
+
+    def capture(run):
+        captured.append(run())
+        rows = captured[-1][0].rows
+        return SimpleNamespace(replay=lambda: rows)
+
+    def measure(replay, *_, **__):
+        turns.append(replay())
+        return SimpleNamespace(median=float(turns[-1]))
+
+    monkeypatch.setattr(tune, "capture", capture)
+    monkeypatch.setattr(tune, "measure", measure)
+    shape, behind = (tuned.Shape(1, size, 96, "float16") for size in (52, 48))
+    seconds = tune._in_step(run, shape, [None, tried, large], {behind: kept})
+    default = chosen_tile(x, weight, nvidia=True)
+    assert seconds == {None: default.rows, tried: 4.0}
+    assert turns == [default.rows, 4] * 5
+    assert [tiles[1] for tiles in captured] == [kept] * 2
+    assert captured[1][0] == Tile(**asdict(tried))
