@@ -148,20 +148,30 @@ def in_mxfp4(spec, tokens):
     return x, weights, experts, Mxfp4Weights(*packed, plain.gate_up_bias, plain.down_bias)
 
 
+def adopted(spec, layer):
+    """A kernel, and the layer as it wants it."""
+    kernel = TritonMxfp4Experts(spec, OVERLAP)
+    layer = layer._replace(gate_up=layer.gate_up.clone(), down=layer.down.clone())
+    kernel.adopt(layer)
+    return kernel, layer
+
+
 @pytest.mark.parametrize("spec", MXFP4_SPECS.values(), ids=MXFP4_SPECS)
 @pytest.mark.parametrize("tokens", [1, 3, 8, 9, MAX_TOKENS, MAX_TOKENS + 1, 300, 600, 5000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_experts_in_mxfp4_are_the_reference(spec, tokens, dtype):
     spec = replace(spec, dtype=dtype)
-    given = in_mxfp4(spec, tokens)
-    assert_close(TritonMxfp4Experts(spec, OVERLAP)(*given), ReferenceMxfp4Experts(spec)(*given))
+    *given, layer = in_mxfp4(spec, tokens)
+    kernel, moved = adopted(spec, layer)
+    assert_close(kernel(*given, moved), ReferenceMxfp4Experts(spec)(*given, layer))
 
 
 @pytest.mark.parametrize("tokens", [3, 300])
 def test_experts_in_mxfp4_may_have_rounded_inputs(tokens):
     spec = Mxfp4ExpertsSpec(**vars(SPECS["Qwen3 30B"]), rounded_inputs=True)
-    given = in_mxfp4(spec, tokens)
-    found, wanted = TritonMxfp4Experts(spec, OVERLAP)(*given), ReferenceMxfp4Experts(spec)(*given)
+    *given, layer = in_mxfp4(spec, tokens)
+    kernel, moved = adopted(spec, layer)
+    found, wanted = kernel(*given, moved), ReferenceMxfp4Experts(spec)(*given, layer)
     # Where sums in another order move a number of the middle over a tie, four bits make more of it.
     error = (found - wanted).float().square().mean().sqrt() / wanted.float().square().mean().sqrt()
     assert error < 0.05
@@ -170,10 +180,11 @@ def test_experts_in_mxfp4_may_have_rounded_inputs(tokens):
 @pytest.mark.parametrize("tokens", [1, 9, 40, 300])
 def test_answers_of_mxfp4_are_added_to_a_residual(tokens):
     spec = MXFP4_SPECS["GPT-OSS 20B"]
-    given = in_mxfp4(spec, tokens)
+    *given, layer = in_mxfp4(spec, tokens)
     residual = torch.randn(tokens, spec.hidden_size, device=GPU).to(spec.dtype)
-    wanted = residual.float() + ReferenceMxfp4Experts(spec)(*given).float()
-    assert_close(TritonMxfp4Experts(spec, OVERLAP).add(*given, residual), wanted)
+    wanted = residual.float() + ReferenceMxfp4Experts(spec)(*given, layer).float()
+    kernel, moved = adopted(spec, layer)
+    assert_close(kernel.add(*given, moved, residual), wanted)
 
 
 @pytest.mark.parametrize("spec", MXFP4_SPECS.values(), ids=MXFP4_SPECS)
@@ -183,7 +194,8 @@ def test_one_token_is_normed_in_front_of_mxfp4(spec):
     norm = torch.rand(spec.hidden_size, device=GPU).to(spec.dtype) + 0.5
     normed = rms_norm(stream, norm, 1e-6, None)[0]
     wanted = stream.float() + ReferenceMxfp4Experts(spec)(normed, weights, experts, layer).float()
-    assert_close(TritonMxfp4Experts(spec, OVERLAP).add_behind_norm(stream, norm, 1e-6, weights, experts, layer), wanted)
+    kernel, moved = adopted(spec, layer)
+    assert_close(kernel.add_behind_norm(stream, norm, 1e-6, weights, experts, moved), wanted)
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 64])
@@ -192,9 +204,10 @@ def test_scales_in_mxfp4_may_be_small_and_large(tokens, offset):
     spec = replace(MXFP4_SPECS["GPT-OSS 20B"], activation="silu", bias=False)
     x, weights, experts, layer = in_mxfp4(spec, tokens)
     layer.down_scale.add_(offset)
-    given = (x, weights, experts, layer)
+    kernel, moved = adopted(spec, layer)
     # As one number for both: of such sizes, none of theirs is compared with 1.
-    found, wanted = TritonMxfp4Experts(spec, OVERLAP)(*given).double(), ReferenceMxfp4Experts(spec)(*given).double()
+    found = kernel(x, weights, experts, moved).double()
+    wanted = ReferenceMxfp4Experts(spec)(x, weights, experts, layer).double()
     assert_close(found * 2.0**-offset, wanted * 2.0**-offset)
 
 

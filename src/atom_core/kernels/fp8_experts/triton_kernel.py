@@ -11,7 +11,7 @@ import torch
 
 from atom_core.config import Activation
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
-from atom_core.kernels.experts.grouped import Held, block_rows, combine, sort_by_expert
+from atom_core.kernels.experts.grouped import ROOM, Held, block_rows, combine, sort_by_expert
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
 from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.fp8_experts.few_tokens import few_tokens, one_token, takes_one_token
@@ -225,7 +225,7 @@ def many_tokens(
     """See :func:`atom_core.kernels.fp8_experts.few_tokens.one_token`."""
     tokens, hidden = x.shape
     group, dtype = block or None, layer.gate_up.dtype
-    rows = block_rows(tokens, held)
+    rows = block_rows(tokens, held, ROOM if nvidia and block else 1.0)
     if nvidia and block:
         rows = min(64, rows)  # sums of a group and of all of them have to have room
     if not nvidia and (hidden % 128 or layer.down.shape[2] % 128):

@@ -3,7 +3,9 @@
 A weight goes from global memory to shared memory as it is kept, and from there to the registers in which tensor cores
 take their left side; there it becomes bfloat16, so it never lies anywhere with 16 bits. Four numbers in a row, two
 bytes, are one element of a tile of int16: the first of each four make one left side, the second another, and so on; the
-input is in that order (:func:`atom_core.kernels.mxfp4_linear.inputs.prepare`), so nothing is exchanged.
+input is in that order (:func:`atom_core.kernels.mxfp4_linear.inputs.prepare`), so nothing is exchanged. Within the two
+bytes bits are moved once, when weights are loaded (:func:`atom_core.kernels.mxfp4_experts.bits.spread`), to where the
+fewest instructions take them to bfloat16's.
 
 e2m1's bits put into bfloat16's fields are the number times 2 ** -126, its subnormal included. Two numbers at a time
 are multiplied by their scale times 2 ** 62, and sums by 2 ** 64 in the end: there may be no scale above 2 ** 65, and
@@ -28,18 +30,24 @@ from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_linear.inputs import prepare
 from atom_core.kernels.triton_support import launch_options
 
+#: What takes each of an element's numbers to where bfloat16 has sign and size: two elements at a time.
+_BOTH = "and.b32 number, number, 0x01c001c0; lop3.b32 number, number, sign, 0x80008000, 0xf8; "
+_FIRST = gl.constexpr("and.b32 number, $1, 0x81c081c0; ")
+_SECOND = gl.constexpr("shl.b32 number, $1, 3; and.b32 number, number, 0x81c081c0; ")
+_THIRD = gl.constexpr("shl.b32 number, $1, 6; shl.b32 sign, $1, 2; " + _BOTH)
+_FOURTH = gl.constexpr("shr.u32 number, $1, 3; shl.b32 sign, $1, 1; " + _BOTH)
+
 #: Tokens up to which nothing is sorted.
 MAX_TOKENS = 16
 
 
 @gluon.jit
-def _plane(packed, each, SHIFTS: gl.constexpr):
+def _plane(packed, each, NUMBER: gl.constexpr):
     """One of the four numbers of each element, in bfloat16: times 2 ** (each - 127 - 64)."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 scale, number, sign; mad.lo.u32 scale, $2, 0x00800080, 0x1f001f00; "
-        + SHIFTS
-        + "and.b32 number, number, 0x01c001c0; lop3.b32 number, number, sign, 0x80008000, 0xf8; "
-        "mul.rn.bf16x2 $0, number, scale; }",
+        + NUMBER
+        + "mul.rn.bf16x2 $0, number, scale; }",
         "=r,r,r,r",
         [packed, each],
         dtype=gl.bfloat16,
@@ -212,13 +220,13 @@ def expert_rows_hopper(
         for number in gl.static_range(2, GROUPS):
             each = gl.where(element < number * 8, each, _scales(of_groups, number, left))
         here = inputs.index(place)
-        first = _plane(packed, each, "shl.b32 number, $1, 6; shl.b32 sign, $1, 12; ")
+        first = _plane(packed, each, _FIRST)
         total = _add_product(first, here, total, 0, TOKENS, TOGETHER, right)
-        second = _plane(packed, each, "shl.b32 number, $1, 2; shl.b32 sign, $1, 8; ")
+        second = _plane(packed, each, _SECOND)
         total = _add_product(second, here, total, 1, TOKENS, TOGETHER, right)
-        third = _plane(packed, each, "shr.u32 number, $1, 2; shl.b32 sign, $1, 4; ")
+        third = _plane(packed, each, _THIRD)
         total = _add_product(third, here, total, 2, TOKENS, TOGETHER, right)
-        fourth = _plane(packed, each, "shr.u32 number, $1, 6; mov.b32 sign, $1; ")
+        fourth = _plane(packed, each, _FOURTH)
         total = _add_product(fourth, here, total, 3, TOKENS, TOGETHER, right)
         if TOGETHER:
             # By masks, as behind a branch each product would be waited for.

@@ -14,6 +14,7 @@ from atom_core.kernels.experts.grouped import Held, block_rows, combine, sort_by
 from atom_core.kernels.experts.hopper import multiply_on_hopper
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.linear.triton_kernel import Norm
+from atom_core.kernels.mxfp4_experts.bits import PLACES
 from atom_core.kernels.mxfp4_linear.inputs import prepare
 from atom_core.kernels.mxfp4_linear.parts import number, scale_of
 
@@ -24,29 +25,39 @@ _WIDE_BYTES = 256 << 20
 
 
 @triton.jit
-def _widen(blocks, scales, wide, N, K, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Some rows and groups of one expert's weight."""
+def _number(packed, SIGN: tl.constexpr, SIZE: tl.constexpr):
+    """One of the four numbers of each element."""
+    return number(((packed >> SIGN) & 1) * 8 + ((packed >> SIZE) & 7))
+
+
+@triton.jit
+def _widen(blocks, scales, wide, N, K, ROWS: tl.constexpr, GROUPS: tl.constexpr, PLACES: tl.constexpr):
+    """Some rows and groups of one expert's weight, whose bits are where :mod:`.bits` puts them."""
     expert = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    byte = tl.program_id(1) * GROUPS * 16 + tl.arange(0, GROUPS * 16)
-    known = (row < N)[:, None] & (byte < K // 2)[None, :]
+    four = tl.program_id(1) * GROUPS * 8 + tl.arange(0, GROUPS * 8)
+    known = (row < N)[:, None] & (four < K // 4)[None, :]
     at = (expert * N + row)[:, None]
-    packed = tl.load(blocks + at * (K // 2) + byte[None, :], mask=known, other=0).to(tl.int32)
+    packed = tl.load(blocks + at * (K // 4) + four[None, :], mask=known, other=0).to(tl.int32)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     scale_at = scales + expert * N * (K // 32) + row[:, None] + (group * N)[None, :]
     each = scale_of(tl.load(scale_at, mask=(row < N)[:, None] & (group < K // 32)[None, :], other=0))
-    pairs = tl.reshape(tl.join(number(packed & 15), number(packed >> 4)), (ROWS, GROUPS, 32)) * each[:, :, None]
+    # The first and the third, and the second and the fourth, joined to four in a row.
+    odd = tl.join(_number(packed, PLACES[0], PLACES[1]), _number(packed, PLACES[4], PLACES[5]))
+    even = tl.join(_number(packed, PLACES[2], PLACES[3]), _number(packed, PLACES[6], PLACES[7]))
+    fours = tl.reshape(tl.join(odd, even), (ROWS, GROUPS, 32)) * each[:, :, None]
     column = tl.program_id(1) * GROUPS * 32 + tl.arange(0, GROUPS * 32)
-    numbers = tl.reshape(pairs, (ROWS, GROUPS * 32)).to(wide.dtype.element_ty)
+    numbers = tl.reshape(fours, (ROWS, GROUPS * 32)).to(wide.dtype.element_ty)
     tl.store(wide + at * K + column[None, :], numbers, mask=(row < N)[:, None] & (column < K)[None, :])
 
 
 def widen(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``[E, N, K]`` in ``dtype`` of ``blocks [E, N, K / 2]`` and ``scales [E, N, K / 32]``, which lie transposed."""
+    """``[E, N, K]`` in ``dtype`` of ``blocks [E, N, K / 2]``, spread, and ``scales [E, N, K / 32]``, transposed."""
     experts, rows, half = blocks.shape
     wide = torch.empty(experts, rows, 2 * half, dtype=dtype, device=blocks.device)
     grid = (triton.cdiv(rows, 16), triton.cdiv(half, 8 * 16), experts)
-    _widen[grid](blocks, scales, wide, rows, 2 * half, ROWS=16, GROUPS=8)
+    places = tuple(place for pair in PLACES for place in pair)
+    _widen[grid](blocks.view(torch.int16), scales, wide, rows, 2 * half, ROWS=16, GROUPS=8, PLACES=places)
     return wide
 
 

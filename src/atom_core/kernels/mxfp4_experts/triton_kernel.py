@@ -23,6 +23,7 @@ from atom_core.kernels.linear.parts import finish, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_experts import Mxfp4Weights
+from atom_core.kernels.mxfp4_experts.bits import spread
 from atom_core.kernels.mxfp4_linear.inputs import prepare
 from atom_core.kernels.mxfp4_linear.parts import number, scale_of
 from atom_core.kernels.opaque import opaque
@@ -214,7 +215,10 @@ class TritonMxfp4Experts:
         self.held = Held(spec.first, spec.count, spec.top_k)
 
     def adopt(self, layer: Mxfp4Weights) -> None:
-        """Nothing to move."""
+        """For Hopper's kernel, bits are moved to where it wants them."""
+        if _by_hopper(self.spec.dtype, layer.gate_up.device):
+            spread(layer.gate_up)
+            spread(layer.down)
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Mxfp4Weights
@@ -262,6 +266,10 @@ class TritonMxfp4Experts:
         return _launch(
             x, weights, experts, layer, self.held, spec.activation, spec.rounded_inputs, self.overlap, residual, norm
         )
+
+
+def _by_hopper(dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype == torch.bfloat16 and on_hopper(device)
 
 
 def _fake(
@@ -330,7 +338,7 @@ def _launch(
     if not tokens:
         return torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
     run = _few_tokens if tokens <= MAX_TOKENS else _many_tokens
-    if x.dtype == torch.bfloat16 and on_hopper(x.device):
+    if _by_hopper(x.dtype, x.device):
         run = mixture_on_hopper
         if pays(x, size, held):
             assert norm is None
