@@ -61,7 +61,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Future[Ran
     limits = {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05, "max_model_len": 1024}
     small, real = CHECKPOINTS / "deepseek_v3", tmp_path_factory.mktemp("checkpoints") / "real"
     with_real_latents(small, real)
-    pool = ThreadPoolExecutor(8)
+    pool = ThreadPoolExecutor(12)
 
     def start(way: Way) -> Ran:
         asks = [Ask([row.prompt for row in _rows()], {"max_tokens": 32})]

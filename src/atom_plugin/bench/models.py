@@ -117,6 +117,8 @@ _QWEN3_30B_A3B = _qwen3(
     num_experts=128,
     num_experts_per_tok=8,
 )
+#: As published ones say of themselves: an engine that asks the format's reader takes a router for quantised otherwise.
+_QWEN3_30B_A3B_PLAIN = ["lm_head", *(f"model.layers.{index}.mlp.gate" for index in range(48))]
 
 #: By name: the `config.json` of each. Those whose architecture the core does not have are for engines alone.
 CONFIGS: Mapping[str, HfValues] = {
@@ -185,8 +187,14 @@ CONFIGS: Mapping[str, HfValues] = {
         "vocab_size": 32768,
     },
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
-    "qwen3-30b-a3b-fp8": {**_QWEN3_30B_A3B, "quantization_config": _FP8_BLOCKS},
-    "qwen3-30b-a3b-mxfp4": {**_QWEN3_30B_A3B, "quantization_config": _QUARK_MXFP4},
+    "qwen3-30b-a3b-fp8": {
+        **_QWEN3_30B_A3B,
+        "quantization_config": {**_FP8_BLOCKS, "modules_to_not_convert": _QWEN3_30B_A3B_PLAIN},
+    },
+    "qwen3-30b-a3b-mxfp4": {
+        **_QWEN3_30B_A3B,
+        "quantization_config": {**_QUARK_MXFP4, "exclude": _QWEN3_30B_A3B_PLAIN},
+    },
     "gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
