@@ -42,3 +42,13 @@ def test_a_random_checkpoint_is_read_and_runs(tmp_path, name):
     assert logits.isfinite().all()
     assert len(set(logits.argmax(-1).tolist())) > 1, "all tokens have one answer"
     assert 0.05 < logits.float().std() < 5
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("qwen3-30b-a3b-fp8", "modules_to_not_convert"), ("qwen3-30b-a3b-mxfp4", "exclude")]
+)
+def test_quantised_mixtures_say_that_no_router_is(name, key):
+    """As published ones do: vLLM asks the format's reader about its router, and has random scales for it otherwise."""
+    hf = CONFIGS[name]
+    plain = hf["quantization_config"][key]
+    assert {f"model.layers.{index}.mlp.gate" for index in range(hf["num_hidden_layers"])} < set(plain)
