@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from atom_core.config import ModelConfig
+from atom_core.config import HfConfig, ModelConfig
 from atom_core.layers.parameters import Placement
+from atom_core.models.registry import DRAFTS, load_draft_class
 from atom_core.quant import read_quantization
-from atom_core.standalone import RANDOM_SPREAD, lay_out, random_codes
+from atom_core.standalone import RANDOM_SPREAD, lay_out, lay_out_draft, random_codes
 from atom_core.weights import expected_tensors
 from atom_plugin.bench.models import HfValues, read_config
 
@@ -29,7 +30,7 @@ _FILE_BYTES = 4 << 30
 
 
 def write_random(hf: HfValues, folder: Path, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> None:
-    """Write `config.json` and the weights that it asks for.
+    """Write `config.json` and the weights that it asks for, those of layers that draft as well.
 
     Args:
         hf: what `config.json` says.
@@ -40,12 +41,16 @@ def write_random(hf: HfValues, folder: Path, dtype: torch.dtype = torch.bfloat16
     Raises:
         ValueError: an unsupported architecture or format.
     """
-    model = lay_out(ModelConfig.from_hf(hf), dtype, quant=read_quantization(hf, None))
+    config, quant = ModelConfig.from_hf(hf), read_quantization(hf, None)
+    wanted = expected_tensors(lay_out(config, dtype, quant=quant))
+    if config.draft_layers and config.architecture in DRAFTS:
+        draft = load_draft_class(config.architecture).read_config(HfConfig(hf))
+        wanted |= expected_tensors(lay_out_draft(draft, dtype, quant=quant))
     generator = torch.Generator(device).manual_seed(0)
     held: dict[str, torch.Tensor] = {}
     files: dict[str, str] = {}
     total = waiting = 0
-    for name, slot in sorted(expected_tensors(model).items()):
+    for name, slot in sorted(wanted.items()):
         if waiting >= _FILE_BYTES:
             files |= _save(held, folder)
             held, waiting = {}, 0

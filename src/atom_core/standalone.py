@@ -24,6 +24,7 @@ from atom_core.kernels.select import Target
 from atom_core.layers.parameters import ParameterLayer
 from atom_core.metadata import SHUFFLED, AttentionMetadata, CacheOrder, HostLengths, KVCacheView, LatentCacheView
 from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.models.draft import DraftModel
 from atom_core.models.registry import load_draft_class, load_model_class
 from atom_core.quant import QuantConfig, Unquantized, read_quantization
 from atom_core.runtime import OneReplica, Runtime, SingleRank
@@ -133,8 +134,7 @@ def check_draft_files(
     Raises:
         ValueError: as there, and where the checkpoint has no tensor of them.
     """
-    runtime = _without_memory(torch.bfloat16, tensor_parallel_size, quant, expert_parallel, data_parallel_size)
-    model = load_draft_class(config.architecture)(config, runtime)
+    model = lay_out_draft(config, torch.bfloat16, tensor_parallel_size, quant, expert_parallel, data_parallel_size)
     if directory is None:
         return
     checkpoint, first = Checkpoint.open(directory), f"model.layers.{config.layers_before}."
@@ -145,6 +145,23 @@ def check_draft_files(
             "decoding by them out."
         )
     check_checkpoint(model, checkpoint)
+
+
+def lay_out_draft(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    tensor_parallel_size: int = 1,
+    quant: QuantConfig = UNQUANTIZED,
+    expert_parallel: bool = False,
+    data_parallel_size: int = 1,
+) -> DraftModel:
+    """As :func:`lay_out`, of the layers of a checkpoint that draft; ``config`` is theirs.
+
+    Raises:
+        ValueError: as there.
+    """
+    runtime = _without_memory(dtype, tensor_parallel_size, quant, expert_parallel, data_parallel_size)
+    return load_draft_class(config.architecture)(config, runtime)
 
 
 def _without_memory(

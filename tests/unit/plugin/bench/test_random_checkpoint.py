@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from atom_core.config import ModelConfig
+from atom_core.config import HfConfig, ModelConfig
+from atom_core.models.registry import load_draft_class
 from atom_core.quant import read_quantization
-from atom_core.standalone import Runner, check_files
+from atom_core.standalone import Runner, check_draft_files, check_files
 from atom_plugin.bench.models import CONFIGS
 from benchmarks.random_checkpoint import write_random
 
@@ -42,6 +43,13 @@ def test_a_random_checkpoint_is_read_and_runs(tmp_path, name):
     assert logits.isfinite().all()
     assert len(set(logits.argmax(-1).tolist())) > 1, "all tokens have one answer"
     assert 0.05 < logits.float().std() < 5
+
+
+def test_layers_that_draft_are_written_as_well(tmp_path):
+    hf = {**CONFIGS["deepseek-v3"], **SMALL, **CASES["deepseek-v3"]}
+    write_random(hf, tmp_path)
+    drafts = load_draft_class(hf["architectures"][0]).read_config(HfConfig(hf))
+    check_draft_files(drafts, tmp_path, quant=read_quantization(hf, None))
 
 
 @pytest.mark.parametrize(
