@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 #: Caches of compiled code, by the variable that moves each; a fresh folder is a machine that never ran an engine.
 _CACHES = {
@@ -46,12 +47,33 @@ class Shape:
         return f"{self.batch}x{self.input_len}"
 
 
+class Generated(NamedTuple):
+    """What an engine has of a run."""
+
+    answers: list[list[int]]
+    decoding: float | None = None
+    """Seconds from when the last request had its first token to the last token of all, by the engine's own clock: what
+    prompts take, which scatters most, is not in it. None: the engine does not tell."""
+
+
+class Run(NamedTuple):
+    """A run of a shape."""
+
+    seconds: float
+    generated: Generated
+
+    def behind_first(self, first: float) -> float:
+        """Seconds of all steps behind the first token; ``first``: of a run that ends there."""
+        decoding = self.generated.decoding
+        return self.seconds - first if decoding is None else decoding
+
+
 @dataclass(frozen=True)
 class Started:
     """An engine that is ready."""
 
-    generate: Callable[[list[list[int]], int], list[list[int]]]
-    """Runs prompts of token ids to so many new tokens each: these."""
+    generate: Callable[[list[list[int]], int], Generated]
+    """Runs prompts of token ids to so many new tokens each."""
     cache_tokens: int
     """What its cache holds."""
     stop: Callable[[], object]
@@ -64,20 +86,19 @@ def prompts_of(shape: Shape, model: str) -> list[list[int]]:
     return [[generator.randrange(vocabulary) for _ in range(shape.input_len)] for _ in range(shape.batch)]
 
 
-def timed(engine: Started, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-    """One run: seconds, and the new tokens."""
+def timed(engine: Started, prompts: list[list[int]], tokens: int) -> Run:
+    """One run."""
     begin = time.perf_counter()
-    answers = engine.generate(prompts, tokens)
-    return time.perf_counter() - begin, answers
+    generated = engine.generate(prompts, tokens)
+    return Run(time.perf_counter() - begin, generated)
 
 
 def run_shape(engine: Started, prompts: list[list[int]], output_len: int, repetitions: int) -> dict[str, float]:
     """Seconds until all requests have their first token, and seconds of each further step."""
     timed(engine, prompts, WARM_TOKENS)
-    first = [timed(engine, prompts, 1)[0] for _ in range(repetitions)]
-    whole = [timed(engine, prompts, output_len)[0] for _ in range(repetitions)]
-    ttft = statistics.median(first)
-    return {"ttft": ttft, "tpot": (statistics.median(whole) - ttft) / (output_len - 1)}
+    ttft = statistics.median(timed(engine, prompts, 1).seconds for _ in range(repetitions))
+    whole = statistics.median(timed(engine, prompts, output_len).behind_first(ttft) for _ in range(repetitions))
+    return {"ttft": ttft, "tpot": whole / (output_len - 1)}
 
 
 def serve_command(module: str, model: str, name: str) -> list[str]:

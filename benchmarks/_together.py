@@ -15,11 +15,11 @@ from typing import Any
 
 from benchmarks import IMPLEMENTATIONS
 from benchmarks._figures import Rounds, summarise
-from benchmarks._runs import WARM_TOKENS, Shape, Started, prompts_of, serve_command, timed, with_caches
+from benchmarks._runs import WARM_TOKENS, Generated, Run, Shape, Started, prompts_of, serve_command, timed, with_caches
 from benchmarks._served import Message, Served, answer
 
-#: Runs a shape for so many new tokens in one of the two: seconds, and the tokens.
-Run = Callable[[str, Shape, int], tuple[float, list[list[int]]]]
+#: Runs a shape for so many new tokens in one of the two.
+Runs = Callable[[str, Shape, int], Run]
 
 
 def serve_turns(arguments: argparse.Namespace, start: Callable[[argparse.Namespace], Started]) -> None:
@@ -28,8 +28,8 @@ def serve_turns(arguments: argparse.Namespace, start: Callable[[argparse.Namespa
 
     def run(asked: Message) -> Message:
         prompts = prompts_of(Shape.read(asked["shape"]), arguments.model)
-        seconds, answers = timed(engine, prompts, asked["tokens"])
-        return {"seconds": seconds, "answers": answers}
+        ran = timed(engine, prompts, asked["tokens"])
+        return {"seconds": ran.seconds, **ran.generated._asdict()}
 
     answer(arguments.replies, {}, run)
     engine.stop()
@@ -72,9 +72,9 @@ class Together:
         for engine in self.served.values():
             engine.process.wait()
 
-    def _run(self, name: str, shape: Shape, tokens: int) -> tuple[float, list[list[int]]]:
+    def _run(self, name: str, shape: Shape, tokens: int) -> Run:
         found = self.served[name].ask({"shape": str(shape), "tokens": tokens})
-        return found["seconds"], found["answers"]
+        return Run(found.pop("seconds"), Generated(**found))
 
 
 def agreement(native: list[list[int]], atom: list[list[int]]) -> str:
@@ -97,7 +97,7 @@ def _alike(one: list[int], other: list[int]) -> int:
     return next((at for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
 
 
-def take_turns(run: Run, shapes: list[Shape], output_len: int, repetitions: int) -> tuple[Rounds, dict[str, str]]:
+def take_turns(run: Runs, shapes: list[Shape], output_len: int, repetitions: int) -> tuple[Rounds, dict[str, str]]:
     """Milliseconds of every turn, by figure and implementation, which goes first alternating; how answers agree."""
     names = list(IMPLEMENTATIONS)
     rounds: dict[str, dict[str, list[float]]] = {}
@@ -108,13 +108,13 @@ def take_turns(run: Run, shapes: list[Shape], output_len: int, repetitions: int)
         tpot, ttft = ({name: list[float]() for name in names} for _ in range(2))
         for repetition in range(repetitions):
             order = names if repetition % 2 == 0 else names[::-1]
-            first = {name: run(name, shape, 1)[0] for name in order}
+            first = {name: run(name, shape, 1).seconds for name in order}
             whole = {name: run(name, shape, output_len) for name in order}
             if not repetition:
-                answers[str(shape)] = agreement(*(whole[name][1] for name in names))
+                answers[str(shape)] = agreement(*(whole[name].generated.answers for name in names))
                 print(f"{shape} answers: {answers[str(shape)]}", flush=True)
             for name in names:
-                tpot[name].append((whole[name][0] - first[name]) / (output_len - 1) * 1e3)
+                tpot[name].append(whole[name].behind_first(first[name]) / (output_len - 1) * 1e3)
                 ttft[name].append(first[name] * 1e3)
         rounds |= {f"{shape} tpot, ms": tpot, f"{shape} ttft, ms": ttft}
         # What was measured stays readable if something later fails.

@@ -12,6 +12,7 @@ import argparse
 import os
 
 from benchmarks._gpu import Started, compare, load_format
+from benchmarks._runs import Generated
 
 
 def start(arguments: argparse.Namespace) -> Started:
@@ -43,9 +44,9 @@ def start(arguments: argparse.Namespace) -> Started:
     }
     engine = sglang.Engine(**options)
 
-    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    def generate(prompts: list[list[int]], tokens: int) -> Generated:
         sampling = {"temperature": arguments.temperature, "max_new_tokens": tokens, "ignore_eos": True}
-        return [it["output_ids"] for it in engine.generate(input_ids=prompts, sampling_params=sampling)]
+        return Generated([it["output_ids"] for it in engine.generate(input_ids=prompts, sampling_params=sampling)])
 
     return Started(generate, engine.get_server_info()["max_total_num_tokens"], stop=engine.shutdown)
 

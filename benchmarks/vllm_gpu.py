@@ -14,6 +14,7 @@ import argparse
 
 from benchmarks import IMPLEMENTATIONS
 from benchmarks._gpu import Started, compare, load_format
+from benchmarks._runs import Generated
 
 
 def start(arguments: argparse.Namespace) -> Started:
@@ -33,18 +34,21 @@ def start(arguments: argparse.Namespace) -> Started:
         "gpu_memory_utilization": arguments.gpu_memory_utilization,
         "tensor_parallel_size": arguments.tensor_parallel_size,
         "enable_prefix_caching": False,
-        "disable_log_stats": True,
+        # What a server does by default, and where a request's own times come from.
+        "disable_log_stats": False,
         "kv_cache_memory_bytes": None if arguments.cache_gib is None else int(arguments.cache_gib * 2**30),
         **arguments.extra_engine_json,
     }
     llm = LLM(**options)
 
-    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    def generate(prompts: list[list[int]], tokens: int) -> Generated:
         sampling = SamplingParams(
             temperature=arguments.temperature, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
         )
         found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-        return [list(it.outputs[0].token_ids) for it in found]
+        times = [it.metrics for it in found]
+        decoding = max(it.last_token_ts for it in times) - max(it.first_token_ts for it in times)
+        return Generated([list(it.outputs[0].token_ids) for it in found], decoding)
 
     cache = llm.llm_engine.vllm_config.cache_config
     return Started(generate, cache.num_gpu_blocks * cache.block_size, stop=llm.llm_engine.engine_core.shutdown)

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import _gpu, _runs, gpu_accuracy, serve_gpu
 from benchmarks._figures import Spread, as_json, markdown, plot, require_matplotlib, summarise
+from benchmarks._runs import Generated, Run
 from benchmarks._served import Served
 from benchmarks._together import take_turns
 from tests.integration.vllm.offline import Answer
@@ -83,18 +84,19 @@ def test_an_architecture_that_is_not_ours_has_no_floor(tmp_path):
     assert set(_gpu.floors(options("--model", str(path)), 4.8e12).values()) == {None}
 
 
-def test_a_shape_is_run_for_one_token_and_for_all(monkeypatch):
+@pytest.mark.parametrize("decoding", [(), (0.5,)], ids=["a difference", "the engine's own"])
+def test_a_shape_is_run_for_one_token_and_for_all(monkeypatch, decoding):
     clock, runs = [0.0], []
 
     def generate(prompts, tokens):
         runs.append((len(prompts), tokens))
         clock[0] += 1.0 + 0.1 * (tokens - 1)
-        return [[0] * tokens] * len(prompts)
+        return Generated([[0] * tokens] * len(prompts), *decoding)
 
     monkeypatch.setattr(_runs.time, "perf_counter", lambda: clock[0])
     engine = _gpu.Started(generate, cache_tokens=1, stop=lambda: None)
     times = _gpu.run_shape(engine, [[1], [2]], output_len=11, repetitions=2)
-    assert times == {"ttft": pytest.approx(1.0), "tpot": pytest.approx(0.1)}
+    assert times == {"ttft": pytest.approx(1.0), "tpot": pytest.approx(0.05 if decoding else 0.1)}
     assert runs == [(2, tokens) for tokens in (8, 1, 1, 11, 11)]
 
 
@@ -115,7 +117,7 @@ def test_engines_that_live_side_by_side_take_turns(capsys):
         answers = [list(range(tokens))] * 6 + [[0, *range(20, 19 + tokens)], other]
         if name == "native":
             answers[0] = [0, 1, 2, *range(30, 27 + tokens)]
-        return (2.0 if name == "native" else 1.0) * (1 + 0.001 * (tokens - 1)), answers
+        return Run((2.0 if name == "native" else 1.0) * (1 + 0.001 * (tokens - 1)), Generated(answers))
 
     rounds, answers = take_turns(run, [_gpu.Shape(8, 128)], output_len=11, repetitions=2)
     native, atom = "native", "atom"
