@@ -39,7 +39,9 @@ from atom_plugin.common.settings import load_settings
 OP_FOLDER = Path(atom_core.kernels.linear.__file__).parent
 
 #: Rows for which tiles are looked for.
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+#: Up to which of them all of the input can be one tile. With more a program takes a part: that pays for small weights.
+_WHOLE_ROWS, _SMALL_BYTES = 64, 64 << 20
 #: Of the step's time, what a tile must gain.
 WORTH = 0.003
 #: Layers that the model is cut to, and tokens that each request of its step has cached.
@@ -85,6 +87,9 @@ def candidates(
         itemsize: bytes of one number of the weight.
         hopper: whether the kernel for that architecture can be used.
     """
+    if num_rows > _WHOLE_ROWS:
+        small = hopper and out_features * in_features * itemsize <= _SMALL_BYTES
+        return list(_of_parts(in_features, shared_memory, itemsize)) if small else []
     found: list[Candidate] = []
     whole = 1 << max(in_features - 1, 1).bit_length()
     if num_rows == 1:
@@ -115,6 +120,17 @@ def candidates(
                     Candidate("hopper", rows, columns, 4, stages, early, tokens=tokens) for early in (False, True)
                 ]
     return found
+
+
+def _of_parts(in_features: int, shared_memory: int, itemsize: int) -> Iterator[Candidate]:
+    """Tiles of Hopper's kernel that take some rows of the input."""
+    for rows, columns, stages, warps, tokens, early in product(
+        (64, 128), (64, 128), (4, 5, 6, 8, 10), (4, 8), (16, 32, 64, 128), (False, True)
+    ):
+        # Four warps multiply 64 rows of the weight together.
+        fits = in_features % columns == 0 and stages * columns * (rows + tokens) * itemsize <= shared_memory
+        if fits and rows >= 16 * warps:
+            yield Candidate("hopper", rows, columns, warps, stages, early, tokens=tokens)
 
 
 def tune_linear(models: Sequence[str], dtype: torch.dtype, output: Path | None, say: Callable[[str], None]) -> Path:
@@ -149,8 +165,8 @@ def tune_linear(models: Sequence[str], dtype: torch.dtype, output: Path | None, 
 
 @torch.inference_mode()
 def _tune_model(name: str, dtype: torch.dtype, device: torch.device, say: Callable[[str], None]) -> Iterator[Entry]:
-    """An entry a product and number of rows, but where torch's product is the fastest."""
-    from atom_core.kernels.linear.tiles import Tile  # needs triton, which a CPU may lack
+    """An entry a product and number of rows."""
+    from atom_core.kernels.linear.tiles import TORCH, Tile  # needs triton, which a CPU may lack
 
     hf = read_config(name)
     config = ModelConfig.from_hf(cut(hf, min(_LAYERS, ModelConfig.from_hf(hf).num_layers)))
@@ -166,13 +182,10 @@ def _tune_model(name: str, dtype: torch.dtype, device: torch.device, say: Callab
             few = fastest_alone(rows, out_features, in_features, dtype, device)
             seconds = _in_step(run, shape, dict.fromkeys([default, *few]), chosen)
             best = choose(default, seconds)
-            if best is None:
-                say(f"{rows:>3} rows, {out_features} x {in_features}: torch's")
-                continue
-            chosen[shape] = Tile(**asdict(best))
+            chosen[shape] = None if best is None else Tile(**asdict(best))
             entry: dict[str, Any] = {
                 **shape._asdict(),
-                "tile": asdict(best),
+                "tile": TORCH if best is None else asdict(best),
                 "microseconds": round(seconds[best] * 1e6, 2),
                 "default_microseconds": round(seconds[default] * 1e6, 2),
             }
@@ -186,11 +199,11 @@ def _in_step(
     candidates: Iterable[Candidate | None],
     chosen: Mapping[tuned.Shape, Any],
 ) -> dict[Candidate | None, float]:
-    """Seconds of the step with each of the candidates, in turns; None is what there is without any."""
+    """Seconds of the step with each of the candidates, in turns; None is torch's product."""
     from atom_core.kernels.linear.tiles import Tile, tried  # needs triton, which a CPU may lack
 
     def with_tile(tile: Candidate | None, run: Callable[[], T]) -> T | None:
-        with tried({**chosen, **({} if tile is None else {shape: Tile(**asdict(tile))})}):
+        with tried({**chosen, shape: None if tile is None else Tile(**asdict(tile))}):
             # With what the model does around the product a tile may need more than there is.
             return _or_none(run)
 
@@ -215,6 +228,9 @@ def fastest_alone(
 
     properties = torch.cuda.get_device_properties(device)
     shared_memory = int(getattr(properties, "shared_memory_per_block_optin", _SHARED_MEMORY))
+    tiles = candidates(rows, out_features, in_features, shared_memory, dtype.itemsize, on_hopper(device))
+    if not tiles:
+        return []
     weight_bytes = out_features * in_features * dtype.itemsize
     copies = max(1, min(64, math.ceil(2 * properties.L2_cache_size / weight_bytes)))
     x = torch.randn(rows, in_features, device=device).to(dtype)
@@ -223,7 +239,6 @@ def fastest_alone(
         for _ in range(copies)
     ]
     expected = F.linear(x, weights[0]).float()
-    tiles = candidates(rows, out_features, in_features, shared_memory, dtype.itemsize, on_hopper(device))
 
     @torch.inference_mode()
     def attempt(tile: Candidate) -> torch.Tensor | None:

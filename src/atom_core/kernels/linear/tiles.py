@@ -159,13 +159,15 @@ def _tile_of_parts(num_rows: int, widens: bool) -> Tile:
     return Tile("hopper", 128, 64, 8, 6, early=True, tokens=128)
 
 
+#: In a file of tuned tiles: torch's product is the fastest.
+TORCH = {"kernel": "torch"}
 #: What :func:`tried` says.
-_TRIED: ContextVar[Mapping[tuned.Shape, Tile]] = ContextVar("tried", default=MappingProxyType({}))
+_TRIED: ContextVar[Mapping[tuned.Shape, Tile | None]] = ContextVar("tried", default=MappingProxyType({}))
 
 
 @contextmanager
-def tried(tiles: Mapping[tuned.Shape, Tile]) -> Iterator[None]:
-    """For who looks for the fastest: within, products of these shapes have these tiles."""
+def tried(tiles: Mapping[tuned.Shape, Tile | None]) -> Iterator[None]:
+    """For who looks for the fastest: within, products of these shapes have these tiles, or are torch's (None)."""
     token = _TRIED.set(tiles)
     try:
         yield
@@ -184,8 +186,8 @@ def chosen_tile(x: torch.Tensor, weight: torch.Tensor, nvidia: bool) -> Tile | N
     hopper = on_hopper(x.device) and aligned(x) and aligned(weight)
     dtype = str(weight.dtype).removeprefix("torch.")
     of_a_search = _TRIED.get()
-    if of_a_search and (tile := of_a_search.get(tuned.Shape(num_rows, out_features, in_features, dtype))):
-        return tile
+    if of_a_search and (shape := tuned.Shape(num_rows, out_features, in_features, dtype)) in of_a_search:
+        return of_a_search[shape]
     return _chosen_tile(_device_name(x.device), num_rows, out_features, in_features, dtype, nvidia, hopper)
 
 
@@ -194,6 +196,8 @@ def _chosen_tile(
     device: str, num_rows: int, out_features: int, in_features: int, dtype: str, nvidia: bool, hopper: bool
 ) -> Tile | None:
     found = tuned.lookup(Path(__file__).parent, device, num_rows, out_features, in_features, dtype)
+    if found == TORCH:
+        return None
     if found is not None and (hopper or found["kernel"] != "hopper"):
         return Tile(**found)
     return tile_for(num_rows, out_features, in_features, getattr(torch, dtype).itemsize, nvidia, hopper)

@@ -301,6 +301,17 @@ def test_a_product_takes_the_tile_that_was_measured(monkeypatch):
     tiles._chosen_tile.cache_clear()
 
 
+def test_a_product_may_be_measured_to_be_torchs(monkeypatch):
+    from atom_core.kernels.linear import tiles
+
+    x, weight = torch.randn(1, 96).half(), torch.randn(52, 96).half()
+    assert tiles.chosen_tile(x, weight, nvidia=True) is not None
+    monkeypatch.setattr(tiles.tuned, "lookup", lambda *asked: dict(tiles.TORCH))
+    tiles._chosen_tile.cache_clear()
+    assert tiles.chosen_tile(x, weight, nvidia=True) is None
+    tiles._chosen_tile.cache_clear()
+
+
 def test_a_tile_that_is_tried_is_taken_for_its_shape_alone_and_no_longer():
     from atom_core.kernels import tuned
     from atom_core.kernels.linear.tiles import Tile, chosen_tile, tried
@@ -310,6 +321,8 @@ def test_a_tile_that_is_tried_is_taken_for_its_shape_alone_and_no_longer():
     before = [chosen_tile(x, it, nvidia=True) for it in (weight, other)]
     with tried({tuned.Shape(1, 52, 96, "float16"): tile}):
         assert [chosen_tile(x, it, nvidia=True) for it in (weight, other)] == [tile, before[1]]
+    with tried({tuned.Shape(1, 52, 96, "float16"): None}):
+        assert [chosen_tile(x, it, nvidia=True) for it in (weight, other)] == [None, before[1]]
     assert [chosen_tile(x, it, nvidia=True) for it in (weight, other)] == before
 
 
