@@ -39,7 +39,9 @@ class PlainExpertsMethod:
 
     def finalize(self, layer: Experts) -> None:
         """Called after loading, and again after weights were loaded anew."""
-        self.kernel.adopt(self.weights(layer))
+        if self.kernel.adopt(self.weights(layer)):
+            for parameter in (layer.gate_up_proj, layer.down_proj):
+                parameter.data = parameter.new_empty(0)
 
 
 def _one_by_one(layer: Experts) -> Iterator[tuple[str, str, Placement]]:

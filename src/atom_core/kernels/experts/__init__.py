@@ -16,7 +16,9 @@ import torch
 
 from atom_core.config import Activation
 from atom_core.kernels.aiter_library import why_no_aiter
+from atom_core.kernels.experts.mkldnn import MkldnnExperts
 from atom_core.kernels.experts.reference import ReferenceExperts
+from atom_core.kernels.linear.mkldnn import why_no_packing
 from atom_core.kernels.select import Implementation, Op, Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton
 
@@ -49,8 +51,11 @@ class ExpertWeights(NamedTuple):
 class ExpertsKernel(Protocol):
     """The call: ``x``, ``weights`` and ``experts`` as the module's text has them, and the layer's, to ``y``."""
 
-    def adopt(self, layer: ExpertWeights) -> None:
-        """See the weights once they are loaded; a kernel may move their numbers in place."""
+    def adopt(self, layer: ExpertWeights) -> bool:
+        """Take over loaded weights, whose numbers may be moved in place.
+
+        True: the kernel holds all matrices that it needs, and the layer's are to be freed.
+        """
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
@@ -137,6 +142,9 @@ EXPERTS: Op[ExpertsSpec, ExpertsKernel] = Op(
     (
         Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", _triton_supports, _build_triton),
+        Implementation(
+            "torch", lambda spec, target: why_no_packing(spec.dtype, target), lambda spec, target: MkldnnExperts(spec)
+        ),
         Implementation("reference", _reference_supports, lambda spec, target: ReferenceExperts(spec)),
     ),
 )

@@ -20,12 +20,13 @@ class AiterExperts:
         self.spec = spec
         self.held: torch.Tensor | None = None
 
-    def adopt(self, layer: ExpertWeights) -> None:
+    def adopt(self, layer: ExpertWeights) -> bool:
         """Move the weights' numbers."""
         shuffle_in_place(layer.gate_up.data)
         shuffle_in_place(layer.down.data)
         if self.held is None:
             self.held = held_experts(self.spec.first, self.spec.count, self.spec.total, layer.down.device)
+        return False
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights

@@ -41,11 +41,12 @@ def by_expert(
     gate_up_biases: torch.Tensor | None,
     down_biases: torch.Tensor | None,
     inputs: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = F.linear,
 ) -> torch.Tensor:
     """See :mod:`atom_core.kernels.experts`.
 
-    ``matrices`` has an expert's gate and up in one, and its down; ``inputs`` is what becomes of the rows that either is
-    given.
+    ``matrices`` has an expert's gate and up in one, and its down, by which ``linear`` multiplies; ``inputs`` is what
+    becomes of the rows that either is given.
     """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if inputs is not None:
@@ -55,8 +56,8 @@ def by_expert(
         gate_up, down = matrices(expert)
         gate_up_bias = None if gate_up_biases is None else gate_up_biases[expert]
         down_bias = None if down_biases is None else down_biases[expert]
-        middle = gated_activation(F.linear(x[tokens], gate_up, gate_up_bias), spec.activation)
-        answer = F.linear(middle if inputs is None else inputs(middle), down, down_bias)
+        middle = gated_activation(linear(x[tokens], gate_up, gate_up_bias), spec.activation)
+        answer = linear(middle if inputs is None else inputs(middle), down, down_bias)
         total.index_add_(0, tokens, answer.float() * weights.flatten()[pairs, None])
     return total.to(x.dtype)
 
@@ -67,8 +68,9 @@ class ReferenceExperts:
     def __init__(self, spec: ExpertsSpec) -> None:
         self.spec = spec
 
-    def adopt(self, layer: ExpertWeights) -> None:
-        """Nothing to move."""
+    def adopt(self, layer: ExpertWeights) -> bool:
+        """It reads the weights as they are."""
+        return False
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights

@@ -29,8 +29,9 @@ class TritonExperts:
         self.spec, self.overlap = spec, overlap
         self.held = Held(spec.first, spec.count, spec.top_k)
 
-    def adopt(self, layer: ExpertWeights) -> None:
-        """Nothing to move."""
+    def adopt(self, layer: ExpertWeights) -> bool:
+        """It reads the weights as they are."""
+        return False
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from atom_core.kernels.aiter_library import why_no_aiter
-from atom_core.kernels.linear.mkldnn import MkldnnLinear
+from atom_core.kernels.linear.mkldnn import MkldnnLinear, why_no_packing
 from atom_core.kernels.linear.reference import TorchLinear
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, remark_on_few_rows, why_no_triton
@@ -53,15 +53,11 @@ class AddingLinearKernel(Protocol):
 
 
 def _torch_supports(spec: LinearSpec, target: Target) -> str | None:
-    if target.kind != "cpu" or not torch._C._has_mkldnn:
-        return "oneDNN's packed weights are for CPUs that it knows."
     if spec.shares_weight:
         return "Packing a weight that the embedding reads too would keep it in memory twice."
     if spec.float32_result:
         return "Products with packed weights have results in the model's dtype, not in float32."
-    if spec.dtype != torch.bfloat16:
-        return f"Packing pays for bfloat16, not for {spec.dtype}."
-    return None
+    return why_no_packing(spec.dtype, target)
 
 
 def _aiter_supports(spec: LinearSpec, target: Target) -> str | None:

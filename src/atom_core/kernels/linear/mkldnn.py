@@ -4,8 +4,29 @@ from __future__ import annotations
 
 import torch
 
+from atom_core.kernels.select import Target
+
 #: Rows that oneDNN packs for: a decoding batch. Prefills read the same blocks as fast.
 _ROWS = 16
+
+
+def why_no_packing(dtype: torch.dtype, target: Target) -> str | None:
+    """None where packing pays, else the reason."""
+    if target.kind != "cpu" or not torch._C._has_mkldnn:
+        return "oneDNN's packed weights are for CPUs that it knows."
+    return None if dtype == torch.bfloat16 else f"Packing pays for bfloat16, not for {dtype}."
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """``weight [N, K]`` as oneDNN reads it."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+    return packed
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x W^T + b``."""
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return result
 
 
 class MkldnnLinear:
@@ -13,10 +34,9 @@ class MkldnnLinear:
 
     def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         """Keep the packed weight alone."""
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+        self._packed = pack(weight)
         return True
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x W^T + b``."""
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
-        return result
+        return packed_linear(x, self._packed, bias)

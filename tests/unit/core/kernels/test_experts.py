@@ -7,10 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
+from atom_core.kernels import kernel_set
+from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
+from atom_core.kernels.experts.mkldnn import MkldnnExperts
 from atom_core.kernels.experts.reference import ReferenceExperts
 from atom_core.kernels.gated_activation.reference import gated_activation
 from atom_core.kernels.rms_norm.reference import rms_norm
+from atom_core.kernels.select import Target
+
+CPU = Target("cpu", "x86_64")
 
 SPEC = ExpertsSpec(0, 6, 40, 24, 3, "silu", bias=False, dtype=torch.float32)
 SPECS = {
@@ -27,6 +32,8 @@ SPECS = {
     "several tiles of down": replace(SPEC, intermediate_size=1040, top_k=1),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-8}
+#: Gate and up, what they make and the answer are rounded, each.
+TOLERANCE_PACKED = 2**-6
 
 
 def operands(spec, tokens, dtype, total=None):
@@ -80,6 +87,28 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_the_reference_is_the_definition(spec, dtype, tokens):
     given = operands(spec, tokens, dtype)
     assert_close(ReferenceExperts(spec)(*given), by_definition(spec, *given))
+
+
+@every_spec
+@pytest.mark.parametrize("tokens", [0, 1, 7, 40])
+def test_packed_experts_are_the_reference_and_need_the_layers_matrices_no_more(spec, tokens):
+    spec = replace(spec, dtype=torch.bfloat16)
+    x, weights, experts, layer = operands(spec, tokens, torch.bfloat16)
+    wanted = by_definition(spec, x, weights, experts, layer)
+    kernel = kernel_set(CPU).select(EXPERTS, spec)
+    assert isinstance(kernel, MkldnnExperts)
+    assert kernel.adopt(layer)
+    gone = layer._replace(gate_up=layer.gate_up.new_empty(0), down=layer.down.new_empty(0))
+    found = kernel(x, weights, experts, gone)
+    largest = wanted.abs().max().item() if tokens else 0.0
+    torch.testing.assert_close(found.double(), wanted, rtol=TOLERANCE_PACKED, atol=TOLERANCE_PACKED * largest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_what_is_not_packed_on_a_cpu_is_the_references(dtype):
+    kernel = kernel_set(CPU).select(EXPERTS, replace(SPEC, dtype=dtype))
+    assert isinstance(kernel, ReferenceExperts)
+    assert not kernel.adopt(operands(SPEC, 1, dtype)[3])
 
 
 @every_spec
