@@ -14,9 +14,8 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +32,7 @@ from atom_plugin.bench.cases import products
 from atom_plugin.bench.device import capture, measure, require_gpu
 from atom_plugin.bench.models import cut, read_config
 from atom_plugin.bench.step import MAX_MODEL_LEN, decoding
+from atom_plugin.bench.tiles import SHARED_MEMORY, Candidate, candidates
 from atom_plugin.common.kernels import forced_kernels
 from atom_plugin.common.settings import load_settings
 
@@ -40,97 +40,16 @@ OP_FOLDER = Path(atom_core.kernels.linear.__file__).parent
 
 #: Rows for which tiles are looked for.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-#: Up to which of them all of the input can be one tile. With more a program takes a part: that pays for small weights.
-_WHOLE_ROWS, _SMALL_BYTES = 64, 64 << 20
 #: Of the step's time, what a tile must gain.
 WORTH = 0.003
 #: Layers that the model is cut to, and tokens that each request of its step has cached.
 _LAYERS, _CONTEXT = 12, 192
 #: Candidates that are tried within the step, and how often each takes its turn.
 _FINAL, _TURNS = 5, 5
-#: Shared memory of one program, where torch does not tell.
-_SHARED_MEMORY = 64 << 10
 
 #: One of the file's.
 Entry = Mapping[str, Any]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A tile of the linear kernels, by the names of its fields."""
-
-    kernel: str
-    rows: int
-    columns: int
-    warps: int
-    stages: int = 1
-    early: bool = False
-    fetch: int = 0
-    tokens: int = 0
-
-
-def candidates(
-    num_rows: int,
-    out_features: int,
-    in_features: int,
-    shared_memory: int = _SHARED_MEMORY,
-    itemsize: int = 2,
-    hopper: bool = False,
-) -> list[Candidate]:
-    """Tiles worth a try for a product.
-
-    Args:
-        num_rows: of the input.
-        out_features, in_features: the weight's.
-        shared_memory: bytes that one program may have.
-        itemsize: bytes of one number of the weight.
-        hopper: whether the kernel for that architecture can be used.
-    """
-    if num_rows > _WHOLE_ROWS:
-        small = hopper and out_features * in_features * itemsize <= _SMALL_BYTES
-        return list(_of_parts(in_features, shared_memory, itemsize)) if small else []
-    found: list[Candidate] = []
-    whole = 1 << max(in_features - 1, 1).bit_length()
-    if num_rows == 1:
-        # With an activation half of a program's rows are gates.
-        for rows, columns, warps in product((2, 4, 8, 16), (256, 512, 1024, 2048, 4096, 8192), (4, 8)):
-            # Numbers that a thread holds: too many spill, too few leave the memory waiting.
-            held = rows * columns // (32 * warps)
-            if rows > out_features or columns > whole or not 8 <= held <= 128:
-                continue
-            found += [Candidate("row", rows, columns, warps, early=early) for early in (False, True)]
-            for stages in (2, 3):
-                if stages * columns * (rows + 1) * itemsize <= shared_memory:
-                    found += [Candidate("ring", rows, columns, warps, stages, early) for early in (False, True)]
-    inputs = max(16, 1 << (num_rows - 1).bit_length())
-    for rows, columns, stages, warps in product((16, 32, 64, 128), (64, 128, 256, 512), (2, 3, 4, 5), (4, 8)):
-        taken = stages * columns * (rows * itemsize + inputs * 2)
-        if 4096 <= rows * columns <= 32768 and columns <= whole and taken <= shared_memory:
-            found += [Candidate("rows", rows, columns, warps, stages, early) for early in (False, True)]
-    if hopper and num_rows > 1:
-        whole = max(8, 1 << (num_rows - 1).bit_length())
-        for rows, columns, stages, tokens in product(
-            (64, 128), (64, 128, 256), (4, 5, 6, 7, 8, 10, 12), (0, 16, 32) if num_rows > 16 else (0,)
-        ):
-            taken = stages * columns * (rows + (tokens or whole)) * itemsize
-            fits = in_features % columns == 0 and stages * columns <= in_features and taken <= shared_memory
-            if fits and tokens < num_rows:
-                found += [
-                    Candidate("hopper", rows, columns, 4, stages, early, tokens=tokens) for early in (False, True)
-                ]
-    return found
-
-
-def _of_parts(in_features: int, shared_memory: int, itemsize: int) -> Iterator[Candidate]:
-    """Tiles of Hopper's kernel that take some rows of the input."""
-    for rows, columns, stages, warps, tokens, early in product(
-        (64, 128), (64, 128), (4, 5, 6, 8, 10), (4, 8), (16, 32, 64, 128), (False, True)
-    ):
-        # Four warps multiply 64 rows of the weight together.
-        fits = in_features % columns == 0 and stages * columns * (rows + tokens) * itemsize <= shared_memory
-        if fits and rows >= 16 * warps:
-            yield Candidate("hopper", rows, columns, warps, stages, early, tokens=tokens)
 
 
 def tune_linear(models: Sequence[str], dtype: torch.dtype, output: Path | None, say: Callable[[str], None]) -> Path:
@@ -227,7 +146,7 @@ def fastest_alone(
     from atom_core.kernels.linear.tiles import on_hopper  # needs triton, which a CPU may lack
 
     properties = torch.cuda.get_device_properties(device)
-    shared_memory = int(getattr(properties, "shared_memory_per_block_optin", _SHARED_MEMORY))
+    shared_memory = int(getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY))
     tiles = candidates(rows, out_features, in_features, shared_memory, dtype.itemsize, on_hopper(device))
     if not tiles:
         return []

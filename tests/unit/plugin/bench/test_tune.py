@@ -10,7 +10,8 @@ import torch
 
 from atom_core.kernels import tuned
 from atom_plugin.bench import tune
-from atom_plugin.bench.tune import ROWS, Candidate, candidates, choose, line, write
+from atom_plugin.bench.tiles import Candidate, candidates
+from atom_plugin.bench.tune import ROWS, choose, line, write
 
 SHARED_MEMORY = 227 << 10
 SHAPES = [(4096, 1024), (1024, 3072), (24576, 4096), (151936, 4096), (100, 60)]
