@@ -33,6 +33,7 @@ from atom_plugin.bench.device import (
     measure_products,
     require_gpu,
 )
+from atom_plugin.bench.expert_cases import EXPERT_CASES
 from atom_plugin.bench.fused_cases import FUSED_CASES
 from atom_plugin.bench.latent_cases import LATENT_CASES
 from atom_plugin.bench.models import read_config
@@ -46,10 +47,10 @@ from atom_plugin.common.settings import load_settings
 TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11, torch.float32: 1e-3}
 
 #: The cases of a model by op.
-CASES = {**PLAIN_CASES, **FUSED_CASES, **LATENT_CASES}
+CASES = {**PLAIN_CASES, **FUSED_CASES, **LATENT_CASES, **EXPERT_CASES}
 DEFAULT_MODELS = ("qwen3-0.6b", "qwen3-8b")
 #: Contenders that need vLLM.
-_OF_VLLM = ("vllm", "FlashAttention 3", "FlashMLA")
+_OF_VLLM = ("vllm", "vllm, untuned", "FlashAttention 3", "FlashMLA")
 _MAX_COPIES, _MIN_CALLS = 256, 16
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from atom_core.quant.fp8 import BLOCK_SIZE
+
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 
@@ -207,6 +209,48 @@ def flash_mla(
             is_fp8_kvcache=False,
         )[0]
         return attended.squeeze(1)
+
+    return run
+
+
+def fused_experts(
+    tokens: int,
+    experts: int,
+    size: int,
+    hidden: int,
+    top_k: int,
+    *,
+    tuned: bool,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """``(x, weights, experts, gate_up, down)`` to ``[T, H]``, by its Triton kernels.
+
+    Args:
+        tokens, experts, size, hidden, top_k: of a layer whose experts are ``size`` wide.
+        tuned: with what vLLM's file for this GPU says, else with its default for any.
+        scales: of FP8 by blocks, those of ``gate_up`` and ``down``; None: in 16 bits.
+    """
+    try:
+        from vllm.model_executor.layers import fused_moe
+        from vllm.model_executor.layers.fused_moe import config
+        from vllm.model_executor.layers.fused_moe import fused_moe as kernels
+    except Exception as error:  # as above
+        raise Unavailable(f"vLLM's fused experts cannot be imported: {error}") from error
+    if not hasattr(torch.ops._moe_C, "moe_align_block_size"):
+        raise Unavailable("vLLM is here, and its compiled kernels are not")
+    block = None if scales is None else [BLOCK_SIZE, BLOCK_SIZE]
+    dtype = None if scales is None else "fp8_w8a8"
+    if tuned and not kernels.get_moe_configs(experts, size, dtype, *(block or (0, 0))):
+        raise Unavailable("vLLM has no file for these experts on this GPU")
+    chosen = None if tuned else kernels.get_default_config(tokens, experts, size, hidden, top_k, dtype, block)
+    quant = None if scales is None else config.fp8_w8a8_moe_quant_config(*scales, block_shape=block)
+
+    def run(
+        x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        with fused_moe.override_config(chosen):
+            y: torch.Tensor = kernels.fused_experts(x, gate_up, down, weights, ids, quant_config=quant)
+        return y
 
     return run
 

@@ -10,7 +10,7 @@ import torch
 from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
-from atom_plugin.bench import cases, fused_cases, kernels, latent_cases
+from atom_plugin.bench import cases, expert_cases, fused_cases, kernels, latent_cases
 from atom_plugin.bench.cases import Bench, Case
 from atom_plugin.bench.device import Ceiling, Timing
 from atom_plugin.bench.kernels import CASES, KernelOptions, Limits, Row, num_copies
@@ -29,6 +29,30 @@ LATENTS = ModelConfig.from_hf(
         "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 16,
         "v_head_dim": 16,
+    }
+)
+MIXTURE = ModelConfig.from_hf(
+    {
+        **read_config("qwen3-30b-a3b", 1),
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+)
+WITH_BIASES = ModelConfig.from_hf(
+    {
+        **read_config("gpt-oss-20b", 1),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
     }
 )
 LIMITS = Limits(Ceiling("a GPU", copy=4e12, read=3e12), products=8e14)
@@ -77,6 +101,7 @@ def few(monkeypatch):
     monkeypatch.setattr(fused_cases, "NORMED_ROWS", (1, 3))
     monkeypatch.setattr(fused_cases, "FP8_ROWS", (1, 5))
     monkeypatch.setattr(fused_cases, "DECODES", ((2, 33), (1, 16)))
+    monkeypatch.setattr(expert_cases, "EXPERT_TOKENS", (1, 5))
 
 
 def test_latents_are_read_once_for_all_heads():
@@ -85,8 +110,25 @@ def test_latents_are_read_once_for_all_heads():
     assert list(CASES["attention"](LATENTS, 2)) == list(CASES["latent_attention"](CONFIG, 2)) == []
 
 
+def test_experts_are_read_once_where_some_token_was_sent_to_them():
+    one, *_, last = CASES["experts"](MIXTURE, 2)
+    assert one.num_bytes == 2 * 2 * 3 * 128 * 256 + 2 * 1 * 256 * 2
+    assert last.num_bytes == 2 * 8 * 3 * 128 * 256 + 2 * 256 * 256 * 2
+    assert last.num_operations == 2 * 256 * 2 * 3 * 128 * 256
+    (fp8, *_), (mxfp4, *_) = (list(CASES[op](MIXTURE, 2)) for op in ("fp8_experts", "mxfp4_experts"))
+    moved = 2 * 3 * 128 * 256
+    assert fp8.num_bytes == moved + 4 * moved // 128**2 + 2 * 256 * 2
+    assert mxfp4.num_bytes == moved // 2 + moved // 32 + 2 * 256 * 2
+    assert {"vllm", "vllm, untuned"} < set(fp8.contenders)
+    assert [list(CASES[op](CONFIG, 2)) for op in ("experts", "fp8_experts", "mxfp4_experts")] == [[], [], []]
+    assert list(CASES["fp8_experts"](WITH_BIASES, 2)) == []
+    assert set(next(CASES["experts"](WITH_BIASES, 2)).contenders) == {"atom", "torch"}
+
+
 @pytest.mark.parametrize("op", list(CASES))
-@pytest.mark.parametrize("config", [CONFIG, LATENTS], ids=["keys and values", "latents"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, LATENTS, MIXTURE, WITH_BIASES], ids=["keys and values", "latents", "mixture", "with biases"]
+)
 def test_contenders_answer_the_same(few, config, op):
     target = Target.of(torch.device("cpu"))
     bench = Bench(torch.device("cpu"), torch.float32, kernel_set(target))
@@ -97,12 +139,13 @@ def test_contenders_answer_the_same(few, config, op):
                 try:
                     run = contender(bench, 2)
                 except Unavailable as reason:
-                    assert name in ("vllm", "FlashAttention 3", "FlashMLA"), reason  # noqa: PT017 - which one it was
+                    assert name in kernels._OF_VLLM, reason  # noqa: PT017 - which one it was
                     continue
                 found[name] = run(0).clone()
                 assert run(1).shape == found[name].shape
-        assert set(found) >= {"atom", "torch"}
-        torch.testing.assert_close(found["atom"], found["torch"], rtol=1e-4, atol=1e-4)
+        assert {"atom", "torch"} & set(case.contenders) <= set(found)
+        for numbers in found.values():
+            torch.testing.assert_close(found["atom"], numbers, rtol=1e-4, atol=1e-4)
         with torch.inference_mode():
             exact = [contender(bench, 1)(0) for contender in case.exact]
         assert not exact or min(kernels._distance(found["atom"], numbers) for numbers in exact) < 1e-4
