@@ -20,6 +20,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import current_platform
 
 from atom_core.kernels.attention import PagedAttentionSpec
+from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.linear import LinearKernel, LinearSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache import QkvCacheSpec
@@ -49,6 +50,7 @@ def cpu_kernels(vllm_config: VllmConfig) -> Mapping[str, Implementation[Hashable
     found = {
         "rms_norm": Implementation("framework", _norm_supports, lambda spec, target: _rms_norm),
         "linear": Implementation("framework", _linear_supports, _build_linear),
+        "experts": Implementation("framework", _experts_supports, lambda spec, target: FusedExperts()),
         "qk_norm_rope_cache": Implementation(
             "framework", _qkv_supports, lambda spec, target: FillCpuCache(spec.qkv, block_size, tables)
         ),
@@ -110,11 +112,15 @@ def _blocks_pay(spec: LinearSpec) -> bool:
     On processors with bfloat16 dot products but no AMX it takes up to 16 rows a fifth to a third faster than oneDNN. A
     prefill's many rows it takes within 1% or 2% from 2,048 inputs on, and 3% or 4% slower below: there only heads gain.
     """
-    if spec.dtype != torch.bfloat16 or spec.in_features % 32 or spec.out_features % 32:
-        return False
-    if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_bf16_supported() or current_platform.is_zen_cpu():
+    if spec.dtype != torch.bfloat16 or spec.in_features % 32 or spec.out_features % 32 or not _has_dot_products_alone():
         return False
     return spec.few_rows or spec.in_features >= 2048
+
+
+def _has_dot_products_alone() -> bool:
+    """Whether the processor has bfloat16 dot products and no tiles of them, where products in blocks were measured."""
+    tiles = torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_avx512_bf16_supported() and not tiles and not current_platform.is_zen_cpu()
 
 
 class BlockedLinear:
@@ -150,6 +156,47 @@ class DispatchedLinear:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x W^T + b``; a row-parallel layer withholds its bias on all ranks but the first."""
         return cast(torch.Tensor, self._linear(x, self._weight, None if bias is None else self._bias))
+
+
+def _experts_supports(spec: ExpertsSpec, target: Target) -> str | None:
+    if spec.dtype != torch.bfloat16:
+        return f"vLLM's fused experts over blocks are used in bfloat16, not in {spec.dtype}."
+    if not _has_dot_products_alone():
+        return "vLLM's fused experts over blocks are used with AVX-512's bfloat16 dot products where there is no AMX."
+    if spec.activation != "silu" or spec.bias:
+        return "vLLM's fused experts over blocks are used with silu and without biases."
+    if spec.total not in (None, spec.count):
+        return f"They take all experts of a layer, not {spec.count} of {spec.total}."
+    if spec.hidden_size % 32 or spec.intermediate_size % 32:
+        return (
+            "They take hidden sizes and middles that are multiples of 32, not "
+            f"{spec.hidden_size} and {spec.intermediate_size}."
+        )
+    return None
+
+
+class FusedExperts:
+    """All experts of a layer in one call, over weights in blocks; see :class:`atom_core.kernels.experts.ExpertsKernel`.
+
+    The middle and each pair's answer are rounded to bfloat16.
+    """
+
+    def adopt(self, layer: ExpertWeights) -> bool:
+        """Keep the blocks."""
+        self._blocks = tuple(torch.ops._C.convert_weight_packed(it.detach()) for it in (layer.gate_up, layer.down))
+        return True
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.experts.ExpertsKernel`."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if len(x):
+            without = (None, None, None, None, None)  # scales, zero points, blocks of a quantised weight
+            ops.fused_experts_cpu(
+                out, x.contiguous(), *self._blocks, weights, experts, ops.CPUQuantMethod.UNQUANT, *without
+            )
+        return out
 
 
 def _qkv_supports(spec: QkvCacheSpec, target: Target) -> str | None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
+from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
+from atom_core.kernels.experts.reference import ReferenceExperts
 from atom_core.kernels.linear import LinearSpec
 from atom_core.kernels.qk_norm_rope import QkvWeights
 from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
@@ -151,6 +153,46 @@ def test_a_product_over_blocks(rows, bias):
     expected = torch.nn.functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
     assert_close(kernel(x, given, offset), expected)
     assert_close(kernel(x, given, None), x.double() @ weight.double().T)
+
+
+EXPERTS = ExpertsSpec(0, 8, 64, 96, 2, "silu", False, torch.bfloat16)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="no bfloat16 dot products on this processor")
+@pytest.mark.parametrize("tokens", [0, 1, 5, 40, 300])
+def test_experts_over_blocks(tokens):
+    x = torch.randn(tokens, 64).bfloat16()
+    weights, experts = torch.rand(tokens, 2), torch.rand(tokens, 8).argsort(-1)[:, :2].int()
+    layer = ExpertWeights(torch.randn(8, 192, 64).mul_(0.1).bfloat16(), torch.randn(8, 64, 96).mul_(0.1).bfloat16())
+    exact = ExpertWeights(layer.gate_up.float(), layer.down.float())
+    expected = ReferenceExperts(replace(EXPERTS, dtype=torch.float32))(x.float(), weights, experts, exact)
+    kernel = cpu_kernels.FusedExperts()
+    assert kernel.adopt(layer), "the layer's weights are needed no more"
+    found = kernel(x, weights, experts, ExpertWeights(torch.empty(0), torch.empty(0)))
+    assert found.shape == x.shape
+    if tokens:
+        assert_close(found, expected.double())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"total": 8}, None),
+        ({"total": 16}, "all experts of a layer, not 8 of 16"),
+        ({"dtype": torch.float32}, "in bfloat16, not in torch.float32"),
+        ({"bias": True}, "without biases"),
+        ({"activation": "gelu"}, "with silu"),
+        ({"intermediate_size": 80}, "multiples of 32, not 64 and 80"),
+    ],
+)
+def test_which_experts_are_taken_over_blocks(changes, reason, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    found = cpu_kernels._experts_supports(replace(EXPERTS, **changes), Target("cpu", ""))
+    assert found is None if reason is None else reason in found
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert cpu_kernels._experts_supports(EXPERTS, Target("cpu", "")) is not None
 
 
 @pytest.mark.parametrize(
