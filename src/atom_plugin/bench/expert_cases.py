@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from atom_core.kernels.gated_activation.reference import gated_activation
 from atom_core.kernels.mxfp4_experts import MXFP4_EXPERTS, Mxfp4ExpertsSpec, Mxfp4Weights, empty_scales
 from atom_core.kernels.mxfp4_experts.reference import ReferenceMxfp4Experts
 from atom_core.kernels.mxfp4_linear.reference import dequantize
+from atom_core.kernels.select import Op
 from atom_core.quant.fp8 import BLOCK_SIZE
 from atom_core.quant.mxfp4 import GROUP
 from atom_core.standalone import random_codes
@@ -126,17 +128,28 @@ class _Layer:
 def expert_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     """In the model's dtype."""
     for layer in _Layer.of(config):
-        contenders: dict[str, Contender] = {"atom": partial(_ours, layer), "torch": partial(_torch, layer)}
+        contenders: dict[str, Contender] = {
+            "atom": partial(_ours, EXPERTS, _Layer.spec, _Layer.weights, layer),
+            "torch": partial(_torch, layer),
+        }
         if layer.activation == "silu" and not layer.bias:
-            contenders["vllm"] = partial(_vllm, layer, True)
-            contenders["vllm, untuned"] = partial(_vllm, layer, False)
+            contenders["vllm"] = partial(_vllm, _Layer.weights, layer, True)
+            contenders["vllm, untuned"] = partial(_vllm, _Layer.weights, layer, False)
         yield layer.case("experts", 8 * itemsize, contenders, partial(_exact, layer), itemsize)
 
 
-def _ours(layer: _Layer, bench: Bench, copies: int) -> Run:
-    spec, given = layer.spec(bench), layer.inputs(bench)
-    sets = [layer.weights(bench) for _ in range(copies)]
-    kernels = [bench.kernels.select(EXPERTS, spec) for _ in sets]
+def _ours(
+    op: Op[Any, Any],
+    spec: Callable[[_Layer, Bench], object],
+    make: Callable[[_Layer, Bench], Any],
+    layer: _Layer,
+    bench: Bench,
+    copies: int,
+) -> Run:
+    given = layer.inputs(bench)
+    sets = [make(layer, bench) for _ in range(copies)]
+    # One each: a kernel may keep weights in a form of its own.
+    kernels = [bench.kernels.select(op, spec(layer, bench)) for _ in sets]
     for kernel, weights in zip(kernels, sets, strict=True):
         kernel.adopt(weights)
     return lambda index: kernels[index](*given, sets[index])
@@ -179,11 +192,18 @@ def _all_experts(
     return torch.einsum("ij,jik->ik", shares, answers).to(x.dtype)
 
 
-def _vllm(layer: _Layer, tuned: bool, bench: Bench, copies: int) -> Run:
-    launch = vllm_kernels.fused_experts(layer.tokens, layer.experts, layer.size, layer.hidden, layer.top_k, tuned=tuned)
-    given = layer.inputs(bench)
-    sets = [layer.weights(bench) for _ in range(copies)]
-    return lambda index: launch(*given, sets[index].gate_up, sets[index].down)
+def _vllm(
+    make: Callable[[_Layer, Bench], ExpertWeights | Fp8ExpertWeights],
+    layer: _Layer,
+    tuned: bool,
+    bench: Bench,
+    copies: int,
+) -> Run:
+    given, shape = layer.inputs(bench), (layer.tokens, layer.experts, layer.size, layer.hidden, layer.top_k)
+    sets = [make(layer, bench) for _ in range(copies)]
+    scales = [(it.gate_up_scale, it.down_scale) if isinstance(it, Fp8ExpertWeights) else None for it in sets]
+    launches = [vllm_kernels.fused_experts(*shape, tuned=tuned, scales=each) for each in scales]
+    return lambda index: launches[index](*given, sets[index].gate_up, sets[index].down)
 
 
 def fp8_expert_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
@@ -192,26 +212,17 @@ def fp8_expert_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
         if layer.bias or layer.size % BLOCK_SIZE or layer.hidden % BLOCK_SIZE:
             return
         contenders: dict[str, Contender] = {
-            "atom": partial(_ours_in_fp8, layer),
+            "atom": partial(_ours, FP8_EXPERTS, _fp8_spec, _Layer.fp8_weights, layer),
             "torch": partial(_torch_in_fp8, layer),
         }
         if layer.activation == "silu":
-            contenders["vllm"] = partial(_vllm_in_fp8, layer, True)
-            contenders["vllm, untuned"] = partial(_vllm_in_fp8, layer, False)
+            contenders["vllm"] = partial(_vllm, _Layer.fp8_weights, layer, True)
+            contenders["vllm, untuned"] = partial(_vllm, _Layer.fp8_weights, layer, False)
         yield layer.case("fp8_experts", 8 + 32 / BLOCK_SIZE**2, contenders, partial(_exact_in_fp8, layer), itemsize)
 
 
 def _fp8_spec(layer: _Layer, bench: Bench) -> Fp8ExpertsSpec:
     return Fp8ExpertsSpec(0, layer.experts, layer.hidden, layer.size, layer.top_k, layer.activation, True, bench.dtype)
-
-
-def _ours_in_fp8(layer: _Layer, bench: Bench, copies: int) -> Run:
-    spec, given = _fp8_spec(layer, bench), layer.inputs(bench)
-    sets = [layer.fp8_weights(bench) for _ in range(copies)]
-    kernel = bench.kernels.select(FP8_EXPERTS, spec)
-    for weights in sets:
-        kernel.adopt(weights)
-    return lambda index: kernel(*given, sets[index])
 
 
 def _exact_in_fp8(layer: _Layer, bench: Bench, copies: int) -> Run:
@@ -241,31 +252,13 @@ def _in_groups(x: torch.Tensor) -> torch.Tensor:
     return (quantized.float() * scales.repeat_interleave(BLOCK_SIZE, 1)).to(x.dtype)
 
 
-def _vllm_in_fp8(layer: _Layer, tuned: bool, bench: Bench, copies: int) -> Run:
-    given = layer.inputs(bench)
-    sets = [layer.fp8_weights(bench) for _ in range(copies)]
-    launches = [
-        vllm_kernels.fused_experts(
-            layer.tokens,
-            layer.experts,
-            layer.size,
-            layer.hidden,
-            layer.top_k,
-            tuned=tuned,
-            scales=(it.gate_up_scale, it.down_scale),
-        )
-        for it in sets
-    ]
-    return lambda index: launches[index](*given, sets[index].gate_up, sets[index].down)
-
-
 def mxfp4_expert_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     """In MXFP4, inputs in the model's dtype."""
     for layer in _Layer.of(config):
         if layer.size % GROUP or layer.hidden % GROUP:
             return
         contenders: dict[str, Contender] = {
-            "atom": partial(_ours_in_mxfp4, layer),
+            "atom": partial(_ours, MXFP4_EXPERTS, _mxfp4_spec, _Layer.mxfp4_weights, layer),
             "torch": partial(_torch_in_mxfp4, layer),
         }
         yield layer.case("mxfp4_experts", 4 + 8 / GROUP, contenders, partial(_exact_in_mxfp4, layer), itemsize)
@@ -273,15 +266,6 @@ def mxfp4_expert_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
 
 def _mxfp4_spec(layer: _Layer, bench: Bench) -> Mxfp4ExpertsSpec:
     return Mxfp4ExpertsSpec(**vars(layer.spec(bench)))
-
-
-def _ours_in_mxfp4(layer: _Layer, bench: Bench, copies: int) -> Run:
-    given = layer.inputs(bench)
-    sets = [layer.mxfp4_weights(bench) for _ in range(copies)]
-    kernel = bench.kernels.select(MXFP4_EXPERTS, _mxfp4_spec(layer, bench))
-    for weights in sets:
-        kernel.adopt(weights)
-    return lambda index: kernel(*given, sets[index])
 
 
 def _exact_in_mxfp4(layer: _Layer, bench: Bench, copies: int) -> Run:
