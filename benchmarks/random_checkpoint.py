@@ -20,7 +20,7 @@ from atom_core.config import HfConfig, ModelConfig
 from atom_core.layers.parameters import Placement
 from atom_core.models.registry import DRAFTS, load_draft_class
 from atom_core.quant import read_quantization
-from atom_core.standalone import RANDOM_SPREAD, lay_out, lay_out_draft, random_codes
+from atom_core.standalone import RANDOM_SPREAD, lay_out, random_codes
 from atom_core.weights import expected_tensors
 from atom_plugin.bench.models import HfValues, read_config
 
@@ -45,7 +45,7 @@ def write_random(hf: HfValues, folder: Path, dtype: torch.dtype = torch.bfloat16
     wanted = expected_tensors(lay_out(config, dtype, quant=quant))
     if config.draft_layers and config.architecture in DRAFTS:
         draft = load_draft_class(config.architecture).read_config(HfConfig(hf))
-        wanted |= expected_tensors(lay_out_draft(draft, dtype, quant=quant))
+        wanted |= expected_tensors(lay_out(draft, dtype, quant=quant))
     generator = torch.Generator(device).manual_seed(0)
     held: dict[str, torch.Tensor] = {}
     files: dict[str, str] = {}

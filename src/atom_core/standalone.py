@@ -23,8 +23,7 @@ from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.layers.parameters import ParameterLayer
 from atom_core.metadata import SHUFFLED, AttentionMetadata, CacheOrder, HostLengths, KVCacheView, LatentCacheView
-from atom_core.models.decoder import DecoderForCausalLM
-from atom_core.models.draft import DraftModel
+from atom_core.models.decoder import CheckpointModel, DecoderForCausalLM
 from atom_core.models.registry import load_draft_class, load_model_class
 from atom_core.quant import QuantConfig, Unquantized, read_quantization
 from atom_core.runtime import OneReplica, Runtime, SingleRank
@@ -89,7 +88,7 @@ def check_files(
     """Lay the model out without memory and compare it with a checkpoint's headers; no tensor is loaded.
 
     Args:
-        config: the model.
+        config: the model, or the layers of a checkpoint that draft.
         directory: the checkpoint; None checks the layout alone.
         tensor_parallel_size: ranks that would share the layers.
         quant: of the linear layers.
@@ -97,11 +96,20 @@ def check_files(
         data_parallel_size: replicas that would share the experts.
 
     Raises:
-        ValueError: damaged files, tensors that do not fit, or heads or experts that do not divide over the ranks.
+        ValueError: damaged files, tensors that do not fit, heads or experts that do not divide over the ranks, or a
+            checkpoint that has no tensor of the layers that draft.
     """
     model = lay_out(config, torch.bfloat16, tensor_parallel_size, quant, expert_parallel, data_parallel_size)
-    if directory is not None:
-        check_checkpoint(model, Checkpoint.open(directory))
+    if directory is None:
+        return
+    checkpoint, first = Checkpoint.open(directory), f"model.layers.{config.layers_before}."
+    if config.layers_before and not any(name.startswith(first) for name in checkpoint.tensors):
+        raise ValueError(
+            f"The checkpoint {directory} has no weights to draft with (multi-token prediction): config.json says "
+            f"num_nextn_predict_layers={config.num_layers}, but no tensor is called {first}*. Leave speculative "
+            "decoding by them out."
+        )
+    check_checkpoint(model, checkpoint)
 
 
 def lay_out(
@@ -111,57 +119,16 @@ def lay_out(
     quant: QuantConfig = UNQUANTIZED,
     expert_parallel: bool = False,
     data_parallel_size: int = 1,
-) -> DecoderForCausalLM:
-    """The first rank's model without memory: its parameters have shapes and dtypes, and no numbers.
+) -> CheckpointModel:
+    """The first rank's model, or layers that draft, without memory: parameters have shapes and dtypes, and no numbers.
 
     Raises:
         ValueError: heads or experts that do not divide over the ranks.
     """
     runtime = _without_memory(dtype, tensor_parallel_size, quant, expert_parallel, data_parallel_size)
+    if config.layers_before:
+        return load_draft_class(config.architecture)(config, runtime)
     return load_model_class(config.architecture)(config, runtime)
-
-
-def check_draft_files(
-    config: ModelConfig,
-    directory: Path | None,
-    tensor_parallel_size: int = 1,
-    quant: QuantConfig = UNQUANTIZED,
-    expert_parallel: bool = False,
-    data_parallel_size: int = 1,
-) -> None:
-    """As :func:`check_files`, of the layers of a checkpoint that draft; ``config`` is theirs.
-
-    Raises:
-        ValueError: as there, and where the checkpoint has no tensor of them.
-    """
-    model = lay_out_draft(config, torch.bfloat16, tensor_parallel_size, quant, expert_parallel, data_parallel_size)
-    if directory is None:
-        return
-    checkpoint, first = Checkpoint.open(directory), f"model.layers.{config.layers_before}."
-    if not any(name.startswith(first) for name in checkpoint.tensors):
-        raise ValueError(
-            f"The checkpoint {directory} has no weights to draft with (multi-token prediction): config.json says "
-            f"num_nextn_predict_layers={config.num_layers}, but no tensor is called {first}*. Leave speculative "
-            "decoding by them out."
-        )
-    check_checkpoint(model, checkpoint)
-
-
-def lay_out_draft(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    tensor_parallel_size: int = 1,
-    quant: QuantConfig = UNQUANTIZED,
-    expert_parallel: bool = False,
-    data_parallel_size: int = 1,
-) -> DraftModel:
-    """As :func:`lay_out`, of the layers of a checkpoint that draft; ``config`` is theirs.
-
-    Raises:
-        ValueError: as there.
-    """
-    runtime = _without_memory(dtype, tensor_parallel_size, quant, expert_parallel, data_parallel_size)
-    return load_draft_class(config.architecture)(config, runtime)
 
 
 def _without_memory(

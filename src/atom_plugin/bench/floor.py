@@ -12,7 +12,7 @@ import torch
 
 from atom_core.config import ModelConfig
 from atom_core.layers.mla import Expansion
-from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.models.decoder import CheckpointModel
 from atom_core.quant import QuantConfig
 from atom_core.standalone import UNQUANTIZED, lay_out
 
@@ -54,7 +54,7 @@ def step_traffic(
     return Traffic(weight_bytes(model, batch), cache_bytes(config, batch, context, cache_dtype))
 
 
-def weight_bytes(model: DecoderForCausalLM, num_tokens: int) -> int:
+def weight_bytes(model: CheckpointModel, num_tokens: int) -> int:
     """Bytes of the weights that a step of `num_tokens` reads, each once.
 
     Of an embedding's table only the tokens' rows are read, unless the head is tied to it.

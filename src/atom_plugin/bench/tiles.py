@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
+
+from atom_core.kernels.linear.tiles import Tile
 
 #: Shared memory of one program, where torch does not tell.
 SHARED_MEMORY = 64 << 10
 #: Rows up to which all of the input can be one tile. With more a program takes a part: that pays for small weights.
 _WHOLE_ROWS, _SMALL_BYTES = 64, 64 << 20
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A tile of the linear kernels, by the names of its fields."""
-
-    kernel: str
-    rows: int
-    columns: int
-    warps: int
-    stages: int = 1
-    early: bool = False
-    fetch: int = 0
-    tokens: int = 0
 
 
 def candidates(
@@ -33,7 +20,7 @@ def candidates(
     shared_memory: int = SHARED_MEMORY,
     itemsize: int = 2,
     hopper: bool = False,
-) -> list[Candidate]:
+) -> list[Tile]:
     """Tiles worth a try for a product.
 
     Args:
@@ -46,7 +33,7 @@ def candidates(
     if num_rows > _WHOLE_ROWS:
         small = hopper and out_features * in_features * itemsize <= _SMALL_BYTES
         return list(_of_parts(in_features, shared_memory, itemsize)) if small else []
-    found: list[Candidate] = []
+    found: list[Tile] = []
     whole = 1 << max(in_features - 1, 1).bit_length()
     if num_rows == 1:
         # With an activation half of a program's rows are gates.
@@ -55,15 +42,15 @@ def candidates(
             held = rows * columns // (32 * warps)
             if rows > out_features or columns > whole or not 8 <= held <= 128:
                 continue
-            found += [Candidate("row", rows, columns, warps, early=early) for early in (False, True)]
+            found += [Tile("row", rows, columns, warps, early=early) for early in (False, True)]
             for stages in (2, 3):
                 if stages * columns * (rows + 1) * itemsize <= shared_memory:
-                    found += [Candidate("ring", rows, columns, warps, stages, early) for early in (False, True)]
+                    found += [Tile("ring", rows, columns, warps, stages, early) for early in (False, True)]
     inputs = max(16, 1 << (num_rows - 1).bit_length())
     for rows, columns, stages, warps in product((16, 32, 64, 128), (64, 128, 256, 512), (2, 3, 4, 5), (4, 8)):
         taken = stages * columns * (rows * itemsize + inputs * 2)
         if 4096 <= rows * columns <= 32768 and columns <= whole and taken <= shared_memory:
-            found += [Candidate("rows", rows, columns, warps, stages, early) for early in (False, True)]
+            found += [Tile("rows", rows, columns, warps, stages, early) for early in (False, True)]
     if hopper and num_rows > 1:
         whole = max(8, 1 << (num_rows - 1).bit_length())
         for rows, columns, stages, tokens in product(
@@ -72,13 +59,11 @@ def candidates(
             taken = stages * columns * (rows + (tokens or whole)) * itemsize
             fits = in_features % columns == 0 and stages * columns <= in_features and taken <= shared_memory
             if fits and tokens < num_rows:
-                found += [
-                    Candidate("hopper", rows, columns, 4, stages, early, tokens=tokens) for early in (False, True)
-                ]
+                found += [Tile("hopper", rows, columns, 4, stages, early, tokens=tokens) for early in (False, True)]
     return found
 
 
-def _of_parts(in_features: int, shared_memory: int, itemsize: int) -> Iterator[Candidate]:
+def _of_parts(in_features: int, shared_memory: int, itemsize: int) -> Iterator[Tile]:
     """Tiles of Hopper's kernel that take some rows of the input."""
     for rows, columns, stages, warps, tokens, early in product(
         (64, 128), (64, 128), (4, 5, 6, 8, 10), (4, 8), (16, 32, 64, 128), (False, True)
@@ -86,4 +71,4 @@ def _of_parts(in_features: int, shared_memory: int, itemsize: int) -> Iterator[C
         # Four warps multiply 64 rows of the weight together.
         fits = in_features % columns == 0 and stages * columns * (rows + tokens) * itemsize <= shared_memory
         if fits and rows >= 16 * warps:
-            yield Candidate("hopper", rows, columns, warps, stages, early, tokens=tokens)
+            yield Tile("hopper", rows, columns, warps, stages, early, tokens=tokens)

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 import atom_core.kernels.linear
 from atom_core.config import ModelConfig
 from atom_core.kernels import tuned
+from atom_core.kernels.linear.tiles import TORCH, Tile, on_hopper, tile_for, tried
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton
 from atom_core.standalone import build_runtime, random_model
@@ -32,7 +33,7 @@ from atom_plugin.bench.cases import products
 from atom_plugin.bench.device import capture, measure, require_gpu
 from atom_plugin.bench.models import cut, read_config
 from atom_plugin.bench.step import MAX_MODEL_LEN, decoding
-from atom_plugin.bench.tiles import SHARED_MEMORY, Candidate, candidates
+from atom_plugin.bench.tiles import SHARED_MEMORY, candidates
 from atom_plugin.common.kernels import forced_kernels
 from atom_plugin.common.settings import load_settings
 
@@ -85,8 +86,6 @@ def tune_linear(models: Sequence[str], dtype: torch.dtype, output: Path | None, 
 @torch.inference_mode()
 def _tune_model(name: str, dtype: torch.dtype, device: torch.device, say: Callable[[str], None]) -> Iterator[Entry]:
     """An entry a product and number of rows."""
-    from atom_core.kernels.linear.tiles import TORCH, Tile  # needs triton, which a CPU may lack
-
     hf = read_config(name)
     config = ModelConfig.from_hf(cut(hf, min(_LAYERS, ModelConfig.from_hf(hf).num_layers)))
     runtime = build_runtime(device, dtype, MAX_MODEL_LEN, forced_kernels(load_settings()), cache_dtype=dtype)
@@ -94,14 +93,14 @@ def _tune_model(name: str, dtype: torch.dtype, device: torch.device, say: Callab
     sizes = dict.fromkeys((it.out_features, it.in_features) for it in products(config))
     for rows in ROWS:
         run = decoding(model, config, runtime, rows, _CONTEXT)
-        chosen: dict[tuned.Shape, Any] = {}
+        chosen: dict[tuned.Shape, Tile | None] = {}
         for out_features, in_features in sizes:
             shape = tuned.Shape(rows, out_features, in_features, str(dtype).removeprefix("torch."))
             default = default_tile(rows, out_features, in_features, dtype.itemsize, device)
             few = fastest_alone(rows, out_features, in_features, dtype, device)
             seconds = _in_step(run, shape, dict.fromkeys([default, *few]), chosen)
             best = choose(default, seconds)
-            chosen[shape] = None if best is None else Tile(**asdict(best))
+            chosen[shape] = best
             entry: dict[str, Any] = {
                 **shape._asdict(),
                 "tile": TORCH if best is None else asdict(best),
@@ -115,24 +114,23 @@ def _tune_model(name: str, dtype: torch.dtype, device: torch.device, say: Callab
 def _in_step(
     run: Callable[[], None],
     shape: tuned.Shape,
-    candidates: Iterable[Candidate | None],
-    chosen: Mapping[tuned.Shape, Any],
-) -> dict[Candidate | None, float]:
-    """Seconds of the step with each of the candidates, in turns; None is torch's product."""
-    from atom_core.kernels.linear.tiles import Tile, tried  # needs triton, which a CPU may lack
+    tiles: Iterable[Tile | None],
+    chosen: Mapping[tuned.Shape, Tile | None],
+) -> dict[Tile | None, float]:
+    """Seconds of the step with each of the tiles, in turns; None is torch's product."""
 
-    def with_tile(tile: Candidate | None, run: Callable[[], T]) -> T | None:
-        with tried({**chosen, shape: None if tile is None else Tile(**asdict(tile))}):
+    def with_tile(tile: Tile | None, run: Callable[[], T]) -> T | None:
+        with tried({**chosen, shape: tile}):
             # With what the model does around the product a tile may need more than there is.
             return _or_none(run)
 
-    candidates = list(candidates)
-    with ThreadPoolExecutor(len(candidates)) as pool:
+    tiles = list(tiles)
+    with ThreadPoolExecutor(len(tiles)) as pool:
         # Compiles them; what they write of the same buffers is of no use to anyone.
-        list(pool.map(torch.inference_mode()(partial(with_tile, run=run)), candidates))
-    captured = {tile: with_tile(tile, partial(capture, run)) for tile in candidates}
+        list(pool.map(torch.inference_mode()(partial(with_tile, run=run)), tiles))
+    captured = {tile: with_tile(tile, partial(capture, run)) for tile in tiles}
     graphs = {tile: graph for tile, graph in captured.items() if graph is not None}
-    seconds: dict[Candidate | None, list[float]] = {tile: [] for tile in graphs}
+    seconds: dict[Tile | None, list[float]] = {tile: [] for tile in graphs}
     for _ in range(_TURNS):
         for tile, graph in graphs.items():
             seconds[tile].append(measure(graph.replay, 1, sample_seconds=0.02, warm_seconds=0.005).median)
@@ -141,10 +139,8 @@ def _in_step(
 
 def fastest_alone(
     rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
-) -> list[Candidate]:
+) -> list[Tile]:
     """The best few of all candidates, one call behind the other over weights that no cache holds."""
-    from atom_core.kernels.linear.tiles import on_hopper  # needs triton, which a CPU may lack
-
     properties = torch.cuda.get_device_properties(device)
     shared_memory = int(getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY))
     tiles = candidates(rows, out_features, in_features, shared_memory, dtype.itemsize, on_hopper(device))
@@ -160,7 +156,7 @@ def fastest_alone(
     expected = F.linear(x, weights[0]).float()
 
     @torch.inference_mode()
-    def attempt(tile: Candidate) -> torch.Tensor | None:
+    def attempt(tile: Tile) -> torch.Tensor | None:
         return _or_none(lambda: run_with_tile(x, weights[0], tile))
 
     # Most of the time would be that of compiling one behind the other.
@@ -169,7 +165,7 @@ def fastest_alone(
         right = [tile for tile, y in zip(tiles, found, strict=True) if y is not None and _is_close(y, expected)]
     calls = copies * math.ceil(16 / copies)
 
-    def seconds(tile: Candidate) -> float:
+    def seconds(tile: Tile) -> float:
         def all_calls() -> None:
             for index in range(calls):
                 run_with_tile(x, weights[index % copies], tile)
@@ -211,7 +207,7 @@ def write(path: Path, device_name: str, entries: Sequence[Entry]) -> None:
     tuned.read_entries(path)
 
 
-def choose(default: Candidate | None, seconds: Mapping[Candidate | None, float]) -> Candidate | None:
+def choose(default: Tile | None, seconds: Mapping[Tile | None, float]) -> Tile | None:
     """The fastest, or the default where that is as fast but for noise."""
     best = min(seconds, key=lambda tile: seconds[tile])
     return best if seconds[default] > (1.0 + WORTH) * seconds[best] else default
@@ -221,21 +217,15 @@ def _key(entry: Entry) -> tuple[Any, ...]:
     return entry["dtype"], entry["out_features"], entry["in_features"], entry["rows"]
 
 
-def default_tile(
-    rows: int, out_features: int, in_features: int, itemsize: int, device: torch.device
-) -> Candidate | None:
+def default_tile(rows: int, out_features: int, in_features: int, itemsize: int, device: torch.device) -> Tile | None:
     """The kernel's own choice where nothing is tuned; None: the product is torch's."""
-    from atom_core.kernels.linear.tiles import on_hopper, tile_for  # needs triton, which a CPU may lack
-
     nvidia = Target.of(device).kind == "cuda"
-    tile = tile_for(rows, out_features, in_features, itemsize, nvidia, on_hopper(device))
-    return None if tile is None else Candidate(**asdict(tile))
+    return tile_for(rows, out_features, in_features, itemsize, nvidia, on_hopper(device))
 
 
-def run_with_tile(x: torch.Tensor, weight: torch.Tensor, tile: Candidate) -> torch.Tensor:
+def run_with_tile(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
     """``x W^T`` by our kernel with a tile of one's choice."""
-    from atom_core.kernels.linear.tiles import Tile
     from atom_core.kernels.linear.triton_kernel import product as multiply  # needs triton, which a CPU may lack
 
     overlap = overlaps(Target.of(x.device))
-    return multiply(x, weight, None, tile=Tile(**asdict(tile)), overlap=overlap)
+    return multiply(x, weight, None, tile=tile, overlap=overlap)

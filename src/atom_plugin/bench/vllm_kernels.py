@@ -5,7 +5,8 @@ vLLM is imported only here, and only when one of these is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,15 @@ _SPLITS_IN_GRAPHS = 32
 
 class Unavailable(Exception):
     """A contender that cannot run here; the message says why."""
+
+
+@contextmanager
+def _importing(what: str) -> Iterator[None]:
+    """For imports of vLLM's: a wheel for another device fails in as many ways as it has libraries."""
+    try:
+        yield
+    except Exception as error:
+        raise Unavailable(f"{what} cannot be imported: {error}") from error
 
 
 def add_and_rms_norm() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]:
@@ -187,10 +197,8 @@ def flash_mla(
     *, seq_lens: torch.Tensor, page_table: torch.Tensor, num_heads: int, rank: int, scale: float
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """As :func:`flash_attention_3_of_latents`, over pages of 64 rows; scheduled once, as for all layers."""
-    try:
+    with _importing("vLLM's FlashMLA"):
         from vllm.v1.attention.ops import flashmla
-    except Exception as error:  # as above
-        raise Unavailable(f"vLLM's FlashMLA cannot be imported: {error}") from error
     supported, reason = flashmla.is_flashmla_dense_supported()
     if not supported:
         raise Unavailable(f"FlashMLA cannot run here: {reason}")
@@ -230,12 +238,10 @@ def fused_experts(
         tuned: with what vLLM's file for this GPU says, else with its default for any.
         scales: of FP8 by blocks, those of ``gate_up`` and ``down``; None: in 16 bits.
     """
-    try:
+    with _importing("vLLM's fused experts"):
         from vllm.model_executor.layers import fused_moe
         from vllm.model_executor.layers.fused_moe import config
         from vllm.model_executor.layers.fused_moe import fused_moe as kernels
-    except Exception as error:  # as above
-        raise Unavailable(f"vLLM's fused experts cannot be imported: {error}") from error
     if not hasattr(torch.ops._moe_C, "moe_align_block_size"):
         raise Unavailable("vLLM is here, and its compiled kernels are not")
     block = None if scales is None else [BLOCK_SIZE, BLOCK_SIZE]
@@ -256,10 +262,8 @@ def fused_experts(
 
 
 def _flash_attention_interface() -> Any:
-    try:
+    with _importing("vLLM's FlashAttention"):
         from vllm.vllm_flash_attn import flash_attn_interface as interface
-    except Exception as error:  # a wheel for another device fails in as many ways as it has libraries
-        raise Unavailable(f"vLLM's FlashAttention cannot be imported: {error}") from error
     if not interface.is_fa_version_supported(3):
         raise Unavailable(f"FlashAttention 3 cannot run here: {interface.fa_version_unsupported_reason(3)}")
     return interface
@@ -273,10 +277,8 @@ def _head_norm(ops: Any, x: torch.Tensor, head_dim: int, weight: torch.Tensor, e
 
 
 def _ops() -> Any:
-    try:
+    with _importing("vLLM's kernels"):
         from vllm import _custom_ops
-    except Exception as error:  # as above
-        raise Unavailable(f"vLLM's kernels cannot be imported: {error}") from error
     if not hasattr(torch.ops._C, "silu_and_mul"):
         raise Unavailable("vLLM is here, and its compiled kernels are not")
     return _custom_ops

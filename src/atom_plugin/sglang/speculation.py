@@ -8,7 +8,7 @@ from typing import Any
 from atom_core.config import HfConfig
 from atom_core.models.registry import load_draft_class
 from atom_core.quant import QuantConfig
-from atom_core.standalone import check_draft_files
+from atom_core.standalone import check_files
 from atom_plugin.common.support import SGLANG_DRAFTS
 from atom_plugin.sglang import BACKEND, our_backends
 
@@ -106,7 +106,7 @@ def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
             )
     config = load_draft_class(hf_config.architectures[0]).read_config(HfConfig(hf_config))
     directory = Path(view.model_path)
-    check_draft_files(
+    check_files(
         config,
         directory if directory.is_dir() and view.load_format != "dummy" else None,
         tensor_parallel_size=view.tp_size,

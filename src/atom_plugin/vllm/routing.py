@@ -23,7 +23,7 @@ from atom_core.models.registry import (
     supported_architectures,
     unsupported_architecture,
 )
-from atom_core.standalone import check_draft_files, check_files
+from atom_core.standalone import check_files
 from atom_plugin.common.settings import Settings, load_settings
 from atom_plugin.common.support import CACHE_DTYPES, SAFETENSORS_FORMATS
 from atom_plugin.common.versions import DISTRIBUTION, check_version, installed
@@ -242,7 +242,7 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
                 "Leave one of them out."
             )
     directory = Path(draft.model)
-    check_draft_files(
+    check_files(
         config,
         directory if directory.is_dir() and vllm_config.load_config.load_format != "dummy" else None,
         tensor_parallel_size=ranks,

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Literal
 
 import torch
-import triton
 
 from atom_core.kernels import tuned
 
@@ -31,6 +30,8 @@ _GLUON = ((3, 6), (3, 9))
 
 def why_no_gluon() -> str | None:
     """None where the kernel for Hopper can be compiled, else the reason."""
+    import triton  # which a CPU may lack
+
     found = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if not _GLUON[0] <= found <= _GLUON[1]:
         return f"The kernel for Hopper is known to compile with Triton 3.6 to 3.9, not with {triton.__version__}."
@@ -63,6 +64,8 @@ class Tile:
 
     def fetched(self, weight: torch.Tensor, overlap: bool) -> int:
         """How much of :attr:`fetch` there is of this weight, on this device."""
+        import triton  # which a CPU may lack
+
         if not overlap or triton.knobs.runtime.interpret:
             return 0  # there is no instruction for it
         left = (weight.shape[1] - self.columns) * weight.itemsize
@@ -113,7 +116,7 @@ def tile_for(
             return Tile("row", 4, 512, 2, early=True, fetch=whole)
         if in_features > 2048:
             return Tile("row", 8, 1024, 4, early=True, fetch=whole)
-        return Tile("row", 2, max(128, triton.next_power_of_2(in_features)), 4, early=True)
+        return Tile("row", 2, max(128, 1 << (in_features - 1).bit_length()), 4, early=True)
     if out_features >= 16384:
         return Tile("ring", 4, 2048, 4, 2)
     if out_features <= 4096 and in_features <= 4096:

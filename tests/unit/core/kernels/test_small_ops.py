@@ -271,12 +271,14 @@ def test_one_row_with_tiles_in_shared_memory(around, stages, in_features):
 
 
 def test_no_more_of_a_weight_is_fetched_than_lies_behind_its_first_tile(monkeypatch):
+    import triton
+
     from atom_core.kernels.linear import tiles
 
     whole, some = (tiles.Tile("row", 8, 512, 4, fetch=size) for size in (4096, 256))
     weight = torch.empty(16, 2048, dtype=torch.bfloat16)
     assert whole.fetched(weight, overlap=True) == 0  # Triton's interpreter has no instruction for it
-    monkeypatch.setattr(tiles.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     assert (whole.fetched(weight, overlap=True), some.fetched(weight, overlap=True)) == (2 * 1536, 256)
     assert whole.fetched(weight, overlap=False) == 0
     assert whole.fetched(torch.empty(16, 512, dtype=torch.bfloat16), overlap=True) == 0

@@ -14,7 +14,7 @@ from atom_core.config import HfConfig, ModelConfig
 from atom_core.models.deepseek_mtp import DeepseekV3Draft
 from atom_core.models.registry import load_draft_class
 from atom_core.quant import read_quantization
-from atom_core.standalone import Runner, Step, build_runtime, check_draft_files, finalize, page_pools, plan
+from atom_core.standalone import Runner, Step, build_runtime, check_files, finalize, page_pools, plan
 from atom_core.weights import load_weights
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8, make_plain
 from tests.unit.core.hugging_face import (
@@ -58,7 +58,7 @@ class Drafter:
         hf = read_config_json(self.directory)
         quant = read_quantization(hf)
         config = DeepseekV3Draft.read_config(HfConfig(hf))
-        check_draft_files(config, self.directory, quant=quant)
+        check_files(config, self.directory, quant=quant)
         self.runtime = build_runtime(torch.device("cpu"), self.dtype, MAX_POSITION, quant=quant)
         self.draft = load_draft_class(config.architecture)(config, self.runtime)
         load_weights(self.draft, Checkpoint.open(self.directory).load(), str(self.directory))
@@ -205,10 +205,10 @@ def test_a_checkpoint_without_such_layers_is_refused(tmp_path):
     tensors, layer = load_file(file), f"model.layers.{NUM_LAYERS}."
     save_file({name: value for name, value in tensors.items() if name != f"{layer}enorm.weight"}, file)
     with pytest.raises(ValueError, match=rf"missing \(1\): {layer}enorm.weight"):
-        check_draft_files(config, tmp_path)
+        check_files(config, tmp_path)
     save_file({name: value for name, value in tensors.items() if not name.startswith(layer)}, file)
     with pytest.raises(ValueError, match=rf"no weights to draft with .*no tensor is called {layer}\*"):
-        check_draft_files(config, tmp_path)
+        check_files(config, tmp_path)
     with pytest.raises(ValueError, match="not supported for Qwen3ForCausalLM; supported: DeepseekV3ForCausalLM"):
         load_draft_class("Qwen3ForCausalLM")
 

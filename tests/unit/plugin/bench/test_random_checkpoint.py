@@ -7,7 +7,7 @@ import pytest
 from atom_core.config import HfConfig, ModelConfig
 from atom_core.models.registry import load_draft_class
 from atom_core.quant import read_quantization
-from atom_core.standalone import Runner, check_draft_files, check_files
+from atom_core.standalone import Runner, check_files
 from atom_plugin.bench.models import CONFIGS
 from benchmarks.random_checkpoint import write_random
 
@@ -49,7 +49,7 @@ def test_layers_that_draft_are_written_as_well(tmp_path):
     hf = {**CONFIGS["deepseek-v3"], **SMALL, **CASES["deepseek-v3"]}
     write_random(hf, tmp_path)
     drafts = load_draft_class(hf["architectures"][0]).read_config(HfConfig(hf))
-    check_draft_files(drafts, tmp_path, quant=read_quantization(hf, None))
+    check_files(drafts, tmp_path, quant=read_quantization(hf, None))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from atom_core.kernels import tuned
+from atom_core.kernels.linear.tiles import Tile, chosen_tile
 from atom_plugin.bench import tune
-from atom_plugin.bench.tiles import Candidate, candidates
+from atom_plugin.bench.tiles import candidates
 from atom_plugin.bench.tune import ROWS, choose, line, write
 
 SHARED_MEMORY = 227 << 10
@@ -52,15 +53,14 @@ def test_less_shared_memory_leaves_fewer():
 
 def test_candidates_are_tiles_of_the_kernel():
     pytest.importorskip("triton")
-    from atom_core.kernels.linear.tiles import Tile
     from atom_core.kernels.linear.triton_kernel import _KERNELS
 
     for rows in (1, 8):
-        assert all(Tile(**asdict(tile)).kernel in _KERNELS for tile in candidates(rows, 4096, 1024))
+        assert all(tile.kernel in _KERNELS for tile in candidates(rows, 4096, 1024))
 
 
 def test_only_what_is_clearly_faster_replaces_the_default():
-    default, other = Candidate("row", 4, 1024, 4), Candidate("row", 8, 1024, 4)
+    default, other = Tile("row", 4, 1024, 4), Tile("row", 8, 1024, 4)
     assert choose(default, {default: 1.0, other: 0.999}) == default
     assert choose(default, {default: 1.0, other: 0.99}) == other
     assert choose(None, {None: 1.0, other: 0.999}) is None
@@ -73,7 +73,7 @@ def test_what_is_written_is_read(tmp_path):
             "out_features": out_features,
             "in_features": 1024,
             "dtype": "bfloat16",
-            "tile": asdict(Candidate("row", 4, 1024, 4)),
+            "tile": asdict(Tile("row", 4, 1024, 4)),
             "microseconds": 3.5,
             "default_microseconds": 4.0,
         }
@@ -83,7 +83,7 @@ def test_what_is_written_is_read(tmp_path):
     write(path, "NVIDIA H200", entries)
     assert [(it["out_features"], it["rows"]) for it in tuned.read_entries(path)] == [(1024, 1), (4096, 1), (4096, 2)]
     tile = tuned.lookup(tmp_path, "NVIDIA H200", 2, 4096, 1024, "bfloat16")
-    assert Candidate(**tile) == Candidate("row", 4, 1024, 4)
+    assert Tile(**tile) == Tile("row", 4, 1024, 4)
     assert line(entries[0]).startswith("  2 rows, 4096 x 1024: a step takes 3.5 us with kernel row, rows 4")
 
 
@@ -91,16 +91,14 @@ def test_candidates_take_turns_within_the_step_and_one_that_cannot_be_captured_t
     pytest.importorskip("triton")
     from triton.runtime.errors import OutOfResources
 
-    from atom_core.kernels.linear.tiles import Tile, chosen_tile
-
-    kept, tried = Tile("row", 2, 128, 4), Candidate("row", 4, 128, 4)
-    large = Candidate("row", 8, 128, 4)
+    kept, tried = Tile("row", 2, 128, 4), Tile("row", 4, 128, 4)
+    large = Tile("row", 8, 128, 4)
     x, weight, other = torch.randn(1, 96).half(), torch.randn(52, 96).half(), torch.randn(48, 96).half()
     captured, turns = [], []
 
     def run():
         tiles = [chosen_tile(x, it, nvidia=True) for it in (weight, other)]
-        if tiles[0] == Tile(**asdict(large)):
+        if tiles[0] == large:
             raise OutOfResources(300, 227, "shared memory")
         return tiles
 
@@ -121,4 +119,4 @@ def test_candidates_take_turns_within_the_step_and_one_that_cannot_be_captured_t
     assert turns == [1, 4] * 5
     assert captured[0][0] is None, "torch's product"
     assert [tiles[1] for tiles in captured] == [kept] * 2
-    assert captured[1][0] == Tile(**asdict(tried))
+    assert captured[1][0] == tried
