@@ -120,13 +120,13 @@ def _is_piecewise(graphs: CUDAGraphMode) -> bool:
 
 
 def _may_break(vllm_config: VllmConfig) -> bool:
-    """Whether all attention is ours, as vLLM's own may have been imported by now and would not break, and on one GPU.
+    """Whether all attention is ours, as vLLM's own may have been imported by now and would not break.
 
-    Several have not been tried.
+    And not where a step goes through several groups of GPUs (pipelines, replicas), which has not been tried.
     """
     if BREAKABLE in os.environ and not _Ours.is_set:
         return False
-    if vllm_config.parallel_config.world_size > 1 or vllm_config.parallel_config.data_parallel_size > 1:
+    if vllm_config.parallel_config.pipeline_parallel_size > 1 or vllm_config.parallel_config.data_parallel_size > 1:
         return False
     speculative = vllm_config.speculative_config
     drafts = speculative is not None and speculative.method == "draft_model"

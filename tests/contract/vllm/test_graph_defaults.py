@@ -48,15 +48,17 @@ def configure(monkeypatch):
     """Makes a configuration; arguments are those of `CompilationConfig`, and some that stand in front of them."""
     register_models()
 
-    def configure(*, impl="atom", eager=False, level=None, ranks=1, seqs=None, tokens=2048, **compilation):
+    def configure(*, impl="atom", eager=False, level=None, ranks=1, stages=1, seqs=None, tokens=2048, **compilation):
         monkeypatch.setattr(platforms, "_current_platform", CPU)
         model = ModelConfig(str(CHECKPOINT), model_impl=impl, enforce_eager=eager)
         monkeypatch.setattr(platforms, "_current_platform", CudaInName())
         given = {} if level is None else {"optimization_level": level}
-        if ranks > 1:
+        if ranks * stages > 1:
             # A launcher that vLLM does not start: the test's machine has no GPUs to count.
             given["parallel_config"] = ParallelConfig(
-                pipeline_parallel_size=ranks, distributed_executor_backend="external_launcher"
+                tensor_parallel_size=ranks,
+                pipeline_parallel_size=stages,
+                distributed_executor_backend="external_launcher",
             )
         if seqs is not None:
             given["scheduler_config"] = SchedulerConfig(
@@ -148,8 +150,13 @@ def test_graphs_do_not_break_around_vllms_attention(configure, monkeypatch):
     assert graphs.BREAKABLE not in os.environ
 
 
-def test_graphs_do_not_break_on_several_gpus(configure):
-    assert modes(configure(ranks=2)) == (False, "FULL_DECODE_ONLY")
+def test_graphs_break_on_several_gpus_that_share_each_layer(configure):
+    assert modes(configure(ranks=2)) == (False, "FULL_AND_PIECEWISE")
+    assert os.environ[graphs.BREAKABLE] == "1"
+
+
+def test_graphs_do_not_break_in_a_pipeline(configure):
+    assert modes(configure(stages=2)) == (False, "FULL_DECODE_ONLY")
     assert graphs.BREAKABLE not in os.environ
 
 
