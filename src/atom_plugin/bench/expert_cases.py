@@ -59,7 +59,15 @@ class _Layer:
                 routing.num_experts, hidden, moe.intermediate_size, routing.top_k, config.activation, moe.bias, tokens
             )
 
-    def case(self, op: str, bits: float, operands: Mapping[str, Contender], exact: Contender, itemsize: int) -> Case:
+    def case(
+        self,
+        op: str,
+        bits: float,
+        operands: Mapping[str, Contender],
+        exact: Contender,
+        itemsize: int,
+        unrounded: Contender | None = None,
+    ) -> Case:
         """``bits``: of a weight's number, with its share of scales."""
         used = len(torch.unique(self._chosen()))
         return Case(
@@ -69,6 +77,7 @@ class _Layer:
             num_operations=6 * self.tokens * self.top_k * self.size * self.hidden,
             contenders=operands,
             exact=(exact,),
+            unrounded=unrounded,
         )
 
     def _chosen(self) -> torch.Tensor:
@@ -218,7 +227,8 @@ def fp8_expert_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
         if layer.activation == "silu":
             contenders["vllm"] = partial(_vllm, _Layer.fp8_weights, layer, True)
             contenders["vllm, untuned"] = partial(_vllm, _Layer.fp8_weights, layer, False)
-        yield layer.case("fp8_experts", 8 + 32 / BLOCK_SIZE**2, contenders, partial(_exact_in_fp8, layer), itemsize)
+        exact, unrounded = partial(_exact_in_fp8, layer), partial(_of_wide_inputs, layer)
+        yield layer.case("fp8_experts", 8 + 32 / BLOCK_SIZE**2, contenders, exact, itemsize, unrounded)
 
 
 def _fp8_spec(layer: _Layer, bench: Bench) -> Fp8ExpertsSpec:
@@ -230,6 +240,16 @@ def _exact_in_fp8(layer: _Layer, bench: Bench, copies: int) -> Run:
     given, weights = layer.inputs(bench), layer.fp8_weights(bench)
     kernel = ReferenceFp8Experts(_fp8_spec(layer, bench))
     return lambda index: kernel(*given, weights)
+
+
+def _of_wide_inputs(layer: _Layer, bench: Bench, copies: int) -> Run:
+    """In float32 by the same weights, of inputs and middles that are not quantised."""
+    x, shares, experts = layer.inputs(bench)
+    it = layer.fp8_weights(bench)
+    sides = (it.gate_up, it.gate_up_scale), (it.down, it.down_scale)
+    weights = ExpertWeights(*(_wide(*side, torch.float32) for side in sides))
+    kernel = ReferenceExperts(replace(layer.spec(bench), dtype=torch.float32))
+    return lambda index: kernel(x.float(), shares, experts, weights)
 
 
 def _torch_in_fp8(layer: _Layer, bench: Bench, copies: int) -> Run:

@@ -148,7 +148,9 @@ def test_contenders_answer_the_same(few, config, op):
             torch.testing.assert_close(found["atom"], numbers, rtol=1e-4, atol=1e-4)
         with torch.inference_mode():
             exact = [contender(bench, 1)(0) for contender in case.exact]
+            wide = case.unrounded and case.unrounded(bench, 1)(0)
         assert not exact or min(kernels._distance(found["atom"], numbers) for numbers in exact) < 1e-4
+        assert wide is None or 0 < kernels._distance(wide, exact[0]) < 0.06
 
 
 def test_a_call_is_limited_by_memory_or_by_products():
@@ -203,7 +205,7 @@ def test_numbers_that_disagree_are_far_apart():
     assert kernels._distance(nan, ours) == float("inf")
 
 
-def notes(monkeypatch, exact, **numbers):
+def notes(monkeypatch, exact, unrounded=None, **numbers):
     """Of the rows of contenders that answer ``numbers``, by contender: whether there is a time, and the note."""
     timing = Timing(2e-6, 1.9e-6, 2.1e-6)
     monkeypatch.setattr(kernels, "cache_and_memory", lambda device: (1 << 20, 1 << 40))
@@ -213,7 +215,8 @@ def notes(monkeypatch, exact, **numbers):
         return lambda bench, copies: lambda index: torch.tensor([1.0, number])
 
     contenders = {name: answering(number) for name, number in numbers.items()}
-    case = Case("linear", "qkv", 1 << 20, 0, contenders, tuple(answering(number) for number in exact))
+    wide = None if unrounded is None else answering(unrounded)
+    case = Case("linear", "qkv", 1 << 20, 0, contenders, tuple(answering(number) for number in exact), wide)
     bench = Bench(torch.device("cpu"), torch.bfloat16, None)
     rows = kernels._rows("qwen3-8b", case, bench, LIMITS, KernelOptions())
     return {row.contender: (row.timing is not None, row.note) for row in rows}
@@ -230,6 +233,13 @@ def test_exact_numbers_are_held_against_all_and_torch_keeps_its_time(monkeypatch
     assert found["atom"] == found["other"] == (True, "")
     assert found["far"] == (False, "its numbers are 1.0e-01 from float32's: no time is given")
     assert found["torch"] == (True, "its numbers are 1.0e-01 from float32's")
+
+
+def test_quantised_numbers_may_be_as_far_from_the_exact_as_those_from_unquantised_ones(monkeypatch):
+    found = notes(monkeypatch, (1.0,), 0.96, atom=0.965, far=0.95)
+    assert found["atom"] == (True, "")
+    assert found["far"] == (False, "its numbers are 5.0e-02 from float32's: no time is given")
+    assert notes(monkeypatch, (1.0,), 1.0, atom=0.99)["atom"] == (True, "")
 
 
 @pytest.mark.parametrize(
