@@ -35,6 +35,8 @@ FEWER_BITS = 2**-7
 SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048)]
 #: Of a last block that is smaller, and of less than one.
 EDGES = [(16, 16), (48, 80), (144, 1008), (528, 4112)]
+#: Of DeepSeek V3: a last block that is smaller, and on 8 GPUs groups that are no multiple of four.
+WHOLE_GROUPS = [(2112, 7168), (7168, 2304)]
 ROWS = [1, 3, 8, 17, MAX_ROWS]
 
 
@@ -73,7 +75,7 @@ def triton(weight, scale):
 
 
 @every_dtype
-@pytest.mark.parametrize(("out_features", "in_features"), SHAPES + EDGES)
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES + EDGES + WHOLE_GROUPS)
 @pytest.mark.parametrize("rows", [0, *ROWS, MAX_ROWS + 1, 140, 515])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_product(with_bias, rows, out_features, in_features, dtype):
@@ -119,9 +121,10 @@ def test_groups_are_quantised_as_the_reference_does(rows, size, dtype):
     assert torch.equal(scales.T, unit * unit * wanted_scales)
 
 
-@pytest.mark.parametrize("rows", [20, 100])
-def test_a_row_with_nan_is_nan_and_its_neighbours_are_not(rows):
-    x, weight, scale, _ = operands(rows, 48, 80, torch.bfloat16)
+@pytest.mark.parametrize("sizes", [(48, 80), (64, 256)], ids=str)
+@pytest.mark.parametrize("rows", [20, 101])
+def test_a_row_with_nan_is_nan_and_its_neighbours_are_not(rows, sizes):
+    x, weight, scale, _ = operands(rows, *sizes, torch.bfloat16)
     x[3, 5] = float("nan")
     y = triton(weight, scale)(x, weight, scale, None)
     assert y[3].isnan().all()
@@ -152,9 +155,10 @@ def test_one_row_by_any_tile(tile, out_features, in_features, dtype):
     assert_close(found, wanted, 2 * FEWER_BITS)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 40, 100])
-def test_it_runs_in_graphs_with_other_numbers_than_were_captured(rows):
-    x, weight, scale, bias = operands(rows, 528, 4112, torch.bfloat16)
+@pytest.mark.parametrize("sizes", [(528, 4112), (2112, 7168), (7168, 2304)], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 40, 101])
+def test_it_runs_in_graphs_with_other_numbers_than_were_captured(rows, sizes):
+    x, weight, scale, bias = operands(rows, *sizes, torch.bfloat16)
     kernel = triton(weight, scale)
     other = torch.randn_like(x)
     wanted = kernel(other, weight, scale, bias)

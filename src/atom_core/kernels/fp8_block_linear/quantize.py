@@ -68,6 +68,7 @@ def quantize_groups(
     norm: Norm | None = None,
     slots: torch.Tensor | None = None,
     late: bool = False,
+    multiple: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``norm(x) [T, K]`` in ``dtype``, and the scales of its groups, which go with a product of e4m3fn's bits.
 
@@ -80,6 +81,7 @@ def quantize_groups(
         norm: norm rows first.
         slots: int32 ``[T]``; rows where it is negative are left out, and what is returned for them means nothing.
         late: the kernel behind may start when those in front of this one are done, not earlier.
+        multiple: what is returned has rows to a multiple of this; those behind ``T`` mean nothing.
 
     Returns:
         ``[T, K]``, and float32 ``[groups, T]``: programs that multiply take a group of many rows at once.
@@ -89,8 +91,9 @@ def quantize_groups(
     group = group or triton.next_power_of_2(size)
     groups = triton.cdiv(size, group)
     padded = triton.next_power_of_2(groups)
-    quantized = torch.empty(rows, size, dtype=dtype, device=x.device)
-    scales = torch.empty(groups, rows, dtype=torch.float32, device=x.device)
+    all_rows = triton.cdiv(rows, multiple) * multiple
+    quantized = torch.empty(all_rows, size, dtype=dtype, device=x.device)
+    scales = torch.empty(groups, all_rows, dtype=torch.float32, device=x.device)
     if rows:
         _quantize_groups[(rows,)](
             x,
@@ -100,7 +103,7 @@ def quantize_groups(
             scales,
             0.0 if norm is None else norm.eps,
             x.stride(0),
-            rows,
+            all_rows,
             K=size,
             GROUP=group,
             GROUPS=padded,

@@ -2,7 +2,7 @@
 
 One row on NVIDIA's GPUs is one launch (:mod:`.one_row`). Else the input is quantised in a launch of its own, with the
 norm in front where there is one; up to 64 rows are multiplied by :mod:`.few_rows`, on Hopper where the input is whole
-blocks by :mod:`.few_rows_hopper`, more by :mod:`.many_rows`.
+blocks by :mod:`.few_rows_hopper`, more by :mod:`.many_rows`, or on Hopper by :mod:`.cublas`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from atom_core.config import Activation
+from atom_core.kernels.fp8_block_linear import cublas
 from atom_core.kernels.fp8_block_linear.few_rows import multiply_few_rows
 from atom_core.kernels.fp8_block_linear.many_rows import multiply_many_rows
 from atom_core.kernels.fp8_block_linear.one_row import multiply_row, tile_for, why_not_one_row
@@ -89,6 +90,8 @@ def fp8_block_linear(
         return multiply_few(x, weight, weight_scale, bias, nvidia=nvidia, overlap=overlap)
     if not len(x):
         return x.new_empty(0, len(weight))
+    if nvidia and cublas.takes(x, weight):
+        return cublas.multiply(x, weight, weight_scale, bias, overlap)
     quantized, scales = quantize_groups(x, weight.dtype, overlap, group=BLOCK_SIZE)
     return multiply_many_rows(quantized, scales, weight, weight_scale, bias, nvidia=nvidia, dtype=x.dtype)
 

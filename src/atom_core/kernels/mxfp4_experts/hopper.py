@@ -262,7 +262,7 @@ def tile_for(tokens: int, block: int, gated: bool) -> Tile:
     if tokens == 1:
         return Tile(32, 128, 6, 2) if gated else Tile(16, 128, 8, 1)
     if block <= 8:
-        return Tile(64, 256, 4, 2)
+        return Tile(64, 256, 3, 4)
     if block <= 16:
         return Tile(128, 128, 3, 4)
     if block <= 32:

@@ -7,7 +7,7 @@ import torch
 
 from atom_core.kernels import kernel_set
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
-from atom_core.kernels.fp8_block_linear.reference import ReferenceFp8BlockLinear, quantize_groups
+from atom_core.kernels.fp8_block_linear.reference import ReferenceFp8BlockLinear, block_product, quantize_groups
 from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros
 from atom_core.kernels.gated_activation.reference import gated_activation
@@ -220,6 +220,70 @@ def test_many_rows_in_triton(with_bias, sizes, rows, target):
     kernel.adopt(weight, scale)
     bias = bias if with_bias else None
     assert_close(kernel(x, weight, scale, bias), ReferenceFp8BlockLinear()(x, weight, scale, bias).double())
+
+
+def multiplied_by_torch(x, weight, x_scale, x_kind, weight_scale, weight_kind, *, output_dtype):
+    """``scaled_mm`` as torch has it on Hopper, with what that and cuBLAS ask of scales' shapes and strides."""
+    kinds = torch.nn.functional.ScalingType
+    assert (x_kind, weight_kind) == (kinds.BlockWise1x128, kinds.BlockWise128x128)
+    (rows, size), outputs = x.shape, weight.shape[1]
+    groups = size // 128
+    padded = groups + -groups % 4
+    assert size % 128 == outputs % 16 == rows % 4 == 0
+    assert (x.stride(), weight.stride()) == ((size, 1), (1, size))
+    assert (x_scale.shape, x_scale.stride()) == ((rows, groups), (1, rows))
+    assert (weight_scale.shape, weight_scale.stride()) == ((padded, -(-outputs // 128)), (1, padded))
+    return block_product(x, x_scale, weight.t(), weight_scale[:groups].t()).to(output_dtype)
+
+
+@pytest.mark.parametrize("rows", [MAX_ROWS, MAX_ROWS + 1, 140])
+@pytest.mark.parametrize("sizes", [(512, 144), (640, 256), (128, 16)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_more_rows_on_hopper_are_cublas(monkeypatch, with_bias, sizes, rows):
+    from atom_core.kernels.fp8_block_linear import cublas
+
+    calls = []
+    monkeypatch.setattr(cublas, "on_hopper", lambda device: True)
+    monkeypatch.setattr(cublas, "_in_torch", lambda: True)
+    multiply = lambda *args, **kwargs: calls.append(args) or multiplied_by_torch(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(cublas.F, "scaled_mm", multiply)
+    x, weight, scale, bias = operands(rows, torch.bfloat16, *sizes)
+    bias = bias if with_bias else None
+    found = triton()(x, weight, scale, bias)
+    assert found.is_contiguous()
+    assert_close(found, ReferenceFp8BlockLinear()(x, weight, scale, bias).double())
+    assert len(calls) == (rows > MAX_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "taken"),
+    [
+        (torch.bfloat16, (256, 144), True),
+        (torch.float16, (256, 144), False),
+        (torch.bfloat16, (272, 144), False),
+        (torch.bfloat16, (256, 136), False),
+    ],
+    ids=str,
+)
+def test_what_cublas_takes(monkeypatch, dtype, sizes, taken):
+    from atom_core.kernels.fp8_block_linear import cublas
+
+    x, weight, *_ = operands(70, dtype, *sizes)
+    assert not cublas.takes(x, weight)  # on a CPU
+    monkeypatch.setattr(cublas, "on_hopper", lambda device: True)
+    monkeypatch.setattr(cublas, "_in_torch", lambda: True)
+    assert cublas.takes(x, weight) == taken
+
+
+@pytest.mark.parametrize(
+    ("cuda", "has"), [(None, False), ("12.8", False), ("12.9", True), ("13.0", True), ("13.10", True)]
+)
+def test_cublas_scales_blocks_from_cuda_12_9_on(monkeypatch, cuda, has):
+    from atom_core.kernels.fp8_block_linear import cublas
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert cublas._in_torch.__wrapped__() == has
 
 
 @pytest.mark.parametrize("rows", [1, 3])
