@@ -78,8 +78,8 @@ class Case:
     exact: tuple[Contender, ...] = ()
     """The numbers in float32, where torch's contender rounds on the way: by each right way to round the input."""
     unrounded: Contender | None = None
-    """The same of inputs that are not quantised; where they are so once more on the way, two right contenders may differ
-    by as much as quantising costs."""
+    """The same of inputs that are not quantised: where numbers are so once more on the way, two right contenders may
+    differ by as much as quantising costs."""
 
 
 @dataclass(frozen=True)
