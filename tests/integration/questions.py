@@ -21,6 +21,8 @@ OPEN_ENDED = "Question:"
 # Some thousand tokens can be over before a busy server reads of an abort or a hang-up: whoever's model it is, its event
 # loop does not look up while tokens wait. So one of so many attempts must be cut short.
 NUM_ATTEMPTS = 10
+#: By family and question, what a trained checkpoint answers wrongly: Hugging Face's model too, in 32 bits and in 16.
+MISTAKES = {"gpt_oss": {"Olga has 10 stamps and Jack has 19 stamps. Who has more stamps?": "Olga"}}
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,18 @@ def read_rows() -> list[Row]:
 
 def right_tokens(family: str, rows: Sequence[Row]) -> list[list[int]]:
     """The tokens of the only right answers and the one that ends each: Hugging Face's greedy ones, in any framework."""
+    return _tokens_of(family, [row.answer for row in rows])
+
+
+def greedy_tokens(family: str, rows: Sequence[Row]) -> list[list[int]]:
+    """Hugging Face's greedy tokens, in any framework: :func:`right_tokens`, but for a checkpoint's mistakes."""
+    mistakes = MISTAKES.get(family, {})
+    return _tokens_of(family, [mistakes.get(row.question, row.answer) for row in rows])
+
+
+def _tokens_of(family: str, answers: Sequence[str]) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint(family))
-    return [[*tokenizer(f" {row.answer}\n").input_ids, tokenizer.eos_token_id] for row in rows]
+    return [[*tokenizer(f" {answer}\n").input_ids, tokenizer.eos_token_id] for answer in answers]
 
 
 def connect(server: Server) -> OpenAI:

@@ -54,6 +54,8 @@ YARN_ROPE = {
     "original_max_position_embeddings": 256,
     "truncate": False,
 }
+#: What Transformers takes where none are given; GPT-OSS's makers state both, and vLLM's own model asks for them.
+BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 SHARED = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -109,7 +111,8 @@ def family_config(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrained
         return Qwen3MoeConfig(**shared, **EXPERTS, **mixture, head_dim=64, rope_parameters=ROPE)
     if family == "gpt_oss":
         mixture = {"num_local_experts": 8, "intermediate_size": 64}
-        return GptOssConfig(**shared | EXPERTS | mixture, head_dim=64, sliding_window=64, rope_parameters=YARN_ROPE)
+        rope = YARN_ROPE | BETAS
+        return GptOssConfig(**shared | EXPERTS | mixture, head_dim=64, sliding_window=64, rope_parameters=rope)
     if family == "glm4_moe":
         mixture = {
             "n_routed_experts": 8,
@@ -145,6 +148,22 @@ def every_expert(
     gate, up = torch.einsum("th,eih->tei", hidden, experts.gate_up_proj).chunk(2, -1)
     inner = experts.act_fn(gate) * up * shares.unsqueeze(-1).to(gate.dtype)
     return torch.einsum("tei,ehi->th", inner, experts.down_proj).to(hidden.dtype)
+
+
+def every_transposed_expert(
+    experts: torch.nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The same of GPT-OSS's, whose weights lie the other way round and have biases."""
+    shares = torch.zeros(len(hidden), experts.num_experts, dtype=top_k_weights.dtype, device=hidden.device)
+    shares = shares.scatter(1, top_k_index, top_k_weights)
+    both = torch.einsum("th,ehi->tei", hidden, experts.gate_up_proj) + experts.gate_up_proj_bias
+    inner = experts._apply_gate(both) * shares.unsqueeze(-1).to(both.dtype)
+    of_biases = shares @ experts.down_proj_bias
+    return (torch.einsum("tei,eih->th", inner, experts.down_proj) + of_biases).to(hidden.dtype)
+
+
+#: How the experts of each family are trained; others' one after the other.
+ALL_AT_ONCE = {"deepseek_v2": every_expert, "deepseek_v3": every_expert, "gpt_oss": every_transposed_expert}
 
 
 def new_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -255,8 +274,8 @@ def main() -> None:
     draft = None
     if getattr(model.config, "num_nextn_predict_layers", 0):
         draft = load_from_checkpoint(model, args.init) if args.init else MtpLayer(model)
-    if args.family.startswith("deepseek"):
-        ALL_EXPERTS_FUNCTIONS["every_expert"] = every_expert
+    if args.family in ALL_AT_ONCE:
+        ALL_EXPERTS_FUNCTIONS["every_expert"] = ALL_AT_ONCE[args.family]
         model.config._experts_implementation = "every_expert"
     steps = train(model, draft, inputs, targets, args)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 logging.disable_progress_bar()
 
+HELD_OUT = Path(__file__).parents[2] / "evaluation" / "heldout.jsonl"
 VOCABULARY = 97
 NUM_LAYERS = 3
 MAX_POSITION = 64
@@ -117,6 +119,13 @@ def make_model(directory: Path, config: Any, seed: int = 0) -> Any:
 def random_tokens(count: int, seed: int = 1) -> list[int]:
     """A seeded prompt."""
     return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def load_trained(directory: Path) -> tuple[Any, list[int]]:
+    """The trained float32 model in ``directory`` and the longest held-out question, with examples in front."""
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
+    prompts = [json.loads(line)["prompt"] for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
+    return model, AutoTokenizer.from_pretrained(directory)(max(prompts, key=len)).input_ids
 
 
 @torch.inference_mode()

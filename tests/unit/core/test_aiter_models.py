@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from atom_core.checkpoint import Checkpoint
+from atom_core.kernels.experts.reference import ReferenceExperts
 from atom_core.kernels.select import Target
 from atom_core.standalone import Runner, finalize
 from atom_core.weights import load_weights
@@ -54,11 +55,11 @@ SHUFFLED = {**REFERENCES, "attention": "aiter_shuffled"}
 
 
 @cache
-def questions(family: str) -> tuple[list[list[int]], list[list[int]]]:
-    """The shortest held-out prompts of two kinds, and the tokens of their only right answers."""
+def questions(family: str, longest: bool = False) -> tuple[list[list[int]], list[list[int]]]:
+    """The shortest or longest held-out prompts of two kinds, and the tokens of their only right answers."""
     tokenizer = AutoTokenizer.from_pretrained(str(TESTS / "checkpoints" / family))
     lines = (TESTS / "evaluation" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = sorted((json.loads(line) for line in lines), key=lambda row: len(row["prompt"]))
+    rows = sorted((json.loads(line) for line in lines), key=lambda row: len(row["prompt"]), reverse=longest)
     first = rows[0]
     other = next(row for row in rows if row["kind"] != first["kind"])
     prompts = [tokenizer(row["prompt"]).input_ids for row in (first, other)]
@@ -66,20 +67,20 @@ def questions(family: str) -> tuple[list[list[int]], list[list[int]]]:
     return prompts, answers
 
 
-def runner(family: str, arch: str, kernels=REFERENCES, dtype=torch.bfloat16, **settings) -> Runner:
+def runner(family: str, arch: str, kernels=REFERENCES, dtype=torch.bfloat16, max_model_len=256, **settings) -> Runner:
     return Runner(
         TESTS / "checkpoints" / family,
         dtype=dtype,
-        max_model_len=256,
+        max_model_len=max_model_len,
         target=Target("rocm", arch),
         kernels=kernels,
         **settings,
     )
 
 
-def answers(it: Runner, family: str) -> bool:
+def answers(it: Runner, family: str, longest: bool = False) -> bool:
     """Whether both answers are right."""
-    prompts, right = questions(family)
+    prompts, right = questions(family, longest)
     found = it.generate(prompts, max(len(tokens) for tokens in right))
     return [tokens[: len(wanted)] for tokens, wanted in zip(found, right, strict=True)] == right
 
@@ -122,6 +123,25 @@ def test_shared_experts_are_among_the_routed_ones(family, arch):
     assert ("aiter", "aiter's routing writes the experts that it chooses alone, and none that all tokens share.") in (
         chosen["moe_routing"].passed_over
     )
+
+
+@pytest.fixture
+def gpt_oss(monkeypatch):
+    """Runs it, its experts by our reference: aiter has none with biases, and Triton's interpreter is too slow."""
+    build = "atom_core.kernels.experts.triton_kernel.TritonExperts"
+    monkeypatch.setattr(build, lambda spec, overlap: ReferenceExperts(spec))
+    return partial(runner, "gpt_oss", kernels=REFERENCES | ROUTED, max_model_len=512)
+
+
+@every_gpu
+def test_sinks_and_every_other_layers_window_answer_as_the_references_do(gpt_oss, arch):
+    with fake_aiter(arch):
+        it = gpt_oss(arch)
+        assert answers(it, "gpt_oss", longest=True)
+        assert called() >= {"rms_norm", "gemm_a16w16", "unified_attention"}
+        chosen = {choice.op: choice for choice in it.runtime.kernels.choices()}
+        assert chosen["experts"].implementation == "triton"
+        assert dict(chosen["experts"].passed_over)["aiter"] == "aiter's experts add biases in MXFP4 alone."
 
 
 @every_gpu
@@ -377,13 +397,13 @@ def test_large_pages_in_fp8_are_shared_out_once_a_step(tmp_path, arch, page_size
     assert distance(torch.cat(found), expected) <= 0.1  # 16-bit roundings over layers, as `atom-plugin check` allows
 
 
-def mutated(path, change):
-    """Have the fake's function called with some of its arguments changed."""
+def mutated(path, change, **named):
+    """Have the fake's function called with some of its arguments changed, and those that are ``named``."""
     module, _, name = path.rpartition(".")
     inner = getattr(sys.modules[module], name)
 
     def call(*args, **kwargs):
-        return inner(*change(list(args)), **kwargs)
+        return inner(*change(list(args)), **kwargs | named)
 
     setattr(sys.modules[module], name, call)
 
@@ -429,6 +449,19 @@ def test_an_argument_that_is_wrong_shows_in_the_answers(family, path, change):
         __import__(path.rpartition(".")[0])
         mutated(path, change)
         assert not answers(it, family)
+
+
+@pytest.mark.parametrize("lost", ["sinks", "windows"])
+def test_sinks_or_windows_that_are_lost_show_in_the_answers(gpt_oss, lost):
+    with fake_aiter("gfx942"):
+        it = gpt_oss("gfx942")
+        __import__(UNIFIED.rpartition(".")[0])
+        if lost == "sinks":
+            mutated(UNIFIED, list, sinks=None)
+        else:
+            mutated(UNIFIED, at(10, lambda window: (-1, -1)))
+        # Of short prompts some are answered all the same.
+        assert not answers(it, "gpt_oss", longest=True)
 
 
 @pytest.mark.parametrize("part", ["values in another order", "keys in another order", "negative slots", "a scale"])

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from atom_core.standalone import Runner
 
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "tests" / "checkpoints" / "qwen3"
+GPT_OSS = ROOT / "tests" / "checkpoints" / "gpt_oss"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -36,6 +38,16 @@ def test_copies_are_read_and_static_scales_are_the_models_own(tmp_path):
     assert len(scales) == 5 * 7
     assert len(set(scales.values())) == 5 * 4  # queries, keys and values have one input, and so have gate and up
     assert all(1e-4 < scale < 1 for scale in scales.values())
+
+
+def test_a_copy_of_gpt_oss_has_its_experts_alone_packed(tmp_path):
+    ran = run(GPT_OSS, tmp_path / "out", "mxfp4")
+    assert ran.returncode == 0, ran.stderr
+    stored = load_file(tmp_path / "out" / "mxfp4" / "model.safetensors")
+    packed = {name for name, tensor in stored.items() if tensor.dtype == torch.uint8}
+    ends = [f"{name}_{part}" for name in ("gate_up_proj", "down_proj") for part in ("blocks", "scales")]
+    assert packed == {f"model.layers.{index}.mlp.experts.{end}" for index in range(4) for end in ends}
+    assert Runner(tmp_path / "out" / "mxfp4").logits([5, 6, 7]).isfinite().all()
 
 
 def test_what_a_model_cannot_have_is_refused_and_removed(tmp_path):

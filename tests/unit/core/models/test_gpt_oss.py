@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from atom_core.config import ModelConfig
 from atom_core.standalone import Runner, check_files
+from benchmarks import CHECKPOINTS
 from tests.unit.core.hugging_face import (
     LOGITS_TOLERANCE,
     MAX_POSITION,
@@ -17,6 +18,7 @@ from tests.unit.core.hugging_face import (
     bfloat16_distances,
     distance,
     greedy,
+    load_trained,
     logits,
     logits_token_by_token,
     make_config,
@@ -66,6 +68,13 @@ def make(directory, rope=YARN, **settings):
 def test_logits_are_hugging_faces(tmp_path, settings):
     model = make(tmp_path, **settings)
     assert distance(Runner(tmp_path).logits(TOKENS), logits(model, TOKENS)) <= LOGITS_TOLERANCE
+
+
+def test_logits_of_the_trained_checkpoint_are_hugging_faces():
+    model, tokens = load_trained(CHECKPOINTS / "gpt_oss")
+    assert len(tokens) > model.config.rope_parameters["original_max_position_embeddings"]
+    assert len(tokens) > model.config.sliding_window
+    assert distance(Runner(CHECKPOINTS / "gpt_oss").logits(tokens), logits(model, tokens)) <= LOGITS_TOLERANCE
 
 
 def test_the_experts_of_these_tests_are_clamped(tmp_path):

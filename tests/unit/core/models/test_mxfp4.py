@@ -11,10 +11,12 @@ from safetensors.torch import load_file, save_file
 from atom_core.config import ModelConfig
 from atom_core.quant import read_quantization
 from atom_core.standalone import Runner, check_files
+from benchmarks import CHECKPOINTS
 from tests.unit.core.hugging_face import (
     LOGITS_TOLERANCE,
     Family,
     distance,
+    load_trained,
     logits,
     make_config,
     make_model,
@@ -54,6 +56,13 @@ def test_logits_are_hugging_faces_of_the_numbers(checkpoints):
     packed, rounded = checkpoints
     model = AutoModelForCausalLM.from_pretrained(rounded, attn_implementation="eager", dtype=torch.float32)
     assert distance(Runner(packed).logits(TOKENS), logits(model, TOKENS)) <= LOGITS_TOLERANCE
+
+
+def test_logits_of_a_trained_copy_are_hugging_faces_of_the_numbers(tmp_path):
+    make_gpt_oss(CHECKPOINTS / "gpt_oss", tmp_path / "packed")
+    make_plain_gpt_oss(CHECKPOINTS / "gpt_oss", tmp_path / "rounded")
+    model, tokens = load_trained(tmp_path / "rounded")
+    assert distance(Runner(tmp_path / "packed").logits(tokens), logits(model, tokens)) <= LOGITS_TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
