@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -243,17 +245,16 @@ def multiplied_by_torch(x, weight, x_scale, x_kind, weight_scale, weight_kind, *
 def test_more_rows_on_hopper_are_cublas(monkeypatch, with_bias, sizes, rows):
     from atom_core.kernels.fp8_block_linear import cublas
 
-    calls = []
+    multiply = Mock(side_effect=multiplied_by_torch)
     monkeypatch.setattr(cublas, "on_hopper", lambda device: True)
     monkeypatch.setattr(cublas, "_in_torch", lambda: True)
-    multiply = lambda *args, **kwargs: calls.append(args) or multiplied_by_torch(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(cublas.F, "scaled_mm", multiply)
     x, weight, scale, bias = operands(rows, torch.bfloat16, *sizes)
     bias = bias if with_bias else None
     found = triton()(x, weight, scale, bias)
     assert found.is_contiguous()
     assert_close(found, ReferenceFp8BlockLinear()(x, weight, scale, bias).double())
-    assert len(calls) == (rows > MAX_ROWS)
+    assert multiply.call_count == (rows > MAX_ROWS)
 
 
 @pytest.mark.parametrize(
