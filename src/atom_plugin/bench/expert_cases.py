@@ -166,9 +166,13 @@ def _ours(
 
 def _exact(layer: _Layer, bench: Bench, copies: int) -> Run:
     """In float32."""
-    x, shares, experts = layer.inputs(bench)
     it = layer.weights(bench)
-    weights = ExpertWeights(it.gate_up.float(), it.down.float(), *_widened(it.gate_up_bias, it.down_bias))
+    biases = _widened(it.gate_up_bias, it.down_bias)
+    return _in_float32(layer, bench, ExpertWeights(it.gate_up.float(), it.down.float(), *biases))
+
+
+def _in_float32(layer: _Layer, bench: Bench, weights: ExpertWeights) -> Run:
+    x, shares, experts = layer.inputs(bench)
     kernel = ReferenceExperts(replace(layer.spec(bench), dtype=torch.float32))
     return lambda index: kernel(x.float(), shares, experts, weights)
 
@@ -244,26 +248,23 @@ def _exact_in_fp8(layer: _Layer, bench: Bench, copies: int) -> Run:
 
 def _of_wide_inputs(layer: _Layer, bench: Bench, copies: int) -> Run:
     """In float32 by the same weights, of inputs and middles that are not quantised."""
-    x, shares, experts = layer.inputs(bench)
-    it = layer.fp8_weights(bench)
-    sides = (it.gate_up, it.gate_up_scale), (it.down, it.down_scale)
-    weights = ExpertWeights(*(_wide(*side, torch.float32) for side in sides))
-    kernel = ReferenceExperts(replace(layer.spec(bench), dtype=torch.float32))
-    return lambda index: kernel(x.float(), shares, experts, weights)
+    return _in_float32(layer, bench, _wide(layer.fp8_weights(bench), torch.float32))
 
 
 def _torch_in_fp8(layer: _Layer, bench: Bench, copies: int) -> Run:
     """By weights that have been widened ahead."""
     x, shares = layer.inputs(bench)[0], layer.shares(bench)
-    it = layer.fp8_weights(bench)
-    wide = ExpertWeights(_wide(it.gate_up, it.gate_up_scale, x.dtype), _wide(it.down, it.down_scale, x.dtype))
+    wide = _wide(layer.fp8_weights(bench), x.dtype)
     sets = [wide, *(ExpertWeights(wide.gate_up.clone(), wide.down.clone()) for _ in range(copies - 1))]
     return lambda index: _all_experts(layer, x, shares, sets[index], _in_groups)
 
 
-def _wide(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    each = scale.repeat_interleave(BLOCK_SIZE, 1).repeat_interleave(BLOCK_SIZE, 2)
-    return (weight.float() * each).to(dtype)
+def _wide(weights: Fp8ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+    def side(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        each = scale.repeat_interleave(BLOCK_SIZE, 1).repeat_interleave(BLOCK_SIZE, 2)
+        return (weight.float() * each).to(dtype)
+
+    return ExpertWeights(side(weights.gate_up, weights.gate_up_scale), side(weights.down, weights.down_scale))
 
 
 def _in_groups(x: torch.Tensor) -> torch.Tensor:

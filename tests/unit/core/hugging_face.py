@@ -124,8 +124,13 @@ def random_tokens(count: int, seed: int = 1) -> list[int]:
 def load_trained(directory: Path) -> tuple[Any, list[int]]:
     """The trained float32 model in ``directory`` and the longest held-out question, with examples in front."""
     model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
-    prompts = [json.loads(line)["prompt"] for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
+    prompts = [row["prompt"] for row in held_out()]
     return model, AutoTokenizer.from_pretrained(directory)(max(prompts, key=len)).input_ids
+
+
+def held_out() -> list[dict[str, str]]:
+    """The questions that no checkpoint was trained on."""
+    return [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
 
 
 @torch.inference_mode()

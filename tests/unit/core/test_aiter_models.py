@@ -8,7 +8,6 @@ wrongly must show: each mutation of a call turns the answers.
 
 from __future__ import annotations
 
-import json
 import sys
 from functools import cache, partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from atom_core.kernels.select import Target
 from atom_core.standalone import Runner, finalize
 from atom_core.weights import load_weights
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
-from tests.unit.core.hugging_face import FAMILIES, Family, distance, make_config, make_model, random_tokens
+from tests.unit.core.hugging_face import FAMILIES, Family, distance, held_out, make_config, make_model, random_tokens
 from tests.unit.core.mxfp4_checkpoints import make_gpt_oss, make_quark, quark_mxfp4
 from tests.unit.core.wide_checkpoints import widen
 
@@ -58,8 +57,7 @@ SHUFFLED = {**REFERENCES, "attention": "aiter_shuffled"}
 def questions(family: str, longest: bool = False) -> tuple[list[list[int]], list[list[int]]]:
     """The shortest or longest held-out prompts of two kinds, and the tokens of their only right answers."""
     tokenizer = AutoTokenizer.from_pretrained(str(TESTS / "checkpoints" / family))
-    lines = (TESTS / "evaluation" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = sorted((json.loads(line) for line in lines), key=lambda row: len(row["prompt"]), reverse=longest)
+    rows = sorted(held_out(), key=lambda row: len(row["prompt"]), reverse=longest)
     first = rows[0]
     other = next(row for row in rows if row["kind"] != first["kind"])
     prompts = [tokenizer(row["prompt"]).input_ids for row in (first, other)]

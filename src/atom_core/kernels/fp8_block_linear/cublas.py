@@ -13,13 +13,12 @@ import torch.nn.functional as F
 
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
 from atom_core.kernels.fp8_linear.reference import E4M3
-from atom_core.kernels.linear.tiles import on_hopper
+from atom_core.kernels.fp8_linear.scaled_mm import MULTIPLE
+from atom_core.kernels.linear.tiles import aligned, on_hopper
 from atom_core.quant.fp8 import BLOCK_SIZE
 
 #: Scales that cuBLAS reads together: of rows for a group of the input's, of groups for a block of the weight's.
 _TOGETHER = 4
-#: What a weight's rows are a multiple of.
-_MULTIPLE = 16
 
 
 @functools.lru_cache
@@ -37,8 +36,8 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and _in_torch()
         and x.dtype == torch.bfloat16
         and in_features % BLOCK_SIZE == 0
-        and out_features % _MULTIPLE == 0
-        and weight.data_ptr() % 16 == 0
+        and out_features % MULTIPLE == 0
+        and aligned(weight)
     )
 
 

@@ -90,7 +90,7 @@ def fp8_block_linear(
         return multiply_few(x, weight, weight_scale, bias, nvidia=nvidia, overlap=overlap)
     if not len(x):
         return x.new_empty(0, len(weight))
-    if nvidia and cublas.takes(x, weight):
+    if cublas.takes(x, weight):
         return cublas.multiply(x, weight, weight_scale, bias, overlap)
     quantized, scales = quantize_groups(x, weight.dtype, overlap, group=BLOCK_SIZE)
     return multiply_many_rows(quantized, scales, weight, weight_scale, bias, nvidia=nvidia, dtype=x.dtype)

@@ -14,7 +14,7 @@ from atom_core.kernels.select import Target
 FNUZ = torch.float8_e4m3fnuz
 _MINUS_ZERO = 0x80
 #: What the sizes of a matrix in FP8 are multiples of.
-_MULTIPLE = 16
+MULTIPLE = 16
 
 
 def why_no_fp8(target: Target) -> str | None:
@@ -32,9 +32,9 @@ def why_no_scaled_mm(in_features: int, out_features: int, target: Target) -> str
         return "torch's FP8 product of scaled matrices is for GPUs."
     if reason := why_no_fp8(target):
         return reason
-    if in_features % _MULTIPLE or out_features % _MULTIPLE:
+    if in_features % MULTIPLE or out_features % MULTIPLE:
         return (
-            f"torch's FP8 product wants inputs and outputs in multiples of {_MULTIPLE}, "
+            f"torch's FP8 product wants inputs and outputs in multiples of {MULTIPLE}, "
             f"not {in_features} and {out_features}."
         )
     return None
