@@ -47,7 +47,6 @@ MIXTURE = {
     "rms_norm_eps": 1e-6,
     "torch_dtype": "bfloat16",
 }
-STATIC_MIXTURE = {**MIXTURE, "quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
 
 #: Attention over latents, without its weights.
 LATENTS = {
@@ -127,7 +126,6 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
         json.dumps({**LATENTS, "num_nextn_predict_layers": 0})
     ),
     "latents without layers that draft": leave_out_the_draft,
-    "a mixture in static fp8": lambda folder: (folder / "config.json").write_text(json.dumps(STATIC_MIXTURE)),
     "pickled": use_pickle,
     "quantised": lambda folder: edit_config(
         folder,

@@ -1,4 +1,9 @@
-"""The experts of a mixture in FP8: from a checkpoint with a scale for each matrix, row or block, or made on loading."""
+"""The experts of a mixture in FP8: from a checkpoint with a scale for each matrix, row or block, or made on loading.
+
+Each token that comes to them has a scale of its own, also where the checkpoint has static ones: of those a layer could
+use but the largest of its experts', for tokens are quantised once for all of them, and to look for a token's own costs
+nothing there. It cuts nothing off, and is finer. So static scales are asked for, checked, and left unused.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,7 @@ from atom_core.layers.linear_methods import (
     Part,
     QuantizingPlacement,
     ScalePlacement,
+    UnusedScalePlacement,
     empty_fp8,
     empty_scales,
 )
@@ -34,17 +40,9 @@ class Fp8ExpertsMethod:
     Args:
         scheme: of the layer.
         module: what checkpoints call the experts.
-
-    Raises:
-        ValueError: activations have static scales.
     """
 
     def __init__(self, scheme: Fp8Config, module: str) -> None:
-        if scheme.input_scale == "static":
-            raise ValueError(
-                f"The experts of {module} are FP8 with static scales for activations (input_scale), which mixtures of "
-                "experts do not support. Supported: FP8 experts whose activations are dynamic."
-            )
         self.scheme, self.module = scheme, module
 
     def create(self, layer: Experts, activation: Activation, top_k: int, runtime: Runtime, name: str) -> None:
@@ -97,6 +95,8 @@ class Fp8ExpertsMethod:
         in_blocks = self.scheme.block
         placement = place_scales(part, scale) if in_blocks else part.of_rows(scale, ScalePlacement)
         yield self.scheme.scale, "scale", placement
+        if self.scheme.input_scale == "static":
+            yield "input_scale", "scale", UnusedScalePlacement(scale, (1,))
 
     def finalize(self, layer: Experts) -> None:
         """Called after loading, and again after weights were loaded anew."""

@@ -237,6 +237,14 @@ class ScalePlacement(Placement):
         super().load(tensor.reshape(-1).expand(self.shape))
 
 
+class UnusedScalePlacement(ScalePlacement):
+    """A scale that a checkpoint has to have, and no product takes."""
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`; it is looked at alone."""
+        check_scales(tensor)
+
+
 def check_scales(tensor: torch.Tensor) -> None:
     """Scales are finite and no less than 0.
 

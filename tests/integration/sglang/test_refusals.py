@@ -67,11 +67,6 @@ CASES = {
         ("--tp", "4", "--ep-size", "4", "--load-format", "dummy"),
         model="a mixture",
     ),
-    "experts whose activations have static scales": Case(
-        ("The experts of model.layers.0.mlp.experts are FP8 with static scales", "activations are dynamic"),
-        ("--load-format", "dummy"),
-        model="a mixture in static fp8",
-    ),
     "latents on SGLang's attention": Case(
         ("--attention-backend triton is not supported for our DeepSeek models", "runs on 'atom' alone"),
         ("--attention-backend", "triton", "--load-format", "dummy"),

@@ -56,7 +56,7 @@ IN_FLOAT32 = {
     "two stages": ("glm4_moe", "deepseek_v3"),
 }
 IN_FP8 = {
-    "one rank": (("mixtral", "fp8, dynamic"),),
+    "one rank": (("mixtral", "quark, tensor, static"),),
     "every expert on two ranks": (("deepseek_v3", "fp8, blocks"),),
     "four experts a rank": (("qwen3_moe", "compressed, blocks"),),
 }

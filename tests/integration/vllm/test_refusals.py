@@ -64,11 +64,6 @@ CASES = {
         {"tensor_parallel_size": 4, "enable_expert_parallel": True, "load_format": "dummy"},
         model="a mixture",
     ),
-    "experts whose activations have static scales": Case(
-        ("The experts of model.layers.0.mlp.experts are FP8 with static scales", "activations are dynamic"),
-        {"load_format": "dummy"},
-        model="a mixture in static fp8",
-    ),
     "latents on vLLM's attention": Case(
         ("ATOM_DISABLE_VLLM_ATTENTION=1 is not supported for DeepSeek models", "on our layer alone"),
         {"load_format": "dummy"},

@@ -31,9 +31,8 @@ GLM4 = Family(
     "glm4_moe",
     {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "intermediate_size": 256},
 )
-DYNAMIC = [form for form in (*FORMATS, *BLOCK_FORMATS) if not form.static]
 BLOCKS = BLOCK_FORMATS[0]
-every_format = pytest.mark.parametrize("form", DYNAMIC, ids=str)
+every_format = pytest.mark.parametrize("form", [*FORMATS, *BLOCK_FORMATS], ids=str)
 every_family = pytest.mark.parametrize("family", [QWEN3, MIXTRAL, GLM4], ids=str)
 
 #: As in test_fp8.py: what activations of three bits after the first do to logits. A token whose router holds two
@@ -188,10 +187,37 @@ def test_experts_smaller_than_a_block_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form.static], ids=str)
-def test_static_activations_are_refused(tmp_path, form):
-    folder = make(tmp_path, form)
-    says = r"experts of model.layers.0.mlp.experts are FP8 with static scales .* Supported: .* activations are dynamic"
-    with pytest.raises(ValueError, match=says):
+def test_tokens_have_scales_of_their_own_where_the_checkpoint_has_static_ones(tmp_path, form):
+    make_model(tmp_path / "source", make_config(QWEN3, **SIZES))
+    found = []
+    for name, of_experts in (("one", 0.05), ("another", 1e-4)):
+        make_fp8(
+            tmp_path / "source",
+            tmp_path / name,
+            form,
+            input_scale=lambda module, it=of_experts: it if ".experts." in module else 0.05,
+        )
+        found.append(Runner(tmp_path / name).logits(TOKENS))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("scale", "says"),
+    [
+        (None, r"missing \(1\): {}"),
+        (torch.ones(2), r"{} in .* is \[2\], should be one number"),
+        (torch.tensor(float("nan")), "{} holds a scale that is no finite number"),
+    ],
+    ids=["none", "two", "no number"],
+)
+def test_static_scales_that_are_none_are_named(tmp_path, scale, says):
+    folder = make(tmp_path, next(form for form in FORMATS if form.static))
+    name = "model.layers.1.mlp.experts.2.down_proj.input_scale"
+    tensors = load_file(folder / "model.safetensors")
+    assert name in tensors
+    tensors = {it: scale if it == name else tensor for it, tensor in tensors.items()}
+    save_file({it: tensor for it, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=says.format(name)):
         Runner(folder)
 
 
