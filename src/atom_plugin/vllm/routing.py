@@ -223,10 +223,6 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
             f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: the stage that drafts lacks the embedding",
         ),
         (
-            config.has_mixtures and parallel.data_parallel_size > 1,
-            f"--data-parallel-size {parallel.data_parallel_size}: ranks that share experts draft at different times",
-        ),
-        (
             draft_ranks not in (None, ranks),
             f"draft_tensor_parallel_size={draft_ranks} beside --tensor-parallel-size {ranks}: the embedding and the "
             "head are the target's",
@@ -248,6 +244,7 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
         tensor_parallel_size=ranks,
         quant=quantization_of(draft),
         expert_parallel=parallel.enable_expert_parallel,
+        data_parallel_size=parallel.data_parallel_size if config.has_mixtures else 1,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,8 @@ from tests.integration.mixtures import (
     share_alike,
 )
 from tests.integration.once import once
-from tests.integration.questions import connect
-from tests.integration.server import VllmServer
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
+from tests.integration.vllm.replicas import COPIES, greedy_at_once, two_replicas
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS
 from tests.unit.core.mxfp4_checkpoints import make_quark, quark_mxfp4
 
@@ -179,29 +177,12 @@ def test_a_cache_of_latents_in_fp8_answers_as_our_model_alone_does(engines):
     assert share_alike(tokens(ran), expected) >= FP8_ALIKE
 
 
-#: Copies of the prompts, so that both replicas have some at the same time, and one of them is done before the other.
-COPIES = 3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "flags"), [("qwen3_moe", ("--enable-expert-parallel",)), ("gpt_oss", ())])
 def test_replicas_that_share_the_experts_give_hugging_faces_tokens(tmp_path, family, flags):
     expected = make_mixture(tmp_path, family)
-    flags = ("--dtype", "float32", "--max-model-len", "256", "--data-parallel-size", "2", *flags)
-    with VllmServer(tmp_path, "--model-impl", "atom", *flags) as server:
-        client = connect(server)
-
-        def ask(prompt):
-            others = {"ignore_eos": True, "return_token_ids": True}
-            answer = client.completions.create(
-                model=server.model, prompt=prompt, max_tokens=NUM_TOKENS, temperature=0, extra_body=others
-            )
-            return answer.choices[0].token_ids
-
-        with ThreadPoolExecutor(COPIES * len(PROMPTS)) as pool:
-            assert list(pool.map(ask, PROMPTS * COPIES)) == expected * COPIES
-        served = [server.metric("vllm:request_success_total", f'engine="{rank}"') for rank in (0, 1)]
-        assert min(served) > 0
+    with two_replicas(tmp_path, *flags) as server:
+        assert greedy_at_once(server, PROMPTS * COPIES) == expected * COPIES
 
 
 @pytest.mark.slow

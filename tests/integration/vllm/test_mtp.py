@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.integration.mixtures import CANDIDATES, NUM_TOKENS, PROMPTS, Drafted, make_drafting
 from tests.integration.vllm.offline import Ask, Engine, run
+from tests.integration.vllm.replicas import COPIES, greedy_at_once, two_replicas
 
 pytestmark = pytest.mark.vllm
 
@@ -60,3 +63,16 @@ def test_two_ranks_draft_as_one_does(checkpoint):
     assert ran.draft_class == "AtomDeepseekV3Draft"
     assert tokens(ran) == expected.answers
     assert ran.counters["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--enable-expert-parallel",)], ids=["every expert", "the experts"])
+def test_replicas_that_share_the_experts_draft_as_one_does(checkpoint, flags):
+    folder, expected = checkpoint
+    speculative = json.dumps(drafting(3)["speculative_config"])
+    with two_replicas(folder, "--speculative-config", speculative, *flags) as server:
+        # Alone, the other replica runs along with nothing; together, both draft for several.
+        assert greedy_at_once(server, PROMPTS[:1]) == expected.answers[:1]
+        assert greedy_at_once(server, PROMPTS * COPIES) == expected.answers * COPIES
+        right = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+        assert right > COPIES * expected.right[3]

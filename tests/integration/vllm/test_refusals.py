@@ -83,11 +83,6 @@ CASES = {
         {"load_format": "dummy", "pipeline_parallel_size": 2, "speculative_config": MTP},
         model="latents",
     ),
-    "drafts by layers of the checkpoint on replicas": Case(
-        ("multi-token prediction (method 'mtp') with --data-parallel-size 2", "draft at different times"),
-        {"load_format": "dummy", "data_parallel_size": 2, "speculative_config": MTP},
-        model="latents",
-    ),
     "drafts by layers of the checkpoint on fewer ranks": Case(
         ("draft_tensor_parallel_size=1 beside --tensor-parallel-size 2",),
         {

@@ -1,0 +1,43 @@
+"""A server of two replicas that share a mixture's experts, and what it answers to prompts that come at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from openai import OpenAI
+
+from tests.integration.mixtures import NUM_TOKENS
+from tests.integration.questions import connect
+from tests.integration.server import VllmServer
+
+#: Of each prompt, so that both replicas have some at the same time, and one of them is done before the other.
+COPIES = 3
+
+
+@contextmanager
+def two_replicas(folder: Path, *flags: str) -> Iterator[VllmServer]:
+    """The model in ``folder`` on two; an error in the block if one of them served nothing."""
+    common = ("--model-impl", "atom", "--dtype", "float32", "--max-model-len", "256", "--data-parallel-size", "2")
+    with VllmServer(folder, *common, *flags) as server:
+        yield server
+        served = [server.metric("vllm:request_success_total", f'engine="{rank}"') for rank in (0, 1)]
+        assert min(served) > 0
+
+
+def greedy_at_once(server: VllmServer, prompts: Sequence[str]) -> list[list[int]]:
+    """Greedy tokens for each prompt, all asked for at the same time."""
+    client = connect(server)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda prompt: _greedy(client, server.model, prompt), prompts))
+
+
+def _greedy(client: OpenAI, model: str, prompt: str) -> list[int]:
+    others = {"ignore_eos": True, "return_token_ids": True}
+    answer = client.completions.create(
+        model=model, prompt=prompt, max_tokens=NUM_TOKENS, temperature=0, extra_body=others
+    )
+    tokens: list[int] = answer.choices[0].token_ids
+    return tokens
