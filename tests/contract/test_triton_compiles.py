@@ -72,6 +72,8 @@ from atom_core.kernels.mxfp4_linear import many_rows as many_mxfp4_rows_kernel
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear import triton_kernel as normed_kernel
 from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qkv_kernel
+from atom_core.kernels.request_pages import RequestPagesSpec
+from atom_core.kernels.request_pages import triton_kernel as pages_kernel
 from atom_core.kernels.rms_norm import triton_kernel as norm_kernel
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import why_no_triton_cache
@@ -516,6 +518,22 @@ def test_embedding_compiles(monkeypatch, first, gpu):
     ids = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(Launched) as launched:
         embedding_kernel.embedding(ids, zeros(10, 4096), first)
+    compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("windowed", [False, True], ids=["one pool", "two pools"])
+def test_request_pages_compiles(monkeypatch, page_size, windowed, gpu):
+    kernel = pages_kernel._request_pages
+    monkeypatch.setattr(pages_kernel, "_request_pages", Recorder())
+    ints = partial(torch.zeros, dtype=torch.int32)
+    longs = partial(torch.zeros, dtype=torch.int64)
+    moved = (longs(1000), ints(3, 8)) if windowed else (None, None)
+    with pytest.raises(Launched) as launched:
+        pages_kernel.TritonRequestPages(RequestPagesSpec(page_size))(
+            ints(9, 8 * page_size), longs(3), longs(3), 1, ints(3), ints(3, 8), *moved
+        )
     compile_launch(kernel, launched.value, gpu)
 
 

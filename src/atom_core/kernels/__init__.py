@@ -33,6 +33,7 @@ from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR
 from atom_core.kernels.normed_linear import NORMED_LINEAR
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE
+from atom_core.kernels.request_pages import REQUEST_PAGES
 from atom_core.kernels.rms_norm import RMS_NORM
 from atom_core.kernels.select import Implementation, KernelSet, Op, Target
 from atom_core.kernels.shared_experts import SHARED_EXPERTS
@@ -41,6 +42,7 @@ from atom_core.kernels.shared_experts import SHARED_EXPERTS
 OPS = cast(
     "tuple[Op[Hashable, object], ...]",
     (
+        REQUEST_PAGES,
         EMBEDDING,
         RMS_NORM,
         FP8_RMS_NORM,

@@ -37,7 +37,7 @@ class ChainDraftBackend:
         num_steps: tokens of the chain; the last one needs no step, since nothing is decoded from it.
     """
 
-    needs_cpu_seq_lens = True
+    needs_cpu_seq_lens = False
 
     def __init__(self, runner: ModelRunner, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -57,12 +57,14 @@ class ChainDraftBackend:
             backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Before a capture or a replay."""
-        for backend, batch in self._steps(forward_batch):
-            backend.init_forward_metadata_out_graph(batch, in_capture)
+        """Before a capture or a replay; each step has room of its own for its slots."""
+        for backend in self.attn_backends:
+            backend.init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Nothing of a plan is computed inside graphs."""
+        """What each graph begins with, for all of its steps."""
+        for backend, batch in self._steps(forward_batch):
+            backend.init_forward_metadata_in_graph(batch)
 
     def _steps(self, forward_batch: ForwardBatch) -> list[tuple[AtomAttentionBackend, ForwardBatch]]:
         """Each backend with the batch of its step: the slots differ, and with the step the lengths."""

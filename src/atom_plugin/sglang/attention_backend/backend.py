@@ -41,6 +41,9 @@ class AtomAttentionBackend(AttentionBackend):
         step: for a draft that decodes several tokens in a row: how many it has decoded when this backend's turn comes.
     """
 
+    #: So SGLang does not wait for the GPU to tell it how many drafts were right.
+    needs_cpu_seq_lens = False
+
     def __init__(self, runner: ModelRunner, step: int = 0) -> None:
         super().__init__()
         self.pools = Pools(runner)
@@ -72,13 +75,18 @@ class AtomAttentionBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Before graphs are captured."""
-        self.graphs = GraphState(max_bs, max_num_tokens, self.max_context_len, self.pools, self.step)
+        self.graphs = GraphState(max_bs, max_num_tokens, self.max_context_len, self.pools, self.kernels, self.step)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Before a capture or a replay."""
         assert self.graphs is not None, "SGLang announces graphs before it captures them"
         self._plans = {}
-        self.forward_metadata, self.windowed_metadata = self.graphs.fill(forward_batch)
+        self.forward_metadata, self.windowed_metadata = self.graphs.plan(forward_batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """What each graph begins with."""
+        assert self.graphs is not None, "SGLang announces graphs before it captures them"
+        self.graphs.fill(forward_batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of a padded request."""

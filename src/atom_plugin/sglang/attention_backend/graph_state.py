@@ -1,4 +1,8 @@
-"""The metadata of steps inside captured graphs: the same tensors for every replay, refilled in place before it."""
+"""The metadata of steps inside captured graphs: the same tensors for every replay, which each graph begins by filling.
+
+So nothing is left for the host to do before a replay, and it need not know how long requests are. What a graph reads
+are SGLang's own static tensors and its table of slots.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atom_core.kernels.request_pages import REQUEST_PAGES, RequestPagesSpec
+from atom_core.kernels.select import KernelSet
 from atom_core.metadata import AttentionMetadata
-from atom_plugin.sglang.attention_backend.metadata import Shape, longest
+from atom_plugin.sglang.attention_backend.metadata import Shape
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -17,6 +23,9 @@ if TYPE_CHECKING:
 
 #: The length of a padded request: one token, which every kernel can take.
 PADDED_LENGTH = 1
+
+#: Metadata for full and for windowed layers.
+Plan = tuple[AttentionMetadata, AttentionMetadata]
 
 
 class GraphState:
@@ -27,14 +36,19 @@ class GraphState:
         max_tokens: tokens of the largest graph.
         max_context: the longest sequence that is served.
         pools: of the runner.
+        kernels: for its device.
         step: see :meth:`Shape.of`. A draft's step has slots of its own here, for SGLang hands it a slice of others.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int, max_context: int, pools: Pools, step: int = 0) -> None:
+    def __init__(
+        self, max_requests: int, max_tokens: int, max_context: int, pools: Pools, kernels: KernelSet, step: int = 0
+    ) -> None:
         device = pools.req_to_token.device
         pages = pools.num_pages(max_context)
         self.pools, self.max_context, self.step = pools, max_context, step
+        self.request_pages = kernels.select(REQUEST_PAGES, RequestPagesSpec(pools.page_size))
         self.seq_lens = torch.full((max_requests,), PADDED_LENGTH, dtype=torch.int32, device=device)
+        # Kernels may look at what is behind a request's pages: it has to be numbers of pages.
         self.page_table = torch.zeros(max_requests, pages, dtype=torch.int32, device=device)
         self._ramp = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
         self._starts: dict[int, torch.Tensor] = {1: self._ramp}
@@ -43,45 +57,61 @@ class GraphState:
         if pools.hybrid:
             self.windowed_slots = torch.zeros(max_tokens, dtype=torch.int64, device=device)
             self.windowed_table = torch.zeros_like(self.page_table)
+        self._plans: dict[Shape, Plan] = {}
 
-    def fill(self, batch: ForwardBatch) -> tuple[AttentionMetadata, AttentionMetadata]:
-        """Refill for ``batch``, whose tensors are the runner's static ones: metadata for full and windowed layers."""
+    def plan(self, batch: ForwardBatch, in_capture: bool) -> Plan:
+        """The metadata of a graph, when it is captured and before each replay."""
         shape = Shape.of(batch, self.step)
-        assert shape.queries_each is not None, "only batches of equal requests are captured"
-        count = shape.num_requests
-        seq_lens, table = self.seq_lens[:count], self.page_table[:count]
-        torch.add(batch.seq_lens[:count], shape.added_tokens, out=seq_lens)
-        max_seq_len = longest(batch, shape, self.max_context)
-        current = self.pools.page_table(batch.req_pool_indices[:count], max_seq_len)
-        table[:, : current.shape[1]] = current
-        num_tokens = count * shape.queries_each
-        metadata = AttentionMetadata(
-            query_start_loc=self._query_start_loc(shape.queries_each)[: count + 1],
-            seq_lens=seq_lens,
-            page_table=table,
-            slot_mapping=self._slots(batch.out_cache_loc[:num_tokens]),
+        if in_capture:
+            self._plans[shape] = self._plan(shape, batch)
+        full, windowed = self._plans[shape]
+        full = replace(full)  # what kernels keep for a step's other layers is of that step alone
+        return full, replace(windowed) if self.pools.hybrid else full
+
+    def fill(self, batch: ForwardBatch) -> None:
+        """What the graph of ``batch``, whose tensors are the runner's static ones, begins with."""
+        shape = Shape.of(batch, self.step)
+        count, num_tokens = shape.num_requests, shape.num_tokens
+        slots = batch.out_cache_loc[:num_tokens]
+        if self.slots is not None:
+            self.slots[:num_tokens].copy_(slots)
+        windowed = None
+        if self.windowed_table is not None and self.windowed_slots is not None:
+            windowed = self.windowed_table[:count]
+            self.windowed_slots[:num_tokens].copy_(self.pools.windowed_slots(slots))
+        self.request_pages(
+            self.pools.req_to_token,
+            batch.req_pool_indices[:count],
+            batch.seq_lens[:count],
+            shape.added_tokens,
+            self.seq_lens[:count],
+            self.page_table[:count],
+            self.pools.windowed_mapping,
+            windowed,
+        )
+
+    def _plan(self, shape: Shape, batch: ForwardBatch) -> Plan:
+        count, num_tokens, queries_each = shape.num_requests, shape.num_tokens, shape.queries_each
+        assert queries_each is not None, "only batches of equal requests are captured"
+        decodes = count if queries_each == 1 else 0
+        full = AttentionMetadata(
+            query_start_loc=self._query_start_loc(queries_each)[: count + 1],
+            seq_lens=self.seq_lens[:count],
+            page_table=self.page_table[:count],
+            slot_mapping=(batch.out_cache_loc if self.slots is None else self.slots)[:num_tokens],
             num_requests=count,
             num_tokens=num_tokens,
-            max_query_len=shape.queries_each,
+            max_query_len=queries_each,
             max_seq_len=self.max_context,
-            num_decode_requests=count if shape.queries_each == 1 else 0,
-            num_decode_tokens=count if shape.queries_each == 1 else 0,
+            num_decode_requests=decodes,
+            num_decode_tokens=decodes,
         )
-        return metadata, self._windowed(metadata, current)
-
-    def _slots(self, slots: torch.Tensor) -> torch.Tensor:
-        return slots if self.slots is None else self.slots[: slots.shape[0]].copy_(slots)
+        if self.windowed_table is None or self.windowed_slots is None:
+            return full, full
+        table, slots = self.windowed_table[:count], self.windowed_slots[:num_tokens]
+        return full, replace(full, page_table=table, slot_mapping=slots)
 
     def _query_start_loc(self, queries_each: int) -> torch.Tensor:
         if queries_each not in self._starts:
             self._starts[queries_each] = self._ramp * queries_each
         return self._starts[queries_each]
-
-    def _windowed(self, metadata: AttentionMetadata, current: torch.Tensor) -> AttentionMetadata:
-        if self.windowed_table is None or self.windowed_slots is None:
-            return metadata
-        table = self.windowed_table[: metadata.num_requests]
-        table[:, : current.shape[1]] = self.pools.windowed_table(current)
-        slots = self.windowed_slots[: metadata.num_tokens]
-        slots.copy_(self.pools.windowed_slots(metadata.slot_mapping))
-        return replace(metadata, page_table=table, slot_mapping=slots)

@@ -91,6 +91,12 @@ class Pools:
         slots = self.windowed_slots(page_table.long().flatten() * self.page_size)
         return (slots // self.page_size).to(torch.int32).view_as(page_table)
 
+    @property
+    def windowed_mapping(self) -> torch.Tensor | None:
+        """Where each slot of the full pool is in the windowed one, if there is such: one tensor, kept up to date."""
+        mapping: torch.Tensor | None = self.kv.full_to_swa_index_mapping if self.hybrid else None
+        return mapping
+
     def windowed_slots(self, slots: torch.Tensor) -> torch.Tensor:
         """``slots [T]`` of the full pool in the windowed one."""
         mapped: torch.Tensor = self.kv.translate_loc_from_full_to_swa(slots)

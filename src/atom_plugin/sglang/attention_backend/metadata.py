@@ -34,6 +34,12 @@ class Shape:
     added_tokens: int
     """Tokens that the step adds beyond ``seq_lens``."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Of requests that all have the same number."""
+        assert self.queries_each is not None
+        return self.num_requests * self.queries_each
+
     @classmethod
     def of(cls, batch: ForwardBatch, step: int = 0) -> Shape:
         """The shape of ``batch``; ``step`` counts the tokens that a draft has decoded since its lengths were taken."""
@@ -47,7 +53,10 @@ class Shape:
 
 
 def longest(batch: ForwardBatch, shape: Shape, fallback: int) -> int:
-    """An upper bound of the requests' lengths after this step, from the host's copy where there is one."""
+    """An upper bound of the requests' lengths after this step, from the host's copy where there is one.
+
+    Behind drafts there is none: SGLang would have to wait for the GPU to count those that were right.
+    """
     lengths = batch.seq_lens_cpu
     if lengths is None or lengths.numel() == 0:
         return fallback
@@ -67,7 +76,7 @@ def eager_metadata(batch: ForwardBatch, pools: Pools, max_context: int, step: in
     device, host = batch.seq_lens.device, None
     if shape.queries_each is not None:
         starts = torch.arange(shape.num_requests + 1, dtype=torch.int32, device=device) * shape.queries_each
-        num_tokens, max_query_len = shape.num_requests * shape.queries_each, shape.queries_each
+        num_tokens, max_query_len = shape.num_tokens, shape.queries_each
     else:
         starts = torch.zeros(shape.num_requests + 1, dtype=torch.int32, device=device)
         starts[1:] = batch.extend_seq_lens.cumsum(0)

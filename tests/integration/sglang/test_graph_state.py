@@ -1,0 +1,182 @@
+"""What a captured graph begins with, on SGLang's real pools: the metadata of an eager step, at each replay anew.
+
+A graph is what is called again: with the tensors that it was captured with, and whatever they hold by then.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.sglang
+
+CONTEXT, REQUESTS, SIZE = 96, 8, 1024
+CPU = "cpu"
+
+
+@pytest.fixture(params=["one pool", "two pools"])
+def runner(request):
+    """As much of SGLang's runner as the backend looks at."""
+    return lambda page_size: make_runner(page_size, request.param == "two pools")
+
+
+def make_runner(page_size, hybrid):
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    common = {"page_size": page_size, "dtype": torch.float32, "head_num": 1, "head_dim": 16, "device": CPU}
+    if hybrid:
+        kv = SWAKVPool(
+            size=SIZE,
+            size_swa=SIZE,
+            swa_attention_layer_ids=[0],
+            full_attention_layer_ids=[1],
+            **common,
+        )
+        pages = torch.randperm(SIZE // page_size + 1)
+        slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
+        kv.register_mapping(torch.cat([slots, torch.tensor([-1])]))
+    else:
+        kv = MHATokenToKVPool(size=SIZE, layer_num=2, enable_memory_saver=False, **common)
+    return SimpleNamespace(
+        page_size=page_size,
+        req_to_token_pool=ReqToTokenPool(REQUESTS, CONTEXT, CPU, False),
+        token_to_kv_pool=kv,
+        kv_index_translator=SimpleNamespace(is_translating=False),
+        model_config=SimpleNamespace(context_len=CONTEXT),
+        dtype=torch.float32,
+    )
+
+
+class Batch:
+    """Static tensors of a graph for ``count`` requests, and the batch that SGLang hands over with them."""
+
+    def __init__(self, runner, count, mode, new):
+        self.runner, self.new = runner, new
+        self.fields = {
+            "req_pool_indices": torch.zeros(count, dtype=torch.int64),
+            "seq_lens": torch.ones(count, dtype=torch.int64),
+            "out_cache_loc": torch.zeros(count * new, dtype=torch.int64),
+        }
+        self.mode, self.count = mode, count
+
+    def fill(self, seed):
+        """Other requests, somewhere else."""
+        generator = torch.Generator().manual_seed(seed)
+        table, page = self.runner.req_to_token_pool.req_to_token, self.runner.page_size
+        each = CONTEXT // page
+        pages = 1 + torch.randperm(SIZE // page, generator=generator)[: REQUESTS * each].view(REQUESTS, each)
+        table[1:] = (pages[..., None] * page + torch.arange(page)).flatten(1).int()
+        self.fields["req_pool_indices"].copy_(1 + torch.randperm(REQUESTS, generator=generator)[: self.count])
+        self.fields["seq_lens"].copy_(torch.randint(1, CONTEXT - 8, (self.count,), generator=generator))
+        slots = torch.randperm(SIZE, generator=generator)[: self.count * self.new]
+        self.fields["out_cache_loc"].copy_(slots)
+
+    def batch(self, **others):
+        spec = SimpleNamespace(draft_token_num=self.new)
+        return SimpleNamespace(
+            forward_mode=self.mode, batch_size=self.count, spec_info=spec, seq_lens_cpu=None, **self.fields, **others
+        )
+
+
+def same(found, expected, page_size):
+    assert found.query_start_loc.tolist() == expected.query_start_loc.tolist()
+    assert found.seq_lens.tolist() == expected.seq_lens.tolist()
+    assert found.slot_mapping.tolist() == expected.slot_mapping.tolist()
+    for name in ("num_requests", "num_tokens", "max_query_len", "num_decode_requests", "num_decode_tokens"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert int(found.seq_lens.max()) <= found.max_seq_len
+    for row, length in enumerate(expected.seq_lens.tolist()):
+        pages = -(-length // page_size)
+        assert found.page_table[row, :pages].tolist() == expected.page_table[row, :pages].tolist()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("mode", "step"), [("DECODE", 0), ("TARGET_VERIFY", 0), ("DECODE", 2)])
+def test_each_replay_begins_with_the_metadata_of_an_eager_step(runner, page_size, mode, step):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
+
+    made = runner(page_size)
+    backend, eager = (AtomAttentionBackend(made, step) for _ in range(2))
+    assert not backend.needs_cpu_seq_lens
+    new = 1 if mode == "DECODE" else 4
+    backend.init_cuda_graph_state(REQUESTS, REQUESTS * new)
+    graphs = {count: Batch(made, count, ForwardMode[mode], new) for count in (REQUESTS, 3, 1)}
+    for batch in graphs.values():
+        backend.init_forward_metadata_out_graph(batch.batch(), in_capture=True)
+        backend.init_forward_metadata_in_graph(batch.batch())
+    for seed, count in enumerate((3, 1, REQUESTS, 3)):
+        batch = graphs[count]
+        batch.fill(seed)
+        backend.init_forward_metadata_out_graph(batch.batch())
+        backend.init_forward_metadata_in_graph(batch.batch())
+        eager.init_forward_metadata(batch.batch())
+        same(backend.forward_metadata, eager.forward_metadata, page_size)
+        same(backend.windowed_metadata, eager.windowed_metadata, page_size)
+        assert (backend.windowed_metadata is backend.forward_metadata) == (not backend.pools.hybrid)
+
+
+def test_behind_drafts_nothing_is_asked_of_the_device(runner):
+    """SGLang hands over no lengths on the host then, but how many tokens each request has."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
+
+    made = runner(16)
+    backend, batch = AtomAttentionBackend(made), Batch(made, 3, ForwardMode.DRAFT_EXTEND_V2, 4)
+    batch.fill(0)
+    lengths = torch.full((3,), 4, dtype=torch.int32)
+    backend.init_forward_metadata(batch.batch(extend_seq_lens=lengths, extend_seq_lens_cpu=lengths.tolist()))
+    found = backend.forward_metadata
+    assert (found.num_tokens, found.max_query_len, found.max_seq_len, found.host) == (12, 4, CONTEXT, None)
+    assert found.query_start_loc.tolist() == [0, 4, 8, 12]
+    assert found.seq_lens.tolist() == batch.fields["seq_lens"].tolist()
+    slots = made.req_to_token_pool.req_to_token[batch.fields["req_pool_indices"]]
+    assert found.page_table.tolist() == (slots[:, ::16] // 16).tolist()
+
+
+def test_padded_requests_have_the_page_of_nobody(runner):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
+
+    made = runner(1)
+    backend, batch = AtomAttentionBackend(made), Batch(made, 4, ForwardMode.DECODE, 1)
+    backend.init_cuda_graph_state(4, 4)
+    backend.init_forward_metadata_out_graph(batch.batch(), in_capture=True)
+    batch.fill(0)
+    batch.fields["req_pool_indices"][2:] = 0
+    batch.fields["seq_lens"][2:] = backend.get_cuda_graph_seq_len_fill_value()
+    backend.init_forward_metadata_in_graph(batch.batch())
+    assert backend.forward_metadata.seq_lens[2:].tolist() == [1, 1]
+    assert backend.forward_metadata.page_table[2:, 0].tolist() == [0, 0]
+
+
+def test_steps_of_a_chain_begin_with_slots_of_their_own():
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from atom_plugin.sglang.drafts import ChainDraftBackend
+
+    made, steps = make_runner(1, False), 4
+    made.spec_algorithm = None
+    chain = ChainDraftBackend(made, steps)
+    assert not chain.needs_cpu_seq_lens
+    chain.init_cuda_graph_state(REQUESTS, REQUESTS)
+    batch = Batch(made, 3, ForwardMode.DECODE, 1)
+    batch.fields["out_cache_loc"] = torch.zeros(3 * steps, dtype=torch.int64)
+    batch.new = steps
+    chain.init_forward_metadata_out_graph(batch.batch(), in_capture=True)
+    for seed in (1, 2):
+        batch.fill(seed)
+        chain.init_forward_metadata_out_graph(batch.batch())
+        chain.init_forward_metadata_in_graph(batch.batch())
+        # A request's slots lie together, one for each step.
+        slots = batch.fields["out_cache_loc"].view(3, steps)
+        for step, backend in enumerate(chain.attn_backends):
+            assert backend.forward_metadata.slot_mapping.tolist() == slots[:, step].tolist()
+            lengths = batch.fields["seq_lens"] + step + 1
+            assert backend.forward_metadata.seq_lens.tolist() == lengths.tolist()
