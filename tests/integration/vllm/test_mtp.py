@@ -66,11 +66,10 @@ def test_two_ranks_draft_as_one_does(checkpoint):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--enable-expert-parallel",)], ids=["every expert", "the experts"])
-def test_replicas_that_share_the_experts_draft_as_one_does(checkpoint, flags):
+def test_replicas_that_share_the_experts_draft_as_one_does(checkpoint):
     folder, expected = checkpoint
     speculative = json.dumps(drafting(3)["speculative_config"])
-    with two_replicas(folder, "--speculative-config", speculative, *flags) as server:
+    with two_replicas(folder, "--enable-expert-parallel", "--speculative-config", speculative) as server:
         # Alone, the other replica runs along with nothing; together, both draft for several.
         assert greedy_at_once(server, PROMPTS[:1]) == expected.answers[:1]
         assert greedy_at_once(server, PROMPTS * COPIES) == expected.answers * COPIES

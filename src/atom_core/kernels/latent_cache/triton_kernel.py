@@ -1,8 +1,8 @@
 """The latent's norm, rope and the cache write in Triton, with the rope of all queries: one launch.
 
 Of a token, one program norms the latent, rotates the key beside it and writes the row; others rotate some heads'
-queries in place. The partners of a rotation are loaded as two tiles of their own. Padded tokens (negative slots) get
-their queries rotated, and write nothing to the cache.
+queries in place. Partners that lie side by side are loaded as one tile, several to a word, others as two tiles of their
+own. Padded tokens (negative slots) get their queries rotated, and write nothing to the cache.
 """
 
 from __future__ import annotations
@@ -49,12 +49,36 @@ def angles_of(
 
 
 @triton.jit
-def turn(source, target, cos, sin, first, second, used):
-    """Rotate the numbers ``first`` and ``second`` behind ``source``, where ``used``, to those behind ``target``."""
-    x = tl.load(source + first, mask=used, other=0.0).to(tl.float32)
-    y = tl.load(source + second, mask=used, other=0.0).to(tl.float32)
-    tl.store(target + first, (x * cos - y * sin).to(target.dtype.element_ty), mask=used)
-    tl.store(target + second, (y * cos + x * sin).to(target.dtype.element_ty), mask=used)
+def turn(
+    source,
+    target,
+    cos,
+    sin,
+    first,
+    second,
+    paired,
+    taken,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Rotate the numbers ``first`` and ``second`` behind ``source [ROWS, 1]`` to those behind ``target``.
+
+    ``cos`` and ``sin`` are ``[1 or ROWS, PAIRS]``, of the pairs where ``paired``; rows are those where ``taken``.
+    """
+    if INTERLEAVED and R == 2 * PAIRS:
+        number = tl.arange(0, R)[None, :]
+        both = tl.load(source + number, mask=taken[:, None], other=0.0).to(tl.float32)
+        x, y = tl.split(tl.reshape(both, (ROWS, PAIRS, 2)))
+        turned = tl.reshape(tl.join(x * cos - y * sin, y * cos + x * sin), (ROWS, R))
+        tl.store(target + number, turned.to(target.dtype.element_ty), mask=taken[:, None])
+    else:
+        used = taken[:, None] & paired
+        x = tl.load(source + first, mask=used, other=0.0).to(tl.float32)
+        y = tl.load(source + second, mask=used, other=0.0).to(tl.float32)
+        tl.store(target + first, (x * cos - y * sin).to(target.dtype.element_ty), mask=used)
+        tl.store(target + second, (y * cos + x * sin).to(target.dtype.element_ty), mask=used)
 
 
 @triton.jit
@@ -166,9 +190,8 @@ def _latent_cache(
 
     cos, sin, first, second, paired = angles_of(cos_sin, positions, token, taken, R, PAIRS, INTERLEAVED)
     head = (block - 1) * HEADS + tl.arange(0, HEADS)
-    used = (head < H)[:, None] & paired
     query = q + tl.program_id(0).to(tl.int64) * stride_q_token + head.to(tl.int64)[:, None] * stride_q_head + N
-    turn(query, query, cos, sin, first, second, used)
+    turn(query, query, cos, sin, first, second, paired, head < H, R, HEADS, PAIRS, INTERLEAVED)
 
 
 def latent_cache(

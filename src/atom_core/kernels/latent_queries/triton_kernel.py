@@ -122,9 +122,8 @@ def _latent_queries(
     tl.store(target + column[None, :], total.to(queries.dtype.element_ty), mask=taken[:, None] & inside)
 
     if block == 0:
-        cos, sin, pair_first, pair_second, paired = angles_of(cos_sin, positions, token, taken, R, PAIRS, INTERLEAVED)
-        used = taken[:, None] & paired
-        turn(query + N, target + L, cos, sin, pair_first, pair_second, used)
+        cos, sin, first, second, paired = angles_of(cos_sin, positions, token, taken, R, PAIRS, INTERLEAVED)
+        turn(query + N, target + L, cos, sin, first, second, paired, taken, R, BLOCK_T, PAIRS, INTERLEAVED)
 
 
 class TritonLatentQueries:
