@@ -40,7 +40,6 @@ from atom_core.kernels.experts import triton_kernel as experts_kernel
 from atom_core.kernels.fp8_block_linear import few_rows as few_block_rows_kernel
 from atom_core.kernels.fp8_block_linear import few_rows_hopper as hopper_block_rows_kernel
 from atom_core.kernels.fp8_block_linear import many_rows as many_block_rows_kernel
-from atom_core.kernels.fp8_block_linear import one_row as block_row_kernel
 from atom_core.kernels.fp8_block_linear import quantize as groups_kernel
 from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.fp8_experts import few_tokens as few_fp8_kernel
@@ -789,16 +788,17 @@ def in_blocks(rows: int, out_features: int, in_features: int, gpu: Gpu) -> tuple
 @pytest.mark.parametrize("in_features", [2048, 2064])
 @pytest.mark.parametrize("out_features", [1024, 5120])
 def test_one_row_by_blocks_compiles(monkeypatch, out_features, in_features, norm, gpu):
-    kernel = block_row_kernel._one_row
-    monkeypatch.setattr(block_row_kernel, "_one_row", Recorder())
+    kernel = fp8_row_kernel._one_row
+    monkeypatch.setattr(fp8_row_kernel, "_one_row", Recorder())
     _, _, weight, scales = in_blocks(1, out_features, in_features, gpu)
     with pytest.raises(Launched) as launched:
-        block_row_kernel.multiply_row(
+        fp8_row_kernel.multiply_row(
             zeros(1, in_features),
             weight,
             scales,
             None,
-            tile=block_row_kernel.tile_for(out_features, in_features),
+            tile=fp8_row_kernel.tile_for(out_features, in_features),
+            block=128,
             native=gpu.nvidia,
             overlap=gpu.nvidia,
             norm=norm,

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from atom_core.kernels import kernel_set
+from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
+from atom_core.kernels.experts.reference import ReferenceExperts
 from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8ExpertWeights
+from atom_core.kernels.fp8_experts.few_tokens import takes_one_token
 from atom_core.kernels.fp8_experts.reference import ReferenceFp8Experts
 from atom_core.kernels.fp8_experts.triton_kernel import TritonFp8Experts
 from atom_core.kernels.fp8_linear.reference import E4M3
@@ -62,6 +65,23 @@ def operands(spec, tokens, total=None):
     return wide[:, :hidden], torch.rand(tokens, spec.top_k, device=GPU), experts, layer
 
 
+def reference(spec, x, weights, experts, layer):
+    """Of one token with its numbers as they are, where those are read two to a word."""
+    if len(x) != 1 or not takes_one_token(spec.hidden_size, spec.intermediate_size, spec.dtype):
+        return ReferenceFp8Experts(spec)(x, weights, experts, layer)
+
+    def wide(stored, scales):
+        each = scales[..., None]
+        if spec.block:
+            each = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, : stored.shape[1], : stored.shape[2]]
+        return stored.float() * each
+
+    fields = {name: value for name, value in vars(spec).items() if name != "block"} | {"dtype": torch.float32}
+    kernel = ReferenceExperts(ExpertsSpec(**fields, bias=False))
+    weights_of = ExpertWeights(wide(layer.gate_up, layer.gate_up_scale), wide(layer.down, layer.down_scale))
+    return kernel(x.float(), weights, experts, weights_of)
+
+
 def triton(spec, layer):
     kernel = TritonFp8Experts(spec, TARGET, OVERLAP)
     kernel.adopt(layer)
@@ -83,7 +103,7 @@ def assert_close(found, wanted):
 def test_experts_are_the_reference(spec, tokens, dtype):
     spec = replace(spec, dtype=dtype)
     *given, layer = operands(spec, tokens)
-    assert_close(triton(spec, layer)(*given, layer), ReferenceFp8Experts(spec)(*given, layer))
+    assert_close(triton(spec, layer)(*given, layer), reference(spec, *given, layer))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -91,7 +111,7 @@ def test_experts_are_the_reference(spec, tokens, dtype):
 def test_answers_are_added_to_a_residual(spec, tokens):
     *given, layer = operands(spec, tokens)
     residual = torch.randn(tokens, spec.hidden_size, device=GPU).to(spec.dtype)
-    wanted = residual.double() + ReferenceFp8Experts(spec)(*given, layer).double()
+    wanted = residual.double() + reference(spec, *given, layer).double()
     found = triton(spec, layer).add(*given, layer, residual)
     assert found is residual
     assert_close(found, wanted)
@@ -104,7 +124,7 @@ def test_one_token_is_normed_on_the_way(spec, dtype):
     x, weights, experts, layer = operands(spec, 1)
     norm = torch.rand(spec.hidden_size, device=GPU).to(dtype) + 0.5
     normed = rms_norm(x, norm, 1e-6, None)[0]
-    wanted = x.double() + ReferenceFp8Experts(spec)(normed, weights, experts, layer).double()
+    wanted = x.double() + reference(spec, normed, weights, experts, layer).double()
     stream = x.clone()
     found = triton(spec, layer).add_behind_norm(stream, norm, 1e-6, weights, experts, layer)
     assert found is stream

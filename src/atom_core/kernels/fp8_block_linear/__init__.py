@@ -4,7 +4,8 @@
 
 A group ``g`` is 128 numbers of K; the last may have fewer. ``x``: ``[T, K]`` and ``b``: ``[N]`` or None, of the model's
 dtype; ``W``: ``[N, K]`` float8_e4m3fn with ``s_w [ceil(N / 128), ceil(K / 128)]`` float32; ``y``: ``[T, N]``. ``X``
-is ``x / s_x`` in e4m3: ``s_x`` is a group's largest magnitude / 448, for each token by itself.
+is ``x / s_x`` in e4m3: ``s_x`` is a group's largest magnitude / 448, for each token by itself. One token alone may be
+left as it is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Products with FP8 weights in blocks on a GPU.
 
-One row on NVIDIA's GPUs is one launch (:mod:`.one_row`). Else the input is quantised in a launch of its own, with the
-norm in front where there is one; up to 64 rows are multiplied by :mod:`.few_rows`, on Hopper where the input is whole
-blocks by :mod:`.few_rows_hopper`, more by :mod:`.many_rows`, or on Hopper by :mod:`.cublas`.
+One row on NVIDIA's GPUs is not quantised, and one launch (:mod:`atom_core.kernels.fp8_linear.one_row`). Else the input
+is quantised in a launch of its own, with the norm in front where there is one; up to 64 rows are multiplied by
+:mod:`.few_rows`, on Hopper where the input is whole blocks by :mod:`.few_rows_hopper`, more by :mod:`.many_rows`, or on
+Hopper by :mod:`.cublas`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from atom_core.config import Activation
 from atom_core.kernels.fp8_block_linear import cublas
 from atom_core.kernels.fp8_block_linear.few_rows import multiply_few_rows
 from atom_core.kernels.fp8_block_linear.many_rows import multiply_many_rows
-from atom_core.kernels.fp8_block_linear.one_row import multiply_row, tile_for, why_not_one_row
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
+from atom_core.kernels.fp8_linear.one_row import multiply_row, tile_for, why_not_one_row
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtype_of
 from atom_core.kernels.linear.tiles import MAX_ROWS
 from atom_core.kernels.linear.triton_kernel import Norm
@@ -110,13 +111,14 @@ def multiply_few(
 ) -> torch.Tensor:
     """``act(norm(x) W^T + b) + residual``, of 1 to :data:`MAX_ROWS` rows of the model's dtype."""
     tile = tile_for(*weight.shape)
-    if nvidia and len(x) == 1 and why_not_one_row(x, len(weight), tile, activation) is None:
+    if nvidia and len(x) == 1 and why_not_one_row(x, len(weight), tile, activation, BLOCK_SIZE) is None:
         return multiply_row(
             x,
             weight,
             weight_scale,
             bias,
             tile=tile,
+            block=BLOCK_SIZE,
             native=True,
             overlap=overlap,
             norm=norm,

@@ -6,7 +6,7 @@
 The weights of gate and up ``[E, 2I, H]``, one behind the other, and of down ``[E, H, I]`` are float8_e4m3fn. Scales are
 float32: ``[E, 2I]`` and ``[E, H]``, or with blocks ``[E, 2I / 128, ceil(H / 128)]`` and
 ``[E, ceil(H / 128), I / 128]``, where I is a multiple of 128. What gate and up give is rounded to the model's dtype
-before it is quantised. There are no biases.
+before it is quantised, if it is: one token alone may be left as it is. There are no biases.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FP8 experts of few tokens, without sorting them; as :mod:`atom_core.kernels.experts.few_tokens`.
 
-One token is quantised by every program for itself, and multiplied as :mod:`atom_core.kernels.fp8_linear.words` says:
-two launches. Several are quantised in launches of their own, in front of gate and up and again of down, and multiplied
-by tensor cores: each expert is read once for all tokens that go there.
+One token is not quantised, and multiplied as :mod:`atom_core.kernels.fp8_linear.words` says: two launches. Several are
+quantised in launches of their own, in front of gate and up and again of down, and multiplied by tensor cores: each
+expert is read once for all tokens that go there.
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ import triton.language as tl
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS, tokens_of_expert
 from atom_core.kernels.experts.grouped import Held, combine, finish_block
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
-from atom_core.kernels.fp8_linear.quantize import norm_factor, scale_of, unit_of
-from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
+from atom_core.kernels.fp8_linear.quantize import unit_of
 from atom_core.kernels.fp8_linear.words import (
-    MAX_INPUTS,
-    as_multiplied,
-    block_scales,
-    each_sixteen,
     first_row,
-    grouped_as_multiplied,
+    places_as_multiplied,
     products_of_places,
     row_sums_of_words,
+    scales_of_groups,
 )
 from atom_core.kernels.linear.parts import finish, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
@@ -56,17 +52,15 @@ def _gate_up_of_one(
     N,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SMALLEST: tl.constexpr,
     UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """``middle [k, N / 2]``: a program takes some rows for one of the token's experts, behind a norm or not."""
+    GROUPS: tl.constexpr = BLOCK_K // 16
     NORM: tl.constexpr = norm is not None
     dtype: tl.constexpr = x.dtype.element_ty
     fp8: tl.constexpr = weight.dtype.element_ty
@@ -74,18 +68,14 @@ def _gate_up_of_one(
     row = weight_rows(N, BLOCK_N, True)
     four = tl.arange(0, BLOCK_K // 4)
     two = tl.arange(0, BLOCK_K // 2)
-    whole = tl.arange(0, WHOLE)
     known = tl.full([BLOCK_K // 4], True, tl.int1) if EVEN else four < K // 4
     known_two = tl.full([BLOCK_K // 2], True, tl.int1) if EVEN else two < K // 2
     x_at = x.to(tl.pointer_type(tl.int32)) + two
     norm_at = x_at
-    factors = 1.0
     norm_words = 0
     if NORM:
         norm_at = norm.to(tl.pointer_type(tl.int32)) + two
         norm_words = tl.load(norm_at, mask=known_two, other=0)
-        if BLOCK == 0:
-            factors = tl.load(norm + whole, mask=whole < K, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         # Not earlier: the kernel behind reads which experts they are without waiting for this one.
@@ -94,30 +84,18 @@ def _gate_up_of_one(
     if (expert < 0) | (expert >= COUNT):
         return
     words = tl.load(x_at, mask=known_two, other=0)
-    numbers = tl.zeros([1], tl.float32)
-    if NORM or BLOCK == 0:
-        numbers = tl.load(x + whole, mask=whole < K, other=0.0).to(tl.float32)
     weight += expert.to(tl.int64) * N * K
     scales += expert.to(tl.int64) * stride_scales
     at = (weight + row * K).to(tl.pointer_type(tl.int32))[:, None] + four[None, :]
-    BLOCKS: tl.constexpr = BLOCK_K // BLOCK if BLOCK > 0 else 1
     scale_at = scales
     up_scale_at = scales
     if BLOCK > 0:
         scale_at = scales + first_row(BLOCK_N, True) // BLOCK * tl.cdiv(K, BLOCK)
         up_scale_at = scales + (first_row(BLOCK_N, True) + N // 2) // BLOCK * tl.cdiv(K, BLOCK)
     tile = tl.load(at, mask=known[None, :], other=0, eviction_policy="evict_first")
-    mine = block_scales(scale_at, 0, K, BLOCKS, BLOCK)
-    up_scales = block_scales(up_scale_at, 0, K, BLOCKS, BLOCK)
-    factor = 1.0
-    if NORM:
-        factor = norm_factor(numbers, K, eps)
-    scale = 1.0
-    if BLOCK == 0:
-        if NORM:
-            numbers = (numbers * factor * factors).to(dtype).to(tl.float32)
-        scale = scale_of(numbers, None, LIMIT, SMALLEST)
-    sums = row_sums_of_words(
+    mine = scales_of_groups(scale_at, 0, K, GROUPS, BLOCK)
+    up_scales = scales_of_groups(up_scale_at, 0, K, GROUPS, BLOCK)
+    sums, squares = row_sums_of_words(
         at,
         scale_at,
         up_scale_at,
@@ -128,8 +106,6 @@ def _gate_up_of_one(
         up_scales,
         words,
         norm_words,
-        factor,
-        tl.div_rn(1.0, scale * UNIT),
         K,
         NORM,
         True,
@@ -137,14 +113,13 @@ def _gate_up_of_one(
         BLOCK_K,
         BLOCK,
         EVEN,
-        LIMIT,
-        SMALLEST,
-        UNIT,
         NATIVE,
         dtype,
         fp8,
     )
-    total = tl.sum(sums, 1) * (scale * (64.0 * UNIT * UNIT))
+    total = tl.sum(sums, 1) * UNIT
+    if NORM:
+        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
     middle += place.to(tl.int64) * (N // 2)
     # Rows' scales are of the whole weight of an expert, blocks' have been multiplied.
     of_rows = scales if BLOCK == 0 else None
@@ -156,29 +131,19 @@ def _weighed(
     tile,
     scales,
     words,
-    inverse,
     PLACES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
     dtype: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """A tile of each expert by what it meets of its row, ``[PLACES, BLOCK_N, GROUPS]``; a 64th."""
+    """A tile of each expert by what it meets of its row, ``[PLACES, BLOCK_N, GROUPS]``."""
+    pairs, each = places_as_multiplied(words, PLACES, GROUPS, dtype)
     if BLOCK > 0:
-        pairs, theirs = grouped_as_multiplied(
-            words, 0, 1.0, False, PLACES, GROUPS, BLOCK, LIMIT, SMALLEST, UNIT, dtype, fp8
-        )
-        each = each_sixteen(scales * theirs, PLACES, GROUPS * 16 // BLOCK, BLOCK, NATIVE)
-        parts = products_of_places(tile, pairs, PLACES, BLOCK_N, GROUPS, NATIVE, fp8) * each[:, None, :]
-    else:
-        pairs = as_multiplied(words, 0, 1.0, inverse[:, None], False, LIMIT, UNIT, dtype, fp8)
-        parts = products_of_places(tile, pairs, PLACES, BLOCK_N, GROUPS, NATIVE, fp8)
-    return parts
+        each *= scales
+    return products_of_places(tile, pairs, PLACES, BLOCK_N, GROUPS, NATIVE, fp8) * each[:, None, :]
 
 
 @triton.jit
@@ -200,8 +165,6 @@ def _down_of_one(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SMALLEST: tl.constexpr,
     UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -222,7 +185,6 @@ def _down_of_one(
     expert = tl.where(held, expert, 0).to(tl.int64)
     rows = weight + (expert[:, None] * N + row[None, :]) * K
     at = rows.to(tl.pointer_type(tl.int32))[:, :, None] + four[None, None, :]
-    BLOCKS: tl.constexpr = BLOCK_K // BLOCK if BLOCK > 0 else 1
     scale_at = scales + expert[:, None] * stride_scales
     if BLOCK > 0:
         scale_at += first_row(BLOCK_N, False) // BLOCK * tl.cdiv(K, BLOCK)
@@ -230,44 +192,30 @@ def _down_of_one(
     x_at = numbers.to(tl.pointer_type(tl.int32)) + two[None, :]
     used = held[:, None, None]
     tile = tl.load(at, mask=used & (four < K // 4)[None, None, :], other=0, eviction_policy="evict_first")
-    mine = block_scales(scale_at, 0, K, BLOCKS, BLOCK)
+    mine = scales_of_groups(scale_at, 0, K, GROUPS, BLOCK)
     share = tl.load(weights + place, mask=held, other=0.0, cache_modifier=".cg")
     if BLOCK == 0:
         share_of_rows = tl.load(scales + expert[:, None] * stride_scales + row[None, :]) * share[:, None]
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    scale = tl.full([PLACES], 1.0, tl.float32)
-    if BLOCK == 0:
-        column = tl.arange(0, BLOCK_K)
-        largest = tl.zeros([PLACES, BLOCK_K], tl.float32)
-        for begin in tl.range(0, K, BLOCK_K):
-            known = held[:, None] & (begin + column < K)[None, :]
-            found = tl.load(numbers + begin + column[None, :], mask=known, other=0.0)
-            largest = tl.maximum(largest, tl.abs(found.to(tl.float32)))
-        scale = tl.div_rn(tl.maximum(tl.max(largest, 1), SMALLEST), LIMIT)
-    inverse = tl.div_rn(1.0, scale * UNIT)
     words = tl.load(x_at, mask=held[:, None] & (two < K // 2)[None, :], other=0)
     sums = tl.zeros([PLACES, BLOCK_N, GROUPS], tl.float32)
     for begin in tl.range(BLOCK_K, K, BLOCK_K):
         known = used & (begin // 4 + four < K // 4)[None, None, :]
         ahead = tl.load(at + begin // 4, mask=known, other=0, eviction_policy="evict_first")
-        scales_ahead = block_scales(scale_at, begin, K, BLOCKS, BLOCK)
+        scales_ahead = scales_of_groups(scale_at, begin, K, GROUPS, BLOCK)
         words_ahead = tl.load(x_at + begin // 2, mask=held[:, None] & (begin // 2 + two < K // 2)[None, :], other=0)
-        sums += _weighed(
-            tile, mine, words, inverse, PLACES, BLOCK_N, GROUPS, BLOCK, LIMIT, SMALLEST, UNIT, NATIVE, dtype, fp8
-        )
+        sums += _weighed(tile, mine, words, PLACES, BLOCK_N, GROUPS, BLOCK, NATIVE, dtype, fp8)
         tile = ahead
         mine = scales_ahead
         words = words_ahead
-    sums += _weighed(
-        tile, mine, words, inverse, PLACES, BLOCK_N, GROUPS, BLOCK, LIMIT, SMALLEST, UNIT, NATIVE, dtype, fp8
-    )
+    sums += _weighed(tile, mine, words, PLACES, BLOCK_N, GROUPS, BLOCK, NATIVE, dtype, fp8)
     answers = tl.sum(sums, 2)
     if BLOCK == 0:
-        answers *= share_of_rows * scale[:, None]
+        answers *= share_of_rows
     else:
         answers *= share[:, None]
-    total = tl.sum(tl.where(held[:, None], answers, 0.0), 0) * (64.0 * UNIT * UNIT)
+    total = tl.sum(tl.where(held[:, None], answers, 0.0), 0) * UNIT
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if residual is not None:
         total += tl.load(residual + out, mask=out < N, other=0.0).to(tl.float32)
@@ -370,7 +318,7 @@ def _of_expert(
 def takes_one_token(hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> bool:
     """Whether :func:`one_token` can be used: numbers are read two to a word, weights 16 at once."""
     sizes = (hidden_size, intermediate_size)
-    return dtype.itemsize == 2 and hidden_size <= MAX_INPUTS and all(size % 16 == 0 for size in sizes)
+    return dtype.itemsize == 2 and all(size % 16 == 0 for size in sizes)
 
 
 def _constants(weight: torch.Tensor, held: Held, block: int, nvidia: bool, overlap: bool) -> dict[str, Any]:
@@ -379,8 +327,6 @@ def _constants(weight: torch.Tensor, held: Held, block: int, nvidia: bool, overl
         "FIRST": held.first,
         "COUNT": held.count,
         "BLOCK": block,
-        "LIMIT": LIMIT,
-        "SMALLEST": SMALLEST,
         "UNIT": unit_of(weight.dtype),
         # Triton's interpreter runs no assembly.
         "NATIVE": nvidia and not triton.knobs.runtime.interpret,
@@ -435,7 +381,6 @@ def gate_up_of_one(
         N=rows,
         BLOCK_N=tile_rows,
         BLOCK_K=columns,
-        WHOLE=triton.next_power_of_2(hidden),
         EVEN=hidden % columns == 0,
         ACTIVATION=activation,
         num_warps=4,

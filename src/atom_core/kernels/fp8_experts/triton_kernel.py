@@ -1,6 +1,6 @@
 """FP8 experts in Triton: :mod:`.few_tokens`, and more of them sorted by expert (:mod:`.many_tokens`).
 
-But for one token, activations are quantised in a launch of their own, for gate and up and again for down.
+One token is not quantised; several are in a launch of their own, for gate and up and again for down.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""One row by a weight in FP8, in one launch, with the input as it is: only the weight is FP8.
-
-Quantising needs the row's largest number, which is a launch of its own, or a wait in each program. Here the input
-becomes float16 in groups of 16 numbers, each multiplied by a power of 2 such that nothing overflows: a bfloat16 or
-float16 loses nothing by that but what is less than a 2^18th of its group's largest. Products with e4m3 are rounded to
-float16, eight of them added in it, and those sums added in float32 (:mod:`.words`): less than bfloat16's own rounding,
-and far less than that of an input in e4m3.
-"""
+"""One row by a weight in FP8, with a scale a row or a block, in one launch, and the input as it is (:mod:`.words`)."""
 
 from __future__ import annotations
 
@@ -15,39 +8,12 @@ import triton.language as tl
 
 from atom_core.config import Activation
 from atom_core.kernels.fp8_linear.quantize import unit_of
-from atom_core.kernels.fp8_linear.words import halves, products_of_words
+from atom_core.kernels.fp8_linear.words import first_row, row_sums_of_words, scales_of_groups
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.parts import fetch_ahead, finish, weight_rows
 from atom_core.kernels.linear.tiles import Tile
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
-
-
-@triton.jit
-def _float16(numbers, factors, GROUPS: tl.constexpr):
-    """Bits of float16, in a word; a factor for each 8 ``numbers``."""
-    numbers = tl.reshape(tl.reshape(numbers, (GROUPS, 8)) * factors[:, None], (GROUPS * 8,))
-    return numbers.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-
-
-@triton.jit
-def _as_multiplied(words, norm_words, squares, NORM: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr):
-    """Pairs of the input's numbers, times the norm's weight, as pairs of float16 below 16 in magnitude.
-
-    Also what each group of 16 has to be multiplied by to be what it was, and ``squares`` with those of the input.
-    """
-    low, high = halves(words, dtype)
-    if NORM:
-        squares += low * low + high * high
-        norm_low, norm_high = halves(norm_words, dtype)
-        low *= norm_low
-        high *= norm_high
-    most = tl.max(tl.reshape(tl.maximum(tl.abs(low), tl.abs(high)), (GROUPS, 8)), 1)
-    # The exponent of the largest, between 8 and 16 then; not of less than 2^-95, whose inverse would overflow.
-    exponent = tl.maximum(most.to(tl.int32, bitcast=True) & 0x7F800000, 0x10000000)
-    inverse = (0x7F000000 - exponent + 0x01800000).to(tl.float32, bitcast=True)
-    unit = (exponent - 0x01800000).to(tl.float32, bitcast=True)
-    return _float16(low, inverse, GROUPS) | (_float16(high, inverse, GROUPS) << 16), unit, squares
 
 
 @triton.jit
@@ -65,6 +31,7 @@ def _one_row(
     stride_weight,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     UNIT: tl.constexpr,
@@ -75,12 +42,13 @@ def _one_row(
 ):
     GROUPS: tl.constexpr = BLOCK_K // 16
     NORM: tl.constexpr = norm is not None
+    GATED: tl.constexpr = ACTIVATION is not None
     dtype: tl.constexpr = x.dtype.element_ty
     fp8: tl.constexpr = weight.dtype.element_ty
     if OVERLAP and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     # Weights are read four to a word, inputs two.
-    row = weight_rows(N, BLOCK_N, ACTIVATION is not None)
+    row = weight_rows(N, BLOCK_N, GATED)
     four = tl.arange(0, BLOCK_K // 4)
     two = tl.arange(0, BLOCK_K // 2)
     at = (weight + row * stride_weight).to(tl.pointer_type(tl.int32))[:, None] + four[None, :]
@@ -88,37 +56,52 @@ def _one_row(
     norm_at = x_at
     if NORM:
         norm_at = norm.to(tl.pointer_type(tl.int32)) + two
+    scale_at = scales
+    up_scale_at = scales
+    if BLOCK > 0:
+        scale_at += first_row(BLOCK_N, GATED) // BLOCK * tl.cdiv(K, BLOCK)
+        up_scale_at += (first_row(BLOCK_N, GATED) + N // 2) // BLOCK * tl.cdiv(K, BLOCK)
     # The first tile of the weight is on its way before x is there, and each further one before the last is used.
     known = tl.full([BLOCK_K // 4], True, tl.int1) if EVEN else four < K // 4
     known_two = tl.full([BLOCK_K // 2], True, tl.int1) if EVEN else two < K // 2
     tile = tl.load(at, mask=known[None, :], other=0, eviction_policy="evict_first")
+    mine = scales_of_groups(scale_at, 0, K, GROUPS, BLOCK)
+    up_scales = scales_of_groups(up_scale_at, 0, K, GROUPS, BLOCK) if GATED else 0.0
     norm_words = tl.load(norm_at, mask=known_two, other=0) if NORM else 0
     if FETCH > 0:
-        fetch_ahead(weight, N, stride_weight, BLOCK_K, FETCH, BLOCK_N, ACTIVATION is not None)
+        fetch_ahead(weight, N, stride_weight, BLOCK_K, FETCH, BLOCK_N, GATED)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     words = tl.load(x_at, mask=known_two, other=0)
-    sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
-    squares = tl.zeros([BLOCK_K // 2], tl.float32)
-    for begin in tl.range(BLOCK_K, K, BLOCK_K):
-        if not EVEN:
-            known = begin // 4 + four < K // 4
-            known_two = begin // 2 + two < K // 2
-        ahead = tl.load(at + begin // 4, mask=known[None, :], other=0, eviction_policy="evict_first")
-        words_ahead = tl.load(x_at + begin // 2, mask=known_two, other=0)
-        pairs, unit, squares = _as_multiplied(words, norm_words, squares, NORM, GROUPS, dtype)
-        if NORM:
-            norm_words = tl.load(norm_at + begin // 2, mask=known_two, other=0)
-        sums += products_of_words(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8) * unit[None, :]
-        tile = ahead
-        words = words_ahead
+    sums, squares = row_sums_of_words(
+        at,
+        scale_at,
+        up_scale_at,
+        x_at,
+        norm_at,
+        tile,
+        mine,
+        up_scales,
+        words,
+        norm_words,
+        K,
+        NORM,
+        GATED,
+        BLOCK_N,
+        BLOCK_K,
+        BLOCK,
+        EVEN,
+        NATIVE,
+        dtype,
+        fp8,
+    )
     if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    pairs, unit, squares = _as_multiplied(words, norm_words, squares, NORM, GROUPS, dtype)
-    total = tl.sum(sums + products_of_words(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8) * unit[None, :], 1) * UNIT
+    total = tl.sum(sums, 1) * UNIT
     if NORM:
         total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
-    finish(total[None, :], None, scales, bias, residual, y, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
+    of_rows = scales if BLOCK == 0 else None
+    finish(total[None, :], None, of_rows, bias, residual, y, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
 
 
 def tile_for(out_features: int, in_features: int) -> Tile:
@@ -132,6 +115,20 @@ def tile_for(out_features: int, in_features: int) -> Tile:
     return Tile("row", 8, 1024, 4, early=True)
 
 
+def why_not_one_row(
+    x: torch.Tensor, out_features: int, tile: Tile, activation: Activation | None, block: int
+) -> str | None:
+    """None where :func:`multiply_row` takes ``x [1, K]``, else the reason."""
+    size = x.shape[1]
+    if activation is not None and block and out_features // 2 % block and out_features // 2 % (tile.rows // 2):
+        return f"a program's rows of up may be those of two blocks: {out_features // 2} of gate are in front of them"
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"numbers are read two to a word, and {x.dtype} has other sizes"
+    if size % 16:
+        return f"{size} is no multiple of 16"
+    return "the row begins within a word" if x.storage_offset() % 2 else None
+
+
 def multiply_row(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -139,6 +136,7 @@ def multiply_row(
     bias: torch.Tensor | None,
     *,
     tile: Tile,
+    block: int = 0,
     native: bool,
     overlap: bool,
     norm: Norm | None = None,
@@ -148,11 +146,12 @@ def multiply_row(
     """``act(norm(x) (weight_scale W)^T + b) + residual`` of one row, which is not quantised.
 
     Args:
-        x: ``[1, K]`` in bfloat16 or float16.
-        weight: ``[N, K]`` in a form of e4m3; K is a multiple of 16.
-        weight_scale: float32 ``[N]``, of e4m3fn's numbers.
+        x: ``[1, K]``, of which :func:`why_not_one_row` has nothing to say.
+        weight: ``[N, K]`` in a form of e4m3.
+        weight_scale: float32 of e4m3fn's numbers: ``[N]``, or of blocks ``[ceil(N / block), ceil(K / block)]``.
         bias: ``[N]``.
-        tile: the kernel's name in it is not looked at.
+        tile: the kernel's name in it is not looked at; its rows divide a block, its columns are a multiple of 16.
+        block: rows and columns that have one scale; 0: each row has one.
         native: the device has an instruction that widens e4m3 to float16.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         norm: norm ``x`` first.
@@ -161,9 +160,10 @@ def multiply_row(
     """
     out_features, in_features = weight.shape
     assert x.shape == (1, in_features)
-    assert in_features % 16 == 0
-    assert x.storage_offset() % 2 == 0, "numbers are read two at a time"
+    assert (reason := why_not_one_row(x, out_features, tile, activation, block)) is None, reason
     assert x.stride(1) == weight.stride(1) == 1
+    assert weight_scale.is_contiguous()
+    assert block % tile.rows == 0
     assert residual is None or residual.is_contiguous()
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(1, outputs) if residual is None else residual
@@ -182,6 +182,7 @@ def multiply_row(
         weight.stride(0),
         BLOCK_N=tile.rows,
         BLOCK_K=columns,
+        BLOCK=block,
         EVEN=in_features % columns == 0,
         ACTIVATION=None if activation is None else ACTIVATIONS[activation],
         UNIT=unit_of(weight.dtype),

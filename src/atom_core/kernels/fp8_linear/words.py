@@ -1,21 +1,20 @@
-"""Products of one row in FP8 without tensor cores: weights are read four to a word, inputs two.
+"""Products of one row by FP8 without tensor cores: weights are read four to a word, inputs two.
 
 Tensor cores take FP8 from shared memory alone, and 64 rows of the weight at a time: too few programs for one row. Here
 e4m3 is widened to float16 by the hardware's instruction, two numbers at a time; eight products are added in float16,
-and those sums in float32. Where the input is e4m3 as well, a product of two is exact in float16, in which the input's
-are a 64th of themselves so that nothing overflows; the sums' rounding is a quarter of that of tensor cores' own sums of
-FP8.
+and those sums in float32.
+
+The input is not quantised. That needs the largest number of what shares a scale, which is a launch of its own, or a
+wait in each program. It becomes float16 in groups of 16 numbers, each multiplied by a power of 2 such that nothing
+overflows: a bfloat16 or float16 loses nothing by that but what is less than a 2^18th of its group's largest. The
+rounding of products and of their sums in float16 is less than bfloat16's own, and far less than that of an input in
+e4m3.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from atom_core.kernels.fp8_linear.quantize import narrowed
-
-#: Sizes of the input up to which a program keeps it whole in registers while it looks for a scale or a norm's factor.
-MAX_INPUTS = 16384
 
 
 @triton.jit
@@ -27,40 +26,53 @@ def halves(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def sixty_fourth(numbers):
-    """Bits of float16, in a word."""
-    return (numbers.to(tl.float32) * 0.015625).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+def _units(most):
+    """What groups are multiplied by, whose largest numbers ``most`` are then between 8 and 16, and what undoes it.
+
+    Both are powers of 2. Less than 2^-95 is taken for that: the inverse would overflow.
+    """
+    exponent = tl.maximum(most.to(tl.int32, bitcast=True) & 0x7F800000, 0x10000000)
+    inverse = (0x7F000000 - exponent + 0x01800000).to(tl.float32, bitcast=True)
+    return inverse, (exponent - 0x01800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _normed(words, norm_words, factor, NORM: tl.constexpr, dtype: tl.constexpr):
-    """The two numbers of each word, behind a norm or not."""
+def _bits(numbers):
+    """Of float16, in a word."""
+    return numbers.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _float16(numbers, factors, GROUPS: tl.constexpr):
+    """:func:`_bits`, with a factor for each 8 ``numbers``."""
+    return _bits(tl.reshape(tl.reshape(numbers, (GROUPS, 8)) * factors[:, None], (GROUPS * 8,)))
+
+
+@triton.jit
+def as_multiplied(words, norm_words, squares, NORM: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr):
+    """Pairs of the input's numbers, times the norm's weight, as pairs of float16 below 16 in magnitude.
+
+    Also what each group of 16 has to be multiplied by to be what it was, and ``squares`` with those of the input.
+    """
     low, high = halves(words, dtype)
     if NORM:
+        squares += low * low + high * high
         norm_low, norm_high = halves(norm_words, dtype)
-        # rounded between norm and scale, as the model defines them
-        low = (low * factor * norm_low).to(dtype).to(tl.float32)
-        high = (high * factor * norm_high).to(dtype).to(tl.float32)
-    return low, high
+        low *= norm_low
+        high *= norm_high
+    most = tl.max(tl.reshape(tl.maximum(tl.abs(low), tl.abs(high)), (GROUPS, 8)), 1)
+    inverse, unit = _units(most)
+    return _float16(low, inverse, GROUPS) | (_float16(high, inverse, GROUPS) << 16), unit, squares
 
 
 @triton.jit
-def as_multiplied(
-    words,
-    norm_words,
-    factor,
-    inverse,
-    NORM: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UNIT: tl.constexpr,
-    dtype: tl.constexpr,
-    fp8: tl.constexpr,
-):
-    """Pairs of the input's numbers, normed and quantised, as pairs of float16: a 64th of what e4m3 has."""
-    low, high = _normed(words, norm_words, factor, NORM, dtype)
-    low = sixty_fourth(narrowed(low, inverse, LIMIT, UNIT, fp8))
-    high = sixty_fourth(narrowed(high, inverse, LIMIT, UNIT, fp8))
-    return low | (high << 16)
+def places_as_multiplied(words, PLACES: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr):
+    """As :func:`as_multiplied` without a norm, of several rows: ``words [PLACES, 8 GROUPS]``."""
+    low, high = halves(words, dtype)
+    most = tl.max(tl.reshape(tl.maximum(tl.abs(low), tl.abs(high)), (PLACES, GROUPS, 8)), 2)
+    inverse, unit = _units(most)
+    each = tl.reshape(tl.broadcast_to(inverse[:, :, None], (PLACES, GROUPS, 8)), (PLACES, GROUPS * 8))
+    return _bits(low * each) | (_bits(high * each) << 16), unit
 
 
 @triton.jit
@@ -181,89 +193,6 @@ def products_of_places(
 
 
 @triton.jit
-def grouped_as_multiplied(
-    words,
-    norm_words,
-    factor,
-    NORM: tl.constexpr,
-    PLACES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    UNIT: tl.constexpr,
-    dtype: tl.constexpr,
-    fp8: tl.constexpr,
-):
-    """As :func:`as_multiplied`, where each ``SIZE`` numbers have the scale that their largest magnitude asks for.
-
-    ``words``: ``[PLACES, GROUPS * 8]``, rows of numbers whose groups of 16 are ``GROUPS`` each. Beside the pairs come
-    the scales, ``[PLACES, GROUPS * 16 / SIZE]``.
-    """
-    BLOCKS: tl.constexpr = GROUPS * 16 // SIZE
-    low, high = _normed(words, norm_words, factor, NORM, dtype)
-    largest = tl.max(tl.reshape(tl.maximum(tl.abs(low), tl.abs(high)), (PLACES, BLOCKS, SIZE // 2)), 2)
-    scale = tl.div_rn(tl.maximum(largest, SMALLEST), LIMIT)
-    inverse = tl.div_rn(1.0, scale * UNIT)
-    each = tl.reshape(tl.broadcast_to(inverse[:, :, None], (PLACES, BLOCKS, SIZE // 2)), (PLACES, GROUPS * 8))
-    low = sixty_fourth(narrowed(low, each, LIMIT, UNIT, fp8))
-    high = sixty_fourth(narrowed(high, each, LIMIT, UNIT, fp8))
-    return low | (high << 16), scale
-
-
-@triton.jit
-def each_sixteen(scales, PLACES: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr, NATIVE: tl.constexpr):
-    """Scales ``[PLACES, BLOCKS]`` of ``SIZE`` numbers as those of each 16, ``[PLACES, BLOCKS * SIZE / 16]``."""
-    if NATIVE:
-        # They are sent to the threads that multiply by them. Without what changes nothing here, Triton would have those
-        # threads quantise the row once more.
-        scales = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [scales], dtype=tl.float32, is_pure=False, pack=1)
-    each = tl.broadcast_to(scales[:, :, None], (PLACES, BLOCKS, SIZE // 16))
-    return tl.reshape(each, (PLACES, BLOCKS * SIZE // 16))
-
-
-@triton.jit
-def _scaled(
-    tile,
-    scales,
-    up_scales,
-    words,
-    norm_words,
-    factor,
-    inverse,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    UNIT: tl.constexpr,
-    NATIVE: tl.constexpr,
-    dtype: tl.constexpr,
-    fp8: tl.constexpr,
-):
-    """A tile of the weight by what it meets of the row, ``[BLOCK_N, GROUPS]``; with blocks times both sides' scales."""
-    if BLOCK > 0:
-        if NORM:
-            norm_words = norm_words[None, :]
-        BLOCKS: tl.constexpr = GROUPS * 16 // BLOCK
-        pairs, theirs = grouped_as_multiplied(
-            words[None, :], norm_words, factor, NORM, 1, GROUPS, BLOCK, LIMIT, SMALLEST, UNIT, dtype, fp8
-        )
-        each = each_sixteen(scales * theirs, 1, BLOCKS, BLOCK, NATIVE)
-        if GATED:
-            up = each_sixteen(up_scales * theirs, 1, BLOCKS, BLOCK, NATIVE)
-            each = tl.where((tl.arange(0, BLOCK_N) % 2 == 0)[:, None], each, up)
-        pairs = tl.reshape(pairs, (GROUPS * 8,))
-        parts = products_of_words(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8) * each
-    else:
-        pairs = as_multiplied(words, norm_words, factor, inverse, NORM, LIMIT, UNIT, dtype, fp8)
-        parts = products_of_words(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8)
-    return parts
-
-
-@triton.jit
 def first_row(BLOCK_N: tl.constexpr, GATED: tl.constexpr):
     """The first of the rows of :func:`atom_core.kernels.linear.parts.weight_rows`; behind it are those of its block."""
     rows: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -271,14 +200,43 @@ def first_row(BLOCK_N: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def block_scales(at, begin, K, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """``[1, BLOCKS]`` of the scales at ``at``, of a tile from column ``begin`` on; nothing where rows have them."""
+def scales_of_groups(at, begin, K, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """The scale at ``at`` of each group of 16 columns of a tile from column ``begin`` on; nothing where rows have them.
+
+    A group's scale is loaded by whoever multiplies by it: sent there, it would go by way of shared memory.
+    """
     if BLOCK > 0:
-        block = begin // BLOCK + tl.arange(0, BLOCKS)[None, :]
-        scales = tl.load(at + block, mask=block < tl.cdiv(K, BLOCK), other=0.0)
+        column = begin + 16 * tl.arange(0, GROUPS)
+        scales = tl.load(at + column // BLOCK, mask=column < K, other=0.0)
     else:
         scales = 0.0
     return scales
+
+
+@triton.jit
+def _scaled(
+    tile,
+    scales,
+    up_scales,
+    pairs,
+    unit,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+    fp8: tl.constexpr,
+):
+    """A tile of the weight by what it meets of the row, ``[BLOCK_N, GROUPS]``; with blocks times their scales."""
+    parts = products_of_words(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8)
+    if BLOCK > 0:
+        each = (scales * unit)[None, :]
+        if GATED:
+            each = tl.where((tl.arange(0, BLOCK_N) % 2 == 0)[:, None], each, (up_scales * unit)[None, :])
+        parts *= each
+    else:
+        parts *= unit[None, :]
+    return parts
 
 
 @triton.jit
@@ -293,8 +251,6 @@ def row_sums_of_words(
     up_scales,
     words,
     norm_words,
-    factor,
-    inverse,
     K,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
@@ -302,78 +258,42 @@ def row_sums_of_words(
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
     dtype: tl.constexpr,
     fp8: tl.constexpr,
 ):
     """``[BLOCK_N, BLOCK_K / 16]``: one row times some of a weight, each tile loaded before the last is used.
 
+    Beside it the sums of squares of the row's numbers, ``[BLOCK_K / 2]``, where there is a norm: its weight is in what
+    was multiplied, its factor is left to the caller.
+
     The first of all is loaded already: ``tile`` from ``at``, ``words`` of the row from ``x_at``, ``norm_words`` from
-    ``norm_at``; ``factor`` is that of the norm. ``BLOCK``: columns that share a scale, and the rows are of one block,
-    whose ``scales`` are from ``scale_at``, or with gates theirs are, and ups' are ``up_scales``. 0: ``inverse`` is what
-    1 is of the row's scale, and the weight's are left to the caller. The sums are a 64th.
+    ``norm_at``. ``BLOCK``: columns that share a scale, and the rows are of one block, whose ``scales`` are from
+    ``scale_at``, or with gates theirs are, and ups' are ``up_scales``. 0: each row has one, which is the caller's.
     """
     GROUPS: tl.constexpr = BLOCK_K // 16
     four = tl.arange(0, BLOCK_K // 4)
     two = tl.arange(0, BLOCK_K // 2)
-    BLOCKS: tl.constexpr = BLOCK_K // BLOCK if BLOCK > 0 else 1
     known = tl.full([BLOCK_K // 4], True, tl.int1)
     known_two = tl.full([BLOCK_K // 2], True, tl.int1)
     sums = tl.zeros([BLOCK_N, GROUPS], tl.float32)
+    squares = tl.zeros([BLOCK_K // 2], tl.float32)
     for begin in tl.range(BLOCK_K, K, BLOCK_K):
         if not EVEN:
             known = begin // 4 + four < K // 4
             known_two = begin // 2 + two < K // 2
         ahead = tl.load(at + begin // 4, mask=known[None, :], other=0, eviction_policy="evict_first")
-        scales_ahead = block_scales(scale_at, begin, K, BLOCKS, BLOCK)
-        up_scales_ahead = block_scales(up_scale_at, begin, K, BLOCKS, BLOCK) if GATED else 0.0
+        scales_ahead = scales_of_groups(scale_at, begin, K, GROUPS, BLOCK)
+        up_scales_ahead = scales_of_groups(up_scale_at, begin, K, GROUPS, BLOCK) if GATED else 0.0
         words_ahead = tl.load(x_at + begin // 2, mask=known_two, other=0)
-        sums += _scaled(
-            tile,
-            scales,
-            up_scales,
-            words,
-            norm_words,
-            factor,
-            inverse,
-            NORM,
-            GATED,
-            BLOCK_N,
-            GROUPS,
-            BLOCK,
-            LIMIT,
-            SMALLEST,
-            UNIT,
-            NATIVE,
-            dtype,
-            fp8,
-        )
+        pairs, unit, squares = as_multiplied(words, norm_words, squares, NORM, GROUPS, dtype)
         if NORM:
             norm_words = tl.load(norm_at + begin // 2, mask=known_two, other=0)
+        sums += _scaled(tile, scales, up_scales, pairs, unit, GATED, BLOCK_N, GROUPS, BLOCK, NATIVE, fp8)
         tile = ahead
         scales = scales_ahead
         up_scales = up_scales_ahead
         words = words_ahead
-    return sums + _scaled(
-        tile,
-        scales,
-        up_scales,
-        words,
-        norm_words,
-        factor,
-        inverse,
-        NORM,
-        GATED,
-        BLOCK_N,
-        GROUPS,
-        BLOCK,
-        LIMIT,
-        SMALLEST,
-        UNIT,
-        NATIVE,
-        dtype,
-        fp8,
-    )
+    pairs, unit, squares = as_multiplied(words, norm_words, squares, NORM, GROUPS, dtype)
+    sums += _scaled(tile, scales, up_scales, pairs, unit, GATED, BLOCK_N, GROUPS, BLOCK, NATIVE, fp8)
+    return sums, squares
