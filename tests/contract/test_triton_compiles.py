@@ -223,6 +223,12 @@ def specialized(kernel: JITFunction, positional: dict[str, Any]) -> dict[tuple[i
     }
 
 
+def ones_of(kernel: JITFunction, positional: dict[str, Any]) -> list[str]:
+    """Numbers that a launch makes constants, for strides of 1 are what lets loads be wide."""
+    fixed = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+    return [name for name, value in positional.items() if type(value) is int and value == 1 and name not in fixed]
+
+
 def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> CompiledKernel:
     assert isinstance(kernel, JITFunction), (
         "with TRITON_INTERPRET set nothing is compiled: run this apart from tests/unit"
@@ -235,6 +241,9 @@ def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> Compile
     options = {name: value for name, value in launched.constants.items() if name not in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
     constants |= {name: None for name, value in positional.items() if value is None}
+    ones = ones_of(kernel, positional)
+    signature |= dict.fromkeys(ones, "constexpr")
+    constants |= dict.fromkeys(ones, 1)
     source = GluonASTSource if kernel.is_gluon() else ASTSource
     order = {name: signature[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

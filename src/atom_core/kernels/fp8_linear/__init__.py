@@ -2,8 +2,8 @@
 
 ``x``: ``[T, K]`` and ``b``: ``[N]`` or None, of the model's dtype; ``W``: ``[N, K]`` float8_e4m3fn with ``s_w [N]``
 float32, a scale a row however many the checkpoint has; ``y``: ``[T, N]``. ``X`` is ``x / s_x`` in e4m3, cut to what
-that holds (448): ``s_x`` is the checkpoint's (static), or for each token its largest magnitude / 448 (dynamic). One token
-alone may be left as it is.
+that holds (448): ``s_x`` is the checkpoint's (static), or for each token its largest magnitude / 448 (dynamic). One
+token alone may be left as it is.
 """
 
 from __future__ import annotations
