@@ -247,7 +247,9 @@ def check_product_of_quantized(
         mine = weight.clone()
         kernel.adopt(mine, scale)
         true = exact.float() @ wide.T
-        assert_rounds_alike(kernel.multiply(found, mine, offset), expected, true if offset is None else true + offset)
+        assert_rounds_alike(
+            kernel.multiply(found, mine, scale, offset), expected, true if offset is None else true + offset
+        )
 
 
 @case

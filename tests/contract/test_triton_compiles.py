@@ -49,6 +49,7 @@ from atom_core.kernels.fp8_experts import triton_kernel as fp8_experts_kernel
 from atom_core.kernels.fp8_linear import one_row as fp8_row_kernel
 from atom_core.kernels.fp8_linear import quantize as quantize_kernel
 from atom_core.kernels.fp8_linear import triton_kernel as fp8_kernel
+from atom_core.kernels.fp8_linear.quantize import Made
 from atom_core.kernels.fp8_linear.scaled_mm import dtype_of
 from atom_core.kernels.gated_activation import triton_kernel as activation_kernel
 from atom_core.kernels.head_linear import triton_kernel as head_linear_kernel
@@ -709,9 +710,22 @@ def test_parts_are_there_for_programs_on_other_xcds(monkeypatch, op, module, gpu
     assert RELEASE.search(code)
 
 
+def in_front(way: str, size: int) -> Made:
+    """What makes rows of so many numbers that are quantised."""
+    norm = linear_kernel.Norm(zeros(size), 1e-6)
+    return {
+        "alone": Made(),
+        "normed": Made(norm),
+        "added and normed": Made(norm, zeros(2, size)),
+        "activated": Made(activation="silu"),
+    }[way]
+
+
 #: What is normed is as long as a model is wide; the longest row of others is an MLP's.
-QUANTISED = [(size, way) for size in (1024, 12288) for way in ("alone", "normed")] + [
-    (16384, "normed"),
+FRONTS = ("alone", "normed", "added and normed", "activated")
+QUANTISED = [(size, way) for size in (1024, 12288) for way in FRONTS] + [
+    (16384, "added and normed"),
+    (16384, "activated"),
     (53248, "alone"),
 ]
 
@@ -720,11 +734,11 @@ QUANTISED = [(size, way) for size in (1024, 12288) for way in ("alone", "normed"
 @pytest.mark.parametrize("input_scale", [None, torch.ones(1)], ids=["dynamic", "static"])
 @pytest.mark.parametrize(("size", "way"), QUANTISED)
 def test_quantising_activations_compiles(monkeypatch, size, way, input_scale, gpu):
-    norm = linear_kernel.Norm(zeros(size), 1e-6) if way == "normed" else None
     kernel = quantize_kernel._quantize
+    x = zeros(2, 2 * size if way == "activated" else size)
     monkeypatch.setattr(quantize_kernel, "_quantize", Recorder())
     with pytest.raises(Launched) as launched:
-        quantize_kernel.quantize(zeros(2, size), input_scale, dtype_of(gpu.device), gpu.nvidia, norm)
+        quantize_kernel.quantize(x, input_scale, dtype_of(gpu.device), gpu.nvidia, in_front(way, size))
     compile_launch(kernel, launched.value, gpu)
 
 
@@ -772,16 +786,15 @@ def test_products_in_fp8_compile(monkeypatch, rows, out_features, in_features, g
 
 
 @every_gpu
-@pytest.mark.parametrize("norm", [None, linear_kernel.Norm(zeros(12288), 1e-6)], ids=["alone", "normed"])
-@pytest.mark.parametrize("slots", [None, torch.zeros(2, dtype=torch.int32)], ids=["all rows", "rows of slots"])
 @pytest.mark.parametrize(("size", "group"), [(200, 128), (4096, 128), (12288, 128), (768, None)])
-def test_quantising_groups_compiles(monkeypatch, size, group, slots, norm, gpu):
+@pytest.mark.parametrize("way", [*FRONTS, "rows of slots"])
+def test_quantising_groups_compiles(monkeypatch, way, size, group, gpu):
+    of, slots = (Made(), torch.zeros(2, dtype=torch.int32)) if way == "rows of slots" else (in_front(way, size), None)
+    x = zeros(2, 2 * size if way == "activated" else size)
     kernel = groups_kernel._quantize_groups
     monkeypatch.setattr(groups_kernel, "_quantize_groups", Recorder())
     with pytest.raises(Launched) as launched:
-        groups_kernel.quantize_groups(
-            zeros(2, size), dtype_of(gpu.device), gpu.nvidia, group=group, norm=norm, slots=slots
-        )
+        groups_kernel.quantize_groups(x, dtype_of(gpu.device), gpu.nvidia, group=group, of=of, slots=slots)
     compile_launch(kernel, launched.value, gpu)
 
 

@@ -45,10 +45,15 @@ class QuantizedInputKernel(Protocol):
     form: InputForm | None
     """What it takes; None: this one quantises by itself."""
 
-    def multiply(self, x: QuantizedInput, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def takes_quantized(self, rows: int) -> bool:
+        """Whether so many rows are best given quantised."""
+
+    def multiply(
+        self, x: QuantizedInput, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         """``[T, K]`` to ``[T, N]``, as it does with an input that it quantises."""
 
 
-def form_of(kernel: object) -> InputForm | None:
-    """What the product takes quantised; None: nothing."""
-    return kernel.form if isinstance(kernel, QuantizedInputKernel) else None
+def if_it_takes_quantized(kernel: object) -> QuantizedInputKernel | None:
+    """``kernel``, where it multiplies what others have quantised, else None."""
+    return kernel if isinstance(kernel, QuantizedInputKernel) and kernel.form is not None else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, FewRowsFp8BlockKernel, Fp8BlockLinearSpec
-from atom_core.kernels.fp8_inputs import InputForm, LinearInput, QuantizedInputKernel, form_of
+from atom_core.kernels.fp8_inputs import InputForm, LinearInput, if_it_takes_quantized
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.select import KernelSet
 from atom_core.layers.linear_methods import Fp8Placement, Part, check_scales, empty_fp8, empty_scales
@@ -105,6 +105,7 @@ class BlockFp8Method:
         self.spec = Fp8BlockLinearSpec(in_features, out_features, layer.bias is not None, runtime.dtype)
         self.kernel = runtime.kernels.select(FP8_BLOCK_LINEAR, self.spec)
         self.fewer = self.kernel if isinstance(self.kernel, FewRowsFp8BlockKernel) else None
+        self.taking = if_it_takes_quantized(self.kernel)
         layer.weight = empty_fp8(runtime, out_features, in_features)
         layer.weight_scale = empty_scales(runtime, num_blocks(out_features), num_blocks(in_features))
 
@@ -115,14 +116,18 @@ class BlockFp8Method:
 
     def input_form(self) -> InputForm | None:
         """See :class:`LinearMethod`."""
-        return form_of(self.kernel)
+        return None if self.taking is None else self.taking.form
+
+    def takes_quantized(self, rows: int) -> bool:
+        """See :class:`LinearMethod`."""
+        return self.taking is not None and self.taking.takes_quantized(rows)
 
     def apply(self, layer: Linear, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
         """See :class:`LinearMethod`."""
         if isinstance(x, torch.Tensor):
             return self.kernel(x, layer.weight, layer.weight_scale, bias)
-        assert isinstance(self.kernel, QuantizedInputKernel)
-        return self.kernel.multiply(x, layer.weight, bias)
+        assert self.taking is not None
+        return self.taking.multiply(x, layer.weight, layer.weight_scale, bias)
 
     def add(
         self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor

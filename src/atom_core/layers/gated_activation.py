@@ -26,7 +26,7 @@ class GatedActivation:
     def __init__(self, activation: Activation, behind: Linear, runtime: Runtime) -> None:
         kernels, size = runtime.kernels, behind.in_features
         spec = GatedActivationSpec(activation, size, runtime.dtype)
-        self.kernel = kernels.select(GATED_ACTIVATION, spec)
+        self.kernel, self.method = kernels.select(GATED_ACTIVATION, spec), behind.method
         form = behind.method.input_form()
         self.quantizing = None
         if form is not None:
@@ -37,7 +37,9 @@ class GatedActivation:
 
     def __call__(self, x: torch.Tensor) -> LinearInput:
         """``x [T, 2N]`` to ``[T, N]``."""
-        return self.kernel(x) if self.quantizing is None else self.quantizing(x)
+        if self.quantizing is None or not self.method.takes_quantized(x.shape[0]):
+            return self.kernel(x)
+        return self.quantizing(x)
 
 
 class GatedLinear:
@@ -53,11 +55,11 @@ class GatedLinear:
 
     def __init__(self, norm: RMSNorm, linear: Linear, activation: Activation, behind: Linear, runtime: Runtime) -> None:
         self.activate = GatedActivation(activation, behind, runtime)
-        # What is quantised belongs to the product behind; else the activation may be one kernel with that in front.
-        self.quantizes = self.activate.quantizing is not None
-        self.enter = NormedLinear(norm, linear, None if self.quantizes else activation, runtime)
+        self.enter = NormedLinear(norm, linear, activation, runtime)
 
     def __call__(self, stream: Stream) -> tuple[LinearInput, torch.Tensor]:
         """``[T, out]``, and the stream summed up, ``[T, in]``."""
-        y, summed = self.enter(stream)
-        return self.activate(y) if self.quantizes else y, summed
+        if (y := self.enter.fused_result(stream)) is not None:
+            return y, stream.residual
+        y, summed = self.enter.product(stream)
+        return self.activate(y), summed

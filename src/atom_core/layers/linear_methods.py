@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from atom_core.kernels.fp8_inputs import InputForm, LinearInput, QuantizedInputKernel, form_of
+from atom_core.kernels.fp8_inputs import InputForm, LinearInput, if_it_takes_quantized
 from atom_core.kernels.fp8_linear import FP8_LINEAR, FewRowsFp8Kernel, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import E4M3, row_scales, to_e4m3
 from atom_core.kernels.linear import LINEAR, AddingLinearKernel, LinearSpec
@@ -67,6 +67,9 @@ class LinearMethod(Protocol):
     def input_form(self) -> InputForm | None:
         """What :meth:`apply` takes quantised; None: nothing."""
 
+    def takes_quantized(self, rows: int) -> bool:
+        """Whether so many rows are best given in that form."""
+
     def apply(self, layer: Linear, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [T, in]``, quantised in that form or not, to ``[T, out]``."""
 
@@ -108,6 +111,10 @@ class UnquantizedMethod:
     def input_form(self) -> InputForm | None:
         """See :class:`LinearMethod`."""
         return None
+
+    def takes_quantized(self, rows: int) -> bool:
+        """See :class:`LinearMethod`."""
+        return False
 
     def apply(self, layer: Linear, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
         """See :class:`LinearMethod`."""
@@ -151,6 +158,7 @@ class Fp8Method:
         )
         self.kernel = runtime.kernels.select(FP8_LINEAR, self.spec)
         self.fewer = self.kernel if isinstance(self.kernel, FewRowsFp8Kernel) else None
+        self.taking = if_it_takes_quantized(self.kernel)
         self.static = self.scheme.input_scale == "static"
 
         layer.weight = empty_fp8(runtime, layer.out_features, layer.in_features)
@@ -171,14 +179,18 @@ class Fp8Method:
 
     def input_form(self) -> InputForm | None:
         """See :class:`LinearMethod`."""
-        return form_of(self.kernel)
+        return None if self.taking is None else self.taking.form
+
+    def takes_quantized(self, rows: int) -> bool:
+        """See :class:`LinearMethod`."""
+        return self.taking is not None and self.taking.takes_quantized(rows)
 
     def apply(self, layer: Linear, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
         """See :class:`LinearMethod`."""
         if isinstance(x, torch.Tensor):
             return self.kernel(x, layer.weight, layer.weight_scale, self._input_scale(layer), bias)
-        assert isinstance(self.kernel, QuantizedInputKernel)
-        return self.kernel.multiply(x, layer.weight, bias)
+        assert self.taking is not None
+        return self.taking.multiply(x, layer.weight, layer.weight_scale, bias)
 
     def _input_scale(self, layer: Linear) -> torch.Tensor | None:
         return layer.input_scale[:1] if self.static else None

@@ -147,6 +147,10 @@ class Mxfp4Method:
         """See :class:`LinearMethod`."""
         return None
 
+    def takes_quantized(self, rows: int) -> bool:
+        """See :class:`LinearMethod`."""
+        return False
+
     def apply(self, layer: Linear, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
         """See :class:`LinearMethod`."""
         assert isinstance(x, torch.Tensor)

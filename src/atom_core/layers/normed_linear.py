@@ -48,18 +48,28 @@ class NormedLinear:
 
     def __call__(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, out]``, and the stream summed up, ``[T, in]``."""
+        if (y := self.fused_result(stream)) is not None:
+            return y, stream.residual
+        y, summed = self.product(stream)
+        return y if self.activate is None else self.activate(y), summed
+
+    def fused_result(self, stream: Stream) -> torch.Tensor | None:
+        """``[T, out]`` by one kernel for all of it, where there is one for these rows and the stream is summed up."""
         norm, linear = self.norm, self.linear
         x = stream.residual
-        if self.fused is not None and stream.last is None and 0 < x.shape[0] <= self.fused.max_rows:
-            return self.fused(x, norm.weight, norm.eps, linear.method.operands(linear)), x
+        if self.fused is None or stream.last is not None or not 0 < x.shape[0] <= self.fused.max_rows:
+            return None
+        return self.fused(x, norm.weight, norm.eps, linear.method.operands(linear))
+
+    def product(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
+        """``linear(norm(stream))``, without the activation, and the stream summed up."""
         normed, summed = self._normed(stream)
-        y = linear(normed)
-        return y if self.activate is None else self.activate(y), summed
+        return self.linear(normed), summed
 
     def _normed(self, stream: Stream) -> tuple[LinearInput, torch.Tensor]:
         """What the layer multiplies, and the stream summed up."""
         norm = self.norm
-        if self.norm_and_quantize is None:
+        if self.norm_and_quantize is None or not self.linear.method.takes_quantized(stream.residual.shape[0]):
             x, summed = norm(stream)
             return x, summed
         if norm.sums(stream):

@@ -92,7 +92,7 @@ def _triton_supports(spec: Fp8BlockLinearSpec, target: Target) -> str | None:
 def _build_triton(spec: Fp8BlockLinearSpec, target: Target) -> Fp8BlockLinearKernel:
     from atom_core.kernels.fp8_block_linear.triton_kernel import TritonFp8BlockLinear  # a CPU may lack triton
 
-    return TritonFp8BlockLinear(target, overlaps(target))
+    return TritonFp8BlockLinear(target, overlaps(target), spec.dtype)
 
 
 FP8_BLOCK_LINEAR: Op[Fp8BlockLinearSpec, Fp8BlockLinearKernel] = Op(

@@ -42,8 +42,14 @@ class AiterFp8BlockLinear:
         y: torch.Tensor = _fp8_block_linear(x.contiguous(), *self.shuffled(weight))
         return y if bias is None else y.add_(bias)
 
-    def multiply(self, x: QuantizedInput, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`atom_core.kernels.fp8_inputs.QuantizedInputKernel`."""
+    def takes_quantized(self, rows: int) -> bool:
+        """All are."""
+        return True
+
+    def multiply(
+        self, x: QuantizedInput, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.fp8_inputs.QuantizedInputKernel`; ``weight_scale`` is as in a call."""
         y: torch.Tensor = _product(*x, *self.shuffled(weight), self.dtype)
         return y if bias is None else y.add_(bias)
 

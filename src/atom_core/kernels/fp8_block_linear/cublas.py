@@ -11,14 +11,13 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
 from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.fp8_linear.scaled_mm import MULTIPLE
 from atom_core.kernels.linear.tiles import aligned, on_hopper
 from atom_core.quant.fp8 import BLOCK_SIZE
 
 #: Scales that cuBLAS reads together: of rows for a group of the input's, of groups for a block of the weight's.
-_TOGETHER = 4
+TOGETHER = 4
 
 
 @functools.lru_cache
@@ -28,13 +27,13 @@ def _in_torch() -> bool:
     return hasattr(F, "scaled_mm") and cuda is not None and tuple(map(int, cuda.split(".")[:2])) >= (12, 9)
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether :func:`multiply` has a kernel for ``x [T, K]`` of the model's dtype and ``weight [N, K]``."""
+def takes(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether :func:`multiply` has a kernel for ``weight [N, K]`` in a model of ``dtype``."""
     out_features, in_features = weight.shape
     return (
-        on_hopper(x.device)
+        on_hopper(weight.device)
         and _in_torch()
-        and x.dtype == torch.bfloat16
+        and dtype == torch.bfloat16
         and in_features % BLOCK_SIZE == 0
         and out_features % MULTIPLE == 0
         and aligned(weight)
@@ -42,19 +41,27 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def multiply(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, overlap: bool
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """``x W^T + b``; see :mod:`atom_core.kernels.fp8_block_linear`."""
-    assert weight.dtype == E4M3
-    quantized, input_scales = quantize_groups(x, E4M3, overlap, group=BLOCK_SIZE, multiple=_TOGETHER)
-    missing = -scales.shape[1] % _TOGETHER
+    """``x W^T + b`` in bfloat16; see :mod:`atom_core.kernels.fp8_block_linear`.
+
+    Args:
+        x: in e4m3, ``[T, K]``, ``T`` a multiple of :data:`TOGETHER`.
+        x_scales: float32 ``[K / 128, T]``.
+        weight: in e4m3, ``[N, K]``.
+        scales: of its blocks.
+        bias: ``[N]`` in bfloat16.
+    """
+    assert weight.dtype == x.dtype == E4M3
+    assert len(x) % TOGETHER == 0
+    missing = -scales.shape[1] % TOGETHER
     y = F.scaled_mm(
-        quantized,
+        x,
         weight.t(),
-        input_scales.t(),
+        x_scales.t(),
         F.ScalingType.BlockWise1x128,
         (F.pad(scales, (0, missing)) if missing else scales).t(),
         F.ScalingType.BlockWise128x128,
-        output_dtype=x.dtype,
-    )[: len(x)]
+        output_dtype=torch.bfloat16,
+    )
     return y if bias is None else y.add_(bias)

@@ -1,4 +1,4 @@
-"""Activations in FP8 with a scale for each group of a row's numbers, with the norm in front where there is one."""
+"""Activations in FP8 with a scale for each group of a row's numbers, with what makes them in front."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.fp8_linear.quantize import narrowed, norm_factor, unit_of
+from atom_core.kernels.fp8_linear.quantize import AS_IT_IS, Made, made, narrowed, unit_of
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
-from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
+
+#: Groups of a row for a program, where it need not know the whole row.
+_GROUPS = 16
 
 
 @triton.jit(do_not_specialize=["stride_scales"])
 def _quantize_groups(
     x,
+    residual,
     norm,
     slots,
     quantized,
     scales,
     eps,
     stride_x,
+    stride_residual,
     stride_scales,
     K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -31,10 +36,11 @@ def _quantize_groups(
     OVERLAP: tl.constexpr,
     LATE: tl.constexpr,
 ):
-    """One row."""
+    """One row, or some groups of it."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, GROUPS * GROUP)
+    column = tl.program_id(1) * (GROUPS * GROUP) + tl.arange(0, GROUPS * GROUP)
     known = column < K
+    factors = 1.0
     if norm is not None:
         factors = tl.load(norm + column, mask=known, other=0.0).to(tl.float32)
     if OVERLAP:
@@ -46,13 +52,10 @@ def _quantize_groups(
     if slots is not None:  # noqa: SIM102 - decided when compiling; the other is not
         if tl.load(slots + row) < 0:
             return
-    numbers = tl.load(x + row * stride_x + column, mask=known, other=0.0).to(tl.float32)
-    if norm is not None:
-        # rounded between norm and scale, as the model defines them
-        numbers = (numbers * norm_factor(numbers, K, eps) * factors).to(x.dtype.element_ty).to(tl.float32)
+    numbers = made(x, residual, norm, factors, row, column, known, eps, stride_x, stride_residual, K, ACTIVATION)
     grouped = tl.reshape(numbers, (GROUPS, GROUP))
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(grouped), 1), SMALLEST), LIMIT)
-    group = tl.arange(0, GROUPS)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     tl.store(scales + group.to(tl.int64) * stride_scales + row, scale * (UNIT * UNIT), mask=group * GROUP < K)
     inverse = tl.div_rn(1.0, scale * UNIT)
     stored = narrowed(grouped, inverse[:, None], LIMIT, UNIT, quantized.dtype.element_ty)
@@ -65,12 +68,12 @@ def quantize_groups(
     overlap: bool,
     *,
     group: int | None,
-    norm: Norm | None = None,
+    of: Made = AS_IT_IS,
     slots: torch.Tensor | None = None,
     late: bool = False,
     multiple: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``norm(x) [T, K]`` in ``dtype``, and the scales of its groups, which go with a product of e4m3fn's bits.
+    """``of(x) [T, K]`` in ``dtype``, and the scales of its groups, which go with a product of e4m3fn's bits.
 
     Args:
         x: in any dtype, of contiguous rows.
@@ -78,7 +81,7 @@ def quantize_groups(
             scales have a factor of two times two.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         group: numbers of a row that share a scale, a power of two; None: all.
-        norm: norm rows first.
+        of: what makes the numbers, of ``x``.
         slots: int32 ``[T]``; rows where it is negative are left out, and what is returned for them means nothing.
         late: the kernel behind may start when those in front of this one are done, not earlier.
         multiple: what is returned has rows to a multiple of this; those behind ``T`` mean nothing.
@@ -86,24 +89,24 @@ def quantize_groups(
     Returns:
         ``[T, K]``, and float32 ``[groups, T]``: programs that multiply take a group of many rows at once.
     """
-    rows, size = x.shape
+    rows, size = len(x), of.size(x)
     assert x.stride(1) == 1
     group = group or triton.next_power_of_2(size)
     groups = triton.cdiv(size, group)
     padded = triton.next_power_of_2(groups)
+    if of.activation is not None:
+        padded = min(padded, _GROUPS)
     all_rows = triton.cdiv(rows, multiple) * multiple
     quantized = torch.empty(all_rows, size, dtype=dtype, device=x.device)
     scales = torch.empty(groups, all_rows, dtype=torch.float32, device=x.device)
     if rows:
-        _quantize_groups[(rows,)](
-            x,
-            None if norm is None else norm.weight,
-            slots,
-            quantized,
-            scales,
-            0.0 if norm is None else norm.eps,
-            x.stride(0),
-            all_rows,
+        _quantize_groups[(rows, triton.cdiv(groups, padded))](
+            x=x,
+            slots=slots,
+            quantized=quantized,
+            scales=scales,
+            stride_x=x.stride(0),
+            stride_scales=all_rows,
             K=size,
             GROUP=group,
             GROUPS=padded,
@@ -113,6 +116,7 @@ def quantize_groups(
             OVERLAP=overlap,
             LATE=late,
             num_warps=min(16, max(1, group * padded // 512)),
+            **of.arguments(),
             **launch_options(overlap),
         )
     return quantized, scales

@@ -2,8 +2,8 @@
 
 One row on NVIDIA's GPUs is not quantised, and one launch (:mod:`atom_core.kernels.fp8_linear.one_row`). Else the input
 is quantised in a launch of its own, with the norm in front where there is one; up to 64 rows are multiplied by
-:mod:`.few_rows`, on Hopper where the input is whole blocks by :mod:`.few_rows_hopper`, more by :mod:`.many_rows`, or on
-Hopper by :mod:`.cublas`.
+:mod:`.few_rows`, on Hopper where the input is whole blocks by :mod:`.few_rows_hopper`, more, which a norm or an
+activation in front may have quantised, by :mod:`.many_rows`, or on Hopper by :mod:`.cublas`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from atom_core.kernels.fp8_block_linear import cublas
 from atom_core.kernels.fp8_block_linear.few_rows import multiply_few_rows
 from atom_core.kernels.fp8_block_linear.many_rows import multiply_many_rows
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear.one_row import multiply_row, tile_for, why_not_one_row
+from atom_core.kernels.fp8_linear.quantize import Made
+from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtype_of
 from atom_core.kernels.linear.tiles import MAX_ROWS
 from atom_core.kernels.linear.triton_kernel import Norm
@@ -30,13 +33,16 @@ class TritonFp8BlockLinear:
     Args:
         target: the device.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        dtype: of results where the input is given quantised; None: it is not.
     """
 
     max_rows = MAX_ROWS
 
-    def __init__(self, target: Target, overlap: bool) -> None:
-        self.nvidia, self.overlap = target.kind == "cuda", overlap
+    def __init__(self, target: Target, overlap: bool, dtype: torch.dtype | None = None) -> None:
+        self.nvidia, self.overlap, self.dtype = target.kind == "cuda", overlap, dtype
         self.fnuz = dtype_of(target) == FNUZ
+        # In e4m3fnuz factors have the scales' two twos in them, which others know nothing of.
+        self.form = None if self.fnuz or dtype is None else InputForm(E4M3, group=BLOCK_SIZE)
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
         """Mend what the device would read otherwise."""
@@ -65,6 +71,20 @@ class TritonFp8BlockLinear:
         """``x [T, K]`` to ``[T, N]``."""
         return fp8_block_linear(x, self.stored(weight), weight_scale, bias, self.nvidia, self.overlap)
 
+    def takes_quantized(self, rows: int) -> bool:
+        """More rows than it quantises together with the norm in front; tracing would freeze how many there are.
+
+        Rows that cuBLAS reads no scales of are quantised with those that they lack.
+        """
+        return not torch.compiler.is_compiling() and rows > MAX_ROWS and rows % cublas.TOGETHER == 0
+
+    def multiply(
+        self, x: QuantizedInput, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.fp8_inputs.QuantizedInputKernel`."""
+        assert self.dtype is not None
+        return multiply_many(x.values, x.scales, weight, weight_scale, bias, nvidia=self.nvidia, dtype=self.dtype)
+
 
 def _fake(
     x: torch.Tensor,
@@ -91,10 +111,25 @@ def fp8_block_linear(
         return multiply_few(x, weight, weight_scale, bias, nvidia=nvidia, overlap=overlap)
     if not len(x):
         return x.new_empty(0, len(weight))
-    if cublas.takes(x, weight):
-        return cublas.multiply(x, weight, weight_scale, bias, overlap)
-    quantized, scales = quantize_groups(x, weight.dtype, overlap, group=BLOCK_SIZE)
-    return multiply_many_rows(quantized, scales, weight, weight_scale, bias, nvidia=nvidia, dtype=x.dtype)
+    multiple = cublas.TOGETHER if cublas.takes(weight, x.dtype) else 1
+    quantized, scales = quantize_groups(x, weight.dtype, overlap, group=BLOCK_SIZE, multiple=multiple)
+    return multiply_many(quantized, scales, weight, weight_scale, bias, nvidia=nvidia, dtype=x.dtype)[: len(x)]
+
+
+def multiply_many(
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    nvidia: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """``x W^T + b`` in ``dtype``, of what :func:`quantize_groups` returns; for cuBLAS rows are whole multiples."""
+    if cublas.takes(weight, dtype):
+        return cublas.multiply(x, scales, weight, weight_scale, bias)
+    return multiply_many_rows(x, scales, weight, weight_scale, bias, nvidia=nvidia, dtype=dtype)
 
 
 def multiply_few(
@@ -125,7 +160,7 @@ def multiply_few(
             activation=activation,
             residual=residual,
         )
-    quantized, scales = quantize_groups(x, weight.dtype, overlap, group=BLOCK_SIZE, norm=norm)
+    quantized, scales = quantize_groups(x, weight.dtype, overlap, group=BLOCK_SIZE, of=Made(norm))
     return multiply_few_rows(
         quantized,
         scales,

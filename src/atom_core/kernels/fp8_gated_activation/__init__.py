@@ -1,8 +1,8 @@
 """The gated MLP's middle, ``act(gate) * up`` over ``[gate | up]``, quantised for the FP8 product behind it.
 
 As :mod:`atom_core.kernels.gated_activation` and :mod:`atom_core.kernels.fp8_linear` or
-:mod:`atom_core.kernels.fp8_block_linear` define it, but nothing is rounded to 16 bits on the way. ``x``: ``[T, 2K]``,
-left as it is; the result: ``[T, K]`` and its scales.
+:mod:`atom_core.kernels.fp8_block_linear` define it; whether numbers are rounded to 16 bits on the way, as between
+separate ops, is the kernel's. ``x``: ``[T, 2K]``, left as it is; the result: ``[T, K]`` and its scales.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import torch
 from atom_core.config import Activation
 from atom_core.kernels.aiter_library import why_no_aiter, why_not_fused
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
+from atom_core.kernels.fp8_rms_norm import LONGEST
 from atom_core.kernels.select import Implementation, Op, Target, always
+from atom_core.kernels.triton_support import overlaps, why_no_triton
+from atom_core.kernels.triton_support import why_not_fused as why_not_fused_by_triton
 
 #: The longest row that is given to aiter's Triton kernel, which has a whole row in registers.
 _LONGEST = 32768
@@ -58,11 +61,26 @@ def _build_aiter(spec: Fp8GatedActivationSpec, target: Target) -> Fp8GatedActiva
     return build(spec.activation, spec.size, spec.form)
 
 
+def _triton_supports(spec: Fp8GatedActivationSpec, target: Target) -> str | None:
+    if reason := why_no_triton(target) or why_not_fused_by_triton(spec.separate):
+        return reason
+    if spec.form.group is None and spec.size > LONGEST:
+        return f"Triton's activations that quantise have rows of up to {LONGEST} numbers, not of {spec.size}."
+    return None
+
+
+def _build_triton(spec: Fp8GatedActivationSpec, target: Target) -> Fp8GatedActivationKernel | None:
+    from atom_core.kernels.fp8_gated_activation.triton_kernel import TritonFp8GatedActivation  # needs triton
+
+    return TritonFp8GatedActivation(spec.activation, spec.form, overlaps(target))
+
+
 #: "separate" is no kernel: the layers run each op by itself.
 FP8_GATED_ACTIVATION: Op[Fp8GatedActivationSpec, Fp8GatedActivationKernel | None] = Op(
     "fp8_gated_activation",
     (
         Implementation("aiter", _aiter_supports, _build_aiter),
+        Implementation("triton", _triton_supports, _build_triton),
         Implementation("separate", always, lambda spec, target: None),
     ),
 )

@@ -1,13 +1,19 @@
-"""Activations in FP8, a scale a row or one for all, with the norm in front where there is one."""
+"""Activations in FP8, a scale a row or one for all, with what makes them: a norm, a residual's addition in front of
+it, a gated activation. Between those and the scale numbers are rounded to the model's dtype, as if each were alone.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from atom_core.config import Activation
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ
+from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS, gated
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
 
@@ -45,15 +51,50 @@ def narrowed(numbers, inverse, LIMIT: tl.constexpr, UNIT: tl.constexpr, dtype: t
 
 
 @triton.jit
+def made(
+    x,
+    residual,
+    norm,
+    factors,
+    row,
+    column,
+    known,
+    eps,
+    stride_x,
+    stride_residual,
+    K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """What is to be quantised of a row, in float32: see :class:`Made`; ``factors`` are the norm's."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    at = x + row * stride_x + column
+    numbers = tl.load(at, mask=known, other=0.0).to(tl.float32)
+    if ACTIVATION is not None:
+        up = tl.load(at + K, mask=known, other=0.0).to(tl.float32)
+        numbers = gated(numbers, up, ACTIVATION).to(dtype).to(tl.float32)
+    if residual is not None:
+        stream = residual + row * stride_residual + column
+        numbers = (numbers + tl.load(stream, mask=known, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(stream, numbers, mask=known)
+        numbers = numbers.to(tl.float32)
+    if norm is not None:
+        numbers = (numbers * norm_factor(numbers, K, eps) * factors).to(dtype).to(tl.float32)
+    return numbers
+
+
+@triton.jit
 def _quantize(
     x,
+    residual,
     norm,
     given,
     quantized,
     scales,
     eps,
     stride_x,
+    stride_residual,
     K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     UNIT: tl.constexpr,
     LIMIT: tl.constexpr,
     SMALLEST: tl.constexpr,
@@ -64,15 +105,13 @@ def _quantize(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     known = column < K
+    factors = 1.0
     if norm is not None:
         factors = tl.load(norm + column, mask=known, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    numbers = tl.load(x + row * stride_x + column, mask=known, other=0.0).to(tl.float32)
-    if norm is not None:
-        # rounded between norm and scale, as the model defines them
-        numbers = (numbers * norm_factor(numbers, K, eps) * factors).to(x.dtype.element_ty).to(tl.float32)
+    numbers = made(x, residual, norm, factors, row, column, known, eps, stride_x, stride_residual, K, ACTIVATION)
     scale = scale_of(numbers, given, LIMIT, SMALLEST)
     tl.store(scales + row, scale * (UNIT * UNIT))
     inverse = tl.div_rn(1.0, scale * UNIT)
@@ -81,27 +120,55 @@ def _quantize(
     )
 
 
+class Made(NamedTuple):
+    """What makes the numbers that are quantised, of ``x``."""
+
+    norm: Norm | None = None
+    """Norms them, last."""
+    residual: torch.Tensor | None = None
+    """``[T, K]``, written to: ``x`` is added to it, and the sum is what goes on."""
+    activation: Activation | None = None
+    """``x [T, 2K]`` is ``[gate | up]`` of this gated activation."""
+
+    def arguments(self) -> dict[str, object]:
+        """A kernel's."""
+        norm, residual, activation = self
+        assert residual is None or residual.stride(1) == 1
+        return {
+            "norm": None if norm is None else norm.weight,
+            "eps": 0.0 if norm is None else norm.eps,
+            "residual": residual,
+            "stride_residual": 0 if residual is None else residual.stride(0),
+            "ACTIVATION": None if activation is None else ACTIVATIONS[activation],
+        }
+
+    def size(self, x: torch.Tensor) -> int:
+        """Numbers of a row."""
+        return x.shape[1] if self.activation is None else x.shape[1] // 2
+
+
+AS_IT_IS = Made()
+
+
 def quantize(
-    x: torch.Tensor, input_scale: torch.Tensor | None, dtype: torch.dtype, overlap: bool, norm: Norm | None = None
+    x: torch.Tensor, input_scale: torch.Tensor | None, dtype: torch.dtype, overlap: bool, of: Made = AS_IT_IS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``norm(x) [T, K]`` in ``dtype``, and float32 ``[T, 1]``, which goes with a product of e4m3fn's bits.
+    """``of(x) [T, K]`` in ``dtype``, and float32 ``[T, 1]``, which goes with a product of e4m3fn's bits.
 
     In e4m3fnuz the bits of both sides are half of what they are in e4m3fn, so that factor has two times two in it.
     """
-    num_rows, size = x.shape
+    num_rows, size = len(x), of.size(x)
     assert x.stride(1) == 1
     quantized = torch.empty(num_rows, size, dtype=dtype, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
     if num_rows:
         block = triton.next_power_of_2(size)
         _quantize[(num_rows,)](
-            x,
-            None if norm is None else norm.weight,
-            input_scale,
-            quantized,
-            scales,
-            0.0 if norm is None else norm.eps,
-            x.stride(0),
+            x=x,
+            given=input_scale,
+            quantized=quantized,
+            scales=scales,
+            stride_x=x.stride(0),
             K=size,
             UNIT=unit_of(dtype),
             LIMIT=LIMIT,
@@ -109,6 +176,7 @@ def quantize(
             BLOCK=block,
             OVERLAP=overlap,
             num_warps=min(16, max(1, block // 512)),
+            **of.arguments(),
             **launch_options(overlap),
         )
     return quantized, scales

@@ -2,7 +2,7 @@
 
 One row on NVIDIA's GPUs is one launch, and stays as it is (:mod:`.one_row`). Else the input is quantised in a launch of
 its own, with the norm in front where there is one: up to 64 rows are then multiplied by the kernel of
-:mod:`atom_core.kernels.linear`, more by torch.
+:mod:`atom_core.kernels.linear`, more, which a norm or an activation in front may have quantised, by torch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 
 from atom_core.config import Activation
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear.one_row import multiply_row, tile_for
-from atom_core.kernels.fp8_linear.quantize import quantize
+from atom_core.kernels.fp8_linear.quantize import Made, quantize
+from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtype_of, multiply
 from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
 from atom_core.kernels.linear.triton_kernel import Norm, product
@@ -25,13 +27,16 @@ class TritonFp8Linear:
     Args:
         target: the device.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        dtype: of results where the input is given quantised; None: it is not.
     """
 
     max_rows = MAX_ROWS
 
-    def __init__(self, target: Target, overlap: bool) -> None:
-        self.nvidia, self.overlap = target.kind == "cuda", overlap
+    def __init__(self, target: Target, overlap: bool, dtype: torch.dtype | None = None) -> None:
+        self.nvidia, self.overlap, self.dtype = target.kind == "cuda", overlap, dtype
         self.fnuz = dtype_of(target) == FNUZ
+        # In e4m3fnuz factors have the scales' two twos in them, which others know nothing of.
+        self.form = None if self.fnuz or dtype is None else InputForm(E4M3, group=None)
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
         """Mend what the device would read otherwise."""
@@ -67,6 +72,17 @@ class TritonFp8Linear:
     ) -> torch.Tensor:
         """``x [T, K]`` to ``[T, N]``."""
         return fp8_linear(x, self.stored(weight), weight_scale, input_scale, bias, self.nvidia, self.overlap)
+
+    def takes_quantized(self, rows: int) -> bool:
+        """More rows than it quantises together with the norm in front; tracing would freeze how many there are."""
+        return not torch.compiler.is_compiling() and rows > MAX_ROWS
+
+    def multiply(
+        self, x: QuantizedInput, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.fp8_inputs.QuantizedInputKernel`."""
+        assert self.dtype is not None
+        return multiply(x.values, x.scales, weight, weight_scale, bias, self.dtype)
 
 
 def _fake(
@@ -129,7 +145,7 @@ def multiply_few(
             activation=activation,
             residual=residual,
         )
-    quantized, scales = quantize(x, input_scale, weight.dtype, overlap, norm)
+    quantized, scales = quantize(x, input_scale, weight.dtype, overlap, Made(norm))
     tile = chosen_tile(quantized, weight, nvidia)
     assert tile is not None, "every product of few rows in FP8 is ours"
     return product(

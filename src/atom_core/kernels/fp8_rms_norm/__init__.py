@@ -4,8 +4,8 @@
     y = rms_norm(x) in FP8, with its scales
 
 as :mod:`atom_core.kernels.rms_norm`, and :mod:`atom_core.kernels.fp8_linear` or
-:mod:`atom_core.kernels.fp8_block_linear`, define them, but nothing is rounded to 16 bits on the way: neither the sum
-that is normed nor the norm that is quantised.
+:mod:`atom_core.kernels.fp8_block_linear`, define them. What is normed, and what is quantised, may be rounded to the
+dtype of ``x`` on the way, as it is between separate ops, or not, as in aiter.
 ``x``, ``residual``: ``[T, K]`` of one dtype; the weight: ``[K]``.
 """
 
@@ -19,6 +19,11 @@ import torch
 from atom_core.kernels.aiter_library import why_no_aiter, why_not_fused
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.select import Implementation, Op, Target, always
+from atom_core.kernels.triton_support import overlaps, why_no_triton
+from atom_core.kernels.triton_support import why_not_fused as why_not_fused_by_triton
+
+#: The longest row that a Triton program has in registers.
+LONGEST = 16384
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,9 @@ class Fp8RmsNormSpec:
 
 
 class Fp8RmsNormKernel(Protocol):
-    """The call: ``(x, weight, eps, residual)`` to the product's input and the new residual; inputs are left alone.
+    """The call: ``(x, weight, eps, residual)`` to the product's input and the new residual.
 
-    Without a residual the second result is None.
+    ``x`` is left alone; the residual may be written to, and then is the result. Without one the second result is None.
     """
 
     def __call__(
@@ -63,11 +68,26 @@ def _build_aiter(spec: Fp8RmsNormSpec, target: Target) -> Fp8RmsNormKernel | Non
     return AiterFp8RmsNorm(spec.form)
 
 
+def _triton_supports(spec: Fp8RmsNormSpec, target: Target) -> str | None:
+    if reason := why_no_triton(target) or why_not_fused_by_triton(spec.separate):
+        return reason
+    if spec.size > LONGEST:
+        return f"Triton's norm that quantises is used for rows of up to {LONGEST} numbers, not of {spec.size}."
+    return None
+
+
+def _build_triton(spec: Fp8RmsNormSpec, target: Target) -> Fp8RmsNormKernel | None:
+    from atom_core.kernels.fp8_rms_norm.triton_kernel import TritonFp8RmsNorm  # needs triton, which a CPU may lack
+
+    return TritonFp8RmsNorm(spec.form, overlaps(target))
+
+
 #: "separate" is no kernel: the layers run each op by itself.
 FP8_RMS_NORM: Op[Fp8RmsNormSpec, Fp8RmsNormKernel | None] = Op(
     "fp8_rms_norm",
     (
         Implementation("aiter", _aiter_supports, _build_aiter),
+        Implementation("triton", _triton_supports, _build_triton),
         Implementation("separate", always, lambda spec, target: None),
     ),
 )

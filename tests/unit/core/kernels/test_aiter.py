@@ -19,7 +19,7 @@ from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearS
 from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec
 from atom_core.kernels.fp8_gated_activation import FP8_GATED_ACTIVATION, Fp8GatedActivationSpec
 from atom_core.kernels.fp8_gated_activation.aiter_kernel import in_hip
-from atom_core.kernels.fp8_inputs import InputForm, QuantizedInputKernel, form_of
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInputKernel, if_it_takes_quantized
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM, Fp8RmsNormSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
@@ -225,10 +225,12 @@ def test_products_say_what_they_take_quantised():
         of_blocks = kernels.select(FP8_BLOCK_LINEAR, Fp8BlockLinearSpec(128, 128, False, torch.bfloat16))
         plain = kernels.select(LINEAR, LinearSpec(128, 128, False, torch.bfloat16))
     assert all(isinstance(it, QuantizedInputKernel) for it in (*of_rows.values(), of_blocks))
-    assert form_of(of_rows["dynamic"]) == InputForm(torch.float8_e4m3fnuz, None)
-    assert form_of(of_rows["static"]) is None
-    assert form_of(of_blocks) == GROUPS
-    assert form_of(plain) is None
+    assert of_rows["dynamic"].form == InputForm(torch.float8_e4m3fnuz, None)
+    assert of_blocks.form == GROUPS
+    assert all(it.takes_quantized(1) for it in (of_rows["dynamic"], of_blocks))
+    assert if_it_takes_quantized(of_blocks) is of_blocks
+    assert if_it_takes_quantized(of_rows["static"]) is None
+    assert if_it_takes_quantized(plain) is None
 
 
 def test_middles_of_384_are_for_gfx942_alone_where_rows_have_scales():

@@ -283,11 +283,11 @@ def test_more_rows_on_hopper_are_cublas(monkeypatch, with_bias, sizes, rows):
 def test_what_cublas_takes(monkeypatch, dtype, sizes, taken):
     from atom_core.kernels.fp8_block_linear import cublas
 
-    x, weight, *_ = operands(70, dtype, *sizes)
-    assert not cublas.takes(x, weight)  # on a CPU
+    _, weight, *_ = operands(70, dtype, *sizes)
+    assert not cublas.takes(weight, dtype)  # on a CPU
     monkeypatch.setattr(cublas, "on_hopper", lambda device: True)
     monkeypatch.setattr(cublas, "_in_torch", lambda: True)
-    assert cublas.takes(x, weight) == taken
+    assert cublas.takes(weight, dtype) == taken
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,170 @@
+"""More rows than a product quantises itself: norms and activations do it for those behind, with the same numbers."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from atom_core.config import Activation
+from atom_core.kernels.fp8_gated_activation import triton_kernel as activation_kernel
+from atom_core.kernels.fp8_inputs import InputForm
+from atom_core.kernels.fp8_linear.quantize import AS_IT_IS
+from atom_core.kernels.fp8_linear.reference import E4M3
+from atom_core.kernels.fp8_rms_norm import triton_kernel as norm_kernel
+from atom_core.kernels.gated_activation.triton_kernel import gated_activation
+from atom_core.kernels.linear.tiles import MAX_ROWS
+from atom_core.kernels.rms_norm.triton_kernel import rms_norm
+from atom_core.kernels.select import Target
+from atom_core.layers.gated_activation import GatedLinear
+from atom_core.layers.linear import Linear
+from atom_core.layers.norm import RMSNorm, Stream
+from atom_core.layers.normed_linear import NormedLinear
+from atom_core.quant.fp8 import Fp8Config
+from atom_core.standalone import build_runtime
+from tests.unit.core.fp8_checkpoints import quantize, quantize_blocks
+
+HIDDEN, MIDDLE, EPS = 128, 256, 1e-5
+BLOCKS = Fp8Config(serialized=True, block=True, scale="weight_scale_inv")
+ROWS = Fp8Config(serialized=True)
+STATIC = Fp8Config(serialized=True, input_scale="static")
+SEPARATE = {"fp8_rms_norm": "separate", "fp8_gated_activation": "separate"}
+every_format = pytest.mark.parametrize("quant", [BLOCKS, ROWS], ids=["blocks", "rows"])
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Layers:
+    """A norm, a product that may be gated, and what reads it."""
+
+    def __init__(self, quant, kernels):
+        # Launches overlap from sm90 on, which the interpreter knows nothing of.
+        target = Target("cuda", "sm89")
+        self.runtime = build_runtime(torch.device("cpu"), torch.bfloat16, 8, kernels, target=target, quant=quant)
+        self.norm = RMSNorm(HIDDEN, EPS, self.runtime)
+        self.norm.weight.data.copy_(1 + 0.1 * numbers(HIDDEN))
+        self.gate_up, self.down = self.linear(HIDDEN, 2 * MIDDLE), self.linear(MIDDLE, HIDDEN)
+        self.normed = NormedLinear(self.norm, self.linear(HIDDEN, HIDDEN), None, self.runtime)
+        self.gated = GatedLinear(self.norm, self.gate_up, "silu", self.down, self.runtime)
+
+    def linear(self, inputs, outputs):
+        linear = Linear(inputs, outputs, False, self.runtime)
+        made = numbers(outputs, inputs, seed=outputs) * inputs**-0.5
+        block = linear.weight_scale.dim() == 2
+        weight, scale = quantize_blocks(made) if block else quantize(made, True, (outputs,))
+        linear.weight.data.copy_(weight)
+        linear.weight_scale.data.copy_(scale)
+        if hasattr(linear, "input_scale"):
+            linear.input_scale.data.fill_(0.01)
+        linear.finalize_weights()
+        return linear
+
+    def run(self, stream):
+        """What both ways to enter answer, and the stream behind the first."""
+        with torch.inference_mode():
+            normed, summed = self.normed(stream())
+            y, also_summed = self.gated(stream())
+            assert torch.equal(summed, also_summed)
+            return normed, summed, self.down(y)
+
+
+def streams(rows, added):
+    residual, last = (numbers(rows, HIDDEN, seed=seed).bfloat16() for seed in (3, 4))
+    return lambda: Stream(last.clone() if added else None, residual.clone())
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What quantises with what it makes, in order."""
+    seen = []
+    real = norm_kernel.quantized
+
+    def watched(x, form, overlap, of):
+        seen.append(("norm" if of.norm else "activation", len(x)))
+        return real(x, form, overlap, of)
+
+    monkeypatch.setattr(norm_kernel, "quantized", watched)
+    monkeypatch.setattr(activation_kernel, "quantized", watched)
+    return seen
+
+
+every_form = pytest.mark.parametrize("form", [InputForm(E4M3, 128), InputForm(E4M3, None)], ids=["groups", "rows"])
+#: More groups than a program has, and a last one that is not whole.
+every_size = pytest.mark.parametrize("size", [256, 2304, 5000])
+
+
+def same(found, x, form):
+    """Whether that is ``x`` quantised by itself."""
+    expected = norm_kernel.quantized(x, form, False, AS_IT_IS)
+    return all(torch.equal(mine.float(), theirs.float()) for mine, theirs in zip(found, expected, strict=True))
+
+
+@every_form
+@every_size
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_a_norm_that_quantises_has_the_numbers_of_separate_ones(form, size, added):
+    # There is a gap after each row.
+    x, residual = (numbers(3, size + 8, seed=seed).bfloat16()[:, :size] for seed in (1, 2))
+    weight = (1 + 0.1 * numbers(size)).bfloat16()
+    last, stream = x.clone(), residual.clone() if added else None
+    normed, summed = rms_norm(last, weight, EPS, stream)
+    given = residual if added else None
+    found, total = norm_kernel.TritonFp8RmsNorm(form, overlap=False)(x, weight, EPS, given)
+    assert same(found, normed, form)
+    assert total is given
+    if added:
+        assert torch.equal(total, summed)
+
+
+@every_form
+@every_size
+@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_an_activation_that_quantises_has_the_numbers_of_separate_ones(form, size, activation):
+    x = numbers(3, 2 * size + 8).bfloat16()[:, : 2 * size]
+    found = activation_kernel.TritonFp8GatedActivation(activation, form, overlap=False)(x)
+    assert same(found, gated_activation(x, activation), form)
+
+
+@every_format
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_many_rows_are_quantised_in_front(launched, quant, added):
+    rows = MAX_ROWS + 8
+    given = streams(rows, added)
+    expected = Layers(quant, SEPARATE).run(given)
+    assert not launched
+    found = Layers(quant, {}).run(given)
+    assert launched == [("norm", rows), ("norm", rows), ("activation", rows)]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+@every_format
+@pytest.mark.parametrize("rows", [1, MAX_ROWS])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_few_rows_are_their_products_to_quantise(launched, quant, added, rows):
+    Layers(quant, {}).run(streams(rows, added))
+    assert not launched
+
+
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_rows_that_cublas_lacks_scales_of_are_quantised_with_those(launched):
+    Layers(BLOCKS, {}).run(streams(MAX_ROWS + 2, True))
+    assert not launched
+
+
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_a_static_scale_is_kept_to(launched):
+    Layers(STATIC, {}).run(streams(MAX_ROWS + 8, True))
+    assert not launched
+
+
+def test_gfx942_without_aiter_quantises_by_itself():
+    target = Target("rocm", "gfx942")
+    runtime = build_runtime(torch.device("cpu"), torch.bfloat16, 8, {}, target=target, quant=BLOCKS, with_aiter=False)
+    assert Linear(HIDDEN, HIDDEN, False, runtime).method.input_form() is None
