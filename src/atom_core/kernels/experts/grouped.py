@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 if why_no_gluon() is None:
     from atom_core.kernels.experts.hopper import multiply_on_hopper, takes
 
-#: Pairs that one program sorts, and blocks whose experts one program looks up at a time.
-_PAIRS, _BLOCKS = 256, 64
+#: Pairs that one program sorts.
+_PAIRS = 256
 #: Pairs up to which one program sorts all of them, in one launch in place of five: nine experts of 256 tokens.
 _FEW_PAIRS = 9 * 256
 
@@ -50,28 +50,30 @@ def _count(
 
 
 @triton.jit
-def _arrange(
+def name_blocks(
     counts,
     first_blocks,
     block_experts,
-    num_blocks,
     COUNT: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
-    """The first block of each expert, and the expert of each block; -1: the block is none."""
+    """The first block of each expert, and the expert of each block that is one's."""
     expert = tl.arange(0, PADDED)
-    number = tl.load(counts + expert, mask=expert < COUNT, other=0)
+    # Within :func:`_sort` others of its threads have counted.
+    number = tl.load(counts + expert, mask=expert < COUNT, other=0, cache_modifier=".cg")
     needed = (number + BLOCK_M - 1) // BLOCK_M
-    end = tl.cumsum(needed, 0)
-    tl.store(first_blocks + expert, end - needed, mask=expert < COUNT)
-    total = tl.sum(needed, 0)
-    for begin in range(0, num_blocks, BLOCKS):
-        block = begin + tl.arange(0, BLOCKS)
-        # Experts that end at a block or before it are those in front of its own.
-        passed = tl.sum(((end[None, :] <= block[:, None]) & (expert < COUNT)[None, :]).to(tl.int32), 1)
-        tl.store(block_experts + block, tl.where(block < total, passed, -1), mask=block < num_blocks)
+    first = tl.cumsum(needed, 0) - needed
+    tl.store(first_blocks + expert, first, mask=expert < COUNT)
+    # As often as one expert has blocks: few, however many experts and blocks there are.
+    for index in range(tl.max(needed, 0)):
+        tl.store(block_experts + first + index, expert, mask=index < needed)
+
+
+@triton.jit
+def _arrange(counts, first_blocks, block_experts, COUNT: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr):
+    """See :func:`name_blocks`."""
+    name_blocks(counts, first_blocks, block_experts, COUNT, PADDED, BLOCK_M)
 
 
 @triton.jit
@@ -109,32 +111,25 @@ def _sort(
     PADDED: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """All of :func:`_count`, :func:`_arrange` and :func:`_place` by one program, which waits for itself alone."""
+    """All of :func:`_count`, :func:`name_blocks` and :func:`_place` by one program, which waits for itself alone."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()  # before anything is written: kernels in front may still read what was there
         tl.extra.cuda.gdc_launch_dependents()
     each = tl.arange(0, PADDED)
     tl.store(counts + each, tl.zeros([PADDED], tl.int32), mask=each < COUNT)
-    for begin in range(0, num_blocks * BLOCK_M, PAIRS):
+    # Blocks' experts lie behind the slots.
+    for begin in range(0, num_blocks * (BLOCK_M + 1), PAIRS):
         slot = begin + tl.arange(0, PAIRS)
-        tl.store(slots + slot, tl.full([PAIRS], -1, tl.int32), mask=slot < num_blocks * BLOCK_M)
+        tl.store(slots + slot, tl.full([PAIRS], -1, tl.int32), mask=slot < num_blocks * (BLOCK_M + 1))
     tl.debug_barrier()
     pair = tl.arange(0, PAIRS)
     expert = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
     held = (expert >= 0) & (expert < COUNT)
     rank = tl.atomic_add(counts + tl.where(held, expert, 0), 1, mask=held, sem="relaxed")
     tl.debug_barrier()
-    needed = (tl.load(counts + each, mask=each < COUNT, other=0, cache_modifier=".cg") + BLOCK_M - 1) // BLOCK_M
-    end = tl.cumsum(needed, 0)
-    tl.store(first_blocks + each, end - needed, mask=each < COUNT)
-    total = tl.sum(needed, 0)
-    for begin in range(0, num_blocks, BLOCKS):
-        block = begin + tl.arange(0, BLOCKS)
-        passed = tl.sum(((end[None, :] <= block[:, None]) & (each < COUNT)[None, :]).to(tl.int32), 1)
-        tl.store(block_experts + block, tl.where(block < total, passed, -1), mask=block < num_blocks)
+    name_blocks(counts, first_blocks, block_experts, COUNT, PADDED, BLOCK_M)
     tl.debug_barrier()
     first = tl.load(first_blocks + expert, mask=held, other=0, cache_modifier=".cg")
     tl.store(slots + first * BLOCK_M + rank, pair, mask=held)
@@ -292,8 +287,9 @@ def sort_by_expert(experts: torch.Tensor, held: Held, rows: int, overlap: bool =
     num_blocks = min(pairs, held.count) + pairs // rows
     counts = torch.empty(held.count, dtype=torch.int32, device=device)
     first_blocks = torch.empty_like(counts)
-    block_experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
-    slots = torch.empty(num_blocks * rows, dtype=torch.int32, device=device)
+    # What no pair and no expert is written to is -1, which both are filled with at once.
+    both = torch.empty(num_blocks * (rows + 1), dtype=torch.int32, device=device)
+    slots, block_experts = both[: num_blocks * rows], both[num_blocks * rows :]
     padded = triton.next_power_of_2(held.count)
     constants = {"FIRST": held.first, "COUNT": held.count}
     if pairs <= _FEW_PAIRS:
@@ -308,7 +304,6 @@ def sort_by_expert(experts: torch.Tensor, held: Held, rows: int, overlap: bool =
             PADDED=padded,
             PAIRS=triton.next_power_of_2(pairs),
             BLOCK_M=rows,
-            BLOCKS=_BLOCKS,
             OVERLAP=overlap,
             num_warps=8,
             **constants,
@@ -316,7 +311,7 @@ def sort_by_expert(experts: torch.Tensor, held: Held, rows: int, overlap: bool =
         )
         return Blocks(rows, slots, block_experts)
     counts.zero_()
-    slots.fill_(-1)
+    both.fill_(-1)
     ranks = torch.empty(pairs, dtype=torch.int32, device=device)
     grid = (triton.cdiv(pairs, _PAIRS),)
     _count[grid](experts, counts, ranks, pairs, PAIRS=_PAIRS, **constants)
@@ -324,11 +319,9 @@ def sort_by_expert(experts: torch.Tensor, held: Held, rows: int, overlap: bool =
         counts,
         first_blocks,
         block_experts,
-        num_blocks,
         COUNT=held.count,
         PADDED=padded,
         BLOCK_M=rows,
-        BLOCKS=_BLOCKS,
     )
     _place[grid](experts, ranks, first_blocks, slots, pairs, BLOCK_M=rows, PAIRS=_PAIRS, **constants)
     return Blocks(rows, slots, block_experts)
