@@ -122,7 +122,9 @@ class AtomAttentionBackend(AttentionBackend):
         """Attention of the step's tokens: ``[T, H * D]``."""
         if atom_layer is not None:
             rows = q.shape[0]  # SGLang trims q of padded rows, and knows nothing of ours
-            return atom_layer.attend([it[:rows] for it in atom_inputs], self)
+            fits = all(len(it) == rows for it in atom_inputs)
+            inputs = atom_inputs if fits else [it[:rows] for it in atom_inputs]
+            return atom_layer.attend(inputs, self)
         return self._plain(q, k, v, layer, forward_batch, save_kv_cache, others)
 
     forward_decode = forward_extend

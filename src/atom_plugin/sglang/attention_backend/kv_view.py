@@ -36,6 +36,7 @@ class Pools:
         self.page_size = int(runner.page_size)
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self.kv: Any = runner.token_to_kv_pool
+        self._pages: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
         #: Whether a token has one row for all heads, of its latent and a rotated key.
         self.latent = type(self.kv) is MLATokenToKVPool and not self.kv.use_dsa
         self.hybrid = isinstance(self.kv, SWAKVPool) and self.kv.swa_layer_nums > 0
@@ -61,20 +62,25 @@ class Pools:
 
     def view(self, layer_id: int, k_scale: float = 1.0, v_scale: float = 1.0) -> KVCacheView:
         """A layer's pages."""
+        keys, values = self.kv.get_key_buffer(layer_id), self.kv.get_value_buffer(layer_id)
         return KVCacheView(
-            self._paged(self.kv.get_key_buffer(layer_id)),
-            self._paged(self.kv.get_value_buffer(layer_id)),
-            k_scale=k_scale,
-            v_scale=v_scale,
+            self._paged((layer_id, "k"), keys), self._paged((layer_id, "v"), values), k_scale=k_scale, v_scale=v_scale
         )
 
     def latents(self, layer_id: int) -> LatentCacheView:
         """A layer's pages of latents."""
         return LatentCacheView(self.kv.get_key_buffer(layer_id).squeeze(1).unflatten(0, (-1, self.page_size)))
 
-    def _paged(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[slots, K, D]`` as ``[pages, K, page size, D]``."""
-        return rows.unflatten(0, (-1, self.page_size)).transpose(1, 2)
+    def _paged(self, which: tuple[int, str], rows: torch.Tensor) -> torch.Tensor:
+        """``[slots, K, D]`` as ``[pages, K, page size, D]``.
+
+        Made once for as long as the pool hands out the same tensor: outside of graphs a layer's attention waits for it.
+        """
+        made_of, pages = self._pages.get(which, (None, rows))
+        if made_of is not rows:
+            pages = rows.unflatten(0, (-1, self.page_size)).transpose(1, 2)
+            self._pages[which] = rows, pages
+        return pages
 
     def num_pages(self, tokens: int) -> int:
         """Pages that ``tokens`` tokens of a request fill."""
