@@ -787,14 +787,15 @@ def test_products_in_fp8_compile(monkeypatch, rows, out_features, in_features, g
 
 @every_gpu
 @pytest.mark.parametrize(("size", "group"), [(200, 128), (4096, 128), (12288, 128), (768, None)])
-@pytest.mark.parametrize("way", [*FRONTS, "rows of slots"])
+@pytest.mark.parametrize("way", [*FRONTS, "rows of slots", "and clears"])
 def test_quantising_groups_compiles(monkeypatch, way, size, group, gpu):
-    of, slots = (Made(), torch.zeros(2, dtype=torch.int32)) if way == "rows of slots" else (in_front(way, size), None)
+    of, numbers = in_front(way, size) if way in FRONTS else Made(), torch.zeros(2, dtype=torch.int32)
+    others = {"rows of slots": {"slots": numbers}, "and clears": {"cleared": numbers}}.get(way, {})
     x = zeros(2, 2 * size if way == "activated" else size)
     kernel = groups_kernel._quantize_groups
     monkeypatch.setattr(groups_kernel, "_quantize_groups", Recorder())
     with pytest.raises(Launched) as launched:
-        groups_kernel.quantize_groups(x, dtype_of(gpu.device), gpu.nvidia, group=group, of=of, slots=slots)
+        groups_kernel.quantize_groups(x, dtype_of(gpu.device), gpu.nvidia, group=group, of=of, **others)
     compile_launch(kernel, launched.value, gpu)
 
 
@@ -1000,11 +1001,12 @@ def test_experts_compile(monkeypatch, tokens, launches, bias, gpu):
 
 
 @every_gpu
-def test_experts_of_one_token_compile_behind_a_norm(monkeypatch, gpu):
+@pytest.mark.parametrize("size", [768, 1408])
+def test_experts_of_one_token_compile_behind_a_norm(monkeypatch, size, gpu):
     kept = keep(monkeypatch, *FEW)
-    spec = ExpertsSpec(0, 16, 2048, 768, 8, "silu", False, torch.bfloat16)
+    spec = ExpertsSpec(0, 16, 2048, size, 8, "silu", False, torch.bfloat16)
     layer = ExpertWeights(
-        torch.empty(16, 1536, 2048, dtype=torch.bfloat16), torch.empty(16, 2048, 768, dtype=torch.bfloat16)
+        torch.empty(16, 2 * size, 2048, dtype=torch.bfloat16), torch.empty(16, 2048, size, dtype=torch.bfloat16)
     )
     chosen = torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int32)
     experts_kernel.TritonExperts(spec, gpu.nvidia).add_behind_norm(zeros(1, 2048), zeros(2048), 1e-6, *chosen, layer)
@@ -1165,12 +1167,15 @@ def test_fp8_experts_compile(monkeypatch, tokens, block, hidden, gpu):
 def test_fp8_experts_of_few_pairs_compile_for_hopper(monkeypatch, tokens, block, count, top_k):
     gpu = GPUS[-1]
     kept = keep(monkeypatch, (hopper_fp8_kernel, "expert_rows_fp8_hopper"))
-    keep(monkeypatch, *SORTING, (groups_kernel, "_quantize_groups"))
+    quantised = keep(monkeypatch, (groups_kernel, "_quantize_groups"))
+    keep(monkeypatch, *SORTING)
     for module in (few_fp8_kernel, fp8_experts_kernel):
         monkeypatch.setattr(module, "on_hopper", lambda device: True)
     run, layer = fp8_experts(2048, block, gpu, count, top_k)
     experts = torch.zeros(tokens, top_k, dtype=torch.int32)
     run.add(zeros(tokens, 2048), torch.zeros(tokens, top_k), experts, layer, zeros(tokens, 2048))
+    # In blocks gate and up quantise what they leave for down.
+    assert len(quantised()) == (1 if block else 2)
     launched = kept()
     assert len(launched) == 2
     for kernel, launch in launched:

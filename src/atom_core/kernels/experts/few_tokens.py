@@ -254,6 +254,8 @@ def one_token(
         **constants,
         **launch_options(overlap),
     )
+    # On an H200 the wider tile makes DeepSeek V2-Lite (a middle of 1,408) 3% faster, and Qwen3 30B-A3B (768) 3% slower.
+    deep = size >= 1024
     _down_of_one[(triton.cdiv(hidden, 4),)](
         middle,
         weights,
@@ -267,8 +269,8 @@ def one_token(
         K=size,
         N=hidden,
         BLOCK_N=4,
-        BLOCK_K=min(256, max(16, triton.next_power_of_2(size))),
-        num_warps=4,
+        BLOCK_K=512 if deep else min(256, max(16, triton.next_power_of_2(size))),
+        num_warps=8 if deep else 4,
         **constants,
         **launch_options(overlap),
     )

@@ -14,18 +14,20 @@ from atom_core.kernels.triton_support import launch_options
 _GROUPS = 16
 
 
-@triton.jit(do_not_specialize=["stride_scales"])
+@triton.jit(do_not_specialize=["stride_scales", "num_cleared"])
 def _quantize_groups(
     x,
     residual,
     norm,
     slots,
+    cleared,
     quantized,
     scales,
     eps,
     stride_x,
     stride_residual,
     stride_scales,
+    num_cleared,
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GROUP: tl.constexpr,
@@ -35,6 +37,7 @@ def _quantize_groups(
     SMALLEST: tl.constexpr,
     OVERLAP: tl.constexpr,
     LATE: tl.constexpr,
+    CLEARED: tl.constexpr,
 ):
     """One row, or some groups of it."""
     row = tl.program_id(0).to(tl.int64)
@@ -49,6 +52,9 @@ def _quantize_groups(
         tl.extra.cuda.gdc_wait()
         if LATE:
             tl.extra.cuda.gdc_launch_dependents()
+    if cleared is not None:
+        mine = row * CLEARED + tl.arange(0, CLEARED)
+        tl.store(cleared + mine, tl.zeros([CLEARED], tl.int32), mask=mine < num_cleared)
     if slots is not None:  # noqa: SIM102 - decided when compiling; the other is not
         if tl.load(slots + row) < 0:
             return
@@ -72,6 +78,7 @@ def quantize_groups(
     slots: torch.Tensor | None = None,
     late: bool = False,
     multiple: int = 1,
+    cleared: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``of(x) [T, K]`` in ``dtype``, and the scales of its groups, which go with a product of e4m3fn's bits.
 
@@ -85,6 +92,7 @@ def quantize_groups(
         slots: int32 ``[T]``; rows where it is negative are left out, and what is returned for them means nothing.
         late: the kernel behind may start when those in front of this one are done, not earlier.
         multiple: what is returned has rows to a multiple of this; those behind ``T`` mean nothing.
+        cleared: int32; written to, all zeros when there is a row.
 
     Returns:
         ``[T, K]``, and float32 ``[groups, T]``: programs that multiply take a group of many rows at once.
@@ -99,14 +107,17 @@ def quantize_groups(
     all_rows = triton.cdiv(rows, multiple) * multiple
     quantized = torch.empty(all_rows, size, dtype=dtype, device=x.device)
     scales = torch.empty(groups, all_rows, dtype=torch.float32, device=x.device)
+    num_cleared = 0 if cleared is None else cleared.numel()
     if rows:
         _quantize_groups[(rows, triton.cdiv(groups, padded))](
             x=x,
             slots=slots,
+            cleared=cleared,
             quantized=quantized,
             scales=scales,
             stride_x=x.stride(0),
             stride_scales=all_rows,
+            num_cleared=num_cleared,
             K=size,
             GROUP=group,
             GROUPS=padded,
@@ -115,6 +126,7 @@ def quantize_groups(
             SMALLEST=SMALLEST,
             OVERLAP=overlap,
             LATE=late,
+            CLEARED=triton.next_power_of_2(max(1, triton.cdiv(num_cleared, rows))),
             num_warps=min(16, max(1, group * padded // 512)),
             **of.arguments(),
             **launch_options(overlap),

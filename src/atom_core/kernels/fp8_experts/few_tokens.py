@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from atom_core.kernels.fp8_experts import Fp8ExpertWeights
 
 if why_no_gluon() is None:
-    from atom_core.kernels.fp8_experts.hopper import multiply_few_pairs, takes
+    from atom_core.kernels.fp8_experts.hopper import leaves_quantized, multiply_few_pairs, takes
 
 
 @triton.jit
@@ -535,17 +535,20 @@ def few_tokens(
     hidden, size, pairs, dtype = x.shape[1], layer.down.shape[2], experts.numel(), layer.gate_up.dtype
     middle = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
     answers = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
+    ready = None
     for given, weight, scales, out, shares, act in (
         (x, layer.gate_up, layer.gate_up_scale, middle, None, activation),
         (middle, layer.down, layer.down_scale, answers, weights, None),
     ):
         hopper = on_hopper(x.device) and takes(weight, MAX_TOKENS, block, act is not None)
-        quantized, given_scales = quantize_groups(given, dtype, overlap, group=block or None, late=hopper)
+        left = leaves_quantized(out, pairs, dtype) if hopper and block and act is not None else None
+        if ready is None:
+            arrivals = None if left is None else left.arrivals
+            ready = quantize_groups(given, dtype, overlap, group=block or None, late=hopper, cleared=arrivals)
         way: dict[str, Any] = {"block": block, "activation": act, "overlap": overlap}
         if hopper:
-            multiply_few_pairs(quantized, given_scales, experts, None, shares, weight, scales, out, held, **way)
+            multiply_few_pairs(*ready, experts, None, shares, weight, scales, out, held, left=left, **way)
         else:
-            multiply_of_experts(
-                quantized, given_scales, experts, shares, weight, scales, out, held, nvidia=nvidia, **way
-            )
+            multiply_of_experts(*ready, experts, shares, weight, scales, out, held, nvidia=nvidia, **way)
+        ready = None if left is None else (left.values, left.scales)
     return combine(answers, experts, held, x.dtype, overlap, residual)

@@ -8,6 +8,7 @@ and scales come with their tiles, as in :mod:`atom_core.kernels.fp8_block_linear
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,8 +21,12 @@ from atom_core.kernels.experts.few_tokens import MAX_TOKENS
 from atom_core.kernels.experts.grouped import Blocks, Held
 from atom_core.kernels.experts.hopper import input_rows, pairs_of_block, store_pairs
 from atom_core.kernels.fp8_block_linear.few_rows_hopper import scale_places
+from atom_core.kernels.fp8_linear.quantize import narrowed
+from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, weight_rows
 from atom_core.kernels.triton_support import launch_options
+
+_narrowed = gluon.jit(narrowed.fn)
 
 #: Columns of a tile: bytes that shared memory interleaves together, and those of a block that has one scale.
 COLUMNS = 128
@@ -56,7 +61,48 @@ def _ask_input(
         load(of_inputs.index(place), theirs_at + step * stride, mask=known & (step < steps))
 
 
-@gluon.jit(do_not_specialize=["T", "stride_x_scales"])
+@gluon.jit
+def _quantize_whole_group(
+    out,
+    pair,
+    quantized,
+    out_scales,
+    arrivals,
+    N,
+    stride_out_scales,
+    SORTED: gl.constexpr,
+    TOKENS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    GROUP: gl.constexpr,
+    LIMIT: gl.constexpr,
+    SMALLEST: gl.constexpr,
+):
+    """Quantise a group of a block's activated columns, if all of them are stored now that this program's are.
+
+    ``arrivals`` count the programs that have stored their ``WIDTH`` columns, of each block and group.
+    """
+    warps: gl.constexpr = gl.num_warps()
+    sharing: gl.constexpr = GROUP // WIDTH
+    group = gl.program_id(0) // sharing
+    barrier()  # all of this program's stores before its arrival is seen
+    arrival = arrivals + gl.program_id(1) * (N // 2 // GROUP) + group
+    if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == sharing - 1:
+        read: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, warps], [0, 1])
+        row = gl.convert_layout(pair, gl.SliceLayout(0, read))
+        known = row >= 0
+        if SORTED:
+            row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, read))
+        column = group * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, read))
+        at = row.to(gl.int64)[None, :] * (N // 2) + column[:, None]
+        # Others have stored it since this kernel began.
+        numbers = gl.load(out + at, mask=known[None, :], other=0.0, cache_modifier=".cg").to(gl.float32)
+        scale = gl.maximum(gl.max(gl.abs(numbers), 0), SMALLEST) / LIMIT
+        gl.store(out_scales + group * stride_out_scales + row, scale, mask=known)
+        stored = _narrowed(numbers, (1.0 / scale)[None, :], LIMIT, 1.0, quantized.dtype.element_ty)
+        gl.store(quantized + at, stored, mask=known[None, :])
+
+
+@gluon.jit(do_not_specialize=["T", "stride_x_scales", "stride_out_scales"])
 def expert_rows_fp8_hopper(
     x,
     x_scales,
@@ -67,11 +113,15 @@ def expert_rows_fp8_hopper(
     weight,
     scales,
     out,
+    quantized,
+    out_scales,
+    arrivals,
     T,
     K,
     N,
     stride_x_scales,
     stride_scales,
+    stride_out_scales,
     FIRST: gl.constexpr,
     COUNT: gl.constexpr,
     TOP_K: gl.constexpr,
@@ -82,6 +132,8 @@ def expert_rows_fp8_hopper(
     SIZE: gl.constexpr,
     STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr,
+    LIMIT: gl.constexpr,
+    SMALLEST: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """A block of pairs of one expert by ``BLOCK_N`` rows of its weight; see :func:`multiply_few_pairs`.
@@ -177,6 +229,22 @@ def expert_rows_fp8_hopper(
         theirs = gl.load(x_scales + sum_row, mask=gl.convert_layout(pair, of_sums) >= 0, other=0.0)
         total *= gl.load(scales + of_sum)[:, None] * theirs[None, :]
     store_pairs(total, pair, weights, out, N, not FEW, False, BLOCK_N, TOKENS, ACTIVATION)
+    if arrivals is not None:
+        _quantize_whole_group(
+            out,
+            pair,
+            quantized,
+            out_scales,
+            arrivals,
+            N,
+            stride_out_scales,
+            not FEW,
+            TOKENS,
+            BLOCK_N // 2,
+            SIZE,
+            LIMIT,
+            SMALLEST,
+        )
 
 
 @dataclass(frozen=True)
@@ -194,6 +262,28 @@ _UNSORTED, _SORTED = Tile(64, 4, 4), Tile(128, 4, 4)
 
 #: Pairs of a block up to which this kernel multiplies; by larger ones :mod:`atom_core.kernels.experts.hopper` does.
 MAX_PAIRS = 32
+
+
+class Left(NamedTuple):
+    """What gate and up leave for down in FP8, in groups of :data:`COLUMNS`, beside their result."""
+
+    values: torch.Tensor
+    """``[rows, middle]``."""
+    scales: torch.Tensor
+    """Float32 ``[groups, rows]``."""
+    arrivals: torch.Tensor
+    """int32, of each block and group; zeros in front of the launch."""
+
+
+def leaves_quantized(middle: torch.Tensor, blocks: int, dtype: torch.dtype) -> Left:
+    """Memory without contents beside a result ``middle`` of so many blocks."""
+    rows, size = middle.shape
+    groups = size // COLUMNS
+    return Left(
+        torch.empty_like(middle, dtype=dtype),
+        torch.empty(groups, rows, dtype=torch.float32, device=middle.device),
+        torch.empty(blocks * groups, dtype=torch.int32, device=middle.device),
+    )
 
 
 def takes(weight: torch.Tensor, rows: int, block: int, gated: bool) -> bool:
@@ -222,6 +312,7 @@ def multiply_few_pairs(
     block: int,
     activation: int | None,
     overlap: bool,
+    left: Left | None = None,
 ) -> None:
     """One product of experts into ``out``.
 
@@ -240,7 +331,9 @@ def multiply_few_pairs(
         block: rows and columns that have one scale; 0: each row has one.
         activation: one of ``ACTIVATIONS``' numbers, or None.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        left: with an activation and scales of blocks, where ``out`` goes in FP8 as well.
     """
+    assert left is None or (block == COLUMNS and activation is not None)
     _, out_features, in_features = weight.shape
     tokens, top_k = experts.shape
     tile = _UNSORTED if blocks is None else _SORTED
@@ -255,11 +348,15 @@ def multiply_few_pairs(
         weight,
         scales,
         out,
+        None if left is None else left.values,
+        None if left is None else left.scales,
+        None if left is None else left.arrivals,
         tokens,
         in_features,
         out_features,
         x_scales.shape[1],
         scales[0].numel(),
+        0 if left is None else left.scales.shape[1],
         FIRST=held.first,
         COUNT=held.count,
         TOP_K=top_k,
@@ -270,6 +367,8 @@ def multiply_few_pairs(
         SIZE=block,
         STAGES=tile.stages,
         ACTIVATION=activation,
+        LIMIT=LIMIT,
+        SMALLEST=SMALLEST,
         OVERLAP=overlap,
         num_warps=tile.warps,
         **launch_options(overlap),

@@ -25,7 +25,7 @@ from atom_core.kernels.select import Target
 from atom_core.quant.fp8 import BLOCK_SIZE
 
 if why_no_gluon() is None:
-    from atom_core.kernels.fp8_experts.hopper import multiply_few_pairs, takes
+    from atom_core.kernels.fp8_experts.hopper import leaves_quantized, multiply_few_pairs, takes
 
 
 class TritonFp8Experts:
@@ -233,16 +233,21 @@ def many_tokens(
     blocks = sort_by_expert(experts, held, rows, overlap)
     middle = x.new_empty(len(blocks.slots), layer.down.shape[2])
     answers = x.new_empty(tokens * held.top_k, hidden)
+    ready = None
     for given, slots, weight, scales, out, shares, act in (
         (x, None, layer.gate_up, layer.gate_up_scale, middle, None, activation),
         (middle, blocks.slots, layer.down, layer.down_scale, answers, weights, None),
     ):
         few = on_hopper(x.device) and takes(weight, rows, block, act is not None)
-        quantized, given_scales = quantize_groups(given, dtype, overlap, group=group, slots=slots, late=few)
+        left = leaves_quantized(out, len(blocks.experts), dtype) if few and block and act is not None else None
+        if ready is None:
+            arrivals = None if left is None else left.arrivals
+            ready = quantize_groups(given, dtype, overlap, group=group, slots=slots, late=few, cleared=arrivals)
+        multiplied = ready
+        ready = None if left is None else (left.values, left.scales)
         if few:
             multiply_few_pairs(
-                quantized,
-                given_scales,
+                *multiplied,
                 experts,
                 blocks,
                 shares,
@@ -253,11 +258,11 @@ def many_tokens(
                 block=block,
                 activation=act,
                 overlap=overlap,
+                left=left,
             )
             continue
         multiply_blocks(
-            quantized,
-            given_scales,
+            *multiplied,
             blocks,
             shares,
             weight,

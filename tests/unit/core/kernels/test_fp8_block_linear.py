@@ -140,6 +140,18 @@ def test_rows_that_are_no_slots_are_left_out():
     assert torch.equal(found[[0, 2]].float(), (x[[0, 2]].float() * (1 / scale[:, None])).to(E4M3).float())
 
 
+@pytest.mark.parametrize("count", [1, 3, 4, 13])
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_what_the_kernel_behind_counts_with_is_cleared(count):
+    from atom_core.kernels.fp8_block_linear.quantize import quantize_groups as launch
+
+    x, around = operands(3)[0], torch.full((count + 2,), -7, dtype=torch.int32)
+    found = launch(x, E4M3, overlap=False, group=128, cleared=around[1:-1])
+    assert around.tolist() == [-7, *[0] * count, -7]
+    wanted = launch(x, E4M3, overlap=False, group=128)
+    assert all(torch.equal(mine.float(), theirs.float()) for mine, theirs in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("target", [CUDA, GFX942], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 17, MAX_ROWS])
 @every_size
