@@ -1,8 +1,8 @@
 """FP8 experts of few tokens, without sorting them; as :mod:`atom_core.kernels.experts.few_tokens`.
 
 One token is not quantised, and multiplied as :mod:`atom_core.kernels.fp8_linear.words` says: two launches. Several are
-quantised in launches of their own, in front of gate and up and again of down, and multiplied by tensor cores: each
-expert is read once for all tokens that go there.
+quantised in launches of their own, in front of gate and up and, unless those leave it in FP8, of down, and multiplied
+by tensor cores: each expert is read once for all tokens that go there.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The pairs are the right side of a matrix product, whose left side wants many rows: so tensor cores take FP8 as it is,
 where few rows on the left would have it widened first. Tiles of the weight are on their way before the input is there,
-and scales come with their tiles, as in :mod:`atom_core.kernels.fp8_block_linear.few_rows_hopper`.
+and scales come with their tiles, as in :mod:`atom_core.kernels.fp8_block_linear.few_rows_hopper`. With scales of blocks
+gate and up leave what they make in FP8 as well: no launch quantises it for down.
 """
 
 from __future__ import annotations

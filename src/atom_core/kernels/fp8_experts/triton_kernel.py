@@ -1,6 +1,7 @@
 """FP8 experts in Triton: :mod:`.few_tokens`, and more of them sorted by expert (:mod:`.many_tokens`).
 
-One token is not quantised; several are in a launch of their own, for gate and up and again for down.
+One token is not quantised; several are in a launch of their own, for gate and up and again for down, unless gate and up
+leave that in FP8 (:mod:`.hopper`).
 """
 
 from __future__ import annotations
