@@ -180,3 +180,20 @@ def test_steps_of_a_chain_begin_with_slots_of_their_own():
             assert backend.forward_metadata.slot_mapping.tolist() == slots[:, step].tolist()
             lengths = batch.fields["seq_lens"] + step + 1
             assert backend.forward_metadata.seq_lens.tolist() == lengths.tolist()
+
+
+def test_pages_are_of_what_the_pool_hands_out(runner, monkeypatch):
+    from atom_plugin.sglang.attention_backend.kv_view import Pools
+
+    pools = Pools(runner(4))
+    for layer in range(2):
+        view, again = pools.view(layer), pools.view(layer)
+        assert again.key is view.key, "they are not viewed anew in each step"
+        keys, values = pools.kv.get_kv_buffer(layer)
+        keys[8:12], values[8:12] = 1 + layer, 3 + layer
+        assert (view.key[2] == 1 + layer).all()
+        assert (view.value[2] == 3 + layer).all()
+    moved = torch.full_like(pools.kv.get_key_buffer(1), 7)
+    monkeypatch.setattr(pools.kv, "get_key_buffer", lambda layer: moved)
+    assert (pools.view(1).key == 7).all()
+    assert (pools.view(1).value[2] == 4).all()
