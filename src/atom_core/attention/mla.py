@@ -213,7 +213,13 @@ class RadixLatentAttention(CachedLatentAttention):
         self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: LatentStep
     ) -> torch.Tensor:
         """See :meth:`BaseLatentAttention.forward`."""
+        return self.answer(q, latent, positions, step, self.empty(q).flatten(1))
+
+    def answer(
+        self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: LatentStep, out: torch.Tensor
+    ) -> torch.Tensor:
+        """As :meth:`forward`, written to ``out [T, H * V]`` and returned."""
         metadata, cache = step.latents(self)
-        out = self.empty(q)
-        self.run(q, latent, positions, metadata, cache, out)
-        return out.flatten(1)
+        shape = self.spec.latent
+        self.run(q, latent, positions, metadata, cache, out.view(-1, shape.num_heads, shape.value_dim))
+        return out

@@ -22,7 +22,11 @@ class RadixAttention(CachedAttention):
 
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: CachedStep) -> torch.Tensor:  # type: ignore[override]
         """See :meth:`BaseAttention.forward`."""
+        out = qkv.new_empty(qkv.shape[0], self.spec.qkv.num_heads * self.spec.qkv.head_dim)
+        return self.answer(qkv, positions, step, out)
+
+    def answer(self, qkv: torch.Tensor, positions: torch.Tensor, step: CachedStep, out: torch.Tensor) -> torch.Tensor:
+        """As :meth:`forward`, written to ``out [T, H * D]`` and returned."""
         metadata, cache = step.attention(self.spec.layer_index)
-        out = qkv.new_empty(qkv.shape[0], self.spec.qkv.num_heads, self.spec.qkv.head_dim)
-        self.run(qkv, positions, metadata, cache, out)
-        return out.flatten(1)
+        self.run(qkv, positions, metadata, cache, out.view(-1, self.spec.qkv.num_heads, self.spec.qkv.head_dim))
+        return out

@@ -55,10 +55,10 @@ class SglangRadixAttention(RadixAttention):
         attended: torch.Tensor = self.host(q, k, v, step, atom_layer=self, atom_inputs=(qkv, positions))
         return attended
 
-    def attend(self, inputs: Sequence[torch.Tensor], step: CachedStep) -> torch.Tensor:
-        """What our backend calls when SGLang's layer has reached it: the fused step."""
+    def attend(self, inputs: Sequence[torch.Tensor], step: CachedStep, out: torch.Tensor | None) -> torch.Tensor:
+        """What our backend calls when SGLang's layer has reached it: the fused step, into ``out`` if there is such."""
         qkv, positions = inputs
-        return super().forward(qkv, positions, step)
+        return super().forward(qkv, positions, step) if out is None else self.answer(qkv, positions, step, out)
 
 
 class SglangLatentAttention(RadixLatentAttention):
@@ -87,10 +87,12 @@ class SglangLatentAttention(RadixLatentAttention):
         attended: torch.Tensor = self.host(q, None, None, step, atom_layer=self, atom_inputs=inputs)
         return attended
 
-    def attend(self, inputs: Sequence[torch.Tensor], step: LatentStep) -> torch.Tensor:
+    def attend(self, inputs: Sequence[torch.Tensor], step: LatentStep, out: torch.Tensor | None) -> torch.Tensor:
         """See :class:`SglangRadixAttention`."""
         q, latent, positions = inputs
-        return super().forward(q, latent, positions, step)
+        if out is None:
+            return super().forward(q, latent, positions, step)
+        return self.answer(q, latent, positions, step, out)
 
 
 class FrameworkAttention(BaseAttention):

@@ -197,3 +197,42 @@ def test_pages_are_of_what_the_pool_hands_out(runner, monkeypatch):
     monkeypatch.setattr(pools.kv, "get_key_buffer", lambda layer: moved)
     assert (pools.view(1).key == 7).all()
     assert (pools.view(1).value[2] == 4).all()
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["our layer", "sglang's layer"])
+def test_answers_go_where_sglang_wants_them(monkeypatch, ours):
+    """What a captured piece of a prompt reads, in front of padded rows."""
+    from sglang.srt.layers.radix_attention import RadixAttention as HostAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from atom_plugin.sglang.attention import SglangRadixAttention
+    from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
+
+    def run(self, qkv, positions, metadata, cache, out):
+        out.copy_(2 * qkv.view_as(out))
+
+    monkeypatch.setattr(SglangRadixAttention, "run", run)
+    made = make_runner(1, hybrid=False)
+    backend, batch = AtomAttentionBackend(made), Batch(made, 3, ForwardMode.DECODE, 1)
+    batch.fill(0)
+    for layer in range(2):
+        for rows in made.token_to_kv_pool.get_kv_buffer(layer):
+            rows.normal_()
+    q = torch.randn(3, 16)
+    backend.init_forward_metadata(batch.batch())
+    host = HostAttention(1, 16, 0.25, 1, layer_id=1)
+    given = {}
+    if ours:
+        layer = SglangRadixAttention.__new__(SglangRadixAttention)
+        layer.spec = SimpleNamespace(layer_index=1, qkv=SimpleNamespace(num_heads=1, head_dim=16))
+        given = {"atom_layer": layer, "atom_inputs": (q, torch.zeros(3))}
+
+    def attend(**others):
+        return backend.forward_extend(q, None, None, host, batch.batch(**others), save_kv_cache=False, **given)
+
+    wanted = attend()
+    padded = torch.full((5, 16), 7.0)
+    found = attend(_attn_output=padded[:3])
+    assert found.data_ptr() == padded.data_ptr(), "SGLang copies what lies elsewhere"
+    assert torch.equal(padded[:3], wanted)
+    assert (padded[3:] == 7).all()

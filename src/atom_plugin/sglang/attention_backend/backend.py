@@ -124,7 +124,7 @@ class AtomAttentionBackend(AttentionBackend):
             rows = q.shape[0]  # SGLang trims q of padded rows, and knows nothing of ours
             fits = all(len(it) == rows for it in atom_inputs)
             inputs = atom_inputs if fits else [it[:rows] for it in atom_inputs]
-            return atom_layer.attend(inputs, self)
+            return atom_layer.attend(inputs, self, _wanted(forward_batch))
         return self._plain(q, k, v, layer, forward_batch, save_kv_cache, others)
 
     forward_decode = forward_extend
@@ -149,11 +149,12 @@ class AtomAttentionBackend(AttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, target, k, v, layer.k_scale, layer.v_scale)
         k_scale, v_scale = _scale(layer.k_scale, layer.k_scale_float), _scale(layer.v_scale, layer.v_scale_float)
         view = self.pools.view(layer.layer_id, k_scale, v_scale)
-        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.head_dim)
-        queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        rows = metadata.num_tokens
-        self._kernel(layer, sinks is not None)(queries[:rows], view, metadata, sinks, out[:rows])
-        return out.flatten(1)
+        heads, dim, rows = layer.tp_q_head_num, layer.head_dim, metadata.num_tokens
+        wanted = _wanted(forward_batch)
+        out = q.new_empty(q.shape[0], heads * dim) if wanted is None else wanted
+        queries, answers = q.view(-1, heads, dim), out.view(-1, heads, dim)
+        self._kernel(layer, sinks is not None)(queries[:rows], view, metadata, sinks, answers[:rows])
+        return out
 
     def _refuse(self, layer: HostAttention, others: dict[str, Any]) -> None:
         wanted = sorted(name for name, value in others.items() if value is not None and value is not False)
@@ -196,6 +197,12 @@ def _refuse_native(runner: ModelRunner) -> None:
             f"--attention-backend atom has attention over latents for our own models alone, not for SGLang's "
             f"{type(runner.model).__name__}; name another --attention-backend."
         )
+
+
+def _wanted(batch: ForwardBatch) -> torch.Tensor | None:
+    """Where SGLang wants a layer's answer ``[T, H * D]``, or copies it to: what a captured piece behind it reads."""
+    out: torch.Tensor | None = getattr(batch, "_attn_output", None)
+    return out
 
 
 def _scale(scale: torch.Tensor | float | None, number: float | None) -> float:
