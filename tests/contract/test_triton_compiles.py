@@ -1174,10 +1174,18 @@ def test_fp8_experts_of_few_pairs_compile_for_hopper(monkeypatch, tokens, block,
     run, layer = fp8_experts(2048, block, gpu, count, top_k)
     experts = torch.zeros(tokens, top_k, dtype=torch.int32)
     run.add(zeros(tokens, 2048), torch.zeros(tokens, top_k), experts, layer, zeros(tokens, 2048))
-    # In blocks gate and up quantise what they leave for down.
-    assert len(quantised()) == (1 if block else 2)
     launched = kept()
     assert len(launched) == 2
+    # In blocks gate and up quantise what they leave for down.
+    assert len(quantised()) == (1 if block else 2)
+    gate_up, down = (dict(zip(kernel.arg_names, launch.arguments, strict=False)) for kernel, launch in launched)
+    if block:
+        assert down["x"] is gate_up["quantized"]
+        assert down["x_scales"] is gate_up["out_scales"]
+        assert gate_up["arrivals"] is quantised()[0][1].constants["cleared"]
+        # Six groups of the middle of each block; where they are not sorted each pair has a block.
+        blocks = tokens * top_k if gate_up["slots"] is None else len(gate_up["block_experts"])
+        assert len(gate_up["arrivals"]) == 6 * blocks
     for kernel, launch in launched:
         compile_launch(kernel, launch, gpu)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from atom_core.kernels.fp8_experts import Fp8ExpertWeights
 
 if why_no_gluon() is None:
-    from atom_core.kernels.fp8_experts.hopper import leaves_quantized, multiply_few_pairs, takes
+    from atom_core.kernels.fp8_experts.hopper import multiply_few_pairs, room_to_leave, takes
 
 
 @triton.jit
@@ -541,7 +541,7 @@ def few_tokens(
         (middle, layer.down, layer.down_scale, answers, weights, None),
     ):
         hopper = on_hopper(x.device) and takes(weight, MAX_TOKENS, block, act is not None)
-        left = leaves_quantized(out, pairs, dtype) if hopper and block and act is not None else None
+        left = room_to_leave(out, pairs, dtype) if hopper and block and act is not None else None
         if ready is None:
             arrivals = None if left is None else left.arrivals
             ready = quantize_groups(given, dtype, overlap, group=block or None, late=hopper, cleared=arrivals)
@@ -550,5 +550,5 @@ def few_tokens(
             multiply_few_pairs(*ready, experts, None, shares, weight, scales, out, held, left=left, **way)
         else:
             multiply_of_experts(*ready, experts, shares, weight, scales, out, held, nvidia=nvidia, **way)
-        ready = None if left is None else (left.values, left.scales)
+        ready = None if left is None else left.quantized
     return combine(answers, experts, held, x.dtype, overlap, residual)

@@ -22,6 +22,7 @@ from atom_core.kernels.experts.few_tokens import MAX_TOKENS
 from atom_core.kernels.experts.grouped import Blocks, Held
 from atom_core.kernels.experts.hopper import input_rows, pairs_of_block, store_pairs
 from atom_core.kernels.fp8_block_linear.few_rows_hopper import scale_places
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, room
 from atom_core.kernels.fp8_linear.quantize import narrowed
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, weight_rows
@@ -268,23 +269,16 @@ MAX_PAIRS = 32
 class Left(NamedTuple):
     """What gate and up leave for down in FP8, in groups of :data:`COLUMNS`, beside their result."""
 
-    values: torch.Tensor
-    """``[rows, middle]``."""
-    scales: torch.Tensor
-    """Float32 ``[groups, rows]``."""
+    quantized: QuantizedInput
     arrivals: torch.Tensor
     """int32, of each block and group; zeros in front of the launch."""
 
 
-def leaves_quantized(middle: torch.Tensor, blocks: int, dtype: torch.dtype) -> Left:
+def room_to_leave(middle: torch.Tensor, blocks: int, dtype: torch.dtype) -> Left:
     """Memory without contents beside a result ``middle`` of so many blocks."""
     rows, size = middle.shape
-    groups = size // COLUMNS
-    return Left(
-        torch.empty_like(middle, dtype=dtype),
-        torch.empty(groups, rows, dtype=torch.float32, device=middle.device),
-        torch.empty(blocks * groups, dtype=torch.int32, device=middle.device),
-    )
+    arrivals = torch.empty(blocks * (size // COLUMNS), dtype=torch.int32, device=middle.device)
+    return Left(room(rows, size, InputForm(dtype, COLUMNS), middle.device), arrivals)
 
 
 def takes(weight: torch.Tensor, rows: int, block: int, gated: bool) -> bool:
@@ -349,15 +343,15 @@ def multiply_few_pairs(
         weight,
         scales,
         out,
-        None if left is None else left.values,
-        None if left is None else left.scales,
+        None if left is None else left.quantized.values,
+        None if left is None else left.quantized.scales,
         None if left is None else left.arrivals,
         tokens,
         in_features,
         out_features,
         x_scales.shape[1],
         scales[0].numel(),
-        0 if left is None else left.scales.shape[1],
+        0 if left is None else left.quantized.scales.shape[1],
         FIRST=held.first,
         COUNT=held.count,
         TOP_K=top_k,

@@ -26,7 +26,7 @@ from atom_core.kernels.select import Target
 from atom_core.quant.fp8 import BLOCK_SIZE
 
 if why_no_gluon() is None:
-    from atom_core.kernels.fp8_experts.hopper import leaves_quantized, multiply_few_pairs, takes
+    from atom_core.kernels.fp8_experts.hopper import multiply_few_pairs, room_to_leave, takes
 
 
 class TritonFp8Experts:
@@ -240,12 +240,12 @@ def many_tokens(
         (middle, blocks.slots, layer.down, layer.down_scale, answers, weights, None),
     ):
         few = on_hopper(x.device) and takes(weight, rows, block, act is not None)
-        left = leaves_quantized(out, len(blocks.experts), dtype) if few and block and act is not None else None
+        left = room_to_leave(out, len(blocks.experts), dtype) if few and block and act is not None else None
         if ready is None:
             arrivals = None if left is None else left.arrivals
             ready = quantize_groups(given, dtype, overlap, group=group, slots=slots, late=few, cleared=arrivals)
         multiplied = ready
-        ready = None if left is None else (left.values, left.scales)
+        ready = None if left is None else left.quantized
         if few:
             multiply_few_pairs(
                 *multiplied,
