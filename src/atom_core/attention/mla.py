@@ -213,13 +213,14 @@ class RadixLatentAttention(CachedLatentAttention):
         self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: LatentStep
     ) -> torch.Tensor:
         """See :meth:`BaseLatentAttention.forward`."""
-        return self.answer(q, latent, positions, step, self.empty(q).flatten(1))
+        return self.answer(q, latent, positions, step, None)
 
     def answer(
-        self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: LatentStep, out: torch.Tensor
+        self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: LatentStep, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """As :meth:`forward`, written to ``out [T, H * V]`` and returned."""
+        """As :meth:`forward`, in ``out [T, H * V]`` where there is such."""
         metadata, cache = step.latents(self)
         shape = self.spec.latent
+        out = self.empty(q).flatten(1) if out is None else out
         self.run(q, latent, positions, metadata, cache, out.view(-1, shape.num_heads, shape.value_dim))
         return out

@@ -22,11 +22,14 @@ class RadixAttention(CachedAttention):
 
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: CachedStep) -> torch.Tensor:  # type: ignore[override]
         """See :meth:`BaseAttention.forward`."""
-        out = qkv.new_empty(qkv.shape[0], self.spec.qkv.num_heads * self.spec.qkv.head_dim)
-        return self.answer(qkv, positions, step, out)
+        return self.answer(qkv, positions, step, None)
 
-    def answer(self, qkv: torch.Tensor, positions: torch.Tensor, step: CachedStep, out: torch.Tensor) -> torch.Tensor:
-        """As :meth:`forward`, written to ``out [T, H * D]`` and returned."""
+    def answer(
+        self, qkv: torch.Tensor, positions: torch.Tensor, step: CachedStep, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As :meth:`forward`, in ``out [T, H * D]`` where there is such."""
         metadata, cache = step.attention(self.spec.layer_index)
-        self.run(qkv, positions, metadata, cache, out.view(-1, self.spec.qkv.num_heads, self.spec.qkv.head_dim))
+        heads, dim = self.spec.qkv.num_heads, self.spec.qkv.head_dim
+        out = qkv.new_empty(qkv.shape[0], heads * dim) if out is None else out
+        self.run(qkv, positions, metadata, cache, out.view(-1, heads, dim))
         return out

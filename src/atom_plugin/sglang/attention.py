@@ -58,7 +58,7 @@ class SglangRadixAttention(RadixAttention):
     def attend(self, inputs: Sequence[torch.Tensor], step: CachedStep, out: torch.Tensor | None) -> torch.Tensor:
         """What our backend calls when SGLang's layer has reached it: the fused step, into ``out`` if there is such."""
         qkv, positions = inputs
-        return super().forward(qkv, positions, step) if out is None else self.answer(qkv, positions, step, out)
+        return self.answer(qkv, positions, step, out)
 
 
 class SglangLatentAttention(RadixLatentAttention):
@@ -90,8 +90,6 @@ class SglangLatentAttention(RadixLatentAttention):
     def attend(self, inputs: Sequence[torch.Tensor], step: LatentStep, out: torch.Tensor | None) -> torch.Tensor:
         """See :class:`SglangRadixAttention`."""
         q, latent, positions = inputs
-        if out is None:
-            return super().forward(q, latent, positions, step)
         return self.answer(q, latent, positions, step, out)
 
 

@@ -6,7 +6,7 @@ leave that in FP8 (:mod:`.hopper`).
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -244,35 +244,10 @@ def many_tokens(
         if ready is None:
             arrivals = None if left is None else left.arrivals
             ready = quantize_groups(given, dtype, overlap, group=group, slots=slots, late=few, cleared=arrivals)
-        multiplied = ready
-        ready = None if left is None else left.quantized
+        way: dict[str, Any] = {"block": block, "activation": act, "overlap": overlap}
         if few:
-            multiply_few_pairs(
-                *multiplied,
-                experts,
-                blocks,
-                shares,
-                weight,
-                scales,
-                out,
-                held,
-                block=block,
-                activation=act,
-                overlap=overlap,
-                left=left,
-            )
-            continue
-        multiply_blocks(
-            *multiplied,
-            blocks,
-            shares,
-            weight,
-            scales,
-            out,
-            top_k=held.top_k,
-            block=block,
-            activation=act,
-            nvidia=nvidia,
-            overlap=overlap,
-        )
+            multiply_few_pairs(*ready, experts, blocks, shares, weight, scales, out, held, left=left, **way)
+        else:
+            multiply_blocks(*ready, blocks, shares, weight, scales, out, top_k=held.top_k, nvidia=nvidia, **way)
+        ready = None if left is None else left.quantized
     return combine(answers, experts, held, x.dtype, overlap, residual)
