@@ -71,6 +71,7 @@ from atom_core.kernels.mxfp4_linear import inputs as inputs_kernel
 from atom_core.kernels.mxfp4_linear import many_rows as many_mxfp4_rows_kernel
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear import triton_kernel as normed_kernel
+from atom_core.kernels.normed_router import triton_kernel as normed_router_kernel
 from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qkv_kernel
 from atom_core.kernels.request_pages import RequestPagesSpec
 from atom_core.kernels.request_pages import triton_kernel as pages_kernel
@@ -167,6 +168,7 @@ DECODES = (
         rotary_dim=32,
         interleaved=True,
     ),
+    DecodeCase(AttentionCase("groups of eight in a batch", _LENGTHS * 25, heads=32, kv_heads=4, dim=128)),
     DecodeCase(AttentionCase("a group of 64", _LENGTHS, heads=64, kv_heads=1, dim=128)),
     DecodeCase(AttentionCase("GPT OSS", _LENGTHS, heads=16, kv_heads=2, dim=64, window=128, sinks=True), qk_norm=False),
 )
@@ -951,6 +953,21 @@ def test_routing_compiles(monkeypatch, spec, gpu):
     correction = torch.zeros(spec.num_experts) if spec.correction else None
     with pytest.raises(Launched) as launched:
         routing_kernel.route(zeros(3, spec.num_experts), correction, spec, gpu.nvidia)
+    compile_launch(kernel, launched.value, gpu)
+
+
+@every_gpu
+@pytest.mark.parametrize("tokens", [2, 16])
+@pytest.mark.parametrize(
+    ("num_experts", "hidden", "wide"), [(128, 2048, False), (32, 2880, False), (256, 7168, False), (128, 4096, True)]
+)
+def test_norm_and_router_compile(monkeypatch, num_experts, hidden, wide, tokens, gpu):
+    kernel = normed_router_kernel._norm_and_score
+    monkeypatch.setattr(normed_router_kernel, "_norm_and_score", Recorder())
+    weight = torch.zeros(num_experts, hidden) if wide else zeros(num_experts, hidden)
+    router = Operands(weight, zeros(num_experts), float32_result=not wide)
+    with pytest.raises(Launched) as launched:
+        normed_router_kernel.TritonNormedRouter(gpu.nvidia)(zeros(tokens, hidden), zeros(hidden), 1e-6, router)
     compile_launch(kernel, launched.value, gpu)
 
 

@@ -31,6 +31,7 @@ from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.mxfp4_experts import MXFP4_EXPERTS
 from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR
 from atom_core.kernels.normed_linear import NORMED_LINEAR
+from atom_core.kernels.normed_router import NORMED_ROUTER
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE
 from atom_core.kernels.request_pages import REQUEST_PAGES
@@ -64,6 +65,7 @@ OPS = cast(
         GATED_ACTIVATION,
         FP8_GATED_ACTIVATION,
         SHARED_EXPERTS,
+        NORMED_ROUTER,
         MOE_ROUTING,
         EXPERTS,
         FP8_EXPERTS,

@@ -15,6 +15,8 @@ from torch import nn
 
 from atom_core.config import Activation, MoEConfig
 from atom_core.kernels.moe_routing import MOE_ROUTING
+from atom_core.kernels.normed_router import NORMED_ROUTER, NormedRouterSpec
+from atom_core.kernels.rms_norm import RMS_NORM
 from atom_core.layers.expert_parts import shared_as_routed
 from atom_core.layers.experts import Experts
 from atom_core.layers.gated_activation import GatedActivation
@@ -30,7 +32,7 @@ from atom_core.runtime import Runtime
 class Router(Linear):
     """From a token to its experts; never quantised, and whole on every rank."""
 
-    def __init__(self, config: MoEConfig, hidden_size: int, runtime: Runtime, name: str) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, norm: RMSNorm, runtime: Runtime, name: str) -> None:
         routing = config.routing
         count = routing.num_experts
         names = config.names
@@ -40,11 +42,21 @@ class Router(Linear):
         super().__init__(hidden_size, count, config.bias, own, name, [part], config.float32_scores)
         self.dtype = own.dtype
         self.e_score_correction_bias = empty_parameter(wide, count) if routing.correction else None
-        self.select = runtime.kernels.select(MOE_ROUTING, routing)
+        kernels = runtime.kernels
+        self.select = kernels.select(MOE_ROUTING, routing)
+        separate = (RMS_NORM.name, kernels.chosen(RMS_NORM, norm.spec)), self.method.chosen(self, kernels)
+        self.fused = kernels.select(NORMED_ROUTER, NormedRouterSpec(count, hidden_size, separate))
 
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x [T, hidden]`` to weights and experts, both ``[T, k]``."""
-        return self.choose(self(x.to(self.dtype)))
+    def behind_norm(self, stream: Stream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The normed stream, the stream summed up, and the tokens' logits ``[T, experts]``."""
+        x = stream.residual
+        fits = self.fused is not None and stream.last is None and len(x) in self.fused.tokens
+        # Where it is traced, a branch on the number of tokens would freeze it.
+        if self.fused is not None and fits and not torch.compiler.is_compiling():
+            normed, logits = self.fused(x, norm.weight, norm.eps, self.method.operands(self))
+            return normed, x, logits
+        normed, summed = norm(stream)
+        return normed, summed, self(normed.to(self.dtype))
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``logits [T, experts]`` to weights and experts, both ``[T, k]``."""
@@ -99,7 +111,7 @@ class MoE(nn.Module):
         self.group, self.replicas = runtime.tensor_parallel, runtime.data_parallel
         shared = shared_as_routed(config, runtime, name)
         config = replace(config, routing=replace(config.routing, shared=shared))
-        self.gate = Router(config, hidden_size, runtime, f"{name}.gate")
+        self.gate = Router(config, hidden_size, norm, runtime, f"{name}.gate")
         self.experts = Experts(config, hidden_size, activation, runtime, f"{name}.experts")
         self.shared_experts = (
             SharedExpert(config.shared_size, hidden_size, activation, norm, runtime, f"{name}.shared_experts")
@@ -117,8 +129,8 @@ class MoE(nn.Module):
         few = stream.last is None and 0 < len(stream.residual) <= self.max_normed
         if few and not torch.compiler.is_compiling():
             return self._behind_norm(stream)
-        x, residual = self.enter[0](stream)
-        weights, experts = self.gate.route(x)
+        x, residual, logits = self.gate.behind_norm(stream, self.enter[0])
+        weights, experts = self.gate.choose(logits)
         if self.adds and (summed := self.experts.add(x, weights, experts, residual)) is not None:
             return Stream(None, summed) if self.shared_experts is None else self.shared_experts.add(x, summed)
         mine = self.replicas.reduce(self.experts(*self.replicas.gather(x, weights, experts)))

@@ -450,9 +450,10 @@ class TritonDecodeAttention:
 
         On NVIDIA the choice is that of an H200 with heads of 128, among the products of a layer: few programs each wait
         for memory most of the time and take more keys at once, all loaded before they wait for qkv; many get a warp
-        each, which needs no other for its softmax.
+        each, which needs no other for its softmax, unless eight heads or more share a key and leave it more to do.
         """
         spec = self.spec.attention
+        group = spec.num_heads // spec.num_kv_heads
         halved = (2 if spec.head_dim > 128 else 1) * (2 if spec.dtype == torch.float32 else 1)
         if not self.nvidia:
             return Tile(64 // halved, stages=2, warps=4)
@@ -460,6 +461,8 @@ class TritonDecodeAttention:
             return Tile(128 // halved if programs <= 32 else 64 // halved, stages=1, warps=4)
         if programs <= 128 or halved > 1 or self.rows > 16:
             return Tile(64 // halved, stages=2, warps=4)
+        if programs <= 256 and group >= 8:
+            return Tile(64, stages=3, warps=2)
         return Tile(32, stages=3 if programs <= 512 else 2, warps=1)
 
     def __call__(

@@ -342,7 +342,7 @@ def combine(
     tokens, hidden = len(experts), answers.shape[1]
     y = torch.empty(tokens, hidden, dtype=dtype, device=answers.device) if residual is None else residual
     # Of few tokens, more programs.
-    block = min(256 if tokens <= 16 else 1024, triton.next_power_of_2(hidden))
+    block = min(256 if tokens <= 16 else 512 if tokens <= 64 else 1024, triton.next_power_of_2(hidden))
     _combine[(tokens, triton.cdiv(hidden, block))](
         answers,
         experts,

@@ -130,12 +130,19 @@ def row_sums(
 
 
 @triton.jit
+def normed_total(sums, squares, tile, wide, factors, eps, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``[BLOCK_N]`` of what :func:`row_sums` left behind a norm, its last tile included, and the norm's factor."""
+    squares += wide * wide
+    total = tl.sum(sums + products(tile, wide * factors.to(tl.float32), BLOCK_N, BLOCK_K), 1)
+    factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    return total * factor, factor
+
+
+@triton.jit
 def row_total(sums, squares, tile, wide, factors, norm, eps, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """``[BLOCK_N]`` of what :func:`row_sums` left, its last tile included."""
     if norm is not None:
-        squares += wide * wide
-        wide *= factors.to(tl.float32)
-    total = tl.sum(sums + products(tile, wide, BLOCK_N, BLOCK_K), 1)
-    if norm is not None:
-        total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+        total, _ = normed_total(sums, squares, tile, wide, factors, eps, K, BLOCK_N, BLOCK_K)
+    else:
+        total = tl.sum(sums + products(tile, wide, BLOCK_N, BLOCK_K), 1)
     return total

@@ -23,10 +23,13 @@ RUNTIME = build_runtime(torch.device("cpu"), torch.float32, 8)
 def triton_runtime(**forced):
     from atom_core.kernels.experts.triton_kernel import TritonExperts
     from atom_core.kernels.moe_routing.triton_kernel import route
+    from atom_core.kernels.normed_router.triton_kernel import TritonNormedRouter
 
     experts = Implementation("framework", always, lambda spec, target: TritonExperts(spec, overlap=False))
     routing = Implementation("framework", always, lambda spec, target: partial(route, spec=spec, overlap=False))
-    kernels = kernel_set(Target("cpu", ""), forced, {"experts": experts, "moe_routing": routing})
+    router = Implementation("framework", always, lambda spec, target: TritonNormedRouter(overlap=False))
+    ours = {"experts": experts, "moe_routing": routing, "normed_router": router}
+    kernels = kernel_set(Target("cpu", ""), forced, ours)
     return replace(RUNTIME, kernels=kernels)
 
 
@@ -40,11 +43,16 @@ def mixture(config, runtime):
 
 
 @pytest.mark.parametrize("pending", [False, True], ids=["summed up", "with something to add"])
-@pytest.mark.parametrize("tokens", [1, 2, 20])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17])
 @pytest.mark.parametrize(
     "config",
-    [PLAIN, replace(PLAIN, shared_size=16), replace(PLAIN, shared_size=16, float32_scores=True)],
-    ids=["plain", "with a shared expert", "with scores in float32"],
+    [
+        PLAIN,
+        replace(PLAIN, shared_size=16),
+        replace(PLAIN, shared_size=16, float32_scores=True),
+        replace(PLAIN, float32_router=True),
+    ],
+    ids=["plain", "with a shared expert", "with scores in float32", "with a router in float32"],
 )
 def test_fused_kernels_leave_the_same_stream(config, tokens, pending):
     torch.manual_seed(1)
@@ -87,3 +95,12 @@ def test_one_token_is_normed_and_added_within_its_kernels(monkeypatch):
     stream = layer(Stream(None, residual))
     assert stream.last is None
     assert stream.residual is residual
+
+
+@pytest.mark.parametrize("tokens", [2, 16])
+def test_few_tokens_are_normed_within_their_router(monkeypatch, tokens):
+    layer = mixture(PLAIN, triton_runtime())
+    monkeypatch.setattr(layer.enter[0], "forward", None)
+    monkeypatch.setattr(layer.gate, "forward", None)
+    residual = torch.randn(tokens, HIDDEN)
+    assert layer(Stream(None, residual)).residual is residual

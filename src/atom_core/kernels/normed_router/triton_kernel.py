@@ -1,0 +1,113 @@
+"""Norm and router in Triton: programs of one token and some experts each.
+
+Each multiplies its token by its experts' rows, as one row is multiplied anywhere
+(:mod:`atom_core.kernels.linear.one_row`), and norms its share of the token. The router's weight is read once a token,
+from the second-level cache: of few tokens that takes less time than a norm of its own and one product of them all, for
+which the weight makes too few programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.kernels.linear.parts import normed_total, row_sums, weight_rows
+from atom_core.kernels.normed_linear import Operands
+from atom_core.kernels.triton_support import launch_options
+
+
+@triton.jit(do_not_specialize=["stride_x"])
+def _norm_and_score(
+    x,
+    norm,
+    weight,
+    bias,
+    normed,
+    logits,
+    eps,
+    E,
+    K,
+    stride_x,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    SHARE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A token's ``logits`` of ``ROWS`` experts, and ``SHARE`` of its ``normed`` columns."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(1).to(tl.int64)
+    row = weight_rows(E, ROWS, False)
+    column = tl.arange(0, BLOCK_K)
+    known = tl.full([BLOCK_K], True, tl.int1) if EVEN else column < K
+    at = weight + row[:, None] * K + column[None, :]
+    tile = tl.load(at, mask=known[None, :], other=0.0)
+    factors = tl.load(norm + column, mask=known, other=0.0)
+    mine = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
+    my_factors = tl.load(norm + mine, mask=mine < K, other=0.0).to(tl.float32)
+    x += token * stride_x
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    numbers = tl.load(x + mine, mask=mine < K, other=0.0).to(tl.float32)
+    sums, squares, tile, wide, factors = row_sums(at, x, norm, tile, factors, known, K, ROWS, BLOCK_K, EVEN)
+    total, factor = normed_total(sums, squares, tile, wide, factors, eps, K, ROWS, BLOCK_K)
+    numbers *= factor * my_factors
+    tl.store(normed + token * K + mine, numbers.to(normed.dtype.element_ty), mask=mine < K)
+    if bias is not None:
+        total += tl.load(bias + row).to(tl.float32)
+    out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tl.store(logits + token * E + out, total.to(logits.dtype.element_ty), mask=out < E)
+
+
+class TritonNormedRouter:
+    """See :mod:`atom_core.kernels.normed_router`.
+
+    ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`.
+    """
+
+    #: Of one the products behind the norm have it within, and nothing is stored.
+    tokens = range(2, 17)
+
+    def __init__(self, overlap: bool) -> None:
+        self.overlap = overlap
+
+    def __call__(
+        self, x: torch.Tensor, norm: torch.Tensor, eps: float, router: Operands
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`atom_core.kernels.normed_router.NormedRouterKernel`."""
+        (tokens, hidden), num_experts = x.shape, len(router.weight)
+        assert tokens > 0
+        assert x.stride(1) == 1
+        assert router.weight.is_contiguous()
+        wide = router.float32_result or router.weight.dtype == torch.float32
+        logits = torch.empty(tokens, num_experts, dtype=torch.float32 if wide else x.dtype, device=x.device)
+        normed = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+        rows, columns, warps = _tile(tokens, hidden)
+        programs = triton.cdiv(num_experts, rows)
+        _norm_and_score[(programs, tokens)](
+            x,
+            norm,
+            router.weight,
+            router.bias,
+            normed,
+            logits,
+            eps,
+            num_experts,
+            hidden,
+            x.stride(0),
+            ROWS=rows,
+            BLOCK_K=columns,
+            EVEN=hidden % columns == 0,
+            SHARE=triton.next_power_of_2(triton.cdiv(hidden, programs)),
+            OVERLAP=self.overlap,
+            num_warps=warps,
+            **launch_options(self.overlap),
+        )
+        return normed, logits
+
+
+def _tile(tokens: int, hidden: int) -> tuple[int, int, int]:
+    """Rows and columns of the router's weight that a program takes at once, and its warps; chosen on an H200."""
+    return 2 if tokens <= 8 else 4, min(2048, max(16, triton.next_power_of_2(hidden))), 4
