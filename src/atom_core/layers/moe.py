@@ -45,16 +45,16 @@ class Router(Linear):
         kernels = runtime.kernels
         self.select = kernels.select(MOE_ROUTING, routing)
         separate = (RMS_NORM.name, kernels.chosen(RMS_NORM, norm.spec)), self.method.chosen(self, kernels)
-        self.fused = kernels.select(NORMED_ROUTER, NormedRouterSpec(count, hidden_size, separate))
+        self.fused = kernels.select(NORMED_ROUTER, NormedRouterSpec(separate))
 
     def behind_norm(self, stream: Stream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The normed stream, the stream summed up, and the tokens' logits ``[T, experts]``."""
-        x = stream.residual
-        fits = self.fused is not None and stream.last is None and len(x) in self.fused.tokens
         # Where it is traced, a branch on the number of tokens would freeze it.
-        if self.fused is not None and fits and not torch.compiler.is_compiling():
-            normed, logits = self.fused(x, norm.weight, norm.eps, self.method.operands(self))
-            return normed, x, logits
+        if self.fused is not None and stream.last is None and not torch.compiler.is_compiling():
+            x = stream.residual
+            if len(x) in self.fused.tokens:
+                normed, logits = self.fused(x, norm.weight, norm.eps, self.method.operands(self))
+                return normed, x, logits
         normed, summed = norm(stream)
         return normed, summed, self(normed.to(self.dtype))
 
@@ -126,8 +126,8 @@ class MoE(nn.Module):
 
     def forward(self, stream: Stream) -> Stream:
         """Read the stream's norm and add to it."""
-        few = stream.last is None and 0 < len(stream.residual) <= self.max_normed
-        if few and not torch.compiler.is_compiling():
+        apart = stream.last is None and not torch.compiler.is_compiling()
+        if apart and 0 < len(stream.residual) <= self.max_normed:
             return self._behind_norm(stream)
         x, residual, logits = self.gate.behind_norm(stream, self.enter[0])
         weights, experts = self.gate.choose(logits)

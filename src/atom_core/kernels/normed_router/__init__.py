@@ -26,8 +26,6 @@ class NormedRouterSpec:
     ``separate`` names the implementation that was chosen for each op by itself: what is fused is what was chosen.
     """
 
-    num_experts: int
-    hidden_size: int
     separate: tuple[tuple[str, str], ...]
 
 

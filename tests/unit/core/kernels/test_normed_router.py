@@ -64,8 +64,8 @@ def test_logits_are_in_the_models_dtype_unless_they_are_to_be_wider():
 
 
 def test_who_runs_it():
-    spec = NormedRouterSpec(8, 64, (("rms_norm", "triton"), ("linear", "triton")))
+    spec = NormedRouterSpec((("rms_norm", "triton"), ("linear", "triton")))
     assert kernel_set(Target("cpu", "x86_64")).chosen(NORMED_ROUTER, spec) == "separate"
     nvidia = kernel_set(Target("cuda", "sm90"))
     assert nvidia.chosen(NORMED_ROUTER, spec) == "triton"
-    assert nvidia.chosen(NORMED_ROUTER, NormedRouterSpec(8, 64, (("linear", "torch"),))) == "separate"
+    assert nvidia.chosen(NORMED_ROUTER, NormedRouterSpec((("linear", "torch"),))) == "separate"
