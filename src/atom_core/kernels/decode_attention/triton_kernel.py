@@ -437,8 +437,9 @@ class TritonDecodeAttention:
     def __init__(self, spec: DecodeAttentionSpec, nvidia: bool, overlap: bool) -> None:
         self.spec = spec
         self.nvidia, self.overlap = nvidia, overlap
-        group = spec.attention.num_heads // spec.attention.num_kv_heads
-        self.rows: int = max(16, triton.next_power_of_2(group))  # tl.dot wants at least 16
+        #: Query heads that share a key.
+        self.group = spec.attention.num_heads // spec.attention.num_kv_heads
+        self.rows: int = max(16, triton.next_power_of_2(self.group))  # tl.dot wants at least 16
         self.split_buffers = SplitBuffers()
 
     def takes(self, metadata: AttentionMetadata) -> bool:
@@ -453,7 +454,6 @@ class TritonDecodeAttention:
         each, which needs no other for its softmax, unless eight heads or more share a key and leave it more to do.
         """
         spec = self.spec.attention
-        group = spec.num_heads // spec.num_kv_heads
         halved = (2 if spec.head_dim > 128 else 1) * (2 if spec.dtype == torch.float32 else 1)
         if not self.nvidia:
             return Tile(64 // halved, stages=2, warps=4)
@@ -461,7 +461,7 @@ class TritonDecodeAttention:
             return Tile(128 // halved if programs <= 32 else 64 // halved, stages=1, warps=4)
         if programs <= 128 or halved > 1 or self.rows > 16:
             return Tile(64 // halved, stages=2, warps=4)
-        if programs <= 256 and group >= 8:
+        if programs <= 256 and self.group >= 8:
             return Tile(64, stages=3, warps=2)
         return Tile(32, stages=3 if programs <= 512 else 2, warps=1)
 

@@ -17,7 +17,7 @@ from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.triton_support import launch_options
 
 
-@triton.jit(do_not_specialize=["stride_x"])
+@triton.jit
 def _norm_and_score(
     x,
     norm,
@@ -84,7 +84,8 @@ class TritonNormedRouter:
         wide = router.float32_result or router.weight.dtype == torch.float32
         logits = torch.empty(tokens, num_experts, dtype=torch.float32 if wide else x.dtype, device=x.device)
         normed = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-        rows, columns, warps = _tile(tokens, hidden)
+        # What a program takes at once of the router's weight; chosen on an H200.
+        rows, columns = 2 if tokens <= 8 else 4, min(2048, max(16, triton.next_power_of_2(hidden)))
         programs = triton.cdiv(num_experts, rows)
         _norm_and_score[(programs, tokens)](
             x,
@@ -102,12 +103,7 @@ class TritonNormedRouter:
             EVEN=hidden % columns == 0,
             SHARE=triton.next_power_of_2(triton.cdiv(hidden, programs)),
             OVERLAP=self.overlap,
-            num_warps=warps,
+            num_warps=4,
             **launch_options(self.overlap),
         )
         return normed, logits
-
-
-def _tile(tokens: int, hidden: int) -> tuple[int, int, int]:
-    """Rows and columns of the router's weight that a program takes at once, and its warps; chosen on an H200."""
-    return 2 if tokens <= 8 else 4, min(2048, max(16, triton.next_power_of_2(hidden))), 4
