@@ -33,6 +33,7 @@ from atom_core.kernels.cache_dtypes import FP8_DTYPES, is_foreign
 from atom_core.kernels.decode_attention import triton_kernel as decode_kernel
 from atom_core.kernels.embedding import triton_kernel as embedding_kernel
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
+from atom_core.kernels.experts import few_pairs_hopper as few_pairs_kernel
 from atom_core.kernels.experts import few_tokens as few_experts_kernel
 from atom_core.kernels.experts import grouped as grouped_kernel
 from atom_core.kernels.experts import hopper as hopper_experts_kernel
@@ -1019,6 +1020,27 @@ def test_experts_compile(monkeypatch, tokens, launches, bias, gpu):
     assert len(launched) == launches
     for kernel, launch in launched:
         compile_launch(kernel, launch, gpu)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
+@pytest.mark.parametrize("tokens", [20, 40])
+def test_experts_of_few_pairs_compile_for_hopper(monkeypatch, tokens, bias):
+    gpu = GPUS[-1]
+    kept = keep(monkeypatch, (few_pairs_kernel, "few_pairs_hopper"))
+    keep(monkeypatch, *SORTING)
+    monkeypatch.setattr(grouped_kernel, "on_hopper", lambda device: True)
+    spec = ExpertsSpec(0, 16, 2048, 768, 8, "clamped_swiglu" if bias else "silu", bias, torch.bfloat16)
+    biases = (zeros(16, 1536), zeros(16, 2048)) if bias else (None, None)
+    layer = ExpertWeights(zeros(16, 1536, 2048), zeros(16, 2048, 768), *biases)
+    chosen = torch.zeros(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
+    run = experts_kernel.TritonExperts(spec, overlap=True)
+    run.add(zeros(tokens, 2048), *chosen, layer, zeros(tokens, 2048))
+    launched = kept()
+    assert len(launched) == 2
+    for kernel, launch in launched:
+        compiled = compile_launch(kernel, launch, gpu)
+        # One wait in the loop and one behind it: a compiler that waits for each product has more.
+        assert compiled.asm["ptx"].count("wgmma.wait_group") == 2
 
 
 @every_gpu

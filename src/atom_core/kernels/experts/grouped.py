@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertWeights
 
 if why_no_gluon() is None:
+    from atom_core.kernels.experts.few_pairs_hopper import multiply_few_pairs, takes_few_pairs
     from atom_core.kernels.experts.hopper import multiply_on_hopper, takes
 
 #: Pairs that one program sorts.
@@ -391,7 +392,19 @@ def many_tokens(
         (x, None, layer.gate_up, layer.gate_up_bias, middle, activation),
         (middle, weights, layer.down, layer.down_bias, answers, None),
     ):
-        if on_hopper(given.device) and takes(given, weight, blocks, 0, act is not None):
+        if on_hopper(given.device) and takes_few_pairs(given, weight, blocks):
+            multiply_few_pairs(
+                given,
+                shares,
+                weight,
+                bias,
+                out,
+                blocks,
+                top_k=held.top_k,
+                activation=act,
+                overlap=overlap,
+            )
+        elif on_hopper(given.device) and takes(given, weight, blocks, 0, act is not None):
             multiply_on_hopper(
                 given,
                 None,

@@ -1,0 +1,215 @@
+"""A block of few pairs of one expert by some rows of its weight in 16 bits on Hopper, in Gluon.
+
+The pairs are the right side of a matrix product, whose left side wants many rows: tensor cores take both from shared
+memory (``wgmma``), where few rows on the left would go through registers first. Which experts they are the second
+product knows when it starts: its tiles of the weight are on their way before the input is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from atom_core.kernels.experts.hopper import input_rows, pairs_of_block, store_pairs
+from atom_core.kernels.linear.few_rows_hopper import LAG, barrier, depend, load, weight_rows
+from atom_core.kernels.linear.tiles import aligned
+from atom_core.kernels.triton_support import launch_options
+
+if TYPE_CHECKING:
+    from atom_core.kernels.experts.grouped import Blocks
+
+#: Columns of a tile: bytes that shared memory interleaves together.
+COLUMNS = 64
+
+
+@gluon.jit
+def _ask_weight(tiles, at, step, steps, place, COLUMNS: gl.constexpr):
+    """Ask for the weight's tile of a step, where there is such."""
+    load(tiles.index(place), at + step * COLUMNS, mask=step < steps, eviction_policy="evict_first")
+
+
+@gluon.jit
+def _ask_input(inputs, x_at, used, step, steps, place, COLUMNS: gl.constexpr):
+    """The same of the input's."""
+    load(inputs.index(place), x_at + step * COLUMNS, mask=used & (step < steps))
+
+
+@gluon.jit
+def few_pairs_hopper(
+    x,
+    block_experts,
+    slots,
+    weights,
+    weight,
+    bias,
+    out,
+    K,
+    N,
+    stride_x,
+    TOP_K: gl.constexpr,
+    TOKENS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAG: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """A block of ``TOKENS`` pairs of one expert by ``BLOCK_N`` rows of its weight; see :func:`multiply_few_pairs`.
+
+    With an activation rows of ``x`` are tokens, and rows of ``out`` slots; without, the other way round, and results
+    are given their pair's weight. ``STAGES - LAG`` tiles are on their way at once.
+    """
+    GATED: gl.constexpr = ACTIVATION is not None
+    dtype: gl.constexpr = weight.dtype.element_ty
+    warps: gl.constexpr = gl.num_warps()
+    copied: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [warps, 1], [1, 0])
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, TOKENS, 16])
+    of_rows: gl.constexpr = gl.SliceLayout(1, summed)
+    ahead: gl.constexpr = STAGES - LAG
+    if OVERLAP and GATED:
+        depend("griddepcontrol.wait; // $0")
+        # Not earlier: the second product reads which experts they are without waiting for this one.
+        depend("griddepcontrol.launch_dependents; // $0")
+    expert, pair = pairs_of_block(None, block_experts, slots, 0, 0, 0, TOP_K, 1, TOKENS, copied)
+    if expert < 0:
+        # One waits though it has nothing to do, so that whoever waits for this kernel waits for those in front as well.
+        if OVERLAP and not GATED and gl.program_id(0) + gl.program_id(1) == 0:
+            depend("griddepcontrol.wait; // $0")
+        return
+    expert = expert.to(gl.int64)
+    tiles = gl.allocate_shared_memory(
+        dtype, [STAGES, BLOCK_N, COLUMNS], gl.NVMMASharedLayout.get_default_for([BLOCK_N, COLUMNS], dtype)
+    )
+    inputs = gl.allocate_shared_memory(
+        dtype, [STAGES, TOKENS, COLUMNS], gl.NVMMASharedLayout.get_default_for([TOKENS, COLUMNS], dtype)
+    )
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, copied))
+    row = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, GATED)
+    at = weight + (expert * N + row)[:, None] * K + column[None, :]
+    x_row = input_rows(pair, True, GATED, TOP_K, TOKENS, gl.SliceLayout(1, copied))
+    used = (pair >= 0)[:, None]
+    x_at = x + x_row.to(gl.int64)[:, None] * stride_x + column[None, :]
+    steps = K // COLUMNS
+    for stage in gl.static_range(ahead):
+        _ask_weight(tiles, at, stage, steps, stage, COLUMNS)
+        if GATED:
+            _ask_input(inputs, x_at, used, stage, steps, stage, COLUMNS)
+        async_copy.commit_group()
+    if not GATED:
+        if OVERLAP:
+            depend("griddepcontrol.wait; // $0")
+            depend("griddepcontrol.launch_dependents; // $0")
+        for stage in gl.static_range(ahead):
+            _ask_input(inputs, x_at, used, stage, steps, stage, COLUMNS)
+            async_copy.commit_group()
+    total = gl.zeros([BLOCK_N, TOKENS], gl.float32, summed)
+    place = 0
+    filled = ahead
+    for step in range(steps):
+        async_copy.wait_group(ahead - 1)
+        fence_async_shared()
+        barrier()
+        total = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), total, is_async=True)
+        later = step + ahead
+        _ask_weight(tiles, at, later, steps, filled, COLUMNS)
+        _ask_input(inputs, x_at, used, later, steps, filled, COLUMNS)
+        async_copy.commit_group()
+        place = (place + 1) % STAGES
+        filled = (filled + 1) % STAGES
+        total = warpgroup_mma_wait(LAG - 1, [total])
+    total = warpgroup_mma_wait(0, [total])
+    if bias is not None:
+        of_sum = weight_rows(gl.arange(0, BLOCK_N, of_rows), N, BLOCK_N, GATED)
+        total += gl.load(bias + expert * N + of_sum).to(gl.float32)[:, None]
+    store_pairs(total, pair, weights, out, N, True, False, BLOCK_N, TOKENS, ACTIVATION)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program takes."""
+
+    rows: int
+    """Of the weight."""
+    stages: int
+    """How many tiles shared memory has room for."""
+    warps: int
+
+
+#: Of blocks of up to 16 pairs, and of larger ones.
+_FEW, _MORE = Tile(128, 4, 4), Tile(128, 5, 4)
+
+#: Pairs of a block up to which this kernel multiplies; by larger ones :mod:`atom_core.kernels.experts.hopper` does.
+MAX_PAIRS = 32
+
+
+def takes_few_pairs(x: torch.Tensor, weight: torch.Tensor, blocks: Blocks) -> bool:
+    """Whether on Hopper :func:`multiply_few_pairs` has a kernel for such blocks."""
+    return (
+        blocks.rows <= MAX_PAIRS
+        and weight.itemsize == x.itemsize == 2
+        and weight.shape[2] % COLUMNS == 0
+        and aligned(x)
+        and weight.data_ptr() % 16 == 0
+    )
+
+
+def multiply_few_pairs(
+    x: torch.Tensor,
+    weights: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    blocks: Blocks,
+    *,
+    top_k: int,
+    activation: int | None,
+    overlap: bool,
+) -> None:
+    """One product of blocks of pairs into ``out``.
+
+    Without an activation what was in front of the kernel in front must be done when this starts: blocks are read
+    without waiting.
+
+    Args:
+        x: ``[T, K]`` with an activation, else ``[slots, K]``.
+        weights: float32 ``[T, k]`` without an activation.
+        weight: ``[E, N, K]`` in the dtype of ``x``.
+        bias: ``[E, N]``.
+        out: ``[slots, N / 2]`` with an activation, else ``[T k, N]``.
+        blocks: the pairs in the order of their experts.
+        top_k: pairs of a token.
+        activation: one of ``ACTIVATIONS``' numbers, or None.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+    """
+    _, out_features, in_features = weight.shape
+    tile = _FEW if blocks.rows <= 16 else _MORE
+    few_pairs_hopper[triton.cdiv(out_features, tile.rows), len(blocks.experts)](
+        x,
+        blocks.experts,
+        blocks.slots,
+        weights,
+        weight,
+        bias,
+        out,
+        in_features,
+        out_features,
+        x.stride(0),
+        TOP_K=top_k,
+        TOKENS=blocks.rows,
+        BLOCK_N=tile.rows,
+        COLUMNS=COLUMNS,
+        STAGES=tile.stages,
+        LAG=LAG,
+        ACTIVATION=activation,
+        OVERLAP=overlap,
+        num_warps=tile.warps,
+        **launch_options(overlap),
+    )
