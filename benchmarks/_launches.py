@@ -27,6 +27,7 @@ from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.aiter_library import CALLED
 from atom_core.kernels.all_reduce_norm import ALL_REDUCE_NORM
+from atom_core.kernels.attention import splits
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, room
 from atom_core.kernels.select import Implementation, Target
 from atom_core.models.decoder import DecoderForCausalLM
@@ -335,6 +336,7 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         with (
             mock.patch.object(JITFunction, "run", run),
             mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+            mock.patch.object(splits, "_multiprocessors", return_value=132),
             _TorchOps(recorder),
         ):
             yield

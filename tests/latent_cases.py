@@ -20,6 +20,7 @@ from atom_core.kernels.latent_cache import LatentCacheKernel, LatentSpec, Latent
 from atom_core.kernels.latent_prefill import LatentPrefillKernel
 from atom_core.kernels.latent_prefill.plan import plan_prefill
 from atom_core.kernels.latent_queries import LatentQueriesKernel
+from atom_core.kernels.latent_values import LatentValuesKernel
 from atom_core.metadata import AttentionMetadata, HostLengths, LatentCacheView
 from tests.kernel_cases import NAN, assert_close, assert_stored, stored
 
@@ -186,6 +187,27 @@ def check_absorbed(
 
     assert_close(out[: batch.num_real], _by_token(case, batch, answer), ulps)
     assert fills_padding or out[batch.num_real :].isnan().all(), "rows of padding were written"
+
+
+def check_values(case: LatentCase, kernel: LatentValuesKernel, batch: LatentBatch, ulps: int = 1) -> None:
+    """The same of a kernel that goes on to each head's values, with what lies between tokens and heads NaN."""
+    folded, scale = batch.folded.double().cpu(), (case.nope_dim + case.rope_dim) ** -0.5
+    into = batch.expand[:, case.nope_dim :].transpose(1, 2)
+    wide = into.double().cpu()
+    shape = (batch.folded.shape[0], case.heads + 1, case.value_dim + 8)
+    room = torch.full(shape, NAN, dtype=batch.q.dtype, device=batch.q.device)
+    out = room[:, : case.heads, : case.value_dim]
+    assert kernel.takes(len(batch.folded), batch.cache, batch.metadata)
+    kernel(batch.folded, batch.cache, batch.metadata, into, out)
+
+    def answer(token: int, rows: torch.Tensor) -> torch.Tensor:
+        weights = (folded[token] @ rows.T * scale).softmax(-1)
+        return torch.einsum("hl,hlv->hv", weights @ rows[:, : case.rank], wide)
+
+    assert_close(out[: batch.num_real], _by_token(case, batch, answer), ulps)
+    assert out[batch.num_real :].isnan().all(), "rows of padding were written"
+    assert room[:, case.heads :].isnan().all(), "what is nobody's was written"
+    assert room[..., case.value_dim :].isnan().all(), "what is nobody's was written"
 
 
 def check_expanded(case: LatentCase, kernel: LatentPrefillKernel, batch: LatentBatch, ulps: int = 1) -> None:

@@ -28,6 +28,7 @@ from atom_core.config import RoutingConfig
 from atom_core.kernels.all_reduce_norm import MAX_ROW
 from atom_core.kernels.all_reduce_norm import triton_kernel as reducing_kernel
 from atom_core.kernels.all_reduce_norm.peer_memory import PROGRAMS, Peers
+from atom_core.kernels.attention import splits
 from atom_core.kernels.attention import triton_kernel as attention_kernel
 from atom_core.kernels.cache_dtypes import FP8_DTYPES, is_foreign
 from atom_core.kernels.decode_attention import triton_kernel as decode_kernel
@@ -60,6 +61,7 @@ from atom_core.kernels.latent_attention import triton_kernel as latent_kernel
 from atom_core.kernels.latent_cache import triton_kernel as latent_cache_kernel
 from atom_core.kernels.latent_prefill import triton_kernel as prefill_kernel
 from atom_core.kernels.latent_queries import triton_kernel as queries_kernel
+from atom_core.kernels.latent_values import triton_kernel as latent_values_kernel
 from atom_core.kernels.linear import triton_kernel as linear_kernel
 from atom_core.kernels.linear.tiles import tile_for
 from atom_core.kernels.moe_routing import triton_kernel as routing_kernel
@@ -376,10 +378,27 @@ def test_decoding_over_latents_compiles_for_hopper(monkeypatch, heads, requests)
     case = LatentCase("", ((9, 1),) * (requests - 1) + ((300, 1),), heads=heads, **_DEEPSEEK)
     kernel = latent_hopper.latent_decode_hopper
     monkeypatch.setattr(latent_hopper, "latent_decode_hopper", Recorder())
+    monkeypatch.setattr(splits, "_multiprocessors", lambda device: 132)
     launch = latent_kernel.TritonLatentAttention(case.spec(torch.bfloat16), nvidia=True, overlap=True, hopper=True)
     with pytest.raises(Launched) as launched:
         check_absorbed(case, launch, latent_batch(case, torch.bfloat16, CPU))
     compile_launch(kernel, launched.value, GPUS[-1])
+
+
+@pytest.mark.parametrize(("heads", "requests"), [(16, 1), (16, 8), (16, 16), (16, 32), (20, 10), (128, 1)])
+def test_decoding_to_values_compiles_for_hopper(monkeypatch, heads, requests):
+    case = LatentCase("", ((200, 1),) * (requests - 1) + ((300, 1),), heads=heads, **_DEEPSEEK)
+    kept = keep(monkeypatch, (latent_hopper, "latent_decode_hopper"), (latent_values_kernel, "_values_of_parts"))
+    monkeypatch.setattr(splits, "_multiprocessors", lambda device: 132)
+    launch = latent_values_kernel.TritonLatentValues(case.spec(torch.bfloat16), overlap=True)
+    batch = latent_batch(case, torch.bfloat16, CPU)
+    out = torch.empty(requests, heads, case.value_dim, dtype=torch.bfloat16)
+    assert launch.takes(requests, batch.cache, batch.metadata)
+    launch(batch.folded, batch.cache, batch.metadata, batch.expand[:, case.nope_dim :].transpose(1, 2), out)
+    launched = kept()
+    assert len(launched) == 2
+    for kernel, arguments in launched:
+        compile_launch(kernel, arguments, GPUS[-1])
 
 
 @pytest.mark.parametrize(("gpu", "cache_dtype"), FP8_CACHES, ids=str)

@@ -17,6 +17,7 @@ from atom_core.kernels.latent_prefill.plan import plan_prefill
 from atom_core.kernels.latent_prefill.reference import ReferenceLatentPrefill
 from atom_core.kernels.latent_prefill.triton_kernel import TritonLatentPrefill
 from atom_core.kernels.latent_queries.triton_kernel import TritonLatentQueries
+from atom_core.kernels.latent_values.triton_kernel import TritonLatentValues
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton_cache
 from atom_core.standalone import Runner
@@ -30,6 +31,7 @@ from tests.latent_cases import (
     check_head_linear,
     check_latent_cache,
     check_latent_queries,
+    check_values,
     latent_batch,
 )
 from tests.unit.core.hugging_face import LOGITS_TOLERANCE, distance, greedy, logits, make_config, make_model
@@ -68,6 +70,17 @@ DECODES = (
     LatentCase("small latents", _LENGTHS, heads=4, rank=64, nope_dim=16, rope_dim=16, value_dim=16),
 )
 
+#: What is left in parts: of few tokens, of requests longer than a tile.
+VALUES = (
+    *(case for case in DECODES if (len(case.requests) + case.padded_tokens) * case.heads <= 512 and case.heads < 64),
+    LatentCase("one token", ((192, 1),), heads=16, **_SIZES),
+    LatentCase("one token of 128 heads", ((3000, 1),), heads=128, page_size=64, **_SIZES),
+    LatentCase("a token that begins a tile", ((64, 1), (128, 1), (63, 1)), heads=16, page_size=64, **_SIZES),
+    LatentCase("32 requests", tuple((61 * at, 1) for at in range(32)), heads=16, **_SIZES),
+    LatentCase("padded requests among 16", _LENGTHS[:12], heads=16, padded_requests=4, padded_tokens=4, **_SIZES),
+)
+hopper = pytest.mark.skipif(not ATTENTION["hopper"], reason="there are parts on Hopper alone")
+
 
 @pytest.fixture
 def all_expanded(monkeypatch):
@@ -86,6 +99,15 @@ def test_decoding_alone(case, dtype):
     kernel = TritonLatentAttention(case.spec(dtype), **ATTENTION)
     for seed in range(2):  # what a launch leaves for the next must be as it was
         check_absorbed(case, kernel, latent_batch(case, dtype, GPU, seed))
+
+
+@hopper
+@pytest.mark.parametrize("case", VALUES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_decoding_to_values(case, dtype):
+    kernel = TritonLatentValues(case.spec(dtype), **OVERLAP)
+    for seed in range(2):
+        check_values(case, kernel, latent_batch(case, dtype, GPU, seed), ulps=2)
 
 
 @every_case
@@ -133,7 +155,7 @@ def test_norm_rope_and_cache(case, dtype, cache_dtype):
 @every_case
 @every_cache
 @every_dtype
-@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("tokens", [1, 16, 64])
 def test_norm_rope_cache_and_folded_queries(case, dtype, cache_dtype, tokens):
     launch = TritonLatentQueries(case.spec(dtype, cache_dtype).latent, **OVERLAP)
     check_latent_queries(case, launch, dtype, GPU, cache_dtype, tokens)
@@ -144,6 +166,18 @@ def test_norm_rope_cache_and_folded_queries(case, dtype, cache_dtype, tokens):
 def test_products_for_each_head(tokens, dtype):
     for sizes, transposed in (((128, 512, 64), False), ((512, 128, 0), True)):
         check_head_linear(partial(head_linear, **OVERLAP), (tokens, 16, *sizes), dtype, GPU, transposed)
+
+
+@hopper
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_graph_that_decodes_to_values_replays_for_other_lengths(heads):
+    weight = torch.randn(heads, _SIZES["rank"], _SIZES["rank"], dtype=torch.bfloat16, device=GPU)
+
+    def build(spec):
+        kernel = TritonLatentValues(spec, **OVERLAP)
+        return lambda q, cache, metadata, out: kernel(q, cache, metadata, weight.transpose(1, 2), out)
+
+    check_replays(build, heads)
 
 
 def check_replays(build, heads):

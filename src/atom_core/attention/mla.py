@@ -21,6 +21,7 @@ from atom_core.kernels.latent_cache import LATENT_CACHE, LatentSpec, LatentWeigh
 from atom_core.kernels.latent_prefill import LATENT_PREFILL
 from atom_core.kernels.latent_prefill.plan import PrefillPlan, keys_at_a_time, plan_prefill
 from atom_core.kernels.latent_queries import LATENT_QUERIES, LatentQueriesSpec
+from atom_core.kernels.latent_values import LATENT_VALUES, LatentValuesSpec
 from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
 from atom_core.runtime import Runtime
 
@@ -82,6 +83,11 @@ class CachedLatentAttention(BaseLatentAttention):
         )
         self.enter = kernels.select(LATENT_QUERIES, LatentQueriesSpec(shape, separate))
         self.out_of_latents = kernels.select(HEAD_LINEAR, out_of)
+        separate = (
+            (LATENT_ATTENTION.name, kernels.chosen(LATENT_ATTENTION, spec.attention)),
+            (HEAD_LINEAR.name, kernels.chosen(HEAD_LINEAR, out_of)),
+        )
+        self.values = kernels.select(LATENT_VALUES, LatentValuesSpec(spec.attention, separate))
 
     @property
     def graph_support(self) -> GraphSupport:
@@ -154,9 +160,13 @@ class CachedLatentAttention(BaseLatentAttention):
     ) -> None:
         """``folded [T, H, L + R]``, queries that meet latents, to ``out [T, H, V]``."""
         shape = self.spec.latent
+        expand = self.weights.expand[:, shape.nope_dim :].transpose(1, 2)
+        if self.values is not None and self.values.takes(len(folded), cache, metadata):
+            self.values(folded, cache, metadata, expand, out)
+            return
         summed = self._room(folded, shape.rank)
         self.kernel(folded, cache, metadata, summed)
-        self.out_of_latents(summed, self.weights.expand[:, shape.nope_dim :].transpose(1, 2), out)
+        self.out_of_latents(summed, expand, out)
 
     def _room(self, q: torch.Tensor, width: int) -> torch.Tensor:
         """``[T, H, width]``, with as much room beside it as the kernel wants."""

@@ -26,6 +26,7 @@ from atom_core.kernels.latent_attention import LATENT_ATTENTION
 from atom_core.kernels.latent_cache import LATENT_CACHE
 from atom_core.kernels.latent_prefill import LATENT_PREFILL
 from atom_core.kernels.latent_queries import LATENT_QUERIES
+from atom_core.kernels.latent_values import LATENT_VALUES
 from atom_core.kernels.linear import LINEAR
 from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.mxfp4_experts import MXFP4_EXPERTS
@@ -60,6 +61,7 @@ OPS = cast(
         LATENT_CACHE,
         HEAD_LINEAR,
         LATENT_QUERIES,
+        LATENT_VALUES,
         LATENT_ATTENTION,
         LATENT_PREFILL,
         GATED_ACTIVATION,

@@ -14,7 +14,7 @@ import torch
 from atom_core.metadata import capturing
 
 #: Programs that keep a large GPU busy, at most how many share a request's keys, and the fewest keys that are shared.
-_PROGRAMS, _MAX_SPLITS, _KEYS = 512, 32, 64
+_PROGRAMS, MAX_SPLITS, _KEYS = 512, 32, 64
 #: What starting a program and adding its part up cost, as a share of all keys of a request.
 _OVERHEAD = 0.04
 
@@ -52,18 +52,26 @@ class SplitBuffers:
             head_dim: ``D``.
             device: where it runs.
         """
-        count = min(_PROGRAMS // max(programs, 1), -(-max_seq_len // _KEYS), _MAX_SPLITS)
-        if self.fill_once and count > 1:
-            count = fewest_turns(programs, count, _multiprocessors(device))
+        count = count_parts(programs, max_seq_len, device, self.fill_once)
         if count < 2:
             return Splits(1)
         if self._arrivals is None:
             if capturing(device):
                 return Splits(1)  # zeros that a graph makes are zeros only once that graph has run
             self._arrivals = torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
-        parts = torch.empty(count, rows, head_dim, dtype=torch.float32, device=device)
-        sums = torch.empty(count, rows, 2, dtype=torch.float32, device=device)
-        return Splits(count, parts, sums, self._arrivals)
+        return Splits(count, *empty_parts(count, rows, head_dim, device), self._arrivals)
+
+
+def empty_parts(count: int, rows: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parts and sums of :class:`Splits`."""
+    parts = torch.empty(count, rows, head_dim, dtype=torch.float32, device=device)
+    return parts, torch.empty(count, rows, 2, dtype=torch.float32, device=device)
+
+
+def count_parts(programs: int, max_seq_len: int, device: torch.device, fill_once: bool = False) -> int:
+    """Into how many parts the keys of a request go; see :meth:`SplitBuffers.share`."""
+    count = min(_PROGRAMS // max(programs, 1), -(-max_seq_len // _KEYS), MAX_SPLITS)
+    return fewest_turns(programs, count, _multiprocessors(device)) if fill_once and count > 1 else max(count, 1)
 
 
 @functools.lru_cache

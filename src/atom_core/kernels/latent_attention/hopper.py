@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.attention.splits import SplitBuffers
+from atom_core.kernels.attention.splits import SplitBuffers, Splits
 from atom_core.kernels.attention.triton_kernel import LOG2_E
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load
@@ -81,7 +81,11 @@ def latent_decode_hopper(
     LEAST: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """``HEADS`` heads of a request, which has one query token or, as padding, none."""
+    """``HEADS`` heads of a request, which has one query token or, as padding, none.
+
+    Without ``out`` its sums stay in parts, of ``LEAST`` tiles or more each, for whoever reads them.
+    """
+    JOINED: gl.constexpr = out is not None
     if OVERLAP:
         depend("griddepcontrol.launch_dependents; // $0")
     dtype: gl.constexpr = rows.dtype.element_ty
@@ -100,16 +104,16 @@ def latent_decode_hopper(
         if OVERLAP and request + gl.program_id(1) + split == 0:
             depend("griddepcontrol.wait; // $0")
         return
-    end = gl.load(seq_lens + request)
+    length = gl.load(seq_lens + request)
+    end = length
     begin = end * 0
     working = end * 0 + 1
     if SPLIT:
         num_tiles = gl.cdiv(end, BLOCK_N)
-        # One program adds up all parts, each of about as many bytes as a tile: no more parts than each has tiles.
-        share = gl.maximum(
-            gl.cdiv(num_tiles, gl.num_programs(2)), gl.ceil(gl.sqrt(num_tiles.to(gl.float32))).to(gl.int32)
-        )
-        share = gl.maximum(share, LEAST)
+        share = gl.maximum(gl.cdiv(num_tiles, gl.num_programs(2)), LEAST)
+        if JOINED:
+            # One program adds up all parts, each of about as many bytes as a tile: no more parts than each has tiles.
+            share = gl.maximum(share, gl.ceil(gl.sqrt(num_tiles.to(gl.float32))).to(gl.int32))
         working = gl.cdiv(num_tiles, share)
         if split >= working:
             return
@@ -128,10 +132,17 @@ def latent_decode_hopper(
     table = page_table + request.to(gl.int64) * stride_table
     key = begin + gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied))
     page = _pages(table, key, end, PAGE)
-    # So far nothing was read that a kernel of this package writes.
+    # So far nothing was read that a kernel of this package writes. Nor are rows of tokens before the last written now:
+    # between a step and the next somebody chooses tokens, by kernels that wait for all that is in front of them.
+    early = begin + BLOCK_N < length
     if OVERLAP:
+        if early:
+            _copy(latents.index(0), keys.index(0), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
         depend("griddepcontrol.wait; // $0")
-    _copy(latents.index(0), keys.index(0), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
+        if not early:
+            _copy(latents.index(0), keys.index(0), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
+    else:
+        _copy(latents.index(0), keys.index(0), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
     async_copy.commit_group()
     row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
     head = gl.program_id(1) * HEADS + row
@@ -183,37 +194,41 @@ def latent_decode_hopper(
     used = (row < HEADS) & (head < H)
     total = gl.convert_layout(total, of_sums)
     highest = gl.convert_layout(highest, of_sums)
+    # Rows of the parts: split, token, head.
+    at = start.to(gl.int64) * H + head
+    part_rows = num_tokens.to(gl.int64) * H
     if SPLIT:  # noqa: SIM102 - decided when compiling, unlike the next
-        if working > 1:
-            # Rows of the parts: split, token, head.
-            at = start.to(gl.int64) * H + head
-            part_rows = num_tokens.to(gl.int64) * H
+        if (working > 1) | (not JOINED):
             mine = split * part_rows + at
             gl.store(parts + mine[None, :] * L + number, acc, mask=used[None, :])
             gl.store(part_sums + mine * 2, highest, mask=used)
             gl.store(part_sums + mine * 2 + 1, total, mask=used)
-            barrier()  # all of this program's stores before its arrival is seen
-            arrival = arrivals + request * gl.num_programs(1) + gl.program_id(1)
-            if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
-                return
-            gl.store(arrival, 0)
-            highest = gl.full([BLOCK_M], float("-inf"), gl.float32, of_sums)
-            total = gl.zeros([BLOCK_M], gl.float32, of_sums)
-            acc = gl.zeros([L, BLOCK_M], gl.float32, summed)
-            for index in range(working):
-                mine = index * part_rows + at
-                part_highest = gl.load(part_sums + mine * 2, mask=used, other=0.0, cache_modifier=".cg")
-                part_total = gl.load(part_sums + mine * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
-                part = gl.load(parts + mine[None, :] * L + number, mask=used[None, :], other=0.0, cache_modifier=".cg")
-                new_highest = gl.maximum(highest, part_highest)
-                shrink = gl.exp2(highest - new_highest)
-                part_shrink = gl.exp2(part_highest - new_highest)
-                total = total * shrink + part_total * part_shrink
-                acc = acc * shrink[None, :] + part * part_shrink[None, :]
-                highest = new_highest
-    acc = acc / total[None, :]
-    to = out + start.to(gl.int64) * stride_o_token + head.to(gl.int64)[None, :] * stride_o_head + number
-    gl.store(to, acc.to(out.dtype.element_ty), mask=used[None, :])
+    if JOINED:
+        if SPLIT:  # noqa: SIM102 - likewise
+            if working > 1:
+                barrier()  # all of this program's stores before its arrival is seen
+                arrival = arrivals + request * gl.num_programs(1) + gl.program_id(1)
+                if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
+                    return
+                gl.store(arrival, 0)
+                highest = gl.full([BLOCK_M], float("-inf"), gl.float32, of_sums)
+                total = gl.zeros([BLOCK_M], gl.float32, of_sums)
+                acc = gl.zeros([L, BLOCK_M], gl.float32, summed)
+                for index in range(working):
+                    mine = index * part_rows + at
+                    part_highest = gl.load(part_sums + mine * 2, mask=used, other=0.0, cache_modifier=".cg")
+                    part_total = gl.load(part_sums + mine * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
+                    to = parts + mine[None, :] * L + number
+                    part = gl.load(to, mask=used[None, :], other=0.0, cache_modifier=".cg")
+                    new_highest = gl.maximum(highest, part_highest)
+                    shrink = gl.exp2(highest - new_highest)
+                    part_shrink = gl.exp2(part_highest - new_highest)
+                    total = total * shrink + part_total * part_shrink
+                    acc = acc * shrink[None, :] + part * part_shrink[None, :]
+                    highest = new_highest
+        acc = acc / total[None, :]
+        to = out + start.to(gl.int64) * stride_o_token + head.to(gl.int64)[None, :] * stride_o_head + number
+        gl.store(to, acc.to(out.dtype.element_ty), mask=used[None, :])
 
 
 class LatentDecode:
@@ -239,14 +254,39 @@ class LatentDecode:
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """As :meth:`atom_core.kernels.latent_attention.triton_kernel.TritonLatentAttention.__call__`."""
-        shape = self.spec.latent
-        num_tokens, num_requests = q.shape[0], metadata.seq_lens.shape[0]
-        heads = min(shape.num_heads, next((heads for most, heads in _HEADS if num_requests <= most), _MOST_HEADS))
-        groups, tile_rows = triton.cdiv(shape.num_heads, heads), max(16, triton.next_power_of_2(heads))
+        shape, num_requests = self.spec.latent, metadata.seq_lens.shape[0]
         splits = self.split_buffers.share(
-            num_requests * groups, metadata.max_seq_len, num_tokens * shape.num_heads, shape.rank, q.device
+            num_requests * self.groups(num_requests),
+            metadata.max_seq_len,
+            q.shape[0] * shape.num_heads,
+            shape.rank,
+            q.device,
         )
-        latent_decode_hopper[num_requests, groups, splits.count](
+        self.launch(q, cache, metadata, out, splits, FEWEST_TILES)
+
+    def groups(self, num_requests: int) -> int:
+        """Programs of a request that is not shared out."""
+        return int(triton.cdiv(self.spec.latent.num_heads, self._heads(num_requests)))
+
+    def _heads(self, num_requests: int) -> int:
+        fitting = next((heads for most, heads in _HEADS if num_requests <= most), _MOST_HEADS)
+        return int(min(self.spec.latent.num_heads, fitting))
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        cache: LatentCacheView,
+        metadata: AttentionMetadata,
+        out: torch.Tensor | None,
+        splits: Splits,
+        least: int,
+    ) -> None:
+        """Sums to ``out``, or without it to parts of at least so many tiles, whose sums are not divided by."""
+        assert out is not None or splits.count > 1
+        shape, num_requests = self.spec.latent, metadata.seq_lens.shape[0]
+        heads = self._heads(num_requests)
+        tile_rows = max(16, triton.next_power_of_2(heads))
+        latent_decode_hopper[num_requests, self.groups(num_requests), splits.count](
             q,
             cache.rows,
             out,
@@ -256,11 +296,11 @@ class LatentDecode:
             metadata.query_start_loc,
             metadata.seq_lens,
             metadata.page_table,
-            num_tokens,
+            q.shape[0],
             self.spec.scale,
             *q.stride()[:2],
             *cache.rows.stride()[:2],
-            *out.stride()[:2],
+            *(out.stride()[:2] if out is not None else (0, 0)),
             metadata.page_table.stride(0),
             PAGE=cache.page_size,
             H=shape.num_heads,
@@ -270,7 +310,7 @@ class LatentDecode:
             BLOCK_M=tile_rows,
             BLOCK_N=KEYS,
             SPLIT=splits.count > 1,
-            LEAST=FEWEST_TILES,
+            LEAST=least,
             OVERLAP=self.overlap,
             num_warps=4 if tile_rows == 16 else 8,
             **launch_options(self.overlap),

@@ -1,6 +1,6 @@
 """The latent's cache row and the queries that meet latents in Triton: one launch.
 
-A program takes all tokens and some of the latent's numbers of one head's queries, with its weights on their way before
+A program takes some tokens and some of the latent's numbers of one head's queries, with its weights on their way before
 the kernel in front is done; those of the first numbers rotate the rest of the query as well. Behind the last head are
 programs that write a token's latent to the cache each, as in :mod:`atom_core.kernels.latent_cache`.
 """
@@ -21,8 +21,8 @@ from atom_core.metadata import LatentCacheView
 if TYPE_CHECKING:
     from atom_core.kernels.latent_cache import LatentSpec, LatentWeights
 
-#: Tokens of a launch, and numbers of a latent that a program takes.
-_TOKENS, _NUMBERS = 16, 32
+#: Tokens of a launch, and tokens and numbers of a latent that a program takes.
+_MAX_TOKENS, _TOKENS, _NUMBERS = 64, 16, 32
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -68,8 +68,9 @@ def _latent_queries(
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
-        token = block.to(tl.int64) + tl.arange(0, 1)
-        mine = token < num_tokens
+        place = block + tl.arange(0, 1)
+        token = (tl.program_id(2) * BLOCK_T + place).to(tl.int64)
+        mine = (token < num_tokens) & (place < BLOCK_T)
         write_rows(
             latent,
             positions,
@@ -104,7 +105,7 @@ def _latent_queries(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    token = tl.arange(0, BLOCK_T)
+    token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     taken = token < num_tokens
     token = token.to(tl.int64)
     query = q + token[:, None] * stride_q_token + head * stride_q_head
@@ -134,7 +135,7 @@ class TritonLatentQueries:
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
 
-    max_tokens = _TOKENS
+    max_tokens = _MAX_TOKENS
 
     def __init__(self, spec: LatentSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
@@ -156,7 +157,8 @@ class TritonLatentQueries:
         assert weights.expand.stride(-1) == 1
         if not num_tokens:
             return
-        _latent_queries[max(triton.cdiv(spec.rank, _NUMBERS), num_tokens), spec.num_heads + 1](
+        blocks = max(triton.cdiv(spec.rank, _NUMBERS), min(num_tokens, _TOKENS))
+        _latent_queries[blocks, spec.num_heads + 1, triton.cdiv(num_tokens, _TOKENS)](
             q,
             latent,
             positions,

@@ -23,6 +23,7 @@ from tests.latent_cases import (
     check_head_linear,
     check_latent_cache,
     check_latent_queries,
+    check_values,
     latent_batch,
 )
 
@@ -150,7 +151,7 @@ def test_both_fill_an_fp8_cache(exact_fp8_casts, case, cache_dtype):
 
 @every_cache
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("tokens", [1, 7, 16])
+@pytest.mark.parametrize("tokens", [1, 7, 16, 21])
 def test_the_triton_kernel_also_folds_queries(case, dtype, tokens):
     from atom_core.kernels.latent_queries.triton_kernel import TritonLatentQueries
 
@@ -164,6 +165,60 @@ def test_it_fills_an_fp8_cache_as_well(exact_fp8_casts, case, cache_dtype):
 
     spec = case.spec(torch.float16, cache_dtype).latent
     check_latent_queries(case, TritonLatentQueries(spec, overlap=False), torch.float16, CPU, cache_dtype)
+
+
+def leave_parts(q, cache, metadata, spec, parts, sums, least, keys):
+    """What :class:`atom_core.kernels.latent_attention.hopper.LatentDecode` leaves, by its definition."""
+    from atom_core.kernels.latent_attention.reference import cached_rows
+
+    heads, starts = q.shape[1], metadata.query_start_loc.tolist()
+    for request, length in enumerate(metadata.seq_lens.tolist()):
+        token = starts[request]
+        if starts[request + 1] == token:
+            continue
+        rows = cached_rows(cache, metadata.page_table[request], length)
+        tiles = -(-length // keys)
+        each = max(-(-tiles // len(parts)), least) * keys
+        scores = q[token].float() @ rows.T * (spec.scale * 1.4426950408889634)
+        for index, begin in enumerate(range(0, length, each)):
+            part = scores[:, begin : begin + each]
+            highest = part.max(1).values
+            weights = torch.exp2(part - highest[:, None])
+            at = slice(token * heads, (token + 1) * heads)
+            parts[index, at] = weights @ rows[begin : begin + each, : spec.latent.rank]
+            sums[index, at] = torch.stack((highest, weights.sum(1)), -1)
+
+
+PARTED = (
+    LatentCase("one token", ((192, 1),), heads=2),
+    LatentCase("one short token", ((9, 1),), heads=2),
+    LatentCase("more parts than rows", ((1300, 1), (70, 1)), heads=3, rank=64, value_dim=24),
+    LatentCase("5 tokens", ((0, 1), (63, 1), (64, 1), (127, 1), (300, 1)), heads=4),
+    LatentCase("padding", ((200, 1), (64, 1), (128, 1)), heads=4, padded_requests=3, padded_tokens=6),
+)
+
+
+@pytest.mark.parametrize("case", PARTED, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("count", "least"), [(32, 1), (3, 1), (16, 2)])
+def test_the_triton_kernel_joins_parts_to_values(monkeypatch, case, dtype, count, least):
+    from atom_core.kernels.latent_attention.hopper import KEYS
+    from atom_core.kernels.latent_values import triton_kernel
+
+    monkeypatch.setattr(triton_kernel, "_FEWEST_TILES", least)
+
+    class Parted:
+        def takes(self, *batch):
+            return True
+
+        def __call__(self, q, cache, metadata, expand, out):
+            heads = q.shape[1]
+            parts = torch.full((count, len(q) * heads, case.rank), float("nan"))
+            sums = torch.full((count, len(q) * heads, 2), float("nan"))
+            leave_parts(q, cache, metadata, case.spec(dtype), parts, sums, least, KEYS)
+            triton_kernel.join_parts(parts, sums, metadata, expand, out, overlap=False)
+
+    check_values(case, Parted(), latent_batch(case, dtype, CPU))
 
 
 #: Tokens, heads, inputs, outputs, numbers that are carried over.
