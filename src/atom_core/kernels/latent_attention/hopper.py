@@ -104,8 +104,7 @@ def latent_decode_hopper(
         if OVERLAP and request + gl.program_id(1) + split == 0:
             depend("griddepcontrol.wait; // $0")
         return
-    length = gl.load(seq_lens + request)
-    end = length
+    end = gl.load(seq_lens + request)
     begin = end * 0
     working = end * 0 + 1
     if SPLIT:
@@ -132,17 +131,11 @@ def latent_decode_hopper(
     table = page_table + request.to(gl.int64) * stride_table
     key = begin + gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied))
     page = _pages(table, key, end, PAGE)
-    # So far nothing was read that a kernel of this package writes. Nor are rows of tokens before the last written now:
-    # between a step and the next somebody chooses tokens, by kernels that wait for all that is in front of them.
-    early = begin + BLOCK_N < length
+    # So far nothing was read that a kernel of this package writes. Rows of earlier tokens may be written in this step,
+    # too: requests that begin alike share pages, and the one that fills them may be computed beside the other.
     if OVERLAP:
-        if early:
-            _copy(latents.index(0), keys.index(0), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
         depend("griddepcontrol.wait; // $0")
-        if not early:
-            _copy(latents.index(0), keys.index(0), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
-    else:
-        _copy(latents.index(0), keys.index(0), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
+    _copy(latents.index(0), keys.index(0), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
     async_copy.commit_group()
     row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
     head = gl.program_id(1) * HEADS + row
@@ -281,7 +274,7 @@ class LatentDecode:
         splits: Splits,
         least: int,
     ) -> None:
-        """Sums to ``out``, or without it to parts of at least so many tiles, whose sums are not divided by."""
+        """Write to ``out``; without it leave parts of ``least`` tiles or more, not divided by their weights' sums."""
         assert out is not None or splits.count > 1
         shape, num_requests = self.spec.latent, metadata.seq_lens.shape[0]
         heads = self._heads(num_requests)
