@@ -260,7 +260,7 @@ class Tile:
     warps: int
 
 
-_UNSORTED, _SORTED = Tile(64, 4, 4), Tile(128, 4, 4)
+_UNSORTED, _SORTED = Tile(64, 4, 4), Tile(128, 3, 4)
 
 #: Pairs of a block up to which this kernel multiplies; by larger ones :mod:`atom_core.kernels.experts.hopper` does.
 MAX_PAIRS = 32
