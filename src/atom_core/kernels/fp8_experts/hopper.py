@@ -8,7 +8,6 @@ gate and up leave what they make in FP8 as well: no launch quantises it for down
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from atom_core.kernels.experts.few_pairs_hopper import Tile
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
 from atom_core.kernels.experts.grouped import Blocks, Held
 from atom_core.kernels.experts.hopper import input_rows, pairs_of_block, store_pairs
@@ -249,17 +249,7 @@ def expert_rows_fp8_hopper(
         )
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What one program takes; on an H200 the best of six in steps of Qwen3 30B-A3B."""
-
-    rows: int
-    """Of the weight."""
-    stages: int
-    """How many tiles shared memory has room for."""
-    warps: int
-
-
+#: On an H200 the best in steps of Qwen3 30B-A3B.
 _UNSORTED, _SORTED = Tile(64, 4, 4), Tile(128, 3, 4)
 
 #: Pairs of a block up to which this kernel multiplies; by larger ones :mod:`atom_core.kernels.experts.hopper` does.
