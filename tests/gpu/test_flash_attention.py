@@ -8,12 +8,8 @@ import pytest
 import torch
 
 from atom_core.kernels.select import Target
-from atom_plugin.vllm.flash_attention import (
-    FlashAttention3,
-    FlashLatentAttention3,
-    why_no_flash_attention,
-    why_no_flash_latent_attention,
-)
+from atom_plugin.vllm.flash_attention import FlashAttention3, why_no_flash_attention
+from atom_plugin.vllm.flash_latent_attention import FlashLatentAttention3, why_no_flash_latent_attention
 from tests.gpu.test_latents import check_replays
 from tests.kernel_cases import ATTENTION_CASES, NAN, AttentionCase, assert_close, attention_batch, check_attention
 from tests.latent_cases import LATENT_CASES, LatentCase, check_absorbed, latent_batch

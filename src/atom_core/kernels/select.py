@@ -26,7 +26,6 @@ PRIORITY: Mapping[DeviceKind, tuple[str, ...]] = {
     "cuda": (
         "triton_and_flash_attention_3",
         "triton",
-        "flash_attention_3",
         "framework",
         "scaled_mm",
         "reference",

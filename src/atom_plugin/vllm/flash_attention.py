@@ -5,84 +5,51 @@ By itself it prefills faster than the core's Triton kernel (arXiv 2407.08608): o
 106, but one of 128 after 12.7 ms in place of 8.6: a call takes more of the host's time. So batches with a long prompt
 are its, and all others the core's kernel's. Decoding alone stays with the core too, where norms, rope and the cache's
 filling are fused with it.
-
-Over latents it is to be asked for, with ``ATOM_KERNELS=latent_attention=flash_attention_3``, until an engine has been
-measured with it: by itself it decodes 64 requests of 2,048 tokens and 16 heads in 51 us a layer on an H200 in place of
-81, 8 with 128 heads in 25 in place of 105. It does all that is not expanded then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from types import ModuleType
 from typing import cast
 
 import torch
 
 from atom_core.kernels.attention import (
-    TRITON_AND_FLASH_ATTENTION_3,
     TRITON_ATTENTION,
     PagedAttentionKernel,
     PagedAttentionSpec,
 )
-from atom_core.kernels.latent_attention import LatentAttentionKernel, LatentAttentionSpec
-from atom_core.kernels.select import Implementation, Target
-from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView, LatentCacheView, capturing
+from atom_core.kernels.select import Target
+from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
 
 #: New tokens of a batch's longest prompt from which on it is read by FlashAttention 3: what was measured, and won.
 LONG_PROMPT = 4000
 
-#: At most how many programs share a request's rows of latents, as in vLLM's own captured graphs, and how much memory
-#: the parts of their answers may take: vLLM has not counted it.
-_MOST_PARTS, _PARTS_BYTES = 32, 256 << 20
 
-
-def gpu_kernels() -> Mapping[str, Implementation[Hashable, object]]:
-    """The GPU kernels that vLLM ships and that ours may be exchanged for, by op name."""
-    found = {
-        "attention": Implementation(TRITON_AND_FLASH_ATTENTION_3, _why_no_both, _build_both),
-        "latent_attention": Implementation("flash_attention_3", why_no_flash_latent_attention, _build_of_latents),
-    }
-    return cast("Mapping[str, Implementation[Hashable, object]]", found)
-
-
-def _why_no_both(spec: PagedAttentionSpec, target: Target) -> str | None:
+def why_no_both(spec: PagedAttentionSpec, target: Target) -> str | None:
+    """None where the layer can be run by ours and by it, else the reason."""
     return TRITON_ATTENTION.supports(spec, target) or why_no_flash_attention(spec, target)
 
 
-def _build_both(spec: PagedAttentionSpec, target: Target) -> PagedAttentionKernel:
+def build_both(spec: PagedAttentionSpec, target: Target) -> PagedAttentionKernel:
+    """Ours, and FlashAttention 3 where that is faster."""
     return LongPromptsElsewhere(TRITON_ATTENTION.build(spec, target), FlashAttention3(spec))
-
-
-def _build_of_latents(spec: LatentAttentionSpec, target: Target) -> LatentAttentionKernel:
-    return FlashLatentAttention3(spec)
 
 
 def why_no_flash_attention(spec: PagedAttentionSpec, target: Target) -> str | None:
     """None where it can run the layer, else the reason."""
-    if reason := _why_no_dtypes(target, spec.dtype, spec.cache_dtype):
+    if reason := why_no_dtypes(target, spec.dtype, spec.cache_dtype):
         return reason
     if spec.head_dim > 256 or spec.head_dim % 8:
         return f"FlashAttention 3 has head sizes up to 256 that are multiples of 8, not {spec.head_dim}."
     if spec.sinks and spec.dtype != torch.bfloat16:
         return f"FlashAttention 3 has sinks in bfloat16, not in {spec.dtype}."
-    return _why_not_here()
+    return why_not_here()
 
 
-def why_no_flash_latent_attention(spec: LatentAttentionSpec, target: Target) -> str | None:
-    """None where it can run the layer, else the reason."""
-    shape = spec.latent
-    if reason := _why_no_dtypes(target, shape.dtype, shape.cache_dtype):
-        return reason
-    if (shape.rank, shape.rope_dim) != (512, 64):
-        return (
-            "FlashAttention 3 has latents of 512 numbers with rotated keys of 64, not "
-            f"{shape.rank} with {shape.rope_dim}."
-        )
-    return _why_not_here()
-
-
-def _why_no_dtypes(target: Target, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+def why_no_dtypes(target: Target, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+    """None on Hopper where queries and the cache are in the same 16 bits, else the reason."""
     if (target.kind, target.arch) != ("cuda", "sm90"):
         return f"FlashAttention 3 is written for Hopper (sm90), not for {target}."
     if dtype not in (torch.bfloat16, torch.float16):
@@ -92,8 +59,9 @@ def _why_no_dtypes(target: Target, dtype: torch.dtype, cache_dtype: torch.dtype)
     return None
 
 
-def _why_not_here() -> str | None:
-    interface = _interface()
+def why_not_here() -> str | None:
+    """None where vLLM's binding says that it runs on this machine, else the reason."""
+    interface = interface_of_vllm()
     if isinstance(interface, str):
         return interface
     if not interface.is_fa_version_supported(3):
@@ -101,7 +69,7 @@ def _why_not_here() -> str | None:
     return None
 
 
-def _interface() -> ModuleType | str:
+def interface_of_vllm() -> ModuleType | str:
     """vLLM's binding, or why there is none."""
     try:
         from vllm.vllm_flash_attn import flash_attn_interface
@@ -110,7 +78,8 @@ def _interface() -> ModuleType | str:
     return cast(ModuleType, flash_attn_interface)
 
 
-def _aligned(pages: torch.Tensor) -> bool:
+def aligned(pages: torch.Tensor) -> bool:
+    """Whether it can copy from them by tensor descriptors."""
     return pages.data_ptr() % 16 == 0 and all(stride * pages.itemsize % 16 == 0 for stride in pages.stride()[:-1])
 
 
@@ -124,7 +93,7 @@ class FlashAttention3:
     graph_support: GraphSupport = "always"
 
     def __init__(self, spec: PagedAttentionSpec) -> None:
-        interface = _interface()
+        interface = interface_of_vllm()
         assert isinstance(interface, ModuleType), interface
         self.attend = interface.flash_attn_varlen_func
         self.spec = spec
@@ -148,8 +117,8 @@ class FlashAttention3:
         out: torch.Tensor,
     ) -> None:
         """Write the attention of every request's queries to ``out``."""
-        assert _aligned(cache.key), "it copies by tensor descriptors, whose strides are multiples of 16 bytes"
-        assert _aligned(cache.value)
+        assert aligned(cache.key), "it copies by tensor descriptors, whose strides are multiples of 16 bytes"
+        assert aligned(cache.value)
         self.attend(
             q=q,
             k=cache.key.transpose(1, 2),
@@ -199,73 +168,3 @@ class LongPromptsElsewhere:
         """Write the attention of every request's queries to ``out``."""
         kernel = self.long if metadata.max_query_len >= LONG_PROMPT else self.kernel
         kernel(q, cache, metadata, sinks, out)
-
-
-class FlashLatentAttention3:
-    """See :class:`atom_core.kernels.latent_attention.LatentAttentionKernel`; it reads the cache by its strides.
-
-    Rotated keys are its keys, and what the latents add to the scores its ``q_v``: the latents are its values. Who reads
-    what is worked out on the GPU by the first layer of a step, for all of them.
-    """
-
-    graph_support: GraphSupport = "always"
-
-    def __init__(self, spec: LatentAttentionSpec) -> None:
-        interface = _interface()
-        assert isinstance(interface, ModuleType), interface
-        self.attend = interface.flash_attn_varlen_func
-        self.schedule = interface.get_scheduler_metadata
-        self.spec = spec
-        self.room = spec.latent.num_heads
-
-    def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        """Write the attention of every request's queries to ``out``."""
-        assert _aligned(cache.rows), "it copies by tensor descriptors, whose strides are multiples of 16 bytes"
-        rank = self.spec.latent.rank
-        schedule, parts = self._scheduled(q, cache, metadata)
-        rows = cache.rows.unsqueeze(2)  # [pages, page size, one head, L + R]
-        self.attend(
-            q=q[..., rank:],
-            k=rows[..., rank:],
-            v=rows[..., :rank],
-            q_v=q[..., :rank],
-            out=out,
-            max_seqlen_q=metadata.max_query_len,
-            cu_seqlens_q=metadata.query_start_loc,
-            max_seqlen_k=metadata.max_seq_len,
-            seqused_k=metadata.seq_lens,
-            softmax_scale=self.spec.scale,
-            causal=metadata.causal,
-            block_table=metadata.page_table,
-            scheduler_metadata=schedule,
-            num_splits=parts,
-            fa_version=3,
-        )
-
-    def _scheduled(
-        self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata
-    ) -> tuple[torch.Tensor, int]:
-        """The step's schedule, and at most how many parts a request has in it."""
-        shape = self.spec.latent
-        key = ("flash_attention_3", shape, cache.page_size, capturing(q.device))
-        if key not in metadata.kept:
-            part_bytes = q.shape[0] * shape.num_heads * shape.rank * torch.float32.itemsize
-            parts = max(1, min(_MOST_PARTS, _PARTS_BYTES // max(1, part_bytes)))
-            schedule = self.schedule(
-                batch_size=metadata.seq_lens.shape[0],
-                max_seqlen_q=metadata.max_query_len,
-                max_seqlen_k=metadata.max_seq_len,
-                num_heads_q=shape.num_heads,
-                num_heads_kv=1,
-                headdim=shape.rope_dim,
-                cache_seqlens=metadata.seq_lens,
-                qkv_dtype=shape.dtype,
-                headdim_v=shape.rank,
-                cu_seqlens_q=metadata.query_start_loc,
-                page_size=cache.page_size,
-                causal=metadata.causal,
-                num_splits=parts,
-            )
-            metadata.kept[key] = schedule, parts
-        found: tuple[torch.Tensor, int] = metadata.kept[key]
-        return found

@@ -24,17 +24,24 @@ from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3
 from atom_core.kernels.attention.reference import ReferenceAttention
 from atom_core.kernels.latent_attention import LATENT_ATTENTION
 from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
+from atom_core.kernels.latent_values import LATENT_VALUES, LatentValuesSpec
 from atom_core.kernels.select import KernelSet, Target
 from atom_core.metadata import AttentionMetadata, KVCacheView, LatentCacheView
 from atom_plugin.vllm.flash_attention import (
     LONG_PROMPT,
     FlashAttention3,
-    FlashLatentAttention3,
     LongPromptsElsewhere,
-    gpu_kernels,
     why_no_flash_attention,
+)
+from atom_plugin.vllm.flash_latent_attention import (
+    FEW_REQUESTS,
+    MANY_HEADS,
+    MOST_QUERIES,
+    FlashLatentAttention3,
+    ManyRowsElsewhere,
     why_no_flash_latent_attention,
 )
+from atom_plugin.vllm.gpu_kernels import ON_REQUEST, gpu_kernels
 from tests.kernel_cases import ATTENTION_CASES, AttentionCase, attention_batch, check_attention
 from tests.latent_cases import LATENT_CASES, LatentCase, check_absorbed, latent_batch
 
@@ -209,8 +216,8 @@ def test_what_it_cannot_run_it_says(spec: Any, target: Target, reason: str) -> N
 )
 def test_what_latents_it_cannot_run_it_says(changes: dict[str, Any], target: Target, reason: str) -> None:
     spec = replace(LATENT_SPEC, latent=replace(LATENT_SPEC.latent, **changes))
-    assert gpu_kernels()["latent_attention"].supports is why_no_flash_latent_attention
     assert reason in (why_no_flash_latent_attention(spec, target) or "")
+    assert gpu_kernels()["latent_attention"].supports(spec, target) is not None
 
 
 @pytest.mark.parametrize(("tokens", "long"), [(LONG_PROMPT - 1, False), (LONG_PROMPT, True)])
@@ -224,12 +231,35 @@ def test_long_prompts_are_read_elsewhere(tokens: int, long: bool) -> None:
     assert (one.called, other.called) == (not long, long)
 
 
+@pytest.mark.parametrize(
+    ("heads", "requests", "queries", "many"),
+    [
+        (MANY_HEADS, FEW_REQUESTS, 1, True),
+        (MANY_HEADS // 2, FEW_REQUESTS, 1, False),
+        (MANY_HEADS, FEW_REQUESTS - 1, 1, False),
+        (16, 1, 2, True),
+        (16, 1, MOST_QUERIES, True),
+        (MANY_HEADS, FEW_REQUESTS, MOST_QUERIES + 1, False),
+    ],
+)
+def test_many_rows_that_meet_a_requests_latents_are_read_elsewhere(
+    heads: int, requests: int, queries: int, many: bool
+) -> None:
+    case = LatentCase("", ((9, queries), *((7, 1),) * (requests - 1)), heads=heads)
+    spec = case.spec(torch.float32)
+    ours, other = (Mock(wraps=ReferenceLatentAttention(spec), room=heads, graph_support="always") for _ in range(2))
+    kernel = ManyRowsElsewhere(spec, ours, other)
+    assert (kernel.room, kernel.graph_support) == (heads, "always")
+    check_absorbed(case, kernel, latent_batch(case, torch.float32, torch.device("cpu")))
+    assert (ours.called, other.called) == (not many, many)
+
+
 def test_it_can_run_where_vllm_says_so(monkeypatch: pytest.MonkeyPatch, binding: ModuleType) -> None:
     assert "FlashAttention 3 cannot run here" in (why_no_flash_attention(SPEC, HOPPER) or "")
     monkeypatch.setattr(binding, "is_fa_version_supported", lambda version: version == 3)
     assert why_no_flash_attention(SPEC, HOPPER) is None
     assert why_no_flash_latent_attention(LATENT_SPEC, HOPPER) is None
-    kernels = KernelSet(HOPPER, OPS, contributed=gpu_kernels())
+    kernels = KernelSet(HOPPER, OPS, contributed=gpu_kernels(), excluded=ON_REQUEST)
     assert kernels.chosen(ATTENTION, SPEC) == TRITON_AND_FLASH_ATTENTION_3
     assert isinstance(kernels.select(ATTENTION, SPEC), LongPromptsElsewhere)
     assert kernels.chosen(ATTENTION, replace(SPEC, cache_dtype=torch.float8_e4m3fn)) == "triton"
@@ -238,8 +268,11 @@ def test_it_can_run_where_vllm_says_so(monkeypatch: pytest.MonkeyPatch, binding:
 
 def test_it_attends_over_latents_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch, binding: ModuleType) -> None:
     monkeypatch.setattr(binding, "is_fa_version_supported", lambda version: version == 3)
-    kernels = KernelSet(HOPPER, OPS, {"latent_attention": "flash_attention_3"}, contributed=gpu_kernels())
-    assert isinstance(kernels.select(LATENT_ATTENTION, LATENT_SPEC), FlashLatentAttention3)
+    forced = {LATENT_ATTENTION.name: TRITON_AND_FLASH_ATTENTION_3}
+    kernels = KernelSet(HOPPER, OPS, forced, contributed=gpu_kernels(), excluded=ON_REQUEST)
+    assert isinstance(kernels.select(LATENT_ATTENTION, LATENT_SPEC), ManyRowsElsewhere)
+    separate = ((LATENT_ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3),)
+    assert kernels.chosen(LATENT_VALUES, LatentValuesSpec(LATENT_SPEC, separate)) == "triton"
     in_fp8 = replace(LATENT_SPEC, latent=replace(LATENT_SPEC.latent, cache_dtype=torch.float8_e4m3fn))
-    with pytest.raises(ValueError, match="flash_attention_3"):
+    with pytest.raises(ValueError, match=TRITON_AND_FLASH_ATTENTION_3):
         kernels.select(LATENT_ATTENTION, in_fp8)

@@ -24,7 +24,7 @@ from atom_core.kernels.select import Implementation, Op, Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
 from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
 
-__all__ = ["LATENT_ATTENTION", "LatentAttentionKernel", "LatentAttentionSpec", "triton_supports"]
+__all__ = ["LATENT_ATTENTION", "LatentAttentionKernel", "LatentAttentionSpec", "build_triton", "triton_supports"]
 
 
 class LatentAttentionKernel(Protocol):
@@ -95,10 +95,11 @@ def _build_aiter(spec: LatentAttentionSpec, target: Target) -> LatentAttentionKe
     from atom_core.kernels.latent_attention.aiter_kernel import AiterLatentAttention  # looked for when it is chosen
 
     room = max(spec.latent.num_heads, 16)
-    return AiterLatentAttention(spec, room, AITER_HEADS[target.arch][room], _build_triton(spec, target))
+    return AiterLatentAttention(spec, room, AITER_HEADS[target.arch][room], build_triton(spec, target))
 
 
-def _build_triton(spec: LatentAttentionSpec, target: Target) -> LatentAttentionKernel:
+def build_triton(spec: LatentAttentionSpec, target: Target) -> LatentAttentionKernel:
+    """The kernel where :func:`triton_supports` has no reason against it."""
     from atom_core.kernels.latent_attention.triton_kernel import TritonLatentAttention  # needs triton
 
     foreign = is_foreign(spec.latent.cache_dtype, target.arch)
@@ -115,7 +116,7 @@ LATENT_ATTENTION: Op[LatentAttentionSpec, LatentAttentionKernel] = Op(
             _build_aiter,
             lambda target: "It decodes; other batches over latents are Triton's.",
         ),
-        Implementation("triton", triton_supports, _build_triton),
+        Implementation("triton", triton_supports, build_triton),
         Implementation("reference", _reference_supports, lambda spec, target: ReferenceLatentAttention(spec)),
     ),
 )

@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch
 
+from atom_core.kernels.attention import TRITON_AND_FLASH_ATTENTION_3
+from atom_core.kernels.latent_attention import LATENT_ATTENTION
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_not_fused
@@ -49,8 +51,12 @@ class LatentValuesKernel(Protocol):
     ) -> None: ...
 
 
+#: Attention of others that has batches of many rows a request while this kernel has decodes of few.
+BESIDE = ((LATENT_ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3),)
+
+
 def _triton_supports(spec: LatentValuesSpec, target: Target) -> str | None:
-    if reason := why_not_fused(spec.separate):
+    if reason := why_not_fused(spec.separate, or_else=BESIDE):
         return reason
     if (target.kind, target.arch) != ("cuda", "sm90"):
         return "It is for Hopper, whose kernel for decoding leaves parts."

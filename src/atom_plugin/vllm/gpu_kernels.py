@@ -1,0 +1,31 @@
+"""The GPU kernels that vLLM ships and that ours may be exchanged for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import cast
+
+from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3
+from atom_core.kernels.latent_attention import LATENT_ATTENTION
+from atom_core.kernels.select import Implementation
+from atom_plugin.vllm.flash_attention import build_both, why_no_both
+from atom_plugin.vllm.flash_latent_attention import build_both_over_latents, why_no_both_over_latents
+
+#: Those that are used where they are asked for alone, and why.
+ON_REQUEST: Mapping[tuple[str, str], str] = {
+    (LATENT_ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3): (
+        "No engine has been measured with it yet; "
+        f"ATOM_KERNELS={LATENT_ATTENTION.name}={TRITON_AND_FLASH_ATTENTION_3} asks for it."
+    ),
+}
+
+
+def gpu_kernels() -> Mapping[str, Implementation[Hashable, object]]:
+    """By op name."""
+    found = {
+        ATTENTION.name: Implementation(TRITON_AND_FLASH_ATTENTION_3, why_no_both, build_both),
+        LATENT_ATTENTION.name: Implementation(
+            TRITON_AND_FLASH_ATTENTION_3, why_no_both_over_latents, build_both_over_latents
+        ),
+    }
+    return cast("Mapping[str, Implementation[Hashable, object]]", found)
