@@ -23,15 +23,7 @@ DeviceKind = Literal["cpu", "cuda", "rocm"]
 #: "separate" runs what an op fuses by the ops that it is made of, "routed" runs shared experts among the routed ones.
 PRIORITY: Mapping[DeviceKind, tuple[str, ...]] = {
     "rocm": ("aiter", "aiter_shuffled", "triton", "framework", "scaled_mm", "reference", "routed", "separate"),
-    "cuda": (
-        "triton_and_flash_attention_3",
-        "triton",
-        "framework",
-        "scaled_mm",
-        "reference",
-        "routed",
-        "separate",
-    ),
+    "cuda": ("triton_and_flash_attention_3", "triton", "framework", "scaled_mm", "reference", "routed", "separate"),
     "cpu": ("framework", "torch", "reference", "separate"),
 }
 

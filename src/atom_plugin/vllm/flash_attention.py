@@ -61,7 +61,7 @@ def why_no_dtypes(target: Target, dtype: torch.dtype, cache_dtype: torch.dtype) 
 
 def why_not_here() -> str | None:
     """None where vLLM's binding says that it runs on this machine, else the reason."""
-    interface = interface_of_vllm()
+    interface = _interface()
     if isinstance(interface, str):
         return interface
     if not interface.is_fa_version_supported(3):
@@ -69,13 +69,20 @@ def why_not_here() -> str | None:
     return None
 
 
-def interface_of_vllm() -> ModuleType | str:
+def _interface() -> ModuleType | str:
     """vLLM's binding, or why there is none."""
     try:
         from vllm.vllm_flash_attn import flash_attn_interface
     except ImportError as error:
         return f"vLLM's FlashAttention cannot be imported: {error}"
     return cast(ModuleType, flash_attn_interface)
+
+
+def binding() -> ModuleType:
+    """The binding that vLLM has, where :func:`why_not_here` has no reason against it."""
+    interface = _interface()
+    assert isinstance(interface, ModuleType), interface
+    return interface
 
 
 def aligned(pages: torch.Tensor) -> bool:
@@ -93,9 +100,7 @@ class FlashAttention3:
     graph_support: GraphSupport = "always"
 
     def __init__(self, spec: PagedAttentionSpec) -> None:
-        interface = interface_of_vllm()
-        assert isinstance(interface, ModuleType), interface
-        self.attend = interface.flash_attn_varlen_func
+        self.attend = binding().flash_attn_varlen_func
         self.spec = spec
         # How many keys before and after its own position a query sees; -1 is all.
         self.window = (-1, -1) if spec.window is None else (spec.window - 1, 0)

@@ -7,8 +7,6 @@ tokens with 128 heads, where ours took 110, but 51 with 16 heads, where ours too
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 
 from atom_core.kernels.latent_attention import (
@@ -19,7 +17,7 @@ from atom_core.kernels.latent_attention import (
 )
 from atom_core.kernels.select import Target
 from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView, capturing
-from atom_plugin.vllm.flash_attention import aligned, interface_of_vllm, why_no_dtypes, why_not_here
+from atom_plugin.vllm.flash_attention import aligned, binding, why_no_dtypes, why_not_here
 
 #: Heads and requests from which on it decodes tokens by themselves, and up to how many of each request together: longer
 #: prompts run outside of graphs, where a call takes the host longer than ours.
@@ -81,10 +79,8 @@ class FlashLatentAttention3:
     graph_support: GraphSupport = "always"
 
     def __init__(self, spec: LatentAttentionSpec) -> None:
-        interface = interface_of_vllm()
-        assert isinstance(interface, ModuleType), interface
-        self.attend = interface.flash_attn_varlen_func
-        self.schedule = interface.get_scheduler_metadata
+        self.attend = binding().flash_attn_varlen_func
+        self.schedule = binding().get_scheduler_metadata
         self.spec = spec
         self.room = spec.latent.num_heads
 

@@ -15,10 +15,10 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.experts.hopper import input_rows, store_pairs
-from atom_core.kernels.linear.few_rows_hopper import LAG, barrier, depend, load, weight_rows
+from atom_core.kernels.experts.hopper import input_rows, sorted_pairs, store_pairs
+from atom_core.kernels.linear.few_rows_hopper import LAG, depend, load, ready, weight_rows
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import launch_options
 
@@ -78,10 +78,7 @@ def few_pairs_hopper(
         depend("griddepcontrol.wait; // $0")
         # Not earlier: the second product reads which experts they are without waiting for this one.
         depend("griddepcontrol.launch_dependents; // $0")
-    # Sorted before the kernel in front began; the first-level cache may still have what was there before.
-    expert = gl.load(block_experts + gl.program_id(1), cache_modifier=".cg")
-    slot = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, copied))
-    pair = gl.load(slots + slot, cache_modifier=".cg")
+    expert, pair = sorted_pairs(block_experts, slots, TOKENS, gl.SliceLayout(1, copied))
     if expert < 0:
         # One waits though it has nothing to do, so that whoever waits for this kernel waits for those in front as well.
         if OVERLAP and not GATED and gl.program_id(0) + gl.program_id(1) == 0:
@@ -117,9 +114,7 @@ def few_pairs_hopper(
     place = 0
     filled = ahead
     for step in range(steps):
-        async_copy.wait_group(ahead - 1)
-        fence_async_shared()
-        barrier()
+        ready(ahead - 1)
         total = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), total, is_async=True)
         later = step + ahead
         _ask_weight(tiles, at, later, steps, filled, COLUMNS)

@@ -16,13 +16,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from atom_core.kernels.gated_activation.triton_kernel import gated
-from atom_core.kernels.linear.few_rows_hopper import LAG, activated, barrier, depend, load
+from atom_core.kernels.linear.few_rows_hopper import LAG, activated, depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import launch_options
 
@@ -33,6 +32,17 @@ _gated = gluon.jit(gated.fn)
 
 #: Bytes of a row that are copied together: what shared memory interleaves.
 _LINE = 128
+
+
+@gluon.jit
+def sorted_pairs(block_experts, slots, TOKENS: gl.constexpr, layout: gl.constexpr):
+    """The expert of this block, -1 where there is nothing to do, and ``[TOKENS]`` its pairs, in a layout; -1: none."""
+    block = gl.program_id(1)
+    place = gl.arange(0, TOKENS, layout)
+    # Sorted before the kernel in front began; the first-level cache may still have what was there before.
+    expert = gl.load(block_experts + block, cache_modifier=".cg")
+    pair = gl.load(slots + block * TOKENS + place, cache_modifier=".cg")
+    return expert, pair
 
 
 @gluon.jit
@@ -48,18 +58,14 @@ def pairs_of_block(
     TOKENS: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """The expert of this block, -1 where there is nothing to do, and ``[TOKENS]`` its pairs; -1: none.
-
-    Without ``slots`` the block is a pair's, and is done where that is the first of its expert.
-    """
-    block = gl.program_id(1)
+    """As :func:`sorted_pairs`; without ``slots`` a block is a pair's, and is done where that is its expert's first."""
     of_token: gl.constexpr = gl.SliceLayout(1, layout)
-    token = gl.arange(0, TOKENS, of_token)
-    # Chosen before the kernel in front began; the first-level cache may still have what was there before.
     if slots is not None:
-        expert = gl.load(block_experts + block, cache_modifier=".cg")
-        pair = gl.load(slots + block * TOKENS + token, cache_modifier=".cg")
+        expert, pair = sorted_pairs(block_experts, slots, TOKENS, of_token)
     else:
+        block = gl.program_id(1)
+        token = gl.arange(0, TOKENS, of_token)
+        # As they, chosen before the kernel in front began.
         expert = gl.load(experts + block, cache_modifier=".cg")
         place = gl.arange(0, PLACES, gl.SliceLayout(0, layout))
         chosen = (token < T)[:, None] & (place < TOP_K)[None, :]
@@ -154,14 +160,6 @@ def _next_tile(inputs, tiles, x_at, weight, at, used, step, steps, place, BLOCK_
 def _begin(inputs, tiles, zeros, place):
     """Begin the product of the tiles in a place."""
     return warpgroup_mma(inputs.index(place), tiles.index(place).permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _ready(LATER: gl.constexpr):
-    """All tiles but those asked for last are in shared memory, for all warps."""
-    async_copy.wait_group(LATER)
-    fence_async_shared()
-    barrier()
 
 
 @gluon.jit
@@ -278,7 +276,7 @@ def grouped_rows_hopper(
         even_first, even_second = _factors(x_scales, sum_used, first, second, 0, stride_x_scales, steps)
         odd_first, odd_second = _factors(x_scales, sum_used, first, second, 1, stride_x_scales, steps)
         for step in range(0, steps - 1, 2):
-            _ready(ahead - 2)
+            ready(ahead - 2)
             even = _begin(inputs, tiles, zeros, place)
             place = (place + 1) % STAGES
             odd = _begin(inputs, tiles, zeros, place)
@@ -300,13 +298,13 @@ def grouped_rows_hopper(
             even_first, even_second = even_first_ahead, even_second_ahead
             odd_first, odd_second = odd_first_ahead, odd_second_ahead
         if steps % 2 == 1:
-            _ready(ahead - 1)
+            ready(ahead - 1)
             last = _begin(inputs, tiles, zeros, place)
             last = warpgroup_mma_wait(0, [last])
             total += _scaled(last, even_first, even_second, lane, BLOCK_N, GATED)
     else:
         for step in range(steps):
-            _ready(ahead - 1)
+            ready(ahead - 1)
             total = warpgroup_mma(inputs.index(place), tiles.index(place).permute((1, 0)), total, is_async=True)
             _next_tile(inputs, tiles, x_at, weight, at, used, step + ahead, steps, filled, BLOCK_K)
             place = (place + 1) % STAGES

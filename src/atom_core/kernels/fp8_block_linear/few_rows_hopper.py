@@ -9,9 +9,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.linear.few_rows_hopper import barrier, depend, finish, load, weight_rows
+from atom_core.kernels.linear.few_rows_hopper import depend, finish, load, ready, weight_rows
 
 
 @gluon.jit
@@ -87,9 +87,7 @@ def few_rows_hopper(
     place = 0
     filled = ahead
     for step in range(steps):
-        async_copy.wait_group(ahead - 1)
-        fence_async_shared()
-        barrier()
+        ready(ahead - 1)
         part = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, summed)
         part = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), part, is_async=True)
         # All are done with the tile of the step before.

@@ -15,7 +15,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from atom_core.kernels.experts.few_pairs_hopper import Tile
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
@@ -25,7 +25,7 @@ from atom_core.kernels.fp8_block_linear.few_rows_hopper import scale_places
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, room
 from atom_core.kernels.fp8_linear.quantize import narrowed
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
-from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, weight_rows
+from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready, weight_rows
 from atom_core.kernels.triton_support import launch_options
 
 _narrowed = gluon.jit(narrowed.fn)
@@ -201,9 +201,7 @@ def expert_rows_fp8_hopper(
     place = 0
     filled = ahead
     for step in range(steps):
-        async_copy.wait_group(ahead - 1)
-        fence_async_shared()
-        barrier()
+        ready(ahead - 1)
         right = inputs.index(place).permute((1, 0))
         if SIZE > 0:
             total_or_part = warpgroup_mma(tiles.index(place), right, zeros, use_acc=False, is_async=True)

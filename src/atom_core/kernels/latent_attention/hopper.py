@@ -17,7 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from atom_core.kernels.attention.splits import SplitBuffers, Splits
 from atom_core.kernels.attention.triton_kernel import LOG2_E
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
-from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load
+from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready
+from atom_core.kernels.linear.parts import FETCH_ROWS
 from atom_core.kernels.linear.tiles import why_no_gluon
 from atom_core.kernels.triton_support import launch_options
 from atom_core.metadata import AttentionMetadata, LatentCacheView
@@ -81,7 +82,7 @@ def _fetch(
     at = at.to(gl.int64, bitcast=True) + first
     asked = gl.where((key < end)[:, None], gl.minimum(ROW * size - first, width), 0)
     gl.inline_asm_elementwise(
-        "{ .reg .pred any; setp.gt.s32 any, $2, 0; @any cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        FETCH_ROWS,
         "=r,l,r",
         [at, asked],
         dtype=gl.int32,
@@ -195,9 +196,7 @@ def latent_decode_hopper(
     place = 0
     of_tile = gl.arange(0, BLOCK_N, gl.SliceLayout(1, scored))
     for tile in range(begin, end, BLOCK_N):
-        async_copy.wait_group(0)
-        fence_async_shared()
-        barrier()
+        ready(0)
         scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scored)
         scores = warpgroup_mma(latents.index(place), plain.permute((1, 0)), scores, use_acc=False, is_async=True)
         scores = warpgroup_mma(keys.index(place), turned.permute((1, 0)), scores, is_async=True)

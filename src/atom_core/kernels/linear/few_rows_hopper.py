@@ -46,6 +46,14 @@ def depend(INSTRUCTION: gl.constexpr):
 
 
 @gluon.jit
+def ready(LATER: gl.constexpr):
+    """All tiles but the ``LATER`` groups asked for last are in shared memory, for all warps and for ``wgmma``."""
+    async_copy.wait_group(LATER)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
 def activated(total, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, ACTIVATION: gl.constexpr, out_dtype: gl.constexpr):
     """``[BLOCK_N / 2, BLOCK_M]`` of sums whose rows are those of :func:`weight_rows`."""
     gate, up = gl.split(total.reshape([BLOCK_N // 16, 2, 8, BLOCK_M]).permute([0, 2, 3, 1]))
@@ -164,9 +172,7 @@ def few_rows_hopper(
     place = 0
     filled = ahead
     for step in range(steps):
-        async_copy.wait_group(ahead - 1)
-        fence_async_shared()
-        barrier()
+        ready(ahead - 1)
         total = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), total, is_async=True)
         if step + ahead < steps:
             load(tiles.index(filled), at + (step + ahead) * BLOCK_K, eviction_policy=policy)

@@ -7,6 +7,11 @@ import triton.language as tl
 
 from atom_core.kernels.gated_activation.triton_kernel import gated
 
+#: Has each thread's bytes at an address, as many as it says, fetched to the second-level cache; none where it says 0.
+FETCH_ROWS: tl.constexpr = tl.constexpr(
+    "{ .reg .pred any; setp.ne.u32 any, $2, 0; @any cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
+)
+
 
 @triton.jit
 def weight_rows(N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
@@ -36,7 +41,7 @@ def fetch_ahead(
     at = tl.reshape(tl.broadcast_to(at[None, :], (THREADS // BLOCK_N, BLOCK_N)), (THREADS,))
     size = tl.where(tl.arange(0, THREADS) < BLOCK_N, BYTES, 0)
     tl.inline_asm_elementwise(
-        "{ .reg .pred any; setp.ne.u32 any, $2, 0; @any cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        FETCH_ROWS,
         "=r,l,r",
         [at, size],
         dtype=tl.int32,

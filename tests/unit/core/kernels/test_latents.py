@@ -10,7 +10,7 @@ import torch
 from atom_core.kernels.cache_dtypes import FP8_DTYPES, is_foreign
 from atom_core.kernels.head_linear.reference import head_linear
 from atom_core.kernels.latent_attention import LATENT_ATTENTION
-from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
+from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention, cached_rows
 from atom_core.kernels.latent_cache.reference import latent_cache
 from atom_core.kernels.latent_prefill.plan import Piece, cut, expanding_is_cheaper, plan_prefill
 from atom_core.kernels.latent_prefill.reference import ReferenceLatentPrefill
@@ -169,8 +169,6 @@ def test_it_fills_an_fp8_cache_as_well(exact_fp8_casts, case, cache_dtype):
 
 def leave_parts(q, cache, metadata, spec, parts, sums, least, keys):
     """What :class:`atom_core.kernels.latent_attention.hopper.LatentDecode` leaves, by its definition."""
-    from atom_core.kernels.latent_attention.reference import cached_rows
-
     heads, starts = q.shape[1], metadata.query_start_loc.tolist()
     for request, length in enumerate(metadata.seq_lens.tolist()):
         token = starts[request]
