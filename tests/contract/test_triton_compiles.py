@@ -372,10 +372,11 @@ def test_attention_over_latents_compiles(monkeypatch, name, batch, gpu, cache_dt
     compile_launch(kernel, launched.value, gpu)
 
 
+@pytest.mark.parametrize("queries", [1, 2, 3, 8])
 @pytest.mark.parametrize("requests", [1, 10, 300])
 @pytest.mark.parametrize("heads", [1, 16, 20, 128])
-def test_decoding_over_latents_compiles_for_hopper(monkeypatch, heads, requests):
-    case = LatentCase("", ((9, 1),) * (requests - 1) + ((300, 1),), heads=heads, **_DEEPSEEK)
+def test_decoding_over_latents_compiles_for_hopper(monkeypatch, heads, requests, queries):
+    case = LatentCase("", ((9, queries),) * (requests - 1) + ((300, queries),), heads=heads, **_DEEPSEEK)
     kernel = latent_hopper.latent_decode_hopper
     monkeypatch.setattr(latent_hopper, "latent_decode_hopper", Recorder())
     monkeypatch.setattr(splits, "_multiprocessors", lambda device: 132)

@@ -68,11 +68,30 @@ DECODES = (
     LatentCase("140 requests", tuple((29 * at, 1) for at in range(140)), heads=16, **_SIZES),
     LatentCase("rows apart", _LENGTHS, heads=16, gap=64, **_SIZES),
     LatentCase("small latents", _LENGTHS, heads=4, rank=64, nope_dim=16, rope_dim=16, value_dim=16),
+    *(
+        LatentCase(f"{count} tokens are verified, {name}", tuple((at, count) for at in lengths), heads=heads, **_SIZES)
+        for count in (2, 4, 8)
+        for name, lengths, heads in (
+            ("16 heads", (0, 13, 60, 61, 62, 63, 64, 120, 127, 256, 511, 1000, 4095), 16),
+            ("one request", (6000,), 16),
+            ("40 requests", tuple(29 * at for at in range(40)), 16),
+            ("20 heads", (0, 56, 57, 63, 64, 510), 20),
+            ("128 heads", (0, 57, 63, 1000), 128),
+        )
+    ),
+    LatentCase("some drafted less", ((61, 4), (63, 1), (64, 2), (0, 3), (126, 3), (1022, 4)), heads=16, **_SIZES),
+    LatentCase("drafts and padding", ((61, 3), (1022, 3)), heads=16, padded_requests=2, padded_tokens=6, **_SIZES),
 )
 
 #: What is left in parts: of few tokens, of requests longer than a tile.
 VALUES = (
-    *(case for case in DECODES if (len(case.requests) + case.padded_tokens) * case.heads <= 512 and case.heads < 64),
+    *(
+        case
+        for case in DECODES
+        if (len(case.requests) + case.padded_tokens) * case.heads <= 512
+        and case.heads < 64
+        and all(new == 1 for _, new in case.requests)
+    ),
     LatentCase("one token", ((192, 1),), heads=16, **_SIZES),
     LatentCase("one token of 128 heads", ((3000, 1),), heads=128, page_size=64, **_SIZES),
     LatentCase("a token that begins a tile", ((64, 1), (128, 1), (63, 1)), heads=16, page_size=64, **_SIZES),

@@ -1,5 +1,7 @@
 """Decoding over latents on Hopper, in Gluon: tensor cores read cached rows from shared memory, as keys and as values.
 
+A request has one query token, or a few that are verified, each of which sees one key more than the one before.
+
 What ``wgmma`` takes 64 of at a time are keys for the scores, and numbers of the latent for the sums; heads, of which
 there are few, are its columns. So neither is moved to registers, and of a tile's time little is not the memory's. A
 multiprocessor has one program, which copies a tile of rows while it works on the one before.
@@ -27,9 +29,11 @@ from atom_core.metadata import AttentionMetadata, LatentCacheView
 KEYS = 64
 #: Tiles that a part has at least: adding parts up takes as long as a few of them.
 FEWEST_TILES = 4
-#: Requests up to which a program takes so many heads, and heads beyond: few requests leave room for more programs, each
-#: with less to do, but every program reads all of its request's rows.
+#: Requests up to which a program takes so many heads of all query tokens, and heads beyond: few requests leave room for
+#: more programs, each with less to do, but every program reads all of its request's rows.
 _HEADS, _MOST_HEADS = ((8, 16), (32, 32)), 64
+#: Query tokens of a request up to which they are decoded.
+MAX_QUERIES = 8
 #: Requests from which on first tiles are fetched to the second-level cache while the kernel in front ends: fewer wait
 #: for nothing but memory there, and lose by one more instruction.
 _FETCHING = 32
@@ -91,6 +95,20 @@ def _fetch(
     )
 
 
+@gluon.jit
+def _row(row, count, H: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr):
+    """Which of the request's tokens and which head rows are of, and which are of one."""
+    token = row // HEADS
+    head = gl.program_id(1) * HEADS + row % HEADS
+    if QUERIES == 1:
+        token = row * 0
+        head = gl.program_id(1) * HEADS + row
+        used = (row < HEADS) & (head < H)
+    else:
+        used = (token < count) & (head < H)
+    return token, head, used
+
+
 @gluon.jit(do_not_specialize=["num_tokens"])
 def latent_decode_hopper(
     q,
@@ -114,6 +132,7 @@ def latent_decode_hopper(
     PAGE: gl.constexpr,
     H: gl.constexpr,
     HEADS: gl.constexpr,
+    QUERIES: gl.constexpr,
     L: gl.constexpr,
     R: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -123,7 +142,7 @@ def latent_decode_hopper(
     FETCH: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """``HEADS`` heads of a request, which has one query token or, as padding, none.
+    """``HEADS`` heads of a request, which has up to ``QUERIES`` query tokens or, as padding, none.
 
     Without ``out`` its sums stay in parts, of ``LEAST`` tiles or more each, for whoever reads them.
     """
@@ -141,12 +160,14 @@ def latent_decode_hopper(
     request = gl.program_id(0)
     split = gl.program_id(2)
     start = gl.load(query_start_loc + request)
-    if gl.load(query_start_loc + request + 1) == start:
+    count = gl.load(query_start_loc + request + 1) - start
+    if count == 0:
         # One waits though it has nothing to do, so that whoever waits for this kernel waits for those in front as well.
         if OVERLAP and request + gl.program_id(1) + split == 0:
             depend("griddepcontrol.wait; // $0")
         return
-    end = gl.load(seq_lens + request)
+    length = gl.load(seq_lens + request)
+    end = length
     begin = end * 0
     working = end * 0 + 1
     if SPLIT:
@@ -181,10 +202,9 @@ def latent_decode_hopper(
         depend("griddepcontrol.wait; // $0")
     _copy(latents.index(0), keys.index(0), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
     async_copy.commit_group()
-    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
-    head = gl.program_id(1) * HEADS + row
-    used = ((row < HEADS) & (head < H))[:, None]
-    query = q + start.to(gl.int64) * stride_q_token + head.to(gl.int64)[:, None] * stride_q_head
+    token, head, used = _row(gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied)), count, H, HEADS, QUERIES)
+    used = used[:, None]
+    query = q + (start + token).to(gl.int64)[:, None] * stride_q_token + head.to(gl.int64)[:, None] * stride_q_head
     plain.store(gl.load(query + gl.arange(0, L, gl.SliceLayout(0, copied))[None, :], mask=used, other=0.0))
     turned.store(gl.load(query + L + gl.arange(0, R, gl.SliceLayout(0, copied))[None, :], mask=used, other=0.0))
     key += BLOCK_N
@@ -195,6 +215,8 @@ def latent_decode_hopper(
     acc = gl.zeros([L, BLOCK_M], gl.float32, summed)
     place = 0
     of_tile = gl.arange(0, BLOCK_N, gl.SliceLayout(1, scored))
+    token, head, used = _row(gl.arange(0, BLOCK_M, of_scores), count, H, HEADS, QUERIES)
+    seen = length - count + 1 + token
     for tile in range(begin, end, BLOCK_N):
         ready(0)
         scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scored)
@@ -208,11 +230,16 @@ def latent_decode_hopper(
         page = _pages(table, key, end, PAGE)
         scores = warpgroup_mma_wait(0, [scores])
         known = (tile + of_tile < end)[:, None]
+        if QUERIES > 1:
+            known &= (tile + of_tile)[:, None] < seen[None, :]
         scores = gl.where(known, scores * (scale * LOG2_E), float("-inf"))
-        # Each tile has a key that is seen: no highest is minus infinity.
         new_highest = gl.maximum(highest, gl.max(scores, 0))
-        shrink = gl.exp2(highest - new_highest)
-        scores = gl.exp2(scores - new_highest[None, :])
+        base = new_highest
+        if QUERIES > 1:
+            # Of the part's keys all may be behind a query. The only one of a request sees one of each tile.
+            base = gl.where(new_highest == float("-inf"), 0.0, new_highest)
+        shrink = gl.exp2(highest - base)
+        scores = gl.exp2(scores - base[None, :])
         total = total * shrink + gl.sum(scores, 0)
         highest = new_highest
         weights.store(scores.to(dtype))
@@ -224,13 +251,12 @@ def latent_decode_hopper(
         place = 1 - place
 
     number = gl.arange(0, L, gl.SliceLayout(1, summed))[:, None]
-    row = gl.arange(0, BLOCK_M, of_sums)
-    head = gl.program_id(1) * HEADS + row
-    used = (row < HEADS) & (head < H)
+    token, head, used = _row(gl.arange(0, BLOCK_M, of_sums), count, H, HEADS, QUERIES)
+    token += start
     total = gl.convert_layout(total, of_sums)
     highest = gl.convert_layout(highest, of_sums)
     # Rows of the parts: split, token, head.
-    at = start.to(gl.int64) * H + head
+    at = token.to(gl.int64) * H + head
     part_rows = num_tokens.to(gl.int64) * H
     if SPLIT:  # noqa: SIM102 - decided when compiling, unlike the next
         if (working > 1) | (not JOINED):
@@ -262,7 +288,7 @@ def latent_decode_hopper(
                     acc = acc * shrink[None, :] + part * part_shrink[None, :]
                     highest = new_highest
         acc = acc / total[None, :]
-        to = out + start.to(gl.int64) * stride_o_token + head.to(gl.int64)[None, :] * stride_o_head + number
+        to = out + (token.to(gl.int64) * stride_o_token + head.to(gl.int64) * stride_o_head)[None, :] + number
         gl.store(to, acc.to(out.dtype.element_ty), mask=used[None, :])
 
 
@@ -285,13 +311,13 @@ class LatentDecode:
         """Whether it can run this batch, and in a captured graph every batch that the graph may replay."""
         rows = cache.rows
         apart = rows.data_ptr() | rows.stride(0) * rows.itemsize | rows.stride(1) * rows.itemsize
-        return metadata.max_query_len == 1 and cache.scale == 1.0 and apart % _VECTOR == 0
+        return metadata.max_query_len <= MAX_QUERIES and cache.scale == 1.0 and apart % _VECTOR == 0
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """As :meth:`atom_core.kernels.latent_attention.triton_kernel.TritonLatentAttention.__call__`."""
         shape, num_requests = self.spec.latent, metadata.seq_lens.shape[0]
         splits = self.split_buffers.share(
-            num_requests * self.groups(num_requests),
+            num_requests * self.groups(num_requests, metadata.max_query_len),
             metadata.max_seq_len,
             q.shape[0] * shape.num_heads,
             shape.rank,
@@ -299,13 +325,13 @@ class LatentDecode:
         )
         self.launch(q, cache, metadata, out, splits, FEWEST_TILES)
 
-    def groups(self, num_requests: int) -> int:
+    def groups(self, num_requests: int, max_query_len: int) -> int:
         """Programs of a request that is not shared out."""
-        return int(triton.cdiv(self.spec.latent.num_heads, self._heads(num_requests)))
+        return int(triton.cdiv(self.spec.latent.num_heads, self._heads(num_requests, max_query_len)))
 
-    def _heads(self, num_requests: int) -> int:
+    def _heads(self, num_requests: int, max_query_len: int) -> int:
         fitting = next((heads for most, heads in _HEADS if num_requests <= most), _MOST_HEADS)
-        return int(min(self.spec.latent.num_heads, fitting))
+        return int(min(self.spec.latent.num_heads, fitting // triton.next_power_of_2(max_query_len)))
 
     def launch(
         self,
@@ -319,9 +345,10 @@ class LatentDecode:
         """Write to ``out``; without it leave parts of ``least`` tiles or more, not divided by their weights' sums."""
         assert out is not None or splits.count > 1
         shape, num_requests = self.spec.latent, metadata.seq_lens.shape[0]
-        heads = self._heads(num_requests)
-        tile_rows = max(16, triton.next_power_of_2(heads))
-        latent_decode_hopper[num_requests, self.groups(num_requests), splits.count](
+        queries = triton.next_power_of_2(metadata.max_query_len)
+        heads = self._heads(num_requests, queries)
+        tile_rows = max(16, triton.next_power_of_2(queries * heads))
+        latent_decode_hopper[num_requests, self.groups(num_requests, queries), splits.count](
             q,
             cache.rows,
             out,
@@ -340,6 +367,7 @@ class LatentDecode:
             PAGE=cache.page_size,
             H=shape.num_heads,
             HEADS=heads,
+            QUERIES=queries,
             L=shape.rank,
             R=shape.rope_dim,
             BLOCK_M=tile_rows,
