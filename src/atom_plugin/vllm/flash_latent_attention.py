@@ -1,8 +1,9 @@
 """FlashAttention 3 over latents, which vLLM's CUDA build ships for Hopper, where it decodes faster than ours.
 
 That is where many rows meet one request's latents: 128 heads of a token, as each rank has them that shares requests and
-not heads, or several tokens that are verified. By itself it took 79 us a layer on an H200 for 64 requests of 2,048
-tokens with 128 heads, where ours took 110, but 51 with 16 heads, where ours took 48.
+not heads, or fewer heads of several tokens that are verified. By itself it took 75 us a layer on an H200 for 64
+requests of 2,048 tokens with 128 heads, where ours took 112, but 51 with 16 heads, where ours took 47; of short or few
+requests it takes longer, and graphs do not know how long those will be that they replay.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from atom_core.kernels.select import Target
 from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView, capturing
 from atom_plugin.vllm.flash_attention import aligned, binding, why_no_dtypes, why_not_here
 
-#: Heads and requests from which on it decodes tokens by themselves, and up to how many of each request together: longer
-#: prompts run outside of graphs, where a call takes the host longer than ours.
-MANY_HEADS, FEW_REQUESTS, MOST_QUERIES = 64, 8, 8
+#: Rows (heads of a request's tokens) and requests from which on it decodes, and up to how many tokens of a request:
+#: longer prompts run outside of graphs, where a call takes the host longer than ours.
+MANY_ROWS, FEW_REQUESTS, MOST_QUERIES = 64, 8, 8
 
 #: At most how many programs share a request's rows of latents, as in vLLM's own captured graphs, and how much memory
 #: the parts of their answers may take: vLLM has not counted it.
@@ -62,10 +63,9 @@ class ManyRowsElsewhere:
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
-        if metadata.max_query_len == 1:
-            many = self.spec.latent.num_heads >= MANY_HEADS and metadata.seq_lens.shape[0] >= FEW_REQUESTS
-        else:
-            many = metadata.max_query_len <= MOST_QUERIES
+        queries = metadata.max_query_len
+        rows, requests = self.spec.latent.num_heads * queries, metadata.seq_lens.shape[0]
+        many = queries <= MOST_QUERIES and rows >= MANY_ROWS and requests >= FEW_REQUESTS
         (self.many if many else self.kernel)(q, cache, metadata, out)
 
 

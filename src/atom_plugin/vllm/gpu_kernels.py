@@ -11,14 +11,6 @@ from atom_core.kernels.select import Implementation
 from atom_plugin.vllm.flash_attention import build_both, why_no_both
 from atom_plugin.vllm.flash_latent_attention import build_both_over_latents, why_no_both_over_latents
 
-#: Those that are used where they are asked for alone, and why.
-ON_REQUEST: Mapping[tuple[str, str], str] = {
-    (LATENT_ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3): (
-        "No engine has been measured with it yet; "
-        f"ATOM_KERNELS={LATENT_ATTENTION.name}={TRITON_AND_FLASH_ATTENTION_3} asks for it."
-    ),
-}
-
 
 def gpu_kernels() -> Mapping[str, Implementation[Hashable, object]]:
     """By op name."""

@@ -17,7 +17,7 @@ from atom_plugin.common.settings import Settings
 from atom_plugin.vllm.all_reduce import aiter_all_reduce_norm
 from atom_plugin.vllm.attention import is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
-from atom_plugin.vllm.gpu_kernels import ON_REQUEST, gpu_kernels
+from atom_plugin.vllm.gpu_kernels import gpu_kernels
 from atom_plugin.vllm.mla import VllmLatentAttention
 from atom_plugin.vllm.quantization import quantization_of
 from atom_plugin.vllm.replicas import VllmReplicas
@@ -72,7 +72,7 @@ def build_runtime(
     target = Target.of(device)
     contributed = dict(cpu_kernels(vllm_config) if target.kind == "cpu" else gpu_kernels())
     contributed["all_reduce_norm"] = aiter_all_reduce_norm()
-    excluded = {**ON_REQUEST, **(COMPILED if is_compiled(vllm_config) else {})}
+    excluded = COMPILED if is_compiled(vllm_config) else {}
     pp, replicated = get_pp_group(), vllm_config.parallel_config.data_parallel_size > 1
     first, end = get_pp_indices(num_layers, pp.rank_in_group, pp.world_size)
     return Runtime(

@@ -35,13 +35,13 @@ from atom_plugin.vllm.flash_attention import (
 )
 from atom_plugin.vllm.flash_latent_attention import (
     FEW_REQUESTS,
-    MANY_HEADS,
+    MANY_ROWS,
     MOST_QUERIES,
     FlashLatentAttention3,
     ManyRowsElsewhere,
     why_no_flash_latent_attention,
 )
-from atom_plugin.vllm.gpu_kernels import ON_REQUEST, gpu_kernels
+from atom_plugin.vllm.gpu_kernels import gpu_kernels
 from tests.kernel_cases import ATTENTION_CASES, AttentionCase, attention_batch, check_attention
 from tests.latent_cases import LATENT_CASES, LatentCase, check_absorbed, latent_batch
 
@@ -234,12 +234,13 @@ def test_long_prompts_are_read_elsewhere(tokens: int, long: bool) -> None:
 @pytest.mark.parametrize(
     ("heads", "requests", "queries", "many"),
     [
-        (MANY_HEADS, FEW_REQUESTS, 1, True),
-        (MANY_HEADS // 2, FEW_REQUESTS, 1, False),
-        (MANY_HEADS, FEW_REQUESTS - 1, 1, False),
-        (16, 1, 2, True),
-        (16, 1, MOST_QUERIES, True),
-        (MANY_HEADS, FEW_REQUESTS, MOST_QUERIES + 1, False),
+        (MANY_ROWS, FEW_REQUESTS, 1, True),
+        (MANY_ROWS // 2, FEW_REQUESTS, 1, False),
+        (MANY_ROWS // 2, FEW_REQUESTS, 2, True),
+        (MANY_ROWS, FEW_REQUESTS - 1, 1, False),
+        (MANY_ROWS, FEW_REQUESTS - 1, 2, False),
+        (MANY_ROWS // 8, FEW_REQUESTS, MOST_QUERIES, True),
+        (MANY_ROWS, FEW_REQUESTS, MOST_QUERIES + 1, False),
     ],
 )
 def test_many_rows_that_meet_a_requests_latents_are_read_elsewhere(
@@ -259,20 +260,12 @@ def test_it_can_run_where_vllm_says_so(monkeypatch: pytest.MonkeyPatch, binding:
     monkeypatch.setattr(binding, "is_fa_version_supported", lambda version: version == 3)
     assert why_no_flash_attention(SPEC, HOPPER) is None
     assert why_no_flash_latent_attention(LATENT_SPEC, HOPPER) is None
-    kernels = KernelSet(HOPPER, OPS, contributed=gpu_kernels(), excluded=ON_REQUEST)
+    kernels = KernelSet(HOPPER, OPS, contributed=gpu_kernels())
     assert kernels.chosen(ATTENTION, SPEC) == TRITON_AND_FLASH_ATTENTION_3
     assert isinstance(kernels.select(ATTENTION, SPEC), LongPromptsElsewhere)
     assert kernels.chosen(ATTENTION, replace(SPEC, cache_dtype=torch.float8_e4m3fn)) == "triton"
-    assert kernels.chosen(LATENT_ATTENTION, LATENT_SPEC) == "triton"
-
-
-def test_it_attends_over_latents_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch, binding: ModuleType) -> None:
-    monkeypatch.setattr(binding, "is_fa_version_supported", lambda version: version == 3)
-    forced = {LATENT_ATTENTION.name: TRITON_AND_FLASH_ATTENTION_3}
-    kernels = KernelSet(HOPPER, OPS, forced, contributed=gpu_kernels(), excluded=ON_REQUEST)
     assert isinstance(kernels.select(LATENT_ATTENTION, LATENT_SPEC), ManyRowsElsewhere)
     separate = ((LATENT_ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3),)
     assert kernels.chosen(LATENT_VALUES, LatentValuesSpec(LATENT_SPEC, separate)) == "triton"
     in_fp8 = replace(LATENT_SPEC, latent=replace(LATENT_SPEC.latent, cache_dtype=torch.float8_e4m3fn))
-    with pytest.raises(ValueError, match=TRITON_AND_FLASH_ATTENTION_3):
-        kernels.select(LATENT_ATTENTION, in_fp8)
+    assert kernels.chosen(LATENT_ATTENTION, in_fp8) == "triton"
