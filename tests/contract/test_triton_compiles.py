@@ -647,7 +647,7 @@ def test_products_for_hopper_compile(monkeypatch, way, size, rows):
 
 
 @pytest.mark.parametrize("rows", [64, 100, 256])
-@pytest.mark.parametrize("size", [(4096, 1024), (1024, 2048), (6144, 1024), (128, 2048)], ids=str)
+@pytest.mark.parametrize("size", [(4096, 1024), (1024, 2048), (2048, 2048), (6144, 1024), (128, 2048)], ids=str)
 @pytest.mark.parametrize("way", ["plain", "silu", "adding", "in float32"])
 def test_products_by_small_weights_for_hopper_compile(monkeypatch, way, size, rows):
     gpu, kernels, recorders = GPUS[-1], linear_kernel._KERNELS, Recorders()

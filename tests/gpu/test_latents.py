@@ -88,9 +88,7 @@ VALUES = (
     *(
         case
         for case in DECODES
-        if (len(case.requests) + case.padded_tokens) * case.heads <= 512
-        and case.heads < 64
-        and all(new == 1 for _, new in case.requests)
+        if (sum(new for _, new in case.requests) + case.padded_tokens) * case.heads <= 512 and case.heads < 64
     ),
     LatentCase("one token", ((192, 1),), heads=16, **_SIZES),
     LatentCase("one token of 128 heads", ((3000, 1),), heads=128, page_size=64, **_SIZES),

@@ -109,6 +109,44 @@ def _row(row, count, H: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr
     return token, head, used
 
 
+@gluon.jit
+def _part(parts, part_sums, mine, used, number, L: gl.constexpr):
+    """The highest scores, the weights' sums and the sums of rows of a part; none of a part that is not used."""
+    highest = gl.load(part_sums + mine * 2, mask=used, other=float("-inf"), cache_modifier=".cg")
+    total = gl.load(part_sums + mine * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
+    source = (parts + mine * L)[:, None] + number[None, :]
+    return highest, total, gl.load(source, mask=used[:, None], other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _join(parts, part_sums, at, part_rows, working, used, to, L: gl.constexpr, layout: gl.constexpr):
+    """Write what parts of a program's rows add up to; ``at`` and ``to``: where rows are, of parts and of results."""
+    warps: gl.constexpr = gl.num_warps()
+    BLOCK_M: gl.constexpr = at.shape[0]
+    # Two parts are asked for at a time, which fill the registers.
+    block: gl.constexpr = min(L, warps * 2048 // BLOCK_M)
+    for first in gl.static_range(0, L, block):
+        number = first + gl.arange(0, block, gl.SliceLayout(0, layout))
+        highest = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+        total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, layout))
+        acc = gl.zeros([BLOCK_M, block], gl.float32, layout)
+        for index in range(0, working, 2):
+            mine = index * part_rows + at
+            one_highest, one_total, one = _part(parts, part_sums, mine, used, number, L)
+            there = used & (index + 1 < working)
+            two_highest, two_total, two = _part(parts, part_sums, mine + part_rows, there, number, L)
+            # The first part has keys that all queries see.
+            new_highest = gl.maximum(highest, gl.maximum(one_highest, two_highest))
+            shrink = gl.exp2(highest - new_highest)
+            one_shrink = gl.exp2(one_highest - new_highest)
+            two_shrink = gl.exp2(two_highest - new_highest)
+            total = total * shrink + one_total * one_shrink + two_total * two_shrink
+            acc = acc * shrink[:, None] + one * one_shrink[:, None] + two * two_shrink[:, None]
+            highest = new_highest
+        acc = acc / total[:, None]
+        gl.store(to[:, None] + number[None, :], acc.to(to.dtype.element_ty), mask=used[:, None])
+
+
 @gluon.jit(do_not_specialize=["num_tokens"])
 def latent_decode_hopper(
     q,
@@ -250,21 +288,24 @@ def latent_decode_hopper(
         acc = warpgroup_mma_wait(0, [acc])
         place = 1 - place
 
-    number = gl.arange(0, L, gl.SliceLayout(1, summed))[:, None]
-    token, head, used = _row(gl.arange(0, BLOCK_M, of_sums), count, H, HEADS, QUERIES)
+    # Rows that lie together in memory are stored by threads that lie together.
+    stored: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
+    of_rows: gl.constexpr = gl.SliceLayout(1, stored)
+    number = gl.arange(0, L, gl.SliceLayout(0, stored))
+    token, head, used = _row(gl.arange(0, BLOCK_M, of_rows), count, H, HEADS, QUERIES)
     token += start
-    total = gl.convert_layout(total, of_sums)
-    highest = gl.convert_layout(highest, of_sums)
     # Rows of the parts: split, token, head.
     at = token.to(gl.int64) * H + head
     part_rows = num_tokens.to(gl.int64) * H
     if SPLIT:  # noqa: SIM102 - decided when compiling, unlike the next
         if (working > 1) | (not JOINED):
             mine = split * part_rows + at
-            gl.store(parts + mine[None, :] * L + number, acc, mask=used[None, :])
-            gl.store(part_sums + mine * 2, highest, mask=used)
-            gl.store(part_sums + mine * 2 + 1, total, mask=used)
+            part = gl.convert_layout(acc.permute((1, 0)), stored)
+            gl.store((parts + mine * L)[:, None] + number[None, :], part, mask=used[:, None])
+            gl.store(part_sums + mine * 2, gl.convert_layout(highest, of_rows), mask=used)
+            gl.store(part_sums + mine * 2 + 1, gl.convert_layout(total, of_rows), mask=used)
     if JOINED:
+        to = out + token.to(gl.int64) * stride_o_token + head.to(gl.int64) * stride_o_head
         if SPLIT:  # noqa: SIM102 - likewise
             if working > 1:
                 barrier()  # all of this program's stores before its arrival is seen
@@ -272,24 +313,11 @@ def latent_decode_hopper(
                 if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
                     return
                 gl.store(arrival, 0)
-                highest = gl.full([BLOCK_M], float("-inf"), gl.float32, of_sums)
-                total = gl.zeros([BLOCK_M], gl.float32, of_sums)
-                acc = gl.zeros([L, BLOCK_M], gl.float32, summed)
-                for index in range(working):
-                    mine = index * part_rows + at
-                    part_highest = gl.load(part_sums + mine * 2, mask=used, other=0.0, cache_modifier=".cg")
-                    part_total = gl.load(part_sums + mine * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
-                    to = parts + mine[None, :] * L + number
-                    part = gl.load(to, mask=used[None, :], other=0.0, cache_modifier=".cg")
-                    new_highest = gl.maximum(highest, part_highest)
-                    shrink = gl.exp2(highest - new_highest)
-                    part_shrink = gl.exp2(part_highest - new_highest)
-                    total = total * shrink + part_total * part_shrink
-                    acc = acc * shrink[None, :] + part * part_shrink[None, :]
-                    highest = new_highest
-        acc = acc / total[None, :]
-        to = out + (token.to(gl.int64) * stride_o_token + head.to(gl.int64) * stride_o_head)[None, :] + number
-        gl.store(to, acc.to(out.dtype.element_ty), mask=used[None, :])
+                _join(parts, part_sums, at, part_rows, working, used, to, L, stored)
+                return
+        acc = acc / gl.convert_layout(total, of_sums)[None, :]
+        result = gl.convert_layout(acc.to(out.dtype.element_ty).permute((1, 0)), stored)
+        gl.store(to[:, None] + number[None, :], result, mask=used[:, None])
 
 
 class LatentDecode:

@@ -127,12 +127,12 @@ class TritonLatentValues:
         """See :class:`atom_core.kernels.latent_values.LatentValuesKernel`."""
         heads = self.decode.spec.latent.num_heads
         most = 1 if heads >= _MANY_HEADS else min(_MAX_TOKENS, _MAX_ROWS // heads)
-        few = 0 < num_tokens <= most and len(metadata.seq_lens) <= _MAX_TOKENS and metadata.max_query_len == 1
+        few = 0 < num_tokens <= most and len(metadata.seq_lens) <= _MAX_TOKENS
         return few and self.decode.takes(cache, metadata) and self._count(metadata) > 1
 
     def _count(self, metadata: AttentionMetadata) -> int:
         requests = len(metadata.seq_lens)
-        programs = requests * self.decode.groups(requests, 1)
+        programs = requests * self.decode.groups(requests, metadata.max_query_len)
         return count_parts(programs, metadata.max_seq_len, metadata.seq_lens.device, fill_once=True)
 
     def __call__(

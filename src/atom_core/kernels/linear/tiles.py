@@ -141,7 +141,7 @@ def _hopper_tile(num_rows: int, out_features: int, in_features: int, itemsize: i
         return Tile("hopper", 128, 128, 4, 5) if num_rows <= 32 else Tile("rows", 64, 128, 4, 4)
     small = out_features * in_features * itemsize <= _SMALL_BYTES
     if num_rows > MAX_ROWS or (num_rows > 32 and small and not widens):
-        return _tile_of_parts(num_rows, widens) if small else None
+        return _tile_of_parts(num_rows, out_features, in_features) if small else None
     if num_rows > 32 and in_features > 2048:
         return Tile("hopper", 64, 128, 4, stages) if widens and out_features < 16384 else None
     if out_features >= 16384:
@@ -151,15 +151,18 @@ def _hopper_tile(num_rows: int, out_features: int, in_features: int, itemsize: i
     return Tile("hopper", 64, 128, 4, stages, early=True)
 
 
-def _tile_of_parts(num_rows: int, widens: bool) -> Tile:
-    """For a small weight in 16 bits; chosen in steps of the whole 0.6B with 64, 128 and 256 requests."""
-    if not widens:
+def _tile_of_parts(num_rows: int, out_features: int, in_features: int) -> Tile | None:
+    """For a small weight in 16 bits; chosen in steps of the whole 0.6B, and of DeepSeek V2-Lite's layers."""
+    if out_features <= in_features:
         # As many programs as there are processors: each can have only so much of the second-level cache.
-        few = num_rows <= MAX_ROWS
-        return Tile("hopper", 64, 128, 4, 10 if few else 8, early=True, tokens=16 if few else 32)
+        if num_rows <= MAX_ROWS:
+            return Tile("hopper", 64, 128, 4, 10, early=True, tokens=16)
+        if num_rows * out_features <= 256 * 1024:
+            return Tile("hopper", 64, 128, 4, 8, early=True, tokens=32)
+        return Tile("hopper", 64, 128, 4, 6, early=True, tokens=64)
     if num_rows <= 128:
         return Tile("hopper", 64, 64, 4, 8, early=True, tokens=128)
-    return Tile("hopper", 128, 64, 8, 6, early=True, tokens=128)
+    return Tile("hopper", 128, 64, 8, 6, early=True, tokens=128) if in_features <= 1024 else None
 
 
 #: In a file of tuned tiles: torch's product is the fastest.
