@@ -24,6 +24,9 @@ from atom_core.standalone import plan
 _LONGEST_PROMPT = 2048
 #: Lengths up to which a decode does not share out a request's keys, and up to which it does.
 _SHORT_LENGTHS = (64, 4096)
+#: New tokens behind cached ones, which attention over latents reads as it decodes, of so many requests at once; and how
+#: many are cached: enough that expanding them would cost more.
+_FEW_TOKENS, _REQUESTS, _CACHED = (2, 4, 8), (1, 16, 64), 64
 #: Lengths of prompts: what a tile of queries takes, and an odd number more.
 _PROMPTS = (5, 16, 64, 257, _LONGEST_PROMPT)
 
@@ -35,23 +38,29 @@ class Batch:
     queries: tuple[int, ...]
     """New tokens of each request."""
     max_seq_len: int
-    """An upper bound of any request's length; the requests here have no more than their new tokens."""
+    """An upper bound of any request's length."""
+    cached: int = 0
+    """Tokens of each request that are there already."""
 
 
 def batches_to_serve(max_requests: int, max_tokens: int, max_seq_len: int) -> list[Batch]:
-    """Batches of every kind that an engine with these limits can make: decodes, prefills, and both in one."""
+    """Batches of every kind that an engine with these limits can make.
+
+    Decodes, prefills, both in one, and prompts of which all but a few tokens are cached.
+    """
     sizes = {1, 2, 8, 16, 32, 64, 128, max_requests}
     found = [Batch((1,) * size, max_seq_len) for size in sorted(sizes)]
     for length in _SHORT_LENGTHS:
         found += [Batch((new,) * size, length) for size in (1, 3) for new in (1, 2)]
     for prompt in _PROMPTS:
         found += [Batch((prompt,), max_seq_len), Batch((1, 1, prompt), max_seq_len)]
+    found += [Batch((new,) * size, max_seq_len, _CACHED) for new in _FEW_TOKENS for size in _REQUESTS]
     possible = (
         batch
         for batch in found
         if len(batch.queries) <= max_requests
         and sum(batch.queries) <= max_tokens
-        and max(batch.queries) <= batch.max_seq_len <= max_seq_len
+        and max(batch.queries) + batch.cached <= batch.max_seq_len <= max_seq_len
     )
     return list(dict.fromkeys(possible))
 
@@ -63,9 +72,10 @@ def metadata_of(
     num_requests, num_tokens = len(batch.queries), sum(batch.queries)
     decodes = next((at for at, new in enumerate(batch.queries) if new > 1), num_requests)
     starts = [0, *accumulate(batch.queries)]
+    lengths = tuple(batch.cached + new for new in batch.queries)
     metadata = AttentionMetadata(
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(batch.queries, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
         page_table=torch.zeros(num_requests, -(-batch.max_seq_len // page_size), dtype=torch.int32, device=device),
         slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         num_requests=num_requests,
@@ -74,7 +84,7 @@ def metadata_of(
         max_seq_len=batch.max_seq_len,
         num_decode_requests=decodes,
         num_decode_tokens=decodes,
-        host=HostLengths(starts, batch.queries),
+        host=HostLengths(starts, lengths),
     )
     return plan(model, metadata)
 

@@ -28,7 +28,7 @@ def test_batches_are_within_the_limits_and_none_comes_twice(max_requests, max_to
     for batch in batches:
         assert 1 <= len(batch.queries) <= max_requests
         assert sum(batch.queries) <= max_tokens
-        assert max(batch.queries) <= batch.max_seq_len <= max_seq_len
+        assert max(batch.queries) + batch.cached <= batch.max_seq_len <= max_seq_len
 
 
 def test_batches_are_of_every_kind():
@@ -40,6 +40,7 @@ def test_batches_are_of_every_kind():
     prompts = {sum(batch.queries) for batch in batches if min(batch.queries) > 1}
     assert any(tokens % 16 == 0 for tokens in prompts)
     assert any(tokens % 2 for tokens in prompts)
+    assert Batch((8,), 40960, 64) in batches, "a prompt that is cached but for a few tokens"
     assert {batch.max_seq_len for batch in batches if batch.queries == (1,)} >= {64, 4096, 40960}
 
 
@@ -49,6 +50,8 @@ def test_a_batch_has_no_slots_and_only_the_first_page(config):
     metadata = metadata_of(Batch((1, 1, 40), 256), model, PAGE_SIZE, runtime.device)
     assert metadata.query_start_loc.tolist() == [0, 1, 2, 42]
     assert metadata.seq_lens.tolist() == [1, 1, 40]
+    behind = metadata_of(Batch((2,), 256, 64), model, PAGE_SIZE, runtime.device)
+    assert (behind.seq_lens.tolist(), behind.host.lengths) == ([66], (66,))
     assert (metadata.slot_mapping == -1).all()
     assert not metadata.page_table.any()
     assert metadata.page_table.shape == (3, 16)
@@ -83,7 +86,7 @@ def test_all_of_them_run_and_leave_no_trace_in_the_cache(config, kernels):
         assert torch.equal(cache.value, value)
 
 
-def test_prompts_over_latents_are_expanded_and_decodes_are_not(latents):
+def test_prompts_over_latents_are_expanded_and_decodes_and_few_tokens_behind_cached_ones_are_not(latents):
     runtime = build_runtime(torch.device("cpu"), torch.float32, 256)
     model = random_model(latents, runtime)
     caches = page_pools(latents, runtime, 2, PAGE_SIZE, random=True)
@@ -99,6 +102,7 @@ def test_prompts_over_latents_are_expanded_and_decodes_are_not(latents):
     for batch in batches_to_serve(20, 512, 256):
         run_batch(batch, model, runtime, PAGE_SIZE, announce)
     assert (expanded[(1, 1)], expanded[(64,)], expanded[(1, 1, 64)]) == ((), (0,), (2,))
+    assert {expanded[lengths] for lengths in ((66,), (68,), (72,), (72,) * 16)} == {()}
     for cache, rows in zip(caches, before, strict=True):
         assert torch.equal(cache.rows, rows)
 

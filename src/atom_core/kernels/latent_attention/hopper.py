@@ -98,15 +98,15 @@ def _fetch(
 @gluon.jit
 def _row(row, count, H: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr):
     """Which of the request's tokens and which head rows are of, and which are of one."""
-    token = row // HEADS
-    head = gl.program_id(1) * HEADS + row % HEADS
     if QUERIES == 1:
         token = row * 0
         head = gl.program_id(1) * HEADS + row
-        used = (row < HEADS) & (head < H)
+        known = row < HEADS
     else:
-        used = (token < count) & (head < H)
-    return token, head, used
+        token = row // HEADS
+        head = gl.program_id(1) * HEADS + row % HEADS
+        known = token < count
+    return token, head, known & (head < H)
 
 
 @gluon.jit
