@@ -2,7 +2,7 @@
 
 That is where many rows meet one request's latents: 128 heads of a token, as each rank has them that shares requests and
 not heads, or fewer heads of several tokens that are verified. By itself it took 75 us a layer on an H200 for 64
-requests of 2,048 tokens with 128 heads, where ours took 112, but 51 with 16 heads, where ours took 47; of short or few
+requests of 2,048 tokens with 128 heads, where ours took 112, but 50 with 16 heads, where ours took 44; of short or few
 requests it takes longer, and graphs do not know how long those will be that they replay.
 """
 
