@@ -10,11 +10,20 @@ from atom_core.kernels.select import Target
 _ROWS = 16
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether oneDNN has products in bfloat16 for this processor."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def why_no_packing(dtype: torch.dtype, target: Target) -> str | None:
     """None where packing pays, else the reason."""
     if target.kind != "cpu" or not torch._C._has_mkldnn:
         return "oneDNN's packed weights are for CPUs that it knows."
-    return None if dtype == torch.bfloat16 else f"Packing pays for bfloat16, not for {dtype}."
+    if dtype != torch.bfloat16:
+        return f"Packing pays for bfloat16, not for {dtype}."
+    if not multiplies_bfloat16():
+        return "oneDNN multiplies bfloat16 on processors with AVX-512 or AVX-NE-CONVERT, and this one has neither."
+    return None
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.mkldnn import MkldnnExperts
 from atom_core.kernels.experts.reference import ReferenceExperts
 from atom_core.kernels.gated_activation.reference import gated_activation
+from atom_core.kernels.linear.mkldnn import multiplies_bfloat16
 from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 
@@ -89,6 +90,7 @@ def test_the_reference_is_the_definition(spec, dtype, tokens):
     assert_close(ReferenceExperts(spec)(*given), by_definition(spec, *given))
 
 
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="oneDNN multiplies no bfloat16 on this processor")
 @every_spec
 @pytest.mark.parametrize("tokens", [0, 1, 7, 40])
 def test_packed_experts_are_the_reference_and_need_the_layers_matrices_no_more(spec, tokens):

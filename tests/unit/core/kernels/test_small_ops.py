@@ -9,8 +9,8 @@ from atom_core.kernels import kernel_set
 from atom_core.kernels.embedding.reference import embedding
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.gated_activation.reference import gated_activation
-from atom_core.kernels.linear import LINEAR, LinearSpec
-from atom_core.kernels.linear.mkldnn import MkldnnLinear
+from atom_core.kernels.linear import LINEAR, LinearSpec, mkldnn
+from atom_core.kernels.linear.mkldnn import MkldnnLinear, multiplies_bfloat16
 from atom_core.kernels.rms_norm.cpu import rms_norm as rms_norm_on_cpu
 from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
@@ -157,6 +157,7 @@ def test_linear_keeps_nothing_of_its_own(bias):
     assert_close(kernel(x, weight, offset), expected)
 
 
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="oneDNN multiplies no bfloat16 on this processor")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 8, 200])
 def test_a_weight_that_onednn_has_packed_is_needed_no_more(rows, bias):
@@ -179,10 +180,20 @@ def test_a_weight_that_onednn_has_packed_is_needed_no_more(rows, bias):
         (LinearSpec(8, 8, False, torch.bfloat16, float32_result=True), "not in float32"),
     ],
 )
-def test_which_weights_are_packed(spec, reason):
+def test_which_weights_are_packed(monkeypatch, spec, reason):
+    monkeypatch.setattr(mkldnn, "multiplies_bfloat16", lambda: True)
     (implementation,) = (one for one in LINEAR.implementations if one.name == "torch")
     found = implementation.supports(spec, CPU)
     assert found is None if reason is None else reason in found
+
+
+def test_nothing_is_packed_on_a_processor_without_products_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(mkldnn, "multiplies_bfloat16", lambda: False)
+    kernels, spec = kernel_set(CPU), LinearSpec(8, 8, False, torch.bfloat16)
+    kernels.select(LINEAR, spec)
+    (choice,) = kernels.choices()
+    assert choice.implementation == "reference"
+    assert "AVX-512" in dict(choice.passed_over)["torch"]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 70])
