@@ -465,7 +465,7 @@ def test_folded_queries_compile(monkeypatch, name, gpu, cache_dtype):
 
 
 @every_gpu
-@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("tokens", [1, 64, 300])
 @pytest.mark.parametrize("sizes", [(128, 512, 64), (512, 128, 0)], ids=["into latents", "out of latents"])
 def test_products_for_each_head_compile(monkeypatch, sizes, tokens, gpu):
     kernel = head_linear_kernel._head_linear

@@ -28,7 +28,7 @@ if why_no_gluon() is None:
 
 #: Pairs that one program sorts.
 _PAIRS = 256
-#: Pairs up to which one program sorts all of them, in one launch in place of five: nine experts of 256 tokens.
+#: Pairs up to which each program looks at all of them, in one launch in place of five: nine experts of 256 tokens.
 _FEW_PAIRS = 9 * 256
 
 
@@ -51,30 +51,16 @@ def _count(
 
 
 @triton.jit
-def name_blocks(
-    counts,
-    first_blocks,
-    block_experts,
-    COUNT: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+def _arrange(counts, first_blocks, block_experts, COUNT: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr):
     """The first block of each expert, and the expert of each block that is one's."""
     expert = tl.arange(0, PADDED)
-    # Within :func:`_sort` others of its threads have counted.
-    number = tl.load(counts + expert, mask=expert < COUNT, other=0, cache_modifier=".cg")
+    number = tl.load(counts + expert, mask=expert < COUNT, other=0)
     needed = (number + BLOCK_M - 1) // BLOCK_M
     first = tl.cumsum(needed, 0) - needed
     tl.store(first_blocks + expert, first, mask=expert < COUNT)
     # As often as one expert has blocks: few, however many experts and blocks there are.
     for index in range(tl.max(needed, 0)):
         tl.store(block_experts + first + index, expert, mask=index < needed)
-
-
-@triton.jit
-def _arrange(counts, first_blocks, block_experts, COUNT: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """See :func:`name_blocks`."""
-    name_blocks(counts, first_blocks, block_experts, COUNT, PADDED, BLOCK_M)
 
 
 @triton.jit
@@ -101,39 +87,43 @@ def _place(
 @triton.jit
 def _sort(
     experts,
-    counts,
-    first_blocks,
     block_experts,
     slots,
     pairs,
     num_blocks,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
-    PADDED: tl.constexpr,
+    BINS: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """All of :func:`_count`, :func:`name_blocks` and :func:`_place` by one program, which waits for itself alone."""
+    """All of :func:`_count`, :func:`_arrange` and :func:`_place`: a program an expert, which looks at all pairs.
+
+    None waits for another, and pairs keep their order. Blocks behind the last are shared out among programs.
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()  # before anything is written: kernels in front may still read what was there
         tl.extra.cuda.gdc_launch_dependents()
-    each = tl.arange(0, PADDED)
-    tl.store(counts + each, tl.zeros([PADDED], tl.int32), mask=each < COUNT)
-    # Blocks' experts lie behind the slots.
-    for begin in range(0, num_blocks * (BLOCK_M + 1), PAIRS):
-        slot = begin + tl.arange(0, PAIRS)
-        tl.store(slots + slot, tl.full([PAIRS], -1, tl.int32), mask=slot < num_blocks * (BLOCK_M + 1))
-    tl.debug_barrier()
+    expert = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
-    expert = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
-    held = (expert >= 0) & (expert < COUNT)
-    rank = tl.atomic_add(counts + tl.where(held, expert, 0), 1, mask=held, sem="relaxed")
-    tl.debug_barrier()
-    name_blocks(counts, first_blocks, block_experts, COUNT, PADDED, BLOCK_M)
-    tl.debug_barrier()
-    first = tl.load(first_blocks + expert, mask=held, other=0, cache_modifier=".cg")
-    tl.store(slots + first * BLOCK_M + rank, pair, mask=held)
+    whose = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
+    # Others' pairs have a bin behind those of experts.
+    numbers = tl.histogram(tl.where((whose >= 0) & (whose < COUNT), whose, COUNT), BINS)
+    each = tl.arange(0, BINS)
+    needed = tl.where(each < COUNT, (numbers + BLOCK_M - 1) // BLOCK_M, 0)
+    first = tl.sum(tl.where(each < expert, needed, 0), 0)
+    behind = first + tl.sum(tl.where(each == expert, needed, 0), 0)
+    mine = (whose == expert).to(tl.int32)
+    tl.store(slots + first * BLOCK_M + tl.cumsum(mine, 0) - 1, pair, mask=mine > 0)
+    place = tl.arange(0, BLOCK_M)
+    empty = first * BLOCK_M + tl.sum(mine, 0) + place
+    tl.store(slots + empty, tl.full([BLOCK_M], -1, tl.int32), mask=empty < behind * BLOCK_M)
+    for block in range(first, behind):
+        tl.store(block_experts + block, expert)
+    for block in range(tl.sum(needed, 0) + expert, num_blocks, COUNT):
+        tl.store(block_experts + block, -1)
+        tl.store(slots + block * BLOCK_M + place, tl.full([BLOCK_M], -1, tl.int32))
 
 
 @triton.jit
@@ -286,33 +276,29 @@ def sort_by_expert(experts: torch.Tensor, held: Held, rows: int, overlap: bool =
     pairs, device = experts.numel(), experts.device
     # Each expert may leave one block unfilled.
     num_blocks = min(pairs, held.count) + pairs // rows
-    counts = torch.empty(held.count, dtype=torch.int32, device=device)
-    first_blocks = torch.empty_like(counts)
-    # What no pair and no expert is written to is -1, which both are filled with at once.
     both = torch.empty(num_blocks * (rows + 1), dtype=torch.int32, device=device)
     slots, block_experts = both[: num_blocks * rows], both[num_blocks * rows :]
-    padded = triton.next_power_of_2(held.count)
     constants = {"FIRST": held.first, "COUNT": held.count}
     if pairs <= _FEW_PAIRS:
-        _sort[(1,)](
+        _sort[(held.count,)](
             experts,
-            counts,
-            first_blocks,
             block_experts,
             slots,
             pairs,
             num_blocks,
-            PADDED=padded,
+            BINS=triton.next_power_of_2(held.count + 1),
             PAIRS=triton.next_power_of_2(pairs),
             BLOCK_M=rows,
             OVERLAP=overlap,
-            num_warps=8,
+            num_warps=4,
             **constants,
             **launch_options(overlap),
         )
         return Blocks(rows, slots, block_experts)
-    counts.zero_()
+    # What no pair and no expert is written to is -1, which both are filled with at once.
     both.fill_(-1)
+    counts = torch.zeros(held.count, dtype=torch.int32, device=device)
+    first_blocks = torch.empty_like(counts)
     ranks = torch.empty(pairs, dtype=torch.int32, device=device)
     grid = (triton.cdiv(pairs, _PAIRS),)
     _count[grid](experts, counts, ranks, pairs, PAIRS=_PAIRS, **constants)
@@ -321,7 +307,7 @@ def sort_by_expert(experts: torch.Tensor, held: Held, rows: int, overlap: bool =
         first_blocks,
         block_experts,
         COUNT=held.count,
-        PADDED=padded,
+        PADDED=triton.next_power_of_2(held.count),
         BLOCK_M=rows,
     )
     _place[grid](experts, ranks, first_blocks, slots, pairs, BLOCK_M=rows, PAIRS=_PAIRS, **constants)

@@ -16,16 +16,24 @@ from atom_core.kernels.triton_support import launch_options
 _FEW, _MANY, _FEW_OUTPUTS, _MANY_OUTPUTS = 16, 64, 32, 64
 #: Inputs that are multiplied at a time for more; for few tokens all of a latent, with fewer outputs a program.
 _MANY_INPUTS, _ALL_INPUTS, _FEWER_OUTPUTS = 64, 512, 16
+#: Where it was measured, on an H200 in 16 bits: inputs up to which more tokens are multiplied by all at once, with
+#: twice as many outputs a program, and inputs at a time beyond.
+_AT_ONCE, _WIDE_INPUTS = 128, 256
 #: Heads whose weights may as well be read from the second-level cache, once for each few of up to 64 tokens.
 _FEW_HEADS = 32
 
 
-def _tile(num_tokens: int, heads: int, in_features: int, itemsize: int) -> tuple[int, int, int]:
-    """Tokens, outputs, and inputs that are multiplied at a time."""
+def _tile(num_tokens: int, heads: int, in_features: int, itemsize: int, overlap: bool) -> tuple[int, int, int, int]:
+    """Tokens, outputs, inputs that are multiplied at a time, and warps."""
+    padded = max(16, triton.next_power_of_2(in_features))
     if num_tokens > (_MANY if heads <= _FEW_HEADS else _FEW):
-        return _MANY, _MANY_OUTPUTS, _MANY_INPUTS
-    inputs = max(16, min(_ALL_INPUTS * 2 // itemsize, triton.next_power_of_2(in_features)))
-    return _FEW, _FEW_OUTPUTS if inputs <= 2 * _MANY_INPUTS else _FEWER_OUTPUTS, inputs
+        if not overlap or itemsize > 2:
+            return _MANY, _MANY_OUTPUTS, _MANY_INPUTS, 4
+        if padded <= _AT_ONCE:
+            return _MANY, 2 * _MANY_OUTPUTS, padded, 8
+        return _MANY, _MANY_OUTPUTS, _WIDE_INPUTS, 4
+    inputs = min(_ALL_INPUTS * 2 // itemsize, padded)
+    return _FEW, _FEW_OUTPUTS if inputs <= 2 * _MANY_INPUTS else _FEWER_OUTPUTS, inputs, 4
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -91,7 +99,7 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, ove
     assert 1 in weight.stride()[1:]
     if not num_tokens:
         return
-    block_t, block_n, block_k = _tile(num_tokens, heads, in_features, x.itemsize)
+    block_t, block_n, block_k, warps = _tile(num_tokens, heads, in_features, x.itemsize, overlap)
     _head_linear[triton.cdiv(num_tokens, block_t), heads, triton.cdiv(out_features, block_n)](
         x,
         weight,
@@ -108,6 +116,6 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, ove
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         OVERLAP=overlap,
-        num_warps=4,
+        num_warps=warps,
         **launch_options(overlap),
     )

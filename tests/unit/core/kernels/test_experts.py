@@ -175,7 +175,7 @@ def test_a_token_of_nan_leaves_its_neighbours_alone(tokens):
         assert_close(found[:-1], wanted[:-1])
 
 
-@pytest.mark.parametrize("few_pairs", [0, 2048], ids=["several programs", "one program"])
+@pytest.mark.parametrize("few_pairs", [0, 2048], ids=["in several launches", "in one launch"])
 @pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize("tokens", [1, 20, 300])
 @pytest.mark.parametrize("spec", [SPEC, SPECS["the last of them, with biases"]], ids=["all", "some"])
@@ -194,6 +194,7 @@ def test_every_pair_is_in_one_block_of_its_expert(monkeypatch, spec, tokens, row
     found = []
     for expert, slots in zip(blocks.experts.tolist(), blocks.slots.view(-1, rows).tolist(), strict=True):
         pairs = [pair for pair in slots if pair >= 0]
+        assert all(pair == -1 for pair in slots if pair < 0)
         assert bool(pairs) == (expert >= 0)
         assert all(experts.flatten()[pair] == expert + spec.first for pair in pairs)
         found += pairs
