@@ -8,7 +8,7 @@ expected is worked out here one token at a time in float64, from contiguous rows
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -20,6 +20,7 @@ from atom_core.kernels.latent_cache import LatentCacheKernel, LatentSpec, Latent
 from atom_core.kernels.latent_prefill import LatentPrefillKernel
 from atom_core.kernels.latent_prefill.plan import plan_prefill
 from atom_core.kernels.latent_queries import LatentQueriesKernel
+from atom_core.kernels.latent_token import LatentTokenKernel
 from atom_core.kernels.latent_values import LatentValuesKernel
 from atom_core.metadata import AttentionMetadata, HostLengths, LatentCacheView
 from tests.kernel_cases import NAN, assert_close, assert_stored, stored
@@ -235,6 +236,15 @@ def check_expanded(case: LatentCase, kernel: LatentPrefillKernel, batch: LatentB
 _MAX_POSITION = 50
 
 
+def _turned(case: LatentCase, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """``x [..., R]`` by the definition of rotation as a product of complex numbers; ``angles [..., R / 2]``."""
+    pairs = x.unflatten(-1, (-1, 2)) if case.interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    ones = torch.ones_like(angles, dtype=torch.float64)
+    turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(ones, angles.double())
+    result = torch.view_as_real(turned)
+    return (result if case.interleaved else result.transpose(-1, -2)).flatten(-2)
+
+
 def check_latent_cache(
     case: LatentCase,
     kernel: LatentCacheKernel,
@@ -268,11 +278,7 @@ def check_latent_cache(
     kernel(found, latent.to(device), positions.to(device), weights, LatentCacheView(pages, scale), slots.to(device))
 
     def turn(x: torch.Tensor) -> torch.Tensor:
-        """``x [T, heads, R]`` by the definition of rotation as a product of complex numbers."""
-        pairs = x.unflatten(-1, (-1, 2)) if case.interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
-        turned = torch.polar(torch.ones_like(angles, dtype=torch.float64), angles.double())[positions][:, None]
-        result = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turned)
-        return (result if case.interleaved else result.transpose(-1, -2)).flatten(-2)
+        return _turned(case, x, angles[positions][:, None])
 
     wide = q.double()
     assert torch.equal(found[..., : case.nope_dim].cpu(), q[..., : case.nope_dim]), "what is not rotated has changed"
@@ -322,6 +328,57 @@ def check_latent_queries(
         q[..., case.nope_dim :] = queries[..., case.rank :]
 
     check_latent_cache(case, in_place, dtype, device, cache_dtype, tokens)
+
+
+def check_latent_token(
+    case: LatentCase,
+    kernel: LatentTokenKernel,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    max_seq_len: int | None = None,
+) -> None:
+    """Run ``kernel`` on the only token of the only request, whose row is not in the cache yet, and compare."""
+    ((before, _),) = case.requests
+    batch = latent_batch(case, dtype, device, seed)
+    metadata = replace(batch.metadata, max_seq_len=max_seq_len or before + 1)
+    generator = torch.Generator().manual_seed(seed + 1)
+    width = case.rank + case.rope_dim
+    q = torch.randn(1, case.heads, case.nope_dim + case.rope_dim + 8, generator=generator).to(dtype)[..., :-8]
+    latent = torch.randn(1, width + 8, generator=generator).to(dtype)[:, 8:]
+    angles = torch.rand(before + 1, case.rope_dim // 2, generator=generator) * 6.28
+    norm = torch.rand(case.rank, generator=generator).to(dtype) + 0.5
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to(device)
+    weights = LatentWeights(cos_sin, norm.to(device), 1e-6, batch.expand)
+    page, offset = divmod(int(metadata.slot_mapping[0]), case.page_size)
+    pages = batch.cache.rows
+    pages[page, offset] = NAN
+    others = pages.clone()
+    room = torch.full((1, case.heads + 1, case.value_dim + 8), NAN, dtype=dtype, device=device)
+    given, out = q.to(device), room[:, : case.heads, : case.value_dim]
+    assert kernel.takes(1, batch.cache, metadata)
+    positions = torch.tensor([before], device=device)
+    kernel(given, latent.to(device), positions, weights, batch.cache, metadata.slot_mapping, metadata, out)
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        return _turned(case, x, angles[before])
+
+    wide, own = q[0].double(), latent[0].double()
+    normed = own[: case.rank] / (own[: case.rank].square().mean() + 1e-6).sqrt() * norm.double()
+    own = torch.cat((normed, turn(own[case.rank :])))
+    assert_close(pages[page, offset], own)
+    pages[page, offset] = NAN
+    assert torch.equal(pages.float().nan_to_num(7.0), others.float().nan_to_num(7.0)), "other rows were written"
+    assert torch.equal(given.cpu(), q)
+    rows = torch.cat((batch.rows[0][:-1], own[None]))
+    expand = batch.expand.double().cpu()
+    folded = torch.einsum("hn,hnl->hl", wide[:, : case.nope_dim], expand[:, : case.nope_dim])
+    scores = torch.cat((folded, turn(wide[:, case.nope_dim :])), -1) @ rows.T
+    shares = (scores * (case.nope_dim + case.rope_dim) ** -0.5).softmax(-1)
+    values = torch.einsum("hl,hvl->hv", shares @ rows[:, : case.rank], expand[:, case.nope_dim :])
+    assert_close(out[0], values, ulps=2)
+    assert room[:, case.heads :].isnan().all(), "what is nobody's was written"
+    assert room[..., case.value_dim :].isnan().all(), "what is nobody's was written"
 
 
 def check_head_linear(

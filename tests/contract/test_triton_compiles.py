@@ -61,6 +61,7 @@ from atom_core.kernels.latent_attention import triton_kernel as latent_kernel
 from atom_core.kernels.latent_cache import triton_kernel as latent_cache_kernel
 from atom_core.kernels.latent_prefill import triton_kernel as prefill_kernel
 from atom_core.kernels.latent_queries import triton_kernel as queries_kernel
+from atom_core.kernels.latent_token import hopper as latent_token_hopper
 from atom_core.kernels.latent_values import triton_kernel as latent_values_kernel
 from atom_core.kernels.linear import triton_kernel as linear_kernel
 from atom_core.kernels.linear.tiles import tile_for
@@ -93,6 +94,7 @@ from tests.latent_cases import (
     check_head_linear,
     check_latent_cache,
     check_latent_queries,
+    check_latent_token,
     latent_batch,
 )
 
@@ -315,6 +317,21 @@ def test_attention_compiles(monkeypatch, name, batch, gpu, cache_dtype):
             attention_batch(case, dtype, CPU, cache_dtype=cache_dtype),
         )
     compile_launch(kernel, launched.value, gpu)
+
+
+@pytest.mark.parametrize(("heads", "before"), [(16, 200), (128, 200), (16, 5000)])
+def test_one_token_over_latents_compiles_for_hopper(monkeypatch, heads, before):
+    case = LatentCase("", ((before, 1),), heads=heads, **_DEEPSEEK)
+    kernels = [(latent_token_hopper, "latent_token_hopper"), (latent_hopper, "latent_decode_hopper")]
+    kept = keep(monkeypatch, *kernels, (latent_values_kernel, "_values_of_parts"))
+    monkeypatch.setattr(splits, "_multiprocessors", lambda device: 132)
+    launch = latent_token_hopper.LatentToken(case.spec(torch.bfloat16), overlap=True)
+    with pytest.raises(AssertionError, match="differs by nan"):  # nothing has run
+        check_latent_token(case, launch, torch.bfloat16, CPU)
+    launched = kept()
+    assert len(launched) == 3
+    for kernel, arguments in launched:
+        compile_launch(kernel, arguments, GPUS[-1])
 
 
 @pytest.mark.parametrize(("gpu", "cache_dtype"), FP8_CACHES, ids=str)

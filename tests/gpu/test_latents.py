@@ -17,6 +17,7 @@ from atom_core.kernels.latent_prefill.plan import plan_prefill
 from atom_core.kernels.latent_prefill.reference import ReferenceLatentPrefill
 from atom_core.kernels.latent_prefill.triton_kernel import TritonLatentPrefill
 from atom_core.kernels.latent_queries.triton_kernel import TritonLatentQueries
+from atom_core.kernels.latent_token.hopper import LatentToken
 from atom_core.kernels.latent_values.triton_kernel import TritonLatentValues
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton_cache
@@ -31,6 +32,7 @@ from tests.latent_cases import (
     check_head_linear,
     check_latent_cache,
     check_latent_queries,
+    check_latent_token,
     check_values,
     latent_batch,
 )
@@ -125,6 +127,20 @@ def test_decoding_to_values(case, dtype):
     kernel = TritonLatentValues(case.spec(dtype), **OVERLAP)
     for seed in range(2):
         check_values(case, kernel, latent_batch(case, dtype, GPU, seed), ulps=2)
+
+
+@hopper
+@pytest.mark.parametrize("before", [0, 1, 14, 15, 63, 64, 191, 192, 1023, 1024, 2046, 2047, 2048, 4090])
+@pytest.mark.parametrize("heads", [1, 16, 20, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_token_alone(before, heads, dtype):
+    for page_size, interleaved in ((16, True), (64, False)):
+        case = LatentCase(
+            "", ((before, 1),), heads=heads, page_size=page_size, interleaved=interleaved, gap=64, **_SIZES
+        )
+        kernel = LatentToken(case.spec(dtype), **OVERLAP)
+        for seed in range(2):
+            check_latent_token(case, kernel, dtype, GPU, seed, max_seq_len=4096)
 
 
 @every_case

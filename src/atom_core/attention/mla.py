@@ -21,6 +21,7 @@ from atom_core.kernels.latent_cache import LATENT_CACHE, LatentSpec, LatentWeigh
 from atom_core.kernels.latent_prefill import LATENT_PREFILL
 from atom_core.kernels.latent_prefill.plan import PrefillPlan, keys_at_a_time, plan_prefill
 from atom_core.kernels.latent_queries import LATENT_QUERIES, LatentQueriesSpec
+from atom_core.kernels.latent_token import LATENT_TOKEN, LatentTokenSpec
 from atom_core.kernels.latent_values import LATENT_VALUES, LatentValuesSpec
 from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
 from atom_core.runtime import Runtime
@@ -81,13 +82,20 @@ class CachedLatentAttention(BaseLatentAttention):
             (LATENT_CACHE.name, kernels.chosen(LATENT_CACHE, shape)),
             (HEAD_LINEAR.name, kernels.chosen(HEAD_LINEAR, into)),
         )
-        self.enter = kernels.select(LATENT_QUERIES, LatentQueriesSpec(shape, separate))
+        queries = LatentQueriesSpec(shape, separate)
+        self.enter = kernels.select(LATENT_QUERIES, queries)
         self.out_of_latents = kernels.select(HEAD_LINEAR, out_of)
         separate = (
             (LATENT_ATTENTION.name, kernels.chosen(LATENT_ATTENTION, spec.attention)),
             (HEAD_LINEAR.name, kernels.chosen(HEAD_LINEAR, out_of)),
         )
-        self.values = kernels.select(LATENT_VALUES, LatentValuesSpec(spec.attention, separate))
+        values = LatentValuesSpec(spec.attention, separate)
+        self.values = kernels.select(LATENT_VALUES, values)
+        separate = (
+            (LATENT_QUERIES.name, kernels.chosen(LATENT_QUERIES, queries)),
+            (LATENT_VALUES.name, kernels.chosen(LATENT_VALUES, values)),
+        )
+        self.alone = kernels.select(LATENT_TOKEN, LatentTokenSpec(spec.attention, separate))
 
     @property
     def graph_support(self) -> GraphSupport:
@@ -133,6 +141,9 @@ class CachedLatentAttention(BaseLatentAttention):
         tokens = latent[:num_tokens], positions[:num_tokens]
         slots = metadata.slot_mapping[:num_tokens]
         plan = cast("PrefillPlan | None", metadata.plans.get(self.plan_key()))
+        if plan is None and self.alone is not None and self.alone.takes(num_tokens, cache, metadata):
+            self.alone(queries, *tokens, self.weights, cache, slots, metadata, out)
+            return
         if plan is None and self.enter is not None and num_tokens <= self.enter.max_tokens:
             folded = self._room(queries, self.spec.latent.row)
             self.enter(queries, *tokens, self.weights, cache, slots, folded)

@@ -26,6 +26,7 @@ from atom_core.kernels.latent_attention import LATENT_ATTENTION
 from atom_core.kernels.latent_cache import LATENT_CACHE
 from atom_core.kernels.latent_prefill import LATENT_PREFILL
 from atom_core.kernels.latent_queries import LATENT_QUERIES
+from atom_core.kernels.latent_token import LATENT_TOKEN
 from atom_core.kernels.latent_values import LATENT_VALUES
 from atom_core.kernels.linear import LINEAR
 from atom_core.kernels.moe_routing import MOE_ROUTING
@@ -62,6 +63,7 @@ OPS = cast(
         HEAD_LINEAR,
         LATENT_QUERIES,
         LATENT_VALUES,
+        LATENT_TOKEN,
         LATENT_ATTENTION,
         LATENT_PREFILL,
         GATED_ACTIVATION,

@@ -42,12 +42,13 @@ _VECTOR = 16
 
 
 @gluon.jit
-def _pages(table, key, end, PAGE: gl.constexpr):
+def pages_of(table, key, end, PAGE: gl.constexpr):
+    """The page of each key before ``end``."""
     return gl.load(table + key // PAGE, mask=key < end, other=0)
 
 
 @gluon.jit
-def _copy(
+def copy_rows(
     latents, keys, rows, key, page, end, stride_page, stride_row, L: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr
 ):
     """A tile of rows to shared memory; behind the last, zeros."""
@@ -80,7 +81,7 @@ def _fetch(
     size: gl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
     width: gl.constexpr = (ROW * size // 16 + parts - 1) // parts * 16
     key = begin + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
-    page = _pages(table, key, end, PAGE)
+    page = pages_of(table, key, end, PAGE)
     at = rows + (page.to(gl.int64) * stride_page + (key % PAGE).to(gl.int64) * stride_row)[:, None]
     first = gl.arange(0, parts, gl.SliceLayout(0, layout))[None, :] * width
     at = at.to(gl.int64, bitcast=True) + first
@@ -147,7 +148,7 @@ def _join(parts, part_sums, at, part_rows, working, used, to, L: gl.constexpr, l
         gl.store(to[:, None] + number[None, :], acc.to(to.dtype.element_ty), mask=used[:, None])
 
 
-@gluon.jit(do_not_specialize=["num_tokens"])
+@gluon.jit(do_not_specialize=["num_tokens", "beyond"])
 def latent_decode_hopper(
     q,
     rows,
@@ -159,6 +160,7 @@ def latent_decode_hopper(
     seq_lens,
     page_table,
     num_tokens,
+    beyond,
     scale,
     stride_q_token,
     stride_q_head,
@@ -182,7 +184,8 @@ def latent_decode_hopper(
 ):
     """``HEADS`` heads of a request, which has up to ``QUERIES`` query tokens or, as padding, none.
 
-    Without ``out`` its sums stay in parts, of ``LEAST`` tiles or more each, for whoever reads them.
+    Without ``out`` its sums stay in parts, of ``LEAST`` tiles or more each, for whoever reads them. Requests of up to
+    ``beyond`` tiles have been attended to already.
     """
     JOINED: gl.constexpr = out is not None
     if OVERLAP:
@@ -199,12 +202,12 @@ def latent_decode_hopper(
     split = gl.program_id(2)
     start = gl.load(query_start_loc + request)
     count = gl.load(query_start_loc + request + 1) - start
-    if count == 0:
+    length = gl.load(seq_lens + request)
+    if (count == 0) | (length <= beyond * BLOCK_N):
         # One waits though it has nothing to do, so that whoever waits for this kernel waits for those in front as well.
         if OVERLAP and request + gl.program_id(1) + split == 0:
             depend("griddepcontrol.wait; // $0")
         return
-    length = gl.load(seq_lens + request)
     end = length
     begin = end * 0
     working = end * 0 + 1
@@ -231,14 +234,14 @@ def latent_decode_hopper(
     )
     table = page_table + request.to(gl.int64) * stride_table
     key = begin + gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied))
-    page = _pages(table, key, end, PAGE)
+    page = pages_of(table, key, end, PAGE)
     # So far nothing was read that a kernel of this package writes. Rows of earlier tokens may be written in this step,
     # too: requests that begin alike share pages, and the one that fills them may be computed beside the other.
     if OVERLAP:
         if FETCH:
             _fetch(rows, table, begin, end, stride_page, stride_row, L + R, PAGE, BLOCK_N)
         depend("griddepcontrol.wait; // $0")
-    _copy(latents.index(0), keys.index(0), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
+    copy_rows(latents.index(0), keys.index(0), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
     async_copy.commit_group()
     token, head, used = _row(gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied)), count, H, HEADS, QUERIES)
     used = used[:, None]
@@ -246,7 +249,7 @@ def latent_decode_hopper(
     plain.store(gl.load(query + gl.arange(0, L, gl.SliceLayout(0, copied))[None, :], mask=used, other=0.0))
     turned.store(gl.load(query + L + gl.arange(0, R, gl.SliceLayout(0, copied))[None, :], mask=used, other=0.0))
     key += BLOCK_N
-    page = _pages(table, key, end, PAGE)
+    page = pages_of(table, key, end, PAGE)
 
     highest = gl.full([BLOCK_M], float("-inf"), gl.float32, of_scores)
     total = gl.zeros([BLOCK_M], gl.float32, of_scores)
@@ -262,10 +265,12 @@ def latent_decode_hopper(
         scores = warpgroup_mma(keys.index(place), turned.permute((1, 0)), scores, is_async=True)
         if tile + BLOCK_N < end:
             other = 1 - place
-            _copy(latents.index(other), keys.index(other), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
+            copy_rows(
+                latents.index(other), keys.index(other), rows, key, page, end, stride_page, stride_row, L, R, PAGE
+            )
         async_copy.commit_group()
         key += BLOCK_N
-        page = _pages(table, key, end, PAGE)
+        page = pages_of(table, key, end, PAGE)
         scores = warpgroup_mma_wait(0, [scores])
         known = (tile + of_tile < end)[:, None]
         if QUERIES > 1:
@@ -369,8 +374,12 @@ class LatentDecode:
         out: torch.Tensor | None,
         splits: Splits,
         least: int,
+        beyond: int = 0,
     ) -> None:
-        """Write to ``out``; without it leave parts of ``least`` tiles or more, not divided by their weights' sums."""
+        """Write to ``out``; without it leave parts of ``least`` tiles or more, not divided by their weights' sums.
+
+        Requests of up to ``beyond`` tiles are left alone.
+        """
         assert out is not None or splits.count > 1
         shape, num_requests = self.spec.latent, metadata.seq_lens.shape[0]
         queries = triton.next_power_of_2(metadata.max_query_len)
@@ -387,6 +396,7 @@ class LatentDecode:
             metadata.seq_lens,
             metadata.page_table,
             q.shape[0],
+            beyond,
             self.spec.scale,
             *q.stride()[:2],
             *cache.rows.stride()[:2],
