@@ -50,7 +50,7 @@ class SglangRadixAttention(RadixAttention):
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: ForwardBatch) -> torch.Tensor:
         """See :class:`BaseAttention`; ``step`` is SGLang's batch."""
         if step.forward_mode.is_idle():
-            return qkv.new_empty(qkv.shape[0], self.widths[0])
+            return qkv.new_zeros(qkv.shape[0], self.widths[0])  # a router reads on
         q, k, v = qkv.split(self.widths, dim=1)
         attended: torch.Tensor = self.host(q, k, v, step, atom_layer=self, atom_inputs=(qkv, positions))
         return attended
@@ -82,7 +82,7 @@ class SglangLatentAttention(RadixLatentAttention):
     ) -> torch.Tensor:
         """See :class:`BaseLatentAttention`; ``step`` is SGLang's batch."""
         if step.forward_mode.is_idle():
-            return self.empty(q).flatten(1)
+            return self.empty(q).zero_().flatten(1)
         inputs = (q, latent, positions)
         attended: torch.Tensor = self.host(q, None, None, step, atom_layer=self, atom_inputs=inputs)
         return attended
@@ -114,6 +114,8 @@ class FrameworkAttention(BaseAttention):
 
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: ForwardBatch) -> torch.Tensor:
         """See :class:`BaseAttention`; ``step`` is SGLang's batch."""
+        if step.forward_mode.is_idle():
+            return qkv.new_zeros(qkv.shape[0], self.host.tp_q_head_num * self.host.v_head_dim)
         q, k, v = self.prepare(qkv, positions, self.weights)
         sinks = self._sinks[0]
         others = {} if sinks is None else {"sinks": sinks.to(self._sinks_dtype)}

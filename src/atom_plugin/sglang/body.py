@@ -14,6 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTe
 from torch import nn
 
 from atom_core.models.decoder import Carried, DecoderForCausalLM
+from atom_plugin.sglang.replicas import STAND_IN
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,21 @@ class Body:
         pp_proxy_tensors: PPProxyTensors | None = None,
     ) -> torch.Tensor | PPProxyTensors:
         """Hidden states ``[T, hidden]`` after the final norm; before the last stage, what it carries on."""
-        carried = None
+        count, carried = len(positions), None
         if pp_proxy_tensors is not None:
-            carried = Carried(pp_proxy_tensors["hidden_states"], pp_proxy_tensors["residual"])
-        result = self.core(input_ids, positions, forward_batch, input_embeds, carried)
+            hidden, residual = pp_proxy_tensors["hidden_states"], pp_proxy_tensors["residual"]
+            carried = Carried(or_stand_in(hidden), or_stand_in(residual))
+        ids, embeds = (None if each is None else or_stand_in(each) for each in (input_ids, input_embeds))
+        result = self.core(ids, or_stand_in(positions), forward_batch, embeds, carried)
         if isinstance(result, Carried):
-            return PPProxyTensors({"hidden_states": result.hidden, "residual": result.residual})
-        hidden: torch.Tensor = result
-        return hidden
+            return PPProxyTensors({"hidden_states": result.hidden[:count], "residual": result.residual[:count]})
+        hidden = result
+        return hidden if count else hidden[:0]
+
+
+def or_stand_in(rows: torch.Tensor) -> torch.Tensor:
+    """``rows``, or something in the place of none: a rank without requests takes part in what others exchange."""
+    return rows if len(rows) else rows.new_zeros(STAND_IN, *rows.shape[1:])
 
 
 def _host(layer: nn.Module) -> RadixAttention | None:

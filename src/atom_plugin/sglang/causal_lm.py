@@ -39,6 +39,8 @@ class HeadMethod:
 
     def apply(self, layer: nn.Module, hidden: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``hidden [T, hidden]`` to ``[T, vocabulary]``."""
+        if not len(hidden):  # of a rank without requests, as those of all that it shares the head with
+            return hidden.new_empty(0, self.core.config.vocab_size)
         return self.core.logits(hidden)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -97,7 +99,7 @@ class AtomForCausalLM(AtomModel):
         self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
         self.lm_head = Head(self.core) if self.is_last else nn.Identity()
         self.checkpoint = str(getattr(config, "_name_or_path", "") or architecture)
-        if self.runtime.tensor_parallel.rank == 0:
+        if self.runtime.tensor_parallel.rank == self.runtime.data_parallel.rank == 0:
             layer = attention if model_config.latent is None else self.runtime.latent_attention
             table = startup_table(type(self.core).__name__, layer.__name__, self.runtime)
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)

@@ -24,6 +24,7 @@ from atom_core.weights import load_weights
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.sglang.attention import SglangRadixAttention
+from atom_plugin.sglang.body import or_stand_in
 from atom_plugin.sglang.causal_lm import AtomModel, Head
 from atom_plugin.sglang.runtime import build_runtime
 
@@ -48,7 +49,7 @@ class AtomDraft(AtomModel):
         self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
         self.lm_head: nn.Module = nn.Identity()
         self.checkpoint = str(getattr(config, "_name_or_path", "") or self.architecture)
-        if self.runtime.tensor_parallel.rank == 0:
+        if self.runtime.tensor_parallel.rank == self.runtime.data_parallel.rank == 0:
             table = startup_table(draft_class.__name__, self.runtime.latent_attention.__name__, self.runtime)
             logger.info("atom-plugin drafts for %s\n%s", self.checkpoint, table)
 
@@ -62,7 +63,8 @@ class AtomDraft(AtomModel):
         **others: object,
     ) -> LogitsProcessorOutput:
         """One step; see :class:`DraftModel`. The hidden states come in with the batch, a row for each id."""
-        drafted = self.core(input_ids, positions, self._given(input_ids, forward_batch), forward_batch)
+        inputs = input_ids, positions, self._given(input_ids, forward_batch)
+        drafted = self.core(*map(or_stand_in, inputs), forward_batch)[: len(input_ids)]
         return self.logits_processor(input_ids, drafted, self.lm_head, forward_batch)
 
     def _given(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:

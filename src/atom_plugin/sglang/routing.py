@@ -30,7 +30,7 @@ from atom_plugin.common.versions import check_version, installed
 from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, our_backends
 from atom_plugin.sglang.kernels import check_order
 from atom_plugin.sglang.quantization import quantization_of
-from atom_plugin.sglang.speculation import check_drafts, check_own_layers
+from atom_plugin.sglang.speculation import attention_ranks_of, check_drafts, check_own_layers
 
 logger = logging.getLogger("sglang.atom_plugin")
 
@@ -135,14 +135,22 @@ def _check_registered(architecture: str) -> None:
 
 
 def _refuse_features(view: Any) -> None:
+    attention_ranks = attention_ranks_of(view)
     refusals = (
         (bool(view.enable_lora) or bool(view.lora_paths), "LoRA adapters (--enable-lora, --lora-paths)"),
         (bool(view.is_embedding), "embedding (--is-embedding); it generates text"),
         (bool(view.enable_two_batch_overlap), "two-batch overlap (--enable-two-batch-overlap)"),
         (
-            bool(view.enable_dp_attention) or view.attn_dp_size > 1,
-            f"data-parallel attention (--attn-dp-size {view.attn_dp_size}, --enable-dp-attention)",
+            view.moe_dense_tp_size not in (None, attention_ranks),
+            f"--moe-dense-tp-size {view.moe_dense_tp_size}; layers that are no mixture are in as many parts as attention "
+            f"({attention_ranks})",
         ),
+        (
+            bool(view.enable_tp_lm_head_all_to_all),
+            "--enable-tp-lm-head-all-to-all; the head is in as many parts as attention, as with --enable-dp-lm-head",
+        ),
+        (view.dwdp_size > 1, f"--dwdp-size {view.dwdp_size}"),
+        (view.elastic_ep_backend is not None, f"--elastic-ep-backend {view.elastic_ep_backend}"),
         (
             view.ep_size not in (1, view.tp_size),
             f"--ep-size {view.ep_size} with --tp-size {view.tp_size}; it shares experts out among all ranks of the "
@@ -188,12 +196,19 @@ def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> QuantConfi
     quant = quantization_of(hf_config, view.quantization)
     config = ModelConfig.from_hf(hf_config)
     directory = Path(view.model_path)
+    if view.attn_dp_size > 1 and not config.has_mixtures:
+        raise ValueError(
+            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention) is for mixtures of experts, whose ranks share "
+            f"the experts, and {hf_config.architectures[0]} is none: --dp-size {view.attn_dp_size} alone, with a smaller "
+            "--tp-size, serves it by replicas that need not wait for one another."
+        )
     check_files(
         config,
         directory if directory.is_dir() and view.load_format != "dummy" else None,
-        tensor_parallel_size=view.tp_size,
+        tensor_parallel_size=attention_ranks_of(view),
         quant=quant,
         expert_parallel=view.ep_size > 1,
+        data_parallel_size=view.attn_dp_size,
     )
     dtype = model_config_of(server_args).dtype
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.runtime_context import get_model, get_parallel, get_server_args
 
 from atom_core.kernels.select import Target
-from atom_core.runtime import AttentionFactory, PipelineStage, Runtime
+from atom_core.runtime import AttentionFactory, OneReplica, PipelineStage, Runtime
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
@@ -19,6 +19,7 @@ from atom_plugin.sglang.all_reduce import aiter_all_reduce_norm
 from atom_plugin.sglang.attention import SglangLatentAttention
 from atom_plugin.sglang.kernels import unfit_pages
 from atom_plugin.sglang.quantization import quantization_of
+from atom_plugin.sglang.replicas import SglangReplicas
 
 
 def build_runtime(
@@ -39,20 +40,23 @@ def build_runtime(
     device, dtype = torch.empty(0).device, torch.get_default_dtype()
     parallel = get_parallel()
     first, end = get_pp_indices(num_layers, parallel.pp_group.rank_in_group, parallel.pp_group.world_size)
+    # The whole tensor-parallel group, unless attention is data-parallel.
+    group, replicated = parallel.attn_tp_group, parallel.attn_dp_size > 1
     return Runtime(
         device=device,
         dtype=dtype,
         kernels=chosen_kernels(
             Target.of(device),
             settings,
-            contributed={"all_reduce_norm": aiter_all_reduce_norm(parallel.tp_group)},
+            contributed={"all_reduce_norm": aiter_all_reduce_norm(group)},
             excluded=unfit_pages(get_server_args().page_size or 1),
         ),
         attention=attention,
         latent_attention=SglangLatentAttention,
         max_model_len=int(config.context_len),
         cache_dtype=_cache_dtype(dtype, quant_config),
-        tensor_parallel=GroupCommunicator(parallel.tp_group),
+        tensor_parallel=GroupCommunicator(group),
+        data_parallel=SglangReplicas(parallel.tp_group, group.world_size) if replicated else OneReplica(),
         expert_parallel=parallel.moe_ep_size > 1,
         pipeline=PipelineStage(first, end),
         quant=quantization_of(config, None if quant_config is None else quant_config.get_name()),

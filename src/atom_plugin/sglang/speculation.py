@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from atom_core.config import HfConfig
-from atom_core.models.registry import load_draft_class
+from atom_core.models.registry import DRAFTS, load_draft_class
 from atom_core.quant import QuantConfig
 from atom_core.standalone import check_files
 from atom_plugin.common.support import SGLANG_DRAFTS
@@ -14,6 +14,20 @@ from atom_plugin.sglang import BACKEND, our_backends
 
 #: What SGLang chooses for a head on a target of this architecture where nothing is said; for all else it is a chain.
 TREES = {"LlamaForCausalLM": 4}
+
+
+def attention_ranks_of(view: Any) -> int:
+    """How many ranks share a request's attention: the tensor-parallel ones, or with data-parallel attention a part.
+
+    Raises:
+        ValueError: they cannot be parted so.
+    """
+    ranks, replicas = int(view.tp_size), int(view.attn_dp_size)
+    if replicas < 1 or ranks % replicas:
+        raise ValueError(
+            f"--attn-dp-size {replicas} (--enable-dp-attention) does not divide --tp-size {ranks}, the number of ranks."
+        )
+    return ranks // replicas
 
 
 def check_drafts(view: Any, attention: str, architecture: str) -> None:
@@ -34,6 +48,12 @@ def check_drafts(view: Any, attention: str, architecture: str) -> None:
         raise ValueError(
             f"atom-plugin does not support --speculative-algorithm {algorithm} (it has: {', '.join(SGLANG_DRAFTS)}). "
             "Unset SGLANG_EXTERNAL_MODEL_PACKAGE to use it."
+        )
+    if view.attn_dp_size > 1 and algorithm != "STANDALONE" and architecture not in DRAFTS:
+        raise ValueError(
+            f"--speculative-algorithm {algorithm} by a head that is no layer of the checkpoint is not supported with "
+            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention): such a head would read the target's weights in "
+            "other parts than they are in. Leave one of them out."
         )
     of_drafts = view.speculative_draft_attention_backend
     if algorithm == "STANDALONE" and of_drafts not in (None, attention):
@@ -109,7 +129,8 @@ def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
     check_files(
         config,
         directory if directory.is_dir() and view.load_format != "dummy" else None,
-        tensor_parallel_size=view.tp_size,
+        tensor_parallel_size=attention_ranks_of(view),
         quant=quant,
         expert_parallel=view.ep_size > 1,
+        data_parallel_size=view.attn_dp_size,
     )
