@@ -49,8 +49,11 @@ class SglangReplicas:
         if not any(counts):
             return rows
         parts = _parts(counts, self.width)
-        mine = parts[self.place]
-        return tuple(self._gather(each[mine.start : mine.stop], [len(part) for part in parts]) for each in rows)
+        mine, sizes = parts[self.place], [len(part) for part in parts]
+        given = [each[mine.start : mine.stop].contiguous() for each in rows]
+        if self._has_nccl(given[0]):  # all of them in one launch
+            return tuple(self.group.all_gatherv(given, sizes=sizes))
+        return tuple(self._gather_padded(each, sizes) for each in given)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See :class:`atom_core.runtime.Replicas`, and what is said here of attention groups of several ranks."""
@@ -71,53 +74,32 @@ class SglangReplicas:
         assert len(counts) == self.world_size, (counts, self.world_size)
         return counts
 
-    def _gather(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    def _has_nccl(self, x: torch.Tensor) -> bool:
+        """Whether SGLang exchanges different numbers of rows of ``x`` without padding."""
+        return x.is_cuda and self.group.pynccl_comm is not None
+
+    def _gather_padded(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """The parts of all ranks, of ``sizes`` rows."""
-        if len(set(sizes)) == 1:
-            gathered = part.new_empty(sum(sizes), *part.shape[1:])
-            self._all_gather(gathered, part.contiguous())
-            return gathered
-        if self._takes_sizes(part):
-            varied: torch.Tensor = self.group.all_gatherv(part.contiguous(), sizes=sizes)
-            return varied
         most = max(sizes)
-        padded, gathered = (part.new_zeros(count * most, *part.shape[1:]) for count in (1, len(sizes)))
-        padded[: len(part)] = part
-        self._all_gather(gathered, padded)
+        padded = part
+        if len(part) < most:
+            padded = part.new_zeros(most, *part.shape[1:])
+            padded[: len(part)] = part
+        gathered = self.group.all_gather(padded, dim=0)
+        if min(sizes) == most:
+            return gathered
         return torch.cat([each[:size] for each, size in zip(gathered.split(most), sizes, strict=True)])
 
     def _reduce(self, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """This rank's part of the sum, of which the ranks have ``sizes`` rows."""
-        if len(set(sizes)) == 1:
-            summed = x.new_empty(sizes[self.place], *x.shape[1:])
-            self._reduce_scatter(summed, x)
-            return summed
-        if self._takes_sizes(x):
+        if not self._has_nccl(x):
+            return self.group.all_reduce(x).split(sizes)[self.place]
+        if min(sizes) < max(sizes):
             varied: torch.Tensor = self.group.reduce_scatterv(x, sizes=sizes)
             return varied
-        most = max(sizes)
-        padded = x.new_zeros(len(sizes) * most, *x.shape[1:])
-        for place, (part, size) in enumerate(zip(x.split(sizes), sizes, strict=True)):
-            padded[place * most : place * most + size] = part
-        summed = x.new_empty(most, *x.shape[1:])
-        self._reduce_scatter(summed, padded)
-        return summed[: sizes[self.place]]
-
-    def _all_gather(self, gathered: torch.Tensor, part: torch.Tensor) -> None:
-        if part.is_cuda:
-            self.group.all_gather_into_tensor(gathered, part)
-        else:  # for which SGLang's group has these two only with an engine of its own
-            torch.distributed.all_gather_into_tensor(gathered, part, group=self.group.device_group)
-
-    def _reduce_scatter(self, summed: torch.Tensor, x: torch.Tensor) -> None:
-        if x.is_cuda:
-            self.group.reduce_scatter_tensor(summed, x)
-        else:
-            torch.distributed.reduce_scatter_tensor(summed, x, group=self.group.device_group)
-
-    def _takes_sizes(self, x: torch.Tensor) -> bool:
-        """Whether SGLang exchanges different numbers of rows without padding: by NCCL alone."""
-        return x.is_cuda and self.group.pynccl_comm is not None
+        summed = x.new_empty(sizes[self.place], *x.shape[1:])
+        self.group.reduce_scatter_tensor(summed, x)
+        return summed
 
 
 def _parts(counts: Sequence[int], width: int) -> list[range]:

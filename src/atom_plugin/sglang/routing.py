@@ -142,8 +142,8 @@ def _refuse_features(view: Any) -> None:
         (bool(view.enable_two_batch_overlap), "two-batch overlap (--enable-two-batch-overlap)"),
         (
             view.moe_dense_tp_size not in (None, attention_ranks),
-            f"--moe-dense-tp-size {view.moe_dense_tp_size}; layers that are no mixture are in as many parts as attention "
-            f"({attention_ranks})",
+            f"--moe-dense-tp-size {view.moe_dense_tp_size}; layers that are no mixture are in as many parts as "
+            f"attention ({attention_ranks})",
         ),
         (
             bool(view.enable_tp_lm_head_all_to_all),
@@ -198,9 +198,9 @@ def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> QuantConfi
     directory = Path(view.model_path)
     if view.attn_dp_size > 1 and not config.has_mixtures:
         raise ValueError(
-            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention) is for mixtures of experts, whose ranks share "
-            f"the experts, and {hf_config.architectures[0]} is none: --dp-size {view.attn_dp_size} alone, with a smaller "
-            "--tp-size, serves it by replicas that need not wait for one another."
+            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention) is for mixtures of experts, which are shared, "
+            f"and {hf_config.architectures[0]} is none: --dp-size {view.attn_dp_size} alone, with a --tp-size of "
+            f"{attention_ranks_of(view)}, serves it by replicas that need not wait for one another."
         )
     check_files(
         config,

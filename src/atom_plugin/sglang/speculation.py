@@ -52,8 +52,8 @@ def check_drafts(view: Any, attention: str, architecture: str) -> None:
     if view.attn_dp_size > 1 and algorithm != "STANDALONE" and architecture not in DRAFTS:
         raise ValueError(
             f"--speculative-algorithm {algorithm} by a head that is no layer of the checkpoint is not supported with "
-            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention): such a head would read the target's weights in "
-            "other parts than they are in. Leave one of them out."
+            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention): such a head would read the target's weights "
+            "in other parts than they are in. Leave one of them out."
         )
     of_drafts = view.speculative_draft_attention_backend
     if algorithm == "STANDALONE" and of_drafts not in (None, attention):

@@ -39,6 +39,7 @@ class Case:
 CHAIN = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 
 
+DUMMY = ("--load-format", "dummy")
 NEXTN = ("--speculative-algorithm", "NEXTN", *CHAIN)
 
 
@@ -53,11 +54,38 @@ CASES = {
     "two batches at once": Case(
         ("does not support two-batch overlap (--enable-two-batch-overlap)",), ("--enable-two-batch-overlap",)
     ),
-    "attention split by requests": Case(
-        ("does not support data-parallel attention",), ("--tp", "2", "--attn-dp-size", "2")
+    "data-parallel attention of no mixture": Case(
+        ("--attn-dp-size 2 (--enable-dp-attention) is for mixtures of experts", "--dp-size 2 alone"),
+        ("--tp", "2", "--attn-dp-size", "2"),
     ),
-    "attention split by requests, by its old name": Case(
-        ("does not support data-parallel attention",), ("--tp", "2", "--dp", "2", "--enable-dp-attention")
+    "the same by its old name": Case(
+        ("--attn-dp-size 2 (--enable-dp-attention) is for mixtures of experts", "--dp-size 2 alone"),
+        ("--tp", "2", "--dp", "2", "--enable-dp-attention"),
+    ),
+    "attention groups that the ranks do not fill": Case(
+        ("--attn-dp-size 3", "does not divide --tp-size 4"),
+        ("--tp", "4", "--attn-dp-size", "3", "--load-format", "dummy"),
+        model="a mixture",
+    ),
+    "experts that attention groups cannot share out": Case(
+        ("tensor times data parallel size 4 does not divide num_experts=6",),
+        ("--tp", "4", "--attn-dp-size", "2", "--ep-size", "4", "--load-format", "dummy"),
+        model="a mixture",
+    ),
+    "dense layers in other parts than attention": Case(
+        ("does not support --moe-dense-tp-size 1", "in as many parts as attention (2)"),
+        ("--tp", "4", "--attn-dp-size", "2", "--moe-dense-tp-size", "1", "--load-format", "dummy"),
+        model="latents",
+    ),
+    "a head in other parts than attention": Case(
+        ("does not support --enable-tp-lm-head-all-to-all", "as with --enable-dp-lm-head"),
+        ("--tp", "2", "--attn-dp-size", "2", "--enable-tp-lm-head-all-to-all", "--load-format", "dummy"),
+        model="latents",
+    ),
+    "a head on hidden states beside data-parallel attention": Case(
+        ("--speculative-algorithm EAGLE by a head that is no layer of the checkpoint", "--attn-dp-size 2"),
+        (*draft("EAGLE"), *CHAIN, "--tp", "2", "--attn-dp-size", "2", "--load-format", "dummy"),
+        model="a mixture",
     ),
     "experts on some ranks": Case(
         ("--ep-size 2 with --tp-size 4", "(the same number) or none (1)"), ("--tp", "4", "--ep-size", "2")
@@ -205,6 +233,25 @@ TAKEN = {
     "a chain of drafts by a model": Case((), draft("STANDALONE")),
     "a chain of drafts by layers of the checkpoint": Case((), (*NEXTN, "--load-format", "dummy"), model="latents"),
     "SGLang's attention": Case((), ("--attention-backend", "torch_native")),
+    "data-parallel attention": Case(
+        (), ("--tp", "4", "--attn-dp-size", "2", "--enable-dp-lm-head", "--load-format", "dummy"), model="latents"
+    ),
+    "data-parallel attention, with drafts and whole dense layers": Case(
+        (),
+        (
+            "--tp",
+            "2",
+            "--dp",
+            "2",
+            "--enable-dp-attention",
+            "--moe-dense-tp-size",
+            "1",
+            *NEXTN,
+            "--load-format",
+            "dummy",
+        ),
+        model="latents",
+    ),
     "LoRA for SGLang's own model": Case((), ("--enable-lora", "--max-lora-rank", "8"), ours=False),
     "a wrong setting for SGLang's own model": Case((), environ={"ATOM_KERNEL": "x"}, ours=False),
     "an architecture that only SGLang has": Case((), model="opt"),

@@ -1,0 +1,183 @@
+"""Exchanges of attention groups over one group of all ranks, with ranks that are threads; and steps without a token."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.unit.core.ranks import on_ranks
+
+pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
+
+#: Ranks of an attention group, and the rows that each attention group has.
+CASES = [
+    (1, [3, 3]),
+    (1, [5, 2, 1]),
+    (1, [4, 0]),
+    (1, [0, 1, 0]),
+    (2, [4, 4]),
+    (2, [6, 2]),
+    (2, [0, 4]),
+    (2, [1, 3]),
+    (4, [2, 5]),
+]
+WIDTH, CHOSEN = 8, 2
+#: A rank that no other one answers.
+ALONE = SimpleNamespace(rank=1, world_size=2, all_reduce=None, all_gather=None)
+
+
+class Group:
+    """What is used of SGLang's group, of ranks without a GPU."""
+
+    pynccl_comm = None
+
+    def __init__(self, ranks):
+        self.rank_in_group, self.world_size = ranks.rank, ranks.world_size
+        self.all_reduce, self.all_gather = ranks.all_reduce, ranks.all_gather
+
+
+class Nccl(Group):
+    """The same with NCCL's exchanges of different numbers of rows."""
+
+    pynccl_comm = "there is one"
+
+    def __init__(self, ranks):
+        super().__init__(ranks)
+        self.ranks = ranks
+
+    def all_gatherv(self, rows, sizes):
+        assert all(each.is_contiguous() and len(each) == sizes[self.rank_in_group] for each in rows)
+        return [self.ranks.all_gather(each, 0) for each in rows]
+
+    def reduce_scatterv(self, x, sizes):
+        assert len(set(sizes)) > 1
+        return self.ranks.all_reduce(x).split(sizes)[self.rank_in_group]
+
+    def reduce_scatter_tensor(self, output, x):
+        output.copy_(self.ranks.reduce_scatter(x, 0))
+
+
+def replicas_of(ranks, kind, width, counts, monkeypatch):
+    from atom_plugin.sglang.replicas import SglangReplicas
+
+    replicas = SglangReplicas(kind(ranks), width, lambda: counts)
+    monkeypatch.setattr(SglangReplicas, "_has_nccl", lambda self, x: kind is Nccl)
+    return replicas
+
+
+def rows_of(replica, count):
+    """What a model has: all ranks of an attention group the same; a row in the place of none."""
+    made = torch.Generator().manual_seed(replica)
+    count = count or 1
+    hidden, weights = (torch.randn(count, width, generator=made) for width in (WIDTH, CHOSEN))
+    return hidden, weights, torch.randint(99, (count, CHOSEN), generator=made)
+
+
+@pytest.mark.parametrize("kind", [Group, Nccl])
+@pytest.mark.parametrize(("width", "counts"), CASES)
+def test_all_see_the_rows_of_all_in_order(width, counts, kind, monkeypatch):
+    def work(ranks):
+        replicas = replicas_of(ranks, kind, width, counts, monkeypatch)
+        assert (replicas.rank, replicas.world_size) == (ranks.rank // width, len(counts))
+        return replicas.gather(*rows_of(replicas.rank, counts[replicas.rank]))
+
+    made = [[each[:count] for each in rows_of(replica, count)] for replica, count in enumerate(counts)]
+    expected = [torch.cat(each) for each in zip(*made, strict=True)]
+    for found in on_ranks(width * len(counts), work):
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", [Group, Nccl])
+@pytest.mark.parametrize(("width", "counts"), CASES)
+def test_each_group_sums_up_to_its_rows_of_the_sum(width, counts, kind, monkeypatch):
+    parts = torch.randint(9, (width * len(counts), sum(counts), WIDTH)).float()
+
+    def work(ranks):
+        replicas = replicas_of(ranks, kind, width, counts, monkeypatch)
+        return replicas.reduce(parts[ranks.rank].clone())
+
+    found = on_ranks(width * len(counts), work)
+    for replica, (count, expected) in enumerate(zip(counts, parts.sum(0).split(counts), strict=True)):
+        own = torch.stack(found[replica * width : (replica + 1) * width]).sum(0)
+        assert torch.equal(own, expected if count else torch.zeros(1, WIDTH))
+
+
+def test_what_nobody_sees_reaches_nobody(monkeypatch):
+    counts = [2, 0]
+
+    def work(ranks):
+        replicas = replicas_of(ranks, Group, 1, counts, monkeypatch)
+        hidden = torch.full((counts[ranks.rank] or 1, WIDTH), 1.0 if counts[ranks.rank] else torch.nan)
+        (everyone,) = replicas.gather(hidden)
+        return replicas.reduce(everyone)
+
+    first, second = on_ranks(2, work)
+    assert torch.equal(first, torch.full((2, WIDTH), 2.0))
+    assert torch.equal(second, torch.zeros(1, WIDTH))
+
+
+def test_where_none_has_a_token_nothing_is_exchanged(monkeypatch):
+    replicas = replicas_of(ALONE, Group, 1, [0, 0], monkeypatch)
+    row = torch.ones(1, WIDTH)
+    assert replicas.gather(row)[0] is row
+    assert replicas.reduce(row) is row
+
+
+def test_rows_that_were_not_announced_are_our_mistake(monkeypatch):
+    replicas = replicas_of(
+        SimpleNamespace(rank=0, world_size=2, all_reduce=None, all_gather=None), Group, 1, [2, 2], monkeypatch
+    )
+    with pytest.raises(AssertionError, match="2, 2"):
+        replicas.gather(torch.ones(3, WIDTH))
+
+
+class Core:
+    """A model that notes how many rows it is given, and answers with as many."""
+
+    def __init__(self, answer):
+        self.answer, self.model, self.given = answer, SimpleNamespace(layers=[]), []
+
+    def __call__(self, input_ids, positions, step, embeds, carried):
+        self.given.append([len(each) for each in (input_ids, positions, embeds) if each is not None])
+        if carried is not None:
+            self.given[-1] += [len(carried.hidden), len(carried.residual)]
+        return self.answer(len(positions))
+
+
+def none(*shape):
+    return torch.empty(0, *shape)
+
+
+def test_a_step_without_tokens_runs_one_that_nobody_sees():
+    from atom_plugin.sglang.body import Body
+
+    core = Core(lambda count: torch.ones(count, WIDTH))
+    body = Body(core)
+    assert body.forward(none().long(), none().long(), None).shape == (0, WIDTH)
+    assert body.forward(None, none().long(), None, none(WIDTH)).shape == (0, WIDTH)
+    assert body.forward(torch.zeros(3).long(), torch.zeros(3).long(), None).shape == (3, WIDTH)
+    assert core.given == [[1, 1], [1, 1], [3, 3]]
+
+
+def test_so_do_pipeline_stages():
+    from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+
+    from atom_core.models.decoder import Carried
+    from atom_plugin.sglang.body import Body
+
+    core = Core(lambda count: Carried(torch.ones(count, WIDTH), torch.ones(count, WIDTH)))
+    given = PPProxyTensors({"hidden_states": none(WIDTH), "residual": none(WIDTH)})
+    passed = Body(core).forward(None, none().long(), None, pp_proxy_tensors=given)
+    assert [passed[name].shape for name in ("hidden_states", "residual")] == [(0, WIDTH)] * 2
+    assert core.given == [[1, 1, 1]]
+
+
+def test_the_head_is_not_asked_about_nothing():
+    from atom_plugin.sglang.causal_lm import HeadMethod
+
+    core = SimpleNamespace(config=SimpleNamespace(vocab_size=11), logits=lambda hidden: hidden @ torch.ones(WIDTH, 11))
+    assert HeadMethod(core).apply(None, none(WIDTH)).shape == (0, 11)
+    assert HeadMethod(core).apply(None, torch.ones(2, WIDTH)).shape == (2, 11)
