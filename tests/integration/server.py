@@ -60,7 +60,7 @@ class Server(ABC):
         self.model = str(model)
         self.flags = flags
         self.deadline = deadline
-        self.port = _free_port()
+        self.port = free_port()
         self.environ = merged_environ({**self.defaults, **(environ or {})})
         self._log = tempfile.NamedTemporaryFile(prefix="server-", suffix=".log")  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
@@ -205,7 +205,8 @@ class SglangServer(Server):
         return report
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

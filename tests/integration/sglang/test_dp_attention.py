@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.mixtures import CANDIDATES, NUM_TOKENS, PROMPTS, make_drafting, make_mixture
+from tests.integration.server import free_port
 from tests.integration.sglang.offline import Ask, Engine, run
 from tests.integration.sglang.test_drafts import ENVIRON as OF_DRAFTS
 from tests.integration.sglang.test_mixtures import BOUND
@@ -44,6 +45,11 @@ MANY = (*PROMPTS, *CANDIDATES[:9])
 ASKS = [Ask(MANY, EXACTLY), *(Ask([prompt], EXACTLY) for prompt in PROMPTS)]
 
 
+def engine(folder: Path, options: dict[str, Any], bound: dict[str, str] = BOUND) -> Engine:
+    """One that is asked all; an engine before it may still have the ports that SGLang derives from the usual one."""
+    return Engine(str(folder), True, ASKS, {**options, "port": free_port()}, bound)
+
+
 def check(ran, plain, expected):
     """The answers of ``ran`` to :data:`ASKS` are those of one rank, and Hugging Face's."""
     assert tokens(ran.answers[0]) == tokens(plain.answers[0])
@@ -55,7 +61,7 @@ def check(ran, plain, expected):
 @pytest.mark.parametrize("family", ENGINES)
 def test_tokens_are_those_of_one_rank(tmp_path, family):
     expected = make_mixture(tmp_path, family)
-    engines = [Engine(str(tmp_path), True, ASKS, options, BOUND) for options in ENGINES[family]]
+    engines = [engine(tmp_path, options) for options in ENGINES[family]]
     plain, *found = run([Engine(str(tmp_path), True, ASKS[:1], FLOAT32), *engines], environ=ENVIRON)
     for ran in found:
         check(ran, plain, expected)
@@ -64,7 +70,7 @@ def test_tokens_are_those_of_one_rank(tmp_path, family):
 
 def test_layers_of_the_checkpoint_draft(tmp_path):
     expected = make_drafting(tmp_path)
-    engines = [Engine(str(tmp_path), True, ASKS, {**drafting(count), **WHOLE}, BOUND) for count in (1, 3)]
+    engines = [engine(tmp_path, {**drafting(count), **WHOLE}) for count in (1, 3)]
     plain, *found = run([Engine(str(tmp_path), True, ASKS[:1], FLOAT32), *engines], environ=DRAFTING)
     for count, ran in zip((1, 3), found, strict=True):
         check(ran, plain, expected.answers)
@@ -77,8 +83,8 @@ def test_attention_groups_of_two_ranks(tmp_path):
     # SGLang widens on a CPU what it would not cut otherwise: 32 columns of each expert a rank.
     expected = make_drafting(tmp_path, moe_intermediate_size=128)
     engines = [
-        Engine(str(tmp_path), True, ASKS, {**FLOAT32, **FOUR}, FOUR_BOUND),
-        Engine(str(tmp_path), True, ASKS, {**drafting(1), **FOUR, "ep_size": 4}, FOUR_BOUND),
+        engine(tmp_path, {**FLOAT32, **FOUR}, FOUR_BOUND),
+        engine(tmp_path, {**drafting(1), **FOUR, "ep_size": 4}, FOUR_BOUND),
     ]
     plain, *found = run([Engine(str(tmp_path), True, ASKS[:1], FLOAT32), *engines], environ=DRAFTING)
     for ran in found:
