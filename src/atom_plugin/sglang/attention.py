@@ -24,6 +24,17 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
+def has_no_token(step: ForwardBatch) -> bool:
+    """Whether all rows are there for the other ranks' sake: of an idle step, or of one that SGLang has made a prompt.
+
+    Such a prompt may be longer than any sequence, so there are no pages to read for it.
+    """
+    mode = step.forward_mode
+    if mode.is_idle():
+        return True
+    return mode.is_extend() and not mode.is_target_verify() and step.global_num_token_non_padded_cpu == 0
+
+
 def _host_layer(spec: AttentionSpec) -> HostAttention:
     return HostAttention(
         spec.qkv.num_heads,
@@ -49,7 +60,7 @@ class SglangRadixAttention(RadixAttention):
 
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: ForwardBatch) -> torch.Tensor:
         """See :class:`BaseAttention`; ``step`` is SGLang's batch."""
-        if step.forward_mode.is_idle():
+        if has_no_token(step):
             return qkv.new_zeros(qkv.shape[0], self.widths[0])  # a router reads on
         q, k, v = qkv.split(self.widths, dim=1)
         attended: torch.Tensor = self.host(q, k, v, step, atom_layer=self, atom_inputs=(qkv, positions))
@@ -81,7 +92,7 @@ class SglangLatentAttention(RadixLatentAttention):
         self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: ForwardBatch
     ) -> torch.Tensor:
         """See :class:`BaseLatentAttention`; ``step`` is SGLang's batch."""
-        if step.forward_mode.is_idle():
+        if has_no_token(step):
             return self.empty(q).zero_().flatten(1)
         inputs = (q, latent, positions)
         attended: torch.Tensor = self.host(q, None, None, step, atom_layer=self, atom_inputs=inputs)
@@ -114,7 +125,7 @@ class FrameworkAttention(BaseAttention):
 
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: ForwardBatch) -> torch.Tensor:
         """See :class:`BaseAttention`; ``step`` is SGLang's batch."""
-        if step.forward_mode.is_idle():
+        if has_no_token(step):
             return qkv.new_zeros(qkv.shape[0], self.host.tp_q_head_num * self.host.v_head_dim)
         q, k, v = self.prepare(qkv, positions, self.weights)
         sinks = self._sinks[0]

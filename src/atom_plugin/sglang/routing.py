@@ -40,6 +40,8 @@ _MODEL_MODULES = ("dense", "mixtures", "drafts")
 LISTED = ("GptOssForCausalLM",)
 #: A backend on each of these lists, on every device.
 _STAND_IN = "triton"
+#: Backends that do not say how long a padded request is, by which ranks with fewer requests than others are filled up.
+_UNPADDED = {"torch_native", "flex_attention"}
 _BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
@@ -69,6 +71,12 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
         raise ValueError(
             f"Prefill on the attention backend {prefill!r} and decode on {decode!r} cannot be: our models run both on "
             f"{BACKEND!r} (--attention-backend {BACKEND}, or none named) or both on SGLang's."
+        )
+    if view.attn_dp_size > 1 and (unpadded := _UNPADDED & {prefill, decode}):
+        raise ValueError(
+            f"--attention-backend {', '.join(unpadded)} with --attn-dp-size {view.attn_dp_size} "
+            "(--enable-dp-attention) cannot be: SGLang's backend takes no padded batches. Leave it out for "
+            f"{BACKEND!r}, or name another."
         )
     if ModelConfig.from_hf(hf_config).latent is not None:
         _refuse_with_latents("" if unnamed else str(decode))

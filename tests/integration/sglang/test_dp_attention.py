@@ -33,9 +33,7 @@ WHOLE = {**PARTS, "ep_size": 2}
 CHUNKS = {**FLOAT32, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "page_size": 4, "chunked_prefill_size": 8}
 #: With other settings of SGLang's that say what is so in any case.
 SAID = {**WHOLE, "enable_dp_lm_head": True, "moe_dense_tp_size": 1}
-#: On SGLang's attention.
-NATIVE = {**PARTS, "attention_backend": "torch_native"}
-ENGINES = {"deepseek_v3": (PARTS, WHOLE, CHUNKS), "qwen3_moe": (SAID, NATIVE), "gpt_oss": (PARTS,)}
+ENGINES = {"deepseek_v3": (PARTS, WHOLE, CHUNKS), "qwen3_moe": (SAID,), "gpt_oss": (PARTS,)}
 #: Two attention groups of two ranks each.
 FOUR = {"tp_size": 4, "attn_dp_size": 2}
 FOUR_BOUND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}

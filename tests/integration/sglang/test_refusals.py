@@ -82,6 +82,11 @@ CASES = {
         ("--tp", "2", "--attn-dp-size", "2", "--enable-tp-lm-head-all-to-all", "--load-format", "dummy"),
         model="latents",
     ),
+    "data-parallel attention on a backend that takes no padding": Case(
+        ("--attention-backend torch_native with --attn-dp-size 2", "takes no padded batches"),
+        ("--tp", "2", "--attn-dp-size", "2", "--attention-backend", "torch_native", *DUMMY),
+        model="a mixture",
+    ),
     "a head on hidden states beside data-parallel attention": Case(
         ("--speculative-algorithm EAGLE by a head that is no layer of the checkpoint", "--attn-dp-size 2"),
         (*draft("EAGLE"), *CHAIN, "--tp", "2", "--attn-dp-size", "2", "--load-format", "dummy"),

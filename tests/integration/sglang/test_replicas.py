@@ -181,3 +181,24 @@ def test_the_head_is_not_asked_about_nothing():
     core = SimpleNamespace(config=SimpleNamespace(vocab_size=11), logits=lambda hidden: hidden @ torch.ones(WIDTH, 11))
     assert HeadMethod(core).apply(None, none(WIDTH)).shape == (0, 11)
     assert HeadMethod(core).apply(None, torch.ones(2, WIDTH)).shape == (2, 11)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "expected"),
+    [
+        ("IDLE", None, True),
+        ("EXTEND", 0, True),
+        ("EXTEND", 3, False),
+        ("EXTEND", None, False),
+        ("DECODE", 0, False),
+        ("TARGET_VERIFY", 0, False),
+        ("DRAFT_EXTEND_V2", 0, False),
+    ],
+)
+def test_attention_is_left_out_where_no_row_is_a_token(mode, tokens, expected):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from atom_plugin.sglang.attention import has_no_token
+
+    step = SimpleNamespace(forward_mode=ForwardMode[mode], global_num_token_non_padded_cpu=tokens)
+    assert has_no_token(step) == expected
