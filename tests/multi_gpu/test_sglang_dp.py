@@ -52,7 +52,7 @@ NUM_ALONE = 3
 
 @pytest.fixture(scope="module")
 def engines() -> Mapping[tuple[str, str], Future[Ran]]:
-    """Every engine that the tests look at; two at a time, each on both GPUs."""
+    """Every engine that the tests look at; five at a time, each on both GPUs."""
     if torch.cuda.device_count() < 2:
         pytest.skip("it takes 2 GPUs")
     shared = {"device": "cuda", "sampling_backend": "pytorch", "context_length": 1024, "max_running_requests": 64}
@@ -60,7 +60,7 @@ def engines() -> Mapping[tuple[str, str], Future[Ran]]:
     prompts = [row.prompt for row in read_rows()[:NUM_PROMPTS]]
     many = Ask(prompts)
     asks = [many, many, *(Ask([prompt]) for prompt in prompts[:NUM_ALONE])]  # the second time from the prefix cache
-    pool = ThreadPoolExecutor(2)
+    pool = ThreadPoolExecutor(5)
 
     def start(index: int, key: tuple[str, str]) -> Ran:
         options = {**shared, **limits, "port": 36000 + 200 * index, **WAYS[key]}
