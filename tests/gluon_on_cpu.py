@@ -1,0 +1,326 @@
+"""Gluon kernels on a CPU: enough of the language, in torch, to run those that attend over latents.
+
+Triton's interpreter runs no Gluon. What is here knows no layouts, warps or waits: it tells whether the arithmetic and the
+addresses of a kernel are right, not whether it waits for what it reads. Programs run one after the other, in order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+_LANGUAGE = "triton.experimental.gluon"
+#: Modules that are run so: each is imported anew, with the language below in Gluon's place.
+_MODULES = (
+    "atom_core.kernels.linear.few_rows_hopper",
+    "atom_core.kernels.latent_attention.hopper",
+    "atom_core.kernels.latent_token.hopper",
+)
+
+
+def _plain(value: Any) -> Any:
+    """A number or torch tensor."""
+    if isinstance(value, Tensor):
+        return value.data
+    return getattr(value, "value", value)  # of Triton's constants
+
+
+class DType:
+    """A type of numbers."""
+
+    def __init__(self, torch_dtype: torch.dtype) -> None:
+        self.torch = torch_dtype
+        self.primitive_bitwidth = torch_dtype.itemsize * 8
+
+    @property
+    def element_ty(self) -> DType:
+        """What a pointer points at."""
+        return self
+
+
+class Tensor:
+    """Numbers of a program; of no dimensions, a scalar."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def __getitem__(self, index: Any) -> Any:
+        return type(self)._of(self, self.data[index])
+
+    def _of(self, data: torch.Tensor) -> Tensor:
+        return Tensor(data)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    @property
+    def shape(self) -> torch.Size:
+        """As torch's."""
+        return self.data.shape
+
+    @property
+    def dtype(self) -> DType:
+        """The numbers'."""
+        return DType(self.data.dtype)
+
+    @property
+    def type(self) -> Any:
+        """Something whose layout has a parent."""
+        return SimpleNamespace(layout=SimpleNamespace(parent=None))
+
+    def to(self, dtype: DType) -> Tensor:
+        """The numbers in another type."""
+        return Tensor(self.data.to(dtype.torch))
+
+    def permute(self, order: Any) -> Tensor:
+        """As torch's."""
+        return Tensor(self.data.permute(*order))
+
+
+def _operation(name: str, reflected: bool) -> Callable[[Tensor, Any], Tensor]:
+    function = getattr(operator, name)
+
+    def apply(self: Tensor, other: Any) -> Tensor:
+        if isinstance(other, Pointer):
+            return NotImplemented
+        one, two = self.data, _plain(other)
+        return Tensor(torch.as_tensor(function(two, one) if reflected else function(one, two)))
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Tensor, f"__{_name.strip('_')}__", _operation(_name, reflected=False))
+    if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
+        setattr(Tensor, f"__r{_name.strip('_')}__", _operation(_name, reflected=True))
+Tensor.__neg__ = lambda self: Tensor(-self.data)  # type: ignore[attr-defined]
+Tensor.__invert__ = lambda self: Tensor(~self.data)  # type: ignore[attr-defined]
+
+
+class Pointer(Tensor):
+    """Places in a tensor's memory, as the number of elements behind its first."""
+
+    def __init__(self, memory: torch.Tensor, data: torch.Tensor) -> None:
+        super().__init__(data)
+        self.memory = memory
+
+    @classmethod
+    def into(cls, tensor: torch.Tensor) -> Pointer:
+        """Its first element."""
+        storage = tensor.untyped_storage()
+        whole = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (storage.nbytes() // tensor.itemsize,))
+        return cls(whole, torch.tensor(tensor.storage_offset()))
+
+    def _of(self, data: torch.Tensor) -> Pointer:
+        return Pointer(self.memory, data)
+
+    @property
+    def dtype(self) -> DType:
+        """What is there."""
+        return DType(self.memory.dtype)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.memory, self.data + _plain(other))
+
+    __radd__ = __iadd__ = __add__
+
+
+class Shared:
+    """Shared memory: as numbers of a product it is what was stored last."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def index(self, place: Any) -> Shared:
+        """One of several tiles."""
+        return Shared(self.data[int(place)])
+
+    def store(self, value: Tensor) -> None:
+        """Write all of it."""
+        assert value.dtype.torch == self.data.dtype
+        self.data.copy_(value.data)
+
+    def permute(self, order: Any) -> Shared:
+        """As torch's."""
+        return Shared(self.data.permute(*order))
+
+
+_program: list[int] = [0, 0, 0]
+_grid: list[int] = [1, 1, 1]
+
+
+class Kernel:
+    """What is decorated: a function, or with a grid a launch."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+
+    def __call__(self, *arguments: Any, **constants: Any) -> Any:
+        return self.fn(*arguments, **constants)
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        grid = [*grid, 1, 1][:3] if isinstance(grid, tuple) else [grid, 1, 1]
+
+        def launch(*arguments: Any, num_warps: int = 4, launch_pdl: bool = False, **constants: Any) -> None:
+            given = [_argument(it) for it in arguments]
+            _grid[:] = grid
+            for at in range(math.prod(grid)):
+                _program[:] = [at % grid[0], at // grid[0] % grid[1], at // (grid[0] * grid[1])]
+                self.fn(*given, **constants)
+
+        return launch
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Pointer.into(value)
+    return Tensor(torch.tensor(value)) if isinstance(value, int) else value
+
+
+def _jit(function: Any = None, **options: Any) -> Any:
+    return Kernel if function is None else Kernel(function)
+
+
+def _masked(pointer: Pointer, mask: Any, like: torch.Size | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = torch.broadcast_shapes(pointer.shape, like or (), _plain(mask).shape if mask is not None else ())
+    allowed = torch.ones(shape, dtype=torch.bool) if mask is None else _plain(mask).expand(shape)
+    return torch.where(allowed, pointer.data.expand(shape), 0), allowed
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0, **options: Any) -> Tensor:
+    at, allowed = _masked(pointer, mask)
+    found = pointer.memory[at]
+    return Tensor(torch.where(allowed, found, torch.as_tensor(_plain(other), dtype=found.dtype)))
+
+
+def _store(pointer: Pointer, value: Any, mask: Any = None, **options: Any) -> None:
+    value = torch.as_tensor(_plain(value), dtype=pointer.memory.dtype)
+    at, allowed = _masked(pointer, mask, value.shape)
+    pointer.memory[at[allowed]] = value.expand(at.shape)[allowed]
+
+
+def _async_load(to: Shared, pointer: Pointer, mask: Any = None, **options: Any) -> None:
+    to.data.copy_(_load(pointer, mask).data.expand(to.data.shape))
+
+
+def _multiply(a: Shared, b: Shared, sums: Tensor, use_acc: bool = True, **options: Any) -> Tensor:
+    product = a.data.float() @ b.data.float()
+    return Tensor(sums.data + product if use_acc else product)
+
+
+def _atomic_add(pointer: Pointer, value: int, **options: Any) -> Tensor:
+    before = pointer.memory[pointer.data].clone()
+    pointer.memory[pointer.data] += value
+    return Tensor(before)
+
+
+def _reduced(function: Callable[..., torch.Tensor]) -> Callable[[Tensor, int], Tensor]:
+    return lambda x, axis: Tensor(function(x.data, axis))
+
+
+def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Tensor]:
+    return lambda *given: Tensor(function(*(torch.as_tensor(_plain(it)) for it in given)))
+
+
+def _where(condition: Tensor, one: Any, other: Any) -> Tensor:
+    return Tensor(torch.where(*(_plain(it) for it in (condition, one, other))))
+
+
+def _nothing(*arguments: Any, **options: Any) -> None:
+    """Of waits, fences and instructions."""
+
+
+def _layout(*arguments: Any) -> None:
+    """Of layouts."""
+
+
+def _language() -> dict[str, ModuleType]:
+    """Gluon's modules, by name."""
+    shared = SimpleNamespace(get_default_for=_layout)
+    language = {
+        "constexpr": Any,
+        **{name: DType(getattr(torch, name)) for name in ("int32", "int64", "float32")},
+        **dict.fromkeys(("BlockedLayout", "SliceLayout", "NVMMADistributedLayout"), _layout),
+        "NVMMASharedLayout": shared,
+        "program_id": lambda axis: Tensor(torch.tensor(_program[axis])),
+        "num_programs": lambda axis: _grid[axis],
+        "num_warps": lambda: 4,
+        "static_range": range,
+        "static_assert": _nothing,
+        "inline_asm_elementwise": _nothing,
+        "thread_barrier": _nothing,
+        "allocate_shared_memory": lambda dtype, shape, layout: Shared(torch.full(shape, torch.nan).to(dtype.torch)),
+        "arange": lambda begin, end, layout: Tensor(torch.arange(begin, end)),
+        "zeros": lambda shape, dtype, layout: Tensor(torch.zeros(shape, dtype=dtype.torch)),
+        "full": lambda shape, value, dtype, layout: Tensor(torch.full(shape, value, dtype=dtype.torch)),
+        "convert_layout": lambda x, layout: x,
+        "load": _load,
+        "store": _store,
+        "atomic_add": _atomic_add,
+        "where": _where,
+        "sum": _reduced(torch.sum),
+        "max": _reduced(torch.amax),
+        "maximum": _elementwise(torch.maximum),
+        "minimum": _elementwise(torch.minimum),
+        "exp2": _elementwise(torch.exp2),
+        "sqrt": _elementwise(torch.sqrt),
+        "ceil": _elementwise(torch.ceil),
+        "cdiv": lambda x, y: (x + (y - 1)) // y,
+    }
+    copies = {"async_load": _async_load, "commit_group": _nothing, "wait_group": _nothing}
+    products = {
+        "fence_async_shared": _nothing,
+        "warpgroup_mma": _multiply,
+        "warpgroup_mma_wait": lambda count, waited: waited[0],
+    }
+    found: dict[str, ModuleType] = {}
+    for name, contents in (
+        ("", {"jit": _jit}),
+        (".language", language),
+        (".language.nvidia", {}),
+        (".language.nvidia.ampere", {"async_copy": SimpleNamespace(**copies)}),
+        (".language.nvidia.hopper", products),
+    ):
+        module = ModuleType(_LANGUAGE + name)
+        vars(module).update(contents)
+        found[module.__name__] = module
+    found[_LANGUAGE].language = found[f"{_LANGUAGE}.language"]  # type: ignore[attr-defined]
+    return found
+
+
+@contextmanager
+def on_cpu() -> Iterator[dict[str, ModuleType]]:
+    """The modules above, run by this language, by name; others that were imported before go on with their own."""
+    language = _language()
+    replaced = {name: sys.modules.get(name) for name in (*language, *_MODULES)}
+    try:
+        for name, module in language.items():
+            _put(name, module)
+        for name in _MODULES:
+            sys.modules.pop(name, None)
+        yield {name: importlib.import_module(name) for name in _MODULES}
+    finally:
+        for name, before in replaced.items():
+            if before is None:
+                sys.modules.pop(name, None)
+            else:
+                _put(name, before)
+
+
+def _put(name: str, module: ModuleType) -> None:
+    """Have a module found under a name, by both of the ways in which it is imported."""
+    sys.modules[name] = module
+    parent, _, own = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], own, module)
