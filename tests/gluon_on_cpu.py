@@ -1,7 +1,7 @@
 """Gluon kernels on a CPU: enough of the language, in torch, to run those that attend over latents.
 
-Triton's interpreter runs no Gluon. What is here knows no layouts, warps or waits: it tells whether the arithmetic and the
-addresses of a kernel are right, not whether it waits for what it reads. Programs run one after the other, in order.
+Triton's interpreter runs no Gluon. What is here knows no layouts, warps or waits: it tells whether the arithmetic and
+the addresses of a kernel are right, not whether it waits for what it reads. Programs run one after the other.
 """
 
 from __future__ import annotations

@@ -75,8 +75,12 @@ class SglangReplicas:
         return counts
 
     def _has_nccl(self, x: torch.Tensor) -> bool:
-        """Whether SGLang exchanges different numbers of rows of ``x`` without padding."""
-        return x.is_cuda and self.group.pynccl_comm is not None
+        """Whether SGLang exchanges different numbers of rows of ``x`` without padding.
+
+        It does by NCCL's own library, where it has found that; else it exchanges equal numbers, through torch.
+        """
+        nccl = self.group.pynccl_comm
+        return x.is_cuda and nccl is not None and bool(nccl.available)
 
     def _gather_padded(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """The parts of all ranks, of ``sizes`` rows."""
@@ -92,14 +96,14 @@ class SglangReplicas:
 
     def _reduce(self, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """This rank's part of the sum, of which the ranks have ``sizes`` rows."""
-        if not self._has_nccl(x):
-            return self.group.all_reduce(x).split(sizes)[self.place]
-        if min(sizes) < max(sizes):
+        if x.is_cuda and min(sizes) == max(sizes):
+            summed = x.new_empty(sizes[self.place], *x.shape[1:])
+            self.group.reduce_scatter_tensor(summed, x)
+            return summed
+        if self._has_nccl(x):
             varied: torch.Tensor = self.group.reduce_scatterv(x, sizes=sizes)
             return varied
-        summed = x.new_empty(sizes[self.place], *x.shape[1:])
-        self.group.reduce_scatter_tensor(summed, x)
-        return summed
+        return self.group.all_reduce(x).split(sizes)[self.place]
 
 
 def _parts(counts: Sequence[int], width: int) -> list[range]:

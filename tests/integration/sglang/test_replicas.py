@@ -52,11 +52,7 @@ class Nccl(Group):
         return [self.ranks.all_gather(each, 0) for each in rows]
 
     def reduce_scatterv(self, x, sizes):
-        assert len(set(sizes)) > 1
         return self.ranks.all_reduce(x).split(sizes)[self.rank_in_group]
-
-    def reduce_scatter_tensor(self, output, x):
-        output.copy_(self.ranks.reduce_scatter(x, 0))
 
 
 def replicas_of(ranks, kind, width, counts, monkeypatch):
@@ -103,6 +99,55 @@ def test_each_group_sums_up_to_its_rows_of_the_sum(width, counts, kind, monkeypa
     for replica, (count, expected) in enumerate(zip(counts, parts.sum(0).split(counts), strict=True)):
         own = torch.stack(found[replica * width : (replica + 1) * width]).sum(0)
         assert torch.equal(own, expected if count else torch.zeros(1, WIDTH))
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+class Equal(Group):
+    """On GPUs where SGLang has found no library of NCCL's: equal numbers of rows are exchanged through torch."""
+
+    pynccl_comm = SimpleNamespace(available=False)
+
+    def __init__(self, ranks):
+        super().__init__(ranks)
+        self.ranks = ranks
+
+    def reduce_scatter_tensor(self, output, x):
+        output.copy_(self.ranks.reduce_scatter(x.as_subclass(torch.Tensor), 0))
+
+
+@pytest.mark.parametrize("counts", [[3, 3], [5, 2]], ids=str)
+def test_on_gpus_without_a_library_of_nccls(counts):
+    from atom_plugin.sglang.replicas import SglangReplicas
+
+    parts = torch.randint(9, (2, sum(counts), WIDTH)).float()
+
+    def work(ranks):
+        replicas = SglangReplicas(Equal(ranks), 1, lambda: counts)
+        rows = parts[ranks.rank][: counts[ranks.rank]].as_subclass(OnGpu)
+        return *replicas.gather(rows), replicas.reduce(parts[ranks.rank].clone().as_subclass(OnGpu))
+
+    for rank, (gathered, reduced) in enumerate(on_ranks(2, work)):
+        assert torch.equal(gathered, torch.cat([parts[each][:count] for each, count in enumerate(counts)]))
+        assert torch.equal(reduced, parts.sum(0).split(counts)[rank])
+
+
+@pytest.mark.parametrize(
+    ("communicator", "has"),
+    [(None, False), (SimpleNamespace(available=False), False), (SimpleNamespace(available=True), True)],
+)
+def test_whose_exchanges_are_used_on_gpus(communicator, has):
+    from atom_plugin.sglang.replicas import SglangReplicas
+
+    group = Group(ALONE)
+    group.pynccl_comm = communicator
+    replicas = SglangReplicas(group, 1)
+    assert replicas._has_nccl(torch.empty(0).as_subclass(OnGpu)) is has
+    assert not replicas._has_nccl(torch.empty(0))
 
 
 def test_what_nobody_sees_reaches_nobody(monkeypatch):
