@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.attention.splits import SplitBuffers, Splits
+from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_parts
 from atom_core.kernels.attention.triton_kernel import LOG2_E
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready
@@ -361,6 +361,12 @@ class LatentDecode:
     def groups(self, num_requests: int, max_query_len: int) -> int:
         """Programs of a request that is not shared out."""
         return int(triton.cdiv(self.spec.latent.num_heads, self._heads(num_requests, max_query_len)))
+
+    def most_parts(self, metadata: AttentionMetadata) -> int:
+        """Parts in which a request is left, where they are not joined, at most; 1: it is not shared out."""
+        requests = len(metadata.seq_lens)
+        programs = requests * self.groups(requests, metadata.max_query_len)
+        return count_parts(programs, metadata.max_seq_len, metadata.seq_lens.device, fill_once=True)
 
     def _heads(self, num_requests: int, max_query_len: int) -> int:
         fitting = next((heads for most, heads in _HEADS if num_requests <= most), _MOST_HEADS)

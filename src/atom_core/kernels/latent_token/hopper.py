@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.attention.splits import Splits, count_parts, empty_parts
+from atom_core.kernels.attention.splits import Splits, empty_parts
 from atom_core.kernels.attention.triton_kernel import LOG2_E
 from atom_core.kernels.latent_attention.hopper import KEYS, LatentDecode, copy_rows, pages_of
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
@@ -238,11 +238,7 @@ class LatentToken:
     def takes(self, num_tokens: int, cache: LatentCacheView, metadata: AttentionMetadata) -> bool:
         """See :class:`atom_core.kernels.latent_token.LatentTokenKernel`."""
         alone = num_tokens == len(metadata.seq_lens) == 1
-        return alone and self.decode.takes(cache, metadata) and self._count(metadata) > 1
-
-    def _count(self, metadata: AttentionMetadata) -> int:
-        programs = self.decode.groups(1, 1)
-        return count_parts(programs, metadata.max_seq_len, metadata.seq_lens.device, fill_once=True)
+        return alone and self.decode.takes(cache, metadata) and self.decode.most_parts(metadata) > 1
 
     def __call__(
         self,
@@ -256,7 +252,7 @@ class LatentToken:
         out: torch.Tensor,
     ) -> None:
         """Launch them."""
-        shape, count = self.spec.latent, self._count(metadata)
+        shape, count = self.spec.latent, self.decode.most_parts(metadata)
         assert q.stride(-1) == latent.stride(-1) == cache.rows.stride(-1) == weights.expand.stride(-1) == 1
         parts, sums = empty_parts(count, shape.num_heads, shape.rank, q.device)
         folded = q.new_empty(1, shape.num_heads, shape.row)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.attention.splits import MAX_SPLITS, Splits, count_parts, empty_parts
+from atom_core.kernels.attention.splits import MAX_SPLITS, Splits, empty_parts
 from atom_core.kernels.latent_attention.hopper import KEYS, LatentDecode
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.triton_support import launch_options
@@ -128,12 +128,7 @@ class TritonLatentValues:
         heads = self.decode.spec.latent.num_heads
         most = 1 if heads >= _MANY_HEADS else min(_MAX_TOKENS, _MAX_ROWS // heads)
         few = 0 < num_tokens <= most and len(metadata.seq_lens) <= _MAX_TOKENS
-        return few and self.decode.takes(cache, metadata) and self._count(metadata) > 1
-
-    def _count(self, metadata: AttentionMetadata) -> int:
-        requests = len(metadata.seq_lens)
-        programs = requests * self.decode.groups(requests, metadata.max_query_len)
-        return count_parts(programs, metadata.max_seq_len, metadata.seq_lens.device, fill_once=True)
+        return few and self.decode.takes(cache, metadata) and self.decode.most_parts(metadata) > 1
 
     def __call__(
         self,
@@ -145,7 +140,7 @@ class TritonLatentValues:
     ) -> None:
         """Launch them."""
         shape, num_tokens = self.decode.spec.latent, q.shape[0]
-        count = self._count(metadata)
+        count = self.decode.most_parts(metadata)
         parts, sums = empty_parts(count, num_tokens * shape.num_heads, shape.rank, q.device)
         self.decode.launch(q, cache, metadata, None, Splits(count, parts, sums), _FEWEST_TILES)
         join_parts(parts, sums, metadata, expand, out, overlap=self.decode.overlap)
