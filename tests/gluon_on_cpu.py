@@ -53,7 +53,7 @@ class Tensor:
         self.data = data
 
     def __getitem__(self, index: Any) -> Any:
-        return type(self)._of(self, self.data[index])
+        return self._of(self.data[index])
 
     def _of(self, data: torch.Tensor) -> Tensor:
         return Tensor(data)
