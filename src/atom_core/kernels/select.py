@@ -20,11 +20,12 @@ DeviceKind = Literal["cpu", "cuda", "rocm"]
 
 #: Which implementation is tried first, by kind of device. "framework" is what an adapter contributes, and so are those
 #: with "flash_attention_3"; "torch" a faster way that torch has on a CPU, "scaled_mm" its FP8 product on a GPU;
-#: "separate" runs what an op fuses by the ops that it is made of, "routed" runs shared experts among the routed ones.
+#: "widened" computes in float32 on CPUs that have no instructions for 16 bits; "separate" runs what an op fuses by the
+#: ops that it is made of, "routed" runs shared experts among the routed ones.
 PRIORITY: Mapping[DeviceKind, tuple[str, ...]] = {
     "rocm": ("aiter", "aiter_shuffled", "triton", "framework", "scaled_mm", "reference", "routed", "separate"),
     "cuda": ("triton_and_flash_attention_3", "triton", "framework", "scaled_mm", "reference", "routed", "separate"),
-    "cpu": ("framework", "torch", "reference", "separate"),
+    "cpu": ("framework", "torch", "widened", "reference", "separate"),
 }
 
 

@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from atom_core.kernels.attention import PagedAttentionSpec
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.linear import LinearKernel, LinearSpec
+from atom_core.kernels.linear.widened import why_not_widened
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache import QkvCacheSpec
 from atom_core.kernels.rms_norm import RmsNormSpec
@@ -99,6 +100,8 @@ def _linear_supports(spec: LinearSpec, target: Target) -> str | None:
         return "Packing a weight that the embedding reads too would keep it in memory twice."
     if spec.float32_result:
         return "vLLM's products have results in the model's dtype, not in float32."
+    if not torch.cpu._is_avx512_supported() and why_not_widened(spec.dtype, target) is None:
+        return f"Without AVX-512 vLLM leaves products in {spec.dtype} to torch, which multiplies them one by one."
     return _no_kernel_for(spec.dtype)
 
 

@@ -10,7 +10,7 @@ from vllm import _custom_ops as ops
 
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.reference import ReferenceExperts
-from atom_core.kernels.linear import LinearSpec
+from atom_core.kernels.linear import LinearSpec, widened
 from atom_core.kernels.qk_norm_rope import QkvWeights
 from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
 from atom_core.kernels.rms_norm import RmsNormSpec
@@ -139,6 +139,15 @@ def test_a_packed_product_needs_the_layers_weight_no_more(bias, dtype):
 def test_a_weight_that_the_embedding_reads_too_is_not_packed():
     spec = LinearSpec(64, 96, False, torch.bfloat16, shares_weight=True)
     assert "in memory twice" in cpu_kernels._linear_supports(spec, Target("cpu", ""))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("wide", [False, True])
+def test_products_in_16_bits_without_avx_512_are_left_to_torch_by_vllm_and_not_by_us(monkeypatch, wide, dtype):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: wide)
+    monkeypatch.setattr(widened, "multiplies", lambda dtype: wide)
+    found = cpu_kernels._linear_supports(LinearSpec(64, 96, False, dtype), Target("cpu", "x86_64"))
+    assert found is None if wide or dtype == torch.float32 else "Without AVX-512" in found
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="no bfloat16 dot products on this processor")

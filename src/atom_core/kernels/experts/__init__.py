@@ -19,6 +19,7 @@ from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.experts.mkldnn import MkldnnExperts
 from atom_core.kernels.experts.reference import ReferenceExperts
 from atom_core.kernels.linear.mkldnn import why_no_packing
+from atom_core.kernels.linear.widened import why_not_widened, widened_linear
 from atom_core.kernels.select import Implementation, Op, Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton
 
@@ -144,6 +145,11 @@ EXPERTS: Op[ExpertsSpec, ExpertsKernel] = Op(
         Implementation("triton", _triton_supports, _build_triton),
         Implementation(
             "torch", lambda spec, target: why_no_packing(spec.dtype, target), lambda spec, target: MkldnnExperts(spec)
+        ),
+        Implementation(
+            "widened",
+            lambda spec, target: why_not_widened(spec.dtype, target),
+            lambda spec, target: ReferenceExperts(spec, widened_linear),
         ),
         Implementation("reference", _reference_supports, lambda spec, target: ReferenceExperts(spec)),
     ),

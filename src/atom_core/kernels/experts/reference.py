@@ -6,7 +6,7 @@ It looks at which experts were chosen, so it cannot be captured in a graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from atom_core.kernels.gated_activation.reference import gated_activation
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
+
+#: ``x W^T + b`` of ``x``, ``W`` and ``b``.
+Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def pairs_by_expert(experts: torch.Tensor, first: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -41,7 +44,7 @@ def by_expert(
     gate_up_biases: torch.Tensor | None,
     down_biases: torch.Tensor | None,
     inputs: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = F.linear,
+    linear: Product = F.linear,
 ) -> torch.Tensor:
     """See :mod:`atom_core.kernels.experts`.
 
@@ -63,10 +66,10 @@ def by_expert(
 
 
 class ReferenceExperts:
-    """See :mod:`atom_core.kernels.experts`."""
+    """See :mod:`atom_core.kernels.experts`; ``linear`` multiplies."""
 
-    def __init__(self, spec: ExpertsSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: ExpertsSpec, linear: Product = F.linear) -> None:
+        self.spec, self.linear = spec, linear
 
     def adopt(self, layer: ExpertWeights) -> bool:
         """It reads the weights as they are."""
@@ -80,4 +83,6 @@ class ReferenceExperts:
         def matrices(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
             return layer.gate_up[expert], layer.down[expert]
 
-        return by_expert(x, weights, experts, self.spec, matrices, layer.gate_up_bias, layer.down_bias)
+        return by_expert(
+            x, weights, experts, self.spec, matrices, layer.gate_up_bias, layer.down_bias, linear=self.linear
+        )

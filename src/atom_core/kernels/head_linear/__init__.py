@@ -15,7 +15,8 @@ from typing import Protocol
 
 import torch
 
-from atom_core.kernels.head_linear.reference import head_linear
+from atom_core.kernels.head_linear.reference import head_linear, widened_head_linear
+from atom_core.kernels.linear.widened import why_not_widened
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_no_triton
 
@@ -50,6 +51,11 @@ HEAD_LINEAR: Op[HeadLinearSpec, HeadLinearKernel] = Op(
     "head_linear",
     (
         Implementation("triton", _triton_supports, _build_triton),
+        Implementation(
+            "widened",
+            lambda spec, target: why_not_widened(spec.dtype, target),
+            lambda spec, target: widened_head_linear,
+        ),
         Implementation("reference", always, lambda spec, target: head_linear),
     ),
 )

@@ -13,6 +13,7 @@ import torch
 from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.linear.mkldnn import MkldnnLinear, why_no_packing
 from atom_core.kernels.linear.reference import TorchLinear
+from atom_core.kernels.linear.widened import WidenedLinear, why_not_widened
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, remark_on_few_rows, why_no_triton
 
@@ -60,6 +61,12 @@ def _torch_supports(spec: LinearSpec, target: Target) -> str | None:
     return why_no_packing(spec.dtype, target)
 
 
+def _widened_supports(spec: LinearSpec, target: Target) -> str | None:
+    if spec.float32_result:
+        return "Widened products are rounded to the model's dtype."
+    return why_not_widened(spec.dtype, target)
+
+
 def _aiter_supports(spec: LinearSpec, target: Target) -> str | None:
     if reason := why_no_aiter(target):
         return reason
@@ -96,6 +103,7 @@ LINEAR: Op[LinearSpec, LinearKernel] = Op(
         Implementation("aiter", _aiter_supports, _build_aiter),
         Implementation("triton", _triton_supports, _build_triton, remark_on_few_rows),
         Implementation("torch", _torch_supports, lambda spec, target: MkldnnLinear()),
+        Implementation("widened", _widened_supports, lambda spec, target: WidenedLinear()),
         Implementation("reference", always, lambda spec, target: TorchLinear(spec.float32_result)),
     ),
 )

@@ -10,9 +10,12 @@ from atom_core.kernels.select import Target
 _ROWS = 16
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether oneDNN has products in bfloat16 for this processor."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products of bfloat16, or of float16, for this processor."""
+    if not torch._C._has_mkldnn:
+        return False
+    ops = torch.ops.mkldnn
+    return bool(ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported())
 
 
 def why_no_packing(dtype: torch.dtype, target: Target) -> str | None:
@@ -21,7 +24,7 @@ def why_no_packing(dtype: torch.dtype, target: Target) -> str | None:
         return "oneDNN's packed weights are for CPUs that it knows."
     if dtype != torch.bfloat16:
         return f"Packing pays for bfloat16, not for {dtype}."
-    if not multiplies_bfloat16():
+    if not multiplies(dtype):
         return "oneDNN multiplies bfloat16 on processors with AVX-512 or AVX-NE-CONVERT, and this one has neither."
     return None
 

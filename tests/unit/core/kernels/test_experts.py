@@ -12,7 +12,9 @@ from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.mkldnn import MkldnnExperts
 from atom_core.kernels.experts.reference import ReferenceExperts
 from atom_core.kernels.gated_activation.reference import gated_activation
-from atom_core.kernels.linear.mkldnn import multiplies_bfloat16
+from atom_core.kernels.linear import mkldnn, widened
+from atom_core.kernels.linear.mkldnn import multiplies
+from atom_core.kernels.linear.widened import widened_linear
 from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 
@@ -90,7 +92,7 @@ def test_the_reference_is_the_definition(spec, dtype, tokens):
     assert_close(ReferenceExperts(spec)(*given), by_definition(spec, *given))
 
 
-@pytest.mark.skipif(not multiplies_bfloat16(), reason="oneDNN multiplies no bfloat16 on this processor")
+@pytest.mark.skipif(not multiplies(torch.bfloat16), reason="oneDNN multiplies no bfloat16 on this processor")
 @every_spec
 @pytest.mark.parametrize("tokens", [0, 1, 7, 40])
 def test_packed_experts_are_the_reference_and_need_the_layers_matrices_no_more(spec, tokens):
@@ -111,6 +113,21 @@ def test_what_is_not_packed_on_a_cpu_is_the_references(dtype):
     kernel = kernel_set(CPU).select(EXPERTS, replace(SPEC, dtype=dtype))
     assert isinstance(kernel, ReferenceExperts)
     assert not kernel.adopt(operands(SPEC, 1, dtype)[3])
+
+
+@every_spec
+@pytest.mark.parametrize("tokens", [0, 1, 7, 40])
+def test_widened_experts_are_the_reference(spec, tokens):
+    given = operands(spec, tokens, torch.float16)
+    assert_close(ReferenceExperts(spec, widened_linear)(*given), by_definition(spec, *given))
+
+
+def test_experts_are_widened_on_a_processor_without_products_in_their_dtype(monkeypatch):
+    for module in (mkldnn, widened):
+        monkeypatch.setattr(module, "multiplies", lambda dtype: False)
+    kernels = kernel_set(CPU)
+    wanted = {torch.bfloat16: "widened", torch.float16: "widened", torch.float32: "reference"}
+    assert {dtype: kernels.chosen(EXPERTS, replace(SPEC, dtype=dtype)) for dtype in wanted} == wanted
 
 
 @every_spec

@@ -9,13 +9,14 @@ from atom_core.kernels import kernel_set
 from atom_core.kernels.embedding.reference import embedding
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.gated_activation.reference import gated_activation
-from atom_core.kernels.linear import LINEAR, LinearSpec, mkldnn
-from atom_core.kernels.linear.mkldnn import MkldnnLinear, multiplies_bfloat16
+from atom_core.kernels.linear import LINEAR, LinearSpec, mkldnn, widened
+from atom_core.kernels.linear.mkldnn import MkldnnLinear, multiplies
+from atom_core.kernels.linear.widened import WidenedLinear
 from atom_core.kernels.rms_norm.cpu import rms_norm as rms_norm_on_cpu
 from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 
-CPU = Target("cpu", "x86_64")
+CPU, GFX942 = Target("cpu", "x86_64"), Target("rocm", "gfx942")
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 #: One rounding of the result.
@@ -157,7 +158,7 @@ def test_linear_keeps_nothing_of_its_own(bias):
     assert_close(kernel(x, weight, offset), expected)
 
 
-@pytest.mark.skipif(not multiplies_bfloat16(), reason="oneDNN multiplies no bfloat16 on this processor")
+@pytest.mark.skipif(not multiplies(torch.bfloat16), reason="oneDNN multiplies no bfloat16 on this processor")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 8, 200])
 def test_a_weight_that_onednn_has_packed_is_needed_no_more(rows, bias):
@@ -181,19 +182,61 @@ def test_a_weight_that_onednn_has_packed_is_needed_no_more(rows, bias):
     ],
 )
 def test_which_weights_are_packed(monkeypatch, spec, reason):
-    monkeypatch.setattr(mkldnn, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(mkldnn, "multiplies", lambda dtype: True)
     (implementation,) = (one for one in LINEAR.implementations if one.name == "torch")
     found = implementation.supports(spec, CPU)
     assert found is None if reason is None else reason in found
 
 
 def test_nothing_is_packed_on_a_processor_without_products_in_bfloat16(monkeypatch):
-    monkeypatch.setattr(mkldnn, "multiplies_bfloat16", lambda: False)
+    for module in (mkldnn, widened):
+        monkeypatch.setattr(module, "multiplies", lambda dtype: False)
     kernels, spec = kernel_set(CPU), LinearSpec(8, 8, False, torch.bfloat16)
     kernels.select(LINEAR, spec)
     (choice,) = kernels.choices()
-    assert choice.implementation == "reference"
+    assert choice.implementation == "widened"
     assert "AVX-512" in dict(choice.passed_over)["torch"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target", "options", "reason"),
+    [
+        (torch.float32, CPU, {}, "Numbers of two bytes"),
+        (torch.float16, GFX942, {}, "on CPUs alone"),
+        (torch.float16, CPU, {"float32_result": True}, "rounded to the model's dtype"),
+        (torch.float16, CPU, {"shares_weight": True}, None),
+        (torch.bfloat16, CPU, {}, "multiplies torch.bfloat16"),
+    ],
+)
+def test_which_products_are_widened(monkeypatch, dtype, target, options, reason):
+    monkeypatch.setattr(widened, "multiplies", lambda dtype: dtype == torch.bfloat16)
+    (implementation,) = (one for one in LINEAR.implementations if one.name == "widened")
+    found = implementation.supports(LinearSpec(8, 8, False, dtype, **options), target)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(0, 8, 8), (1, 64, 96), (3, 64, 96), (4, 64, 96), (40, 1, 5), (7, 8192, 100)], ids=str
+)
+def test_widened_products_are_rounded_once(shape, bias, dtype):
+    rows, in_features, out_features = shape
+    x, weight = torch.randn(rows, in_features).to(dtype), torch.randn(out_features, in_features).to(dtype)
+    offset = torch.randn(out_features).to(dtype) if bias else None
+    kernel = WidenedLinear()
+    assert not kernel.adopt(weight, offset)
+    found = kernel(x, weight, offset)
+    expected = x.double() @ weight.double().T + (offset.double() if bias else 0.0)
+    assert found.dtype == dtype
+    # Half of what the last digit is worth, and float32's own error of long sums.
+    torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps / 2 + 1e-5, atol=1e-3)
+
+
+def test_widened_products_are_one_op_to_a_compiler():
+    x, weight = torch.randn(5, 8).bfloat16(), torch.randn(6, 8).bfloat16()
+    compiled = torch.compile(WidenedLinear(), backend="eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(x, weight, None), WidenedLinear()(x, weight, None))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 70])

@@ -45,7 +45,7 @@ every_format = pytest.mark.parametrize("form", [*FORMATS, *BLOCK_FORMATS], ids=s
 @pytest.fixture
 def routed(monkeypatch):
     """They are among the routed ones wherever they can be, as on a GPU."""
-    monkeypatch.setitem(select.PRIORITY, "cpu", ("framework", "torch", "reference", "routed", "separate"))
+    monkeypatch.setitem(select.PRIORITY, "cpu", ("framework", "torch", "widened", "reference", "routed", "separate"))
 
 
 @pytest.fixture
