@@ -23,6 +23,7 @@ NVIDIA = {
     "fp8_block_linear.few_rows_hopper.few_rows_hopper",
     "fp8_experts.hopper.expert_rows_fp8_hopper",
     "latent_attention.hopper.latent_decode_hopper",
+    "latent_token.hopper.latent_token_hopper",
     "latent_values.triton_kernel._values_of_parts",
     "linear.few_rows_hopper.few_rows_hopper",
     "linear.one_row.one_row_ring",
