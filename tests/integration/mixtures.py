@@ -22,7 +22,7 @@ from tests.unit.core.mxfp4_checkpoints import make_gpt_oss, make_plain_gpt_oss
 
 PROMPTS = ("Tom has 3 apples.", "A", "How many are left when 12 of 40 are sold?")
 NUM_TOKENS = 16
-CANDIDATES = tuple(f"{count} birds and {7 * count % 23} cats are" for count in range(1, 81))
+CANDIDATES = tuple(f"{count} birds and {7 * count % 23} cats are" for count in range(1, 201))
 #: Prompts of a quantised mixture, and how many must be answered alike: engines sum attention in another order, in 16
 #: bits, which sometimes moves a number of e4m3 to the next, and that another expert into the chosen ones.
 NUM_FP8_PROMPTS, FP8_ALIKE = 24, 0.9
@@ -192,7 +192,11 @@ def make_served(
 
 
 def make_quantised_mixture(
-    directory: Path, family: str, quantise: Callable[[Path, Path], None], **settings: Any
+    directory: Path,
+    family: str,
+    quantise: Callable[[Path, Path], None],
+    dtype: torch.dtype = torch.bfloat16,
+    **settings: Any,
 ) -> tuple[Path, dict[str, int]]:
     """Save one under ``directory`` as ``quantise`` does, of sizes that two ranks can share by whole blocks.
 
@@ -200,10 +204,11 @@ def make_quantised_mixture(
         directory: what is made is under it.
         family: one of :data:`FAMILIES`.
         quantise: given a checkpoint and where to.
+        dtype: what our model alone computes in.
         settings: of the configuration, in place of those here.
 
     Returns:
-        Its folder; the prompts of whose first token our model alone is surest, in bfloat16, and that token.
+        Its folder; the prompts of whose first token our model alone is surest, and that token.
     """
     source, target = directory / "source", directory / "quantised"
     source.mkdir(parents=True)
@@ -216,7 +221,7 @@ def make_quantised_mixture(
     }
     make_mixture(source, family, **{"head_dim": 128, **own[family], **settings})
     quantise(source, target)
-    runner = Runner(target, dtype=torch.bfloat16)
+    runner = Runner(target, dtype=dtype)
     tokenizer = AutoTokenizer.from_pretrained(target)
     found: list[tuple[float, str, int]] = []
     for prompt in CANDIDATES:
