@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -33,6 +34,17 @@ def start_group(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+
+
+def kill_group(leader: int) -> None:
+    """Kill whatever is left of a group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def temporary_log() -> tempfile._TemporaryFileWrapper[bytes]:
+    """A file for what a group prints, which is gone when it is closed."""
+    return tempfile.NamedTemporaryFile(prefix="atom-test-", suffix=".log")
 
 
 def end_group(leader: subprocess.Popen[bytes]) -> None:
@@ -68,7 +80,7 @@ def run_group(
     Raises:
         AssertionError: it has not ended after `deadline` seconds.
     """
-    with tempfile.NamedTemporaryFile(prefix="atom-test-", suffix=".log") as file:
+    with temporary_log() as file:
         process = start_group(command, merged_environ(environ), file, folder)
         try:
             process.wait(deadline)

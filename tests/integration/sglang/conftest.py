@@ -8,9 +8,19 @@ from collections.abc import Callable, Iterator
 import pytest
 from openai import OpenAI
 
+from tests.integration.preloaded import preloaded
 from tests.integration.questions import Row, checkpoint, connect, read_rows
 from tests.integration.server import SglangServer
 from tests.integration.sglang.hugging_face import HuggingFace
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported() -> Iterator[None]:
+    """What takes long to import is imported once."""
+    with preloaded(
+        ("torch", "torch._inductor.compile_fx", "transformers", "flashinfer", "openai.types", "fastapi", "triton")
+    ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,22 +1,20 @@
-"""SGLang without a server: engines one after the other, each with scheduler processes of its own.
+"""SGLang without a server: engines one after the other, each with a process and scheduler processes of its own.
 
-`run` starts a process that runs a list of engines; the rest of this file is what runs there.
+`run` starts the processes; the rest of this file is what runs there.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 PACKAGE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
-# Parts the log of one engine from the next one's.
-MARK = "==== next engine ===="
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Ran:
 def run(
     engines: Sequence[Engine], *, environ: Mapping[str, str | None] | None = None, deadline: float = 560.0
 ) -> list[Ran]:
-    """Run `engines` in turn in one fresh process.
+    """Run `engines` in turn, each in a fresh process.
 
     Args:
         engines: what to run.
@@ -80,36 +78,38 @@ def run(
     Raises:
         AssertionError: an engine failed, or the deadline has passed; the message holds the end of the log.
     """
-    from tests.integration.processes import run_group
     from tests.integration.server import SglangServer
 
+    variables = {PACKAGE: None, **SglangServer.on_a_cpu, **(environ or {})}
+    end = time.monotonic() + deadline
+    return [_run(engine, variables, end - time.monotonic()) for engine in engines]
+
+
+def _run(engine: Engine, variables: Mapping[str, str | None], deadline: float) -> Ran:
+    from tests.integration.preloaded import run_script
+
     with tempfile.TemporaryDirectory() as folder:
-        given, wanted = Path(folder, "engines.json"), Path(folder, "ran.json")
-        given.write_text(json.dumps([asdict(engine) for engine in engines]))
-        variables = {PACKAGE: None, **SglangServer.on_a_cpu, **(environ or {})}
-        finished = run_group([sys.executable, __file__, str(given), str(wanted)], variables, deadline)
+        given, wanted = Path(folder, "engine.json"), Path(folder, "answers.json")
+        given.write_text(json.dumps(asdict(engine)))
+        ours = {PACKAGE: "atom_plugin.sglang.models"} if engine.ours else {}
+        environ = {**variables, **engine.environ, **ours}
+        finished = run_script(Path(__file__), [str(given), str(wanted)], environ, deadline)
         assert finished.returncode == 0, f"exit code {finished.returncode}:\n{finished.tail()}"
-        logs = finished.log.split(MARK)[1:]
-        return [
-            Ran([[Answer(**answer) for answer in asked] for asked in answers], log)
-            for answers, log in zip(json.loads(wanted.read_text()), logs, strict=True)
-        ]
+        answers = json.loads(wanted.read_text())
+    return Ran([[Answer(**answer) for answer in asked] for asked in answers], finished.log)
 
 
 def main() -> None:
-    """Run the engines of one JSON file and write what they answered to another."""
+    """Run the engine of one JSON file and write what it answered to another."""
     given, wanted = map(Path, sys.argv[1:])
-    wanted.write_text(json.dumps([_run_engine(**engine) for engine in json.loads(given.read_text())]))
+    wanted.write_text(json.dumps(_run_engine(**json.loads(given.read_text()))))
 
 
 def _run_engine(
-    model: str, ours: bool, asks: list[dict[str, Any]], options: dict[str, Any], environ: dict[str, str]
+    model: str, asks: list[dict[str, Any]], options: dict[str, Any], **_: Any
 ) -> list[list[dict[str, Any]]]:
     import sglang
 
-    print(MARK, flush=True)  # noqa: T201
-    variables = {**environ, **({PACKAGE: "atom_plugin.sglang.models"} if ours else {})}
-    os.environ.update(variables)
     # A stated pool: what is free while others start and end means nothing.
     pool = {"max_total_tokens": 196608, "mem_fraction_static": 0.6}
     engine = sglang.Engine(model_path=model, **{"device": "cpu", "log_level": "info", **pool, **options})
@@ -117,8 +117,6 @@ def _run_engine(
         return [_ask(engine, **ask) for ask in asks]
     finally:
         engine.shutdown()
-        for name in variables:
-            del os.environ[name]
 
 
 def _ask(engine: Any, prompts: list[str], sampling: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:

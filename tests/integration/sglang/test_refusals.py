@@ -8,14 +8,13 @@ that the server ends.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from tests.integration.checkpoint_damage import DAMAGES, NORM, damaged
-from tests.integration.processes import run_group
+from tests.integration.preloaded import run_script
 from tests.integration.questions import checkpoint
 from tests.integration.server import ServerFailed, SglangServer
 
@@ -283,7 +282,7 @@ def problems(folders, tmp_path_factory):
     ]
     given.write_text(json.dumps(described))
     script = Path(__file__).with_name("resolve.py")
-    finished = run_group([sys.executable, str(script), str(given), str(wanted)], {PACKAGE: None}, 300)
+    finished = run_script(script, [str(given), str(wanted)], {PACKAGE: None}, 300)
     assert finished.returncode == 0, finished.tail()
     return dict(zip(cases, json.loads(wanted.read_text()), strict=True))
 

@@ -100,13 +100,13 @@ def run(
     Raises:
         AssertionError: an engine failed, or the deadline has passed; the message holds the end of the log.
     """
-    from tests.integration.processes import run_group
+    from tests.integration.preloaded import run_script
 
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(environ or {})}
     with tempfile.TemporaryDirectory() as folder:
         given, wanted = Path(folder, "engines.json"), Path(folder, "ran.json")
         given.write_text(json.dumps([asdict(engine) for engine in engines]))
-        finished = run_group([sys.executable, str(script), str(given), str(wanted)], variables, deadline)
+        finished = run_script(script, [str(given), str(wanted)], variables, deadline)
         assert finished.returncode == 0, f"exit code {finished.returncode}:\n{finished.tail()}"
         return [Ran.read(found) for found in json.loads(wanted.read_text())]
 

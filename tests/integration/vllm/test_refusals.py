@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.integration.checkpoint_damage import DAMAGES, NORM, damaged
-from tests.integration.processes import run_group
+from tests.integration.preloaded import run_script
 from tests.integration.questions import checkpoint
 from tests.integration.server import ServerFailed, VllmServer
 
@@ -222,7 +221,7 @@ def problems(folders, tmp_path_factory):
     ]
     given.write_text(json.dumps(described))
     script = Path(__file__).with_name("configure.py")
-    finished = run_group([sys.executable, str(script), str(given), str(wanted)], ENVIRON, 300)
+    finished = run_script(script, [str(given), str(wanted)], ENVIRON, 300)
     assert finished.returncode == 0, finished.tail()
     return dict(zip(cases, json.loads(wanted.read_text()), strict=True))
 

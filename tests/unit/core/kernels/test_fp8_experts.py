@@ -143,9 +143,9 @@ def test_few_tokens_in_triton(spec, target, tokens):
 @pytest.mark.usefixtures("exact_fp8_casts")
 def test_each_token_by_itself_in_triton(spec, target):
     spec = in_words(spec)
-    *given, layer = operands(spec, 5, torch.float16)
+    *given, layer = operands(spec, 2, torch.float16)
     kernel = triton(spec, target, layer)
-    found = torch.cat([kernel(*(it[token : token + 1] for it in given), layer) for token in range(5)])
+    found = torch.cat([kernel(*(it[token : token + 1] for it in given), layer) for token in range(2)])
     assert_close(found, by_definition(spec, *given, layer, alone=True))
 
 
