@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
 import shutil
 import socket
@@ -211,3 +213,18 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` that nobody listens on, below those that the system gives to connections of any process.
+
+    For a server that works out others from the one it is told, and listens on them when its processes are connected.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(1000):
+        first = random.randrange(10000, lowest - count)  # two runs at once should not meet
+        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                opened.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise AssertionError(f"there are no {count} ports in a row that nobody listens on")

@@ -63,7 +63,7 @@ def engines() -> Mapping[tuple[str, str], Future[Ran]]:
     pool = ThreadPoolExecutor(5)
 
     def start(index: int, key: tuple[str, str]) -> Ran:
-        options = {**shared, **limits, "port": 36000 + 200 * index, **WAYS[key]}
+        options = {**shared, **limits, "port": 12000 + 400 * index, **WAYS[key]}
         return run([Engine(str(CHECKPOINTS / key[0]), True, asks, options)], deadline=560.0)[0]
 
     return {key: pool.submit(start, index, key) for index, key in enumerate(WAYS)}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.mixtures import CANDIDATES, NUM_TOKENS, PROMPTS, make_drafting, make_mixture
-from tests.integration.server import free_port
+from tests.integration.server import free_ports
 from tests.integration.sglang.offline import Ask, Engine, run
 from tests.integration.sglang.test_drafts import ENVIRON as OF_DRAFTS
 from tests.integration.sglang.test_mixtures import BOUND
@@ -38,6 +38,8 @@ ENGINES = {"deepseek_v3": (WHOLE, CHUNKS), "qwen3_moe": (SAID,), "gpt_oss": (PAR
 FOUR = {"tp_size": 4, "attn_dp_size": 2}
 FOUR_BOUND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}
 
+#: How far above its own port SGLang has those of its processes.
+DERIVED = 300
 #: Prompts at once, of which the ranks have several each; and one alone, with a rank that has none.
 MANY = (*PROMPTS, *CANDIDATES[:9])
 ASKS = [Ask(MANY, EXACTLY), *(Ask([prompt], EXACTLY) for prompt in PROMPTS)]
@@ -45,7 +47,7 @@ ASKS = [Ask(MANY, EXACTLY), *(Ask([prompt], EXACTLY) for prompt in PROMPTS)]
 
 def engine(folder: Path, options: dict[str, Any], bound: dict[str, str] = BOUND) -> Engine:
     """One that is asked all; an engine before it may still have the ports that SGLang derives from the usual one."""
-    return Engine(str(folder), True, ASKS, {**options, "port": free_port()}, bound)
+    return Engine(str(folder), True, ASKS, {**options, "port": free_ports(DERIVED)}, bound)
 
 
 def check(ran, plain, expected):
