@@ -1,7 +1,7 @@
 """Processes that find heavy packages imported: they are forked off one that has done it.
 
-Importing what vLLM and SGLang need takes ten to twenty seconds of a core, in each process of each engine. A session of
-tests does it once, in `preloaded`; `run_script` then forks a process that runs a script as `python SCRIPT ARGUMENTS`
+Importing what vLLM and SGLang need takes ten to twenty seconds of a core, in each process of each engine. Here
+it is done once, within `preloaded`; `run_script` then forks a process that runs a script as `python SCRIPT ARGUMENTS`
 would, with variables, PYTHONPATH and a process group of its own. What that starts by multiprocessing is forked as well,
 where the framework would have spawned it: environment, modules and plug-ins are those of its parent, as when it is
 spawned.
@@ -27,7 +27,7 @@ from importlib import import_module, invalidate_caches
 from pathlib import Path
 from typing import Any
 
-from tests.integration.processes import Finished, kill_group, merged_environ, run_group, temporary_log
+from tests.integration.processes import Finished, kill_group, merged_environ, ran_too_long, run_group, temporary_log
 
 #: Variables that the modules read when they are imported: a process with other values is forked off another one.
 READ = ("TRITON_INTERPRET",)
@@ -52,8 +52,7 @@ class Preloaded:
             leader = self._answer()
             try:
                 if not select.select([self._process.stdout], [], [], deadline)[0]:
-                    finished = Finished(-1, Path(log.name).read_text(errors="replace"))
-                    raise AssertionError(f"{script} ran longer than {deadline:.0f} s:\n{finished.tail()}")
+                    raise ran_too_long(str(script), deadline, log.name)
             finally:
                 kill_group(leader)
                 returncode = self._answer()

@@ -72,6 +72,12 @@ class Finished:
         return "\n".join(self.log.splitlines()[-lines:])
 
 
+def ran_too_long(what: str, deadline: float, log: str) -> AssertionError:
+    """The error of a process that has not ended after `deadline` seconds, with the end of its log."""
+    finished = Finished(-1, Path(log).read_text(errors="replace"))
+    return AssertionError(f"{what} ran longer than {deadline:.0f} s:\n{finished.tail()}")
+
+
 def run_group(
     command: Sequence[str], environ: Mapping[str, str | None], deadline: float, folder: Path | None = None
 ) -> Finished:
@@ -85,8 +91,7 @@ def run_group(
         try:
             process.wait(deadline)
         except subprocess.TimeoutExpired:
-            finished = Finished(-1, Path(file.name).read_text(errors="replace"))
-            raise AssertionError(f"{command[0]} ran longer than {deadline:.0f} s:\n{finished.tail()}") from None
+            raise ran_too_long(command[0], deadline, file.name) from None
         finally:
             end_group(process)
         return Finished(process.returncode, Path(file.name).read_text(errors="replace"))

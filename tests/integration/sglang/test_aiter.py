@@ -110,7 +110,7 @@ def made(tmp_path_factory) -> Callable[[str], tuple[Path, dict[str, int]]]:
 
 @pytest.fixture(scope="module")
 def ran(rows, made) -> Callable[[str], Ran]:
-    """What the engine of a case did; those of one GPU run in one process."""
+    """What the engine of a case did; those of one GPU run one after the other."""
 
     @once
     def ran_on(arch: str) -> dict[str, Ran]:

@@ -25,7 +25,7 @@ PAGE_SIZES = {"qwen3": 64, "mistral": 1024}
 
 @pytest.fixture(scope="module")
 def ran(rows) -> Callable[[str], dict[str, Ran]]:
-    """Every engine of a family that the tests look at, by name: one after the other in one process."""
+    """Every engine of a family that the tests look at, by name: one after the other."""
     prompts = [row.prompt for row in rows]
     few = [Ask(prompts[:NUM_FEW])]
 

@@ -14,6 +14,4 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
 
 def widened_head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """The same in float32, rounded once, for CPUs that multiply 16-bit numbers one by one."""
-    _, K, N = weight.shape
-    out[..., :N] = torch.bmm(x[..., :K].transpose(0, 1).float(), weight.float()).transpose(0, 1)
-    out[..., N:] = x[..., K:]
+    head_linear(x.float(), weight.float(), out)
