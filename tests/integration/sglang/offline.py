@@ -78,21 +78,20 @@ def run(
     Raises:
         AssertionError: an engine failed, or the deadline has passed; the message holds the end of the log.
     """
-    from tests.integration.server import SglangServer
-
-    variables = {PACKAGE: None, **SglangServer.on_a_cpu, **(environ or {})}
     end = time.monotonic() + deadline
-    return [_run(engine, variables, end - time.monotonic()) for engine in engines]
+    return [_run(engine, environ or {}, end - time.monotonic()) for engine in engines]
 
 
 def _run(engine: Engine, variables: Mapping[str, str | None], deadline: float) -> Ran:
     from tests.integration.preloaded import run_script
+    from tests.integration.server import SglangServer
 
     with tempfile.TemporaryDirectory() as folder:
         given, wanted = Path(folder, "engine.json"), Path(folder, "answers.json")
         given.write_text(json.dumps(asdict(engine)))
-        ours = {PACKAGE: "atom_plugin.sglang.models"} if engine.ours else {}
-        environ = {**variables, **engine.environ, **ours}
+        device = SglangServer.on_a_cpu if engine.options.get("device", "cpu") == "cpu" else {}
+        package = "atom_plugin.sglang.models" if engine.ours else None
+        environ = {PACKAGE: package, **device, **variables, **engine.environ}
         finished = run_script(Path(__file__), [str(given), str(wanted)], environ, deadline)
         assert finished.returncode == 0, f"exit code {finished.returncode}:\n{finished.tail()}"
         answers = json.loads(wanted.read_text())

@@ -156,6 +156,29 @@ def test_padded_requests_have_the_page_of_nobody(runner):
     assert backend.forward_metadata.page_table[2:, 0].tolist() == [0, 0]
 
 
+def test_a_rank_without_requests_replays_what_others_decode():
+    """With attention of each rank's own requests SGLang pads such a rank's batch, and leaves its mode as it is."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from atom_plugin.sglang.drafts import ChainDraftBackend
+
+    made, steps, count = make_runner(1, False), 4, 3
+    made.spec_algorithm = None
+    chain = ChainDraftBackend(made, steps)
+    chain.init_cuda_graph_state(REQUESTS, REQUESTS)
+    batch = Batch(made, count, ForwardMode.DECODE, 1)
+    batch.fields["out_cache_loc"] = torch.zeros(count * steps, dtype=torch.int64)
+    chain.init_forward_metadata_out_graph(batch.batch(), in_capture=True)
+    captured = [backend.forward_metadata for backend in chain.attn_backends]
+    idle = SimpleNamespace(**{**vars(batch.batch()), "forward_mode": ForwardMode.IDLE}, num_padding=count)
+    chain.init_forward_metadata_out_graph(idle)
+    chain.init_forward_metadata_in_graph(batch.batch())
+    for step, (backend, metadata) in enumerate(zip(chain.attn_backends, captured, strict=True)):
+        assert backend.forward_metadata.seq_lens.data_ptr() == metadata.seq_lens.data_ptr()
+        assert backend.forward_metadata.seq_lens.tolist() == [step + 2] * count
+        assert backend.forward_metadata.slot_mapping.tolist() == [0] * count
+
+
 def test_steps_of_a_chain_begin_with_slots_of_their_own():
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 

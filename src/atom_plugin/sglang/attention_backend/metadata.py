@@ -47,7 +47,7 @@ class Shape:
         if mode.is_target_verify():
             draft_tokens = int(batch.spec_info.draft_token_num)
             return cls(batch.batch_size, draft_tokens, draft_tokens)
-        if mode.is_decode():
+        if mode.is_decode_or_idle():  # a rank without requests replays the others' graph, all of its own padded
             return cls(batch.batch_size, 1, step)
         return cls(batch.batch_size, None, 0)
 
