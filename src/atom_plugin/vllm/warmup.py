@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vllm.forward_context import create_forward_context, override_forward_context
+import torch
+from vllm.forward_context import DPMetadata, create_forward_context, override_forward_context
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
 from atom_core.metadata import AttentionMetadata
@@ -54,8 +55,17 @@ class ModelWarmUp(VllmJitKernel[Batch]):
         ]
         # vLLM's own attention layers have metadata of their own; without any they give zeros, as when profiling.
         known = {layer.layer_name: metadata for layer in layers if layer.kv_cache.numel()}
-        with override_forward_context(create_forward_context(known or None, self.vllm_config)):
+        announced = self._announced_to_replicas(metadata.num_tokens)
+        with override_forward_context(create_forward_context(known or None, self.vllm_config, announced)):
             yield
+
+    def _announced_to_replicas(self, num_tokens: int) -> DPMetadata | None:
+        """Replicas that share experts exchange tokens here as well: all of them go through the same batches."""
+        parallel = self.vllm_config.parallel_config
+        if parallel.data_parallel_size == 1 or parallel.is_moe_model is False:
+            return None
+        each = torch.full((parallel.data_parallel_size,), num_tokens, dtype=torch.int32, device="cpu")
+        return DPMetadata.make(parallel, num_tokens, each)
 
 
 def register_warm_up(model: DecoderForCausalLM | DraftModel, runtime: Runtime, vllm_config: VllmConfig) -> None:

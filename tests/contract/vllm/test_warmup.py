@@ -20,6 +20,7 @@ CONFIG = SimpleNamespace(
     cache_config=SimpleNamespace(block_size=16),
     compilation_config=SimpleNamespace(static_forward_context={}, fast_moe_cold_start=False),
     model_config=SimpleNamespace(max_model_len=256),
+    parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, is_moe_model=False),
     scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
 )
 
@@ -34,12 +35,12 @@ class OneLayer(nn.Module):
         self.layer.layer_name, self.layer.kv_cache = "model.layers.0.self_attn.attn", cache
 
 
-def registered(device, cache=None):
+def registered(device, cache=None, config=CONFIG):
     """A registry in which a model on `device` has been announced."""
-    registry = JitWarmupRegistry(CONFIG)
+    registry = JitWarmupRegistry(config)
     with registry.activate():
         model = OneLayer(torch.ones(1) if cache is None else cache)
-        warmup.register_warm_up(model, SimpleNamespace(device=torch.device(device)), CONFIG)
+        warmup.register_warm_up(model, SimpleNamespace(device=torch.device(device)), config)
     return registry
 
 
@@ -52,9 +53,13 @@ def test_a_model_on_a_gpu_is_announced_and_one_on_a_cpu_is_not():
 def test_vllm_runs_every_batch_with_its_metadata_where_layers_look_for_it(cache, known, monkeypatch):
     seen = []
 
+    metadata = SimpleNamespace(num_tokens=3)
+
     def run_batch(batch, model, runtime, page_size, announce):
-        with announce("metadata"):
-            seen.append((batch, page_size, get_forward_context().attn_metadata))
+        with announce(metadata):
+            context = get_forward_context()
+            assert context.dp_metadata is None
+            seen.append((batch, page_size, context.attn_metadata))
 
     monkeypatch.setattr(warmup, "run_batch", run_batch)
     monkeypatch.setattr("vllm.distributed.is_global_first_rank", lambda: False)
@@ -62,9 +67,25 @@ def test_vllm_runs_every_batch_with_its_metadata_where_layers_look_for_it(cache,
     batches = warmup.batches_to_serve(8, 64, 256)
     assert [batch for batch, _, _ in seen] == batches
     assert Batch((1,) * 8, 256) in batches
-    metadata = {"model.layers.0.self_attn.attn": "metadata"} if known else None
-    assert all((page_size, given) == (16, metadata) for _, page_size, given in seen)
+    expected = {"model.layers.0.self_attn.attn": metadata} if known else None
+    assert all((page_size, given) == (16, expected) for _, page_size, given in seen)
     assert not is_forward_context_available()
+
+
+def test_replicas_that_share_experts_know_what_each_other_brings(monkeypatch):
+    """Else a server of several, on GPUs, ends while it warms up."""
+    seen = []
+
+    def run_batch(batch, model, runtime, page_size, announce):
+        with announce(SimpleNamespace(num_tokens=sum(batch.queries))):
+            seen.append((batch, get_forward_context().dp_metadata.num_tokens_across_dp_cpu.tolist()))
+
+    monkeypatch.setattr(warmup, "run_batch", run_batch)
+    monkeypatch.setattr("vllm.distributed.is_global_first_rank", lambda: False)
+    parallel = SimpleNamespace(data_parallel_size=2, data_parallel_rank=1, is_moe_model=True)
+    registered("cuda", config=SimpleNamespace(**{**vars(CONFIG), "parallel_config": parallel})).warmup()
+    assert [batch for batch, _ in seen] == warmup.batches_to_serve(8, 64, 256)
+    assert all(counts == [sum(batch.queries)] * 2 for batch, counts in seen)
 
 
 def test_a_model_built_outside_of_a_runner_is_announced_to_nobody():

@@ -27,17 +27,19 @@ def two_replicas(folder: Path, *flags: str) -> Iterator[VllmServer]:
         assert min(served) > 0
 
 
-def greedy_at_once(server: VllmServer, prompts: Sequence[str]) -> list[list[int]]:
+def greedy_at_once(
+    server: VllmServer, prompts: Sequence[str], max_tokens: int = NUM_TOKENS, ignore_eos: bool = True
+) -> list[list[int]]:
     """Greedy tokens for each prompt, all asked for at the same time."""
     client = connect(server)
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda prompt: _greedy(client, server.model, prompt), prompts))
+        return list(pool.map(lambda prompt: _greedy(client, server.model, prompt, max_tokens, ignore_eos), prompts))
 
 
-def _greedy(client: OpenAI, model: str, prompt: str) -> list[int]:
-    others = {"ignore_eos": True, "return_token_ids": True}
+def _greedy(client: OpenAI, model: str, prompt: str, max_tokens: int, ignore_eos: bool) -> list[int]:
+    others = {"ignore_eos": ignore_eos, "return_token_ids": True}
     answer = client.completions.create(
-        model=model, prompt=prompt, max_tokens=NUM_TOKENS, temperature=0, extra_body=others
+        model=model, prompt=prompt, max_tokens=max_tokens, temperature=0, extra_body=others
     )
     tokens: list[int] = answer.choices[0].token_ids
     return tokens
