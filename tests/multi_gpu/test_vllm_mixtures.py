@@ -1,7 +1,8 @@
-"""vLLM on two GPUs whose replicas have requests and a cache of their own and share the experts: the right tokens.
+"""vLLM on two GPUs gives the right tokens of mixtures: by tensor and pipeline parallelism, and on replicas.
 
-Many prompts at once, and one alone, whose step a replica without requests takes part in; with graphs and without, on
-both runners, and with drafts of DeepSeek V3's own layer.
+The latter have requests and a cache of their own and share the experts: many prompts at once, and one alone, whose step
+a replica without requests takes part in. With graphs and without, on both runners, and with drafts of DeepSeek V3's own
+layer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.integration.deepseek import RIGHT
 from tests.integration.questions import MAX_TOKENS, greedy_tokens, read_rows
 from tests.integration.server import VllmServer
 from tests.integration.vllm.replicas import greedy_at_once
+from tests.multi_gpu.selected import selected
 
 
 @dataclass(frozen=True)
@@ -26,24 +28,35 @@ class Way:
     """How a server is started."""
 
     family: str
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...]
     drafts: int = 0
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
+TENSOR = ("--tensor-parallel-size", "2")
+PIPELINE = ("--pipeline-parallel-size", "2")
+REPLICAS = ("--data-parallel-size", "2")
 WHOLE = ("--enable-expert-parallel",)
 EAGER = ("--enforce-eager",)
+CHUNKS = ("--max-num-batched-tokens", "64")
+V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+
 WAYS: Mapping[str, Way] = {
-    "graphs": Way("deepseek_v3"),
-    "graphs, whole experts": Way("deepseek_v3", WHOLE),
-    "graphs on V1": Way("deepseek_v3", environ={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
-    "eager": Way("deepseek_v3", EAGER),
-    "chunks of 64": Way("deepseek_v3", ("--max-num-batched-tokens", "64")),
-    "drafts of 1": Way("deepseek_v3", drafts=1),
-    "drafts of 3, whole experts": Way("deepseek_v3", WHOLE, drafts=3),
-    "drafts of 3, eager": Way("deepseek_v3", EAGER, drafts=3),
-    "a mixture, graphs": Way("qwen3_moe"),
-    "a mixture, eager, whole experts": Way("qwen3_moe", (*EAGER, *WHOLE)),
+    "mixture, tensor": Way("qwen3_moe", TENSOR),
+    "mixture, tensor, whole experts": Way("qwen3_moe", (*TENSOR, *WHOLE)),
+    "mixture, replicas": Way("qwen3_moe", REPLICAS),
+    "mixture, replicas, eager, whole experts": Way("qwen3_moe", (*REPLICAS, *EAGER, *WHOLE)),
+    "latents, tensor": Way("deepseek_v3", TENSOR),
+    "latents, tensor, drafts of 3": Way("deepseek_v3", TENSOR, 3),
+    "latents, pipeline": Way("deepseek_v3", PIPELINE),
+    "latents, replicas": Way("deepseek_v3", REPLICAS),
+    "latents, replicas, whole experts": Way("deepseek_v3", (*REPLICAS, *WHOLE)),
+    "latents, replicas, on V1": Way("deepseek_v3", REPLICAS, environ=V1),
+    "latents, replicas, eager": Way("deepseek_v3", (*REPLICAS, *EAGER)),
+    "latents, replicas, chunks of 64": Way("deepseek_v3", (*REPLICAS, *CHUNKS)),
+    "latents, replicas, drafts of 1": Way("deepseek_v3", REPLICAS, 1),
+    "latents, replicas, drafts of 3, whole experts": Way("deepseek_v3", (*REPLICAS, *WHOLE), 3),
+    "latents, replicas, drafts of 3, eager": Way("deepseek_v3", (*REPLICAS, *EAGER), 3),
 }
 NUM_PROMPTS = 100
 #: That are asked one by one.
@@ -58,13 +71,13 @@ class Answered:
     again: list[list[int]]
     alone: list[list[int]]
     requests: list[float]
-    """Of each replica."""
+    """Of each engine, which replicas have one each of."""
     drafts: tuple[float, float]
     """Right ones, and all."""
 
 
 def _ask(way: Way) -> Answered:
-    flags = [*way.flags, "--model-impl", "atom", "--data-parallel-size", "2", "--max-model-len", "1024"]
+    flags = [*way.flags, "--model-impl", "atom", "--max-model-len", "1024"]
     # A stated cache: what is free while others start and end means nothing.
     flags += ["--max-num-seqs", "64", "--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(2 << 30)]
     if way.drafts:
@@ -77,18 +90,20 @@ def _ask(way: Way) -> Answered:
 
         many, again = ask(*prompts), ask(*prompts)
         alone = [tokens for prompt in prompts[:NUM_ALONE] for tokens in ask(prompt)]
-        requests = [server.metric("vllm:request_success_total", f'engine="{rank}"') for rank in (0, 1)]
+        engines = (0, 1) if REPLICAS[0] in way.flags else (0,)
+        requests = [server.metric("vllm:request_success_total", f'engine="{engine}"') for engine in engines]
         right, proposed = (server.metric(f"vllm:spec_decode_num_{what}_tokens_total") for what in ("accepted", "draft"))
     return Answered(many, again, alone, requests, (right, proposed))
 
 
 @pytest.fixture(scope="module")
-def servers() -> Mapping[str, Future[Answered]]:
+def servers(request: pytest.FixtureRequest) -> Mapping[str, Future[Answered]]:
     """Every server that the tests look at; five at a time, each on both GPUs."""
     if torch.cuda.device_count() < 2:
         pytest.skip("it takes 2 GPUs")
     pool = ThreadPoolExecutor(5)
-    return {name: pool.submit(_ask, way) for name, way in WAYS.items()}
+    wanted = selected(request, "name")
+    return {name: pool.submit(_ask, way) for name, way in WAYS.items() if name in wanted}
 
 
 @pytest.mark.parametrize("name", WAYS)

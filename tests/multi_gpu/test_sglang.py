@@ -1,0 +1,121 @@
+"""SGLang on two GPUs gives the right tokens: by tensor and pipeline parallelism, and with attention of each GPU's own.
+
+The latter have requests and a cache of their own and share the experts: many prompts at once, and one alone, whose step
+a rank without requests takes part in. With graphs and without, and with drafts of DeepSeek V3's own layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import CHECKPOINTS
+from tests.integration.deepseek import RIGHT
+from tests.integration.questions import greedy_tokens, read_rows
+from tests.integration.sglang.offline import Ask, Engine, Ran, run
+from tests.multi_gpu.selected import selected
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an engine is started."""
+
+    family: str
+    options: Mapping[str, Any]
+    drafts: int = 0
+
+    @property
+    def replicas(self) -> int:
+        """Ranks, or groups of them, that have requests of their own."""
+        return int(self.options.get("attn_dp_size", 1))
+
+    @property
+    def all_options(self) -> Mapping[str, Any]:
+        """With those for drafts."""
+        if not self.drafts:
+            return self.options
+        chain = {"speculative_num_steps": self.drafts, "speculative_num_draft_tokens": self.drafts + 1}
+        return {**self.options, **chain, "speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1}
+
+
+TENSOR = {"tp_size": 2}
+PIPELINE = {"pp_size": 2}
+REPLICAS = {"tp_size": 2, "attn_dp_size": 2}
+EAGER = {"disable_cuda_graph": True}
+#: Experts are whole on one rank each, and not in two parts.
+WHOLE = {"ep_size": 2}
+#: Of both ranks together.
+CHUNKS = {"page_size": 64, "chunked_prefill_size": 128}
+DECODES = {"cuda_graph_backend_prefill": "disabled"}
+
+WAYS: Mapping[str, Way] = {
+    "dense, tensor": Way("qwen3", TENSOR),
+    "dense, tensor, eager": Way("qwen3", {**TENSOR, **EAGER}),
+    "dense, pipeline": Way("qwen3", PIPELINE),
+    "mixture, tensor": Way("qwen3_moe", TENSOR),
+    "mixture, tensor, whole experts": Way("qwen3_moe", {**TENSOR, **WHOLE}),
+    "mixture, replicas": Way("qwen3_moe", REPLICAS),
+    "mixture, replicas, eager, whole experts": Way("qwen3_moe", {**REPLICAS, **EAGER, **WHOLE}),
+    "latents, tensor": Way("deepseek_v3", TENSOR),
+    "latents, tensor, drafts of 3": Way("deepseek_v3", TENSOR, 3),
+    "latents, replicas": Way("deepseek_v3", REPLICAS),
+    "latents, replicas, whole experts": Way("deepseek_v3", {**REPLICAS, **WHOLE}),
+    "latents, replicas, graphs of decodes alone": Way("deepseek_v3", {**REPLICAS, **DECODES}),
+    "latents, replicas, eager": Way("deepseek_v3", {**REPLICAS, **EAGER}),
+    "latents, replicas, pages of 64, chunks of 64": Way("deepseek_v3", {**REPLICAS, **CHUNKS}),
+    "latents, replicas, drafts of 1": Way("deepseek_v3", REPLICAS, 1),
+    "latents, replicas, drafts of 3, whole experts": Way("deepseek_v3", {**REPLICAS, **WHOLE}, 3),
+    "latents, replicas, drafts of 3, eager": Way("deepseek_v3", {**REPLICAS, **EAGER}, 3),
+}
+NUM_PROMPTS = 100
+#: That are asked one by one.
+NUM_ALONE = 3
+
+
+@pytest.fixture(scope="module")
+def engines(request: pytest.FixtureRequest) -> Mapping[str, Future[Ran]]:
+    """Every engine that the tests look at; five at a time, each on both GPUs."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("it takes 2 GPUs")
+    shared = {"device": "cuda", "sampling_backend": "pytorch", "context_length": 1024, "max_running_requests": 64}
+    limits = {"max_total_tokens": 65536, "mem_fraction_static": 0.9}
+    prompts = [row.prompt for row in read_rows()[:NUM_PROMPTS]]
+    many = Ask(prompts)
+    asks = [many, many, *(Ask([prompt]) for prompt in prompts[:NUM_ALONE])]  # the second time from the prefix cache
+    pool = ThreadPoolExecutor(5)
+
+    def start(index: int, way: Way) -> Ran:
+        options = {**shared, **limits, "port": 12000 + 400 * index, **way.all_options}
+        return run([Engine(str(CHECKPOINTS / way.family), True, asks, options)], deadline=560.0)[0]
+
+    wanted = selected(request, "name")
+    return {name: pool.submit(start, index, WAYS[name]) for index, name in enumerate(WAYS) if name in wanted}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_tokens_are_the_right_ones(engines: Mapping[str, Future[Ran]], name: str) -> None:
+    ran, way = engines[name].result(), WAYS[name]
+    expected = greedy_tokens(way.family, read_rows()[:NUM_PROMPTS])
+    many, again, *alone = ([answer.tokens for answer in answers] for answers in ran.answers)
+    assert many == expected
+    assert again == expected
+    assert alone == [[tokens] for tokens in expected[:NUM_ALONE]]
+    if way.replicas > 1:
+        assert {answer.meta["dp_rank"] for answer in ran.answers[0]} == set(range(way.replicas))
+
+
+@pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way.drafts])
+def test_drafts_are_made_and_taken(engines: Mapping[str, Future[Ran]], name: str) -> None:
+    ran = engines[name].result()
+    assert "atom-plugin drafts for" in ran.log
+    answers = [answer for asked in ran.answers for answer in asked]
+    right, proposed = (
+        sum(answer.meta[f"spec_num_{what}_drafts"] for answer in answers) for what in ("correct", "proposed")
+    )
+    # Of several drafts in a row the later ones are less often right.
+    assert right / proposed >= (RIGHT if WAYS[name].drafts == 1 else RIGHT / 3)
