@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ class Way:
     family: str
     options: Mapping[str, Any]
     drafts: int = 0
+    environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def replicas(self) -> int:
@@ -52,10 +53,13 @@ WHOLE = {"ep_size": 2}
 #: Of both ranks together.
 CHUNKS = {"page_size": 64, "chunked_prefill_size": 128}
 DECODES = {"cuda_graph_backend_prefill": "disabled"}
+#: Sums over both GPUs with the norm behind them.
+ONE_KERNEL = {"ATOM_KERNELS": "all_reduce_norm=triton"}
 
 WAYS: Mapping[str, Way] = {
     "dense, tensor": Way("qwen3", TENSOR),
     "dense, tensor, eager": Way("qwen3", {**TENSOR, **EAGER}),
+    "dense, tensor, sums and norms in one kernel": Way("qwen3", TENSOR, environ=ONE_KERNEL),
     "dense, pipeline": Way("qwen3", PIPELINE),
     "mixture, tensor": Way("qwen3_moe", TENSOR),
     "mixture, tensor, whole experts": Way("qwen3_moe", {**TENSOR, **WHOLE}),
@@ -91,7 +95,7 @@ def engines(request: pytest.FixtureRequest) -> Mapping[str, Future[Ran]]:
 
     def start(index: int, way: Way) -> Ran:
         options = {**shared, **limits, "port": 12000 + 400 * index, **way.all_options}
-        return run([Engine(str(CHECKPOINTS / way.family), True, asks, options)], deadline=560.0)[0]
+        return run([Engine(str(CHECKPOINTS / way.family), True, asks, options, way.environ)], deadline=560.0)[0]
 
     wanted = selected(request, "name")
     return {name: pool.submit(start, index, WAYS[name]) for index, name in enumerate(WAYS) if name in wanted}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from openai import OpenAIError
 
 from benchmarks import CHECKPOINTS
 from tests.integration.deepseek import RIGHT
@@ -40,10 +41,13 @@ WHOLE = ("--enable-expert-parallel",)
 EAGER = ("--enforce-eager",)
 CHUNKS = ("--max-num-batched-tokens", "64")
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+#: Sums over both GPUs with the norm behind them.
+ONE_KERNEL = {"ATOM_KERNELS": "all_reduce_norm=triton"}
 
 WAYS: Mapping[str, Way] = {
     "mixture, tensor": Way("qwen3_moe", TENSOR),
     "mixture, tensor, whole experts": Way("qwen3_moe", (*TENSOR, *WHOLE)),
+    "mixture, tensor, sums and norms in one kernel": Way("qwen3_moe", TENSOR, environ=ONE_KERNEL),
     "mixture, replicas": Way("qwen3_moe", REPLICAS),
     "mixture, replicas, eager, whole experts": Way("qwen3_moe", (*REPLICAS, *EAGER, *WHOLE)),
     "latents, tensor": Way("deepseek_v3", TENSOR),
@@ -86,7 +90,11 @@ def _ask(way: Way) -> Answered:
     with VllmServer(CHECKPOINTS / way.family, *flags, environ=way.environ) as server:
 
         def ask(*prompts: str) -> list[list[int]]:
-            return greedy_at_once(server, prompts, MAX_TOKENS, ignore_eos=False)
+            try:
+                return greedy_at_once(server, prompts, MAX_TOKENS, ignore_eos=False)
+            except OpenAIError as error:
+                end = "\n".join(server.log.splitlines()[-80:])
+                raise AssertionError(f"{error} The end of the server's log:\n{end}") from error
 
         many, again = ask(*prompts), ask(*prompts)
         alone = [tokens for prompt in prompts[:NUM_ALONE] for tokens in ask(prompt)]
