@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.forward_context import DPMetadata, create_forward_context, override_forward_context
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
 from atom_core.metadata import AttentionMetadata
@@ -55,17 +55,11 @@ class ModelWarmUp(VllmJitKernel[Batch]):
         ]
         # vLLM's own attention layers have metadata of their own; without any they give zeros, as when profiling.
         known = {layer.layer_name: metadata for layer in layers if layer.kv_cache.numel()}
-        announced = self._announced_to_replicas(metadata.num_tokens)
-        with override_forward_context(create_forward_context(known or None, self.vllm_config, announced)):
+        # Replicas that share experts exchange tokens here as well: all of them go through the same batches.
+        tokens, replicas = metadata.num_tokens, self.vllm_config.parallel_config.data_parallel_size
+        each = torch.full((replicas,), tokens, dtype=torch.int32, device="cpu")
+        with set_forward_context(known or None, self.vllm_config, num_tokens=tokens, num_tokens_across_dp=each):
             yield
-
-    def _announced_to_replicas(self, num_tokens: int) -> DPMetadata | None:
-        """Replicas that share experts exchange tokens here as well: all of them go through the same batches."""
-        parallel = self.vllm_config.parallel_config
-        if parallel.data_parallel_size == 1 or parallel.is_moe_model is False:
-            return None
-        each = torch.full((parallel.data_parallel_size,), num_tokens, dtype=torch.int32, device="cpu")
-        return DPMetadata.make(parallel, num_tokens, each)
 
 
 def register_warm_up(model: DecoderForCausalLM | DraftModel, runtime: Runtime, vllm_config: VllmConfig) -> None:

@@ -20,7 +20,7 @@ CONFIG = SimpleNamespace(
     cache_config=SimpleNamespace(block_size=16),
     compilation_config=SimpleNamespace(static_forward_context={}, fast_moe_cold_start=False),
     model_config=SimpleNamespace(max_model_len=256),
-    parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, is_moe_model=False),
+    parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, use_sequence_parallel_moe=False),
     scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
 )
 
@@ -82,7 +82,9 @@ def test_replicas_that_share_experts_know_what_each_other_brings(monkeypatch):
 
     monkeypatch.setattr(warmup, "run_batch", run_batch)
     monkeypatch.setattr("vllm.distributed.is_global_first_rank", lambda: False)
-    parallel = SimpleNamespace(data_parallel_size=2, data_parallel_rank=1, is_moe_model=True)
+    parallel = SimpleNamespace(
+        **{**vars(CONFIG.parallel_config), "data_parallel_size": 2, "data_parallel_rank": 1}, is_moe_model=True
+    )
     registered("cuda", config=SimpleNamespace(**{**vars(CONFIG), "parallel_config": parallel})).warmup()
     assert [batch for batch, _ in seen] == warmup.batches_to_serve(8, 64, 256)
     assert all(counts == [sum(batch.queries)] * 2 for batch, counts in seen)
