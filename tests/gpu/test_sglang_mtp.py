@@ -11,27 +11,17 @@ import pytest
 from benchmarks import CHECKPOINTS
 from tests.integration.deepseek import RIGHT
 from tests.integration.questions import read_rows, right_tokens
-from tests.integration.sglang.offline import Ask, Engine, Ran, run
+from tests.integration.sglang.offline import Ask, Engine, Ran, drafting, run
 
-
-def _drafting(count: int, **options: Any) -> dict[str, Any]:
-    return {
-        "speculative_algorithm": "NEXTN",
-        "speculative_num_steps": count,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": count + 1,
-        "max_running_requests": 32,
-        **options,
-    }
-
-
+#: While drafts are made.
+FEWER = {"max_running_requests": 32}
 WAYS: Mapping[str, dict[str, Any]] = {
     "plain": {},
-    "1": _drafting(1),
-    "3": _drafting(3),
-    "3, eager": _drafting(3, disable_cuda_graph=True),
-    "3, pages of 64, chunks of 64": _drafting(3, page_size=64, chunked_prefill_size=64),
-    "3, no overlap": _drafting(3, disable_overlap_schedule=True),
+    "1": drafting(1, **FEWER),
+    "3": drafting(3, **FEWER),
+    "3, eager": drafting(3, **FEWER, disable_cuda_graph=True),
+    "3, pages of 64, chunks of 64": drafting(3, **FEWER, page_size=64, chunked_prefill_size=64),
+    "3, no overlap": drafting(3, **FEWER, disable_overlap_schedule=True),
 }
 NUM_PROMPTS = 200
 

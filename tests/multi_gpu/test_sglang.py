@@ -17,7 +17,7 @@ import torch
 from benchmarks import CHECKPOINTS
 from tests.integration.deepseek import RIGHT
 from tests.integration.questions import greedy_tokens, read_rows
-from tests.integration.sglang.offline import Ask, Engine, Ran, run
+from tests.integration.sglang.offline import Ask, Engine, Ran, drafting, run
 from tests.multi_gpu.selected import selected
 
 
@@ -38,10 +38,7 @@ class Way:
     @property
     def all_options(self) -> Mapping[str, Any]:
         """With those for drafts."""
-        if not self.drafts:
-            return self.options
-        chain = {"speculative_num_steps": self.drafts, "speculative_num_draft_tokens": self.drafts + 1}
-        return {**self.options, **chain, "speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1}
+        return drafting(self.drafts, **self.options) if self.drafts else self.options
 
 
 TENSOR = {"tp_size": 2}

@@ -65,6 +65,17 @@ class Ran:
     """All that its processes have printed."""
 
 
+def drafting(count: int, **options: Any) -> dict[str, Any]:
+    """`options`, and those by which layers of the checkpoint itself draft `count` tokens in a row."""
+    return {
+        "speculative_algorithm": "NEXTN",
+        "speculative_num_steps": count,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": count + 1,
+        **options,
+    }
+
+
 def run(
     engines: Sequence[Engine], *, environ: Mapping[str, str | None] | None = None, deadline: float = 560.0
 ) -> list[Ran]:
@@ -89,9 +100,9 @@ def _run(engine: Engine, variables: Mapping[str, str | None], deadline: float) -
     with tempfile.TemporaryDirectory() as folder:
         given, wanted = Path(folder, "engine.json"), Path(folder, "answers.json")
         given.write_text(json.dumps(asdict(engine)))
-        device = SglangServer.on_a_cpu if engine.options.get("device", "cpu") == "cpu" else {}
+        on_device = SglangServer.on_a_cpu if engine.options.get("device", "cpu") == "cpu" else {}
         package = "atom_plugin.sglang.models" if engine.ours else None
-        environ = {PACKAGE: package, **device, **variables, **engine.environ}
+        environ = {PACKAGE: package, **on_device, **variables, **engine.environ}
         finished = run_script(Path(__file__), [str(given), str(wanted)], environ, deadline)
         assert finished.returncode == 0, f"exit code {finished.returncode}:\n{finished.tail()}"
         answers = json.loads(wanted.read_text())

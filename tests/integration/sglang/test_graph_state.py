@@ -156,19 +156,27 @@ def test_padded_requests_have_the_page_of_nobody(runner):
     assert backend.forward_metadata.page_table[2:, 0].tolist() == [0, 0]
 
 
-def test_a_rank_without_requests_replays_what_others_decode():
-    """With attention of each rank's own requests SGLang pads such a rank's batch, and leaves its mode as it is."""
+def captured_chain(steps, count):
+    """The backends of a chain of drafts whose graph for so many requests is captured, and the graph's batch."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     from atom_plugin.sglang.drafts import ChainDraftBackend
 
-    made, steps, count = make_runner(1, False), 4, 3
+    made = make_runner(1, False)
     made.spec_algorithm = None
     chain = ChainDraftBackend(made, steps)
     chain.init_cuda_graph_state(REQUESTS, REQUESTS)
-    batch = Batch(made, count, ForwardMode.DECODE, 1)
-    batch.fields["out_cache_loc"] = torch.zeros(count * steps, dtype=torch.int64)
+    batch = Batch(made, count, ForwardMode.DECODE, steps)
     chain.init_forward_metadata_out_graph(batch.batch(), in_capture=True)
+    return chain, batch
+
+
+def test_a_rank_without_requests_replays_what_others_decode():
+    """With attention of each rank's own requests SGLang pads such a rank's batch, and leaves its mode as it is."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    count = 3
+    chain, batch = captured_chain(4, count)
     captured = [backend.forward_metadata for backend in chain.attn_backends]
     idle = SimpleNamespace(**{**vars(batch.batch()), "forward_mode": ForwardMode.IDLE}, num_padding=count)
     chain.init_forward_metadata_out_graph(idle)
@@ -180,19 +188,9 @@ def test_a_rank_without_requests_replays_what_others_decode():
 
 
 def test_steps_of_a_chain_begin_with_slots_of_their_own():
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    from atom_plugin.sglang.drafts import ChainDraftBackend
-
-    made, steps = make_runner(1, False), 4
-    made.spec_algorithm = None
-    chain = ChainDraftBackend(made, steps)
+    steps = 4
+    chain, batch = captured_chain(steps, 3)
     assert not chain.needs_cpu_seq_lens
-    chain.init_cuda_graph_state(REQUESTS, REQUESTS)
-    batch = Batch(made, 3, ForwardMode.DECODE, 1)
-    batch.fields["out_cache_loc"] = torch.zeros(3 * steps, dtype=torch.int64)
-    batch.new = steps
-    chain.init_forward_metadata_out_graph(batch.batch(), in_capture=True)
     for seed in (1, 2):
         batch.fill(seed)
         chain.init_forward_metadata_out_graph(batch.batch())

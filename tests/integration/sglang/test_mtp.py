@@ -8,25 +8,13 @@ from __future__ import annotations
 import pytest
 
 from tests.integration.mixtures import CANDIDATES, NUM_TOKENS, PROMPTS, make_drafting
-from tests.integration.sglang.offline import Ask, Engine, run
+from tests.integration.sglang.offline import Ask, Engine, drafting, run
 from tests.integration.sglang.test_drafts import ENVIRON
 
 pytestmark = pytest.mark.sglang
 
 EXACTLY = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
 OPTIONS = {"dtype": "float32", "disable_cuda_graph": True}
-
-
-def drafting(count: int, **options: object) -> dict[str, object]:
-    """``count`` tokens in a row by the layer."""
-    return {
-        **OPTIONS,
-        "speculative_algorithm": "NEXTN",
-        "speculative_num_steps": count,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": count + 1,
-        **options,
-    }
 
 
 def tokens(answers):
@@ -40,8 +28,13 @@ def test_tokens_and_right_drafts_are_hugging_faces(tmp_path):
     plain, one, three = run(
         [
             Engine(str(tmp_path), True, [many], OPTIONS),
-            Engine(str(tmp_path), True, [few, many, *one_by_one], drafting(1, page_size=4, chunked_prefill_size=16)),
-            Engine(str(tmp_path), True, [few, many], drafting(3)),
+            Engine(
+                str(tmp_path),
+                True,
+                [few, many, *one_by_one],
+                drafting(1, **OPTIONS, page_size=4, chunked_prefill_size=16),
+            ),
+            Engine(str(tmp_path), True, [few, many], drafting(3, **OPTIONS)),
         ],
         environ=ENVIRON,
     )

@@ -23,8 +23,12 @@ def two_replicas(folder: Path, *flags: str) -> Iterator[VllmServer]:
     common = ("--model-impl", "atom", "--dtype", "float32", "--max-model-len", "256", "--data-parallel-size", "2")
     with VllmServer(folder, *common, *flags) as server:
         yield server
-        served = [server.metric("vllm:request_success_total", f'engine="{rank}"') for rank in (0, 1)]
-        assert min(served) > 0
+        assert min(served_by_each(server)) > 0
+
+
+def served_by_each(server: VllmServer, replicas: int = 2) -> list[float]:
+    """How many requests each replica has answered."""
+    return [server.metric("vllm:request_success_total", f'engine="{rank}"') for rank in range(replicas)]
 
 
 def greedy_at_once(
