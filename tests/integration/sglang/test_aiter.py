@@ -19,9 +19,8 @@ from tests.integration.deepseek import RIGHT
 from tests.integration.mixtures import DEEPSEEKS_OWN, FP8_ALIKE, first_tokens_on, make_served, share_alike
 from tests.integration.once import once
 from tests.integration.questions import right_tokens
-from tests.integration.sglang.offline import Ask, Engine, Ran, run
+from tests.integration.sglang.offline import Ask, Engine, Ran, drafting, run
 from tests.integration.sglang.test_drafts import ENVIRON
-from tests.integration.sglang.test_mtp import drafting
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

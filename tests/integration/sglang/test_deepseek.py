@@ -6,9 +6,8 @@ import pytest
 
 from tests.integration.deepseek import RIGHT, TOLERANCE, score
 from tests.integration.questions import checkpoint, right_tokens
-from tests.integration.sglang.offline import Ask, Engine, run
+from tests.integration.sglang.offline import Ask, Engine, drafting, run
 from tests.integration.sglang.test_drafts import ENVIRON
-from tests.integration.sglang.test_mtp import drafting
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
