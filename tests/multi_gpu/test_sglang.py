@@ -64,6 +64,7 @@ WAYS: Mapping[str, Way] = {
     "mixture, replicas, eager, whole experts": Way("qwen3_moe", {**REPLICAS, **EAGER, **WHOLE}),
     "latents, tensor": Way("deepseek_v3", TENSOR),
     "latents, tensor, drafts of 3": Way("deepseek_v3", TENSOR, 3),
+    "latents, pipeline": Way("deepseek_v3", PIPELINE),
     "latents, replicas": Way("deepseek_v3", REPLICAS),
     "latents, replicas, whole experts": Way("deepseek_v3", {**REPLICAS, **WHOLE}),
     "latents, replicas, graphs of decodes alone": Way("deepseek_v3", {**REPLICAS, **DECODES}),

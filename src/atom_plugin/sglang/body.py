@@ -51,7 +51,8 @@ class Body:
     ) -> torch.Tensor | PPProxyTensors:
         """Hidden states ``[T, hidden]`` after the final norm; before the last stage, what it carries on."""
         count, carried = len(positions), None
-        if pp_proxy_tensors is not None:
+        # SGLang captures the first stage's graphs with tensors in the place of what a stage before would carry.
+        if pp_proxy_tensors is not None and not self.core.model.is_first:
             hidden, residual = pp_proxy_tensors["hidden_states"], pp_proxy_tensors["residual"]
             carried = Carried(or_stand_in(hidden), or_stand_in(residual))
         ids, embeds = (None if each is None else or_stand_in(each) for each in (input_ids, input_embeds))

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
 
+from atom_plugin.common.padded import gather_padded
+
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
@@ -53,7 +55,7 @@ class SglangReplicas:
         given = [each[mine.start : mine.stop].contiguous() for each in rows]
         if self._has_nccl(given[0]):  # all of them in one launch
             return tuple(self.group.all_gatherv(given, sizes=sizes))
-        return tuple(self._gather_padded(each, sizes) for each in given)
+        return tuple(gather_padded(self.group, each, sizes) for each in given)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See :class:`atom_core.runtime.Replicas`, and what is said here of attention groups of several ranks."""
@@ -81,18 +83,6 @@ class SglangReplicas:
         """
         nccl = self.group.pynccl_comm
         return x.is_cuda and nccl is not None and bool(nccl.available)
-
-    def _gather_padded(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """The parts of all ranks, of ``sizes`` rows."""
-        most = max(sizes)
-        padded = part
-        if len(part) < most:
-            padded = part.new_zeros(most, *part.shape[1:])
-            padded[: len(part)] = part
-        gathered = self.group.all_gather(padded, dim=0)
-        if min(sizes) == most:
-            return gathered
-        return torch.cat([each[:size] for each, size in zip(gathered.split(most), sizes, strict=True)])
 
     def _reduce(self, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """This rank's part of the sum, of which the ranks have ``sizes`` rows."""

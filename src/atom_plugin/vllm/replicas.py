@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.forward_context import get_forward_context
 
+from atom_plugin.common.padded import gather_padded
+
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
@@ -27,25 +29,26 @@ class VllmReplicas:
         """See :class:`atom_core.runtime.Replicas`."""
         counts = _counts()
         assert all(len(each) == counts[self.rank] for each in rows), (counts, self.rank, [len(each) for each in rows])
-        if rows[0].is_cuda:
+        if self._has_nccl(rows[0]):  # all of them in one launch
             return tuple(self.group.all_gatherv(list(rows), dim=0, sizes=counts))
-        return tuple(self._gather_padded(each, counts) for each in rows)
-
-    def _gather_padded(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """vLLM gathers different numbers of rows on GPUs alone."""
-        most = max(counts)
-        padded = rows.new_zeros(most, *rows.shape[1:])
-        padded[: len(rows)] = rows
-        parts = self.group.all_gather(padded, dim=0).split(most)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        return tuple(gather_padded(self.group, each, counts) for each in rows)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See :class:`atom_core.runtime.Replicas`."""
         counts = _counts()
-        if x.is_cuda:
+        if self._has_nccl(x):
             reduced: torch.Tensor = self.group.reduce_scatterv(x, dim=0, sizes=counts)
             return reduced
         return self.group.all_reduce(x).split(counts)[self.rank]
+
+    def _has_nccl(self, x: torch.Tensor) -> bool:
+        """Whether vLLM exchanges different numbers of rows of ``x``.
+
+        It does on GPUs alone, and by NCCL's own library: not where it has not found that, or ``VLLM_DISABLE_PYNCCL=1``
+        is set. It asserts so without a word, so all is asked before.
+        """
+        nccl = getattr(self.group.device_communicator, "pynccl_comm", None)
+        return x.is_cuda and nccl is not None and not nccl.disabled
 
 
 def _counts() -> list[int]:

@@ -182,8 +182,8 @@ def test_rows_that_were_not_announced_are_our_mistake(monkeypatch):
 class Core:
     """A model that notes how many rows it is given, and answers with as many."""
 
-    def __init__(self, answer):
-        self.answer, self.model, self.given = answer, SimpleNamespace(layers=[]), []
+    def __init__(self, answer, is_first=True):
+        self.answer, self.model, self.given = answer, SimpleNamespace(layers=[], is_first=is_first), []
 
     def __call__(self, input_ids, positions, step, embeds, carried):
         self.given.append([len(each) for each in (input_ids, positions, embeds) if each is not None])
@@ -213,11 +213,23 @@ def test_so_do_pipeline_stages():
     from atom_core.models.decoder import Carried
     from atom_plugin.sglang.body import Body
 
-    core = Core(lambda count: Carried(torch.ones(count, WIDTH), torch.ones(count, WIDTH)))
+    core = Core(lambda count: Carried(torch.ones(count, WIDTH), torch.ones(count, WIDTH)), is_first=False)
     given = PPProxyTensors({"hidden_states": none(WIDTH), "residual": none(WIDTH)})
     passed = Body(core).forward(None, none().long(), None, pp_proxy_tensors=given)
     assert [passed[name].shape for name in ("hidden_states", "residual")] == [(0, WIDTH)] * 2
     assert core.given == [[1, 1, 1]]
+
+
+def test_the_first_pipeline_stage_embeds_tokens_whatever_it_is_given():
+    from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+
+    from atom_core.models.decoder import Carried
+    from atom_plugin.sglang.body import Body
+
+    core = Core(lambda count: Carried(torch.ones(count, WIDTH), torch.ones(count, WIDTH)))
+    captured_with = PPProxyTensors({"hidden_states": torch.zeros(3, WIDTH), "residual": torch.zeros(3, WIDTH)})
+    Body(core).forward(torch.zeros(3).long(), torch.zeros(3).long(), None, pp_proxy_tensors=captured_with)
+    assert core.given == [[3, 3]]  # ids and positions, nothing carried
 
 
 def test_the_head_is_not_asked_about_nothing():
