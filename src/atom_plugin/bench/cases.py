@@ -107,6 +107,12 @@ def products(config: ModelConfig) -> list[Product]:
     return found
 
 
+def routers(config: ModelConfig) -> list[Product]:
+    """Those of its mixtures, which are never quantised."""
+    sizes = dict.fromkeys(layer.moe.routing.num_experts for layer in config.layers if layer.moe is not None)
+    return [Product("router", size, config.hidden_size) for size in sizes]
+
+
 def _around_heads(config: ModelConfig) -> list[Product]:
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return [

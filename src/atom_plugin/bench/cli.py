@@ -51,6 +51,7 @@ def kernels(
     repetitions: Annotated[int, typer.Option(help="Samples; each is many calls.")] = 10,
     against: Annotated[str | None, typer.Option(help="vllm: also its kernels and FlashAttention 3.")] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Find the fastest tiles instead, and keep them.")] = False,
+    rows: Annotated[list[int] | None, typer.Option(help="With --tune: for inputs of so many rows alone.")] = None,
     output: Annotated[
         Path | None, typer.Option(file_okay=False, help="Where --tune writes; left out: beside the kernels.")
     ] = None,
@@ -67,6 +68,7 @@ def kernels(
         against_vllm=against is not None,
         dtype=dtype,
         repetitions=repetitions,
+        rows=tuple(rows or ()),
     )
     try:
         execute(options, json, tune, output, typer.echo)

@@ -64,6 +64,8 @@ class KernelOptions:
     against_vllm: bool = False
     dtype: str = "bfloat16"
     repetitions: int = 10
+    rows: tuple[int, ...] = ()
+    """Of inputs, for which tiles are looked for; none: all of :data:`atom_plugin.bench.tune.ROWS`."""
 
     def check(self) -> None:
         """Refuse what cannot be measured.
@@ -76,6 +78,9 @@ class KernelOptions:
         for op in self.ops:
             if op not in CASES:
                 raise ValueError(f"--op {op!r}: supported: {', '.join(CASES)}.")
+        for rows in self.rows:
+            if rows not in tune.ROWS:
+                raise ValueError(f"--rows {rows}: supported: {', '.join(map(str, tune.ROWS))}.")
         torch_dtype(self.dtype)
         for model in self.models:
             ModelConfig.from_hf(read_config(model))
@@ -278,6 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--against", choices=["vllm"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--rows", type=int, action="append", default=[], help="with --tune; may be repeated")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args(arguments)
     options = KernelOptions(
@@ -286,6 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         against_vllm=given.against == "vllm",
         dtype=given.dtype,
         repetitions=given.repetitions,
+        rows=tuple(given.rows),
     )
     try:
         execute(options, given.json, given.tune, given.output, print_line)
@@ -306,6 +313,10 @@ def execute(
     if not tuning:
         if output is not None:
             raise ValueError("--output is where --tune writes; without it, use --json.")
+        if options.rows:
+            raise ValueError(
+                "--rows says what --tune looks for tiles for; without it all of an op's cases are measured."
+            )
         limits, rows = measure_kernels(options, say)
         if path is not None:
             path.write_text(json.dumps(as_json(limits, rows), indent=1) + "\n")
@@ -315,7 +326,7 @@ def execute(
     if path is not None or options.against_vllm:
         raise ValueError("--tune writes its own file, and compares with the default alone: no --json, no --against.")
     options.check()
-    written = tune.tune_linear(options.models, torch_dtype(options.dtype), output, say)
+    written = tune.tune_linear(options.models, torch_dtype(options.dtype), options.rows or tune.ROWS, output, say)
     say(f"written: {written}")
 
 

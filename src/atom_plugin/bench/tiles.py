@@ -37,12 +37,14 @@ def candidates(
     whole = 1 << max(in_features - 1, 1).bit_length()
     if num_rows == 1:
         # With an activation half of a program's rows are gates.
-        for rows, columns, warps in product((2, 4, 8, 16), (256, 512, 1024, 2048, 4096, 8192), (4, 8)):
+        for rows, columns, warps in product((2, 4, 8, 16), (256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8)):
             # Numbers that a thread holds: too many spill, too few leave the memory waiting.
             held = rows * columns // (32 * warps)
             if rows > out_features or columns > whole or not 8 <= held <= 128:
                 continue
             found += [Tile("row", rows, columns, warps, early=early) for early in (False, True)]
+            if hopper and columns < in_features:
+                found.append(Tile("row", rows, columns, warps, early=True, fetch=in_features * itemsize))
             for stages in (2, 3):
                 if stages * columns * (rows + 1) * itemsize <= shared_memory:
                     found += [Tile("ring", rows, columns, warps, stages, early) for early in (False, True)]

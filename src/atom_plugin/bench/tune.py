@@ -29,7 +29,7 @@ from atom_core.kernels.linear.tiles import TORCH, Tile, on_hopper, tile_for, tri
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton
 from atom_core.standalone import build_runtime, random_model
-from atom_plugin.bench.cases import products
+from atom_plugin.bench.cases import products, routers
 from atom_plugin.bench.device import capture, measure, require_gpu
 from atom_plugin.bench.models import cut, read_config
 from atom_plugin.bench.step import MAX_MODEL_LEN, decoding
@@ -53,12 +53,15 @@ Entry = Mapping[str, Any]
 T = TypeVar("T")
 
 
-def tune_linear(models: Sequence[str], dtype: torch.dtype, output: Path | None, say: Callable[[str], None]) -> Path:
+def tune_linear(
+    models: Sequence[str], dtype: torch.dtype, rows: Sequence[int], output: Path | None, say: Callable[[str], None]
+) -> Path:
     """Time the candidates for every product of `models` and write the best; the file's other entries stay.
 
     Args:
         models: names, folders or files; see :mod:`atom_plugin.bench.models`.
         dtype: of weights and input.
+        rows: of inputs, of :data:`ROWS`.
         output: the folder to write to; None: beside the kernel.
         say: gets a line a shape.
 
@@ -76,7 +79,7 @@ def tune_linear(models: Sequence[str], dtype: torch.dtype, output: Path | None, 
     entries: dict[tuple[Any, ...], Entry]
     entries = {_key(entry): entry for entry in (tuned.read_entries(path) if path.exists() else ())}
     for model in models:
-        for entry in _tune_model(model, dtype, device, say):
+        for entry in _tune_model(model, dtype, rows, device, say):
             entries[_key(entry)] = entry
             # After each, so that an interrupted run has not been for nothing.
             write(path, name, list(entries.values()))
@@ -84,14 +87,16 @@ def tune_linear(models: Sequence[str], dtype: torch.dtype, output: Path | None, 
 
 
 @torch.inference_mode()
-def _tune_model(name: str, dtype: torch.dtype, device: torch.device, say: Callable[[str], None]) -> Iterator[Entry]:
+def _tune_model(
+    name: str, dtype: torch.dtype, rows_of_inputs: Sequence[int], device: torch.device, say: Callable[[str], None]
+) -> Iterator[Entry]:
     """An entry a product and number of rows."""
     hf = read_config(name)
     config = ModelConfig.from_hf(cut(hf, min(_LAYERS, ModelConfig.from_hf(hf).num_layers)))
     runtime = build_runtime(device, dtype, MAX_MODEL_LEN, forced_kernels(load_settings()), cache_dtype=dtype)
     model = random_model(config, runtime)
-    sizes = dict.fromkeys((it.out_features, it.in_features) for it in products(config))
-    for rows in ROWS:
+    sizes = dict.fromkeys((it.out_features, it.in_features) for it in [*routers(config), *products(config)])
+    for rows in rows_of_inputs:
         run = decoding(model, config, runtime, rows, _CONTEXT)
         chosen: dict[tuned.Shape, Tile | None] = {}
         for out_features, in_features in sizes:

@@ -249,6 +249,7 @@ def test_quantised_numbers_may_be_as_far_from_the_exact_as_those_from_unquantise
         ({"models": ("qwen9",)}, "neither a folder"),
         ({"dtype": "int8"}, "--dtype 'int8'"),
         ({"repetitions": 0}, "--repetitions 0"),
+        ({"rows": (1, 3)}, "--rows 3: supported: 1, 2, 4, 8"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(options, message):
@@ -265,7 +266,9 @@ def test_what_cannot_be_measured_is_refused(options, message):
         (("--output", "tiles"), "--output is where --tune writes"),
         (("--tune", "--op", "attention"), "--tune has tiles to choose for linear alone"),
         (("--tune", "--json", "tiles.json"), "no --json"),
-        (("--tune",), "No GPU that torch"),
+        (("--rows", "1"), "--rows says what --tune looks for"),
+        (("--tune", "--rows", "3"), "--rows 3: supported"),
+        (("--tune", "--rows", "1", "--rows", "8"), "No GPU that torch"),
     ],
 )
 def test_both_command_lines_say_what_is_wrong(arguments, message):

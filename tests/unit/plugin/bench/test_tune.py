@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from atom_core.config import ModelConfig
 from atom_core.kernels import tuned
 from atom_core.kernels.linear.tiles import Tile, chosen_tile
 from atom_plugin.bench import tune
+from atom_plugin.bench.cases import routers
+from atom_plugin.bench.models import read_config
 from atom_plugin.bench.tiles import candidates
 from atom_plugin.bench.tune import ROWS, choose, line, write
 
@@ -45,6 +48,19 @@ def test_more_rows_are_taken_in_parts_of_small_weights_on_hopper(rows):
     assert all(tile.stages * tile.columns * 2 * (tile.rows + tile.tokens) <= SHARED_MEMORY for tile in found)
     assert candidates(rows, 4096, 1024, SHARED_MEMORY) == []
     assert candidates(rows, 24576, 4096, SHARED_MEMORY, hopper=True) == []
+
+
+def test_one_row_may_have_the_rest_of_the_weight_fetched_on_hopper():
+    found = candidates(1, 4096, 1024, SHARED_MEMORY, hopper=True)
+    assert {tile.fetch for tile in found} == {0, 2048}
+    assert all(tile.columns < 1024 and tile.early for tile in found if tile.fetch)
+    assert {tile.fetch for tile in candidates(1, 4096, 1024, SHARED_MEMORY)} == {0}
+
+
+@pytest.mark.parametrize(("model", "sizes"), [("deepseek-v2-lite", [(64, 2048)]), ("qwen3-0.6b", [])])
+def test_routers_are_tuned_too(model, sizes):
+    config = ModelConfig.from_hf(read_config(model))
+    assert [(it.out_features, it.in_features) for it in routers(config)] == sizes
 
 
 def test_less_shared_memory_leaves_fewer():
