@@ -67,9 +67,24 @@ class Finished:
     returncode: int
     log: str
 
-    def tail(self, lines: int = 60) -> str:
-        """The end of what it printed."""
-        return "\n".join(self.log.splitlines()[-lines:])
+    def tail(self) -> str:
+        """See :func:`end_of`."""
+        return end_of(self.log)
+
+
+def end_of(log: str, lines: int = 60) -> str:
+    """The last ``lines``, behind as many from the first traceback on where that is further up.
+
+    What failed first is the cause; processes that waited for it say at the end that it has failed.
+    """
+    printed = log.splitlines()
+    last = max(0, len(printed) - lines)
+    first = next(
+        (index for index, line in enumerate(printed[:last]) if "Traceback (most recent call last)" in line), last
+    )
+    begun = printed[first : min(first + lines, last)]
+    left_out = ["..."] if first + lines < last else []
+    return "\n".join([*begun, *left_out, *printed[last:]])
 
 
 def ran_too_long(what: str, deadline: float, log: str) -> AssertionError:

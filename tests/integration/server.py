@@ -19,18 +19,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
-from tests.integration.processes import end_group, merged_environ, start_group
+from tests.integration.processes import end_group, end_of, merged_environ, start_group
 
 # vLLM's logger puts process, level, time and place before each line, also before each line of a table.
 _LOG_LINE = re.compile(r"(?:\([^)]*\) )?[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[(?P<place>[^]]*)\] (?P<text>.*)")
 
 
 class ServerFailed(Exception):
-    """The server ended, or was not ready in time; the message holds the end of its log."""
+    """The server ended, or was not ready in time; the message holds the end of its log, and what failed first in it."""
 
     def __init__(self, reason: str, log: str, returncode: int | None) -> None:
-        tail = "\n".join(log.splitlines()[-40:])
-        super().__init__(f"{reason}. The end of its log:\n{tail}")
+        super().__init__(f"{reason}. The end of its log:\n{end_of(log)}")
         self.log = log
         self.returncode = returncode
 
