@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from atom_core.config import RoutingConfig
+from atom_core.kernels import tuned
 from atom_core.kernels.all_reduce_norm import MAX_ROW
 from atom_core.kernels.all_reduce_norm import triton_kernel as reducing_kernel
 from atom_core.kernels.all_reduce_norm.peer_memory import PROGRAMS, Peers
@@ -64,7 +66,8 @@ from atom_core.kernels.latent_queries import triton_kernel as queries_kernel
 from atom_core.kernels.latent_token import hopper as latent_token_hopper
 from atom_core.kernels.latent_values import triton_kernel as latent_values_kernel
 from atom_core.kernels.linear import triton_kernel as linear_kernel
-from atom_core.kernels.linear.tiles import tile_for
+from atom_core.kernels.linear.tiles import Tile, tile_for
+from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.moe_routing import triton_kernel as routing_kernel
 from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec, Mxfp4Weights, empty_scales
 from atom_core.kernels.mxfp4_experts import hopper as hopper_mxfp4_kernel
@@ -679,6 +682,22 @@ def test_products_by_small_weights_for_hopper_compile(monkeypatch, way, size, ro
         others = {"dtype": torch.float32}
     with pytest.raises(Launched) as launched:
         linear_kernel.product(zeros(rows, size[1]), zeros(*size), None, tile=tile, overlap=True, **others)
+    compile_launch(kernels[recorders.asked], launched.value, gpu)
+
+
+#: A product for each tile that comes with the package, all of them Hopper's.
+TUNED = {Tile(**tile): shape for shape, tile in tuned.load(Path(linear_kernel.__file__).parent, "NVIDIA H200").items()}
+
+
+@pytest.mark.parametrize(("tile", "shape"), TUNED.items(), ids=str)
+def test_tuned_tiles_compile_for_hopper(monkeypatch, tile, shape):
+    gpu, kernels, recorders = GPUS[-1], linear_kernel._KERNELS, Recorders()
+    monkeypatch.setattr(linear_kernel, "_KERNELS", recorders)
+    norm = Norm(zeros(shape.in_features), 1e-6) if tile.norms else None
+    # A head's weight is large, and nobody reads it.
+    weight = torch.empty(shape.out_features, shape.in_features, dtype=torch.bfloat16)
+    with pytest.raises(Launched) as launched:
+        linear_kernel.product(zeros(shape.rows, shape.in_features), weight, None, tile=tile, overlap=True, norm=norm)
     compile_launch(kernels[recorders.asked], launched.value, gpu)
 
 

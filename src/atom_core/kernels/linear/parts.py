@@ -137,9 +137,9 @@ def row_sums(
 @triton.jit
 def normed_total(sums, squares, tile, wide, factors, eps, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """``[BLOCK_N]`` of what :func:`row_sums` left behind a norm, its last tile included, and the norm's factor."""
-    squares += wide * wide
+    # First, while the last tile of the weight is on its way; behind the products LLVM gives up on it in Triton 3.9.
+    factor = 1.0 / tl.sqrt(tl.sum(squares + wide * wide, 0) / K + eps)
     total = tl.sum(sums + products(tile, wide * factors.to(tl.float32), BLOCK_N, BLOCK_K), 1)
-    factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
     return total * factor, factor
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -322,6 +324,28 @@ def test_one_row_with_tiles_in_shared_memory(around, stages, in_features):
     found = product(x, weight, bias, tile=tile, overlap=False, norm=norm, activation=activation, residual=residual)
     assert found is residual or residual is None
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.parametrize("around", ["nothing", "norm", "residual"])
+def test_one_row_by_every_tile_that_was_tuned(around):
+    import atom_core.kernels.linear
+    from atom_core.kernels import tuned
+    from atom_core.kernels.linear.tiles import Tile
+    from atom_core.kernels.linear.triton_kernel import Norm, product
+
+    entries = tuned.load(Path(atom_core.kernels.linear.__file__).parent, "NVIDIA H200")
+    tiles = {Tile(**tile) for shape, tile in entries.items() if shape.rows == 1}
+    assert len(tiles) > 5
+    x, weight, norm = torch.randn(1, 2048).half(), (torch.randn(34, 2048) / 45).half(), None
+    expected, added = x.double(), torch.randn(1, 34).half() if around == "residual" else None
+    if around == "norm":
+        norm = Norm(torch.rand(2048).half(), 1e-3)
+        expected = rms_norm(expected, norm.weight.double(), norm.eps, None)[0]
+    expected = expected @ weight.double().T + (0 if added is None else added.double())
+    for tile in tiles:
+        residual = None if added is None else added.clone()
+        found = product(x, weight, None, tile=tile, overlap=False, norm=norm, residual=residual)
+        torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=2**-8)
 
 
 def test_no_more_of_a_weight_is_fetched_than_lies_behind_its_first_tile(monkeypatch):

@@ -1,0 +1,62 @@
+"""Tiles that were tuned on this GPU, against float64: all that can be around a product, eager and in a graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import atom_core.kernels.linear
+from atom_core.kernels import tuned
+from atom_core.kernels.linear.tiles import TORCH, Tile
+from atom_core.kernels.linear.triton_kernel import Norm, product
+from atom_core.kernels.rms_norm.reference import rms_norm
+from atom_core.kernels.select import Target
+from atom_core.kernels.triton_support import overlaps
+from atom_plugin.bench.device import capture
+
+GPU = torch.device("cuda")
+ENTRIES = tuned.load(Path(atom_core.kernels.linear.__file__).parent, torch.cuda.get_device_name(GPU))
+#: None on a GPU on which nothing was tuned; some products are torch's, some have no norm within.
+CASES = [
+    (shape, Tile(**tile), around)
+    for shape, tile in ENTRIES.items()
+    if tile != TORCH
+    for around in ("nothing", "norm", "residual")
+    if around != "norm" or Tile(**tile).norms
+]
+#: Rows of a weight beyond which it is a head's, of which fewer do as well.
+MANY = 20_001
+TOLERANCE = 2**-7
+
+
+@pytest.mark.parametrize(("shape", "tile", "around"), CASES, ids=str)
+def test_a_tuned_tile_multiplies_right(shape, tile, around):
+    dtype = getattr(torch, shape.dtype)
+    out_features = min(shape.out_features, MANY)
+    x = torch.randn(shape.rows, shape.in_features, device=GPU).to(dtype)
+    weight = (torch.randn(out_features, shape.in_features, device=GPU) / shape.in_features**0.5).to(dtype)
+    expected, norm, added = x.double(), None, None
+    if around == "norm":
+        norm = Norm(torch.rand(shape.in_features, device=GPU).to(dtype), 1e-6)
+        expected = rms_norm(expected, norm.weight.double(), norm.eps, None)[0]
+    expected = expected @ weight.double().T
+    if around == "residual":
+        added = torch.randn(shape.rows, out_features, device=GPU).to(dtype)
+        expected += added.double()
+    stream = torch.empty_like(expected, dtype=dtype)
+    answers: list[torch.Tensor] = []
+
+    def run() -> None:
+        residual = None if added is None else stream.copy_(added)
+        options = {"tile": tile, "overlap": overlaps(Target.of(GPU)), "norm": norm, "residual": residual}
+        answers[:] = [product(x, weight, None, **options)]
+
+    run()
+    torch.testing.assert_close(answers[0].double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    graph = capture(run)
+    answers[0].fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(answers[0].double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
