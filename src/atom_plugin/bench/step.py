@@ -30,6 +30,7 @@ from atom_plugin.bench.floor import Traffic, step_traffic
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.profile import KernelTime, profile
 from atom_plugin.bench.profile import lines as profile_lines
+from atom_plugin.bench.routing import send_to_given_experts
 from atom_plugin.common.kernels import forced_kernels
 from atom_plugin.common.settings import load_settings
 
@@ -246,7 +247,9 @@ def measure_step(options: StepOptions) -> StepResult:
         quant=quant,
         with_aiter=settings.aiter,
     )
-    graph = capture(decoding(random_model(config, runtime), config, runtime, options.batch, options.context))
+    model = random_model(config, runtime)
+    send_to_given_experts(model, config)
+    graph = capture(decoding(model, config, runtime, options.batch, options.context))
     timing = measure(graph.replay, options.repetitions, sample_seconds=0.05)
     kernels = {choice.op: choice.implementation for choice in runtime.kernels.choices()}
     return StepResult(options, ceiling, traffic, timing, kernels, profile(graph) if options.profile else ())

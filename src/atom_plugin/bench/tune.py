@@ -32,6 +32,7 @@ from atom_core.standalone import build_runtime, random_model
 from atom_plugin.bench.cases import products, routers
 from atom_plugin.bench.device import capture, measure, require_gpu
 from atom_plugin.bench.models import cut, read_config
+from atom_plugin.bench.routing import send_to_given_experts
 from atom_plugin.bench.step import MAX_MODEL_LEN, decoding
 from atom_plugin.bench.tiles import SHARED_MEMORY, candidates
 from atom_plugin.common.kernels import forced_kernels
@@ -95,6 +96,7 @@ def _tune_model(
     config = ModelConfig.from_hf(cut(hf, min(_LAYERS, ModelConfig.from_hf(hf).num_layers)))
     runtime = build_runtime(device, dtype, MAX_MODEL_LEN, forced_kernels(load_settings()), cache_dtype=dtype)
     model = random_model(config, runtime)
+    send_to_given_experts(model, config)
     sizes = dict.fromkeys((it.out_features, it.in_features) for it in [*routers(config), *products(config)])
     for rows in rows_of_inputs:
         run = decoding(model, config, runtime, rows, _CONTEXT)
