@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +85,7 @@ from atom_core.kernels.rms_norm import triton_kernel as norm_kernel
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import why_no_triton_cache
 from atom_core.metadata import SHUFFLED
+from atom_plugin.bench.tune import OP_FOLDER
 from benchmarks._amd_resources import LDS, Resources
 from benchmarks.amd_kernels import PAGE, PROPERTY, page_rows, page_version, rows_of
 from tests.decode_cases import DecodeCase, check_decode
@@ -686,7 +686,7 @@ def test_products_by_small_weights_for_hopper_compile(monkeypatch, way, size, ro
 
 
 #: A product for each tile that comes with the package, all of them Hopper's.
-TUNED = {Tile(**tile): shape for shape, tile in tuned.load(Path(linear_kernel.__file__).parent, "NVIDIA H200").items()}
+TUNED = {Tile(**tile): shape for shape, tile in tuned.load(OP_FOLDER, "NVIDIA H200").items()}
 
 
 @pytest.mark.parametrize(("tile", "shape"), TUNED.items(), ids=str)

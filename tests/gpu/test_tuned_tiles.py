@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-import atom_core.kernels.linear
 from atom_core.kernels import tuned
 from atom_core.kernels.linear.tiles import TORCH, Tile
 from atom_core.kernels.linear.triton_kernel import Norm, product
@@ -15,9 +12,10 @@ from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps
 from atom_plugin.bench.device import capture
+from atom_plugin.bench.tune import OP_FOLDER
 
 GPU = torch.device("cuda")
-ENTRIES = tuned.load(Path(atom_core.kernels.linear.__file__).parent, torch.cuda.get_device_name(GPU))
+ENTRIES = tuned.load(OP_FOLDER, torch.cuda.get_device_name(GPU))
 #: None on a GPU on which nothing was tuned; some products are torch's, some have no norm within.
 CASES = [
     (shape, Tile(**tile), around)

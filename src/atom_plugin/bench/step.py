@@ -248,7 +248,7 @@ def measure_step(options: StepOptions) -> StepResult:
         with_aiter=settings.aiter,
     )
     model = random_model(config, runtime)
-    send_to_given_experts(model, config)
+    send_to_given_experts(model, config, options.batch)
     graph = capture(decoding(model, config, runtime, options.batch, options.context))
     timing = measure(graph.replay, options.repetitions, sample_seconds=0.05)
     kernels = {choice.op: choice.implementation for choice in runtime.kernels.choices()}

@@ -96,7 +96,7 @@ def _tune_model(
     config = ModelConfig.from_hf(cut(hf, min(_LAYERS, ModelConfig.from_hf(hf).num_layers)))
     runtime = build_runtime(device, dtype, MAX_MODEL_LEN, forced_kernels(load_settings()), cache_dtype=dtype)
     model = random_model(config, runtime)
-    send_to_given_experts(model, config)
+    send_to_given_experts(model, config, max(rows_of_inputs))
     sizes = dict.fromkeys((it.out_features, it.in_features) for it in [*routers(config), *products(config)])
     for rows in rows_of_inputs:
         run = decoding(model, config, runtime, rows, _CONTEXT)

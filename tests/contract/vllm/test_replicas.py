@@ -9,18 +9,12 @@ import torch
 from vllm.forward_context import DPMetadata, override_forward_context
 
 from atom_plugin.vllm.replicas import VllmReplicas
-from tests.unit.core.ranks import on_ranks
+from tests.unit.core.ranks import OnGpu, on_ranks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
 COUNTS = [[3, 3], [5, 2, 1], [1, 4]]
 WIDTH, CHOSEN = 8, 2
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU."""
-
-    is_cuda = True
 
 
 class Group:

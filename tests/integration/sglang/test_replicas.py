@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.core.ranks import on_ranks
+from tests.unit.core.ranks import OnGpu, on_ranks
 
 pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
 
@@ -99,12 +99,6 @@ def test_each_group_sums_up_to_its_rows_of_the_sum(width, counts, kind, monkeypa
     for replica, (count, expected) in enumerate(zip(counts, parts.sum(0).split(counts), strict=True)):
         own = torch.stack(found[replica * width : (replica + 1) * width]).sum(0)
         assert torch.equal(own, expected if count else torch.zeros(1, WIDTH))
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU."""
-
-    is_cuda = True
 
 
 class Equal(Group):

@@ -24,6 +24,12 @@ from atom_core.weights import load_weights
 _PATIENCE = 60
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
 class ThreadRank:
     """One thread's communicator; all of a group share the barrier and the list."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -300,11 +298,7 @@ def test_the_triton_linear_adds_to_a_residual(nvidia, out_features, in_features,
     torch.testing.assert_close(found.double(), expected, rtol=2**-9, atol=2**-9)
 
 
-@pytest.mark.parametrize("in_features", [512, 600, 2048, 3000])
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("around", ["nothing", "norm and activation", "residual"])
-def test_one_row_with_tiles_in_shared_memory(around, stages, in_features):
-    from atom_core.kernels.linear.tiles import Tile
+def check_one_row(tile, in_features, around):
     from atom_core.kernels.linear.triton_kernel import Norm, product
 
     x = torch.randn(1, in_features).half()
@@ -320,32 +314,33 @@ def test_one_row_with_tiles_in_shared_memory(around, stages, in_features):
     if around == "residual":
         residual = torch.randn(1, 34).half()
         expected += residual.double()
-    tile = Tile("ring", 8, 512, 4, stages)
     found = product(x, weight, bias, tile=tile, overlap=False, norm=norm, activation=activation, residual=residual)
     assert found is residual or residual is None
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=2**-8)
 
 
-@pytest.mark.parametrize("around", ["nothing", "norm", "residual"])
+around_one_row = pytest.mark.parametrize("around", ["nothing", "norm and activation", "residual"])
+
+
+@pytest.mark.parametrize("in_features", [512, 600, 2048, 3000])
+@pytest.mark.parametrize("stages", [2, 3])
+@around_one_row
+def test_one_row_with_tiles_in_shared_memory(around, stages, in_features):
+    from atom_core.kernels.linear.tiles import Tile
+
+    check_one_row(Tile("ring", 8, 512, 4, stages), in_features, around)
+
+
+@around_one_row
 def test_one_row_by_every_tile_that_was_tuned(around):
-    import atom_core.kernels.linear
     from atom_core.kernels import tuned
     from atom_core.kernels.linear.tiles import Tile
-    from atom_core.kernels.linear.triton_kernel import Norm, product
+    from atom_plugin.bench.tune import OP_FOLDER
 
-    entries = tuned.load(Path(atom_core.kernels.linear.__file__).parent, "NVIDIA H200")
-    tiles = {Tile(**tile) for shape, tile in entries.items() if shape.rows == 1}
+    tiles = {Tile(**tile) for shape, tile in tuned.load(OP_FOLDER, "NVIDIA H200").items() if shape.rows == 1}
     assert len(tiles) > 5
-    x, weight, norm = torch.randn(1, 2048).half(), (torch.randn(34, 2048) / 45).half(), None
-    expected, added = x.double(), torch.randn(1, 34).half() if around == "residual" else None
-    if around == "norm":
-        norm = Norm(torch.rand(2048).half(), 1e-3)
-        expected = rms_norm(expected, norm.weight.double(), norm.eps, None)[0]
-    expected = expected @ weight.double().T + (0 if added is None else added.double())
     for tile in tiles:
-        residual = None if added is None else added.clone()
-        found = product(x, weight, None, tile=tile, overlap=False, norm=norm, residual=residual)
-        torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=2**-8)
+        check_one_row(tile, 2048, around)
 
 
 def test_no_more_of_a_weight_is_fetched_than_lies_behind_its_first_tile(monkeypatch):

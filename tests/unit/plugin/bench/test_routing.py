@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from atom_core.config import ModelConfig, RoutingConfig
 from atom_core.kernels.moe_routing.reference import route
 from atom_core.standalone import build_runtime, random_model
 from atom_plugin.bench.models import CONFIGS
-from atom_plugin.bench.routing import MOST_TOKENS, GivenExperts, given_experts, send_to_given_experts
+from atom_plugin.bench.routing import GivenExperts, given_experts, send_to_given_experts
 from atom_plugin.bench.step import MAX_MODEL_LEN, decoding
 
 PLAIN = RoutingConfig(64, 6, "softmax", renormalize=False)
@@ -29,17 +31,18 @@ def test_each_token_goes_to_experts_that_a_router_may_choose(routing):
 
 
 @pytest.mark.parametrize("shared", [0, 2])
-@pytest.mark.parametrize("tokens", [1, 5, MOST_TOKENS + 3])
+@pytest.mark.parametrize("tokens", [1, 5, 1027])
 def test_weights_are_the_routers_and_shared_experts_stay(tokens, shared):
-    routing = RoutingConfig(64, 6, "softmax", renormalize=False, shared=shared)
-    choose = GivenExperts(lambda logits, correction: route(logits, correction, routing), PLAIN)
+    routing = replace(PLAIN, shared=shared)
+    given = given_experts(routing, 1027, seed=0)
+    choose = GivenExperts(lambda logits, correction: route(logits, correction, routing), given)
     logits = torch.randn(tokens, 64)
     weights, experts = choose(logits, None)
     wanted, chosen = route(logits, None, routing)
     assert torch.equal(weights, wanted)
     assert experts.dtype == chosen.dtype
     assert torch.equal(experts[:, 6:], chosen[:, 6:])
-    assert torch.equal(experts[:5, :6], given_experts(PLAIN, MOST_TOKENS, 0)[: min(5, tokens)].int())
+    assert torch.equal(experts[:, :6], given_experts(PLAIN, 1027, 0)[:tokens])
     assert torch.equal(choose(-logits, None)[1], experts)
 
 
@@ -57,7 +60,7 @@ def test_every_mixture_of_a_step_has_its_own():
     config = ModelConfig.from_hf(tiny)
     runtime = build_runtime(torch.device("cpu"), torch.float32, MAX_MODEL_LEN)
     model = random_model(config, runtime)
-    send_to_given_experts(model, config)
+    send_to_given_experts(model, config, 3)
     with torch.inference_mode():
         decoding(model, config, runtime, 3, 20)()
     first, second = (layer.mlp.gate.select(torch.randn(3, 128), None)[1] for layer in model.model.layers)
