@@ -41,6 +41,7 @@ SPECS = {
     "GELU": replace(SMALL, activation="gelu_tanh", hidden_size=256, intermediate_size=96),
     "GPT-OSS 20B": ExpertsSpec(0, 32, 2880, 2880, 4, "clamped_swiglu", bias=True, dtype=torch.bfloat16),
     "Qwen3 30B": ExpertsSpec(0, 128, 2048, 768, 8, "silu", bias=False, dtype=torch.bfloat16),
+    "DeepSeek V2-Lite": ExpertsSpec(0, 66, 2048, 1408, 8, "silu", bias=False, dtype=torch.bfloat16),
     "nine of a token": ExpertsSpec(0, 129, 1024, 704, 9, "silu", bias=False, dtype=torch.bfloat16),
 }
 
@@ -110,7 +111,7 @@ def assert_close(found, wanted):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("tokens", [1, 3, MAX_TOKENS, MAX_TOKENS + 1, 300, 5000])
+@pytest.mark.parametrize("tokens", [1, 3, 8, MAX_TOKENS, MAX_TOKENS + 1, 300, 5000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_experts_are_the_reference(spec, tokens, dtype):
     spec = replace(spec, dtype=dtype)
@@ -256,4 +257,36 @@ def test_a_graph_fits_other_routing_than_it_was_captured_with(tokens):
     for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, MAX_TOKENS, 64])
+def test_each_layer_of_a_graph_reads_the_experts_that_were_chosen_for_it(tokens):
+    """Products of down read the choice before the kernel in front is done: not that of another layer, or replay."""
+    routing, spec = ROUTING["Qwen3"], SPECS["Qwen3 30B"]
+    kernel, (x, _, _, layer) = TritonExperts(spec, OVERLAP), operands(spec, tokens)
+    routers = torch.randn(6, spec.hidden_size, routing.num_experts, device=GPU)
+    stream = torch.empty(x.shape, dtype=x.dtype, device=GPU)
+
+    def run() -> None:
+        stream.copy_(x)
+        for router in routers:
+            kernel.add(stream, *launch(x.float() @ router, None, routing, OVERLAP), layer, stream)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        found = stream.clone()
+        wanted = x.clone()
+        for router in routers:
+            chosen = launch(x.float() @ router, None, routing, OVERLAP)
+            torch.cuda.synchronize()
+            wanted = kernel.add(wanted, *chosen, layer, wanted)
+            torch.cuda.synchronize()
         assert torch.equal(found, wanted)
