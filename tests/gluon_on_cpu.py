@@ -1,4 +1,4 @@
-"""Gluon kernels on a CPU: enough of the language, in torch, to run those that attend over latents.
+"""Gluon kernels on a CPU: enough of the language, in torch, for those that attend over latents and that of few rows.
 
 Triton's interpreter runs no Gluon. What is here knows no layouts, warps or waits: it tells whether the arithmetic and
 the addresses of a kernel are right, not whether it waits for what it reads. Programs run one after the other.
@@ -86,6 +86,10 @@ class Tensor:
     def permute(self, order: Any) -> Tensor:
         """As torch's."""
         return Tensor(self.data.permute(*order))
+
+    def reshape(self, shape: Any) -> Tensor:
+        """As torch's."""
+        return Tensor(self.data.reshape(shape))
 
 
 def _operation(name: str, reflected: bool) -> Callable[[Tensor, Any], Tensor]:
@@ -302,6 +306,8 @@ def _language() -> dict[str, ModuleType]:
 @contextmanager
 def on_cpu() -> Iterator[dict[str, ModuleType]]:
     """The modules above, run by this language, by name; others that were imported before go on with their own."""
+    # Triton asks for more of it later, which is then not looked for in what is put here.
+    importlib.import_module(_LANGUAGE)
     language = _language()
     replaced = {name: sys.modules.get(name) for name in (*language, *_MODULES)}
     try:

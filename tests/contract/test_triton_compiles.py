@@ -645,7 +645,7 @@ def test_linear_compiles(monkeypatch, way, product, gpu):
 
 
 @pytest.mark.parametrize("rows", [2, 16, 32, 64])
-@pytest.mark.parametrize("size", [(6144, 4096), (24576, 4096), (4096, 12288), (1024, 256)], ids=str)
+@pytest.mark.parametrize("size", [(6144, 4096), (24576, 4096), (4096, 12288), (2048, 4096), (1024, 256)], ids=str)
 @pytest.mark.parametrize("way", ["plain", "gelu_tanh", "clamped_swiglu", "FP8 and a residual"])
 def test_products_for_hopper_compile(monkeypatch, way, size, rows):
     gpu, kernels, recorders = GPUS[-1], linear_kernel._KERNELS, Recorders()
@@ -1076,6 +1076,30 @@ def test_experts_compile(monkeypatch, tokens, launches, bias, gpu):
     assert len(launched) == launches
     for kernel, launch in launched:
         compile_launch(kernel, launch, gpu)
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "tiles"),
+    [
+        (768, 2, [(128, 3), (64, 5)]),
+        (768, 16, [(128, 5), (64, 5)]),
+        (1408, 4, [(128, 3), (128, 5)]),
+        (1408, 8, [(128, 5), (128, 5)]),
+        (1408, 16, [(128, 5), (64, 5)]),
+    ],
+)
+def test_experts_of_few_tokens_compile_for_hopper(monkeypatch, size, tokens, tiles):
+    kept = keep(monkeypatch, (few_experts_kernel, "_of_expert"))
+    keep(monkeypatch, *SORTING)
+    monkeypatch.setattr(few_experts_kernel, "on_hopper", lambda device: True)
+    spec = ExpertsSpec(0, 16, 2048, size, 8, "silu", False, torch.bfloat16)
+    layer = ExpertWeights(zeros(16, 2 * size, 2048), zeros(16, 2048, size))
+    chosen = torch.zeros(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
+    experts_kernel.TritonExperts(spec, overlap=True)(zeros(tokens, 2048), *chosen, layer)
+    launched = kept()
+    assert [(launch.constants["BLOCK_K"], launch.constants["STAGES"]) for _, launch in launched] == tiles
+    for kernel, launch in launched:
+        compile_launch(kernel, launch, GPUS[-1])
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])

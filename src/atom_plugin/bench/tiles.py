@@ -11,6 +11,8 @@ from atom_core.kernels.linear.tiles import Tile
 SHARED_MEMORY = 64 << 10
 #: Rows up to which all of the input can be one tile. With more a program takes a part: that pays for small weights.
 _WHOLE_ROWS, _SMALL_BYTES = 64, 64 << 20
+#: Rows up to which programs may have fewer of the weight's, and tiles in shared memory beyond those that are asked for.
+_SPLIT_ROWS, _SPARE = 16, 2
 
 
 def candidates(
@@ -55,6 +57,8 @@ def candidates(
             found += [Tile("rows", rows, columns, warps, stages, early) for early in (False, True)]
     if hopper and num_rows > 1:
         whole = max(8, 1 << (num_rows - 1).bit_length())
+        if num_rows <= _SPLIT_ROWS:
+            found += _of_split_rows(whole, in_features, shared_memory, itemsize)
         for rows, columns, stages, tokens in product(
             (64, 128), (64, 128, 256), (4, 5, 6, 7, 8, 10, 12), (0, 16, 32) if num_rows > 16 else (0,)
         ):
@@ -63,6 +67,15 @@ def candidates(
             if fits and tokens < num_rows:
                 found += [Tile("hopper", rows, columns, 4, stages, early, tokens=tokens) for early in (False, True)]
     return found
+
+
+def _of_split_rows(inputs: int, in_features: int, shared_memory: int, itemsize: int) -> Iterator[Tile]:
+    """Tiles of Hopper's kernel with few rows of the weight, whose parts lie one below the other."""
+    for split, columns, stages, early in product((2, 4), (64, 128, 256), (4, 6, 8, 10, 12, 18), (False, True)):
+        steps = in_features // (split * columns)
+        fits = in_features % (split * columns) == 0 and stages <= steps + _SPARE
+        if fits and stages * columns * (64 + split * inputs) * itemsize <= shared_memory:
+            yield Tile("hopper", 64 // split, columns, 4, stages, early, split=split)
 
 
 def _of_parts(in_features: int, shared_memory: int, itemsize: int) -> Iterator[Tile]:

@@ -3,7 +3,9 @@
 Triton's own pipeline loads tiles of both sides of a matrix product together, and so none before the input is there.
 Here the first tiles of the weight are asked for, then the kernel in front is waited for, and the input's tiles follow;
 tensor cores take both from shared memory (``wgmma``). Of a small weight programs may take some rows of the input each,
-so that there are enough of them.
+so that there are enough of them; of few rows, fewer of the weight than tensor cores multiply at once. Then the parts of
+each row lie one below the other, and those of the input as well: of all products of parts only those are summed up
+whose places in their rows are the same.
 """
 
 from __future__ import annotations
@@ -103,6 +105,16 @@ def finish(
     gl.store(y + y_at, result.to(out_dtype), mask=known)
 
 
+@gluon.jit
+def _sum_of_parts(total, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, SPLIT: gl.constexpr, layout: gl.constexpr):
+    """``[BLOCK_N, BLOCK_M]`` of the products of all parts with all parts: those of a part with its own."""
+    of_row = gl.arange(0, BLOCK_N * SPLIT, gl.SliceLayout(1, layout)) // BLOCK_N
+    of_input = gl.arange(0, BLOCK_M * SPLIT, gl.SliceLayout(0, layout)) // BLOCK_M
+    # Not by a factor: what another part's numbers overflow to is nobody's.
+    total = gl.where(of_row[:, None] == of_input[None, :], total, 0.0)
+    return gl.sum(gl.sum(total.reshape([SPLIT, BLOCK_N, SPLIT, BLOCK_M]), 2), 0)
+
+
 @gluon.jit(do_not_specialize=["M"])
 def few_rows_hopper(
     x,
@@ -129,36 +141,44 @@ def few_rows_hopper(
     STAGES: gl.constexpr,
     LAG: gl.constexpr,
     PARTS: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):
     """Programs of ``BLOCK_N`` rows of the weight and ``BLOCK_M`` of ``x``, which are all of it but in ``PARTS``.
 
-    ``STAGES - LAG`` tiles are on their way at once.
+    ``STAGES - LAG`` tiles are on their way at once, each of columns of all ``SPLIT`` parts of its rows.
     """
     gl.static_assert(norm is None)
     gl.static_assert(EVEN)
+    gl.static_assert(SPLIT == 1 or ACTIVATION is None)
     dtype: gl.constexpr = weight.dtype.element_ty
     bits: gl.constexpr = dtype.primitive_bitwidth
     vector: gl.constexpr = 128 // bits
     across: gl.constexpr = min(BLOCK_K // vector, 32)
     warps: gl.constexpr = gl.num_warps()
     copied: gl.constexpr = gl.BlockedLayout([1, vector], [32 // across, across], [warps, 1], [1, 0])
-    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_M, 256 // bits])
+    ROWS: gl.constexpr = BLOCK_N * SPLIT
+    INPUTS: gl.constexpr = BLOCK_M * SPLIT
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, INPUTS, 256 // bits])
     ahead: gl.constexpr = STAGES - LAG
     policy: gl.constexpr = "" if PARTS else "evict_first"  # other programs read them too
     if OVERLAP and EARLY:
         depend("griddepcontrol.launch_dependents; // $0")
     tiles = gl.allocate_shared_memory(
-        dtype, [STAGES, BLOCK_N, BLOCK_K], gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], dtype)
+        dtype, [STAGES, ROWS, BLOCK_K], gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], dtype)
     )
     inputs = gl.allocate_shared_memory(
-        dtype, [STAGES, BLOCK_M, BLOCK_K], gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], dtype)
+        dtype, [STAGES, INPUTS, BLOCK_K], gl.NVMMASharedLayout.get_default_for([INPUTS, BLOCK_K], dtype)
     )
+    steps = K // (SPLIT * BLOCK_K)
+    share = steps * BLOCK_K
     column = gl.arange(0, BLOCK_K, gl.SliceLayout(0, copied))
-    row = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, ACTIVATION is not None)
-    given = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
+    lane = gl.arange(0, ROWS, gl.SliceLayout(1, copied))
+    row = weight_rows(lane % BLOCK_N, N, BLOCK_N, ACTIVATION is not None)
+    at = weight + (row * stride_weight + lane // BLOCK_N * share)[:, None] + column[None, :]
+    place_of = gl.arange(0, INPUTS, gl.SliceLayout(1, copied))
+    given = gl.program_id(1) * BLOCK_M + place_of % BLOCK_M
     used = (given < M)[:, None]
-    at = weight + row[:, None] * stride_weight + column[None, :]
-    x_at = x + given.to(gl.int64)[:, None] * stride_x + column[None, :]
+    x_at = x + (given.to(gl.int64) * stride_x + place_of // BLOCK_M * share)[:, None] + column[None, :]
     for stage in gl.static_range(ahead):
         load(tiles.index(stage), at + stage * BLOCK_K, eviction_policy=policy)
         async_copy.commit_group()
@@ -167,8 +187,7 @@ def few_rows_hopper(
     for stage in gl.static_range(ahead):
         load(inputs.index(stage), x_at + stage * BLOCK_K, mask=used)
         async_copy.commit_group()
-    total = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, summed)
-    steps = K // BLOCK_K
+    total = gl.zeros([ROWS, INPUTS], gl.float32, summed)
     place = 0
     filled = ahead
     for step in range(steps):
@@ -184,9 +203,13 @@ def few_rows_hopper(
         filled = (filled + 1) % STAGES
         total = warpgroup_mma_wait(LAG - 1, [total])
     total = warpgroup_mma_wait(0, [total])
-    of_sum = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N, ACTIVATION is not None)
+    # By threads that each have rows of the result as they are, or sums of several threads.
+    whole: gl.constexpr = summed if SPLIT == 1 else gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
+    if SPLIT > 1:
+        total = gl.convert_layout(_sum_of_parts(total, BLOCK_N, BLOCK_M, SPLIT, summed), whole)
+    of_sum = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, whole)), N, BLOCK_N, ACTIVATION is not None)
     if input_scales is not None:
-        each = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, summed))
+        each = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, whole))
         total *= gl.load(input_scales + each, mask=each < M, other=0.0)[None, :]
     if scales is not None:
         total *= gl.load(scales + of_sum)[:, None]

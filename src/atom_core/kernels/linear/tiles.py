@@ -56,6 +56,8 @@ class Tile:
     """Bytes of a row, behind its first tile, that go to the second-level cache while the kernel in front runs."""
     tokens: int = 0
     """Rows of the input that one of Hopper's takes; 0: all."""
+    split: int = 1
+    """Parts of each row that one of Hopper's multiplies side by side, for tensor cores want 64 rows of four warps."""
 
     @property
     def norms(self) -> bool:
@@ -76,6 +78,8 @@ class Tile:
 _HEAD = 65536
 #: What bytes of a row of the weight are a multiple of in the kernel for Hopper.
 _HOPPER_BYTES = 256
+#: Rows up to which a program may have fewer of the weight's than tensor cores multiply at once.
+_SPLIT_ROWS = 16
 #: Bytes of a weight that is read in about the time that a kernel takes to start and to end.
 _SMALL_BYTES = 16 << 20
 
@@ -139,6 +143,12 @@ def _hopper_tile(num_rows: int, out_features: int, in_features: int, itemsize: i
         if num_rows <= 16:
             return Tile("hopper", 64, 256, 4, 6)
         return Tile("hopper", 128, 128, 4, 5) if num_rows <= 32 else Tile("rows", 64, 128, 4, 4)
+    if (
+        num_rows <= _SPLIT_ROWS
+        and out_features <= in_features
+        and (tile := _split_tile(num_rows, out_features, in_features))
+    ):
+        return tile
     small = out_features * in_features * itemsize <= _SMALL_BYTES
     if num_rows > MAX_ROWS or (num_rows > 32 and small and not widens):
         return _tile_of_parts(num_rows, out_features, in_features) if small else None
@@ -149,6 +159,20 @@ def _hopper_tile(num_rows: int, out_features: int, in_features: int, itemsize: i
             return Tile("hopper", 128, 64, 4, 5)
         return Tile("hopper", 64, 128, 4, 12 if num_rows <= 8 else 10)
     return Tile("hopper", 64, 128, 4, stages, early=True)
+
+
+def _split_tile(num_rows: int, out_features: int, in_features: int) -> Tile | None:
+    """For few outputs, of which 64 a program would leave most processors without one.
+
+    In steps of the 0.6B, the 8B, 30B-A3B and DeepSeek V2-Lite for 2 to 16 requests the best of 42, or within 1% of it.
+    """
+    split = 4 if out_features <= min(2048, in_features // 2) else 2
+    if out_features > 4096 or in_features % (split * 128):
+        return None
+    few = num_rows <= 8
+    return Tile(
+        "hopper", 64 // split, 128, 4, (8 if few else 6) if split == 4 else (10 if few else 8), early=True, split=split
+    )
 
 
 def _tile_of_parts(num_rows: int, out_features: int, in_features: int) -> Tile | None:

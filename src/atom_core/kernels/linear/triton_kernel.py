@@ -9,7 +9,7 @@ whole anyhow, they can norm it on the way, because the norm's factor may be appl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -73,6 +73,9 @@ def product(
     assert x.stride(1) == weight.stride(1) == 1
     assert norm is None or tile.norms
     assert residual is None or residual.is_contiguous()
+    if activation is not None and tile.split > 1:
+        # A thread activates what it has the gate and the up of, which of parts none has.
+        tile = replace(tile, rows=tile.rows * tile.split, split=1)
     out_features, in_features = weight.shape
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(num_rows, outputs, dtype=dtype) if residual is None else residual
@@ -87,9 +90,9 @@ def product(
         choices["FETCH"] = FETCHED if overlap and in_features * weight.itemsize >= FETCHED * LINE else 0
     if tile.kernel == "hopper":
         taken = tile.tokens or max(8, triton.next_power_of_2(num_rows))
-        choices = {"BLOCK_M": taken, "LAG": LAG, "PARTS": tile.tokens > 0}
+        choices = {"BLOCK_M": taken, "LAG": LAG, "PARTS": tile.tokens > 0, "SPLIT": tile.split}
         parts = triton.cdiv(num_rows, taken)
-        choices["STAGES"] = min(tile.stages, in_features // tile.columns + LAG)
+        choices["STAGES"] = min(tile.stages, in_features // (tile.split * tile.columns) + LAG)
     _KERNELS[tile.kernel][(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2), parts)](
         x,
         input_scales,
@@ -107,7 +110,7 @@ def product(
         weight.stride(0),
         BLOCK_N=tile.rows,
         BLOCK_K=tile.columns,
-        EVEN=in_features % tile.columns == 0,
+        EVEN=in_features % (tile.split * tile.columns) == 0,
         ACTIVATION=None if activation is None else ACTIVATIONS[activation],
         OVERLAP=overlap,
         EARLY=tile.early,

@@ -428,6 +428,28 @@ def test_more_than_64_rows_are_ours_by_a_small_weight_on_hopper(
     assert (None if tile is None else tile.tokens) == tokens
 
 
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features", "split"),
+    [
+        (2, 1024, 2048, 4),
+        (8, 2048, 4096, 4),
+        (8, 2048, 2048, 2),
+        (16, 4096, 12288, 2),
+        (17, 1024, 2048, 1),
+        (8, 4096, 1024, 1),
+        (8, 5120, 25600, 1),
+        (8, 2048, 10944, 1),
+    ],
+)
+def test_programs_of_few_rows_on_hopper_have_few_of_a_narrow_weight(rows, out_features, in_features, split):
+    from atom_core.kernels.linear.tiles import tile_for
+
+    tile = tile_for(rows, out_features, in_features, 2, nvidia=True, hopper=True)
+    assert tile is not None
+    assert tile.split == split
+    assert tile.rows * split == 64
+
+
 def test_more_rows_than_any_tile_takes_are_torchs():
     from atom_core.kernels.linear.tiles import MOST_ROWS, chosen_tile
 

@@ -38,6 +38,20 @@ def test_many_rows_may_be_taken_in_parts():
     assert {tile.tokens for tile in candidates(16, 4096, 4096, SHARED_MEMORY, hopper=True)} == {0}
 
 
+@pytest.mark.parametrize(("rows", "splits"), [(2, {1, 2, 4}), (16, {1, 2, 4}), (17, {1})])
+def test_few_rows_may_be_split_on_hopper(rows, splits):
+    found = candidates(rows, 2048, 2048, 227 << 10, hopper=True)
+    assert len(found) == len(set(found))
+    assert {tile.split for tile in found} == splits
+    taken = max(8, 1 << (rows - 1).bit_length())
+    for tile in found:
+        if tile.split > 1:
+            assert tile.rows * tile.split == 64
+            assert tile.stages * tile.columns * 2 * (64 + tile.split * taken) <= 227 << 10
+            assert (tile.stages - 2) * tile.columns * tile.split <= 2048
+    assert {tile.split for tile in candidates(rows, 2048, 2048, 227 << 10)} == {1}
+
+
 @pytest.mark.parametrize("rows", [128, 256])
 def test_more_rows_are_taken_in_parts_of_small_weights_on_hopper(rows):
     found = candidates(rows, 4096, 1024, SHARED_MEMORY, hopper=True)
