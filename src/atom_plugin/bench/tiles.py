@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from atom_core.kernels.linear.tiles import Tile
+from atom_core.kernels.linear.tiles import SPLIT_ROWS, Tile
 
 #: Shared memory of one program, where torch does not tell.
 SHARED_MEMORY = 64 << 10
 #: Rows up to which all of the input can be one tile. With more a program takes a part: that pays for small weights.
 _WHOLE_ROWS, _SMALL_BYTES = 64, 64 << 20
-#: Rows up to which programs may have fewer of the weight's, and tiles in shared memory beyond those that are asked for.
-_SPLIT_ROWS, _SPARE = 16, 2
+#: Tiles that have room in shared memory beyond those that are asked for ahead.
+_SPARE = 2
 
 
 def candidates(
@@ -57,7 +57,7 @@ def candidates(
             found += [Tile("rows", rows, columns, warps, stages, early) for early in (False, True)]
     if hopper and num_rows > 1:
         whole = max(8, 1 << (num_rows - 1).bit_length())
-        if num_rows <= _SPLIT_ROWS:
+        if num_rows <= SPLIT_ROWS:
             found += _of_split_rows(whole, in_features, shared_memory, itemsize)
         for rows, columns, stages, tokens in product(
             (64, 128), (64, 128, 256), (4, 5, 6, 7, 8, 10, 12), (0, 16, 32) if num_rows > 16 else (0,)

@@ -203,7 +203,7 @@ def few_rows_hopper(
         filled = (filled + 1) % STAGES
         total = warpgroup_mma_wait(LAG - 1, [total])
     total = warpgroup_mma_wait(0, [total])
-    # By threads that each have rows of the result as they are, or sums of several threads.
+    # Where sums are: as ``wgmma`` leaves them, or as :func:`finish` stores them, for those of parts are moved anyhow.
     whole: gl.constexpr = summed if SPLIT == 1 else gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
     if SPLIT > 1:
         total = gl.convert_layout(_sum_of_parts(total, BLOCK_N, BLOCK_M, SPLIT, summed), whole)

@@ -18,6 +18,8 @@ from atom_core.kernels import tuned
 #: Rows up to which our kernels multiply; more are torch's, but in 16 bits and by a small weight.
 MAX_ROWS = 64
 MOST_ROWS = 256
+#: Rows up to which a program on Hopper may have fewer of the weight's than tensor cores multiply at once.
+SPLIT_ROWS = 16
 #: Those of 16-bit weights on GPUs other than Hopper's.
 _MAX_WIDE_ROWS = 16
 
@@ -78,8 +80,6 @@ class Tile:
 _HEAD = 65536
 #: What bytes of a row of the weight are a multiple of in the kernel for Hopper.
 _HOPPER_BYTES = 256
-#: Rows up to which a program may have fewer of the weight's than tensor cores multiply at once.
-_SPLIT_ROWS = 16
 #: Bytes of a weight that is read in about the time that a kernel takes to start and to end.
 _SMALL_BYTES = 16 << 20
 
@@ -143,11 +143,7 @@ def _hopper_tile(num_rows: int, out_features: int, in_features: int, itemsize: i
         if num_rows <= 16:
             return Tile("hopper", 64, 256, 4, 6)
         return Tile("hopper", 128, 128, 4, 5) if num_rows <= 32 else Tile("rows", 64, 128, 4, 4)
-    if (
-        num_rows <= _SPLIT_ROWS
-        and out_features <= in_features
-        and (tile := _split_tile(num_rows, out_features, in_features))
-    ):
+    if num_rows <= SPLIT_ROWS and not widens and (tile := _split_tile(num_rows, out_features, in_features)):
         return tile
     small = out_features * in_features * itemsize <= _SMALL_BYTES
     if num_rows > MAX_ROWS or (num_rows > 32 and small and not widens):
