@@ -4,7 +4,8 @@ Environments live outside the checkout (`~/.cache/atom-plugin/nox`; `--envdir` o
 are built once: a stamp inside each holds a hash of what was installed, and while it stands nothing is installed again.
 Every checkout shares them, because PYTHONPATH, not the environment, says whose `src/` is run.
 
-Arguments after `--` go to pytest: `nox -s unit -- -k rope`, `nox -s "vllm(framework='0.31.0')" -- -m smoke`.
+Arguments after `--` go to pytest: `nox -s unit -- -k rope`, `nox -s "vllm(framework='0.31.0')" -- -m smoke`. But
+`--thorough` is for this file: of unit and contract tests, it has those run too that are marked `thorough`.
 TORCH_CPU_INDEX_URL names the package index for CPU builds of torch, where pip's own configuration offers none.
 """
 
@@ -192,8 +193,9 @@ def _pytest(
     if not any(path for folder in folders.split() for path in (ROOT / folder).rglob("test_*.py")):
         session.warn(f"There are no tests in {folders}.")
         raise NoTests(folders)
-    named = any((ROOT / argument.partition("::")[0]).exists() for argument in session.posargs)
-    selection = session.posargs if named else [*folders.split(), *args, *session.posargs]
+    given = [argument for argument in session.posargs if argument != THOROUGH]
+    named = any((ROOT / argument.partition("::")[0]).exists() for argument in given)
+    selection = given if named else [*folders.split(), *args, *given]
     # One thread a process: others run beside it, and threads of small steps would wait for one another.
     variables = {"OMP_NUM_THREADS": "1", **variables}
     environment.run(session, "-m", "pytest", f"--junitxml={_report(session, name)}", *selection, **variables)
@@ -225,18 +227,25 @@ def _types(session: nox.Session) -> None:
 
 #: Tests that start no server share nothing, so some run at once.
 SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4")
+#: See the marker in pyproject.toml.
+THOROUGH = "--thorough"
 #: Days after which a kernel is compiled again although nothing that it is made from has changed.
 KEPT_DAYS = 14
 
 
+def _chosen(session: nox.Session) -> tuple[str, ...]:
+    """Which of unit and contract tests run, and how."""
+    return SIDE_BY_SIDE if THOROUGH in session.posargs else (*SIDE_BY_SIDE, "-m", "not thorough")
+
+
 def _unit(session: nox.Session) -> None:
-    _pytest(session, _core_environment(session), "unit", "tests/unit", *SIDE_BY_SIDE)
+    _pytest(session, _core_environment(session), "unit", "tests/unit", *_chosen(session))
 
 
 def _contract(session: nox.Session) -> None:
     environment = _core_environment(session)
     cache = environment.path / "triton-cache"
-    _pytest(session, environment, "contract", "tests/contract", *SIDE_BY_SIDE, TRITON_CACHE_DIR=str(cache))
+    _pytest(session, environment, "contract", "tests/contract", *_chosen(session), TRITON_CACHE_DIR=str(cache))
     for entry in cache.glob("*"):
         if time.time() - entry.stat().st_mtime > KEPT_DAYS * 24 * 3600:
             shutil.rmtree(entry, ignore_errors=True)

@@ -93,14 +93,14 @@ def check_decode(
 ) -> None:
     """Run ``kernel`` into a NaN-filled output over a cache whose new slots are NaN; compare with the references."""
     dtype, cache_dtype = spec.qkv.dtype, spec.attention.cache_dtype
-    batch = attention_batch(case.attention, dtype, device, by_token=False, cache_dtype=cache_dtype)
+    batch = attention_batch(case.attention, dtype, device, cache_dtype=cache_dtype)
     metadata, cache = batch.metadata, batch.cache
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype).to(device)
 
-    layer, num_tokens, num_real = case.attention, batch.q.shape[0], batch.expected.shape[0]
+    layer, num_tokens, num_real = case.attention, batch.q.shape[0], len(case.attention.requests)
     qkv = random(num_tokens, (layer.heads + 2 * layer.kv_heads) * layer.dim)
     qkv[num_real:] = NAN
     lengths = metadata.seq_lens.long()

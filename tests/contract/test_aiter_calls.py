@@ -8,9 +8,11 @@ is an op of torch's, whose schema must say exactly what is written to.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -80,11 +82,8 @@ def files_on(arch: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_call_site_is_reached_and_binds_to_the_real_signature(arch):
-    with fake_aiter(arch):
-        for case in cases_on(arch).values():
-            case(Target("rocm", arch), CPU)
-        seen = {Site(call.path, call.file, call.line) for call in calls()}
+def test_every_call_site_is_reached_and_binds_to_the_real_signature(arch, ran):
+    seen, _ = ran(arch)
     expected = {site for file in files_on(arch) for site in sites(file)}
     assert expected, "no call was found at all"
     missed = expected - seen
@@ -185,18 +184,31 @@ def flattened(results) -> list[torch.Tensor]:
     return [] if results is None else [results] if isinstance(results, torch.Tensor) else list(results)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_ops_write_to_exactly_what_they_say_and_their_fakes_have_the_results_shapes(monkeypatch, arch):
-    written: dict[str, set[str]] = {}
-    for file in files_on(arch):
-        module = importlib.import_module(module_of(file))
-        for function, name in ops_of(file):
-            written[name] = set()
+@pytest.fixture(scope="module")
+def ran() -> Callable[[str], tuple[set[Site], dict[str, set[str]]]]:
+    """All cases of an architecture, each op of theirs checked: which calls they made, and what each op wrote to."""
 
-            monkeypatch.setattr(module, function, partial(run_checked, getattr(torch.ops.atom, name), written[name]))
-    with fake_aiter(arch):
-        for case in cases_on(arch).values():
-            case(Target("rocm", arch), CPU)
+    @functools.cache
+    def ran(arch: str) -> tuple[set[Site], dict[str, set[str]]]:
+        written: dict[str, set[str]] = {}
+        with pytest.MonkeyPatch.context() as patch:
+            for file in files_on(arch):
+                module = importlib.import_module(module_of(file))
+                for function, name in ops_of(file):
+                    written[name] = set()
+                    checked = partial(run_checked, getattr(torch.ops.atom, name), written[name])
+                    patch.setattr(module, function, checked)
+            with fake_aiter(arch):
+                for case in cases_on(arch).values():
+                    case(Target("rocm", arch), CPU)
+                return {Site(call.path, call.file, call.line) for call in calls()}, written
+
+    return ran
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_ops_write_to_exactly_what_they_say_and_their_fakes_have_the_results_shapes(arch, ran):
+    _, written = ran(arch)
     for name, found in written.items():
         arguments = getattr(torch.ops.atom, name).default._schema.arguments
         declared = {it.name for it in arguments if it.alias_info is not None and it.alias_info.is_write}

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from openai import OpenAI
 from transformers import AutoTokenizer
 
+from atom_core.kernels.linear.mkldnn import multiplies
 from tests.integration.server import Server
 
 TESTS = Path(__file__).parents[1]
@@ -21,6 +23,8 @@ OPEN_ENDED = "Question:"
 # Some thousand tokens can be over before a busy server reads of an abort or a hang-up: whoever's model it is, its event
 # loop does not look up while tokens wait. So one of so many attempts must be cut short.
 NUM_ATTEMPTS = 10
+#: An engine's option where products are torch's own: some processors multiply numbers of 16 bits one by one.
+BY_VECTORS = {} if multiplies(torch.bfloat16) else {"dtype": "float32"}
 #: By family and question, what a trained checkpoint answers wrongly: Hugging Face's model too, in 32 bits and in 16.
 MISTAKES = {"gpt_oss": {"Olga has 10 stamps and Jack has 19 stamps. Who has more stamps?": "Olga"}}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.preloaded import preloaded, run_script
+from tests.integration.preloaded import Preloaded, preloaded, run_script
 
 SCRIPT = """
 import colorsys, json, multiprocessing, os, sys
@@ -112,3 +112,15 @@ time.sleep(60)
         assert time.monotonic() < end, "its child is still there"
         time.sleep(0.05)
     assert run_script(script(tmp_path, ""), [], {}, 60).returncode == 0
+
+
+def test_one_that_has_ended_before_anyone_looks_is_not_waited_for(tmp_path, monkeypatch):
+    answer = Preloaded._answer
+
+    def late(self):
+        time.sleep(1)
+        return answer(self)
+
+    monkeypatch.setattr(Preloaded, "_answer", late)
+    with preloaded(["colorsys"]):
+        assert run_script(script(tmp_path, "raise SystemExit(7)"), [], {}, 10).returncode == 7

@@ -16,9 +16,25 @@ from tests.integration.sglang.hugging_face import HuggingFace
 
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> Iterator[None]:
-    """What takes long to import is imported once."""
+    """What takes long to import is imported once: of what SGLang needs, most."""
     with preloaded(
-        ("torch", "torch._inductor.compile_fx", "transformers", "flashinfer", "openai.types", "fastapi", "triton")
+        (
+            "torch",
+            "torch._inductor.compile_fx",
+            "transformers",
+            "transformers.processing_utils",
+            "flashinfer",
+            "openai.types",
+            "fastapi",
+            "triton",
+            "torchvision",
+            "torchaudio",
+            "scipy.stats",
+            "aiohttp",
+            "compressed_tensors.quantization",
+            "xgrammar",
+            "IPython",
+        )
     ):
         yield
 

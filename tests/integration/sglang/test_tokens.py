@@ -9,7 +9,7 @@ import pytest
 
 from atom_core.kernels import OPS
 from tests.integration.once import once
-from tests.integration.questions import FAMILIES, MAX_TOKENS, checkpoint, right_tokens
+from tests.integration.questions import BY_VECTORS, FAMILIES, MAX_TOKENS, checkpoint, right_tokens
 from tests.integration.sglang.offline import Ask, Engine, Ran, run
 
 pytestmark = pytest.mark.sglang
@@ -42,7 +42,7 @@ def ran(rows) -> Callable[[str], dict[str, Ran]]:
                     page_size=PAGE_SIZES[family], disable_radix_cache=True, disable_overlap_schedule=True
                 ),
                 "SGLang's attention": ours(attention_backend="torch_native"),
-                "reference kernels": ours(environ={"ATOM_KERNELS": REFERENCE_KERNELS}),
+                "reference kernels": ours(environ={"ATOM_KERNELS": REFERENCE_KERNELS}, **BY_VECTORS),
             }
         if family == "qwen3":
             engines |= {"two ranks": ours(environ=BOUND, tp_size=2), "two stages": ours(environ=BOUND, pp_size=2)}

@@ -130,6 +130,8 @@ def _run_engine(
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    # What is there by now stays: collecting what an engine leaves behind, which it does often, need not look there.
+    gc.freeze()
     os.environ.update(environ)
     llm = LLM(model, model_impl=impl, disable_log_stats=False, **options)
     for name in environ:

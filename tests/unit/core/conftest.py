@@ -7,9 +7,19 @@ One thread: models of these sizes run several times faster than on two.
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
+
+from tests.thorough import mark_thorough
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which of a test's cases are examples."""
+    mark_thorough(items, Path(__file__).parent)

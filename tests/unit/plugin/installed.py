@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from atom_plugin.cli import app
 
 SOURCES = Path(__file__).parents[3] / "src"
 
@@ -53,3 +58,13 @@ def run_python(*arguments: str, site: Path | None = None, **environ: str) -> sub
 def run_cli(*arguments: str, site: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run `atom-plugin ARGUMENTS`; see `run_python`."""
     return run_python("-c", "from atom_plugin.cli import main; main()", *arguments, site=site, **environ)
+
+
+def refusals(
+    command: str, main: Callable[[Sequence[str]], int], arguments: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> tuple[str, str]:
+    """What `atom-plugin bench COMMAND` and its module's own `main` say, here, of arguments that both refuse."""
+    found = CliRunner().invoke(app, ["bench", command, *arguments])
+    assert found.exit_code == 1, found.output
+    assert main(arguments) == 1
+    return found.stderr, capsys.readouterr().err

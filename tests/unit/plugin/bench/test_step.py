@@ -17,7 +17,7 @@ from atom_plugin.bench.floor import Traffic, step_traffic
 from atom_plugin.bench.models import CONFIGS, cut, read_config
 from atom_plugin.bench.profile import Launch, by_name
 from atom_plugin.bench.step import MAX_MODEL_LEN, PAGE_SIZE, StepOptions, StepResult, decode_batch
-from tests.unit.plugin.installed import run_cli, run_python
+from tests.unit.plugin.installed import refusals, run_python
 
 TINY = {
     **CONFIGS["qwen3-0.6b"],
@@ -231,11 +231,17 @@ def test_what_cannot_be_measured_is_refused(options, message):
         (("qwen3-0.6b", "--quantization", "awq"), "'awq' is not supported"),
     ],
 )
-def test_both_command_lines_say_what_is_wrong(arguments, message):
-    for result in (run_cli("bench", "step", *arguments), run_python("-m", "atom_plugin.bench.step", *arguments)):
-        assert result.returncode == 1, result.stdout + result.stderr
-        assert message in result.stderr
-        assert "Traceback" not in result.stderr
+def test_both_command_lines_say_what_is_wrong(arguments, message, capsys):
+    for said in refusals("step", step.main, arguments, capsys):
+        assert message in said
+        assert "Traceback" not in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_it_is_a_module_too():
+    result = run_python("-m", "atom_plugin.bench.step", "qwen3-0.6b")
+    assert result.returncode == 1
+    assert "No GPU that torch" in result.stderr
 
 
 def test_measuring_needs_no_package_of_the_command_line():

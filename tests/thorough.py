@@ -1,0 +1,59 @@
+"""Which cases of a test are examples of the others: these always run, the others by `nox -s tests -- --thorough`.
+
+Any two parameters' values meet in an example ("all-pairs testing"): a fault that one of them brings in, or two
+together, shows. What a test runs on (a GPU, a dtype) takes turns instead, so that each value of it has examples too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+#: A case: of each parameter, which of its values.
+Case = tuple[int, ...]
+
+#: Parameters that take turns.
+TURNS = ("arch", "cache_dtype", "dtype", "gpu")
+
+
+def mark_thorough(items: Iterable[pytest.Item], folder: Path) -> None:
+    """Mark what is no example among the parametrized tests of a folder."""
+    tests: dict[str, dict[Case, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.path.is_relative_to(folder):
+            # By what they are: of one test the same value is the same object.
+            case = tuple(id(value) for name, value in item.callspec.params.items() if name not in TURNS)
+            tests[item.nodeid.partition("[")[0]][case].append(item)
+    for cases in tests.values():
+        chosen = all_pairs(list(cases))
+        for case, same in cases.items():
+            for item in same:
+                if item not in _turns(chosen, case, same):
+                    item.add_marker("thorough")
+
+
+def _turns(chosen: Sequence[Case], case: Case, same: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    """Of items that differ by what takes turns alone, those whose turn it is."""
+    if case not in chosen:
+        return ()
+    turns, number = min(len(same), len(chosen)), chosen.index(case)
+    # A round later one begins with the next, or a parameter with as many values would always meet the same.
+    return same[(number + number // turns) % turns :: turns]
+
+
+def all_pairs(cases: Sequence[Case]) -> list[Case]:
+    """Few of the cases in which each pair of values is that is in any; all of them where there are no pairs."""
+    pairs = {case: set(combinations(enumerate(case), 2)) for case in cases}
+    missing = set().union(*pairs.values())
+    if not missing:
+        return list(cases)
+    chosen = set()
+    while missing:
+        best = max(cases, key=lambda case: len(missing & pairs[case]))
+        chosen.add(best)
+        missing -= pairs[best]
+    return [case for case in cases if case in chosen]
