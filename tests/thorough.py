@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
@@ -30,19 +30,15 @@ def mark_thorough(items: Iterable[pytest.Item], folder: Path) -> None:
             tests[item.nodeid.partition("[")[0]][case].append(item)
     for cases in tests.values():
         chosen = all_pairs(list(cases))
-        for case, same in cases.items():
-            for item in same:
-                if item not in _turns(chosen, case, same):
-                    item.add_marker("thorough")
-
-
-def _turns(chosen: Sequence[Case], case: Case, same: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
-    """Of items that differ by what takes turns alone, those whose turn it is."""
-    if case not in chosen:
-        return ()
-    turns, number = min(len(same), len(chosen)), chosen.index(case)
-    # A round later one begins with the next, or a parameter with as many values would always meet the same.
-    return same[(number + number // turns) % turns :: turns]
+        examples: set[pytest.Item] = set()
+        for number, case in enumerate(chosen):
+            same = cases[case]
+            turns = min(len(same), len(chosen))
+            # A round later one begins with the next, or a parameter with as many values would always meet the same.
+            examples.update(same[(number + number // turns) % turns :: turns])
+        for item in chain.from_iterable(cases.values()):
+            if item not in examples:
+                item.add_marker("thorough")
 
 
 def all_pairs(cases: Sequence[Case]) -> list[Case]:

@@ -8,7 +8,6 @@ is an op of torch's, whose schema must say exactly what is written to.
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import inspect
 import sys
@@ -26,6 +25,7 @@ from atom_core.kernels.aiter_library import CALLED
 from atom_core.kernels.select import Target
 from tests.aiter_cases import ONLY, cases_on
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
+from tests.integration.once import once
 
 ROOT = Path(atom_core.__file__).parent
 FILES = sorted(file for name in ("aiter_kernel.py", "aiter_persistent.py") for file in ROOT.rglob(name))
@@ -188,7 +188,7 @@ def flattened(results) -> list[torch.Tensor]:
 def ran() -> Callable[[str], tuple[set[Site], dict[str, set[str]]]]:
     """All cases of an architecture, each op of theirs checked: which calls they made, and what each op wrote to."""
 
-    @functools.cache
+    @once
     def ran(arch: str) -> tuple[set[Site], dict[str, set[str]]]:
         written: dict[str, set[str]] = {}
         with pytest.MonkeyPatch.context() as patch:

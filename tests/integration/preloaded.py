@@ -30,6 +30,18 @@ from typing import Any
 
 from tests.integration.processes import Finished, kill_group, merged_environ, ran_too_long, run_group, temporary_log
 
+#: What vLLM and SGLang both import.
+COMMON = (
+    "torch",
+    "torch._inductor.compile_fx",
+    "transformers",
+    "transformers.processing_utils",
+    "openai.types",
+    "fastapi",
+    "triton",
+    "compressed_tensors.quantization",
+    "xgrammar",
+)
 #: Variables that the modules read when they are imported: a process with other values is forked off another one.
 READ = ("TRITON_INTERPRET",)
 
@@ -113,7 +125,7 @@ def main() -> None:
             import_module(name)
         except ImportError as error:
             print(f"{name} is not imported beforehand: {error}", file=sys.stderr)  # noqa: T201
-    # A million objects, which the frameworks would have looked through half a dozen times for each engine.
+    # Half a million objects, which the frameworks would have looked through half a dozen times for each engine.
     gc.collect()
     gc.freeze()
     answers = os.fdopen(os.dup(1), "w", buffering=1)

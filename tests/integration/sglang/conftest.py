@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from openai import OpenAI
 
-from tests.integration.preloaded import preloaded
+from tests.integration.preloaded import COMMON, preloaded
 from tests.integration.questions import Row, checkpoint, connect, read_rows
 from tests.integration.server import SglangServer
 from tests.integration.sglang.hugging_face import HuggingFace
@@ -17,25 +17,7 @@ from tests.integration.sglang.hugging_face import HuggingFace
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> Iterator[None]:
     """What takes long to import is imported once: of what SGLang needs, most."""
-    with preloaded(
-        (
-            "torch",
-            "torch._inductor.compile_fx",
-            "transformers",
-            "transformers.processing_utils",
-            "flashinfer",
-            "openai.types",
-            "fastapi",
-            "triton",
-            "torchvision",
-            "torchaudio",
-            "scipy.stats",
-            "aiohttp",
-            "compressed_tensors.quantization",
-            "xgrammar",
-            "IPython",
-        )
-    ):
+    with preloaded((*COMMON, "flashinfer", "torchvision", "torchaudio", "scipy.stats", "aiohttp", "IPython")):
         yield
 
 

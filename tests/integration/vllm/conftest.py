@@ -9,7 +9,7 @@ import torch
 from openai import OpenAI
 
 from tests.integration.once import once
-from tests.integration.preloaded import preloaded
+from tests.integration.preloaded import COMMON, preloaded
 from tests.integration.questions import BY_VECTORS, FAMILIES, MAX_TOKENS, Row, checkpoint, connect, read_rows
 from tests.integration.server import VllmServer
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
@@ -22,20 +22,7 @@ NUM_FEW = 64
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> Iterator[None]:
     """What takes long to import is imported once: of what vLLM needs, most."""
-    with preloaded(
-        (
-            "torch",
-            "torch._inductor.compile_fx",
-            "transformers",
-            "transformers.processing_utils",
-            "openai.types",
-            "fastapi",
-            "triton",
-            "compressed_tensors.quantization",
-            "opentelemetry.sdk.trace.export",
-            "xgrammar",
-        )
-    ):
+    with preloaded((*COMMON, "opentelemetry.sdk.trace.export")):
         yield
 
 

@@ -60,11 +60,17 @@ def run_cli(*arguments: str, site: Path | None = None, **environ: str) -> subpro
     return run_python("-c", "from atom_plugin.cli import main; main()", *arguments, site=site, **environ)
 
 
-def refusals(
-    command: str, main: Callable[[Sequence[str]], int], arguments: Sequence[str], capsys: pytest.CaptureFixture[str]
-) -> tuple[str, str]:
-    """What `atom-plugin bench COMMAND` and its module's own `main` say, here, of arguments that both refuse."""
+def assert_both_refuse(
+    command: str,
+    main: Callable[[Sequence[str]], int],
+    arguments: Sequence[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`atom-plugin bench COMMAND ARGUMENTS` and its module's own `main`, here, both say the message and exit with 1."""
     found = CliRunner().invoke(app, ["bench", command, *arguments])
     assert found.exit_code == 1, found.output
     assert main(arguments) == 1
-    return found.stderr, capsys.readouterr().err
+    for said in (found.stderr, capsys.readouterr().err):
+        assert message in said
+        assert "Traceback" not in said

@@ -19,7 +19,7 @@ from atom_plugin.bench.models import read_config
 from atom_plugin.bench.vllm_kernels import Unavailable
 from atom_plugin.cli import app
 from tests.unit.plugin.bench.test_step import TINY
-from tests.unit.plugin.installed import refusals, run_python
+from tests.unit.plugin.installed import assert_both_refuse
 
 CONFIG = ModelConfig.from_hf({**TINY, "head_dim": 64})
 LATENTS = ModelConfig.from_hf(
@@ -274,16 +274,7 @@ def test_what_cannot_be_measured_is_refused(options, message):
     ],
 )
 def test_both_command_lines_say_what_is_wrong(arguments, message, capsys):
-    for said in refusals("kernels", kernels.main, arguments, capsys):
-        assert message in said
-        assert "Traceback" not in said
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_it_is_a_module_too():
-    result = run_python("-m", "atom_plugin.bench.kernels")
-    assert result.returncode == 1
-    assert "No GPU that torch" in result.stderr
+    assert_both_refuse("kernels", kernels.main, arguments, message, capsys)
 
 
 def test_only_vllm_can_be_compared_with():

@@ -17,7 +17,7 @@ from atom_plugin.bench.floor import Traffic, step_traffic
 from atom_plugin.bench.models import CONFIGS, cut, read_config
 from atom_plugin.bench.profile import Launch, by_name
 from atom_plugin.bench.step import MAX_MODEL_LEN, PAGE_SIZE, StepOptions, StepResult, decode_batch
-from tests.unit.plugin.installed import refusals, run_python
+from tests.unit.plugin.installed import assert_both_refuse, run_python
 
 TINY = {
     **CONFIGS["qwen3-0.6b"],
@@ -232,16 +232,17 @@ def test_what_cannot_be_measured_is_refused(options, message):
     ],
 )
 def test_both_command_lines_say_what_is_wrong(arguments, message, capsys):
-    for said in refusals("step", step.main, arguments, capsys):
-        assert message in said
-        assert "Traceback" not in said
+    assert_both_refuse("step", step.main, arguments, message, capsys)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_it_is_a_module_too():
-    result = run_python("-m", "atom_plugin.bench.step", "qwen3-0.6b")
+@pytest.mark.parametrize("arguments", [("step", "qwen3-0.6b"), ("kernels",)], ids=" ".join)
+def test_each_is_a_module_too(arguments):
+    module, *others = arguments
+    result = run_python("-m", f"atom_plugin.bench.{module}", *others)
     assert result.returncode == 1
     assert "No GPU that torch" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_measuring_needs_no_package_of_the_command_line():
