@@ -37,6 +37,7 @@ from atom_core.kernels.embedding import triton_kernel as embedding_kernel
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts import few_pairs_hopper as few_pairs_kernel
 from atom_core.kernels.experts import few_tokens as few_experts_kernel
+from atom_core.kernels.experts import few_tokens_hopper as few_hopper_kernel
 from atom_core.kernels.experts import grouped as grouped_kernel
 from atom_core.kernels.experts import hopper as hopper_experts_kernel
 from atom_core.kernels.experts import triton_kernel as experts_kernel
@@ -327,7 +328,7 @@ def test_one_token_over_latents_compiles_for_hopper(monkeypatch, heads, before):
     case = LatentCase("", ((before, 1),), heads=heads, **_DEEPSEEK)
     kernels = [(latent_token_hopper, "latent_token_hopper"), (latent_hopper, "latent_decode_hopper")]
     kept = keep(monkeypatch, *kernels, (latent_values_kernel, "_values_of_parts"))
-    monkeypatch.setattr(splits, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(splits, "multiprocessors", lambda device: 132)
     launch = latent_token_hopper.LatentToken(case.spec(torch.bfloat16), overlap=True)
     with pytest.raises(AssertionError, match="differs by nan"):  # nothing has run
         check_latent_token(case, launch, torch.bfloat16, CPU)
@@ -399,7 +400,7 @@ def test_decoding_over_latents_compiles_for_hopper(monkeypatch, heads, requests,
     case = LatentCase("", ((9, queries),) * (requests - 1) + ((300, queries),), heads=heads, **_DEEPSEEK)
     kernel = latent_hopper.latent_decode_hopper
     monkeypatch.setattr(latent_hopper, "latent_decode_hopper", Recorder())
-    monkeypatch.setattr(splits, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(splits, "multiprocessors", lambda device: 132)
     launch = latent_kernel.TritonLatentAttention(case.spec(torch.bfloat16), nvidia=True, overlap=True, hopper=True)
     with pytest.raises(Launched) as launched:
         check_absorbed(case, launch, latent_batch(case, torch.bfloat16, CPU))
@@ -410,7 +411,7 @@ def test_decoding_over_latents_compiles_for_hopper(monkeypatch, heads, requests,
 def test_decoding_to_values_compiles_for_hopper(monkeypatch, heads, requests):
     case = LatentCase("", ((200, 1),) * (requests - 1) + ((300, 1),), heads=heads, **_DEEPSEEK)
     kept = keep(monkeypatch, (latent_hopper, "latent_decode_hopper"), (latent_values_kernel, "_values_of_parts"))
-    monkeypatch.setattr(splits, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(splits, "multiprocessors", lambda device: 132)
     launch = latent_values_kernel.TritonLatentValues(case.spec(torch.bfloat16), overlap=True)
     batch = latent_batch(case, torch.bfloat16, CPU)
     out = torch.empty(requests, heads, case.value_dim, dtype=torch.bfloat16)
@@ -1078,26 +1079,31 @@ def test_experts_compile(monkeypatch, tokens, launches, bias, gpu):
         compile_launch(kernel, launch, gpu)
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
 @pytest.mark.parametrize(
     ("size", "tokens", "tiles"),
     [
-        (768, 2, [(128, 3), (64, 5)]),
-        (768, 16, [(128, 5), (64, 5)]),
+        (768, 2, [(128, 3), (128, 5)]),
+        (768, 16, [(128, 5), (128, 5)]),
         (1408, 4, [(128, 3), (128, 5)]),
-        (1408, 8, [(128, 5), (128, 5)]),
-        (1408, 16, [(128, 5), (64, 5)]),
+        (704, 8, [(128, 5), (64, 9)]),
+        (64, 8, [(128, 5), (64, 2)]),
+        (1040, 8, [(128, 5), (64, 5)]),
     ],
 )
-def test_experts_of_few_tokens_compile_for_hopper(monkeypatch, size, tokens, tiles):
-    kept = keep(monkeypatch, (few_experts_kernel, "_of_expert"))
+def test_experts_of_few_tokens_compile_for_hopper(monkeypatch, size, tokens, tiles, bias):
+    kept = keep(monkeypatch, (few_experts_kernel, "_of_expert"), (few_hopper_kernel, "down_of_few_hopper"))
     keep(monkeypatch, *SORTING)
     monkeypatch.setattr(few_experts_kernel, "on_hopper", lambda device: True)
-    spec = ExpertsSpec(0, 16, 2048, size, 8, "silu", False, torch.bfloat16)
-    layer = ExpertWeights(zeros(16, 2 * size, 2048), zeros(16, 2048, size))
+    monkeypatch.setattr(few_hopper_kernel, "multiprocessors", lambda device: 132)
+    spec = ExpertsSpec(0, 16, 2048, size, 8, "silu", bias, torch.bfloat16)
+    biases = (zeros(16, 2 * size), zeros(16, 2048)) if bias else ()
+    layer = ExpertWeights(zeros(16, 2 * size, 2048), zeros(16, 2048, size), *biases)
     chosen = torch.zeros(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
     experts_kernel.TritonExperts(spec, overlap=True)(zeros(tokens, 2048), *chosen, layer)
     launched = kept()
-    assert [(launch.constants["BLOCK_K"], launch.constants["STAGES"]) for _, launch in launched] == tiles
+    constants = [launch.constants for _, launch in launched]
+    assert [(it.get("BLOCK_K") or it["COLUMNS"], it["STAGES"]) for it in constants] == tiles
     for kernel, launch in launched:
         compile_launch(kernel, launch, GPUS[-1])
 

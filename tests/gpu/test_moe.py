@@ -38,6 +38,8 @@ SMALL = ExpertsSpec(0, 6, 1100, 1040, 3, "silu", bias=True, dtype=torch.bfloat16
 SPECS = {
     "odd sizes, with biases": SMALL,
     "some of them": replace(SMALL, first=2, count=3),
+    "some of them, of whole lines": replace(SMALL, first=2, count=3, intermediate_size=704),
+    "a narrow middle": replace(SMALL, intermediate_size=64),
     "GELU": replace(SMALL, activation="gelu_tanh", hidden_size=256, intermediate_size=96),
     "GPT-OSS 20B": ExpertsSpec(0, 32, 2880, 2880, 4, "clamped_swiglu", bias=True, dtype=torch.bfloat16),
     "Qwen3 30B": ExpertsSpec(0, 128, 2048, 768, 8, "silu", bias=False, dtype=torch.bfloat16),
@@ -126,6 +128,15 @@ def test_answers_are_added_to_a_residual(tokens):
     residual = torch.randn(tokens, spec.hidden_size, device=GPU).to(spec.dtype)
     wanted = residual.float() + ReferenceExperts(spec)(*given).float()
     assert_close(TritonExperts(spec, OVERLAP).add(*given, residual), wanted)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, MAX_TOKENS, 40])
+def test_tokens_that_go_to_others_experts_alone_get_nothing(tokens):
+    spec = replace(SPECS["Qwen3 30B"], first=64, count=64)
+    x, weights, experts, layer = operands(spec, tokens)
+    residual = torch.randn(tokens, spec.hidden_size, device=GPU).to(spec.dtype)
+    found = TritonExperts(spec, OVERLAP).add(x, weights, experts % 64, layer, residual.clone())
+    assert torch.equal(found, residual)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

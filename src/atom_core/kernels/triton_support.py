@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterable
 
@@ -55,6 +56,12 @@ def takes_amd_assembly(nvidia: bool) -> bool:
     import triton  # which a CPU may lack
 
     return not nvidia and not triton.knobs.runtime.interpret
+
+
+@functools.lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many of them a GPU has; 1 for a CPU, where the interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def launch_options(overlap: bool) -> dict[str, bool]:

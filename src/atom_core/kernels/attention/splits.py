@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from atom_core.kernels.triton_support import multiprocessors
 from atom_core.metadata import capturing
 
 #: Programs that keep a large GPU busy, at most how many share a request's keys, and the fewest keys that are shared.
@@ -71,12 +72,7 @@ def empty_parts(count: int, rows: int, head_dim: int, device: torch.device) -> t
 def count_parts(programs: int, max_seq_len: int, device: torch.device, fill_once: bool = False) -> int:
     """Into how many parts the keys of a request go; see :meth:`SplitBuffers.share`."""
     count = min(_PROGRAMS // max(programs, 1), -(-max_seq_len // _KEYS), MAX_SPLITS)
-    return fewest_turns(programs, count, _multiprocessors(device)) if fill_once and count > 1 else max(count, 1)
-
-
-@functools.lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return fewest_turns(programs, count, multiprocessors(device)) if fill_once and count > 1 else max(count, 1)
 
 
 @functools.lru_cache(maxsize=4096)

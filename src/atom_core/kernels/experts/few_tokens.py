@@ -2,7 +2,7 @@
 
 One token: a program takes some rows of each expert's weight for it. Several: a program takes some rows of the weight of
 one pair of a token and an expert, and multiplies all tokens that go there, so that each expert is read once; programs
-of the expert's later pairs have nothing to do.
+of the expert's later pairs have nothing to do. On Hopper the second product is :mod:`.few_tokens_hopper`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import triton.language as tl
 
 from atom_core.kernels.experts.grouped import Held, combine, finish_block
 from atom_core.kernels.linear.parts import finish, row_sums, row_total, weight_rows
-from atom_core.kernels.linear.tiles import on_hopper
+from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertWeights
+
+if why_no_gluon() is None:
+    from atom_core.kernels.experts.few_tokens_hopper import down_of_few, takes_down_of_few
 
 #: Tokens up to which nothing is sorted: the columns of a matrix product that costs no more than half as many.
 MAX_TOKENS = 16
@@ -224,7 +227,7 @@ def _of_expert(
     )
 
 
-def _tile(tokens: int, in_features: int, gated: bool, wide: bool, hopper: bool) -> tuple[int, int]:
+def _tile(tokens: int, gated: bool, wide: bool, hopper: bool) -> tuple[int, int]:
     """Columns of a program's tiles, and how many of them are on their way.
 
     On Hopper as measured on an H200 in steps of DeepSeek V2-Lite (a middle of 1,408) and Qwen3 30B-A3B (768); what is
@@ -236,7 +239,7 @@ def _tile(tokens: int, in_features: int, gated: bool, wide: bool, hopper: bool) 
         return 128, 3
     if gated:
         return 128, 3 if tokens <= 4 else 5
-    return 128 if tokens <= 8 and in_features >= 1024 else 64, 5
+    return 64, 5  # where there is no kernel of Hopper's own
 
 
 def one_token(
@@ -325,12 +328,17 @@ def few_tokens(
     }
     middle = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
     answers = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
-    for given, weight, bias, out, shares, act in (
-        (x, layer.gate_up, layer.gate_up_bias, middle, None, activation),
-        (middle, layer.down, layer.down_bias, answers, weights, None),
-    ):
+
+    def multiply(
+        given: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        shares: torch.Tensor | None,
+        act: int | None,
+    ) -> None:
         rows, columns = weight.shape[1:]
-        block, stages = _tile(tokens, columns, act is not None, wide, hopper)
+        block, stages = _tile(tokens, act is not None, wide, hopper)
         _of_expert[(triton.cdiv(rows, _ROWS), pairs)](
             given,
             experts,
@@ -351,4 +359,10 @@ def few_tokens(
             **constants,
             **launch_options(overlap),
         )
+
+    multiply(x, layer.gate_up, layer.gate_up_bias, middle, None, activation)
+    if hopper and takes_down_of_few(middle, layer.down, pairs):
+        down_of_few(middle, experts, weights, layer.down, layer.down_bias, answers, held, MAX_TOKENS, overlap)
+    else:
+        multiply(middle, layer.down, layer.down_bias, answers, weights, None)
     return combine(answers, experts, held, x.dtype, overlap, residual)

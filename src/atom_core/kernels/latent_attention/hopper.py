@@ -4,7 +4,8 @@ A request has one query token, or a few that are verified, each of which sees on
 
 What ``wgmma`` takes 64 of at a time are keys for the scores, and numbers of the latent for the sums; heads, of which
 there are few, are its columns. So neither is moved to registers, and of a tile's time little is not the memory's. A
-multiprocessor has one program, which copies a tile of rows while it works on the one before.
+multiprocessor has one program, which copies a tile of rows while it works on the one before, and of few heads while
+it waits for that.
 """
 
 from __future__ import annotations
@@ -57,6 +58,28 @@ def copy_rows(
     known = (key < end)[:, None]
     load(latents, row + gl.arange(0, L, gl.SliceLayout(0, layout))[None, :], mask=known)
     load(keys, row + L + gl.arange(0, R, gl.SliceLayout(0, layout))[None, :], mask=known)
+
+
+@gluon.jit
+def _copy_next(
+    latents,
+    keys,
+    place,
+    rows,
+    key,
+    page,
+    tile,
+    end,
+    stride_page,
+    stride_row,
+    L: gl.constexpr,
+    R: gl.constexpr,
+    PAGE: gl.constexpr,
+):
+    """Have the rows behind a tile copied to one of two places, where there are such; a group of copies in any case."""
+    if tile + key.shape[0] < end:
+        copy_rows(latents.index(place), keys.index(place), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -188,6 +211,9 @@ def latent_decode_hopper(
     ``beyond`` tiles have been attended to already.
     """
     JOINED: gl.constexpr = out is not None
+    # Whether the next tile is asked for before one is waited for, so that two are on their way. With 64 heads a step
+    # takes up to 0.5% longer so on an H200.
+    EARLY: gl.constexpr = BLOCK_M == 16
     if OVERLAP:
         depend("griddepcontrol.launch_dependents; // $0")
     dtype: gl.constexpr = rows.dtype.element_ty
@@ -259,16 +285,17 @@ def latent_decode_hopper(
     token, head, used = _row(gl.arange(0, BLOCK_M, of_scores), count, H, HEADS, QUERIES)
     seen = length - count + 1 + token
     for tile in range(begin, end, BLOCK_N):
-        ready(0)
+        if EARLY:
+            barrier()  # all warps are done with the tile before
+            _copy_next(latents, keys, 1 - place, rows, key, page, tile, end, stride_page, stride_row, L, R, PAGE)
+            ready(1)
+        else:
+            ready(0)
         scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scored)
         scores = warpgroup_mma(latents.index(place), plain.permute((1, 0)), scores, use_acc=False, is_async=True)
         scores = warpgroup_mma(keys.index(place), turned.permute((1, 0)), scores, is_async=True)
-        if tile + BLOCK_N < end:
-            other = 1 - place
-            copy_rows(
-                latents.index(other), keys.index(other), rows, key, page, end, stride_page, stride_row, L, R, PAGE
-            )
-        async_copy.commit_group()
+        if not EARLY:
+            _copy_next(latents, keys, 1 - place, rows, key, page, tile, end, stride_page, stride_row, L, R, PAGE)
         key += BLOCK_N
         page = pages_of(table, key, end, PAGE)
         scores = warpgroup_mma_wait(0, [scores])

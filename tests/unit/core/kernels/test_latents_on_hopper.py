@@ -24,7 +24,7 @@ def modules():
 @pytest.fixture
 def sharing(monkeypatch):
     """Requests are shared out as on a large GPU."""
-    monkeypatch.setattr("atom_core.kernels.attention.splits._multiprocessors", lambda device: 132)
+    monkeypatch.setattr("atom_core.kernels.attention.splits.multiprocessors", lambda device: 132)
 
 
 @pytest.mark.parametrize("before", [0, 1, 15, 63, 64, 191, 192, 383, 384, 1100])

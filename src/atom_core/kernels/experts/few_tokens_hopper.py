@@ -1,0 +1,251 @@
+"""The second product of few tokens' experts on Hopper, in Gluon, by as many programs as run at once.
+
+Which experts they are is known before what is multiplied: while the first product ends, each program looks for the
+experts that tokens go to and has the first columns of its first rows on their way. Then it takes rows of one expert
+after the other, and asks for the next while it multiplies and stores those before. So a program's beginning and end
+cost memory no time, and pairs whose expert another has read already cost no program.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from atom_core.kernels.linear.few_rows_hopper import depend, load, ready
+from atom_core.kernels.linear.tiles import aligned
+from atom_core.kernels.triton_support import launch_options, multiprocessors
+
+if TYPE_CHECKING:
+    from atom_core.kernels.experts.grouped import Held
+
+#: Pairs up to which each program compares them all.
+MAX_PAIRS = 128
+#: Rows of a weight that ``wgmma`` takes, programs of a multiprocessor, and bytes of a row that each asks for at most.
+_ROWS, _PROGRAMS, _AHEAD = 64, 2, 1024
+
+
+@gluon.jit
+def _first_pairs(chosen, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """``[PAIRS]`` places of pairs among those that are the first of a held expert, -1 of all others; and experts.
+
+    These are counted from ``FIRST``. ``chosen``: ``[PAIRS]`` those of pairs.
+    """
+    PAIRS: gl.constexpr = chosen.shape[0]
+    square: gl.constexpr = gl.BlockedLayout([1, PAIRS // 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+    of_rows: gl.constexpr = gl.SliceLayout(1, square)
+    of_columns: gl.constexpr = gl.SliceLayout(0, square)
+    expert = gl.convert_layout(chosen, of_rows)
+    before = gl.arange(0, PAIRS, of_columns)[None, :] < gl.arange(0, PAIRS, of_rows)[:, None]
+    same = before & (expert[:, None] == gl.convert_layout(chosen, of_columns)[None, :])
+    first = (gl.sum(same.to(gl.int32), 1) == 0) & (expert >= FIRST) & (expert < FIRST + COUNT)
+    earlier = gl.where(before, gl.convert_layout(first.to(gl.int32), of_columns)[None, :], 0)
+    return gl.where(first, gl.sum(earlier, 1), -1), expert - FIRST
+
+
+@gluon.jit
+def _expert_and_pairs(
+    place, first, expert, goes_to, FIRST: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr
+):
+    """The expert of the ``place``-th first pair, and ``[TOKENS]`` the pair of each token there, -1: it does not go."""
+    mine = gl.sum(gl.where(first == place, expert, 0), 0)
+    column = gl.arange(0, goes_to.shape[1], gl.SliceLayout(0, goes_to.type.layout))
+    # A token goes to an expert once.
+    found = gl.max(gl.where(goes_to == mine + FIRST, column[None, :] + 1, 0), 1) - 1
+    found = gl.convert_layout(found, layout)
+    pair = gl.where(found >= 0, gl.arange(0, TOKENS, layout) * TOP_K + found, -1)
+    return mine.to(gl.int64), pair
+
+
+@gluon.jit
+def _weight_rows(tile, lane, N, BLOCK_N: gl.constexpr):
+    """The rows of a tile; past the last, the last again."""
+    return gl.minimum(tile * BLOCK_N + lane, N - 1)
+
+
+@gluon.jit(do_not_specialize=["T"])
+def down_of_few_hopper(
+    x,
+    experts,
+    weights,
+    weight,
+    bias,
+    out,
+    T,
+    K,
+    N,
+    FIRST: gl.constexpr,
+    COUNT: gl.constexpr,
+    TOP_K: gl.constexpr,
+    PLACES: gl.constexpr,
+    TOKENS: gl.constexpr,
+    PAIRS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """See :func:`down_of_few`. A tile is ``BLOCK_N`` rows of an expert's weight, ``COLUMNS`` of which are asked for."""
+    dtype: gl.constexpr = weight.dtype.element_ty
+    warps: gl.constexpr = gl.num_warps()
+    ahead: gl.constexpr = STAGES - 1
+    steps = K // COLUMNS
+    copied: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [warps, 1], [1, 0])
+    of_copies: gl.constexpr = gl.SliceLayout(1, copied)
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, TOKENS, 16])
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    table: gl.constexpr = gl.BlockedLayout([1, PLACES], [32, 1], [warps, 1], [1, 0])
+    stored: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
+    of_stores: gl.constexpr = gl.SliceLayout(0, stored)
+    # Chosen before the kernel in front began; the first-level cache may still have what was there before.
+    each = gl.arange(0, PAIRS, line)
+    chosen = gl.load(experts + each, mask=each < T * TOP_K, other=FIRST - 1, cache_modifier=".cg")
+    first, expert_of = _first_pairs(chosen, FIRST, COUNT)
+    token = gl.arange(0, TOKENS, gl.SliceLayout(1, table))[:, None]
+    column = gl.arange(0, PLACES, gl.SliceLayout(0, table))[None, :]
+    known = (token < T) & (column < TOP_K)
+    goes_to = gl.load(experts + token * TOP_K + column, mask=known, other=FIRST - 1, cache_modifier=".cg")
+    turns = (N + BLOCK_N - 1) // BLOCK_N
+    items = (gl.max(first, 0) + 1) * turns
+    item = gl.program_id(0)
+    if item >= items:
+        # They wait though they have nothing to do, so that whoever waits for this kernel waits for those in front.
+        if OVERLAP:
+            depend("griddepcontrol.wait; // $0")
+        return
+
+    tiles = gl.allocate_shared_memory(
+        dtype, [STAGES, BLOCK_N, COLUMNS], gl.NVMMASharedLayout.get_default_for([BLOCK_N, COLUMNS], dtype)
+    )
+    inputs = gl.allocate_shared_memory(
+        dtype, [STAGES, TOKENS, COLUMNS], gl.NVMMASharedLayout.get_default_for([TOKENS, COLUMNS], dtype)
+    )
+    lane = gl.arange(0, BLOCK_N, of_copies)
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, copied))[None, :]
+    expert, pair = _expert_and_pairs(item // turns, first, expert_of, goes_to, FIRST, TOP_K, TOKENS, of_copies)
+    at = weight + (expert * N + _weight_rows(item % turns, lane, N, BLOCK_N))[:, None] * K + column
+    for stage in gl.static_range(ahead):
+        load(tiles.index(stage), at + stage * COLUMNS, eviction_policy="evict_first")
+        async_copy.commit_group()
+    if OVERLAP:
+        depend("griddepcontrol.wait; // $0")
+        depend("griddepcontrol.launch_dependents; // $0")
+    x_at = x + pair.to(gl.int64)[:, None] * K + column
+    for stage in gl.static_range(ahead):
+        load(inputs.index(stage), x_at + stage * COLUMNS, mask=(pair >= 0)[:, None])
+        async_copy.commit_group()
+    read = item * 0
+    filled = read + ahead
+    while item < items:
+        # The next, looked for while this one's columns arrive; behind the last, the last again, of which nothing is
+        # asked for.
+        then = item + gl.num_programs(0)
+        sought = gl.minimum(then, items - 1)
+        next_expert, next_pair = _expert_and_pairs(
+            sought // turns, first, expert_of, goes_to, FIRST, TOP_K, TOKENS, of_copies
+        )
+        next_at = weight + (next_expert * N + _weight_rows(sought % turns, lane, N, BLOCK_N))[:, None] * K + column
+        next_x_at = x + next_pair.to(gl.int64)[:, None] * K + column
+        total = gl.zeros([BLOCK_N, TOKENS], gl.float32, summed)
+        for step in range(ahead, steps):
+            ready(ahead - 1)
+            total = warpgroup_mma(tiles.index(read), inputs.index(read).permute((1, 0)), total, is_async=True)
+            load(tiles.index(filled), at + step * COLUMNS, eviction_policy="evict_first")
+            load(inputs.index(filled), x_at + step * COLUMNS, mask=(pair >= 0)[:, None])
+            async_copy.commit_group()
+            read = (read + 1) % STAGES
+            filled = (filled + 1) % STAGES
+            total = warpgroup_mma_wait(0, [total])
+        for step in gl.static_range(ahead):
+            ready(ahead - 1)
+            total = warpgroup_mma(tiles.index(read), inputs.index(read).permute((1, 0)), total, is_async=True)
+            load(tiles.index(filled), next_at + step * COLUMNS, mask=then < items, eviction_policy="evict_first")
+            load(inputs.index(filled), next_x_at + step * COLUMNS, mask=((next_pair >= 0) & (then < items))[:, None])
+            async_copy.commit_group()
+            read = (read + 1) % STAGES
+            filled = (filled + 1) % STAGES
+            total = warpgroup_mma_wait(0, [total])
+        tile = item % turns
+        if bias is not None:
+            row = _weight_rows(tile, gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N)
+            total += gl.load(bias + expert * N + row).to(gl.float32)[:, None]
+        to = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, stored))
+        out_pair = gl.convert_layout(pair, of_stores)
+        share = gl.load(weights + out_pair, mask=out_pair >= 0, other=0.0)
+        result = gl.convert_layout(total, stored) * share[None, :]
+        mask = (out_pair >= 0)[None, :] & (to < N)[:, None]
+        gl.store(out + out_pair.to(gl.int64)[None, :] * N + to[:, None], result.to(out.dtype.element_ty), mask=mask)
+        item, expert, pair, at, x_at = then, next_expert, next_pair, next_at, next_x_at
+    async_copy.wait_group(0)
+
+
+def takes_down_of_few(x: torch.Tensor, weight: torch.Tensor, pairs: int) -> bool:
+    """Whether on Hopper :func:`down_of_few` has a kernel for such operands."""
+    return (
+        weight.itemsize == x.itemsize == 2
+        and weight.shape[2] % 64 == 0
+        and pairs <= MAX_PAIRS
+        and aligned(x)
+        and weight.data_ptr() % 16 == 0
+    )
+
+
+def down_of_few(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    held: Held,
+    tokens: int,
+    overlap: bool,
+) -> None:
+    """Each pair's row of ``x`` by its expert's weight, times the pair's own, into its row of ``out``.
+
+    The choice must have been made when the kernel in front starts: it is read without waiting. Rows of pairs whose
+    expert is not held are not written to.
+
+    Args:
+        x: ``[T k, K]``, contiguous.
+        experts: int32 ``[T, k]``.
+        weights: float32 ``[T, k]``.
+        weight: ``[E, N, K]`` in the dtype of ``x``.
+        bias: ``[E, N]``.
+        out: ``[T k, N]``.
+        held: the experts that ``weight`` has.
+        tokens: rows of a tile's input, 16 or more and at least ``T``.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+    """
+    _, out_features, in_features = weight.shape
+    columns = 128 if in_features % 128 == 0 else 64
+    stages = 1 + min(_AHEAD // (columns * weight.itemsize), in_features // columns)
+    items = min(experts.numel(), held.count) * triton.cdiv(out_features, _ROWS)
+    down_of_few_hopper[(min(items, _PROGRAMS * multiprocessors(x.device)),)](
+        x,
+        experts,
+        weights,
+        weight,
+        bias,
+        out,
+        len(experts),
+        in_features,
+        out_features,
+        FIRST=held.first,
+        COUNT=held.count,
+        TOP_K=held.top_k,
+        PLACES=triton.next_power_of_2(held.top_k),
+        TOKENS=tokens,
+        PAIRS=max(32, triton.next_power_of_2(experts.numel())),
+        BLOCK_N=_ROWS,
+        COLUMNS=columns,
+        STAGES=stages,
+        OVERLAP=overlap,
+        num_warps=4,
+        **launch_options(overlap),
+    )
