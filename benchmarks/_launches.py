@@ -336,7 +336,7 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         with (
             mock.patch.object(JITFunction, "run", run),
             mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
-            mock.patch.object(splits, "_multiprocessors", return_value=132),
+            mock.patch.object(splits, "multiprocessors", return_value=132),
             _TorchOps(recorder),
         ):
             yield

@@ -143,6 +143,11 @@ class Server(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._process is not None:
+            # A server that ends under a test says why in its log alone; it may close its connections before it is gone.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(2)
+                error.add_note(f"The server ended with exit code {code}. The end of its log:\n{end_of(self.log)}")
         self.stop()
 
     def _is_healthy(self) -> bool:
