@@ -49,16 +49,17 @@ def _first_pairs(chosen, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _expert_and_pairs(
-    place, first, expert, goes_to, FIRST: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr
-):
-    """The expert of the ``place``-th first pair, and ``[TOKENS]`` the pair of each token there, -1: it does not go."""
+def _expert_and_pairs(place, first, expert, goes_to, FIRST: gl.constexpr, TOP_K: gl.constexpr, layout: gl.constexpr):
+    """The expert of the ``place``-th first pair, and ``[TOKENS]`` the pair of each token there, -1: it does not go.
+
+    ``goes_to``: ``[TOKENS, PLACES]`` experts.
+    """
     mine = gl.sum(gl.where(first == place, expert, 0), 0)
     column = gl.arange(0, goes_to.shape[1], gl.SliceLayout(0, goes_to.type.layout))
     # A token goes to an expert once.
     found = gl.max(gl.where(goes_to == mine + FIRST, column[None, :] + 1, 0), 1) - 1
     found = gl.convert_layout(found, layout)
-    pair = gl.where(found >= 0, gl.arange(0, TOKENS, layout) * TOP_K + found, -1)
+    pair = gl.where(found >= 0, gl.arange(0, goes_to.shape[0], layout) * TOP_K + found, -1)
     return mine.to(gl.int64), pair
 
 
@@ -127,7 +128,7 @@ def down_of_few_hopper(
     )
     lane = gl.arange(0, BLOCK_N, of_copies)
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, copied))[None, :]
-    expert, pair = _expert_and_pairs(item // turns, first, expert_of, goes_to, FIRST, TOP_K, TOKENS, of_copies)
+    expert, pair = _expert_and_pairs(item // turns, first, expert_of, goes_to, FIRST, TOP_K, of_copies)
     at = weight + (expert * N + _weight_rows(item % turns, lane, N, BLOCK_N))[:, None] * K + column
     for stage in gl.static_range(ahead):
         load(tiles.index(stage), at + stage * COLUMNS, eviction_policy="evict_first")
@@ -146,9 +147,7 @@ def down_of_few_hopper(
         # asked for.
         then = item + gl.num_programs(0)
         sought = gl.minimum(then, items - 1)
-        next_expert, next_pair = _expert_and_pairs(
-            sought // turns, first, expert_of, goes_to, FIRST, TOP_K, TOKENS, of_copies
-        )
+        next_expert, next_pair = _expert_and_pairs(sought // turns, first, expert_of, goes_to, FIRST, TOP_K, of_copies)
         next_at = weight + (next_expert * N + _weight_rows(sought % turns, lane, N, BLOCK_N))[:, None] * K + column
         next_x_at = x + next_pair.to(gl.int64)[:, None] * K + column
         total = gl.zeros([BLOCK_N, TOKENS], gl.float32, summed)
