@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.kept import KEPT
 from atom_core.kernels.opaque import opaque
 
 _BLOCK = 2048
@@ -21,7 +22,7 @@ def _embedding(ids, weight, out, first, rows, stride_weight, N, BLOCK: tl.conste
     row = tl.load(ids + token).to(tl.int64) - first
     inside = tl.where((row >= 0) & (row < rows), columns < N, False)
     found = tl.load(weight + row * stride_weight + columns, mask=inside, other=0.0)
-    tl.store(out + token * N + columns, found, mask=columns < N)
+    tl.store(out + token * N + columns, found, mask=columns < N, eviction_policy=KEPT)
 
 
 def _fake(ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.few_rows_hopper import depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import launch_options, multiprocessors
@@ -178,7 +179,12 @@ def down_of_few_hopper(
         share = gl.load(weights + out_pair, mask=out_pair >= 0, other=0.0)
         result = gl.convert_layout(total, stored) * share[None, :]
         mask = (out_pair >= 0)[None, :] & (to < N)[:, None]
-        gl.store(out + out_pair.to(gl.int64)[None, :] * N + to[:, None], result.to(out.dtype.element_ty), mask=mask)
+        gl.store(
+            out + out_pair.to(gl.int64)[None, :] * N + to[:, None],
+            result.to(out.dtype.element_ty),
+            mask=mask,
+            eviction_policy=KEPT,
+        )
         item, expert, pair, at, x_at = then, next_expert, next_pair, next_at, next_x_at
     async_copy.wait_group(0)
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.gated_activation.triton_kernel import gated
+from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.parts import weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.triton_support import launch_options
@@ -115,15 +116,15 @@ def _sort(
     first = tl.sum(tl.where(each < expert, needed, 0), 0)
     behind = first + tl.sum(tl.where(each == expert, needed, 0), 0)
     mine = (whose == expert).to(tl.int32)
-    tl.store(slots + first * BLOCK_M + tl.cumsum(mine, 0) - 1, pair, mask=mine > 0)
+    tl.store(slots + first * BLOCK_M + tl.cumsum(mine, 0) - 1, pair, mask=mine > 0, eviction_policy=KEPT)
     place = tl.arange(0, BLOCK_M)
     empty = first * BLOCK_M + tl.sum(mine, 0) + place
-    tl.store(slots + empty, tl.full([BLOCK_M], -1, tl.int32), mask=empty < behind * BLOCK_M)
+    tl.store(slots + empty, tl.full([BLOCK_M], -1, tl.int32), mask=empty < behind * BLOCK_M, eviction_policy=KEPT)
     for block in range(first, behind):
-        tl.store(block_experts + block, expert)
+        tl.store(block_experts + block, expert, eviction_policy=KEPT)
     for block in range(tl.sum(needed, 0) + expert, num_blocks, COUNT):
-        tl.store(block_experts + block, -1)
-        tl.store(slots + block * BLOCK_M + place, tl.full([BLOCK_M], -1, tl.int32))
+        tl.store(block_experts + block, -1, eviction_policy=KEPT)
+        tl.store(slots + block * BLOCK_M + place, tl.full([BLOCK_M], -1, tl.int32), eviction_policy=KEPT)
 
 
 @triton.jit
@@ -163,6 +164,7 @@ def finish_block(
         out + out_row[:, None] * width + to[None, :],
         total.to(out.dtype.element_ty),
         mask=used[:, None] & (to < width)[None, :],
+        eviction_policy=KEPT,
     )
 
 
@@ -227,10 +229,11 @@ def _combine(
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
     TOP_K: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The sum of a token's answers, always in the order of its experts."""
+    """The sum of a token's answers, always in the order of its experts; ``WHOLE``: all of them are held."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -239,12 +242,14 @@ def _combine(
     total = tl.zeros([BLOCK], tl.float32)
     for place in tl.static_range(TOP_K):
         pair = token * TOP_K + place
-        expert = tl.load(experts + pair + tl.zeros([BLOCK], tl.int32)) - FIRST
-        held = (expert >= 0) & (expert < COUNT) & (column < N)
+        held = column < N
+        if not WHOLE:
+            expert = tl.load(experts + pair + tl.zeros([BLOCK], tl.int32)) - FIRST
+            held &= (expert >= 0) & (expert < COUNT)
         total += tl.load(answers + pair * N + column, mask=held, other=0.0).to(tl.float32)
     if residual is not None:
         total += tl.load(residual + token * N + column, mask=column < N, other=0.0).to(tl.float32)
-    tl.store(y + token * N + column, total.to(y.dtype.element_ty), mask=column < N)
+    tl.store(y + token * N + column, total.to(y.dtype.element_ty), mask=column < N, eviction_policy=KEPT)
 
 
 @dataclass(frozen=True)
@@ -254,6 +259,8 @@ class Held:
     first: int
     count: int
     top_k: int
+    whole: bool = False
+    """Whether it is known that these are all there are."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +297,7 @@ def sort_by_expert(experts: torch.Tensor, held: Held, rows: int, overlap: bool =
             PAIRS=triton.next_power_of_2(pairs),
             BLOCK_M=rows,
             OVERLAP=overlap,
-            num_warps=4,
+            num_warps=4 if pairs <= 1024 else 8,
             **constants,
             **launch_options(overlap),
         )
@@ -339,6 +346,7 @@ def combine(
         FIRST=held.first,
         COUNT=held.count,
         TOP_K=held.top_k,
+        WHOLE=held.whole,
         BLOCK=block,
         OVERLAP=overlap,
         **launch_options(overlap),

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom_core.kernels.gated_activation.triton_kernel import gated
+from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.few_rows_hopper import LAG, activated, depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import launch_options
@@ -132,7 +133,12 @@ def store_pairs(
     known = (out_pair >= 0)[None, :] & (to < width)[:, None]
     if SPLIT:
         to = to % 4 * (width // 4) + to // 4
-    gl.store(out + out_row.to(gl.int64)[None, :] * width + to[:, None], result.to(out_dtype), mask=known)
+    gl.store(
+        out + out_row.to(gl.int64)[None, :] * width + to[:, None],
+        result.to(out_dtype),
+        mask=known,
+        eviction_policy=KEPT,
+    )
 
 
 @gluon.jit
@@ -339,7 +345,7 @@ def grouped_rows_hopper(
         out_row = out_slot
     to = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, stored))
     known = (out_pair >= 0)[:, None] & (to < width)[None, :]
-    gl.store(out + out_row.to(gl.int64)[:, None] * width + to[None, :], result, mask=known)
+    gl.store(out + out_row.to(gl.int64)[:, None] * width + to[None, :], result, mask=known, eviction_policy=KEPT)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class TritonExperts:
 
     def __init__(self, spec: ExpertsSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
-        self.held = Held(spec.first, spec.count, spec.top_k)
+        self.held = Held(spec.first, spec.count, spec.top_k, whole=spec.total == spec.count)
 
     def adopt(self, layer: ExpertWeights) -> bool:
         """It reads the weights as they are."""

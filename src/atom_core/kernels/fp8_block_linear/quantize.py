@@ -8,6 +8,7 @@ import triton.language as tl
 
 from atom_core.kernels.fp8_linear.quantize import AS_IT_IS, Made, made, narrowed, unit_of
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
+from atom_core.kernels.kept import KEPT
 from atom_core.kernels.triton_support import launch_options
 
 #: Groups of a row for a program, where it need not know the whole row.
@@ -62,10 +63,15 @@ def _quantize_groups(
     grouped = tl.reshape(numbers, (GROUPS, GROUP))
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(grouped), 1), SMALLEST), LIMIT)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    tl.store(scales + group.to(tl.int64) * stride_scales + row, scale * (UNIT * UNIT), mask=group * GROUP < K)
+    tl.store(
+        scales + group.to(tl.int64) * stride_scales + row,
+        scale * (UNIT * UNIT),
+        mask=group * GROUP < K,
+        eviction_policy=KEPT,
+    )
     inverse = tl.div_rn(1.0, scale * UNIT)
     stored = narrowed(grouped, inverse[:, None], LIMIT, UNIT, quantized.dtype.element_ty)
-    tl.store(quantized + row * K + column, tl.reshape(stored, (GROUPS * GROUP,)), mask=known)
+    tl.store(quantized + row * K + column, tl.reshape(stored, (GROUPS * GROUP,)), mask=known, eviction_policy=KEPT)
 
 
 def quantize_groups(

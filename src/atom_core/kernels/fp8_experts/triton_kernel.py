@@ -41,7 +41,8 @@ class TritonFp8Experts:
     def __init__(self, spec: Fp8ExpertsSpec, target: Target, overlap: bool) -> None:
         self.spec, self.nvidia, self.overlap = spec, target.kind == "cuda", overlap
         self.fnuz = dtype_of(target) == FNUZ
-        self.held, self.block = Held(spec.first, spec.count, spec.top_k), BLOCK_SIZE if spec.block else 0
+        self.held = Held(spec.first, spec.count, spec.top_k, whole=spec.total == spec.count)
+        self.block = BLOCK_SIZE if spec.block else 0
         self.max_normed = int(takes_one_token(spec.hidden_size, spec.intermediate_size, spec.dtype))
 
     def adopt(self, layer: Fp8ExpertWeights) -> None:

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.kept import KEPT
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 
@@ -40,7 +41,7 @@ def _gated_activation(x, out, stride_x, N, BLOCK: tl.constexpr, KIND: tl.constex
     used = columns < N
     gate = tl.load(x + row * stride_x + columns, mask=used, other=0.0).to(tl.float32)
     up = tl.load(x + row * stride_x + N + columns, mask=used, other=0.0).to(tl.float32)
-    tl.store(out + row * N + columns, gated(gate, up, KIND).to(out.dtype.element_ty), mask=used)
+    tl.store(out + row * N + columns, gated(gate, up, KIND).to(out.dtype.element_ty), mask=used, eviction_policy=KEPT)
 
 
 def _fake(x: torch.Tensor, activation: str, overlap: bool = False) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.kept import kept_of
 from atom_core.kernels.triton_support import launch_options
 
 #: Tokens and outputs of a tile, for few tokens and for more.
@@ -56,6 +57,7 @@ def _head_linear(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    POLICY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
@@ -83,12 +85,22 @@ def _head_linear(
             wanted = (row < K)[:, None] & (column < N)[None, :]
             b = tl.load(weights + row.to(tl.int64)[:, None] * stride_w_in, mask=wanted, other=0.0)
             acc = tl.dot(a, b, acc, input_precision="ieee")
-    tl.store(target + column[None, :], acc.to(out.dtype.element_ty), mask=taken[:, None] & (column < N)[None, :])
+    tl.store(
+        target + column[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=taken[:, None] & (column < N)[None, :],
+        eviction_policy=POLICY,
+    )
     if C > 0:  # noqa: SIM102 - decided when compiling, unlike the next
         if tl.program_id(2) == 0:
             carried = tl.arange(0, C_PADDED)
             used = taken[:, None] & (carried < C)[None, :]
-            tl.store(target + N + carried[None, :], tl.load(source + K + carried[None, :], mask=used), mask=used)
+            tl.store(
+                target + N + carried[None, :],
+                tl.load(source + K + carried[None, :], mask=used),
+                mask=used,
+                eviction_policy=POLICY,
+            )
 
 
 def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, overlap: bool = False) -> None:
@@ -115,6 +127,7 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, ove
         BLOCK_T=block_t,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        POLICY=kept_of(heads),
         OVERLAP=overlap,
         num_warps=warps,
         **launch_options(overlap),

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_parts
 from atom_core.kernels.attention.triton_kernel import LOG2_E
+from atom_core.kernels.kept import kept_of
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready
 from atom_core.kernels.linear.parts import FETCH_ROWS
@@ -143,7 +144,9 @@ def _part(parts, part_sums, mine, used, number, L: gl.constexpr):
 
 
 @gluon.jit
-def _join(parts, part_sums, at, part_rows, working, used, to, L: gl.constexpr, layout: gl.constexpr):
+def _join(
+    parts, part_sums, at, part_rows, working, used, to, L: gl.constexpr, layout: gl.constexpr, POLICY: gl.constexpr
+):
     """Write what parts of a program's rows add up to; ``at`` and ``to``: where rows are, of parts and of results."""
     warps: gl.constexpr = gl.num_warps()
     BLOCK_M: gl.constexpr = at.shape[0]
@@ -168,7 +171,7 @@ def _join(parts, part_sums, at, part_rows, working, used, to, L: gl.constexpr, l
             acc = acc * shrink[:, None] + one * one_shrink[:, None] + two * two_shrink[:, None]
             highest = new_highest
         acc = acc / total[:, None]
-        gl.store(to[:, None] + number[None, :], acc.to(to.dtype.element_ty), mask=used[:, None])
+        gl.store(to[:, None] + number[None, :], acc.to(to.dtype.element_ty), mask=used[:, None], eviction_policy=POLICY)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "beyond"])
@@ -203,6 +206,7 @@ def latent_decode_hopper(
     SPLIT: gl.constexpr,
     LEAST: gl.constexpr,
     FETCH: gl.constexpr,
+    POLICY: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """``HEADS`` heads of a request, which has up to ``QUERIES`` query tokens or, as padding, none.
@@ -333,9 +337,9 @@ def latent_decode_hopper(
         if (working > 1) | (not JOINED):
             mine = split * part_rows + at
             part = gl.convert_layout(acc.permute((1, 0)), stored)
-            gl.store((parts + mine * L)[:, None] + number[None, :], part, mask=used[:, None])
-            gl.store(part_sums + mine * 2, gl.convert_layout(highest, of_rows), mask=used)
-            gl.store(part_sums + mine * 2 + 1, gl.convert_layout(total, of_rows), mask=used)
+            gl.store((parts + mine * L)[:, None] + number[None, :], part, mask=used[:, None], eviction_policy=POLICY)
+            gl.store(part_sums + mine * 2, gl.convert_layout(highest, of_rows), mask=used, eviction_policy=POLICY)
+            gl.store(part_sums + mine * 2 + 1, gl.convert_layout(total, of_rows), mask=used, eviction_policy=POLICY)
     if JOINED:
         to = out + token.to(gl.int64) * stride_o_token + head.to(gl.int64) * stride_o_head
         if SPLIT:  # noqa: SIM102 - likewise
@@ -345,11 +349,11 @@ def latent_decode_hopper(
                 if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
                     return
                 gl.store(arrival, 0)
-                _join(parts, part_sums, at, part_rows, working, used, to, L, stored)
+                _join(parts, part_sums, at, part_rows, working, used, to, L, stored, POLICY)
                 return
         acc = acc / gl.convert_layout(total, of_sums)[None, :]
         result = gl.convert_layout(acc.to(out.dtype.element_ty).permute((1, 0)), stored)
-        gl.store(to[:, None] + number[None, :], result, mask=used[:, None])
+        gl.store(to[:, None] + number[None, :], result, mask=used[:, None], eviction_policy=POLICY)
 
 
 class LatentDecode:
@@ -446,6 +450,7 @@ class LatentDecode:
             SPLIT=splits.count > 1,
             LEAST=least,
             FETCH=num_requests >= _FETCHING,
+            POLICY=kept_of(shape.num_heads),
             OVERLAP=self.overlap,
             num_warps=4 if tile_rows == 16 else 8,
             **launch_options(self.overlap),

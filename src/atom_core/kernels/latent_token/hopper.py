@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from atom_core.kernels.attention.splits import Splits, empty_parts
 from atom_core.kernels.attention.triton_kernel import LOG2_E
+from atom_core.kernels.kept import KEPT
 from atom_core.kernels.latent_attention.hopper import KEYS, LatentDecode, copy_rows, pages_of
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.latent_cache import LatentWeights
@@ -185,8 +186,8 @@ def latent_token_hopper(
     folded = warpgroup_mma_wait(0, [folded]).to(dtype)
     if not few:
         target = queries + head.to(gl.int64) * stride_o_head
-        gl.store(target + number, _first_column(folded.to(gl.float32), summed).to(dtype))
-        gl.store(target + L + turning, turned_query.to(dtype))
+        gl.store(target + number, _first_column(folded.to(gl.float32), summed).to(dtype), eviction_policy=KEPT)
+        gl.store(target + L + turning, turned_query.to(dtype), eviction_policy=KEPT)
         return
     plain.store(folded.permute((1, 0)))
     own_score = gl.sum(folded.to(gl.float32) * own[:, None], 0) + gl.sum(turned_query * turned_own, 0)
@@ -212,11 +213,11 @@ def latent_token_hopper(
     acc = warpgroup_mma(latents.index(0).permute((1, 0)), given.index(0).permute((1, 0)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
     mine = tile.to(gl.int64) * H + head
-    gl.store(parts + mine * L + number, _first_column(acc, summed))
+    gl.store(parts + mine * L + number, _first_column(acc, summed), eviction_policy=KEPT)
     column = gl.arange(0, COLUMNS, of_scores)
     sums = part_sums + mine * 2 + column * 0
-    gl.store(sums, highest, mask=column == 0)
-    gl.store(sums + 1, total, mask=column == 0)
+    gl.store(sums, highest, mask=column == 0, eviction_policy=KEPT)
+    gl.store(sums + 1, total, mask=column == 0, eviction_policy=KEPT)
 
 
 class LatentToken:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.attention.splits import MAX_SPLITS, Splits, empty_parts
+from atom_core.kernels.kept import KEPT
 from atom_core.kernels.latent_attention.hopper import KEYS, LatentDecode
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.triton_support import launch_options
@@ -114,7 +115,7 @@ def _values_of_parts(
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     known = (token < tl.load(query_start_loc + num_requests))[:, None] & inside
     to = out + token.to(tl.int64)[:, None] * stride_o_token + head * stride_o_head + column[None, :]
-    tl.store(to, values.to(out.dtype.element_ty), mask=known)
+    tl.store(to, values.to(out.dtype.element_ty), mask=known, eviction_policy=KEPT)
 
 
 class TritonLatentValues:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.kept import KEPT
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 
@@ -98,11 +99,11 @@ def _route(
         given /= tl.maximum(tl.sum(given, 0), 1e-20)
     weights += token * (TOP_K + SHARED)
     experts += token * (TOP_K + SHARED)
-    tl.store(weights + place, given * scale, mask=place < TOP_K)
-    tl.store(experts + place, chosen, mask=place < TOP_K)
+    tl.store(weights + place, given * scale, mask=place < TOP_K, eviction_policy=KEPT)
+    tl.store(experts + place, chosen, mask=place < TOP_K, eviction_policy=KEPT)
     for number in tl.static_range(SHARED):
-        tl.store(weights + (TOP_K + number), 1.0)
-        tl.store(experts + (TOP_K + number), E + number)
+        tl.store(weights + (TOP_K + number), 1.0, eviction_policy=KEPT)
+        tl.store(experts + (TOP_K + number), E + number, eviction_policy=KEPT)
 
 
 def route(

@@ -19,6 +19,7 @@ import triton.language as tl
 from atom_core.config import Activation
 from atom_core.kernels.experts.grouped import Held, block_rows, combine, finish_block, sort_by_expert
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
+from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.parts import finish, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
@@ -150,7 +151,7 @@ def _down(
     at = token.to(tl.int64) * N + out
     if residual is not None:
         total += tl.load(residual + at, mask=out < N, other=0.0).to(tl.float32)
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=out < N)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=out < N, eviction_policy=KEPT)
 
 
 @triton.jit
@@ -212,7 +213,7 @@ class TritonMxfp4Experts:
 
     def __init__(self, spec: Mxfp4ExpertsSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
-        self.held = Held(spec.first, spec.count, spec.top_k)
+        self.held = Held(spec.first, spec.count, spec.top_k, whole=spec.total == spec.count)
 
     def adopt(self, layer: Mxfp4Weights) -> None:
         """For Hopper's kernel, bits are moved to where it wants them."""

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.fp8_linear.quantize import norm_factor
+from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_linear.parts import rounded
 from atom_core.kernels.triton_support import launch_options
@@ -51,7 +52,7 @@ def _prepare(
     if ROUNDED:
         numbers = tl.reshape(rounded(tl.reshape(numbers, (GROUPS, GROUP))), (GROUPS * GROUP,))
     column = column % PARTS * (K // PARTS) + column // PARTS
-    tl.store(out + row * K + column, numbers.to(out.dtype.element_ty), mask=known)
+    tl.store(out + row * K + column, numbers.to(out.dtype.element_ty), mask=known, eviction_policy=KEPT)
 
 
 def prepare(

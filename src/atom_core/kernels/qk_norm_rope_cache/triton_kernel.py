@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.cache_dtypes import saturation_limit
+from atom_core.kernels.kept import KEPT
 from atom_core.kernels.triton_support import launch_options
 from atom_core.metadata import SHUFFLED, KVCacheView
 
@@ -107,8 +108,8 @@ def _qk_norm_rope_cache(
 
     query_at = q_out + (token * H + head[:, None]) * D
     asked = is_query[:, None] & paired[None, :]
-    tl.store(query_at + first[None, :], turned_x.to(q_out.dtype.element_ty), mask=asked)
-    tl.store(query_at + second[None, :], turned_y.to(q_out.dtype.element_ty), mask=asked)
+    tl.store(query_at + first[None, :], turned_x.to(q_out.dtype.element_ty), mask=asked, eviction_policy=KEPT)
+    tl.store(query_at + second[None, :], turned_y.to(q_out.dtype.element_ty), mask=asked, eviction_policy=KEPT)
 
     page = slot // PAGE
     offset = slot % PAGE
@@ -138,7 +139,12 @@ def _qk_norm_rope_cache(
     if REST > 0:
         inside = (rest < D)[None, :]
         rest_key, rest_value = places(rest, PAGE, TOGETHER)
-        tl.store(query_at + rest[None, :], wide_z.to(q_out.dtype.element_ty), mask=is_query[:, None] & inside)
+        tl.store(
+            query_at + rest[None, :],
+            wide_z.to(q_out.dtype.element_ty),
+            mask=is_query[:, None] & inside,
+            eviction_policy=KEPT,
+        )
         stored_z = stored(wide_z.to(x.dtype).to(tl.float32), k_scale, LIMIT).to(key.dtype.element_ty)
         tl.store(key_at + rest_key[None, :], stored_z, mask=kept & inside)
         plain_z = stored(z.to(tl.float32), v_scale, LIMIT).to(value.dtype.element_ty)

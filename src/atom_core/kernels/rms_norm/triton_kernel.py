@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.kept import KEPT
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 
@@ -37,10 +38,15 @@ def _rms_norm(
         stream = residual + row * stride_residual + columns
         # The sum is rounded before it is normed: the next layer adds to what was stored.
         values = (values.to(tl.float32) + tl.load(stream, mask=used, other=0.0).to(tl.float32)).to(values.dtype)
-        tl.store(stream, values, mask=used)
+        tl.store(stream, values, mask=used, eviction_policy=KEPT)
     wide = values.to(tl.float32)
     factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / N + eps)
-    tl.store(out + row * stride_out + columns, (wide * factor * scale).to(out.dtype.element_ty), mask=used)
+    tl.store(
+        out + row * stride_out + columns,
+        (wide * factor * scale).to(out.dtype.element_ty),
+        mask=used,
+        eviction_policy=KEPT,
+    )
 
 
 def rms_norm(

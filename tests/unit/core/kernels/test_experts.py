@@ -151,7 +151,11 @@ def test_many_tokens_in_triton(spec, dtype, tokens):
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 20])
-@pytest.mark.parametrize("spec", [SPEC, SPECS["the last of them, with biases"]], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "spec",
+    [SPEC, replace(SPEC, total=SPEC.count), SPECS["the last of them, with biases"]],
+    ids=["all", "all there are", "some"],
+)
 def test_answers_are_added_to_a_residual(spec, tokens):
     from atom_core.kernels.experts.triton_kernel import TritonExperts
 
