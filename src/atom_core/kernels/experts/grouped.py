@@ -297,6 +297,7 @@ def sort_by_expert(experts: torch.Tensor, held: Held, rows: int, overlap: bool =
             PAIRS=triton.next_power_of_2(pairs),
             BLOCK_M=rows,
             OVERLAP=overlap,
+            # Of 256 tokens of DeepSeek V2-Lite a step on an H200 takes 0.1 to 0.2% less by eight.
             num_warps=4 if pairs <= 1024 else 8,
             **constants,
             **launch_options(overlap),

@@ -16,7 +16,6 @@ import triton.language as tl
 
 from atom_core.kernels.attention.splits import SplitBuffers
 from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joined, place_of
-from atom_core.kernels.kept import KEPT
 from atom_core.kernels.latent_attention.hopper import LatentDecode
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
@@ -148,16 +147,16 @@ def _latent_attention(
             at = (start + token).to(tl.int64) * H + head
             part_rows = tl.cast(num_tokens, tl.int64) * H
             mine = split * part_rows + at
-            tl.store(parts + mine[:, None] * L + number[None, :], acc, mask=kept, eviction_policy=KEPT)
-            tl.store(part_sums + mine * 2, highest, mask=row_used, eviction_policy=KEPT)
-            tl.store(part_sums + mine * 2 + 1, total, mask=row_used, eviction_policy=KEPT)
+            tl.store(parts + mine[:, None] * L + number[None, :], acc, mask=kept)
+            tl.store(part_sums + mine * 2, highest, mask=row_used)
+            tl.store(part_sums + mine * 2 + 1, total, mask=row_used)
             if not is_last(arrivals + block * tl.num_programs(1) + tl.program_id(1), working, AMD):
                 return
             total, acc = parts_joined(parts, part_sums, at, part_rows, working, row_used, L, BLOCK_M, L_PADDED)
 
     acc = acc * cache_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     o_at = (start + token).to(tl.int64)[:, None] * stride_o_token + head.to(tl.int64)[:, None] * stride_o_head
-    tl.store(out + o_at + number[None, :], acc.to(out.dtype.element_ty), mask=kept, eviction_policy=KEPT)
+    tl.store(out + o_at + number[None, :], acc.to(out.dtype.element_ty), mask=kept)
 
 
 class TritonLatentAttention:
