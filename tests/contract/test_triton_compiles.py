@@ -475,13 +475,14 @@ def test_latent_cache_compiles(monkeypatch, name, gpu, cache_dtype):
 
 @pytest.mark.parametrize(("gpu", "cache_dtype"), [*((gpu, None) for gpu in GPUS), *FP8_CACHES], ids=str)
 @pytest.mark.parametrize("name", ["16 heads, bfloat16", "128 heads, float16, one token a page"])
-def test_folded_queries_compile(monkeypatch, name, gpu, cache_dtype):
+@pytest.mark.parametrize("tokens", [7, 100])
+def test_folded_queries_compile(monkeypatch, name, gpu, cache_dtype, tokens):
     case, dtype = LATENTS[name]
     kernel = queries_kernel._latent_queries
     monkeypatch.setattr(queries_kernel, "_latent_queries", Recorder())
     launch = queries_kernel.TritonLatentQueries(case.spec(dtype).latent, overlap=gpu.nvidia)
     with pytest.raises(Launched) as launched:
-        check_latent_queries(case, launch, dtype, CPU, cache_dtype)
+        check_latent_queries(case, launch, dtype, CPU, cache_dtype, min(tokens, launch.max_tokens))
     compile_launch(kernel, launched.value, gpu)
 
 

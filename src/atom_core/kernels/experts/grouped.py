@@ -2,6 +2,11 @@
 
 A block is some rows of one expert. How many there are is known to the GPU alone, so launches are for as many as there
 may be, and blocks behind the last do nothing: nothing waits for the host, and a graph fits any routing.
+
+Blocks of the last expert come first. Those that all tokens share are the last ones, with several blocks each that read
+the same weights: in front the second-level cache gives them while memory gives the first of the others, where at the
+end memory would wait. On an H100 a step of DeepSeek V2-Lite takes 0.8% less so with 128 and 192 requests, and 0.2 to
+0.3% less with 64 and 256.
 """
 
 from __future__ import annotations
@@ -57,7 +62,7 @@ def _arrange(counts, first_blocks, block_experts, COUNT: tl.constexpr, PADDED: t
     expert = tl.arange(0, PADDED)
     number = tl.load(counts + expert, mask=expert < COUNT, other=0)
     needed = (number + BLOCK_M - 1) // BLOCK_M
-    first = tl.cumsum(needed, 0) - needed
+    first = tl.sum(needed, 0) - tl.cumsum(needed, 0)
     tl.store(first_blocks + expert, first, mask=expert < COUNT)
     # As often as one expert has blocks: few, however many experts and blocks there are.
     for index in range(tl.max(needed, 0)):
@@ -113,7 +118,7 @@ def _sort(
     numbers = tl.histogram(tl.where((whose >= 0) & (whose < COUNT), whose, COUNT), BINS)
     each = tl.arange(0, BINS)
     needed = tl.where(each < COUNT, (numbers + BLOCK_M - 1) // BLOCK_M, 0)
-    first = tl.sum(tl.where(each < expert, needed, 0), 0)
+    first = tl.sum(tl.where(each > expert, needed, 0), 0)
     behind = first + tl.sum(tl.where(each == expert, needed, 0), 0)
     mine = (whose == expert).to(tl.int32)
     tl.store(slots + first * BLOCK_M + tl.cumsum(mine, 0) - 1, pair, mask=mine > 0, eviction_policy=KEPT)
@@ -185,13 +190,15 @@ def _multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A block of rows of one expert by some rows of its weight.
 
     With an activation rows of ``x`` are those of the pairs' tokens, and the result goes where the block is; without,
-    rows of ``x`` are the block's, and the result, times the pair's weight, goes where the pair is.
+    rows of ``x`` are the block's, and the result, times the pair's weight, goes where the pair is. ``EVEN``: ``K`` is a
+    multiple of ``BLOCK_K``.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     if OVERLAP:
@@ -210,9 +217,13 @@ def _multiply(
     at = weight + expert * N * K + row[None, :] * K + column[:, None]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        known = begin + column < K
-        left = tl.load(x_at + begin, mask=used[:, None] & known[None, :], other=0.0)
-        right = tl.load(at + begin, mask=known[:, None], other=0.0)
+        if EVEN:
+            left = tl.load(x_at + begin, mask=used[:, None], other=0.0)
+            right = tl.load(at + begin)
+        else:
+            known = begin + column < K
+            left = tl.load(x_at + begin, mask=used[:, None] & known[None, :], other=0.0)
+            right = tl.load(at + begin, mask=known[:, None], other=0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -265,7 +276,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Pairs in the order of their experts."""
+    """Pairs by expert, those of the last in front."""
 
     rows: int
     """Of a block."""
@@ -432,7 +443,10 @@ def _multiply_blocks(
 ) -> None:
     """One product of all experts into ``out``; see :func:`_multiply`."""
     wide, few = x.dtype == torch.float32, blocks.rows < 64
-    tile_rows = 64 if wide or few else 128
+    # On Hopper four warps hold the sums of 64 pairs, and the wider of the two products is read faster by more programs.
+    slim = few or (overlap and blocks.rows == 64)
+    tile_rows = 64 if wide or few or (slim and activation is not None) else 128
+    columns = 32 if wide else 64
     _, rows, size = weight.shape
     _multiply[(triton.cdiv(rows, tile_rows), len(blocks.experts))](
         x,
@@ -448,10 +462,11 @@ def _multiply_blocks(
         TOP_K=top_k,
         BLOCK_M=blocks.rows,
         BLOCK_N=tile_rows,
-        BLOCK_K=32 if wide else 64,
+        BLOCK_K=columns,
         STAGES=2 if wide else 3,
+        EVEN=size % columns == 0,
         ACTIVATION=activation,
         OVERLAP=overlap,
-        num_warps=4 if few else 8,
+        num_warps=4 if slim else 8,
         **launch_options(overlap),
     )

@@ -17,9 +17,9 @@ from atom_core.kernels.triton_support import launch_options
 _FEW, _MANY, _FEW_OUTPUTS, _MANY_OUTPUTS = 16, 64, 32, 64
 #: Inputs that are multiplied at a time for more; for few tokens all of a latent, with fewer outputs a program.
 _MANY_INPUTS, _ALL_INPUTS, _FEWER_OUTPUTS = 64, 512, 16
-#: Where it was measured, on an H200 in 16 bits: inputs up to which more tokens are multiplied by all at once, with
-#: twice as many outputs a program, and inputs at a time beyond.
-_AT_ONCE, _WIDE_INPUTS = 128, 256
+#: Where it was measured, on Hopper in 16 bits: inputs up to which more tokens are multiplied by all at once with twice
+#: as many outputs a program, and at a time beyond, where there are many heads and so programs enough.
+_AT_ONCE = 128
 #: Heads whose weights may as well be read from the second-level cache, once for each few of up to 64 tokens.
 _FEW_HEADS = 32
 
@@ -30,9 +30,9 @@ def _tile(num_tokens: int, heads: int, in_features: int, itemsize: int, overlap:
     if num_tokens > (_MANY if heads <= _FEW_HEADS else _FEW):
         if not overlap or itemsize > 2:
             return _MANY, _MANY_OUTPUTS, _MANY_INPUTS, 4
-        if padded <= _AT_ONCE:
-            return _MANY, 2 * _MANY_OUTPUTS, padded, 8
-        return _MANY, _MANY_OUTPUTS, _WIDE_INPUTS, 4
+        if padded <= _AT_ONCE or heads > _FEW_HEADS:
+            return _MANY, 2 * _MANY_OUTPUTS, min(padded, _AT_ONCE), 8
+        return _MANY, _MANY_OUTPUTS, min(padded, _ALL_INPUTS), 8
     inputs = min(_ALL_INPUTS * 2 // itemsize, padded)
     return _FEW, _FEW_OUTPUTS if inputs <= 2 * _MANY_INPUTS else _FEWER_OUTPUTS, inputs, 4
 

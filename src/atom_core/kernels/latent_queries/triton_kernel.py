@@ -2,11 +2,12 @@
 
 A program takes some tokens and some of the latent's numbers of one head's queries, with its weights on their way before
 the kernel in front is done; those of the first numbers rotate the rest of the query as well. Behind the last head are
-programs that write a token's latent to the cache each, as in :mod:`atom_core.kernels.latent_cache`.
+programs that write some tokens' latents to the cache, as in :mod:`atom_core.kernels.latent_cache`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.cache_dtypes import saturation_limit
+from atom_core.kernels.kept import kept_of
 from atom_core.kernels.latent_cache.triton_kernel import angles_of, turn, write_rows
 from atom_core.kernels.triton_support import launch_options
 from atom_core.metadata import LatentCacheView
@@ -21,8 +23,26 @@ from atom_core.metadata import LatentCacheView
 if TYPE_CHECKING:
     from atom_core.kernels.latent_cache import LatentSpec, LatentWeights
 
-#: Tokens of a launch, and tokens and numbers of a latent that a program takes.
-_MAX_TOKENS, _TOKENS, _NUMBERS = 64, 16, 32
+#: Tokens up to which there are many programs, by small tiles, and those of a launch at most.
+_FEW_TOKENS, _MAX_TOKENS = 64, 256
+#: Inputs up to which a program of many tokens multiplies by all of them at once.
+_AT_ONCE = 128
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program takes."""
+
+    tokens: int
+    numbers: int
+    """Of a latent."""
+    warps: int
+    extra: int
+    """As many heads' programs, behind the last head, write to the cache."""
+
+
+#: Few and more tokens as in :mod:`atom_core.kernels.head_linear`.
+_FEW, _MANY = Tile(16, 32, 4, 1), Tile(64, 128, 8, 4)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -58,17 +78,19 @@ def _latent_queries(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     LIMIT: tl.constexpr,
+    POLICY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
-    if head == H:
+    if head >= H:
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
-        place = block + tl.arange(0, 1)
+        place = ((tl.program_id(1) - H) * tl.num_programs(0) + block) * ROWS + tl.arange(0, ROWS)
         token = (tl.program_id(2) * BLOCK_T + place).to(tl.int64)
         mine = (token < num_tokens) & (place < BLOCK_T)
         write_rows(
@@ -120,7 +142,8 @@ def _latent_queries(
         )
         x = tl.load(query + number[None, :], mask=taken[:, None] & known[None, :], other=0.0)
         total = tl.dot(x, factors, total, input_precision="ieee")
-    tl.store(target + column[None, :], total.to(queries.dtype.element_ty), mask=taken[:, None] & inside)
+    folded = total.to(queries.dtype.element_ty)
+    tl.store(target + column[None, :], folded, mask=taken[:, None] & inside, eviction_policy=POLICY)
 
     if block == 0:
         cos, sin, first, second, paired = angles_of(cos_sin, positions, token, taken, R, PAIRS, INTERLEAVED)
@@ -135,10 +158,11 @@ class TritonLatentQueries:
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
 
-    max_tokens = _MAX_TOKENS
-
     def __init__(self, spec: LatentSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
+        # Measured on Hopper alone, where a tile's numbers fit in registers.
+        many = overlap and spec.dtype.itemsize == 2 and spec.nope_dim <= _AT_ONCE
+        self.max_tokens = _MAX_TOKENS if many else _FEW_TOKENS
 
     def __call__(
         self,
@@ -157,8 +181,10 @@ class TritonLatentQueries:
         assert weights.expand.stride(-1) == 1
         if not num_tokens:
             return
-        blocks = max(triton.cdiv(spec.rank, _NUMBERS), min(num_tokens, _TOKENS))
-        _latent_queries[blocks, spec.num_heads + 1, triton.cdiv(num_tokens, _TOKENS)](
+        tile = _FEW if num_tokens <= _FEW_TOKENS else _MANY
+        blocks = triton.cdiv(spec.rank, tile.numbers)
+        rows = triton.cdiv(tile.tokens, blocks * tile.extra)
+        _latent_queries[blocks, spec.num_heads + tile.extra, triton.cdiv(num_tokens, tile.tokens)](
             q,
             latent,
             positions,
@@ -183,12 +209,14 @@ class TritonLatentQueries:
             L=spec.rank,
             L_PADDED=triton.next_power_of_2(spec.rank),
             PAIRS=triton.next_power_of_2(spec.rope_dim // 2),
-            BLOCK_T=_TOKENS,
-            BLOCK_N=_NUMBERS,
+            BLOCK_T=tile.tokens,
+            BLOCK_N=tile.numbers,
             BLOCK_K=max(16, min(128, triton.next_power_of_2(spec.nope_dim))),
+            ROWS=triton.next_power_of_2(rows),
             INTERLEAVED=spec.interleaved,
             LIMIT=saturation_limit(cache.rows.dtype),
+            POLICY=kept_of(spec.num_heads) if tile is _MANY else "",
             OVERLAP=self.overlap,
-            num_warps=4,
+            num_warps=tile.warps,
             **launch_options(self.overlap),
         )

@@ -161,6 +161,16 @@ def test_the_triton_kernel_also_folds_queries(case, dtype, tokens):
 
 
 @every_cache
+def test_many_tokens_queries_are_folded_by_larger_tiles(case):
+    from atom_core.kernels.latent_queries.triton_kernel import TritonLatentQueries
+
+    launch = TritonLatentQueries(case.spec(torch.float16).latent, overlap=False)
+    assert launch.max_tokens == 64
+    launch.max_tokens = 256
+    check_latent_queries(case, launch, torch.float16, CPU, tokens=70)
+
+
+@every_cache
 @every_fp8_dtype
 def test_it_fills_an_fp8_cache_as_well(exact_fp8_casts, case, cache_dtype):
     from atom_core.kernels.latent_queries.triton_kernel import TritonLatentQueries

@@ -74,3 +74,13 @@ def test_default_tiles_of_narrow_weights(product, rows, out_features, in_feature
     x, weight, bias = operands(rows, out_features, in_features)
     found = product(x, weight, bias, tile=tile, overlap=False)
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T + bias.double(), rtol=2**-9, atol=2**-8)
+
+
+@pytest.mark.parametrize("rows", [17, 40, 200])
+def test_more_rows_by_a_router_are_multiplied_in_parts_as_well(product, rows):
+    tile = tile_for(rows, 96, 1024, 2, nvidia=True, hopper=True)
+    assert tile is not None
+    assert (tile.split, tile.tokens) == (4, 16)
+    x, weight, bias = operands(rows, 96, 1024)
+    found = product(x, weight, bias, tile=tile, overlap=False)
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T + bias.double(), rtol=2**-9, atol=2**-8)
