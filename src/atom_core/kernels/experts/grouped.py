@@ -174,6 +174,19 @@ def finish_block(
 
 
 @triton.jit
+def load_tiles(x_at, at, used, column, begin, K, EVEN: tl.constexpr):
+    """The columns from ``begin`` on of a block's rows of the input and of the weight; see :func:`_multiply`."""
+    if EVEN:
+        left = tl.load(x_at + begin, mask=used[:, None], other=0.0)
+        right = tl.load(at + begin)
+    else:
+        known = begin + column < K
+        left = tl.load(x_at + begin, mask=used[:, None] & known[None, :], other=0.0)
+        right = tl.load(at + begin, mask=known[:, None], other=0.0)
+    return left, right
+
+
+@triton.jit
 def _multiply(
     x,
     slots,
@@ -217,13 +230,7 @@ def _multiply(
     at = weight + expert * N * K + row[None, :] * K + column[:, None]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if EVEN:
-            left = tl.load(x_at + begin, mask=used[:, None], other=0.0)
-            right = tl.load(at + begin)
-        else:
-            known = begin + column < K
-            left = tl.load(x_at + begin, mask=used[:, None] & known[None, :], other=0.0)
-            right = tl.load(at + begin, mask=known[:, None], other=0.0)
+        left, right = load_tiles(x_at, at, used, column, begin, K, EVEN)
         total = tl.dot(left, right, total, input_precision="ieee")
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()

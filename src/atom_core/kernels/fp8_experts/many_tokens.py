@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.experts.grouped import Blocks, finish_block
+from atom_core.kernels.experts.grouped import Blocks, finish_block, load_tiles
 from atom_core.kernels.linear.parts import weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.triton_support import launch_options
@@ -65,13 +65,7 @@ def _multiply(
     scales += expert * stride_scales
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if EVEN:
-            left = tl.load(x_at + begin, mask=used[:, None], other=0.0)
-            right = tl.load(at + begin)
-        else:
-            known = begin + column < K
-            left = tl.load(x_at + begin, mask=used[:, None] & known[None, :], other=0.0)
-            right = tl.load(at + begin, mask=known[:, None], other=0.0)
+        left, right = load_tiles(x_at, at, used, column, begin, K, EVEN)
         if SIZE > 0:
             tl.static_assert(SIZE == BLOCK_K)
             group = begin // SIZE
