@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from atom_core.config import RoutingConfig
@@ -40,6 +41,7 @@ from atom_core.kernels.experts import few_tokens as few_experts_kernel
 from atom_core.kernels.experts import few_tokens_hopper as few_hopper_kernel
 from atom_core.kernels.experts import grouped as grouped_kernel
 from atom_core.kernels.experts import hopper as hopper_experts_kernel
+from atom_core.kernels.experts import pairs_hopper as pairs_kernel
 from atom_core.kernels.experts import triton_kernel as experts_kernel
 from atom_core.kernels.fp8_block_linear import few_rows as few_block_rows_kernel
 from atom_core.kernels.fp8_block_linear import few_rows_hopper as hopper_block_rows_kernel
@@ -219,6 +221,9 @@ def type_of(argument: Any) -> str:
         return "constexpr"
     if isinstance(argument, torch.Tensor):
         return POINTERS[argument.dtype]
+    if isinstance(argument, TensorDescriptor):
+        pointer = POINTERS[argument.base.dtype].removeprefix("*")
+        return f"tensordesc<{pointer}{argument.block_shape},{argument.layout!r}>"
     return "fp32" if isinstance(argument, float) else "i32"
 
 
@@ -1110,9 +1115,8 @@ def test_experts_of_few_tokens_compile_for_hopper(monkeypatch, size, tokens, til
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
-@pytest.mark.parametrize("tokens", [20, 40])
-def test_experts_of_few_pairs_compile_for_hopper(monkeypatch, tokens, bias):
-    gpu = GPUS[-1]
+def test_experts_of_few_pairs_compile_for_hopper(monkeypatch, bias):
+    tokens, gpu = 20, GPUS[-1]
     kept = keep(monkeypatch, (few_pairs_kernel, "few_pairs_hopper"))
     keep(monkeypatch, *SORTING)
     monkeypatch.setattr(grouped_kernel, "on_hopper", lambda device: True)
@@ -1128,6 +1132,53 @@ def test_experts_of_few_pairs_compile_for_hopper(monkeypatch, tokens, bias):
         compiled = compile_launch(kernel, launch, gpu)
         # One wait in the loop and one behind it: a compiler that waits for each product has more.
         assert compiled.asm["ptx"].count("wgmma.wait_group") == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("shared", "tokens", "pairs", "bias"),
+    [
+        (0, 40, 32, False),
+        (0, 40, 32, True),
+        (0, 100, 64, True),
+        (2, 20, 16, False),
+        (2, 33, 32, False),
+        (2, 64, 32, False),
+        (2, 66, 64, False),
+        (2, 256, 64, False),
+        (2, 700, 128, False),
+    ],
+)
+def test_experts_of_more_pairs_compile_for_hopper(monkeypatch, shared, tokens, pairs, bias, dtype):
+    """Blocks of up to 64 pairs, larger ones where tokens share experts: each block reads their weights."""
+    kept = keep(
+        monkeypatch,
+        (few_pairs_kernel, "few_pairs_hopper"),
+        (pairs_kernel, "pairs_hopper"),
+        (hopper_experts_kernel, "grouped_rows_hopper"),
+    )
+    keep(monkeypatch, *SORTING)
+    monkeypatch.setattr(grouped_kernel, "on_hopper", lambda device: True)
+    count, top_k = (66, 8) if shared else (16, 8)
+    activation = "clamped_swiglu" if bias else "silu"
+    spec = ExpertsSpec(0, count, 2048, 704, top_k, activation, bias, dtype, count, shared)
+    biases = (torch.empty(count, 1408, dtype=dtype), torch.empty(count, 2048, dtype=dtype)) if bias else (None, None)
+    weights = torch.empty(count, 1408, 2048, dtype=dtype), torch.empty(count, 2048, 704, dtype=dtype)
+    chosen = torch.zeros(tokens, top_k), torch.zeros(tokens, top_k, dtype=torch.int32)
+    run = experts_kernel.TritonExperts(spec, overlap=True)
+    x = torch.empty(tokens, 2048, dtype=dtype)
+    run.add(x, *chosen, ExpertWeights(*weights, *biases), torch.empty_like(x))
+    launched = kept()
+    name = {16: "few_pairs_hopper", 128: "grouped_rows_hopper"}.get(pairs, "pairs_hopper")
+    assert [kernel.__name__ for kernel, _ in launched] == [name] * 2
+    for kernel, launch in launched:
+        if name == "pairs_hopper":
+            assert launch.constants["PAIRS"] == pairs
+            compiled = compile_launch(kernel, launch, GPUS[-1])
+            # Three such programs, and what is set aside for each, share a multiprocessor's 228 KiB.
+            assert 3 * (compiled.metadata.shared + 1024) <= 228 * 1024
+            # A wait in the loop for all and one for half of the pairs: a compiler that waits for each has more.
+            assert compiled.asm["ptx"].count("wgmma.wait_group") == 2
 
 
 @every_gpu

@@ -68,6 +68,30 @@ DECODES = (
     LatentCase("128 heads, 40 requests", tuple((29 * at, 1) for at in range(40)), heads=128, **_SIZES),
     LatentCase("padded requests and tokens", _LENGTHS, heads=16, padded_requests=3, padded_tokens=4, **_SIZES),
     LatentCase("140 requests", tuple((29 * at, 1) for at in range(140)), heads=16, **_SIZES),
+    LatentCase(
+        "200 requests, of all lengths up to three tiles", tuple((at, 1) for at in range(200)), heads=16, **_SIZES
+    ),
+    LatentCase(
+        "150 requests, one token a page", tuple((5 * at, 1) for at in range(150)), heads=9, page_size=1, **_SIZES
+    ),
+    LatentCase(
+        "300 requests, some of them padding",
+        tuple((3 * at, 1) for at in range(290)),
+        heads=16,
+        padded_requests=10,
+        padded_tokens=12,
+        gap=64,
+        **_SIZES,
+    ),
+    LatentCase(
+        "200 requests, small latents",
+        tuple((at, 1) for at in range(200)),
+        heads=4,
+        rank=64,
+        nope_dim=16,
+        rope_dim=16,
+        value_dim=16,
+    ),
     LatentCase("rows apart", _LENGTHS, heads=16, gap=64, **_SIZES),
     LatentCase("small latents", _LENGTHS, heads=4, rank=64, nope_dim=16, rope_dim=16, value_dim=16),
     *(

@@ -121,6 +121,35 @@ def test_experts_are_the_reference(spec, tokens, dtype):
     assert_close(TritonExperts(spec, OVERLAP)(*given), ReferenceExperts(spec)(*given))
 
 
+@pytest.mark.parametrize(
+    ("spec", "shared"),
+    [
+        (SPECS["some of them, of whole lines"], 0),
+        (SPECS["a narrow middle"], 0),
+        (SPECS["GPT-OSS 20B"], 0),
+        (SPECS["Qwen3 30B"], 0),
+        (SPECS["DeepSeek V2-Lite"], 2),
+        (SPECS["nine of a token"], 1),
+    ],
+    ids=["some", "narrow", "GPT-OSS 20B", "Qwen3 30B", "DeepSeek V2-Lite, two shared", "one shared"],
+)
+@pytest.mark.parametrize("tokens", [17, 33, 64, 65, 128, 250, 256, 500])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_that_can_be_copied_16_bytes_at_a_time_go_through_the_same(spec, shared, tokens, dtype):
+    """Hidden sizes of whole lines, in rows that lie so: what Hopper's own kernels are for."""
+    if spec.hidden_size % 64:
+        spec = replace(spec, hidden_size=1088)
+    spec = replace(spec, dtype=dtype, shared=shared)
+    routed = spec.first + spec.count - shared
+    x, weights, experts, layer = operands(spec, tokens, routed + (0 if shared else 1))
+    if shared:
+        experts[:, -shared:] = torch.arange(routed, routed + shared, device=GPU)
+    padded = torch.full((tokens, spec.hidden_size + 16), float("nan"), dtype=dtype, device=GPU)
+    padded[:, : spec.hidden_size] = x
+    given = padded[:, : spec.hidden_size], weights, experts, layer
+    assert_close(TritonExperts(spec, OVERLAP)(*given), ReferenceExperts(spec)(*given))
+
+
 @pytest.mark.parametrize("tokens", [1, 9, 40, 300])
 def test_answers_are_added_to_a_residual(tokens):
     spec = SPECS["Qwen3 30B"]

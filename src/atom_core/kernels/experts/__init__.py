@@ -38,6 +38,8 @@ class ExpertsSpec:
     dtype: torch.dtype
     total: int | None = None
     """Experts of all ranks; None: this one holds them all."""
+    shared: int = 0
+    """How many of these, the last, every token goes to, by its last places and in their order."""
 
 
 class ExpertWeights(NamedTuple):

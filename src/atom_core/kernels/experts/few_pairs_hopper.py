@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from atom_core.kernels.experts.hopper import input_rows, sorted_pairs, store_pairs
 from atom_core.kernels.linear.few_rows_hopper import LAG, depend, load, ready, weight_rows
-from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import launch_options
 
 if TYPE_CHECKING:
@@ -141,22 +140,8 @@ class Tile:
     warps: int
 
 
-#: Of blocks of up to 16 pairs, and of larger ones.
-_FEW, _MORE = Tile(128, 4, 4), Tile(128, 5, 4)
-
-#: Pairs of a block up to which this kernel multiplies; by larger ones :mod:`atom_core.kernels.experts.hopper` does.
-MAX_PAIRS = 32
-
-
-def takes_few_pairs(x: torch.Tensor, weight: torch.Tensor, blocks: Blocks) -> bool:
-    """Whether on Hopper :func:`multiply_few_pairs` has a kernel for such blocks."""
-    return (
-        blocks.rows <= MAX_PAIRS
-        and weight.itemsize == x.itemsize == 2
-        and weight.shape[2] % COLUMNS == 0
-        and aligned(x)
-        and weight.data_ptr() % 16 == 0
-    )
+#: Of some eight, see docs/experiments.md, the fastest for 16 pairs.
+_TILE = Tile(128, 4, 4)
 
 
 def multiply_few_pairs(
@@ -188,8 +173,7 @@ def multiply_few_pairs(
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
     _, out_features, in_features = weight.shape
-    tile = _FEW if blocks.rows <= 16 else _MORE
-    few_pairs_hopper[triton.cdiv(out_features, tile.rows), len(blocks.experts)](
+    few_pairs_hopper[triton.cdiv(out_features, _TILE.rows), len(blocks.experts)](
         x,
         blocks.experts,
         blocks.slots,
@@ -202,12 +186,12 @@ def multiply_few_pairs(
         x.stride(0),
         TOP_K=top_k,
         TOKENS=blocks.rows,
-        BLOCK_N=tile.rows,
+        BLOCK_N=_TILE.rows,
         COLUMNS=COLUMNS,
-        STAGES=tile.stages,
+        STAGES=_TILE.stages,
         LAG=LAG,
         ACTIVATION=activation,
         OVERLAP=overlap,
-        num_warps=tile.warps,
+        num_warps=_TILE.warps,
         **launch_options(overlap),
     )

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertWeights
 
 if why_no_gluon() is None:
-    from atom_core.kernels.experts.few_pairs_hopper import multiply_few_pairs, takes_few_pairs
+    from atom_core.kernels.experts.few_pairs_hopper import multiply_few_pairs
     from atom_core.kernels.experts.hopper import multiply_on_hopper, takes
+    from atom_core.kernels.experts.pairs_hopper import PAIRS, multiply_pairs, takes_pairs
 
 #: Pairs that one program sorts.
 _PAIRS = 256
@@ -279,6 +280,8 @@ class Held:
     top_k: int
     whole: bool = False
     """Whether it is known that these are all there are."""
+    shared: int = 0
+    """How many of them, the last, every token goes to."""
 
 
 @dataclass(frozen=True)
@@ -398,15 +401,21 @@ def many_tokens(
     """See :func:`atom_core.kernels.experts.few_tokens.one_token`."""
     tokens, hidden = x.shape
     size = layer.down.shape[2]
-    blocks = sort_by_expert(experts, held, block_rows(tokens, held, ROOM), overlap)
+    rows = block_rows(tokens, held, ROOM)
+    if held.shared and on_hopper(x.device) and takes_pairs(x, layer.gate_up):
+        # Of experts that all tokens share each block reads the weight: two of them, as far as blocks go. Those of the
+        # others cost little where half of their places or more are empty.
+        rows = max(rows, min(PAIRS[-1], triton.next_power_of_2(triton.cdiv(tokens, 2))))
+    blocks = sort_by_expert(experts, held, rows, overlap)
     middle = torch.empty(len(blocks.slots), size, dtype=x.dtype, device=x.device)
     answers = torch.empty(tokens * held.top_k, hidden, dtype=x.dtype, device=x.device)
     for given, shares, weight, bias, out, act in (
         (x, None, layer.gate_up, layer.gate_up_bias, middle, activation),
         (middle, weights, layer.down, layer.down_bias, answers, None),
     ):
-        if on_hopper(given.device) and takes_few_pairs(given, weight, blocks):
-            multiply_few_pairs(
+        if on_hopper(given.device) and takes_pairs(given, weight) and rows <= PAIRS[-1]:
+            multiply = multiply_pairs if rows in PAIRS else multiply_few_pairs
+            multiply(
                 given,
                 shares,
                 weight,
@@ -450,9 +459,7 @@ def _multiply_blocks(
 ) -> None:
     """One product of all experts into ``out``; see :func:`_multiply`."""
     wide, few = x.dtype == torch.float32, blocks.rows < 64
-    # On Hopper four warps hold the sums of 64 pairs, and the wider of the two products is read faster by more programs.
-    slim = few or (overlap and blocks.rows == 64)
-    tile_rows = 64 if wide or few or (slim and activation is not None) else 128
+    tile_rows = 64 if wide or few else 128
     columns = 32 if wide else 64
     _, rows, size = weight.shape
     _multiply[(triton.cdiv(rows, tile_rows), len(blocks.experts))](
@@ -474,6 +481,6 @@ def _multiply_blocks(
         EVEN=size % columns == 0,
         ACTIVATION=activation,
         OVERLAP=overlap,
-        num_warps=4 if slim else 8,
+        num_warps=4 if few else 8,
         **launch_options(overlap),
     )

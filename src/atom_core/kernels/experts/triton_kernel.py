@@ -27,7 +27,7 @@ class TritonExperts:
 
     def __init__(self, spec: ExpertsSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
-        self.held = Held(spec.first, spec.count, spec.top_k, whole=spec.total == spec.count)
+        self.held = Held(spec.first, spec.count, spec.top_k, spec.total == spec.count, spec.shared)
 
     def adopt(self, layer: ExpertWeights) -> bool:
         """It reads the weights as they are."""
@@ -38,7 +38,8 @@ class TritonExperts:
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.experts.ExpertsKernel`."""
         spec = self.spec
-        return mixture(x, weights, experts, *layer, spec.first, spec.count, spec.activation, self.overlap)
+        held = spec.first, spec.count, spec.shared
+        return mixture(x, weights, experts, *layer, *held, spec.activation, self.overlap)
 
     def add(
         self,
@@ -77,6 +78,7 @@ def _fake(
     down_bias: torch.Tensor | None,
     first: int,
     count: int,
+    shared: int,
     activation: str,
     overlap: bool,
 ) -> torch.Tensor:
@@ -94,11 +96,13 @@ def mixture(
     down_bias: torch.Tensor | None,
     first: int,
     count: int,
+    shared: int,
     activation: str,
     overlap: bool,
 ) -> torch.Tensor:
-    """See :mod:`atom_core.kernels.experts`; ``first`` and ``count`` say which experts are held."""
-    layer, held = ExpertWeights(gate_up, down, gate_up_bias, down_bias), Held(first, count, experts.shape[1])
+    """See :mod:`atom_core.kernels.experts`; ``first``, ``count`` and ``shared`` say which experts are held."""
+    layer = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
+    held = Held(first, count, experts.shape[1], shared=shared)
     return _launch(x, weights, experts, layer, held, cast(Activation, activation), overlap, None)
 
 
