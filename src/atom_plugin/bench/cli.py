@@ -28,12 +28,16 @@ def step(
     layers: Annotated[int | None, typer.Option(help="Keep so many layers.")] = None,
     repetitions: Annotated[int, typer.Option(help="Samples; each is many replays.")] = 20,
     profile: Annotated[bool, typer.Option("--profile", help="Also tell which kernels take the time.")] = False,
+    seconds: Annotated[
+        float, typer.Option(help="Also take the mean of so many without a pause, at the GPU's limit of power.")
+    ] = 0.0,
     json: _JsonFile = None,
 ) -> None:
     """Time the GPU's part of one decoding step: a whole model of random weights in one captured graph."""
     from atom_plugin.bench.step import StepOptions, measure_step, write_json
 
-    options = StepOptions(model, batch, context, dtype, cache_dtype, quantization, layers, repetitions, profile)
+    how = repetitions, profile, seconds
+    options = StepOptions(model, batch, context, dtype, cache_dtype, quantization, layers, *how)
     try:
         result = measure_step(options)
     except ValueError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +26,7 @@ from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.quant import read_quantization
 from atom_core.runtime import Runtime
 from atom_core.standalone import Step, build_runtime, cache_order, page_pools, plan, random_model
-from atom_plugin.bench.device import Ceiling, Timing, capture, measure, measure_ceiling, require_gpu
+from atom_plugin.bench.device import Ceiling, Timing, capture, measure, measure_ceiling, require_gpu, warm
 from atom_plugin.bench.floor import Traffic, step_traffic
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.profile import KernelTime, profile
@@ -58,6 +59,8 @@ class StepOptions:
     repetitions: int = 20
     profile: bool = False
     """Also tell which kernels take the time."""
+    seconds: float = 0.0
+    """Also take the mean of as many seconds without a pause, in which a GPU gets to its limit of power; 0: do not."""
 
     def check(self) -> None:
         """Refuse what cannot be measured.
@@ -68,6 +71,8 @@ class StepOptions:
         for name in ("batch", "repetitions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: a positive number is needed.")
+        if not 0 <= self.seconds < math.inf:
+            raise ValueError(f"--seconds {self.seconds}: a number from 0 on is needed.")
         if not 0 <= self.context < MAX_MODEL_LEN:
             raise ValueError(f"--context {self.context}: supported: 0 to {MAX_MODEL_LEN - 1}.")
         torch_dtype(self.dtype)
@@ -85,6 +90,8 @@ class StepResult:
     kernels: dict[str, str]
     profile: tuple[KernelTime, ...] = ()
     """Empty unless asked for."""
+    sustained: float | None = None
+    """Seconds of a step, the mean of those without a pause; None unless asked for."""
 
     @property
     def floor(self) -> float:
@@ -102,6 +109,7 @@ class StepResult:
             "milliseconds": self.timing.median * 1e3,
             "least_milliseconds": self.timing.least * 1e3,
             "most_milliseconds": self.timing.most * 1e3,
+            "sustained_milliseconds": None if self.sustained is None else self.sustained * 1e3,
             "weight_bytes": self.traffic.weights,
             "cache_bytes": self.traffic.cache,
             "copy_bytes_a_second": self.ceiling.copy,
@@ -127,6 +135,7 @@ class StepResult:
             f"{options.dtype}{quantized}, on {ceiling.device}",
             f"  kernels    {', '.join(f'{op}={name}' for op, name in self.kernels.items())}",
             f"  step       {timing.median * 1e3:.4f} ms ({timing.least * 1e3:.4f} to {timing.most * 1e3:.4f})",
+            *self._sustained_lines(),
             f"  moves      {traffic.weights / 1e9:.3f} GB of weights, {traffic.cache / 1e9:.3f} GB of cache: "
             f"{reached / 1e12:.2f} TB/s",
             f"  floor      {self.floor * 1e3:.4f} ms at {ceiling.bandwidth / 1e12:.2f} TB/s "
@@ -142,6 +151,15 @@ class StepResult:
         if self.profile:
             lines += profile_lines(self.profile, timing.median)
         return lines
+
+    def _sustained_lines(self) -> list[str]:
+        if self.sustained is None:
+            return []
+        longer = self.sustained / self.timing.median - 1
+        return [
+            f"  sustained  {self.sustained * 1e3:.4f} ms ({longer:+.1%}), the mean of {self.options.seconds:g} s "
+            "without a pause"
+        ]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -251,8 +269,10 @@ def measure_step(options: StepOptions) -> StepResult:
     send_to_given_experts(model, config, options.batch)
     graph = capture(decoding(model, config, runtime, options.batch, options.context))
     timing = measure(graph.replay, options.repetitions, sample_seconds=0.05)
+    sustained = warm(graph.replay, options.seconds) if options.seconds else None
     kernels = {choice.op: choice.implementation for choice in runtime.kernels.choices()}
-    return StepResult(options, ceiling, traffic, timing, kernels, profile(graph) if options.profile else ())
+    profiled = profile(graph) if options.profile else ()
+    return StepResult(options, ceiling, traffic, timing, kernels, profiled, sustained)
 
 
 def write_json(result: StepResult, path: Path) -> None:
@@ -270,6 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache-dtype", default=StepOptions.cache_dtype)
     parser.add_argument("--quantization")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--seconds", type=float, default=StepOptions.seconds)
     parser.add_argument("--json", type=Path)
     given = vars(parser.parse_args(arguments))
     path = given.pop("json")

@@ -200,6 +200,14 @@ def test_the_report_has_the_share_of_both_floors(tmp_path):
     assert json.loads((tmp_path / "step.json").read_text())["model"] == "qwen3-0.6b"
 
 
+def test_seconds_without_a_pause_are_told_beside_the_samples():
+    assert "sustained" not in "\n".join(RESULT.lines())
+    assert RESULT.as_json()["sustained_milliseconds"] is None
+    result = replace(RESULT, options=replace(RESULT.options, seconds=3.0), sustained=0.00041)
+    assert "  sustained  0.4100 ms (+2.5%), the mean of 3 s without a pause" in result.lines()
+    assert result.as_json()["sustained_milliseconds"] == pytest.approx(0.41)
+
+
 def test_an_unknown_device_has_no_datasheet():
     result = StepResult(RESULT.options, Ceiling("a GPU", 1e12, 1e12), RESULT.traffic, RESULT.timing, {})
     assert result.as_json()["share_of_datasheet_floor"] is None
@@ -211,6 +219,8 @@ def test_an_unknown_device_has_no_datasheet():
     [
         ({"batch": 0}, "--batch 0: a positive number"),
         ({"repetitions": 0}, "--repetitions 0"),
+        ({"seconds": -1.0}, "--seconds -1.0: a number from 0 on"),
+        ({"seconds": float("nan")}, "--seconds nan"),
         ({"context": 4096}, "--context 4096: supported: 0 to 4095"),
         ({"dtype": "int8"}, "--dtype 'int8': supported: bfloat16, float16, float32"),
         ({"cache_dtype": "int8"}, "--cache-dtype 'int8': supported: auto, bfloat16"),
