@@ -123,6 +123,8 @@ def few_pairs_hopper(
         filled = (filled + 1) % STAGES
         total = warpgroup_mma_wait(LAG - 1, [total])
     total = warpgroup_mma_wait(0, [total])
+    # Behind the last tile zeros are copied: before their places are used for something else, they are there.
+    async_copy.wait_group(0)
     if bias is not None:
         of_sum = weight_rows(gl.arange(0, BLOCK_N, of_rows), N, BLOCK_N, GATED)
         total += gl.load(bias + expert * N + of_sum).to(gl.float32)[:, None]

@@ -317,6 +317,8 @@ def grouped_rows_hopper(
             filled = (filled + 1) % STAGES
             total = warpgroup_mma_wait(LAG - 1, [total])
         total = warpgroup_mma_wait(0, [total])
+    # Behind the last tile zeros are copied: before their places are used for something else, they are there.
+    async_copy.wait_group(0)
     if OVERLAP:
         depend("griddepcontrol.launch_dependents; // $0")
     sum_row = _weight_rows(lane, N, BLOCK_N, GATED)

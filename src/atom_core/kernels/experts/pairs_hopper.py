@@ -132,6 +132,8 @@ def _sums(
             phase ^= 1
         filled = (filled + 1) % STAGES
         one, other = warpgroup_mma_wait(0, [one, other])
+    # Behind the last tile zeros are copied: before their places are used for something else, they are there.
+    async_copy.wait_group(0)
     if TAKEN < PAIRS:
         one, other = _twice(one), _twice(other)
     return one, other

@@ -224,6 +224,8 @@ def expert_rows_fp8_hopper(
             total = warpgroup_mma_wait(0, [total_or_part])
         place = (place + 1) % STAGES
         filled = (filled + 1) % STAGES
+    # Behind the last tile zeros are copied: before their places are used for something else, they are there.
+    async_copy.wait_group(0)
     if SIZE == 0:
         of_sum = weight_rows(gl.arange(0, BLOCK_N, of_rows), N, BLOCK_N, GATED)
         sum_row = gl.convert_layout(scale_of, of_sums)
