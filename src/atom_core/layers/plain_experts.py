@@ -26,8 +26,10 @@ class PlainExpertsMethod:
         layer.gate_up_proj = empty_parameter(runtime, count, 2 * size, hidden)
         layer.down_proj = empty_parameter(runtime, count, hidden, size)
         bias = layer.gate_up_proj_bias is not None
-        share, shared = (layer.held.start, count, hidden, size, top_k), layer.total - layer.routed
-        spec = ExpertsSpec(*share, activation, bias, runtime.dtype, layer.total, shared)
+        shared = layer.total - layer.routed
+        spec = ExpertsSpec(
+            layer.held.start, count, hidden, size, top_k, activation, bias, runtime.dtype, layer.total, shared
+        )
         self.kernel = runtime.kernels.select(EXPERTS, spec)
 
     def weights(self, layer: Experts) -> ExpertWeights:

@@ -36,8 +36,9 @@ def step(
     """Time the GPU's part of one decoding step: a whole model of random weights in one captured graph."""
     from atom_plugin.bench.step import StepOptions, measure_step, write_json
 
-    how = repetitions, profile, seconds
-    options = StepOptions(model, batch, context, dtype, cache_dtype, quantization, layers, *how)
+    options = StepOptions(
+        model, batch, context, dtype, cache_dtype, quantization, layers, repetitions, profile, seconds
+    )
     try:
         result = measure_step(options)
     except ValueError as error:

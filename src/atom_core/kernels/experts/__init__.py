@@ -39,7 +39,7 @@ class ExpertsSpec:
     total: int | None = None
     """Experts of all ranks; None: this one holds them all."""
     shared: int = 0
-    """How many of these, the last, every token goes to, by its last places and in their order."""
+    """How many of these, the last, every token goes to."""
 
 
 class ExpertWeights(NamedTuple):

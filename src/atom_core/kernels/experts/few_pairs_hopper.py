@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from atom_core.kernels.experts.hopper import input_rows, sorted_pairs, store_pairs
-from atom_core.kernels.linear.few_rows_hopper import LAG, depend, load, ready, weight_rows
+from atom_core.kernels.linear.few_rows_hopper import LAG, all_copied, depend, load, ready, weight_rows
 from atom_core.kernels.triton_support import launch_options
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ def few_pairs_hopper(
         filled = (filled + 1) % STAGES
         total = warpgroup_mma_wait(LAG - 1, [total])
     total = warpgroup_mma_wait(0, [total])
-    # Behind the last tile zeros are copied: before their places are used for something else, they are there.
-    async_copy.wait_group(0)
+    all_copied()
     if bias is not None:
         of_sum = weight_rows(gl.arange(0, BLOCK_N, of_rows), N, BLOCK_N, GATED)
         total += gl.load(bias + expert * N + of_sum).to(gl.float32)[:, None]

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from atom_core.kernels.kept import KEPT
-from atom_core.kernels.linear.few_rows_hopper import depend, load, ready
+from atom_core.kernels.linear.few_rows_hopper import all_copied, depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import launch_options, multiprocessors
 
@@ -186,7 +186,7 @@ def down_of_few_hopper(
             eviction_policy=KEPT,
         )
         item, expert, pair, at, x_at = then, next_expert, next_pair, next_at, next_x_at
-    async_copy.wait_group(0)
+    all_copied()
 
 
 def takes_down_of_few(x: torch.Tensor, weight: torch.Tensor, pairs: int) -> bool:

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.kept import KEPT
-from atom_core.kernels.linear.few_rows_hopper import LAG, activated, depend, load, ready
+from atom_core.kernels.linear.few_rows_hopper import LAG, activated, all_copied, depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import launch_options
 
@@ -317,8 +317,7 @@ def grouped_rows_hopper(
             filled = (filled + 1) % STAGES
             total = warpgroup_mma_wait(LAG - 1, [total])
         total = warpgroup_mma_wait(0, [total])
-    # Behind the last tile zeros are copied: before their places are used for something else, they are there.
-    async_copy.wait_group(0)
+    all_copied()
     if OVERLAP:
         depend("griddepcontrol.launch_dependents; // $0")
     sum_row = _weight_rows(lane, N, BLOCK_N, GATED)

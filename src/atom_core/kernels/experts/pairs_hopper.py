@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from atom_core.kernels.experts.few_pairs_hopper import COLUMNS
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.kept import KEPT
-from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready
+from atom_core.kernels.linear.few_rows_hopper import all_copied, barrier, depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import launch_options
 
@@ -132,8 +132,7 @@ def _sums(
             phase ^= 1
         filled = (filled + 1) % STAGES
         one, other = warpgroup_mma_wait(0, [one, other])
-    # Behind the last tile zeros are copied: before their places are used for something else, they are there.
-    async_copy.wait_group(0)
+    all_copied()
     if TAKEN < PAIRS:
         one, other = _twice(one), _twice(other)
     return one, other
@@ -240,7 +239,7 @@ def pairs_hopper(
 
 
 def takes_pairs(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether on Hopper :func:`multiply_pairs` has a kernel for blocks of as many pairs as :data:`PAIRS` has."""
+    """Whether on Hopper blocks of up to 64 pairs are multiplied by :func:`multiply_pairs`, of 16 by that of few."""
     return (
         weight.itemsize == x.itemsize == 2
         and weight.shape[2] % COLUMNS == 0

@@ -26,7 +26,7 @@ from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, room
 from atom_core.kernels.fp8_linear.quantize import narrowed
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.kept import KEPT
-from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready, weight_rows
+from atom_core.kernels.linear.few_rows_hopper import all_copied, barrier, depend, load, ready, weight_rows
 from atom_core.kernels.triton_support import launch_options
 
 _narrowed = gluon.jit(narrowed.fn)
@@ -224,8 +224,7 @@ def expert_rows_fp8_hopper(
             total = warpgroup_mma_wait(0, [total_or_part])
         place = (place + 1) % STAGES
         filled = (filled + 1) % STAGES
-    # Behind the last tile zeros are copied: before their places are used for something else, they are there.
-    async_copy.wait_group(0)
+    all_copied()
     if SIZE == 0:
         of_sum = weight_rows(gl.arange(0, BLOCK_N, of_rows), N, BLOCK_N, GATED)
         sum_row = gl.convert_layout(scale_of, of_sums)

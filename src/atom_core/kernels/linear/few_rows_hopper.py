@@ -57,6 +57,15 @@ def ready(LATER: gl.constexpr):
 
 
 @gluon.jit
+def all_copied():
+    """No copy of this thread's is on its way: where tiles are asked for by a mask, zeros are copied behind the last.
+
+    They must be there before shared memory serves for something else.
+    """
+    async_copy.wait_group(0)
+
+
+@gluon.jit
 def activated(total, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, ACTIVATION: gl.constexpr, out_dtype: gl.constexpr):
     """``[BLOCK_N / 2, BLOCK_M]`` of sums whose rows are those of :func:`weight_rows`."""
     gate, up = gl.split(total.reshape([BLOCK_N // 16, 2, 8, BLOCK_M]).permute([0, 2, 3, 1]))
