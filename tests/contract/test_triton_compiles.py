@@ -1062,6 +1062,15 @@ def keep(
 
 SORTING = [(grouped_kernel, name) for name in ("_count", "_arrange", "_place", "_sort", "_combine")]
 FEW = [(few_experts_kernel, name) for name in ("_gate_up_of_one", "_down_of_one", "_of_expert")]
+#: Whether the kernel has moved the weights' numbers, as on Hopper.
+moved = pytest.mark.parametrize("tiled", [False, True], ids=["as loaded", "tiles that lie together"])
+
+
+def plain_experts(spec, overlap, tiled=False):
+    """The kernel, its weights adopted or not."""
+    kernel = experts_kernel.TritonExperts(spec, overlap)
+    kernel.tiled = tiled
+    return kernel
 
 
 @every_gpu
@@ -1085,6 +1094,7 @@ def test_experts_compile(monkeypatch, tokens, launches, bias, gpu):
         compile_launch(kernel, launch, gpu)
 
 
+@moved
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
 @pytest.mark.parametrize(
     ("size", "tokens", "tiles"),
@@ -1097,7 +1107,7 @@ def test_experts_compile(monkeypatch, tokens, launches, bias, gpu):
         (1040, 8, [(128, 5), (64, 5)]),
     ],
 )
-def test_experts_of_few_tokens_compile_for_hopper(monkeypatch, size, tokens, tiles, bias):
+def test_experts_of_few_tokens_compile_for_hopper(monkeypatch, size, tokens, tiles, bias, tiled):
     kept = keep(monkeypatch, (few_experts_kernel, "_of_expert"), (few_hopper_kernel, "down_of_few_hopper"))
     keep(monkeypatch, *SORTING)
     monkeypatch.setattr(few_experts_kernel, "on_hopper", lambda device: True)
@@ -1106,7 +1116,7 @@ def test_experts_of_few_tokens_compile_for_hopper(monkeypatch, size, tokens, til
     biases = (zeros(16, 2 * size), zeros(16, 2048)) if bias else ()
     layer = ExpertWeights(zeros(16, 2 * size, 2048), zeros(16, 2048, size), *biases)
     chosen = torch.zeros(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
-    experts_kernel.TritonExperts(spec, overlap=True)(zeros(tokens, 2048), *chosen, layer)
+    plain_experts(spec, True, tiled)(zeros(tokens, 2048), *chosen, layer)
     launched = kept()
     constants = [launch.constants for _, launch in launched]
     assert [(it.get("BLOCK_K") or it["COLUMNS"], it["STAGES"]) for it in constants] == tiles
@@ -1114,8 +1124,9 @@ def test_experts_of_few_tokens_compile_for_hopper(monkeypatch, size, tokens, til
         compile_launch(kernel, launch, GPUS[-1])
 
 
+@moved
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
-def test_experts_of_few_pairs_compile_for_hopper(monkeypatch, bias):
+def test_experts_of_few_pairs_compile_for_hopper(monkeypatch, bias, tiled):
     tokens, gpu = 20, GPUS[-1]
     kept = keep(monkeypatch, (few_pairs_kernel, "few_pairs_hopper"))
     keep(monkeypatch, *SORTING)
@@ -1124,7 +1135,7 @@ def test_experts_of_few_pairs_compile_for_hopper(monkeypatch, bias):
     biases = (zeros(16, 1536), zeros(16, 2048)) if bias else (None, None)
     layer = ExpertWeights(zeros(16, 1536, 2048), zeros(16, 2048, 768), *biases)
     chosen = torch.zeros(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
-    run = experts_kernel.TritonExperts(spec, overlap=True)
+    run = plain_experts(spec, True, tiled)
     run.add(zeros(tokens, 2048), *chosen, layer, zeros(tokens, 2048))
     launched = kept()
     assert len(launched) == 2
@@ -1134,6 +1145,7 @@ def test_experts_of_few_pairs_compile_for_hopper(monkeypatch, bias):
         assert compiled.asm["ptx"].count("wgmma.wait_group") == 2
 
 
+@moved
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("shared", "tokens", "pairs", "bias"),
@@ -1149,7 +1161,7 @@ def test_experts_of_few_pairs_compile_for_hopper(monkeypatch, bias):
         (2, 700, 128, False),
     ],
 )
-def test_experts_of_more_pairs_compile_for_hopper(monkeypatch, shared, tokens, pairs, bias, dtype):
+def test_experts_of_more_pairs_compile_for_hopper(monkeypatch, shared, tokens, pairs, bias, dtype, tiled):
     """Blocks of up to 64 pairs, larger ones where tokens share experts: each block reads their weights."""
     kept = keep(
         monkeypatch,
@@ -1165,7 +1177,7 @@ def test_experts_of_more_pairs_compile_for_hopper(monkeypatch, shared, tokens, p
     biases = (torch.empty(count, 1408, dtype=dtype), torch.empty(count, 2048, dtype=dtype)) if bias else (None, None)
     weights = torch.empty(count, 1408, 2048, dtype=dtype), torch.empty(count, 2048, 704, dtype=dtype)
     chosen = torch.zeros(tokens, top_k), torch.zeros(tokens, top_k, dtype=torch.int32)
-    run = experts_kernel.TritonExperts(spec, overlap=True)
+    run = plain_experts(spec, True, tiled)
     x = torch.empty(tokens, 2048, dtype=dtype)
     run.add(x, *chosen, ExpertWeights(*weights, *biases), torch.empty_like(x))
     launched = kept()
@@ -1181,23 +1193,33 @@ def test_experts_of_more_pairs_compile_for_hopper(monkeypatch, shared, tokens, p
             assert compiled.asm["ptx"].count("wgmma.wait_group") == 2
 
 
-@every_gpu
-@pytest.mark.parametrize("size", [768, 1408])
-def test_experts_of_one_token_compile_behind_a_norm(monkeypatch, size, gpu):
+def one_token_behind_a_norm(monkeypatch, size, gpu, tiled=False):
+    """Compile its experts' launches."""
     kept = keep(monkeypatch, *FEW)
     spec = ExpertsSpec(0, 16, 2048, size, 8, "silu", False, torch.bfloat16)
     layer = ExpertWeights(
         torch.empty(16, 2 * size, 2048, dtype=torch.bfloat16), torch.empty(16, 2048, size, dtype=torch.bfloat16)
     )
     chosen = torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int32)
-    experts_kernel.TritonExperts(spec, gpu.nvidia).add_behind_norm(zeros(1, 2048), zeros(2048), 1e-6, *chosen, layer)
+    plain_experts(spec, gpu.nvidia, tiled).add_behind_norm(zeros(1, 2048), zeros(2048), 1e-6, *chosen, layer)
     for kernel, launch in kept():
         compile_launch(kernel, launch, gpu)
 
 
+@every_gpu
+@pytest.mark.parametrize("size", [768, 1408])
+def test_experts_of_one_token_compile_behind_a_norm(monkeypatch, size, gpu):
+    one_token_behind_a_norm(monkeypatch, size, gpu)
+
+
+def test_experts_of_one_token_compile_for_tiles_that_lie_together(monkeypatch):
+    one_token_behind_a_norm(monkeypatch, 1408, GPUS[-1], tiled=True)
+
+
+@moved
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_experts_of_many_tokens_compile_for_hopper(monkeypatch, dtype, bias):
+def test_experts_of_many_tokens_compile_for_hopper(monkeypatch, dtype, bias, tiled):
     kept = keep(monkeypatch, (hopper_experts_kernel, "grouped_rows_hopper"))
     keep(monkeypatch, *SORTING)
     monkeypatch.setattr(grouped_kernel, "on_hopper", lambda device: True)
@@ -1209,7 +1231,7 @@ def test_experts_of_many_tokens_compile_for_hopper(monkeypatch, dtype, bias):
         torch.empty(16, 2880, dtype=dtype) if bias else None,
     )
     chosen = torch.zeros(3000, 8), torch.zeros(3000, 8, dtype=torch.int32)
-    experts_kernel.TritonExperts(spec, True)(torch.empty(3000, 2880, dtype=dtype), *chosen, layer)
+    plain_experts(spec, True, tiled)(torch.empty(3000, 2880, dtype=dtype), *chosen, layer)
     launched = kept()
     assert len(launched) == 2
     for kernel, launch in launched:

@@ -107,6 +107,16 @@ def operands(spec, tokens, total=None):
     return wide[:, :hidden], torch.rand(tokens, spec.top_k, device=GPU), experts, layer
 
 
+def plain_experts(spec, layer, tiled=True):
+    """A kernel, and the layer as it wants it, or as it was."""
+    kernel = TritonExperts(spec, OVERLAP)
+    if not tiled:
+        return kernel, layer
+    layer = layer._replace(gate_up=layer.gate_up.clone(), down=layer.down.clone())
+    kernel.adopt(layer)
+    return kernel, layer
+
+
 def assert_close(found, wanted):
     atol = 2**-7 * wanted.abs().max().item()
     torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-6, atol=atol)
@@ -117,8 +127,9 @@ def assert_close(found, wanted):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_experts_are_the_reference(spec, tokens, dtype):
     spec = replace(spec, dtype=dtype)
-    given = operands(spec, tokens)
-    assert_close(TritonExperts(spec, OVERLAP)(*given), ReferenceExperts(spec)(*given))
+    *given, layer = operands(spec, tokens)
+    kernel, moved = plain_experts(spec, layer)
+    assert_close(kernel(*given, moved), ReferenceExperts(spec)(*given, layer))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +146,8 @@ def test_experts_are_the_reference(spec, tokens, dtype):
 )
 @pytest.mark.parametrize("tokens", [17, 33, 64, 65, 128, 250, 256, 500])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rows_that_can_be_copied_16_bytes_at_a_time_go_through_the_same(spec, shared, tokens, dtype):
+@pytest.mark.parametrize("tiled", [False, True], ids=["as loaded", "tiled"])
+def test_rows_that_can_be_copied_16_bytes_at_a_time_go_through_the_same(spec, shared, tokens, dtype, tiled):
     """Hidden sizes of whole lines, in rows that lie so: what Hopper's own kernels are for."""
     if spec.hidden_size % 64:
         spec = replace(spec, hidden_size=1088)
@@ -146,17 +158,19 @@ def test_rows_that_can_be_copied_16_bytes_at_a_time_go_through_the_same(spec, sh
         experts[:, -shared:] = torch.arange(routed, routed + shared, device=GPU)
     padded = torch.full((tokens, spec.hidden_size + 16), float("nan"), dtype=dtype, device=GPU)
     padded[:, : spec.hidden_size] = x
-    given = padded[:, : spec.hidden_size], weights, experts, layer
-    assert_close(TritonExperts(spec, OVERLAP)(*given), ReferenceExperts(spec)(*given))
+    given = padded[:, : spec.hidden_size], weights, experts
+    kernel, moved = plain_experts(spec, layer, tiled)
+    assert_close(kernel(*given, moved), ReferenceExperts(spec)(*given, layer))
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 40, 300])
 def test_answers_are_added_to_a_residual(tokens):
     spec = SPECS["Qwen3 30B"]
-    given = operands(spec, tokens)
+    *given, layer = operands(spec, tokens)
     residual = torch.randn(tokens, spec.hidden_size, device=GPU).to(spec.dtype)
-    wanted = residual.float() + ReferenceExperts(spec)(*given).float()
-    assert_close(TritonExperts(spec, OVERLAP).add(*given, residual), wanted)
+    wanted = residual.float() + ReferenceExperts(spec)(*given, layer).float()
+    kernel, moved = plain_experts(spec, layer)
+    assert_close(kernel.add(*given, moved, residual), wanted)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, MAX_TOKENS, 40])
@@ -175,7 +189,8 @@ def test_one_token_is_normed_on_the_way(spec):
     norm = torch.rand(spec.hidden_size, device=GPU).to(spec.dtype) + 0.5
     normed = rms_norm(stream, norm, 1e-6, None)[0]
     wanted = stream.float() + ReferenceExperts(spec)(normed, weights, experts, layer).float()
-    assert_close(TritonExperts(spec, OVERLAP).add_behind_norm(stream, norm, 1e-6, weights, experts, layer), wanted)
+    kernel, moved = plain_experts(spec, layer)
+    assert_close(kernel.add_behind_norm(stream, norm, 1e-6, weights, experts, moved), wanted)
 
 
 def in_mxfp4(spec, tokens):

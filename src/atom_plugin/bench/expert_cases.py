@@ -167,8 +167,8 @@ def _ours(
 def _exact(layer: _Layer, bench: Bench, copies: int) -> Run:
     """In float32."""
     it = layer.weights(bench)
-    biases = _widened(it.gate_up_bias, it.down_bias)
-    return _in_float32(layer, bench, ExpertWeights(it.gate_up.float(), it.down.float(), *biases))
+    gate_up_bias, down_bias = _widened(it.gate_up_bias, it.down_bias)
+    return _in_float32(layer, bench, ExpertWeights(it.gate_up.float(), it.down.float(), gate_up_bias, down_bias))
 
 
 def _in_float32(layer: _Layer, bench: Bench, weights: ExpertWeights) -> Run:

@@ -49,6 +49,8 @@ class ExpertWeights(NamedTuple):
     down: torch.Tensor
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    tiled: bool = False
+    """Whether a kernel has moved the numbers of both as :mod:`.tiled` has it."""
 
 
 class ExpertsKernel(Protocol):

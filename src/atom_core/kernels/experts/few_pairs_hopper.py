@@ -17,7 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.experts.hopper import input_rows, sorted_pairs, store_pairs
+from atom_core.kernels.experts.hopper import input_rows, row_at, sorted_pairs, store_pairs
+from atom_core.kernels.experts.tiled import FAR
 from atom_core.kernels.linear.few_rows_hopper import LAG, all_copied, depend, load, ready, weight_rows
 from atom_core.kernels.triton_support import launch_options
 
@@ -29,9 +30,9 @@ COLUMNS = 64
 
 
 @gluon.jit
-def _ask_weight(tiles, at, step, steps, place, COLUMNS: gl.constexpr):
+def _ask_weight(tiles, at, step, steps, place, apart: gl.constexpr):
     """Ask for the weight's tile of a step, where there is such."""
-    load(tiles.index(place), at + step * COLUMNS, mask=step < steps, eviction_policy="evict_first")
+    load(tiles.index(place), at + step * apart, mask=step < steps, eviction_policy="evict_first")
 
 
 @gluon.jit
@@ -59,6 +60,7 @@ def few_pairs_hopper(
     STAGES: gl.constexpr,
     LAG: gl.constexpr,
     ACTIVATION: gl.constexpr,
+    TILED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """A block of ``TOKENS`` pairs of one expert by ``BLOCK_N`` rows of its weight; see :func:`multiply_few_pairs`.
@@ -92,13 +94,15 @@ def few_pairs_hopper(
     )
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, copied))
     row = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, GATED)
-    at = weight + (expert * N + row)[:, None] * K + column[None, :]
+    at = weight + row_at(expert * N + row, K, TILED)[:, None] + column[None, :]
+    # A tile's columns are those of a tile in memory.
+    apart: gl.constexpr = COLUMNS * FAR if TILED else COLUMNS
     x_row = input_rows(pair, True, GATED, TOP_K, TOKENS, gl.SliceLayout(1, copied))
     used = (pair >= 0)[:, None]
     x_at = x + x_row.to(gl.int64)[:, None] * stride_x + column[None, :]
     steps = K // COLUMNS
     for stage in gl.static_range(ahead):
-        _ask_weight(tiles, at, stage, steps, stage, COLUMNS)
+        _ask_weight(tiles, at, stage, steps, stage, apart)
         if GATED:
             _ask_input(inputs, x_at, used, stage, steps, stage, COLUMNS)
         async_copy.commit_group()
@@ -116,7 +120,7 @@ def few_pairs_hopper(
         ready(ahead - 1)
         total = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), total, is_async=True)
         later = step + ahead
-        _ask_weight(tiles, at, later, steps, filled, COLUMNS)
+        _ask_weight(tiles, at, later, steps, filled, apart)
         _ask_input(inputs, x_at, used, later, steps, filled, COLUMNS)
         async_copy.commit_group()
         place = (place + 1) % STAGES
@@ -155,6 +159,7 @@ def multiply_few_pairs(
     *,
     top_k: int,
     activation: int | None,
+    tiled: bool,
     overlap: bool,
 ) -> None:
     """One product of blocks of pairs into ``out``.
@@ -171,6 +176,7 @@ def multiply_few_pairs(
         blocks: the pairs in the order of their experts.
         top_k: pairs of a token.
         activation: one of ``ACTIVATIONS``' numbers, or None.
+        tiled: whether the weight's numbers are where :mod:`atom_core.kernels.experts.tiled` moves them.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
     _, out_features, in_features = weight.shape
@@ -192,6 +198,7 @@ def multiply_few_pairs(
         STAGES=_TILE.stages,
         LAG=LAG,
         ACTIVATION=activation,
+        TILED=tiled,
         OVERLAP=overlap,
         num_warps=_TILE.warps,
         **launch_options(overlap),

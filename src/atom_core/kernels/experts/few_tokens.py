@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.experts.grouped import Held, combine, finish_block
+from atom_core.kernels.experts.tiled import FAR, column_at, row_at
 from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.parts import finish, row_sums, row_total, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
@@ -49,9 +50,11 @@ def _gate_up_of_one(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    TILED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """``middle [k, N / 2]``: a program takes some rows for one of the token's experts, behind a norm or not."""
+    far: tl.constexpr = FAR if TILED else 1
     place = tl.program_id(1)
     row = weight_rows(N, BLOCK_N, True)
     column = tl.arange(0, BLOCK_K)
@@ -67,9 +70,9 @@ def _gate_up_of_one(
     weight += expert.to(tl.int64) * N * K
     if bias is not None:
         bias += expert.to(tl.int64) * N
-    at = weight + row[:, None] * K + column[None, :]
+    at = weight + row_at(row, K, TILED)[:, None] + column_at(column, TILED)[None, :]
     tile = tl.load(at, mask=known[None, :], other=0.0, eviction_policy="evict_first")
-    sums, squares, tile, wide, factors = row_sums(at, x, norm, tile, factors, known, K, BLOCK_N, BLOCK_K, EVEN)
+    sums, squares, tile, wide, factors = row_sums(at, x, norm, tile, factors, known, K, BLOCK_N, BLOCK_K, EVEN, far)
     total = row_total(sums, squares, tile, wide, factors, norm, eps, K, BLOCK_N, BLOCK_K)
     middle += place.to(tl.int64) * (N // 2)
     finish(total[None, :], None, None, bias, None, middle, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
@@ -99,11 +102,13 @@ def _down_of_one(
     N,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TILED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Some of ``y [1, N]``: the rows of all of the token's experts at once."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+    far: tl.constexpr = FAR if TILED else 1
     row = weight_rows(N, BLOCK_N, False)
     column = tl.arange(0, BLOCK_K)
     place = tl.arange(0, PLACES)
@@ -111,7 +116,8 @@ def _down_of_one(
     expert = tl.load(experts + place, mask=place < TOP_K, other=FIRST - 1, cache_modifier=".cg") - FIRST
     held = (expert >= 0) & (expert < COUNT)
     expert = tl.where(held, expert, 0).to(tl.int64)
-    at = weight + (expert[:, None] * N + row[None, :])[:, :, None] * K + column[None, None, :]
+    at = weight + row_at(expert[:, None] * N + row[None, :], K, TILED)[:, :, None]
+    at += column_at(column, TILED)[None, None, :]
     used = held[:, None, None]
     x_at = middle + place.to(tl.int64)[:, None] * K + column[None, :]
     tile = tl.load(at, mask=used & (column < K)[None, None, :], other=0.0, eviction_policy="evict_first")
@@ -121,7 +127,7 @@ def _down_of_one(
     sums = tl.zeros([PLACES, BLOCK_N, BLOCK_K // 8], tl.float32)
     for begin in tl.range(BLOCK_K, K, BLOCK_K):
         known = begin + column < K
-        ahead = tl.load(at + begin, mask=used & known[None, None, :], other=0.0, eviction_policy="evict_first")
+        ahead = tl.load(at + begin * far, mask=used & known[None, None, :], other=0.0, eviction_policy="evict_first")
         wide_ahead = tl.load(x_at + begin, mask=held[:, None] & known[None, :], other=0.0).to(tl.float32)
         sums += _weighed(tile, wide, PLACES, BLOCK_N, BLOCK_K)
         tile = ahead
@@ -177,6 +183,7 @@ def _of_expert(
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    TILED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Some rows of one expert's weight by all tokens that go there.
@@ -185,6 +192,7 @@ def _of_expert(
     ``out``: a row a pair.
     """
     GATED: tl.constexpr = ACTIVATION is not None
+    far: tl.constexpr = FAR if TILED else 1
     if OVERLAP and GATED:
         tl.extra.cuda.gdc_wait()
         # Not earlier: the second product reads which experts they are without waiting for this one.
@@ -197,17 +205,17 @@ def _of_expert(
         return
     row = weight_rows(N, BLOCK_N, GATED)
     column = tl.arange(0, BLOCK_K)
-    at = weight + (expert.to(tl.int64) * N + row)[:, None] * K + column[None, :]
+    at = weight + row_at(expert.to(tl.int64) * N + row, K, TILED)[:, None] + column_at(column, TILED)[None, :]
     x_row = token if GATED else pairs
     x_at = x + x_row.to(tl.int64)[None, :] * stride_x + column[:, None]
     total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if EVEN:
-            tile = tl.load(at + begin, eviction_policy="evict_first")
+            tile = tl.load(at + begin * far, eviction_policy="evict_first")
             right = tl.load(x_at + begin, mask=goes[None, :], other=0.0)
         else:
             known = begin + column < K
-            tile = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+            tile = tl.load(at + begin * far, mask=known[None, :], other=0.0, eviction_policy="evict_first")
             right = tl.load(x_at + begin, mask=goes[None, :] & known[:, None], other=0.0)
         total = tl.dot(tile, right, total, input_precision="ieee")
     pairs = pairs.to(tl.int64)
@@ -262,7 +270,7 @@ def one_token(
     hidden, size = x.shape[1], layer.down.shape[2]
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
     middle = torch.empty(held.top_k, size, dtype=x.dtype, device=x.device)
-    constants = {"FIRST": held.first, "COUNT": held.count, "OVERLAP": overlap}
+    constants = {"FIRST": held.first, "COUNT": held.count, "TILED": layer.tiled, "OVERLAP": overlap}
     columns = min(1024, triton.next_power_of_2(hidden))
     _gate_up_of_one[(triton.cdiv(size, 2), held.top_k)](
         x,
@@ -325,6 +333,7 @@ def few_tokens(
         "TOP_K": held.top_k,
         "PLACES": triton.next_power_of_2(held.top_k),
         "TOKENS": MAX_TOKENS,
+        "TILED": layer.tiled,
         "OVERLAP": overlap,
     }
     middle = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
@@ -363,7 +372,7 @@ def few_tokens(
 
     multiply(x, layer.gate_up, layer.gate_up_bias, middle, None, activation)
     if hopper and takes_down_of_few(middle, layer.down, pairs):
-        down_of_few(middle, experts, weights, layer.down, layer.down_bias, answers, held, MAX_TOKENS, overlap)
+        down_of_few(middle, experts, weights, layer, answers, held, MAX_TOKENS, overlap)
     else:
         multiply(middle, layer.down, layer.down_bias, answers, weights, None)
     return combine(answers, experts, held, x.dtype, overlap, residual)

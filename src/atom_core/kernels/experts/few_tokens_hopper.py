@@ -17,12 +17,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from atom_core.kernels.experts.hopper import column_at, row_at
+from atom_core.kernels.experts.tiled import FAR
 from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.few_rows_hopper import all_copied, depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import launch_options, multiprocessors
 
 if TYPE_CHECKING:
+    from atom_core.kernels.experts import ExpertWeights
     from atom_core.kernels.experts.grouped import Held
 
 #: Pairs up to which each program compares them all.
@@ -90,6 +93,7 @@ def down_of_few_hopper(
     BLOCK_N: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
+    TILED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """See :func:`down_of_few`. A tile is ``BLOCK_N`` rows of an expert's weight, ``COLUMNS`` of which are asked for."""
@@ -130,9 +134,11 @@ def down_of_few_hopper(
     lane = gl.arange(0, BLOCK_N, of_copies)
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, copied))[None, :]
     expert, pair = _expert_and_pairs(item // turns, first, expert_of, goes_to, FIRST, TOP_K, of_copies)
-    at = weight + (expert * N + _weight_rows(item % turns, lane, N, BLOCK_N))[:, None] * K + column
+    far: gl.constexpr = FAR if TILED else 1
+    weight_column = column_at(column, TILED)
+    at = weight + row_at(expert * N + _weight_rows(item % turns, lane, N, BLOCK_N), K, TILED)[:, None] + weight_column
     for stage in gl.static_range(ahead):
-        load(tiles.index(stage), at + stage * COLUMNS, eviction_policy="evict_first")
+        load(tiles.index(stage), at + stage * COLUMNS * far, eviction_policy="evict_first")
         async_copy.commit_group()
     if OVERLAP:
         depend("griddepcontrol.wait; // $0")
@@ -149,13 +155,14 @@ def down_of_few_hopper(
         then = item + gl.num_programs(0)
         sought = gl.minimum(then, items - 1)
         next_expert, next_pair = _expert_and_pairs(sought // turns, first, expert_of, goes_to, FIRST, TOP_K, of_copies)
-        next_at = weight + (next_expert * N + _weight_rows(sought % turns, lane, N, BLOCK_N))[:, None] * K + column
+        next_row = next_expert * N + _weight_rows(sought % turns, lane, N, BLOCK_N)
+        next_at = weight + row_at(next_row, K, TILED)[:, None] + weight_column
         next_x_at = x + next_pair.to(gl.int64)[:, None] * K + column
         total = gl.zeros([BLOCK_N, TOKENS], gl.float32, summed)
         for step in range(ahead, steps):
             ready(ahead - 1)
             total = warpgroup_mma(tiles.index(read), inputs.index(read).permute((1, 0)), total, is_async=True)
-            load(tiles.index(filled), at + step * COLUMNS, eviction_policy="evict_first")
+            load(tiles.index(filled), at + step * COLUMNS * far, eviction_policy="evict_first")
             load(inputs.index(filled), x_at + step * COLUMNS, mask=(pair >= 0)[:, None])
             async_copy.commit_group()
             read = (read + 1) % STAGES
@@ -164,7 +171,7 @@ def down_of_few_hopper(
         for step in gl.static_range(ahead):
             ready(ahead - 1)
             total = warpgroup_mma(tiles.index(read), inputs.index(read).permute((1, 0)), total, is_async=True)
-            load(tiles.index(filled), next_at + step * COLUMNS, mask=then < items, eviction_policy="evict_first")
+            load(tiles.index(filled), next_at + step * COLUMNS * far, mask=then < items, eviction_policy="evict_first")
             load(inputs.index(filled), next_x_at + step * COLUMNS, mask=((next_pair >= 0) & (then < items))[:, None])
             async_copy.commit_group()
             read = (read + 1) % STAGES
@@ -204,8 +211,7 @@ def down_of_few(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    layer: ExpertWeights,
     out: torch.Tensor,
     held: Held,
     tokens: int,
@@ -220,13 +226,13 @@ def down_of_few(
         x: ``[T k, K]``, contiguous.
         experts: int32 ``[T, k]``.
         weights: float32 ``[T, k]``.
-        weight: ``[E, N, K]`` in the dtype of ``x``.
-        bias: ``[E, N]``.
+        layer: of which ``down [E, N, K]``, in the dtype of ``x``, and ``down_bias [E, N]`` are used.
         out: ``[T k, N]``.
         held: the experts that ``weight`` has.
         tokens: rows of a tile's input, 16 or more and at least ``T``.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
+    weight = layer.down
     _, out_features, in_features = weight.shape
     columns = 128 if in_features % 128 == 0 else 64
     stages = 1 + min(_AHEAD // (columns * weight.itemsize), in_features // columns)
@@ -236,7 +242,7 @@ def down_of_few(
         experts,
         weights,
         weight,
-        bias,
+        layer.down_bias,
         out,
         len(experts),
         in_features,
@@ -250,6 +256,7 @@ def down_of_few(
         BLOCK_N=_ROWS,
         COLUMNS=columns,
         STAGES=stages,
+        TILED=layer.tiled,
         OVERLAP=overlap,
         num_warps=4,
         **launch_options(overlap),

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.experts.tiled import FAR, column_at, row_at
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.parts import weight_rows
@@ -175,15 +176,18 @@ def finish_block(
 
 
 @triton.jit
-def load_tiles(x_at, at, used, column, begin, K, EVEN: tl.constexpr):
-    """The columns from ``begin`` on of a block's rows of the input and of the weight; see :func:`_multiply`."""
+def load_tiles(x_at, at, used, column, begin, K, EVEN: tl.constexpr, FAR: tl.constexpr = 1):
+    """The columns from ``begin`` on of a block's rows of the input and of the weight; see :func:`_multiply`.
+
+    ``FAR``: how far the weight's columns are apart, where those of one tile lie together.
+    """
     if EVEN:
         left = tl.load(x_at + begin, mask=used[:, None], other=0.0)
-        right = tl.load(at + begin)
+        right = tl.load(at + begin * FAR)
     else:
         known = begin + column < K
         left = tl.load(x_at + begin, mask=used[:, None] & known[None, :], other=0.0)
-        right = tl.load(at + begin, mask=known[:, None], other=0.0)
+        right = tl.load(at + begin * FAR, mask=known[:, None], other=0.0)
     return left, right
 
 
@@ -206,6 +210,7 @@ def _multiply(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    TILED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A block of rows of one expert by some rows of its weight.
@@ -228,10 +233,11 @@ def _multiply(
     column = tl.arange(0, BLOCK_K)
     x_row = pair // TOP_K if GATED else slot
     x_at = x + x_row[:, None] * stride_x + column[None, :]
-    at = weight + expert * N * K + row[None, :] * K + column[:, None]
+    at = weight + expert * N * K + row_at(row, K, TILED)[None, :] + column_at(column, TILED)[:, None]
+    far: tl.constexpr = FAR if TILED else 1
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        left, right = load_tiles(x_at, at, used, column, begin, K, EVEN)
+        left, right = load_tiles(x_at, at, used, column, begin, K, EVEN, far)
         total = tl.dot(left, right, total, input_precision="ieee")
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -424,6 +430,7 @@ def many_tokens(
                 blocks,
                 top_k=held.top_k,
                 activation=act,
+                tiled=layer.tiled,
                 overlap=overlap,
             )
         elif on_hopper(given.device) and takes(given, weight, blocks, 0, act is not None):
@@ -439,10 +446,11 @@ def many_tokens(
                 top_k=held.top_k,
                 block=0,
                 activation=act,
+                tiled=layer.tiled,
                 overlap=overlap,
             )
         else:
-            _multiply_blocks(given, blocks, shares, weight, bias, out, held.top_k, act, overlap)
+            _multiply_blocks(given, blocks, shares, weight, bias, out, held.top_k, act, layer.tiled, overlap)
     return combine(answers, experts, held, x.dtype, overlap, residual)
 
 
@@ -455,6 +463,7 @@ def _multiply_blocks(
     out: torch.Tensor,
     top_k: int,
     activation: int | None,
+    tiled: bool,
     overlap: bool,
 ) -> None:
     """One product of all experts into ``out``; see :func:`_multiply`."""
@@ -480,6 +489,7 @@ def _multiply_blocks(
         STAGES=2 if wide else 3,
         EVEN=size % columns == 0,
         ACTIVATION=activation,
+        TILED=tiled,
         OVERLAP=overlap,
         num_warps=4 if few else 8,
         **launch_options(overlap),

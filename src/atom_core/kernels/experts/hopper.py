@@ -20,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from atom_core.kernels.experts import tiled as tiles_in_memory
+from atom_core.kernels.experts.tiled import FAR
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.few_rows_hopper import LAG, activated, all_copied, depend, load, ready
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from atom_core.kernels.experts.grouped import Blocks
 
 _gated = gluon.jit(gated.fn)
+row_at, column_at = gluon.jit(tiles_in_memory.row_at.fn), gluon.jit(tiles_in_memory.column_at.fn)
 
 #: Bytes of a row that are copied together: what shared memory interleaves.
 _LINE = 128
@@ -154,11 +157,11 @@ def _weight_rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _next_tile(inputs, tiles, x_at, weight, at, used, step, steps, place, BLOCK_K: gl.constexpr):
+def _next_tile(inputs, tiles, x_at, weight, at, used, step, steps, place, BLOCK_K: gl.constexpr, apart: gl.constexpr):
     """Ask for the tiles of a step, where there is such: by a mask, as behind a branch ``wgmma`` would be waited for."""
     there = step < steps
     load(inputs.index(place), x_at + step * BLOCK_K, mask=used & there)
-    load(tiles.index(place), weight + step * BLOCK_K + at, mask=there)
+    load(tiles.index(place), weight + step * apart + at, mask=there)
     async_copy.commit_group()
 
 
@@ -210,6 +213,7 @@ def grouped_rows_hopper(
     STAGES: gl.constexpr,
     LAG: gl.constexpr,
     ACTIVATION: gl.constexpr,
+    TILED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """``BLOCK_M`` pairs by ``BLOCK_N`` rows of their expert's weight; see :func:`multiply_on_hopper`.
@@ -250,10 +254,12 @@ def grouped_rows_hopper(
     x_at = x + x_row.to(gl.int64)[:, None] * stride_x + column[None, :]
     row = _weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, GATED)
     weight += expert * N * K
-    at = row[:, None] * K + column[None, :]
+    at = row_at(row, K, TILED)[:, None] + column[None, :]
+    # Tiles that lie together in memory are in 16 bits, and so as wide as these.
+    apart: gl.constexpr = BLOCK_K * FAR if TILED else BLOCK_K
     steps = K // BLOCK_K
     for stage in gl.static_range(ahead):
-        _next_tile(inputs, tiles, x_at, weight, at, used, stage, steps, stage, BLOCK_K)
+        _next_tile(inputs, tiles, x_at, weight, at, used, stage, steps, stage, BLOCK_K, apart)
 
     # The same of the sums.
     sum_slot = block * BLOCK_M + gl.arange(0, BLOCK_M, of_rows)
@@ -287,9 +293,9 @@ def grouped_rows_hopper(
             place = (place + 1) % STAGES
             odd = _begin(inputs, tiles, zeros, place)
             place = (place + 1) % STAGES
-            _next_tile(inputs, tiles, x_at, weight, at, used, step + ahead, steps, filled, BLOCK_K)
+            _next_tile(inputs, tiles, x_at, weight, at, used, step + ahead, steps, filled, BLOCK_K, apart)
             filled = (filled + 1) % STAGES
-            _next_tile(inputs, tiles, x_at, weight, at, used, step + 1 + ahead, steps, filled, BLOCK_K)
+            _next_tile(inputs, tiles, x_at, weight, at, used, step + 1 + ahead, steps, filled, BLOCK_K, apart)
             filled = (filled + 1) % STAGES
             even_first_ahead, even_second_ahead = _factors(
                 x_scales, sum_used, first, second, step + 2, stride_x_scales, steps
@@ -312,7 +318,7 @@ def grouped_rows_hopper(
         for step in range(steps):
             ready(ahead - 1)
             total = warpgroup_mma(inputs.index(place), tiles.index(place).permute((1, 0)), total, is_async=True)
-            _next_tile(inputs, tiles, x_at, weight, at, used, step + ahead, steps, filled, BLOCK_K)
+            _next_tile(inputs, tiles, x_at, weight, at, used, step + ahead, steps, filled, BLOCK_K, apart)
             place = (place + 1) % STAGES
             filled = (filled + 1) % STAGES
             total = warpgroup_mma_wait(LAG - 1, [total])
@@ -395,6 +401,7 @@ def multiply_on_hopper(
     activation: int | None,
     overlap: bool,
     first: int = 0,
+    tiled: bool = False,
 ) -> None:
     """One product of experts into ``out``.
 
@@ -412,6 +419,7 @@ def multiply_on_hopper(
         activation: one of ``ACTIVATIONS``' numbers, or None.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         first: the place, among the experts that blocks name, of the first of ``weight``.
+        tiled: whether the weight's numbers, of 16 bits, are where :mod:`.tiled` moves them.
     """
     count, out_features, in_features = weight.shape
     tile = _SCALED if block else _PLAIN
@@ -440,6 +448,7 @@ def multiply_on_hopper(
         STAGES=tile.stages,
         LAG=LAG,
         ACTIVATION=activation,
+        TILED=tiled,
         OVERLAP=overlap,
         num_warps=tile.warps,
         **launch_options(overlap),

@@ -49,7 +49,7 @@ PAIRS = (32, 64)
 
 
 @gluon.jit
-def _ask_weight(tiles, bars, weight, first, second, step, steps, place):
+def _ask_weight(tiles, bars, weight, first, second, step, steps, place, TILED: gl.constexpr):
     """Ask for both tiles of a step, where there is such."""
     there = step < steps
     ROWS: gl.constexpr = tiles.shape[1]
@@ -57,8 +57,13 @@ def _ask_weight(tiles, bars, weight, first, second, step, steps, place):
     size: gl.constexpr = 2 * ROWS * COLUMNS * tiles.dtype.primitive_bitwidth // 8
     bar = bars.index(place)
     mbarrier.expect(bar, size, pred=there)
-    _load_tile(weight, [first, step * COLUMNS], bar, tiles.index(2 * place), pred=there)
-    _load_tile(weight, [second, step * COLUMNS], bar, tiles.index(2 * place + 1), pred=there)
+    if TILED:
+        # Rows as wide as a tile, all those of one before the next one's.
+        _load_tile(weight, [first * steps + step * ROWS, 0], bar, tiles.index(2 * place), pred=there)
+        _load_tile(weight, [second * steps + step * ROWS, 0], bar, tiles.index(2 * place + 1), pred=there)
+    else:
+        _load_tile(weight, [first, step * COLUMNS], bar, tiles.index(2 * place), pred=there)
+        _load_tile(weight, [second, step * COLUMNS], bar, tiles.index(2 * place + 1), pred=there)
 
 
 @gluon.jit
@@ -87,6 +92,7 @@ def _sums(
     TOP_K: gl.constexpr,
     PAIRS: gl.constexpr,
     TAKEN: gl.constexpr,
+    TILED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """Both tiles' rows by the first ``TAKEN`` pairs of a block, ``[rows, PAIRS]`` each."""
@@ -123,7 +129,7 @@ def _sums(
         other = warpgroup_mma(tiles.index(2 * place + 1), right, other, is_async=True)
         # Into the place of the step before, which all warps are done with.
         later = step + ahead
-        _ask_weight(tiles, bars, weight, first, second, later, steps, filled)
+        _ask_weight(tiles, bars, weight, first, second, later, steps, filled, TILED)
         load(inputs.index(filled).slice(0, TAKEN, dim=0), x_at + later * COLUMNS, mask=used & (later < steps))
         async_copy.commit_group()
         place += 1
@@ -161,6 +167,7 @@ def pairs_hopper(
     PAIRS: gl.constexpr,
     STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr,
+    TILED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """A block of ``PAIRS`` pairs of one expert by two tiles of its weight; see :func:`multiply_pairs`.
@@ -202,14 +209,44 @@ def pairs_hopper(
     steps = K // COLUMNS
     second = first + apart
     for stage in gl.static_range(STAGES - 1):
-        _ask_weight(tiles, bars, weight, first, second, stage, steps, stage)
+        _ask_weight(tiles, bars, weight, first, second, stage, steps, stage, TILED)
     if behind_few < 0:
         one, other = _sums(
-            x, slots, weight, tiles, inputs, bars, first, second, stride_x, steps, GATED, TOP_K, PAIRS, FEW, OVERLAP
+            x,
+            slots,
+            weight,
+            tiles,
+            inputs,
+            bars,
+            first,
+            second,
+            stride_x,
+            steps,
+            GATED,
+            TOP_K,
+            PAIRS,
+            FEW,
+            TILED,
+            OVERLAP,
         )
     else:
         one, other = _sums(
-            x, slots, weight, tiles, inputs, bars, first, second, stride_x, steps, GATED, TOP_K, PAIRS, PAIRS, OVERLAP
+            x,
+            slots,
+            weight,
+            tiles,
+            inputs,
+            bars,
+            first,
+            second,
+            stride_x,
+            steps,
+            GATED,
+            TOP_K,
+            PAIRS,
+            PAIRS,
+            TILED,
+            OVERLAP,
         )
     if OVERLAP:
         depend("griddepcontrol.launch_dependents; // $0")
@@ -245,7 +282,7 @@ def takes_pairs(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and weight.shape[2] % COLUMNS == 0
         and aligned(x)
         and weight.data_ptr() % 16 == 0
-        and weight.shape[0] * weight.shape[1] < 2**31
+        and weight.numel() // COLUMNS < 2**31
     )
 
 
@@ -259,15 +296,17 @@ def multiply_pairs(
     *,
     top_k: int,
     activation: int | None,
+    tiled: bool,
     overlap: bool,
 ) -> None:
     """As :func:`atom_core.kernels.experts.few_pairs_hopper.multiply_few_pairs`, of blocks of 32 and 64 pairs."""
     assert blocks.rows in PAIRS
-    count, out_features, in_features = weight.shape
+    _, out_features, in_features = weight.shape
     layout = gl.NVMMASharedLayout.get_default_for(
         [ROWS, COLUMNS], gl.bfloat16 if weight.dtype == torch.bfloat16 else gl.float16
     )
-    rows = TensorDescriptor(weight, [count * out_features, in_features], [in_features, 1], [ROWS, COLUMNS], layout)
+    columns = COLUMNS if tiled else in_features
+    rows = TensorDescriptor(weight, [weight.numel() // columns, columns], [columns, 1], [ROWS, COLUMNS], layout)
     pairs_hopper[triton.cdiv(out_features, 2 * ROWS), len(blocks.experts)](
         x,
         blocks.experts,
@@ -283,6 +322,7 @@ def multiply_pairs(
         PAIRS=blocks.rows,
         STAGES=STAGES,
         ACTIVATION=activation,
+        TILED=tiled,
         OVERLAP=overlap,
         num_warps=4,
         **launch_options(overlap),

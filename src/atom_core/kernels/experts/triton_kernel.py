@@ -10,7 +10,9 @@ from atom_core.config import Activation
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS, few_tokens, one_token
 from atom_core.kernels.experts.grouped import Held, many_tokens
+from atom_core.kernels.experts.tiled import of_whole_tiles, tile_in_place
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
+from atom_core.kernels.linear.tiles import on_hopper
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.opaque import opaque
 
@@ -27,11 +29,19 @@ class TritonExperts:
 
     def __init__(self, spec: ExpertsSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
+        self.tiled = False
         self.held = Held(spec.first, spec.count, spec.top_k, spec.total == spec.count, spec.shared)
 
     def adopt(self, layer: ExpertWeights) -> bool:
-        """It reads the weights as they are."""
+        """On Hopper move the numbers of what is made of whole tiles; see :mod:`.tiled`."""
+        self.tiled = on_hopper(layer.down.device) and of_whole_tiles(layer)
+        if self.tiled:
+            tile_in_place(layer.gate_up.data)
+            tile_in_place(layer.down.data)
         return False
+
+    def _adopted(self, layer: ExpertWeights) -> ExpertWeights:
+        return layer._replace(tiled=self.tiled)
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
@@ -39,7 +49,7 @@ class TritonExperts:
         """See :class:`atom_core.kernels.experts.ExpertsKernel`."""
         spec = self.spec
         held = spec.first, spec.count, spec.shared
-        return mixture(x, weights, experts, *layer, *held, spec.activation, self.overlap)
+        return mixture(x, weights, experts, *self._adopted(layer), *held, spec.activation, self.overlap)
 
     def add(
         self,
@@ -50,7 +60,9 @@ class TritonExperts:
         residual: torch.Tensor,
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.experts.AddingExpertsKernel`."""
-        return _launch(x, weights, experts, layer, self.held, self.spec.activation, self.overlap, residual)
+        return _launch(
+            x, weights, experts, self._adopted(layer), self.held, self.spec.activation, self.overlap, residual
+        )
 
     def add_behind_norm(
         self,
@@ -65,7 +77,8 @@ class TritonExperts:
         assert len(stream) == self.max_normed
         assert stream.is_contiguous()
         act = ACTIVATIONS[self.spec.activation]
-        return one_token(stream, weights, experts, layer, self.held, act, self.overlap, stream, Norm(norm, eps))
+        adopted = self._adopted(layer)
+        return one_token(stream, weights, experts, adopted, self.held, act, self.overlap, stream, Norm(norm, eps))
 
 
 def _fake(
@@ -76,6 +89,7 @@ def _fake(
     down: torch.Tensor,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    tiled: bool,
     first: int,
     count: int,
     shared: int,
@@ -94,6 +108,7 @@ def mixture(
     down: torch.Tensor,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    tiled: bool,
     first: int,
     count: int,
     shared: int,
@@ -101,7 +116,7 @@ def mixture(
     overlap: bool,
 ) -> torch.Tensor:
     """See :mod:`atom_core.kernels.experts`; ``first``, ``count`` and ``shared`` say which experts are held."""
-    layer = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
+    layer = ExpertWeights(gate_up, down, gate_up_bias, down_bias, tiled)
     held = Held(first, count, experts.shape[1], shared=shared)
     return _launch(x, weights, experts, layer, held, cast(Activation, activation), overlap, None)
 

@@ -110,11 +110,12 @@ def row_sums(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
+    FAR: tl.constexpr = 1,
 ):
     """All but the last tile of one row ``x [K]`` times the weight at ``at``, each loaded before the last is used.
 
     ``tile``, and with a norm its weights ``factors``, are the first, loaded already; what is returned is for
-    :func:`row_total`.
+    :func:`row_total`. ``FAR``: how far the weight's columns are apart, where those of one tile lie together.
     """
     column = tl.arange(0, BLOCK_K)
     wide = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
@@ -123,7 +124,7 @@ def row_sums(
     for begin in tl.range(BLOCK_K, K, BLOCK_K):
         if not EVEN:
             known = begin + column < K
-        ahead = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+        ahead = tl.load(at + begin * FAR, mask=known[None, :], other=0.0, eviction_policy="evict_first")
         wide_ahead = tl.load(x + begin + column, mask=known, other=0.0).to(tl.float32)
         if norm is not None:
             squares += wide * wide

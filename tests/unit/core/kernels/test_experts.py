@@ -230,3 +230,21 @@ def test_ranks_that_hold_some_experts_each_add_up_to_one_that_holds_all():
         held = ExpertWeights(layer.gate_up[first : first + count], layer.down[first : first + count])
         parts.append(ReferenceExperts(replace(SPEC, first=first, count=count))(x, weights, experts, held))
     torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
+def test_weights_whose_tiles_lie_together_give_the_same(monkeypatch, tokens, bias):
+    """As on Hopper, by kernels for any GPU."""
+    from atom_core.kernels.experts import triton_kernel
+
+    monkeypatch.setattr(triton_kernel, "on_hopper", lambda device: True)
+    spec = ExpertsSpec(0, 6, 192, 128, 3, "silu", bias, torch.float16)
+    *given, layer = operands(spec, tokens, torch.float16)
+    kernel = triton_kernel.TritonExperts(spec, overlap=False)
+    wanted = kernel(*given, layer)
+    moved = layer._replace(gate_up=layer.gate_up.clone(), down=layer.down.clone())
+    assert not kernel.adopt(moved), "the layer's matrices are still needed"
+    tile = layer.gate_up[2, 64:128, 128:]  # the last of the second row of three
+    assert torch.equal(moved.gate_up[2].flatten()[5 * 4096 : 6 * 4096], tile.flatten())
+    assert torch.equal(kernel(*given, moved), wanted)
