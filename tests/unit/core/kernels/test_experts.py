@@ -248,3 +248,16 @@ def test_weights_whose_tiles_lie_together_give_the_same(monkeypatch, tokens, bia
     tile = layer.gate_up[2, 64:128, 128:]  # the last of the second row of three
     assert torch.equal(moved.gate_up[2].flatten()[5 * 4096 : 6 * 4096], tile.flatten())
     assert torch.equal(kernel(*given, moved), wanted)
+
+
+@pytest.mark.parametrize("size", [1024, 1088])
+def test_a_wide_middle_of_one_token_has_tiles_of_its_own_where_weights_lie_together(monkeypatch, size):
+    from atom_core.kernels.experts import triton_kernel
+
+    monkeypatch.setattr(triton_kernel, "on_hopper", lambda device: True)
+    spec = ExpertsSpec(0, 6, 192, size, 3, "silu", True, torch.float16)
+    *given, layer = operands(spec, 1, torch.float16)
+    wanted = by_definition(spec, *given, layer)
+    kernel = triton_kernel.TritonExperts(spec, overlap=False)
+    kernel.adopt(layer)
+    assert_close(kernel(*given, layer), wanted)
