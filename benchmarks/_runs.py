@@ -29,7 +29,7 @@ WARM_TOKENS = 8
 
 @dataclass(frozen=True)
 class Shape:
-    """Requests at once, and the tokens of each prompt."""
+    """Requests at once, and the tokens of each prompt or, where one step is timed, those that each has cached."""
 
     batch: int
     input_len: int
@@ -40,7 +40,9 @@ class Shape:
         try:
             batch, input_len = map(int, text.split("x"))
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not of the form 8x128") from None
+            batch = input_len = 0
+        if batch < 1 or input_len < 0:
+            raise argparse.ArgumentTypeError(f"{text!r} is not of the form 8x128")
         return cls(batch, input_len)
 
     def __str__(self) -> str:

@@ -16,45 +16,19 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import ROOT
+from benchmarks._runs import Shape
 from benchmarks._served import Message, Served, answer
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A step's."""
-
-    requests: int
-    context: int
-
-    @classmethod
-    def read(cls, text: str) -> Shape:
-        """From "256x640".
-
-        Raises:
-            ValueError: it is not of that form.
-        """
-        requests, _, context = text.partition("x")
-        if not (requests.isdecimal() and context.isdecimal() and int(requests)):
-            raise ValueError(f"--shape {text!r}: requests and tokens cached are needed, as in 256x640.")
-        return cls(int(requests), int(context))
-
-    def __str__(self) -> str:
-        return f"{self.requests}x{self.context}"
-
-
-def check_trees(trees: Sequence[Path]) -> None:
-    """Refuse what is no source of ours.
-
-    Raises:
-        ValueError: a folder has no atom_core in it.
-    """
-    for tree in trees:
-        if not (tree / "atom_core" / "__init__.py").is_file():
-            raise ValueError(f"{tree}: there is no atom_core in it; a folder such as ../before/src is needed.")
+def source_tree(text: str) -> Path:
+    """A folder that Python finds this package in."""
+    tree = Path(text)
+    if not (tree / "atom_core" / "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{tree}: there is no atom_core in it; a folder such as src is needed")
+    return tree
 
 
 def turns(count: int, graphs: int, trees: int) -> list[tuple[int, int]]:
@@ -78,7 +52,10 @@ def lines(shape: Shape, trees: Sequence[Path], milliseconds: Mapping[int, Sequen
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    """Build the model with the source that this process has, capture its steps, and time what is asked for."""
+    """Build the model with the source that this process has, capture its steps, and time what is asked for.
+
+    What is called of it is what older trees have too, as far back as `bench step --seconds`.
+    """
     import torch
 
     from atom_core.config import ModelConfig
@@ -109,19 +86,19 @@ def serve(arguments: argparse.Namespace) -> None:
         model = random_model(config, runtime)
         replays: dict[str, list[Callable[[], object]]] = {}
         kept: list[object] = []
-        # Experts are given for so many tokens or fewer.
-        for shape in sorted(arguments.shapes, key=lambda it: it.requests, reverse=True):
-            send_to_given_experts(model, config, shape.requests)
+        # Each step's experts are those that `bench step` gives it, in front of those given for as many tokens or more.
+        for shape in sorted(arguments.shapes, key=lambda it: it.batch, reverse=True):
+            send_to_given_experts(model, config, shape.batch)
             replays[str(shape)] = []
             for index in range(arguments.graphs):
-                run = decoding(model, config, runtime, shape.requests, shape.context)
+                run = decoding(model, config, runtime, shape.batch, shape.input_len)
                 kept += [run, torch.empty(2**18 << index, device=runtime.device)]
                 replays[str(shape)].append(capture(run).replay)
 
         def respond(asked: Message) -> Message:
             return {"seconds": warm(replays[asked["shape"]][asked["graph"]], arguments.seconds)}
 
-        answer(arguments.replies, {"ready": True}, respond)({})
+        answer(arguments.replies, {}, respond)
 
 
 def compare(arguments: argparse.Namespace) -> None:
@@ -152,8 +129,10 @@ def main(given: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", help="as `atom-plugin bench step` takes it")
-    parser.add_argument("trees", type=Path, nargs="+", help="folders with atom_core and atom_plugin in them")
-    parser.add_argument("--shape", dest="shapes", action="append", required=True, help="as 256x640; more than one")
+    parser.add_argument("trees", type=source_tree, nargs="+", help="folders with atom_core and atom_plugin in them")
+    parser.add_argument(
+        "--shape", dest="shapes", type=Shape.read, action="append", required=True, help="more than one, as 8x640"
+    )
     parser.add_argument("--layers", type=int, help="keep so many layers")
     parser.add_argument("--quantization", help="fp8: quantise the layers, as an engine would")
     parser.add_argument("--graphs", type=int, default=3, help="of each shape (default 3)")
@@ -161,11 +140,6 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="of replays that a time is the mean of (default 1)")
     parser.add_argument("--replies", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
-    try:
-        arguments.shapes = [Shape.read(it) for it in arguments.shapes]
-        check_trees(arguments.trees)
-    except ValueError as error:
-        parser.error(str(error))
     compare(arguments) if arguments.replies is None else serve(arguments)
 
 

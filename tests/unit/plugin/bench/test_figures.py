@@ -57,9 +57,17 @@ def test_a_missing_matplotlib_is_named_before_anything_runs(monkeypatch):
 
 def test_shapes_are_requests_and_tokens():
     assert _gpu.Shape.read("8x128") == _gpu.Shape(8, 128)
+    assert _gpu.Shape.read("256x640") == _gpu.Shape(256, 640)
     assert str(_gpu.Shape(64, 512)) == "64x512"
+    assert str(_gpu.Shape(8, 0)) == "8x0"
     with pytest.raises(argparse.ArgumentTypeError, match="'8' is not of the form 8x128"):
         _gpu.Shape.read("8")
+
+
+@pytest.mark.parametrize("text", ["", "256", "0x640", "x640", "256x", "-1x2", "2x-3", "2x3x4"])
+def test_what_is_no_shape_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not of the form 8x128"):
+        _gpu.Shape.read(text)
 
 
 def options(*given):

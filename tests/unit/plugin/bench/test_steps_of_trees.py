@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 from benchmarks import ROOT
-from benchmarks.steps_of_trees import Shape, check_trees, lines, main, turns
-
-
-def test_a_shape_is_requests_and_tokens_cached():
-    assert Shape.read("256x640") == Shape(256, 640)
-    assert str(Shape(8, 0)) == "8x0"
-
-
-@pytest.mark.parametrize("text", ["", "256", "0x640", "x640", "256x", "-1x2", "2x3x4"])
-def test_what_is_no_shape_is_refused(text):
-    with pytest.raises(ValueError, match=r"requests and tokens cached are needed, as in 256x640\."):
-        Shape.read(text)
+from benchmarks._runs import Shape
+from benchmarks.steps_of_trees import lines, main, source_tree, turns
 
 
 def test_a_folder_without_our_source_is_refused(tmp_path):
-    check_trees([ROOT / "src"])
-    with pytest.raises(ValueError, match="there is no atom_core in it"):
-        check_trees([ROOT / "src", tmp_path])
+    assert source_tree(str(ROOT / "src")) == ROOT / "src"
+    with pytest.raises(argparse.ArgumentTypeError, match="there is no atom_core in it"):
+        source_tree(str(tmp_path))
 
 
 def test_who_goes_first_alternates_and_all_are_timed_as_often():
