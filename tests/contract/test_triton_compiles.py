@@ -58,6 +58,8 @@ from atom_core.kernels.fp8_linear import triton_kernel as fp8_kernel
 from atom_core.kernels.fp8_linear.quantize import Made
 from atom_core.kernels.fp8_linear.scaled_mm import dtype_of
 from atom_core.kernels.gated_activation import triton_kernel as activation_kernel
+from atom_core.kernels.greedy_tokens import Barred, GreedyTokensSpec
+from atom_core.kernels.greedy_tokens import triton_kernel as greedy_kernel
 from atom_core.kernels.head_linear import triton_kernel as head_linear_kernel
 from atom_core.kernels.latent_attention import hopper as latent_hopper
 from atom_core.kernels.latent_attention import token_slots as slots_kernel
@@ -1058,6 +1060,20 @@ def keep(
     for (module, name), keeper in zip(kernels, keepers, strict=True):
         monkeypatch.setattr(module, name, keeper)
     return lambda: [(it, launch) for it, kept in zip(originals, keepers, strict=True) for launch in kept.launches]
+
+
+@every_gpu
+@pytest.mark.parametrize("least", [False, True], ids=["all tokens", "some barred"])
+def test_greedy_tokens_compile(monkeypatch, least, gpu):
+    kept = keep(monkeypatch, (greedy_kernel, "_best_of_parts"), (greedy_kernel, "_best_of_rows"))
+    ints = partial(torch.zeros, dtype=torch.int32)
+    barred = Barred(ints(8), ints(8), ints(8, 128)) if least else None
+    kernel = greedy_kernel.TritonGreedyTokens(GreedyTokensSpec(102_400))
+    kernel(zeros(3, 102_400), ints(3), torch.zeros(3, dtype=torch.int64), barred)
+    launched = kept()
+    assert len(launched) == 2
+    for each, launch in launched:
+        compile_launch(each, launch, gpu)
 
 
 SORTING = [(grouped_kernel, name) for name in ("_count", "_arrange", "_place", "_sort", "_combine")]

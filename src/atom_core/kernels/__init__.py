@@ -21,6 +21,7 @@ from atom_core.kernels.fp8_gated_activation import FP8_GATED_ACTIVATION
 from atom_core.kernels.fp8_linear import FP8_LINEAR
 from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM
 from atom_core.kernels.gated_activation import GATED_ACTIVATION
+from atom_core.kernels.greedy_tokens import GREEDY_TOKENS
 from atom_core.kernels.head_linear import HEAD_LINEAR
 from atom_core.kernels.latent_attention import LATENT_ATTENTION
 from atom_core.kernels.latent_cache import LATENT_CACHE
@@ -74,6 +75,7 @@ OPS = cast(
         EXPERTS,
         FP8_EXPERTS,
         MXFP4_EXPERTS,
+        GREEDY_TOKENS,
     ),
 )
 

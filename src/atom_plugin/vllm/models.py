@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,6 +25,9 @@ from atom_plugin.vllm.attention import FrameworkAttention, VllmPagedAttention, i
 from atom_plugin.vllm.graphs import compile_nothing_between_breaks
 from atom_plugin.vllm.runtime import build_runtime
 from atom_plugin.vllm.warmup import register_warm_up
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_states.interface import ModelState
 
 logger = logging.getLogger("vllm.atom_plugin")
 
@@ -65,6 +69,12 @@ class AtomForCausalLM(nn.Module):
     def lm_head(self) -> nn.Module:
         """The head, where vLLM looks for it."""
         return self.core.lm_head
+
+    def get_model_state_cls(self) -> type[ModelState]:
+        """What vLLM's newer model runner keeps of a model, where it looks for it."""
+        from atom_plugin.vllm.sampling import AtomModelState  # of that runner, which this process may not have loaded
+
+        return AtomModelState
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``[T]`` to ``[T, hidden]``."""

@@ -1,0 +1,31 @@
+"""The likeliest tokens in torch, by a mask as large as the logits where some are barred."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from atom_core.kernels.greedy_tokens import Barred, GreedyTokensSpec
+
+
+class ReferenceGreedyTokens:
+    """See :class:`atom_core.kernels.greedy_tokens.GreedyTokensKernel`."""
+
+    def __init__(self, spec: GreedyTokensSpec) -> None:
+        self.vocab_size = spec.vocab_size
+
+    def __call__(
+        self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor, barred: Barred | None = None
+    ) -> torch.Tensor:
+        """See :class:`atom_core.kernels.greedy_tokens.GreedyTokensKernel`."""
+        if barred is not None:
+            mine = requests.clamp(min=0).long()
+            places = torch.arange(barred.tokens.shape[1], device=logits.device)
+            counts = torch.where((requests >= 0) & (positions + 1 < barred.until[mine]), barred.counts[mine], 0)
+            # Tokens that are none go to a column of their own.
+            taken = torch.where(places < counts[:, None], barred.tokens[mine].long(), self.vocab_size)
+            mask = torch.zeros(len(logits), self.vocab_size + 1, dtype=torch.bool, device=logits.device)
+            logits = logits.masked_fill(mask.scatter_(1, taken, True)[:, :-1], -torch.inf)
+        return logits.argmax(1)

@@ -1,0 +1,114 @@
+"""Greedy requests in vLLM's newer model runner, which asks a model's own state for a sampler.
+
+vLLM's sampler copies all logits to float32 where a request has a least length, and looks for the largest by programs of
+1,024 logits each. A batch that takes the likeliest tokens alone, and whose logits nothing else changes, is served by
+one op here. Any other goes to vLLM's own sampler, whose states and warm-up are kept as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from atom_core.kernels.greedy_tokens import GREEDY_TOKENS, Barred, GreedyTokensKernel, GreedyTokensSpec
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+logger = logging.getLogger("vllm.atom_plugin")
+
+
+class GreedySampler(Sampler):
+    """``sampler``, but for batches of greedy requests; it shares all that ``sampler`` holds.
+
+    Of least lengths vLLM's tables are read; whether a request needs anything else vLLM itself is asked, so what a
+    later version may add is not missed.
+    """
+
+    def __init__(self, sampler: Sampler, kernel: GreedyTokensKernel) -> None:
+        self.__dict__.update(sampler.__dict__)
+        self.kernel = kernel
+        self.bias = _bias_of(sampler)
+        self.greedy = np.zeros_like(self.needs_logits_processing)
+
+    def add_request(self, req_idx: int, *args: Any) -> None:
+        """See vLLM; the last argument is the request's parameters."""
+        *others, params = args
+        changed = self._changes_logits(req_idx, others, params) if params.min_tokens else None
+        super().add_request(req_idx, *args)
+        changed = self.needs_logits_processing[req_idx] if changed is None else changed
+        self.greedy[req_idx] = self.sampling_states.temperature.np[req_idx] == 0.0 and not changed
+
+    def _changes_logits(self, req_idx: int, others: list[Any], params: SamplingParams) -> bool:
+        """Whether anything but a least length changes a request's logits.
+
+        Where a grammar leaves a request nothing but its end, vLLM lets it end before that length.
+        """
+        free = copy.copy(params)
+        free.min_tokens = 0
+        super().add_request(req_idx, *others, free)
+        return bool(self.needs_logits_processing[req_idx]) or params.structured_outputs is not None
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+        *args: Any,
+        return_logprobs: bool = False,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See vLLM: tokens, and the logits that they are of."""
+        if return_logprobs or self.return_sampling_mask or not self.greedy[idx_mapping_np].all():
+            rows = (logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos)
+            sampled: tuple[torch.Tensor, torch.Tensor] = super().sample(
+                *rows, *args, return_logprobs=return_logprobs, **options
+            )
+            return sampled
+        barred = None
+        if self.bias.num_stop_token_ids.np[idx_mapping_np].any():
+            barred = self.barred()
+        return self.kernel(logits, expanded_idx_mapping, pos, barred), logits
+
+    def barred(self) -> Barred:
+        """vLLM's tables of what requests must not take before they have their least length."""
+        bias = self.bias
+        return Barred(bias.min_lens.gpu, bias.num_stop_token_ids.gpu, bias.stop_token_ids.gpu)
+
+    def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile the kernel, which no batch of vLLM's warm-up reaches: its requests have everything at once."""
+        logits = torch.zeros(2, vocab_size, dtype=dtype, device=device)
+        requests = torch.zeros(2, dtype=torch.int32, device=device)
+        for barred in (None, self.barred()):
+            self.kernel(logits, requests, requests.long(), barred)
+
+
+def _bias_of(sampler: Sampler) -> LogitBiasState:
+    """Where ``sampler`` keeps least lengths; vLLM 0.30 has no list of processors."""
+    states = (*getattr(sampler, "logits_processors", ()), *vars(sampler).values())
+    return next(it for it in states if isinstance(it, LogitBiasState))
+
+
+class AtomModelState(DefaultModelState):
+    """What vLLM has for a model that has no state of its own, with :class:`GreedySampler`."""
+
+    def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, None] | None:
+        """See vLLM; drafts are verified, and texts watermarked, by vLLM's own."""
+        if type(sampler) is not Sampler or self.vllm_config.speculative_config is not None:
+            return None
+        spec, runtime = GreedyTokensSpec(self.model_config.get_vocab_size()), self.model.runtime
+        greedy = GreedySampler(sampler, runtime.kernels.select(GREEDY_TOKENS, spec))
+        if runtime.tensor_parallel.rank == 0:
+            chosen = runtime.kernels.chosen(GREEDY_TOKENS, spec)
+            logger.info("Batches of greedy requests are sampled by %s: %s", GREEDY_TOKENS.name, chosen)
+        greedy.warm_up(spec.vocab_size, self.dtype, self.device)
+        return greedy, None

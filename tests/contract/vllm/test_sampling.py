@@ -1,0 +1,179 @@
+"""vLLM's own sampler in front of ours: which batches it leaves to the op, and what the op is given of its tables."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.worker.gpu import buffer_utils
+from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.states import RequestState
+
+from atom_core.kernels import kernel_set
+from atom_core.kernels.select import Target
+from atom_plugin.vllm import sampling
+from atom_plugin.vllm.models import AtomQwen3ForCausalLM
+
+pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
+
+REQUESTS, VOCABULARY, END = 6, 64, 7
+GREEDY = {"temperature": 0.0, "ignore_eos": True, "stop_token_ids": [END]}
+
+#: What a request asks for beside the likeliest tokens, and whether those are what it gets.
+LEFT_TO_VLLM = {
+    "a temperature": {"temperature": 0.5},
+    "any token": {"temperature": 1.0},
+    "a bias": {"logit_bias": {3: 1.0}},
+    "some tokens alone": {"allowed_token_ids": [3, 4]},
+    "a penalty": {"presence_penalty": 0.5},
+    "a bias and a least length": {"logit_bias": {3: 1.0}, "min_tokens": 4},
+    "some tokens alone and a least length": {"allowed_token_ids": [3, 4], "min_tokens": 4},
+    "a grammar and a least length": {"structured_outputs": StructuredOutputsParams(regex="a*"), "min_tokens": 4},
+}
+SERVED = {"nothing": {}, "a least length": {"min_tokens": 4}, "a seed": {"seed": 3}, "a length": {"max_tokens": 3}}
+
+
+class Op:
+    """In place of the kernel, remembers what it is called with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, logits, requests, positions, barred=None):
+        self.calls.append((requests.tolist(), positions.tolist(), barred))
+        return logits.argmax(1)
+
+
+@pytest.fixture
+def theirs(monkeypatch):
+    """vLLM's sampler on a CPU, where memory is neither pinned nor has a device's view, and nothing can be launched."""
+    plain = torch.zeros
+
+    def unpinned(*size, pin_memory=False, **options):
+        return plain(*size, **options)
+
+    monkeypatch.setattr(buffer_utils, "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
+    monkeypatch.setattr(torch, "zeros", unpinned)
+    device = torch.device("cpu")
+    states = RequestState(REQUESTS, 128, 64, 0, VOCABULARY, device)
+    given = {"max_num_reqs": REQUESTS, "vocab_size": VOCABULARY, "device": device, "req_states": states}
+    if "vllm_config" in inspect.signature(Sampler).parameters:
+        given["vllm_config"] = SimpleNamespace(reasoning_config=None)
+    return Sampler(**given)
+
+
+@pytest.fixture
+def ours(theirs):
+    return sampling.GreedySampler(theirs, Op())
+
+
+def add(sampler, index, **asked):
+    """A request with a prompt of ten tokens."""
+    sampler.req_states.prompt_len.np[index] = 10
+    params = SamplingParams(**{**GREEDY, **asked})
+    old = "prompt_len" in inspect.signature(Sampler.add_request).parameters
+    sampler.add_request(index, *((10,) if old else ()), params)
+
+
+def sample(sampler, rows, monkeypatch, **options):
+    """Tokens of a step of the requests `rows`, or None where vLLM's own method is asked."""
+    asked = []
+    monkeypatch.setattr(Sampler, "sample", lambda *args, **named: asked.append((args, named)) or (None, None))
+    index, rows_np = torch.tensor(rows, dtype=torch.int32), np.array(rows)
+    logits = torch.zeros(len(rows), VOCABULARY)
+    logits[:, 5] = 1
+    rest = [index, index] + [rows_np] * ("seq_lens_upper_bound_np" in inspect.signature(Sampler.sample).parameters)
+    tokens, _ = sampler.sample(logits, index, index, rows_np, index.long() + 20, *rest, **options)
+    if asked:
+        (args, named), *none = asked
+        assert not none
+        assert args[1:][:1] == (logits,)
+        assert len(args) - 1 == 5 + len(rest)
+        assert named == {"return_logprobs": False, **options}
+    return None if tokens is None else tokens.tolist()
+
+
+@pytest.mark.parametrize("asked", SERVED.values(), ids=list(SERVED))
+def test_the_likeliest_tokens_are_the_ops(ours, asked, monkeypatch):
+    add(ours, 2, **asked)
+    add(ours, 1)
+    assert sample(ours, [2, 1], monkeypatch) == [5, 5]
+    ((requests, positions, _),) = ours.kernel.calls
+    assert (requests, positions) == ([2, 1], [22, 21])
+
+
+@pytest.mark.parametrize("asked", LEFT_TO_VLLM.values(), ids=list(LEFT_TO_VLLM))
+def test_one_request_that_asks_for_more_leaves_its_batch_to_vllm(ours, asked, monkeypatch):
+    add(ours, 2, **asked)
+    add(ours, 1)
+    assert sample(ours, [2, 1], monkeypatch) is None
+    assert sample(ours, [1], monkeypatch) == [5]
+    add(ours, 2)
+    assert sample(ours, [2, 1], monkeypatch) == [5, 5]
+
+
+def test_probabilities_are_vllms_to_tell(ours, monkeypatch):
+    add(ours, 0)
+    assert sample(ours, [0], monkeypatch, return_logprobs=True) is None
+    ours.return_sampling_mask = True
+    assert sample(ours, [0], monkeypatch) is None
+
+
+def test_a_least_length_bars_what_would_end_a_request(ours, monkeypatch):
+    add(ours, 3, min_tokens=4)
+    add(ours, 1)
+    sample(ours, [1], monkeypatch)
+    sample(ours, [1, 3], monkeypatch)
+    (_, _, without), (_, _, barred) = ours.kernel.calls
+    assert without is None
+    ours.bias.min_lens.copy_to_uva()
+    ours.bias.num_stop_token_ids.copy_to_uva()
+    until, counts, tokens = ours.barred()
+    assert [it.shape for it in barred] == [it.shape for it in (until, counts, tokens)]
+    assert (until[3], counts.tolist()) == (14, [0, 0, 0, 1, 0, 0])
+    assert tokens.shape[0] == REQUESTS
+    assert tokens.stride(1) == 1
+
+
+def test_vllms_states_are_shared(ours, theirs):
+    add(ours, 4, temperature=0.25)
+    assert theirs.sampling_states.temperature.np[4] == 0.25
+    assert theirs.needs_logits_processing[4]
+    assert isinstance(ours, Sampler)
+
+
+def state(speculative=None):
+    """A state whose engine need not be started to ask it for a sampler."""
+    it = sampling.AtomModelState.__new__(sampling.AtomModelState)
+    it.vllm_config = SimpleNamespace(speculative_config=speculative)
+    it.model_config = SimpleNamespace(get_vocab_size=lambda: VOCABULARY)
+    kernels = kernel_set(Target("cpu", "x86_64"))
+    runtime = SimpleNamespace(kernels=kernels, tensor_parallel=SimpleNamespace(rank=0))
+    it.model, it.dtype, it.device = SimpleNamespace(runtime=runtime), torch.float32, "cpu"
+    return it
+
+
+def test_the_state_is_what_vllm_would_have_but_for_the_sampler(theirs, caplog):
+    caplog.set_level("INFO", logger=sampling.logger.name)
+    model = AtomQwen3ForCausalLM.__new__(AtomQwen3ForCausalLM)
+    assert resolve_model_state_cls(None, model) is sampling.AtomModelState
+    assert sampling.AtomModelState.__mro__[1] is DefaultModelState
+    greedy, rejection = state().custom_sampler(theirs)
+    assert isinstance(greedy, sampling.GreedySampler)
+    assert rejection is None
+    assert "greedy_tokens: reference" in caplog.text
+
+
+def test_drafts_and_watermarks_have_vllms_own(theirs):
+    class Watermarked(Sampler):
+        pass
+
+    assert state(speculative=object()).custom_sampler(theirs) is None
+    assert state().custom_sampler(Watermarked.__new__(Watermarked)) is None
