@@ -85,11 +85,15 @@ class GreedySampler(Sampler):
         return Barred(bias.min_lens.gpu, bias.num_stop_token_ids.gpu, bias.stop_token_ids.gpu)
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile the kernel, which no batch of vLLM's warm-up reaches: its requests have everything at once."""
+        """Compile the kernel, which no batch of vLLM's warm-up reaches: its requests have everything at once.
+
+        Versions of vLLM number requests by other integers.
+        """
         logits = torch.zeros(2, vocab_size, dtype=dtype, device=device)
-        requests = torch.zeros(2, dtype=torch.int32, device=device)
-        for barred in (None, self.barred()):
-            self.kernel(logits, requests, requests.long(), barred)
+        positions = torch.zeros(2, dtype=torch.int64, device=device)
+        for requests in (positions, positions.int()):
+            for barred in (None, self.barred()):
+                self.kernel(logits, requests, positions, barred)
 
 
 def _bias_of(sampler: Sampler) -> LogitBiasState:

@@ -41,7 +41,7 @@ def _best(row, begin, end, vocab, below, behind, AFTER: tl.constexpr, BLOCK: tl.
     return top, tl.min(tl.where(highest == top, chosen, 0x7FFFFFFF), 0)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["requests", "positions", "until", "counts", "blocks"])
 def _best_of_parts(
     logits,
     requests,
@@ -108,15 +108,12 @@ class TritonGreedyTokens:
         parts = triton.cdiv(blocks, each)
         best = torch.empty(rows, _EACH, dtype=torch.float32, device=logits.device)
         tokens = torch.empty(rows, _EACH, dtype=torch.int32, device=logits.device)
-        none = (None, None, None)
-        until, counts, taken = none if barred is None else barred
+        # Without what is barred nothing else of the requests is looked at, and integers of any size are one kernel.
+        by_request = (None,) * 5 if barred is None else (requests, positions, *barred)
+        taken = by_request[-1]
         _best_of_parts[(rows, parts)](
             logits,
-            requests,
-            positions,
-            until,
-            counts,
-            taken,
+            *by_request,
             best,
             tokens,
             vocab,
