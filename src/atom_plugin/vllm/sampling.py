@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from atom_core.kernels.greedy_tokens import GREEDY_TOKENS, Barred, GreedyTokensKernel, GreedyTokensSpec
-
-if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("vllm.atom_plugin")
 
@@ -41,20 +38,19 @@ class GreedySampler(Sampler):
     def add_request(self, req_idx: int, *args: Any) -> None:
         """See vLLM; the last argument is the request's parameters."""
         *others, params = args
-        changed = self._changes_logits(req_idx, others, params) if params.min_tokens else None
-        super().add_request(req_idx, *args)
-        changed = self.needs_logits_processing[req_idx] if changed is None else changed
-        self.greedy[req_idx] = self.sampling_states.temperature.np[req_idx] == 0.0 and not changed
-
-    def _changes_logits(self, req_idx: int, others: list[Any], params: SamplingParams) -> bool:
-        """Whether anything but a least length changes a request's logits.
-
-        Where a grammar leaves a request nothing but its end, vLLM lets it end before that length.
-        """
-        free = copy.copy(params)
-        free.min_tokens = 0
+        free = params
+        if params.min_tokens:
+            free = copy.copy(params)
+            free.min_tokens = 0
+        # Once each: what counts a request's tokens for penalties would count them twice.
         super().add_request(req_idx, *others, free)
-        return bool(self.needs_logits_processing[req_idx]) or params.structured_outputs is not None
+        changed = self.needs_logits_processing[req_idx]
+        if free is not params:
+            self.bias.add_request(req_idx, *args)
+            self.needs_logits_processing[req_idx] |= self.bias.use_logit_bias[req_idx]
+            # Where a grammar leaves a request nothing but its end, vLLM lets it end before its least length.
+            changed = changed or params.structured_outputs is not None
+        self.greedy[req_idx] = self.sampling_states.temperature.np[req_idx] == 0.0 and not changed
 
     def sample(
         self,
@@ -106,7 +102,10 @@ class AtomModelState(DefaultModelState):
     """What vLLM has for a model that has no state of its own, with :class:`GreedySampler`."""
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, None] | None:
-        """See vLLM; drafts are verified, and texts watermarked, by vLLM's own."""
+        """See vLLM; drafts are verified, texts watermarked, and users' own processors asked by vLLM's own."""
+        processors = getattr(sampler, "logits_processors", ())
+        if not all(type(it).__module__.startswith("vllm.") for it in processors):
+            return None
         if type(sampler) is not Sampler or self.vllm_config.speculative_config is not None:
             return None
         spec, runtime = GreedyTokensSpec(self.model_config.get_vocab_size()), self.model.runtime

@@ -142,6 +142,13 @@ def test_a_least_length_bars_what_would_end_a_request(ours, monkeypatch):
     assert tokens.stride(1) == 1
 
 
+def test_each_request_is_counted_once(ours):
+    add(ours, 2, presence_penalty=0.5, min_tokens=4)
+    assert ours.penalties_state._new_penalties_reqs == [2]
+    assert ours.needs_logits_processing[2]
+    assert ours.bias.min_lens.np[2] == 14
+
+
 def test_vllms_states_are_shared(ours, theirs):
     add(ours, 4, temperature=0.25)
     assert theirs.sampling_states.temperature.np[4] == 0.25
@@ -177,3 +184,5 @@ def test_drafts_and_watermarks_have_vllms_own(theirs):
 
     assert state(speculative=object()).custom_sampler(theirs) is None
     assert state().custom_sampler(Watermarked.__new__(Watermarked)) is None
+    theirs.logits_processors = [object()]
+    assert state().custom_sampler(theirs) is None
