@@ -21,7 +21,8 @@ FAMILIES = ("qwen3", "llama", "qwen2", "mistral")
 MAX_TOKENS = 32
 OPEN_ENDED = "Question:"
 # Some thousand tokens can be over before a busy server reads of an abort or a hang-up: whoever's model it is, its event
-# loop does not look up while tokens wait. So one of so many attempts must be cut short.
+# loop does not look up while tokens wait. So one of so many attempts must be cut short, and one answer of so many come
+# in parts: what has not been fetched yet, both frameworks put together with what follows.
 NUM_ATTEMPTS = 10
 #: An engine's option where products are torch's own: some processors multiply numbers of 16 bits one by one.
 BY_VECTORS = {} if multiplies(torch.bfloat16) else {"dtype": "float32"}
