@@ -23,12 +23,16 @@ from atom_core.standalone import plan
 #: Prompts at most as long: kernels that take all tokens of a prompt do not change any more beyond.
 _LONGEST_PROMPT = 2048
 #: Lengths up to which a decode does not share out a request's keys, and up to which it does.
-_SHORT_LENGTHS = (64, 4096)
-#: New tokens behind cached ones, which attention over latents reads as it decodes, of so many requests at once; and how
-#: many are cached: enough that expanding them would cost more.
-_FEW_TOKENS, _REQUESTS, _CACHED = (2, 4, 8), (1, 16, 64), 64
+_SHORT, _SHARED = 64, 4096
+#: New tokens behind cached ones, which attention over latents reads as it decodes up to the first three; of how many
+#: requests at once, whose programs take other shares of their heads and keys; and how many are cached: enough that
+#: expanding them would cost more.
+_FEW_TOKENS, _REQUESTS, _CACHED = (2, 4, 8, 24), (1, 8, 16, 32, 64, 96), 64
 #: Lengths of prompts: what a tile of queries takes, and an odd number more.
 _PROMPTS = (5, 16, 64, 257, _LONGEST_PROMPT)
+#: Tokens of prompts: experts sort and multiply them by tiles that change at other numbers for each model, and odd ones
+#: otherwise than even ones. These reach all variants of the models in :mod:`atom_plugin.bench.models`.
+_TOKENS = (3, 9, 17, 33, 65, 101, 129, 174, 229, 258, 292, 513, 516, 577, 768, 1024, 4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,18 @@ def batches_to_serve(max_requests: int, max_tokens: int, max_seq_len: int) -> li
 
     Decodes, prefills, both in one, and prompts of which all but a few tokens are cached.
     """
-    sizes = {1, 2, 8, 16, 32, 64, 128, max_requests}
-    found = [Batch((1,) * size, max_seq_len) for size in sorted(sizes)]
-    for length in _SHORT_LENGTHS:
+    longest = min(_LONGEST_PROMPT, max_seq_len)
+    found = [Batch((1,) * size, max_seq_len) for size in sorted({1, 2, 8, 16, 32, 64, 128, max_requests})]
+    for length in (_SHORT, _SHARED):
         found += [Batch((new,) * size, length) for size in (1, 3) for new in (1, 2)]
     for prompt in _PROMPTS:
         found += [Batch((prompt,), max_seq_len), Batch((1, 1, prompt), max_seq_len)]
-    found += [Batch((new,) * size, max_seq_len, _CACHED) for new in _FEW_TOKENS for size in _REQUESTS]
+    found += [Batch(_prompts(tokens, longest), max_seq_len) for tokens in (*_TOKENS, max_tokens)]
+    for new in _FEW_TOKENS:
+        found.append(Batch((*(1,) * 8, new), max_seq_len, _CACHED))
+    for size in _REQUESTS:
+        found += [Batch((new,) * size, _SHORT, _SHORT - new) for new in (1, *_FEW_TOKENS)]
+        found += [Batch((new,) * size, max_seq_len, _CACHED) for new in _FEW_TOKENS]
     possible = (
         batch
         for batch in found
@@ -65,8 +74,14 @@ def batches_to_serve(max_requests: int, max_tokens: int, max_seq_len: int) -> li
     return list(dict.fromkeys(possible))
 
 
+def _prompts(tokens: int, longest: int) -> tuple[int, ...]:
+    """So many tokens of prompts, none of which has more than ``longest``."""
+    whole, rest = divmod(tokens, longest)
+    return (longest,) * whole + (rest,) * (rest > 0)
+
+
 def metadata_of(
-    batch: Batch, model: DecoderForCausalLM | DraftModel, page_size: int, device: torch.device
+    batch: Batch, model: DecoderForCausalLM | DraftModel, table_width: int, device: torch.device
 ) -> AttentionMetadata:
     """``batch`` as ``model``'s kernels are told of it: no token has a slot, and all pages are page 0."""
     num_requests, num_tokens = len(batch.queries), sum(batch.queries)
@@ -76,7 +91,7 @@ def metadata_of(
     metadata = AttentionMetadata(
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        page_table=torch.zeros(num_requests, -(-batch.max_seq_len // page_size), dtype=torch.int32, device=device),
+        page_table=torch.zeros(num_requests, table_width, dtype=torch.int32, device=device),
         slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         num_requests=num_requests,
         num_tokens=num_tokens,
@@ -94,7 +109,7 @@ def run_batch(
     batch: Batch,
     model: DecoderForCausalLM | DraftModel,
     runtime: Runtime,
-    page_size: int,
+    table_width: int,
     announce: Callable[[AttentionMetadata], AbstractContextManager[object]],
 ) -> None:
     """Run ``model`` on ``batch``; all ranks of a parallel group have to.
@@ -103,14 +118,14 @@ def run_batch(
         batch: see :func:`batches_to_serve`.
         model: loaded and finalized.
         runtime: what the model was built with.
-        page_size: tokens a page of the cache.
+        table_width: pages that the framework's table has for a request, which kernels are compiled for.
         announce: makes a step's metadata known as the framework does, and gives what it passes through as ``step``.
     """
     device, num_tokens = runtime.device, sum(batch.queries)
     positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     shape = (num_tokens, model.config.hidden_size)
-    with announce(metadata_of(batch, model, page_size, device)) as step:
+    with announce(metadata_of(batch, model, table_width, device)) as step:
         if isinstance(model, DraftModel):
             hidden = model(input_ids, positions, torch.zeros(shape, dtype=runtime.dtype, device=device), step)
         elif model.model.is_first:

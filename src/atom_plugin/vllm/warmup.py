@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
+from vllm.utils.math_utils import cdiv
+from vllm.v1.worker.block_table import get_block_table_width
 
 from atom_core.metadata import AttentionMetadata
 from atom_core.models.decoder import DecoderForCausalLM
@@ -45,8 +47,9 @@ class ModelWarmUp(VllmJitKernel[Batch]):
 
     def compile(self, compile_key: Batch) -> None:
         """See vLLM."""
-        page_size = self.vllm_config.cache_config.block_size
-        run_batch(compile_key, self.model, self.runtime, page_size, self._announce)
+        page_size, longest = self.vllm_config.cache_config.block_size, self.vllm_config.model_config.max_model_len
+        table_width = get_block_table_width(cdiv(longest, page_size), page_size)
+        run_batch(compile_key, self.model, self.runtime, table_width, self._announce)
 
     @contextmanager
     def _announce(self, metadata: AttentionMetadata) -> Iterator[None]:

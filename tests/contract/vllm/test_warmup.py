@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 CONFIG = SimpleNamespace(
     cache_config=SimpleNamespace(block_size=16),
     compilation_config=SimpleNamespace(static_forward_context={}, fast_moe_cold_start=False),
-    model_config=SimpleNamespace(max_model_len=256),
+    model_config=SimpleNamespace(max_model_len=200),
     parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, use_sequence_parallel_moe=False),
     scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
 )
@@ -55,20 +55,21 @@ def test_vllm_runs_every_batch_with_its_metadata_where_layers_look_for_it(cache,
 
     metadata = SimpleNamespace(num_tokens=3)
 
-    def run_batch(batch, model, runtime, page_size, announce):
+    def run_batch(batch, model, runtime, table_width, announce):
         with announce(metadata):
             context = get_forward_context()
             assert context.dp_metadata is None
-            seen.append((batch, page_size, context.attn_metadata))
+            seen.append((batch, table_width, context.attn_metadata))
 
     monkeypatch.setattr(warmup, "run_batch", run_batch)
     monkeypatch.setattr("vllm.distributed.is_global_first_rank", lambda: False)
     registered("cuda", cache).warmup()
-    batches = warmup.batches_to_serve(8, 64, 256)
+    batches = warmup.batches_to_serve(8, 64, 200)
     assert [batch for batch, _, _ in seen] == batches
-    assert Batch((1,) * 8, 256) in batches
+    assert Batch((1,) * 8, 200) in batches
     expected = {"model.layers.0.self_attn.attn": metadata} if known else None
-    assert all((page_size, given) == (16, expected) for _, page_size, given in seen)
+    # 13 pages hold the longest request; vLLM's tables are as wide as a multiple of 128 tokens.
+    assert all((table_width, given) == (16, expected) for _, table_width, given in seen)
     assert not is_forward_context_available()
 
 
@@ -76,7 +77,7 @@ def test_replicas_that_share_experts_know_what_each_other_brings(monkeypatch):
     """Else a server of several, on GPUs, ends while it warms up."""
     seen = []
 
-    def run_batch(batch, model, runtime, page_size, announce):
+    def run_batch(batch, model, runtime, table_width, announce):
         with announce(SimpleNamespace(num_tokens=sum(batch.queries))):
             seen.append((batch, get_forward_context().dp_metadata.num_tokens_across_dp_cpu.tolist()))
 
@@ -86,7 +87,7 @@ def test_replicas_that_share_experts_know_what_each_other_brings(monkeypatch):
         **{**vars(CONFIG.parallel_config), "data_parallel_size": 2, "data_parallel_rank": 1}, is_moe_model=True
     )
     registered("cuda", config=SimpleNamespace(**{**vars(CONFIG), "parallel_config": parallel})).warmup()
-    assert [batch for batch, _ in seen] == warmup.batches_to_serve(8, 64, 256)
+    assert [batch for batch, _ in seen] == warmup.batches_to_serve(8, 64, 200)
     assert all(counts == [sum(batch.queries)] * 2 for batch, counts in seen)
 
 

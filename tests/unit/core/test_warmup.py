@@ -16,7 +16,7 @@ from atom_core.standalone import Step, build_runtime, page_pools, random_model
 from atom_core.warmup import Batch, batches_to_serve, metadata_of, run_batch
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "qwen3"
-PAGE_SIZE = 16
+PAGE_SIZE, TABLE_WIDTH = 16, 24
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ PAGE_SIZE = 16
 )
 def test_batches_are_within_the_limits_and_none_comes_twice(max_requests, max_tokens, max_seq_len):
     batches = batches_to_serve(max_requests, max_tokens, max_seq_len)
-    assert len(set(batches)) == len(batches) < 40
+    assert len(set(batches)) == len(batches) < 120
     for batch in batches:
         assert 1 <= len(batch.queries) <= max_requests
         assert sum(batch.queries) <= max_tokens
@@ -44,17 +44,25 @@ def test_batches_are_of_every_kind():
     assert {batch.max_seq_len for batch in batches if batch.queries == (1,)} >= {64, 4096, 40960}
 
 
+@pytest.mark.parametrize("max_seq_len", [100, 2048, 40960])
+def test_as_many_tokens_as_there_may_be_are_prompts_of_lengths_that_there_may_be(max_seq_len):
+    """However short requests are: experts of many tokens have kernels of their own."""
+    whole = [batch.queries for batch in batches_to_serve(200, 8192, max_seq_len) if sum(batch.queries) == 8192]
+    longest = min(2048, max_seq_len)
+    assert whole == [(longest,) * (8192 // longest) + (8192 % longest,) * (8192 % longest > 0)]
+
+
 def test_a_batch_has_no_slots_and_only_the_first_page(config):
     runtime = build_runtime(torch.device("cpu"), torch.float32, 256)
     model = random_model(config, runtime)
-    metadata = metadata_of(Batch((1, 1, 40), 256), model, PAGE_SIZE, runtime.device)
+    metadata = metadata_of(Batch((1, 1, 40), 256), model, TABLE_WIDTH, runtime.device)
     assert metadata.query_start_loc.tolist() == [0, 1, 2, 42]
     assert metadata.seq_lens.tolist() == [1, 1, 40]
-    behind = metadata_of(Batch((2,), 256, 64), model, PAGE_SIZE, runtime.device)
+    behind = metadata_of(Batch((2,), 256, 64), model, TABLE_WIDTH, runtime.device)
     assert (behind.seq_lens.tolist(), behind.host.lengths) == ([66], (66,))
     assert (metadata.slot_mapping == -1).all()
     assert not metadata.page_table.any()
-    assert metadata.page_table.shape == (3, 16)
+    assert metadata.page_table.shape == (3, TABLE_WIDTH)
     assert (metadata.num_decode_requests, metadata.num_decode_tokens) == (2, 2)
     assert (metadata.num_requests, metadata.num_tokens, metadata.max_query_len, metadata.max_seq_len) == (
         3,
@@ -79,7 +87,7 @@ def test_all_of_them_run_and_leave_no_trace_in_the_cache(config, kernels):
 
     batches = batches_to_serve(20, 512, 256)
     for batch in batches:
-        run_batch(batch, model, runtime, PAGE_SIZE, announce)
+        run_batch(batch, model, runtime, TABLE_WIDTH, announce)
     assert len(announced) == len(batches)
     for cache, (key, value) in zip(caches, before, strict=True):
         assert torch.equal(cache.key, key)
@@ -100,7 +108,7 @@ def test_prompts_over_latents_are_expanded_and_decodes_and_few_tokens_behind_cac
         return nullcontext(Step(metadata, caches))
 
     for batch in batches_to_serve(20, 512, 256):
-        run_batch(batch, model, runtime, PAGE_SIZE, announce)
+        run_batch(batch, model, runtime, TABLE_WIDTH, announce)
     assert (expanded[(1, 1)], expanded[(64,)], expanded[(1, 1, 64)]) == ((), (0,), (2,))
     assert {expanded[lengths] for lengths in ((66,), (68,), (72,), (72,) * 16)} == {()}
     for cache, rows in zip(caches, before, strict=True):
@@ -113,7 +121,9 @@ def test_a_later_stage_runs_on_what_an_earlier_one_carries(config):
     for stage in (PipelineStage(0, 1), PipelineStage(1)):
         runtime = replace(whole, pipeline=stage)
         model = random_model(config, runtime)
-        run_batch(Batch((1, 20), 256), model, runtime, PAGE_SIZE, lambda metadata: nullcontext(Step(metadata, caches)))
+        run_batch(
+            Batch((1, 20), 256), model, runtime, TABLE_WIDTH, lambda metadata: nullcontext(Step(metadata, caches))
+        )
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ _PAIRS = 256
 _FEW_PAIRS = 9 * 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _count(
     experts,
     counts,
@@ -71,7 +71,7 @@ def _arrange(counts, first_blocks, block_experts, COUNT: tl.constexpr, PADDED: t
         tl.store(block_experts + first + index, expert, mask=index < needed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _place(
     experts,
     ranks,
@@ -92,7 +92,7 @@ def _place(
     tl.store(slots + first * BLOCK_M + rank, pair, mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _sort(
     experts,
     block_experts,
