@@ -24,9 +24,8 @@ from atom_core.standalone import plan
 _LONGEST_PROMPT = 2048
 #: Lengths up to which a decode does not share out a request's keys, and up to which it does.
 _SHORT, _SHARED = 64, 4096
-#: New tokens behind cached ones, which attention over latents reads as it decodes up to the first three; of how many
-#: requests at once, whose programs take other shares of their heads and keys; and how many are cached: enough that
-#: expanding them would cost more.
+#: New tokens behind cached ones, the last number more than attention over latents decodes; of how many requests,
+#: by which programs share heads and keys; and how many are cached: enough that expanding them would cost more.
 _FEW_TOKENS, _REQUESTS, _CACHED = (2, 4, 8, 24), (1, 8, 16, 32, 64, 96), 64
 #: Lengths of prompts: what a tile of queries takes, and an odd number more.
 _PROMPTS = (5, 16, 64, 257, _LONGEST_PROMPT)

