@@ -325,6 +325,17 @@ def _stand_ins(recorder: Recorder) -> dict[str, ModuleType]:
 
 
 @contextmanager
+def launching(run: Callable[..., None]) -> Iterator[None]:
+    """Have ``run`` called in place of Triton's launches, and tensors without memory be on a GPU as large as an H100."""
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.object(splits, "multiprocessors", return_value=132),
+    ):
+        yield
+
+
+@contextmanager
 def _recording(recorder: Recorder) -> Iterator[None]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         recorder.add(self.fn.__name__.strip("_"), (args, kwargs))
@@ -333,12 +344,7 @@ def _recording(recorder: Recorder) -> Iterator[None]:
     stand_ins = _stand_ins(recorder)
     sys.modules.update(stand_ins)
     try:
-        with (
-            mock.patch.object(JITFunction, "run", run),
-            mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
-            mock.patch.object(splits, "multiprocessors", return_value=132),
-            _TorchOps(recorder),
-        ):
+        with launching(run), _TorchOps(recorder):
             yield
     finally:
         for name in stand_ins:

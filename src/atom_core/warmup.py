@@ -58,8 +58,7 @@ def batches_to_serve(max_requests: int, max_tokens: int, max_seq_len: int) -> li
     for prompt in _PROMPTS:
         found += [Batch((prompt,), max_seq_len), Batch((1, 1, prompt), max_seq_len)]
     found += [Batch(_prompts(tokens, longest), max_seq_len) for tokens in (*_TOKENS, max_tokens)]
-    for new in _FEW_TOKENS:
-        found.append(Batch((*(1,) * 8, new), max_seq_len, _CACHED))
+    found += [Batch((*(1,) * 8, new), max_seq_len, _CACHED) for new in _FEW_TOKENS]
     for size in _REQUESTS:
         found += [Batch((new,) * size, _SHORT, _SHORT - new) for new in (1, *_FEW_TOKENS)]
         found += [Batch((new,) * size, max_seq_len, _CACHED) for new in _FEW_TOKENS]

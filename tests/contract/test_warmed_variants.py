@@ -8,7 +8,7 @@ divides them, and whether they are 1. No GPU takes part.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any
@@ -18,15 +18,14 @@ import torch
 from triton.runtime.jit import JITFunction, KernelParam
 
 from atom_core.config import ModelConfig
-from atom_core.kernels.attention import splits
 from atom_core.kernels.select import Target
 from atom_core.models.registry import load_model_class
 from atom_core.quant import read_quantization
 from atom_core.standalone import Step, build_runtime, cache_order, finalize, page_pools
 from atom_core.warmup import Batch, batches_to_serve, run_batch
 from atom_plugin.bench.models import read_config
+from benchmarks._launches import META, launching
 
-META = torch.device("meta")
 MAX_REQUESTS, MAX_TOKENS, MAX_MODEL_LEN, PAGE_SIZE = 256, 16384, 4096, 64
 HOPPER, MI300 = Target("cuda", "sm90"), Target("rocm", "gfx942")
 NUM_BATCHES = 150
@@ -37,7 +36,6 @@ Variant = tuple[str, tuple[object, ...]]
 def variant_of(kernel: JITFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Variant:
     """What is compiled for a launch."""
     given = dict(zip((it.name for it in kernel.params), args, strict=False)) | kwargs
-    del given["grid"], given["warmup"]
     told = tuple(_told(it, given.pop(it.name, None)) for it in kernel.params)
     return kernel.fn.__qualname__, (*told, *sorted(given.items()))
 
@@ -81,31 +79,30 @@ def served() -> Iterator[Batch]:
     ],
 )
 @torch.inference_mode()
-def test_what_batches_launch_the_warm_up_has_launched(model, num_layers, target, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(splits, "multiprocessors", lambda device: 132)
+def test_what_batches_launch_the_warm_up_has_launched(model, num_layers, target):
+    launched: dict[Variant, Batch | None] = {}
+    batch: Batch | None = None
+
+    def launch(kernel: JITFunction, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
+        launched.setdefault(variant_of(kernel, args, kwargs), batch)
+
     hf = read_config(model, num_layers)
     config = ModelConfig.from_hf(hf)
     quant = read_quantization(hf, None)
-    runtime = build_runtime(META, torch.bfloat16, MAX_MODEL_LEN, target=target, quant=quant, with_aiter=False)
-    network = load_model_class(config.architecture)(config, runtime)
-    finalize(network)
-    pools = page_pools(config, runtime, 64, PAGE_SIZE, order=cache_order(network))
+    with launching(launch):
+        runtime = build_runtime(META, torch.bfloat16, MAX_MODEL_LEN, target=target, quant=quant, with_aiter=False)
+        network = load_model_class(config.architecture)(config, runtime)
+        finalize(network)
+        pools = page_pools(config, runtime, 64, PAGE_SIZE, order=cache_order(network))
+        width = MAX_MODEL_LEN // PAGE_SIZE
 
-    def launched_by(batches: Iterable[Batch]) -> dict[Variant, Batch]:
-        """Each variant, and the first batch that takes it."""
-        launched: dict[Variant, Batch] = {}
-        for batch in batches:
-
-            def launch(kernel: JITFunction, *args: Any, batch: Batch = batch, **kwargs: Any) -> None:
-                launched.setdefault(variant_of(kernel, args, kwargs), batch)
-
-            monkeypatch.setattr(JITFunction, "run", launch)
-            width = MAX_MODEL_LEN // PAGE_SIZE
+        def run(batch: Batch) -> None:
             run_batch(batch, network, runtime, width, lambda metadata: nullcontext(Step(metadata, pools)))
-        return launched
 
-    warmed = launched_by(batches_to_serve(MAX_REQUESTS, MAX_TOKENS, MAX_MODEL_LEN))
+        for batch in batches_to_serve(MAX_REQUESTS, MAX_TOKENS, MAX_MODEL_LEN):
+            run(batch)
+        warmed = set(launched)
+        for batch in islice(served(), NUM_BATCHES):
+            run(batch)
     assert warmed
-    launched = launched_by(islice(served(), NUM_BATCHES))
-    assert {variant: batch for variant, batch in launched.items() if variant not in warmed} == {}
+    assert {variant: first for variant, first in launched.items() if variant not in warmed} == {}

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from openai import OpenAI
@@ -70,6 +71,22 @@ def _tokens_of(family: str, answers: Sequence[str]) -> list[list[int]]:
 def connect(server: Server) -> OpenAI:
     """A client that neither waits for ever nor hides a failure by asking again."""
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def check_streamed_chunks(client: OpenAI, server: Server, prompt: str) -> None:
+    """Streamed chunks of a greedy answer are the text that comes in one piece, and of some answer more than five."""
+    request: dict[str, Any] = {"model": server.model, "prompt": prompt, "temperature": 0, "max_tokens": MAX_TOKENS}
+    whole = client.completions.create(**request)
+
+    def num_parts() -> int:
+        chunks = list(client.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+        texts = [choice for chunk in chunks for choice in chunk.choices]
+        assert "".join(choice.text for choice in texts) == whole.choices[0].text
+        assert [choice.finish_reason for choice in texts if choice.finish_reason] == ["stop"]
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+        return len([choice for choice in texts if choice.text])
+
+    assert any(num_parts() > 5 for _ in range(NUM_ATTEMPTS))
 
 
 def hang_up(client: OpenAI, server: Server, limit: int, num_streams: int = 4) -> None:

@@ -87,9 +87,9 @@ class GreedySampler(Sampler):
         """
         logits = torch.zeros(2, vocab_size, dtype=dtype, device=device)
         positions = torch.zeros(2, dtype=torch.int64, device=device)
+        self.kernel(logits, positions, positions)
         for requests in (positions, positions.int()):
-            for barred in (None, self.barred()):
-                self.kernel(logits, requests, positions, barred)
+            self.kernel(logits, requests, positions, self.barred())
 
 
 def _bias_of(sampler: Sampler) -> LogitBiasState:

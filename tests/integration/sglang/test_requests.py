@@ -10,7 +10,7 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.integration.questions import MAX_TOKENS, NUM_ATTEMPTS, OPEN_ENDED, complete, hang_up
+from tests.integration.questions import MAX_TOKENS, NUM_ATTEMPTS, OPEN_ENDED, check_streamed_chunks, complete, hang_up
 
 pytestmark = pytest.mark.sglang
 
@@ -112,18 +112,7 @@ def test_chat_answers_through_the_chat_template(server, client, rows):
 
 @pytest.mark.smoke
 def test_streamed_chunks_are_the_text_that_comes_in_one_piece(server, client):
-    request = {"model": server.model, "prompt": COUNTING, "temperature": 0, "max_tokens": MAX_TOKENS}
-    whole = client.completions.create(**request)
-
-    def num_parts():
-        chunks = list(client.completions.create(**request, stream=True, stream_options={"include_usage": True}))
-        texts = [choice for chunk in chunks for choice in chunk.choices]
-        assert "".join(choice.text for choice in texts) == whole.choices[0].text
-        assert [choice.finish_reason for choice in texts if choice.finish_reason] == ["stop"]
-        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
-        return len([choice for choice in texts if choice.text])
-
-    assert any(num_parts() > 5 for _ in range(NUM_ATTEMPTS))
+    check_streamed_chunks(client, server, COUNTING)
 
 
 def test_streamed_chat_is_the_reply_that_comes_in_one_piece(server, client, rows):

@@ -44,12 +44,13 @@ def test_batches_are_of_every_kind():
     assert {batch.max_seq_len for batch in batches if batch.queries == (1,)} >= {64, 4096, 40960}
 
 
-@pytest.mark.parametrize("max_seq_len", [100, 2048, 40960])
-def test_as_many_tokens_as_there_may_be_are_prompts_of_lengths_that_there_may_be(max_seq_len):
+@pytest.mark.parametrize(
+    ("max_seq_len", "prompts"), [(100, (*(100,) * 81, 92)), (2048, (2048,) * 4), (40960, (2048,) * 4)]
+)
+def test_as_many_tokens_as_there_may_be_are_prompts_of_lengths_that_there_may_be(max_seq_len, prompts):
     """However short requests are: experts of many tokens have kernels of their own."""
     whole = [batch.queries for batch in batches_to_serve(200, 8192, max_seq_len) if sum(batch.queries) == 8192]
-    longest = min(2048, max_seq_len)
-    assert whole == [(longest,) * (8192 // longest) + (8192 % longest,) * (8192 % longest > 0)]
+    assert whole == [prompts]
 
 
 def test_a_batch_has_no_slots_and_only_the_first_page(config):
