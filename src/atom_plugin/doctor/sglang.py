@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 
 from atom_plugin.common.settings import readable_settings
 from atom_plugin.doctor.finding import Finding
-from atom_plugin.doctor.framework import PACKAGE_VARIABLE, PLUGIN_NAME, SGLANG
-from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, ROCM_BACKEND, models
+from atom_plugin.doctor.framework import PLUGIN_NAME, SGLANG
+from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, PACKAGE_VARIABLE, ROCM_BACKEND, models
 from atom_plugin.sglang.kernels import check_order
 
 _REMEDY = f"Set {PACKAGE_VARIABLE}={MODEL_PACKAGE}."

@@ -1,24 +1,31 @@
-"""The entry point that SGLang calls in each of its processes; importing this module imports neither torch nor SGLang.
+"""What a stock SGLang meets of this package: one entry point, which it calls in each of its processes.
 
-It runs for every user of an environment that has this package, before the command line is parsed. It only registers:
-the attention backend's name and factory; for each of our architectures what SGLang should resolve differently, which
-acts only while ``SGLANG_EXTERNAL_MODEL_PACKAGE`` names our package, and with it a wrapper of the step in which SGLang
-lists the attention backends of some architectures; and two hooks for the backends of drafts, which act only where a
-draft runs on our backend.
+It runs for every user of an environment that has this package, whatever version of SGLang that is, before the command
+line is read. Without ``SGLANG_EXTERNAL_MODEL_PACKAGE`` it makes the attention backend's name and factory known, and
+hooks on the backends of drafts that act only where a draft runs on our backend; nothing else of this package, and
+nothing that SGLang's own models use, is imported. With the variable it also registers what SGLang should resolve
+differently for each of our architectures.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from atom_plugin import ALLOW_UNTESTED, UnsupportedFramework, import_failure, refusal, why_unsupported
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
+logger = logging.getLogger("sglang.atom_plugin")
+
 MODEL_PACKAGE = "atom_plugin.sglang.models"
+PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 BACKEND = "atom"
 #: On ROCm SGLang users know the attention of our kernels' library by this name; there it is ours for our models.
 ROCM_BACKEND = "aiter"
@@ -38,37 +45,87 @@ def our_backends() -> tuple[str, ...]:
 
 
 def register() -> None:
-    """Make ``--attention-backend atom`` known and announce our architectures; safe to call again.
+    """Make ``--attention-backend atom`` known and, where they are asked for, our architectures; safe to call again.
 
-    SGLang logs an exception from here and goes on without us, so nothing is checked here: what is wrong with a setting
-    is said when the server's arguments are resolved, which is where users see it.
+    Settings are not checked here: what is wrong with one is said when the server's arguments are resolved.
+
+    Raises:
+        SystemExit: our models are asked for, and cannot be served beside this SGLang. SGLang logs any other exception
+            from here, goes on without us, and would serve its own model without a word.
     """
     global _registered  # noqa: PLW0603 - a process registers once, as SGLang loads plug-ins once
     if _registered:
         return
     _registered = True
-    from sglang.srt.arg_groups.model_override_base import register_model_override, register_model_override_predicate
-    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    package = os.environ.get(PACKAGE_VARIABLE, "")
+    asked = package.partition(".")[0] == MODEL_PACKAGE.partition(".")[0]
+    asked_by = f"{PACKAGE_VARIABLE}={package}" if asked else f"--attention-backend {BACKEND}"
+    reason = _refusal(asked_by)
+    if reason and asked:
+        raise SystemExit(reason)
+    try:
+        _register_backend(reason)
+        if reason is None:
+            _register_for_drafts()
+        if asked:
+            _register_models()
+    except (ImportError, AttributeError) as error:
+        message = import_failure("sglang", asked_by, error)
+        if asked:
+            raise SystemExit(message) from error
+        logger.debug("%s", message, exc_info=True)
+
+
+def _refusal(asked_by: str) -> str | None:
+    """Why our models or our attention cannot be served beside this version of SGLang; None where they can."""
+    try:
+        from atom_plugin.common.settings import readable_settings
+
+        if readable_settings(os.environ).allow_untested_framework:
+            if untested := why_unsupported("sglang"):
+                logger.warning("%s. It runs, untested, because %s is set.", untested, ALLOW_UNTESTED)
+            return None
+        return refusal("sglang", asked_by)
+    except ImportError as error:
+        return import_failure("sglang", asked_by, error)
+    except ValueError as error:  # this package's own metadata is not to be found
+        return f"{asked_by} cannot be served: {error}"
+
+
+def _register_backend(reason: str | None) -> None:
+    """The name of our attention and what builds it, or, for a ``reason``, says why it cannot."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.server_args import (
         ATTENTION_BACKEND_CHOICES,
         add_attention_backend_choices,
         add_draft_attention_backend_choices,
     )
+
+    if BACKEND not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([BACKEND])
+        add_draft_attention_backend_choices([BACKEND])
+    register_attention_backend(BACKEND)(_build_backend if reason is None else partial(_refuse_backend, reason))
+
+
+def _register_for_drafts() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{DRAFT_BACKENDS}.create_decode_backend", _draft_decode_backend, HookType.AROUND)
+    HookRegistry.register(f"{DRAFT_BACKENDS}.create_draft_extend_backend", _draft_extend_backend, HookType.AROUND)
+
+
+def _register_models() -> None:
+    """What SGLang should resolve differently for our architectures."""
+    from sglang.srt.arg_groups.model_override_base import register_model_override, register_model_override_predicate
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.utils import is_hip
 
     from atom_core.models.registry import supported_architectures
     from atom_plugin.sglang.routing import announce_native, resolve, resolve_beside_lists
 
-    if BACKEND not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([BACKEND])
-        add_draft_attention_backend_choices([BACKEND])
-    register_attention_backend(BACKEND)(_build_backend)
     if is_hip():
         register_attention_backend(ROCM_BACKEND)(partial(_build_for_our_models, ATTENTION_BACKENDS[ROCM_BACKEND]))
-    HookRegistry.register(f"{DRAFT_BACKENDS}.create_decode_backend", _draft_decode_backend, HookType.AROUND)
-    HookRegistry.register(f"{DRAFT_BACKENDS}.create_draft_extend_backend", _draft_extend_backend, HookType.AROUND)
     supported = supported_architectures()
     for architecture in supported:
         register_model_override(architecture)(resolve)
@@ -82,6 +139,10 @@ def _build_backend(runner: ModelRunner) -> AttentionBackend:
     return AtomAttentionBackend(runner)
 
 
+def _refuse_backend(reason: str, runner: ModelRunner) -> AttentionBackend:
+    raise UnsupportedFramework(reason)
+
+
 def _build_for_our_models(native: Callable[[ModelRunner], AttentionBackend], runner: ModelRunner) -> AttentionBackend:
     from atom_plugin.sglang.causal_lm import AtomModel
 
@@ -89,12 +150,23 @@ def _build_for_our_models(native: Callable[[ModelRunner], AttentionBackend], run
 
 
 def _draft_decode_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> Any:
+    if not _names_ours(factory):
+        return original(factory)
     from atom_plugin.sglang.drafts import create_decode_backend
 
     return create_decode_backend(original, factory)
 
 
 def _draft_extend_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> Any:
+    if not _names_ours(factory):
+        return original(factory)
     from atom_plugin.sglang.drafts import create_draft_extend_backend
 
     return create_draft_extend_backend(original, factory)
+
+
+def _names_ours(factory: DraftBackendFactory) -> bool:
+    """Whether a draft may run on our attention: nothing of ours is imported for one that does not."""
+    from sglang.srt.runtime_context import attention_backends
+
+    return not {factory.draft_attn_backend, *attention_backends()}.isdisjoint(our_backends())

@@ -23,6 +23,7 @@ from atom_core.standalone import finalize
 from atom_core.weights import cache_scales, load_weights
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
+from atom_plugin.common.versions import framework_line
 from atom_plugin.sglang import our_backends
 from atom_plugin.sglang.attention import FrameworkAttention, SglangRadixAttention
 from atom_plugin.sglang.body import Body
@@ -101,7 +102,7 @@ class AtomForCausalLM(AtomModel):
         self.checkpoint = str(getattr(config, "_name_or_path", "") or architecture)
         if self.runtime.tensor_parallel.rank == self.runtime.data_parallel.rank == 0:
             layer = attention if model_config.latent is None else self.runtime.latent_attention
-            table = startup_table(type(self.core).__name__, layer.__name__, self.runtime)
+            table = startup_table(framework_line("sglang"), type(self.core).__name__, layer.__name__, self.runtime)
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
 
     def get_attention_sliding_window_size(self) -> int | None:

@@ -23,6 +23,7 @@ from atom_core.standalone import finalize
 from atom_core.weights import load_weights
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
+from atom_plugin.common.versions import framework_line
 from atom_plugin.sglang.attention import SglangRadixAttention
 from atom_plugin.sglang.body import or_stand_in
 from atom_plugin.sglang.causal_lm import AtomModel, Head
@@ -50,7 +51,9 @@ class AtomDraft(AtomModel):
         self.lm_head: nn.Module = nn.Identity()
         self.checkpoint = str(getattr(config, "_name_or_path", "") or self.architecture)
         if self.runtime.tensor_parallel.rank == self.runtime.data_parallel.rank == 0:
-            table = startup_table(draft_class.__name__, self.runtime.latent_attention.__name__, self.runtime)
+            table = startup_table(
+                framework_line("sglang"), draft_class.__name__, self.runtime.latent_attention.__name__, self.runtime
+            )
             logger.info("atom-plugin drafts for %s\n%s", self.checkpoint, table)
 
     @torch.no_grad()

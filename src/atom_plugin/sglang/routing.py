@@ -26,7 +26,6 @@ from atom_core.standalone import check_files
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS
-from atom_plugin.common.versions import check_version, installed
 from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, our_backends
 from atom_plugin.sglang.kernels import check_order
 from atom_plugin.sglang.quantization import quantization_of
@@ -57,9 +56,6 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
     settings = load_settings()
     check_order(settings)
     chosen_kernels(Target("cpu", ""), settings)
-    version = installed("sglang")
-    assert version is not None, "this module is only imported by SGLang"
-    check_version("sglang", version.version)
     architecture = hf_config.architectures[0]
     _check_registered(architecture)
     view = resolving_view(server_args)

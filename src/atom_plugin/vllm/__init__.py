@@ -1,46 +1,82 @@
-"""The two entry points that vLLM calls; importing this module imports neither torch nor vLLM.
+"""What a stock vLLM meets of this package: two entry points, and a platform with hooks for ``--model-impl atom``.
 
 vLLM calls `register_platform` twice while it is itself being imported, and `register_models` in each of its processes,
-for every user of an environment that has this package. So both are cheap, have no effect that `--model-impl auto` could
-notice, and do not raise: a setting that cannot be read is logged here, and refused with an error by the platform once
-`--model-impl atom` is asked for.
+for every user of an environment that has this package, whatever version of vLLM that is. So nothing here is imported
+before it is asked for, from this package or from vLLM, and nothing raises unless ``--model-impl atom`` is given: what
+cannot be read or imported is logged, and refused once it is asked for.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from atom_plugin import ALLOW_UNTESTED, UnsupportedFramework, import_failure, refusal, why_unsupported
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from vllm.config import VllmConfig
+
+    from atom_plugin.common.settings import Settings
 
 # A child of vLLM's own logger, so that its configuration and `VLLM_LOGGING_LEVEL` apply.
 logger = logging.getLogger("vllm.atom_plugin")
 
 ARCHITECTURE_PREFIX = "Atom"
+MODEL_IMPL = "atom"
+_ASKED = f"--model-impl {MODEL_IMPL}"
+
+
+def _settings() -> Settings | None:
+    """The ``ATOM_*`` variables, or None where they cannot be read; `route` says why to who asks for our models."""
+    try:
+        from atom_plugin.common.settings import load_settings
+
+        return load_settings()
+    except ImportError:
+        logger.debug("atom-plugin: its settings cannot be imported", exc_info=True)
+    except ValueError as error:
+        logger.warning("atom-plugin: %s `%s` will refuse to start.", error, _ASKED)
+    return None
 
 
 def _disabled() -> bool:
-    from atom_plugin.common.settings import load_settings
+    settings = _settings()
+    return settings is not None and settings.disable_vllm_plugin
 
+
+def _refusal() -> str | None:
+    """Why ``--model-impl atom`` cannot be served beside this version of vLLM; None where it can."""
+    settings = _settings()
+    if settings is not None and settings.allow_untested_framework:
+        return None
     try:
-        return load_settings().disable_vllm_plugin
-    except ValueError as error:
-        logger.warning("atom-plugin: %s `--model-impl atom` will refuse to start.", error)
-        return False
+        return refusal("vllm", _ASKED)
+    except ValueError as error:  # this package's own metadata is not to be found
+        return f"{_ASKED} cannot be served: {error}"
 
 
 def register_platform() -> str | None:
     """The path of our subclass of the built-in platform that applies here, or None to leave vLLM alone.
 
-    `vllm.platforms.cpu.CpuPlatform` becomes `atom_plugin.vllm.platform.AtomCpuPlatform`. Where no built-in platform
-    applies, or more than one does, vLLM's own rules and messages stand.
+    `vllm.platforms.cpu.CpuPlatform` becomes `atom_plugin.vllm.AtomCpuPlatform`. Where no built-in platform applies, or
+    more than one does, vLLM's own rules and messages stand.
     """
     if _disabled():
         return None
-    from vllm.platforms import builtin_platform_plugins
-
+    try:
+        from vllm.platforms import builtin_platform_plugins
+    except ImportError as error:
+        logger.warning("%s", import_failure("vllm", _ASKED, error))
+        return None
     active = [path for path in (_probe(plugin) for plugin in builtin_platform_plugins.values()) if path is not None]
     if len(active) != 1:
         return None
-    return f"atom_plugin.vllm.platform.{ARCHITECTURE_PREFIX}{active[0].rpartition('.')[2]}"
+    return f"{__name__}.{ARCHITECTURE_PREFIX}{active[0].rpartition('.')[2]}"
 
 
 def _probe(plugin: Callable[[], str | None]) -> str | None:
@@ -54,11 +90,15 @@ def _probe(plugin: Callable[[], str | None]) -> str | None:
 
 def register_models() -> None:
     """Register each of our classes lazily under a name of its own, so that no stock architecture is touched."""
-    if _disabled():
+    if _disabled() or _refusal() is not None:
         return
-    from vllm import ModelRegistry
+    try:
+        from vllm import ModelRegistry
 
-    from atom_core.models.registry import DRAFTS, supported_architectures
+        from atom_core.models.registry import DRAFTS, supported_architectures
+    except ImportError:
+        logger.debug("atom-plugin: no model is registered", exc_info=True)
+        return
 
     registered = ModelRegistry.get_supported_archs()
     for architecture in supported_architectures():
@@ -69,3 +109,100 @@ def register_models() -> None:
         name = ARCHITECTURE_PREFIX + draft
         if name not in registered:
             ModelRegistry.register_model(name, f"atom_plugin.vllm.drafts:{name}")
+
+
+class AtomPlatformMixin:
+    """Routes a model to our class when the user asked for it, and only then.
+
+    The class is made on demand from whichever built-in platform applies and keeps its ``_enum``, so every branch that
+    asks "is this CUDA?" answers as before. See https://docs.vllm.ai/en/latest/design/plugin_system.html for the group.
+    Each hook hands on whatever it is given, so that a version with other arguments serves its own models as before.
+    """
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Refuse ``--model-impl atom`` beside an unsupported vLLM while the command line is read: one line, no more."""
+        super().pre_register_and_update(parser, *args, **kwargs)  # type: ignore[misc]
+        if parser is not None and (reason := _refusal()) is not None:
+            _refuse_argument(parser, reason)
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        """Say how our models run where the user did not; vLLM asks before it fills in its own defaults.
+
+        Raises:
+            UnsupportedFramework: ``--model-impl atom`` beside a vLLM that it cannot be served with.
+        """
+        super().apply_config_platform_defaults(vllm_config, *args, **kwargs)  # type: ignore[misc]
+        if _asked_for(vllm_config):
+            if (reason := _refusal()) is not None:
+                raise UnsupportedFramework(reason)
+            if untested := why_unsupported("vllm"):
+                logger.warning("%s: %s. It runs, untested, because %s is set.", _ASKED, untested, ALLOW_UNTESTED)
+            _imported("graphs").set_graph_defaults(vllm_config)
+        elif (graphs := sys.modules.get(f"{__name__}.graphs")) is not None:
+            # A model of ours was served before in this process.
+            graphs.take_back_graph_defaults(vllm_config)
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        """Check a whole configuration; vLLM calls it again in the engine core and for each copy made for a draft.
+
+        Raises:
+            ValueError: ``--model-impl atom`` with something that our models cannot do.
+            UnsupportedFramework: see :meth:`apply_config_platform_defaults`.
+        """
+        # The platform's own rules first: they settle what ours look at (the CPU's block size, the compile mode).
+        super().check_and_update_config(vllm_config, *args, **kwargs)  # type: ignore[misc]
+        if _asked_for(vllm_config):
+            _imported("routing").route(vllm_config)
+
+
+def _asked_for(vllm_config: VllmConfig) -> bool:
+    return getattr(getattr(vllm_config, "model_config", None), "model_impl", None) == MODEL_IMPL
+
+
+def _imported(module: str) -> ModuleType:
+    """A module of this adapter.
+
+    Raises:
+        UnsupportedFramework: it cannot be imported beside this vLLM.
+    """
+    try:
+        return import_module(f"{__name__}.{module}")
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedFramework(import_failure("vllm", _ASKED, error)) from error
+
+
+def _refuse_argument(parser: Any, reason: str) -> None:
+    """Have ``parser`` refuse the value that asks for our models, as it refuses any wrong argument."""
+    import argparse
+
+    def checked(value: str) -> str:
+        if value == MODEL_IMPL:
+            raise argparse.ArgumentTypeError(reason)
+        return value
+
+    # Argparse has no other way to an option that somebody else has added.
+    for action in getattr(parser, "_actions", ()):
+        if "--model-impl" in action.option_strings:
+            action.type = checked
+
+
+def __getattr__(name: str) -> type[Any]:
+    """``AtomCpuPlatform`` and its like: our mixin over the built-in platform of that name.
+
+    Raises:
+        AttributeError: no active built-in platform has that name.
+    """
+    if name.startswith(ARCHITECTURE_PREFIX):
+        from vllm.platforms import builtin_platform_plugins
+
+        for probe in builtin_platform_plugins.values():
+            module, _, class_name = (_probe(probe) or "").rpartition(".")
+            if class_name and name == ARCHITECTURE_PREFIX + class_name:
+                base = getattr(import_module(module), class_name)
+                platform = type(name, (AtomPlatformMixin, base), {"__module__": __name__, "__doc__": base.__doc__})
+                globals()[name] = platform  # one class a process: vLLM keeps state on it
+                return platform
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

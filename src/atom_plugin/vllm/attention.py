@@ -242,7 +242,8 @@ def announce(layer: AttentionLayerBase, name: str, op: str, vllm_config: VllmCon
 def metadata_of(layer_name: str) -> AttentionMetadata | None:
     """This step's metadata for a layer; None in a run without a batch."""
     metadata = get_forward_context().attn_metadata
-    if isinstance(metadata, list):  # one entry a micro-batch; ours is never split
+    if isinstance(metadata, list):
+        # Model runner V1 (goes with vLLM 0.32's support): one entry a micro-batch, and ours is never split.
         metadata = metadata[0]
     return metadata.get(layer_name) if isinstance(metadata, Mapping) else None
 

@@ -23,6 +23,7 @@ from atom_core.standalone import finalize
 from atom_core.weights import load_weights
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
+from atom_plugin.common.versions import framework_line
 from atom_plugin.vllm.attention import VllmPagedAttention, is_compiled
 from atom_plugin.vllm.graphs import compile_nothing_between_breaks
 from atom_plugin.vllm.runtime import build_runtime
@@ -58,7 +59,9 @@ class AtomDraft(nn.Module):
         self.checkpoint = str(model_config.model)
         register_warm_up(self.core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
-            table = startup_table(type(self.core).__name__, self.runtime.latent_attention.__name__, self.runtime)
+            table = startup_table(
+                framework_line("vllm"), type(self.core).__name__, self.runtime.latent_attention.__name__, self.runtime
+            )
             logger.info("atom-plugin drafts for %s\n%s", self.checkpoint, table)
 
     @property

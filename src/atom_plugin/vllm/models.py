@@ -21,6 +21,7 @@ from atom_core.standalone import finalize
 from atom_core.weights import load_weights
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
+from atom_plugin.common.versions import framework_line
 from atom_plugin.vllm.attention import FrameworkAttention, VllmPagedAttention, is_compiled
 from atom_plugin.vllm.graphs import compile_nothing_between_breaks
 from atom_plugin.vllm.runtime import build_runtime
@@ -57,7 +58,7 @@ class AtomForCausalLM(nn.Module):
         register_warm_up(self.core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
             layer = attention if config.latent is None else self.runtime.latent_attention
-            table = startup_table(type(self.core).__name__, layer.__name__, self.runtime)
+            table = startup_table(framework_line("vllm"), type(self.core).__name__, layer.__name__, self.runtime)
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
 
     @property

@@ -26,7 +26,7 @@ from atom_core.models.registry import (
 from atom_core.standalone import check_files
 from atom_plugin.common.settings import Settings, load_settings
 from atom_plugin.common.support import CACHE_DTYPES, SAFETENSORS_FORMATS
-from atom_plugin.common.versions import DISTRIBUTION, check_version, installed
+from atom_plugin.common.versions import DISTRIBUTION, installed
 from atom_plugin.vllm import ARCHITECTURE_PREFIX
 from atom_plugin.vllm.quantization import quantization_of
 
@@ -37,6 +37,8 @@ logger = logging.getLogger("vllm.atom_plugin")
 
 #: How data-parallel ranks exchange tokens: all see all, which is vLLM's default; "naive" is an older name for it.
 _EXCHANGES = ("allgather_reducescatter", "naive")
+#: vLLM's own default on a CPU (``CpuPlatform.update_block_size_for_backend``).
+_CPU_BLOCK_SIZE = 128
 #: By layers of the checkpoint itself: multi-token prediction.
 _OWN_LAYERS = "mtp"
 _SPECULATION = ("draft_model", _OWN_LAYERS, "ngram", "ngram_gpu", "suffix")
@@ -52,13 +54,11 @@ def route(vllm_config: VllmConfig) -> None:
     if _is_ours(model_config):
         return
     settings = load_settings()  # a bad ATOM_ variable is refused here, where the user sees it
-    version = installed("vllm")
-    assert version is not None, "this module is only imported by vLLM"
-    check_version("vllm", version.version)
     _refuse_platform()
     architecture = _supported_architecture(model_config)
     _refuse_features(vllm_config)
     _take_cache_dtype_of_checkpoint(vllm_config)
+    _set_cpu_block_size(vllm_config)
     _check_checkpoint(vllm_config)
     _check_own_layers(vllm_config, architecture)
     _rewrite(model_config, architecture)
@@ -160,6 +160,19 @@ def _take_cache_dtype_of_checkpoint(vllm_config: VllmConfig) -> None:
     cache.cache_dtype = "fp8"
 
 
+def _set_cpu_block_size(vllm_config: VllmConfig) -> None:
+    """Have pages of the tokens that vLLM prefers on a CPU, where the user named no ``--block-size``.
+
+    Our layers choose their kernels while the model is built, and vLLM's CPU kernels take pages of 32 tokens and more.
+    Since 0.33 vLLM sets the size once the model is built; until then it is 16.
+    """
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    if current_platform.is_cpu() and not vllm_config.model_config.use_mla and not cache.user_specified_block_size:
+        cache.block_size = _CPU_BLOCK_SIZE
+
+
 def _check_checkpoint(vllm_config: VllmConfig) -> None:
     """Compare a local checkpoint's headers with our model and its quantisation, before anything is loaded.
 
@@ -217,6 +230,7 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
     config = draft_class.read_config(HfConfig({**draft.hf_text_config.to_dict(), "architectures": [architecture]}))
     draft_ranks, ranks = speculative.draft_tensor_parallel_size, parallel.tensor_parallel_size
     cache_dtype = speculative.kv_cache_dtype
+    head_quantization = getattr(speculative, "draft_lm_head_quantization", None)  # since 0.33
     for refused, what in (
         (
             parallel.pipeline_parallel_size > 1,
@@ -230,6 +244,10 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
         (
             cache_dtype not in (None, vllm_config.cache_config.cache_dtype),
             f"kv_cache_dtype={cache_dtype} of its own; the cache is of the target's dtype",
+        ),
+        (
+            head_quantization is not None,
+            f"draft_lm_head_quantization={head_quantization}; drafts are read off the target's own head",
         ),
     ):
         if refused:
@@ -273,6 +291,8 @@ def _rewrite(model_config: ModelConfig, architecture: str, **differs: bool) -> N
     a process that imports all of vLLM anew, and a first start would wait for that.
     """
     ours = ARCHITECTURE_PREFIX + architecture
+    if hasattr(model_config._model_info, "supports_lora"):  # since 0.33
+        differs["supports_lora"] = False
     model_config.hf_config.architectures = [ours]
     model_config._model_info = replace(model_config._model_info, architecture=ours, **differs)
     model_config._architecture = ours
@@ -311,8 +331,9 @@ def _route_draft(vllm_config: VllmConfig, target: str) -> None:
         logger.info("--model-impl atom: the draft model %s is vLLM's own. %s", ", ".join(names), reason)
     else:
         _rewrite(draft, names[0])
-    # The V1 runner gives a draft the block table of the first cache group, whichever group the draft's layers are in.
-    # Layers with other windows than the target's would be a group of their own and overwrite the target's cache.
+    # Model runner V1 (goes with vLLM 0.32's support): it gives a draft the block table of the first cache group,
+    # whichever group the draft's layers are in. Layers with other windows than the target's would be a group of their
+    # own and overwrite the target's cache.
     vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
 
 

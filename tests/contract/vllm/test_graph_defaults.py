@@ -22,9 +22,8 @@ from vllm.config import (
 from vllm.config.vllm import OptimizationLevel
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from atom_plugin.vllm import graphs, register_models
+from atom_plugin.vllm import AtomPlatformMixin, graphs, register_models
 from atom_plugin.vllm.attention import is_compiled
-from atom_plugin.vllm.platform import AtomPlatformMixin
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
+from atom_plugin import NEWEST
 from atom_plugin.doctor.command import check_command, parse_command
 
 pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
@@ -83,22 +85,25 @@ def probe(script=PROBE, **environ):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_the_backend_and_our_architectures_are_known_once_and_models_stay_sglangs_own():
-    from atom_core.models.registry import supported_architectures
-
+def test_the_backend_is_known_once_and_models_stay_sglangs_own():
     found = probe()
     assert found["light"]
     assert found["choices"] == 1
-    assert found["steps"] == {"handle_model_specific_adjustments": 1}
     assert found["hooks"] == dict.fromkeys(DRAFT_METHODS, 1)
-    assert found["overrides"] == dict.fromkeys(supported_architectures(), 1)
+    assert found["steps"] == {}
+    assert found["overrides"] == {}
     assert found["qwen3"] == "sglang.srt.models.qwen3"
 
 
-def test_the_variable_makes_the_models_ours():
-    assert (
-        probe(SGLANG_EXTERNAL_MODEL_PACKAGE="atom_plugin.sglang.models")["qwen3"] == "atom_plugin.sglang.models.dense"
-    )
+def test_the_variable_makes_the_models_ours_and_announces_each_once():
+    from atom_core.models.registry import supported_architectures
+
+    found = probe(SGLANG_EXTERNAL_MODEL_PACKAGE="atom_plugin.sglang.models")
+    assert found["qwen3"] == "atom_plugin.sglang.models.dense"
+    assert found["choices"] == 1
+    assert found["hooks"] == dict.fromkeys(DRAFT_METHODS, 1)
+    assert found["steps"] == {"handle_model_specific_adjustments": 1}
+    assert found["overrides"] == dict.fromkeys(supported_architectures(), 1)
 
 
 @pytest.mark.parametrize(
@@ -117,5 +122,12 @@ def test_the_doctor_finds_what_is_refused_on_rocm(words, says):
     assert finding.consequence == "SGLang, asked for our models, refuses to start."
 
 
+def test_the_remedy_names_the_torch_that_sglang_asks_for():
+    version, torch = NEWEST["sglang"]
+    assert metadata.version("sglang") == version
+    assert f"torch=={torch}" in metadata.requires("sglang")
+
+
 def test_on_rocm_the_name_aiter_is_ours_for_our_models_alone():
-    assert probe(ON_ROCM) == ["native", "ours"]
+    asked = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "atom_plugin.sglang.models"}
+    assert probe(ON_ROCM, **asked) == ["native", "ours"]

@@ -45,7 +45,7 @@ def test_our_platform_is_active_and_our_models_are_known():
     from atom_core.models.registry import DRAFTS, supported_architectures
 
     found, _ = probe()
-    assert found["path"] == found["again"] == found["platform"] == "atom_plugin.vllm.platform.AtomCpuPlatform"
+    assert found["path"] == found["again"] == found["platform"] == "atom_plugin.vllm.AtomCpuPlatform"
     assert found["is_cpu"]
     drafts = [name for _, name in DRAFTS.values()]
     assert found["ours"] == sorted(f"Atom{name}" for name in [*supported_architectures(), *drafts])
@@ -62,7 +62,7 @@ def test_switched_off_it_is_as_if_it_were_not_installed():
 @pytest.mark.parametrize("environ", [{"ATOM_KERNEL": "x"}, {"ATOM_DISABLE_VLLM_PLUGIN": "maybe"}])
 def test_a_wrong_setting_is_only_logged_for_who_did_not_ask_for_us(environ):
     found, log = probe(**environ)
-    assert found["platform"] == "atom_plugin.vllm.platform.AtomCpuPlatform"
+    assert found["platform"] == "atom_plugin.vllm.AtomCpuPlatform"
     (name,) = environ
     assert name in log
     assert "`--model-impl atom` will refuse to start" in log

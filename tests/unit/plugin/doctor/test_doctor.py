@@ -57,10 +57,10 @@ def test_variables_of_the_examined_command_count(site, model):
 
 
 def test_another_vllm(tmp_path):
-    add_distribution(tmp_path, "vllm", "0.33.0")
+    add_distribution(tmp_path, "vllm", "0.34.0")
     result = run_cli("doctor", site=tmp_path)
     assert result.returncode == 1
-    assert "vllm 0.33.0 is installed, but atom-plugin" in result.stdout
+    assert "vllm 0.34.0 is installed, but atom-plugin" in result.stdout
 
 
 def test_two_platform_plugins(site):
@@ -89,7 +89,7 @@ ASKED = "SGLANG_EXTERNAL_MODEL_PACKAGE=atom_plugin.sglang.models"
 def add_ours(site):
     """This package as it is installed for both frameworks."""
     points = {group: {"atom": value} for framework in FRAMEWORKS for group, value in framework.entry_points.items()}
-    requires = ('vllm<0.33,>=0.30; extra == "vllm"', 'sglang<0.6,>=0.5.23; extra == "sglang"')
+    requires = ('vllm<0.34,>=0.30; extra == "vllm"', 'sglang<0.6,>=0.5.23; extra == "sglang"')
     add_distribution(site, "atom-plugin", "0.1.0", points, requires)
 
 

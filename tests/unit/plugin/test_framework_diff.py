@@ -1,0 +1,97 @@
+"""`tools/framework_diff.py` says what changed between two versions of a framework, of all that an adapter uses."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[3] / "tools" / "framework_diff.py"
+OLD = {
+    "vllm/__init__.py": 'ATTRS = {"LLM": ".entry:LLM"}',
+    "vllm/entry.py": "class LLM: ...",
+    "vllm/envs.py": 'names = {"VLLM_OLD": 1, "VLLM_BOTH": 2}',
+    "vllm/config/__init__.py": "from vllm.config.cache import CacheConfig",
+    "vllm/config/cache.py": "class CacheConfig:\n    block_size: int = 16\n    unused: int = 1\n    going: int = 0",
+    "vllm/engine/arg_utils.py": "class EngineArgs:\n    model: str = ''",
+    "vllm/groups/__init__.py": "from .state import *",
+    "vllm/groups/state.py": "def get_group(name: str): ...",
+    "vllm/backend.py": (
+        "class Base:\n    def build(self, metadata, fast=False): ...\nclass Backend(Base):\n    def name(self): ..."
+    ),
+    "vllm/utils.py": "if True:\n    def cdiv(a, b): ...\ndef vanishing(): ...",
+}
+NEW = {
+    **OLD,
+    "vllm/envs.py": 'names = {"VLLM_NEW": 1, "VLLM_BOTH": 2}',
+    "vllm/config/cache.py": "class CacheConfig:\n    block_size: int = 128\n    unused: int = 2\n    coming: str = 'a'",
+    "vllm/groups/state.py": "def get_group(name: str, size: int = 1): ...",
+    "vllm/backend.py": "class Base:\n    def build(self, metadata, fast=True): ...\nclass Backend(Base): ...",
+    "vllm/utils.py": "from vllm.numbers import cdiv",
+    "vllm/numbers.py": "def cdiv(a, b): ...",
+}
+ADAPTER = """
+from vllm import LLM
+from vllm.backend import Backend
+from vllm.config import CacheConfig
+from vllm.groups import get_group
+from vllm.utils import cdiv, vanishing
+
+def name(config): return config.block_size, config.build
+"""
+
+
+@pytest.fixture(scope="module")
+def tool():
+    specification = importlib.util.spec_from_file_location("framework_diff", TOOL)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def versions(tmp_path, tool, monkeypatch):
+    """Two versions of a framework, and an adapter that uses some of it."""
+    for version, files in (("old", OLD), ("new", NEW), ("adapters", {"vllm/adapter.py": ADAPTER})):
+        for name, text in files.items():
+            path = tmp_path / version / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    monkeypatch.setattr(tool, "ADAPTERS", tmp_path / "adapters")
+    return [str(tmp_path / "old"), str(tmp_path / "new")]
+
+
+def test_each_kind_of_change_is_one_line(tool, versions, capsys):
+    assert tool.main(["vllm", *versions]) == 1
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "names: 6 imported, 6 changes",
+        "changed: vllm.backend.Backend.build: (self, metadata, fast=False) is now (self, metadata, fast=True)",
+        "gone: vllm.backend.Backend.name",
+        "changed: vllm.config.CacheConfig.block_size: int = 16 is now int = 128",
+        "changed: vllm.groups.get_group: (name: str) is now (name: str, size: int=1)",
+        "moved: vllm.utils.cdiv: from vllm.utils to vllm.numbers",
+        "gone: vllm.utils.vanishing",
+        "settings: 4 and 4, 4 changes",
+        "changed: CacheConfig.block_size (read by our adapter): int = 16 is now int = 128",
+        "new: CacheConfig.coming: str = 'a'",
+        "gone: CacheConfig.going",
+        "changed: CacheConfig.unused: int = 1 is now int = 2",
+        "variables: 2 and 2, 2 changes",
+        "gone: VLLM_OLD",
+        "new: VLLM_NEW",
+    ]
+
+
+def test_nothing_changed(tool, versions, capsys):
+    assert tool.main(["vllm", versions[0], versions[0]]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(" ")] == []
+
+
+def test_a_folder_without_the_framework(tool, versions, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        tool.main(["sglang", *versions])
+    assert "has no package 'sglang': name an environment" in capsys.readouterr().err
