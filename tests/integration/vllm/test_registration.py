@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
+pytestmark = pytest.mark.vllm
 
 PROBE = """
 import json
@@ -41,6 +41,7 @@ def probe(**environ):
     return json.loads(result.stdout.splitlines()[-1]), result.stdout + result.stderr
 
 
+@pytest.mark.smoke
 def test_our_platform_is_active_and_our_models_are_known():
     from atom_core.models.registry import DRAFTS, supported_architectures
 

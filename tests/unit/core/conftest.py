@@ -23,3 +23,9 @@ torch.set_num_threads(1)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Which of a test's cases are examples."""
     mark_thorough(items, Path(__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random numbers whichever tests ran before in this process: which did is chance, where some run at once."""
+    torch.manual_seed(0)
