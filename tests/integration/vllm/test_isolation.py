@@ -45,7 +45,7 @@ def test_auto_serves_where_nothing_of_ours_can_be_imported_beside_a_version_we_d
     flags = [word for name, value in BY_VECTORS.items() for word in (f"--{name}", value)]
     with VllmServer(checkpoint("qwen3"), "--model-impl", "auto", "--enforce-eager", *flags, environ=environ) as server:
         assert complete(connect(server), server, rows[0].prompt) == f" {rows[0].answer}\n"
-    assert "Traceback" not in server.log
+        assert "Traceback" not in server.log
 
 
 def last_line_of_refused(environ):

@@ -27,5 +27,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """The same random numbers whichever tests ran before in this process: which did is chance, where some run at once."""
+    """The same random numbers whichever tests ran before in this process."""
     torch.manual_seed(0)
