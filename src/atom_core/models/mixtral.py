@@ -14,6 +14,7 @@ class MixtralForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, hf: HfConfig) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
+        hf = hf.with_defaults(sliding_window=None, rope_theta=1000000.0, rms_norm_eps=1e-5)
         num_layers = hf.positive("num_hidden_layers")
         num_experts, top_k = read_experts(hf, ("num_local_experts",), 8, 2)
         # The chosen experts' share of the softmax over all of them, which is the softmax over the chosen ones.

@@ -66,7 +66,7 @@ def _fp8_scheme(weight: Any, inputs: Any) -> dict[str, Any]:
     for what, tensors, allowed in (("weights", weight, "fp8_e4m3 or fp4"), ("input_tensors", inputs, "fp8_e4m3")):
         if not isinstance(tensors, Mapping) or tensors.get("dtype") != "fp8_e4m3":
             raise unsupported(_METHOD, f"{what} of {_described(tensors)} (only {allowed})")
-        if not tensors.get("symmetric", True):
+        if tensors.get("symmetric") is False:  # null of numbers that have no zero points, as Quark writes it
             raise unsupported(_METHOD, f"{what} that are not symmetric")
     of_weight, of_inputs, dynamic = weight.get("qscheme"), inputs.get("qscheme"), bool(inputs.get("is_dynamic"))
     if weight.get("is_dynamic") or of_weight not in ("per_tensor", "per_channel", "per_block"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoConfig
 
 from atom_core.config import ModelConfig
 from atom_core.standalone import Runner
@@ -29,6 +30,14 @@ TOKENS = random_tokens(40)
 def test_logits_are_hugging_faces(tmp_path, settings):
     model = make_model(tmp_path, make_config(FAMILY, **settings))
     assert distance(Runner(tmp_path).logits(TOKENS), logits(model, TOKENS)) <= LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "key", ["sliding_window", "rope_parameters", "rms_norm_eps", "head_dim", "num_experts_per_tok"]
+)
+def test_a_missing_key_means_what_hugging_faces_class_takes_it_for(key):
+    values = {name: value for name, value in make_config(FAMILY).to_dict().items() if name != key}
+    assert ModelConfig.from_hf(values) == ModelConfig.from_hf(AutoConfig.for_model(**values).to_dict())
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["every expert", "the experts"])

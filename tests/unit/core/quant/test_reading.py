@@ -50,6 +50,11 @@ def test_quarks_mxfp4_may_describe_a_cache_too():
     assert read({**config, "layer_quant_config": {"*k_proj": cached}}).rounded_inputs
 
 
+@pytest.mark.parametrize("part", ["weight", "input_tensors"])
+def test_quark_writes_null_where_fp8_has_no_zero_points(part):
+    assert read(of_quark(part, symmetric=None)) == read(of_quark(part, symmetric=True))
+
+
 def test_the_old_spelling_of_blocks_is_read():
     group = {"group_0": blocks(block_structure="128x128")}
     assert read(compressed("block", True, config_groups=group)).block
