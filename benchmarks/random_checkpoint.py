@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from atom_core.config import HfConfig, ModelConfig
+from atom_core.config import ModelConfig
 from atom_core.layers.parameters import Placement
 from atom_core.models.registry import DRAFTS, load_draft_class
 from atom_core.quant import read_quantization
@@ -44,7 +44,7 @@ def write_random(hf: HfValues, folder: Path, dtype: torch.dtype = torch.bfloat16
     config, quant = ModelConfig.from_hf(hf), read_quantization(hf, None)
     wanted = expected_tensors(lay_out(config, dtype, quant=quant))
     if config.draft_layers and config.architecture in DRAFTS:
-        draft = load_draft_class(config.architecture).read_config(HfConfig(hf))
+        draft = load_draft_class(config.architecture).from_hf(hf)
         wanted |= expected_tensors(lay_out(draft, dtype, quant=quant))
     generator = torch.Generator(device).manual_seed(0)
     held: dict[str, torch.Tensor] = {}

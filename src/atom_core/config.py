@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
+from atom_core.hf_config import HfConfig, as_mapping
 from atom_core.rope import RopeConfig, read_rope
 
 #: Of gated networks; "clamped_swiglu" is GPT-OSS's, which configurations do not name.
@@ -27,70 +28,6 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-
-_T = TypeVar("_T")
-
-
-class HfConfig:
-    """Typed reads of a Hugging Face configuration, with errors that name the key and its value."""
-
-    def __init__(self, source: Mapping[str, Any] | Any) -> None:
-        """Wrap a parsed ``config.json``, or any object with ``to_dict()`` such as a ``PretrainedConfig``."""
-        self.values: Mapping[str, Any] = source if isinstance(source, Mapping) else source.to_dict()
-
-    def get(self, key: str, default: _T) -> _T:
-        """The value of ``key``; ``default`` where it is missing or null."""
-        value = self.values.get(key)
-        return default if value is None else cast(_T, value)
-
-    def with_defaults(self, **defaults: Any) -> HfConfig:
-        """The same, with what a family takes missing keys for."""
-        return HfConfig({**defaults, **self.values})
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        """The positive integer at ``key``.
-
-        Raises:
-            ValueError: the key is missing with no default, or is not a positive integer.
-        """
-        value = self.get(key, default)
-        if value is None:
-            raise ValueError(f"The model's config has no {key!r}, which its architecture needs.")
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ValueError(f"The model's config has {key}={value!r}; a positive integer is needed.")
-        return value
-
-    def window(self) -> int | None:
-        """The sliding window in tokens: null means none, a missing key what Hugging Face's classes take it for.
-
-        Raises:
-            ValueError: it is not a positive integer.
-        """
-        if "sliding_window" in self.values and self.values["sliding_window"] is None:
-            return None
-        return self.positive("sliding_window", 4096)
-
-    def activation(self) -> Activation:
-        """The gated MLP's activation.
-
-        Raises:
-            ValueError: ``hidden_act`` names one that no kernel computes.
-        """
-        name = self.get("hidden_act", "silu")
-        if name not in _ACTIVATIONS:
-            raise ValueError(f"hidden_act={name!r} is not supported; supported: {', '.join(sorted(_ACTIVATIONS))}.")
-        return _ACTIVATIONS[name]
-
-    def architecture(self) -> str:
-        """The one architecture that this config names.
-
-        Raises:
-            ValueError: ``architectures`` is missing or empty.
-        """
-        names = self.get("architectures", cast("Sequence[str]", ()))
-        if not names:
-            raise ValueError("The model's config names no architecture: config.json needs an 'architectures' entry.")
-        return names[0]
 
 
 @dataclass(frozen=True)
@@ -253,31 +190,41 @@ class ModelConfig:
         """
         from atom_core.models.registry import load_model_class  # the registry's readers build this class
 
-        hf = HfConfig(source)
-        return load_model_class(hf.architecture()).read_config(hf)
+        values = as_mapping(source)
+        family = load_model_class(read_architecture(values))
+        return family.read_config(family.schema.read(values))
 
 
-def read_experts(hf: HfConfig, keys: Sequence[str], num_experts: int, top_k: int) -> tuple[int, int]:
-    """How many experts a layer has, and a token; ``keys`` may name the first, the others are what no key means.
+def read_architecture(values: Mapping[str, Any]) -> str:
+    """The one architecture that a parsed ``config.json`` names.
 
     Raises:
-        ValueError: a token has more than there are.
+        ValueError: ``architectures`` is missing, empty, or no list of names.
     """
-    named = [key for key in keys if key in hf.values]
-    key = named[0] if named else keys[0]
-    total, chosen = hf.positive(key, num_experts), hf.positive("num_experts_per_tok", top_k)
-    if chosen > total:
-        raise ValueError(f"num_experts_per_tok={chosen} is more than there are experts ({key}={total}).")
-    return total, chosen
+    names = values.get("architectures") or ()
+    if not names:
+        raise ValueError("The model's config names no architecture: config.json needs an 'architectures' entry.")
+    if not isinstance(names, (list, tuple)) or not isinstance(names[0], str):
+        raise ValueError(f"The model's config has architectures={names!r}; a list of names is needed.")
+    return names[0]
 
 
-def read_groups(hf: HfConfig, num_experts: int, top_k: int) -> tuple[int, int]:
-    """In how many groups the experts are (``n_group``), and of how many a token may choose (``topk_group``).
+def check_experts(num_experts: int, top_k: int, key: str) -> None:
+    """A token can go to as many experts as there are.
+
+    Raises:
+        ValueError: ``num_experts_per_tok`` is more than the experts that ``key`` counts.
+    """
+    if top_k > num_experts:
+        raise ValueError(f"num_experts_per_tok={top_k} is more than there are experts ({key}={num_experts}).")
+
+
+def check_groups(groups: int, let_in: int, num_experts: int, top_k: int) -> None:
+    """Experts in ``groups`` (``n_group``), of which a token may choose from ``let_in`` (``topk_group``).
 
     Raises:
         ValueError: groups of different sizes, or fewer experts to choose from than a token has.
     """
-    groups, let_in = hf.positive("n_group", 1), hf.positive("topk_group", 1)
     if num_experts % groups:
         raise ValueError(f"n_group={groups} does not divide the number of experts, {num_experts}.")
     if let_in > groups:
@@ -287,7 +234,6 @@ def read_groups(hf: HfConfig, num_experts: int, top_k: int) -> tuple[int, int]:
             f"num_experts_per_tok={top_k} is more than there are experts in topk_group={let_in} of n_group={groups} "
             f"groups: {let_in * (num_experts // groups)}."
         )
-    return groups, let_in
 
 
 def read_decoder(
@@ -301,9 +247,8 @@ def read_decoder(
     activation: Activation | None = None,
     windows: Sequence[int | None] | None = None,
     mixtures: Sequence[MoEConfig | None] | None = None,
-    default_head_dim: int | None = None,
-    tie_word_embeddings: bool = False,
     draft_layers: int = 0,
+    rope_dim: int | None = None,
 ) -> ModelConfig:
     """Read what all dense decoder families write alike; the arguments are what they do not.
 
@@ -313,34 +258,30 @@ def read_decoder(
         activation: the family's, where configurations do not name it.
         windows: one sliding window a layer; None for none at all.
         mixtures: one mixture of experts a layer; None for none at all.
-        default_head_dim: the head size where the config gives none; None for ``hidden_size / num_heads``.
-        tie_word_embeddings: what a config without that key means.
         draft_layers: see :class:`ModelConfig`.
+        rope_dim: numbers of a head that the rope is for, where that is not the head.
 
     Raises:
         ValueError: missing or impossible values.
     """
-    num_layers = hf.positive("num_hidden_layers")
-    num_heads = hf.positive("num_attention_heads")
-    num_kv_heads = hf.positive("num_key_value_heads", num_heads)
-    hidden_size = hf.positive("hidden_size")
+    num_layers, num_heads = hf.num_hidden_layers, hf.num_attention_heads
+    num_kv_heads = hf.num_key_value_heads or num_heads
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}: "
             "each key/value head must serve the same number of query heads."
         )
-    if hf.get("head_dim", default_head_dim) is None and hidden_size % num_heads:
+    if hf.head_dim is None and hf.hidden_size % num_heads:
         raise ValueError(
-            f"hidden_size={hidden_size} does not divide by num_attention_heads={num_heads}, "
+            f"hidden_size={hf.hidden_size} does not divide by num_attention_heads={num_heads}, "
             "and the config gives no head_dim."
         )
-    head_dim = hf.positive("head_dim", default_head_dim or hidden_size // num_heads)
-    max_position = hf.positive("max_position_embeddings")
+    head_dim = rope_dim or hf.head_dim or hf.hidden_size // num_heads
     return ModelConfig(
-        architecture=hf.architecture(),
-        vocab_size=hf.positive("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=hf.positive("intermediate_size"),
+        architecture=hf.architecture,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -348,11 +289,11 @@ def read_decoder(
             LayerConfig(window, moe)
             for window, moe in zip(windows or [None] * num_layers, mixtures or [None] * num_layers, strict=True)
         ),
-        rope=read_rope(hf.values, head_dim=head_dim, max_position=max_position),
-        rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-        activation=activation or hf.activation(),
-        max_position=max_position,
-        tie_word_embeddings=hf.get("tie_word_embeddings", tie_word_embeddings),
+        rope=read_rope(hf, head_dim=head_dim),
+        rms_norm_eps=float(hf.rms_norm_eps),
+        activation=activation or read_activation(hf),
+        max_position=hf.max_position_embeddings,
+        tie_word_embeddings=hf.tie_word_embeddings,
         qkv_bias=qkv_bias,
         attention_out_bias=attention_out_bias,
         mlp_bias=mlp_bias,
@@ -362,22 +303,17 @@ def read_decoder(
     )
 
 
-def window_pattern(hf: HfConfig) -> list[int | None]:
-    """One window a layer, in the way of the Qwen families.
-
-    ``layer_types`` says it a layer where present; else the layers from ``max_window_layers`` on have the window, and
-    only if ``use_sliding_window`` is set.
+def read_activation(hf: HfConfig) -> Activation:
+    """The gated MLP's activation.
 
     Raises:
-        ValueError: a layer type that is neither full nor sliding attention, or a count that is not the layers'.
+        ValueError: ``hidden_act`` names one that no kernel computes.
     """
-    num_layers = hf.positive("num_hidden_layers")
-    window = hf.window() if hf.get("use_sliding_window", False) else None
-    types = hf.get("layer_types", None)
-    if types is None:
-        first = hf.get("max_window_layers", 28)  # Hugging Face's default, whatever the number of layers
-        return [window if index >= first else None for index in range(num_layers)]
-    return typed_windows(types, window, num_layers)
+    if hf.hidden_act not in _ACTIVATIONS:
+        raise ValueError(
+            f"hidden_act={hf.hidden_act!r} is not supported; supported: {', '.join(sorted(_ACTIVATIONS))}."
+        )
+    return _ACTIVATIONS[hf.hidden_act]
 
 
 def typed_windows(types: Sequence[str], window: int | None, num_layers: int) -> list[int | None]:
@@ -392,3 +328,19 @@ def typed_windows(types: Sequence[str], window: int | None, num_layers: int) -> 
     if unknown:
         raise ValueError(f"layer_types has {unknown}; supported: 'full_attention', 'sliding_attention'.")
     return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def every_window_or_none(types: Sequence[str] | None, window: int | None, num_layers: int) -> list[int | None]:
+    """The same window in every layer, of a family that has no other; ``layer_types`` may only say the same.
+
+    Raises:
+        ValueError: ``layer_types`` differ, or say otherwise than the window.
+    """
+    windows = [window] * num_layers
+    if types is not None and typed_windows(types, window, num_layers) != windows:
+        raise ValueError(
+            f"layer_types={sorted(set(types))} is not supported with sliding_window={window} of a model whose layers "
+            "are all alike; supported: all 'sliding_attention' with a window, all 'full_attention' without, or no "
+            "layer_types."
+        )
+    return windows

@@ -16,12 +16,15 @@ defined by sequence length upstream; here:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from atom_core.hf_config import HfConfig, RopeKeys
+
+#: Types that know the length before they stretched it.
+_LENGTHENED = ("yarn", "llama3", "longrope")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
@@ -47,78 +50,105 @@ class RopeConfig:
     """Pairs are (0, 1), (2, 3), ... as in GPT-J, instead of (0, d/2), (1, d/2 + 1), ... as in NeoX."""
 
 
-def read_rope(hf: Mapping[str, Any], *, head_dim: int, max_position: int) -> RopeConfig:
-    """Read either form: ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling``.
+def read_rope(hf: HfConfig, *, head_dim: int) -> RopeConfig:
+    """Read either form, ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling``, as Transformers.
 
     Args:
-        hf: the parsed configuration.
-        head_dim: size of an attention head; the rotated part may be smaller (``partial_rotary_factor``).
-        max_position: ``max_position_embeddings``.
+        hf: the configuration.
+        head_dim: size of what is rotated; of families that have it, only a part of it (``partial_rotary_factor``).
 
     Raises:
-        ValueError: an unknown variant, or one whose parameters are missing.
+        ValueError: an unknown variant, or one whose parameters are missing or give no rope.
     """
-    parameters: Mapping[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    # Of the two names for the variant, `type` is the older; null values mean "not given" throughout.
-    given = {key: value for key, value in parameters.items() if value is not None}
-    rope_type = given.get("rope_type", given.get("type", "default"))
+    given, max_position = hf.rope_keys, hf.max_position_embeddings
+    rope_type = given.rope_type or given.type or "default"
     if rope_type == "su":  # Phi-3's first name for it
         rope_type = "longrope"
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}.")
 
     def need(key: str) -> float:
-        value = given.get(key, hf.get(key))
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"rope type {rope_type!r} needs a number {key!r} in rope_parameters; found {value!r}.")
+        value = getattr(given, key)
+        if value is None:
+            raise ValueError(f"rope type {rope_type!r} needs a number {key!r} in rope_parameters; found none.")
         return float(value)
 
-    partial = given.get("partial_rotary_factor", hf.get("partial_rotary_factor")) or 1.0
+    used = ("rope_theta", *(("original_max_position_embeddings",) if rope_type in _LENGTHENED else ()))
+    for key in used:
+        if key in given.model_fields_set and getattr(given, key) is None:
+            raise ValueError(f"rope type {rope_type!r} needs a number {key!r} in rope_parameters; found null.")
+    theta = _first(given.rope_theta, hf.rope_theta, hf.default_theta)
+    rotary_dim = _rotary_dim(hf, given, head_dim)
+    values: dict[str, Any] = {
+        "rope_type": rope_type,
+        "theta": float(theta),
+        "rotary_dim": rotary_dim,
+        "max_position": max_position,
+    }
+    # A length beside rope_parameters comes before one inside, and the model's own is what no length means.
+    original = int(_first(hf.original_max_position_embeddings, given.original_max_position_embeddings, max_position))
+    if rope_type in ("linear", "dynamic", "llama3"):
+        values["factor"] = need("factor")
+    if rope_type == "llama3":
+        low, high = need("low_freq_factor"), need("high_freq_factor")
+        if low == high:
+            raise ValueError(f"rope type 'llama3' needs low_freq_factor below high_freq_factor; found {low} for both.")
+        values |= {"low_freq_factor": low, "high_freq_factor": high, "original_max_position": original}
+    if rope_type == "yarn":
+        values.update(_read_yarn(given, float(theta), original, max_position))
+    if rope_type == "longrope":
+        values.update(_read_longrope(given, original, max_position, rotary_dim))
+    if rope_type == "dynamic" and rotary_dim == 2:
+        raise ValueError("rope type 'dynamic' needs more than 2 rotated numbers of a head; found 2.")
+    return RopeConfig(**values)
+
+
+def _first(*values: Any) -> Any:
+    """The first that is given; 0 is."""
+    return next(value for value in values if value is not None)
+
+
+def _rotary_dim(hf: HfConfig, given: RopeKeys, head_dim: int) -> int:
+    partial = _first(given.partial_rotary_factor, hf.partial_rotary_factor, hf.default_partial, 1.0)
+    if hf.default_partial is None and partial != 1:
+        raise ValueError(
+            f"The model's config has partial_rotary_factor={partial}, but {hf.architecture} rotates whole heads; "
+            "supported: 1.0, or leave it out."
+        )
     rotary_dim = int(head_dim * partial)
     if rotary_dim <= 0 or rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(
             f"head_dim={head_dim} with partial_rotary_factor={partial} rotates {rotary_dim} numbers of a head; "
             "rope needs an even count of at least 2."
         )
-    values: dict[str, Any] = {
-        "rope_type": rope_type,
-        "theta": float(given.get("rope_theta", hf.get("rope_theta") or 10000.0)),
-        "rotary_dim": rotary_dim,
-        "max_position": max_position,
-    }
-    if rope_type in ("linear", "dynamic", "llama3"):
-        values["factor"] = need("factor")
-    if rope_type == "llama3":
-        values.update({key: need(key) for key in ("low_freq_factor", "high_freq_factor")})
-        values["original_max_position"] = int(need("original_max_position_embeddings"))
-    if rope_type == "yarn":
-        values.update(_read_yarn(given, need, max_position))
-    if rope_type == "longrope":
-        values.update(_read_longrope(given, hf, max_position, rotary_dim))
-    return RopeConfig(**values)
+    return rotary_dim
 
 
-def _read_yarn(given: Mapping[str, Any], need: Any, max_position: int) -> dict[str, Any]:
-    original = int(given.get("original_max_position_embeddings", max_position))
-    factor = need("factor") if "factor" in given else max_position / original
-    attention_factor = given.get("attention_factor")
+def _read_yarn(given: RopeKeys, theta: float, original: int, max_position: int) -> dict[str, Any]:
+    if theta == 1:
+        raise ValueError("rope type 'yarn' needs a rope_theta other than 1, which rotates all numbers alike.")
+    if "factor" not in given.model_fields_set:
+        raise ValueError("rope type 'yarn' needs a number 'factor' in rope_parameters; found none.")
+    factor = max_position / original if given.factor is None else given.factor
+    attention_factor = given.attention_factor
     if attention_factor is None:
-        mscale, mscale_all_dim = given.get("mscale"), given.get("mscale_all_dim")
-        if mscale and mscale_all_dim:
-            attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
+        if given.mscale and given.mscale_all_dim:
+            attention_factor = _yarn_mscale(factor, given.mscale) / _yarn_mscale(factor, given.mscale_all_dim)
         else:
             attention_factor = _yarn_mscale(factor, 1.0)
     return {
-        "factor": factor,
+        "factor": float(factor),
         "original_max_position": original,
         "attention_factor": float(attention_factor),
-        "beta_fast": float(given.get("beta_fast", 32.0)),
-        "beta_slow": float(given.get("beta_slow", 1.0)),
-        "truncate": bool(given.get("truncate", True)),
+        # Zero means the default, as null does.
+        "beta_fast": float(given.beta_fast or 32.0),
+        "beta_slow": float(given.beta_slow or 1.0),
+        # A null is no, as in Transformers; only a missing key is yes.
+        "truncate": bool(given.truncate) if "truncate" in given.model_fields_set else True,
     }
 
 
-def read_score_factor(hf: Mapping[str, Any]) -> float:
+def read_score_factor(rope: RopeKeys) -> float:
     """What a stretched rope multiplies all attention scores by, where ``mscale_all_dim`` asks for it, else 1.
 
     It makes up for scores that spread less over longer contexts; DeepSeek's families have it beside what the rotated
@@ -127,38 +157,33 @@ def read_score_factor(hf: Mapping[str, Any]) -> float:
     Raises:
         ValueError: the factor by which the context is stretched is missing.
     """
-    parameters: Mapping[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    mscale = parameters.get("mscale_all_dim")
-    if not mscale or (parameters.get("rope_type") or parameters.get("type") or "default") == "default":
+    if not rope.mscale_all_dim or (rope.rope_type or rope.type or "default") == "default":
         return 1.0
-    factor = parameters.get("factor")
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-        raise ValueError(f"mscale_all_dim={mscale} in rope_parameters needs a number 'factor' there; found {factor!r}.")
-    return _yarn_mscale(float(factor), float(mscale)) ** 2
+    if rope.factor is None:
+        raise ValueError(
+            f"mscale_all_dim={rope.mscale_all_dim} in rope_parameters needs a number 'factor' there; found none."
+        )
+    return _yarn_mscale(float(rope.factor), float(rope.mscale_all_dim)) ** 2
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _read_longrope(
-    given: Mapping[str, Any], hf: Mapping[str, Any], max_position: int, rotary_dim: int
-) -> dict[str, Any]:
-    original = given.get("original_max_position_embeddings", hf.get("original_max_position_embeddings"))
-    # Phi-3 keeps the original length beside rope_scaling; where it is nowhere, the config's own length is it.
-    factor = max_position / original if original else given.get("factor", 1.0)
-    original = int(original or max_position)
-    attention_factor = given.get("attention_factor")
+def _read_longrope(given: RopeKeys, original: int, max_position: int, rotary_dim: int) -> dict[str, Any]:
+    factor = max_position / original if given.factor is None else given.factor
+    attention_factor = given.attention_factor
     if attention_factor is None:
+        if factor > 1 and original == 1:
+            raise ValueError("rope type 'longrope' needs an original_max_position_embeddings above 1.")
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     factors: dict[str, tuple[float, ...]] = {}
     for key in ("short_factor", "long_factor"):
-        values = given.get(key)
-        if not isinstance(values, (list, tuple)) or len(values) != rotary_dim // 2:
-            count = len(values) if isinstance(values, (list, tuple)) else 0
+        values = getattr(given, key) or ()
+        if len(values) != rotary_dim // 2:
             raise ValueError(
                 f"rope type 'longrope' needs {rotary_dim // 2} numbers in {key!r} (half of the rotated size); "
-                f"found {count}."
+                f"found {len(values)}."
             )
         factors[key] = tuple(float(value) for value in values)
     return {
@@ -217,13 +242,15 @@ def inverse_frequencies(rope: RopeConfig, num_positions: int) -> torch.Tensor:
 
 
 def _llama3_frequencies(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched by the factor, short ones left alone, those between pass from one to the other."""
     wavelengths = 2 * math.pi / plain
+    long, short = (rope.original_max_position / factor for factor in (rope.low_freq_factor, rope.high_freq_factor))
     smooth = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
-    # 0 for wavelengths longer than the original context (divided by the factor), 1 for short ones (left alone).
-    smooth = smooth.clamp(0.0, 1.0)
-    return (1 - smooth) * plain / rope.factor + smooth * plain
+    between = (wavelengths >= short) & (wavelengths <= long)
+    stretched = torch.where(wavelengths > long, plain / rope.factor, plain)
+    return torch.where(between, (1 - smooth) * plain / rope.factor + smooth * plain, stretched)
 
 
 def _yarn_frequencies(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
@@ -236,6 +263,7 @@ def _yarn_frequencies(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.rotary_dim - 1)
-    ramp = (torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    # Where beta_fast is below beta_slow the ramp falls, as it does in Transformers.
+    ramp = (torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / (0.001 if high == low else high - low)
     interpolated = ramp.clamp(0.0, 1.0)
     return plain / rope.factor * interpolated + plain * (1 - interpolated)

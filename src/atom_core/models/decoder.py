@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from atom_core.config import HfConfig, ModelConfig
+from atom_core.config import ModelConfig
+from atom_core.hf_config import HfConfig
 from atom_core.layers.attention import Attention
 from atom_core.layers.embedding import LMHead, TokenEmbedding
 from atom_core.layers.mla import LatentAttention
@@ -134,10 +136,13 @@ class DecoderForCausalLM(CheckpointModel, ABC):
             *(f"model.layers.{index}." for index in behind),
         )
 
+    #: What the family reads of a Hugging Face configuration.
+    schema: type[HfConfig]
+
     @classmethod
     @abstractmethod
-    def read_config(cls, hf: HfConfig) -> ModelConfig:
-        """The family's reading of a Hugging Face configuration.
+    def read_config(cls, hf: Any) -> ModelConfig:
+        """The family's reading of a configuration, an object of :attr:`schema`.
 
         Raises:
             ValueError: a value that the family cannot run.

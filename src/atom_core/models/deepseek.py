@@ -11,16 +11,16 @@ from typing import ClassVar
 
 from atom_core.config import (
     GroupScore,
-    HfConfig,
     LatentConfig,
     ModelConfig,
     MoEConfig,
     RoutingConfig,
     Scoring,
+    check_experts,
+    check_groups,
     read_decoder,
-    read_experts,
-    read_groups,
 )
+from atom_core.hf_config import DraftLayers, Experts, HfConfig, Index, Number, Size
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.rope import read_score_factor
 
@@ -30,91 +30,149 @@ _METHODS: dict[str, tuple[bool, GroupScore, bool]] = {
     "group_limited_greedy": (True, "largest", False),
     "noaux_tc": (True, "two largest", True),
 }
-_SCORINGS: dict[str, Scoring] = {"softmax": "softmax", "sigmoid": "sigmoid"}
+
+
+class DeepseekKeys(HfConfig):
+    """What V2 and V3 share. ``head_dim`` is what configurations call the rotated part of a head, or the whole."""
+
+    fixed: ClassVar[dict[str, tuple[object, ...]]] = {"attention_bias": (False,), "mlp_bias": (False,)}
+
+    kv_lora_rank: Size = 512
+    q_lora_rank: Size | None = 1536
+    qk_nope_head_dim: Size = 128
+    qk_rope_head_dim: Size = 64
+    v_head_dim: Size = 128
+    n_routed_experts: Experts
+    num_experts_per_tok: Experts | None
+    n_shared_experts: Index | None
+    n_group: Experts | None = None
+    topk_group: Experts | None = None
+    topk_method: str
+    scoring_func: str
+    moe_intermediate_size: Size
+    moe_layer_freq: Size = 1
+    first_k_dense_replace: Index
+    norm_topk_prob: bool
+    routed_scaling_factor: Number
+    num_nextn_predict_layers: DraftLayers = 0
+
+    #: How this version scores experts; Transformers' class has no other.
+    scoring: ClassVar[Scoring]
+
+
+class DeepseekV2Keys(DeepseekKeys):
+    """V2, V2-Lite and Coder-V2: experts scored by a softmax."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2",)
+    fixed: ClassVar[dict[str, tuple[object, ...]]] = {**DeepseekKeys.fixed, "rope_interleave": (True,)}
+    scoring: ClassVar[Scoring] = "softmax"
+
+    n_routed_experts: Experts = 64
+    num_experts_per_tok: Experts | None = None
+    n_shared_experts: Index | None = 2
+    topk_method: str = "greedy"
+    scoring_func: str = "softmax"
+    moe_intermediate_size: Size = 1407
+    first_k_dense_replace: Index = 0
+    norm_topk_prob: bool = False
+    routed_scaling_factor: Number = 1.0
+
+
+class DeepseekV3Keys(DeepseekKeys):
+    """V3, R1, Kimi K2 and Moonlight: experts scored by sigmoids, with a correction."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3", "kimi_k2")
+    scoring: ClassVar[Scoring] = "sigmoid"
+
+    n_routed_experts: Experts = 256
+    num_experts_per_tok: Experts | None = 8
+    n_shared_experts: Index | None = 1
+    n_group: Experts | None = 8
+    topk_group: Experts | None = 4
+    topk_method: str = "noaux_tc"
+    scoring_func: str = "sigmoid"
+    moe_intermediate_size: Size = 2048
+    first_k_dense_replace: Index = 3
+    norm_topk_prob: bool = True
+    routed_scaling_factor: Number = 2.5
+    num_nextn_predict_layers: DraftLayers = 1
+    rope_interleave: bool = True
 
 
 class DeepseekV2ForCausalLM(DecoderForCausalLM):
     """See the module's text."""
 
-    #: What missing keys mean.
-    defaults: ClassVar[dict[str, object]] = {
-        "topk_method": "greedy",
-        "scoring_func": "softmax",
-        "norm_topk_prob": False,
-        "first_k_dense_replace": 0,
-        "n_shared_experts": 2,
-    }
+    schema: type[DeepseekKeys] = DeepseekV2Keys
 
     @classmethod
-    def read_config(cls, hf: HfConfig) -> ModelConfig:
+    def read_config(cls, hf: DeepseekKeys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
-        hf = hf.with_defaults(**cls.defaults)
-        for key in ("attention_bias", "mlp_bias"):
-            if hf.get(key, False):
-                raise ValueError(f"{key}=true is not supported for {hf.architecture()}; supported: false.")
-        rope_dim = hf.positive("qk_rope_head_dim", 64)
-        # Whatever a config calls head_dim, what is rotated is all of a key's rotated part.
+        # Every head has keys and values of its own, made of the latent; what is rotated is all of a key's rotated part.
+        whole = hf.model_copy(update={"num_key_value_heads": hf.num_attention_heads})
         config = read_decoder(
-            HfConfig({**hf.values, "head_dim": rope_dim, "num_key_value_heads": hf.positive("num_attention_heads")}),
-            mixtures=_mixtures(hf),
-            draft_layers=hf.get("num_nextn_predict_layers", 0),
+            whole, mixtures=_mixtures(hf), draft_layers=hf.num_nextn_predict_layers, rope_dim=hf.qk_rope_head_dim
         )
-        latent = _latent(hf, rope_dim)
-        rope = replace(config.rope, interleaved=hf.get("rope_interleave", True))
+        latent = _latent(hf)
+        rope = replace(config.rope, interleaved=getattr(hf, "rope_interleave", True))
         return replace(config, head_dim=latent.query_dim, rope=rope, latent=latent)
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """V3, R1 and Kimi K2."""
 
-    defaults: ClassVar[dict[str, object]] = {
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "first_k_dense_replace": 3,
-        "n_shared_experts": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "num_nextn_predict_layers": 1,
-    }
+    schema = DeepseekV3Keys
 
 
-def _latent(hf: HfConfig, rope_dim: int) -> LatentConfig:
-    nope_dim = hf.positive("qk_nope_head_dim", 128)
-    compressed = hf.values.get("q_lora_rank", 1536) is not None
+def _latent(hf: DeepseekKeys) -> LatentConfig:
     return LatentConfig(
-        query_rank=hf.positive("q_lora_rank", 1536) if compressed else None,
-        rank=hf.positive("kv_lora_rank", 512),
-        nope_dim=nope_dim,
-        rope_dim=rope_dim,
-        value_dim=hf.positive("v_head_dim", 128),
-        scale=(nope_dim + rope_dim) ** -0.5 * read_score_factor(hf.values),
+        query_rank=hf.q_lora_rank,
+        rank=hf.kv_lora_rank,
+        nope_dim=hf.qk_nope_head_dim,
+        rope_dim=hf.qk_rope_head_dim,
+        value_dim=hf.v_head_dim,
+        scale=(hf.qk_nope_head_dim + hf.qk_rope_head_dim) ** -0.5 * read_score_factor(hf.rope_keys),
     )
 
 
-def _mixtures(hf: HfConfig) -> list[MoEConfig | None]:
-    num_experts, top_k = read_experts(hf, ("n_routed_experts",), 64, 6)
-    method, scoring = hf.get("topk_method", ""), hf.get("scoring_func", "")
-    for key, value, supported in (("topk_method", method, _METHODS), ("scoring_func", scoring, _SCORINGS)):
-        if value not in supported:
-            raise ValueError(f"{key}={value!r} is not supported; supported: {', '.join(map(repr, supported))}.")
-    if method != "noaux_tc" and hf.get("norm_topk_prob", False):
+def _mixtures(hf: DeepseekKeys) -> list[MoEConfig | None]:
+    dense, every = hf.first_k_dense_replace, hf.moe_layer_freq
+    places = [index >= dense and index % every == 0 for index in range(hf.num_hidden_layers)]
+    if not any(places):
+        return [None] * len(places)
+    num_experts, top_k = hf.n_routed_experts, hf.num_experts_per_tok
+    if top_k is None:
+        raise ValueError("The model's config has no 'num_experts_per_tok', which its mixtures of experts need.")
+    check_experts(num_experts, top_k, "n_routed_experts")
+    method = hf.topk_method
+    if method not in _METHODS:
+        raise ValueError(f"topk_method={method!r} is not supported; supported: {', '.join(map(repr, _METHODS))}.")
+    if hf.scoring_func != hf.scoring:
+        raise ValueError(
+            f"scoring_func={hf.scoring_func!r} is not supported for {hf.architecture}, which scores experts by "
+            f"{hf.scoring!r}; supported: {hf.scoring!r}."
+        )
+    in_groups, group_score, correction = _METHODS[method]
+    if correction != (hf.scoring == "sigmoid"):
+        raise ValueError(
+            f"topk_method={method!r} is not supported for {hf.architecture}; supported: "
+            f"{', '.join(repr(name) for name, it in _METHODS.items() if it[2] == (hf.scoring == 'sigmoid'))}."
+        )
+    if method != "noaux_tc" and hf.norm_topk_prob:
         # DeepSeek's own code then leaves the scale out, vLLM's does both, and Hugging Face's neither.
         raise ValueError(f"norm_topk_prob=true with topk_method={method!r} is not supported; supported: false.")
-    in_groups, group_score, correction = _METHODS[method]
-    num_groups, top_groups = read_groups(hf, num_experts, top_k) if in_groups else (1, 1)
+    num_groups, top_groups = (hf.n_group or 1, hf.topk_group or 1) if in_groups else (1, 1)
+    check_groups(num_groups, top_groups, num_experts, top_k)
     routing = RoutingConfig(
         num_experts,
         top_k,
-        _SCORINGS[scoring],
-        renormalize=hf.get("norm_topk_prob", False),
+        hf.scoring,
+        renormalize=hf.norm_topk_prob,
         correction=correction,
-        scale=float(hf.get("routed_scaling_factor", 1.0)),
+        scale=float(hf.routed_scaling_factor),
         num_groups=num_groups,
         top_groups=top_groups,
         group_score=group_score,
     )
-    size, shared = hf.positive("moe_intermediate_size", 1407), hf.get("n_shared_experts", 0)
-    moe = MoEConfig(routing, size, shared_size=size * shared, float32_scores=True)
-    dense, every = hf.get("first_k_dense_replace", 0), hf.positive("moe_layer_freq", 1)
-    return [None if index < dense or index % every else moe for index in range(hf.positive("num_hidden_layers"))]
+    size = hf.moe_intermediate_size
+    moe = MoEConfig(routing, size, shared_size=size * (hf.n_shared_experts or 0), float32_scores=True)
+    return [moe if is_mixture else None for is_mixture in places]

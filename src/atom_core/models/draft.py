@@ -10,13 +10,15 @@ layers, and loads none.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from atom_core.config import HfConfig, ModelConfig
+from atom_core.config import ModelConfig
+from atom_core.hf_config import as_mapping
 from atom_core.layers.embedding import LMHead, TokenEmbedding
 from atom_core.layers.linear import Linear
 from atom_core.layers.norm import RMSNorm, Stream
@@ -83,7 +85,7 @@ class DraftModel(CheckpointModel, ABC):
     """The layers of one checkpoint that draft.
 
     Args:
-        config: as :meth:`read_config` reads it: of these layers alone.
+        config: as :meth:`from_hf` reads it: of these layers alone.
         runtime: the draft's own.
         prefix: what module names start with, before those of checkpoints.
     """
@@ -109,23 +111,24 @@ class DraftModel(CheckpointModel, ABC):
         """The model behind whose layers these are."""
 
     @classmethod
-    def read_config(cls, hf: HfConfig) -> ModelConfig:
+    def from_hf(cls, source: Mapping[str, Any] | Any) -> ModelConfig:
         """The configuration of the layers that draft.
 
         Args:
-            hf: the whole checkpoint's.
+            source: the whole checkpoint's, as for :meth:`ModelConfig.from_hf`.
 
         Raises:
             ValueError: it has no such layers, or a value that the family cannot run.
         """
-        family = cls.family()
-        count, before = family.read_config(hf).draft_layers, hf.positive("num_hidden_layers")
+        family, values = cls.family(), as_mapping(source)
+        hf = family.schema.read(values)
+        count, before = family.read_config(hf).draft_layers, hf.num_hidden_layers
         if count < 1:
             raise ValueError(
                 "The checkpoint has no layers to draft with (multi-token prediction): num_nextn_predict_layers="
-                f"{hf.values.get('num_nextn_predict_layers')!r} in config.json. Leave speculative decoding by them out."
+                f"{values.get('num_nextn_predict_layers')!r} in config.json. Leave speculative decoding by them out."
             )
-        whole = family.read_config(HfConfig({**hf.values, "num_hidden_layers": before + count}))
+        whole = family.read_config(hf.model_copy(update={"num_hidden_layers": before + count}))
         return replace(whole, layers=whole.layers[before:], layers_before=before, draft_layers=0)
 
     def share(self, embed_tokens: TokenEmbedding, lm_head: LMHead) -> None:

@@ -5,40 +5,66 @@ Half of a head is rotated. The layers that checkpoints have behind the last, to 
 
 from __future__ import annotations
 
-from atom_core.config import HfConfig, ModelConfig, MoEConfig, RoutingConfig, read_decoder, read_experts, read_groups
+from typing import ClassVar
+
+from atom_core.config import ModelConfig, MoEConfig, RoutingConfig, check_experts, check_groups, read_decoder
+from atom_core.hf_config import DraftLayers, Experts, HfConfig, Index, Number, Size
 from atom_core.models.decoder import DecoderForCausalLM
+
+
+class Glm4MoeKeys(HfConfig):
+    """See the module's text."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
+    default_partial: ClassVar[float | None] = 0.5
+    fixed: ClassVar[dict[str, tuple[object, ...]]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+
+    num_key_value_heads: int | None = 8
+    rms_norm_eps: Number = 1e-5
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    n_routed_experts: Experts = 128
+    num_experts_per_tok: Experts = 8
+    n_shared_experts: Experts = 1
+    n_group: Experts = 1
+    topk_group: Experts = 1
+    moe_intermediate_size: Size = 1408
+    routed_scaling_factor: Number = 1.0
+    norm_topk_prob: bool = True
+    first_k_dense_replace: Index = 1
+    num_nextn_predict_layers: DraftLayers = 1
 
 
 class Glm4MoeForCausalLM(DecoderForCausalLM):
     """See the module's text."""
 
+    schema = Glm4MoeKeys
+
     @classmethod
-    def read_config(cls, hf: HfConfig) -> ModelConfig:
+    def read_config(cls, hf: Glm4MoeKeys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
-        hf = hf.with_defaults(partial_rotary_factor=0.5, rms_norm_eps=1e-5)
         return read_decoder(
             hf,
-            qkv_bias=hf.get("attention_bias", False),
-            qk_norm=hf.get("use_qk_norm", False),
+            qkv_bias=hf.attention_bias,
+            qk_norm=hf.use_qk_norm,
             mixtures=_mixtures(hf),
-            draft_layers=hf.get("num_nextn_predict_layers", 1),
+            draft_layers=hf.num_nextn_predict_layers,
         )
 
 
-def _mixtures(hf: HfConfig) -> list[MoEConfig | None]:
-    num_experts, top_k = read_experts(hf, ("n_routed_experts",), 128, 8)
-    num_groups, top_groups = read_groups(hf, num_experts, top_k)
+def _mixtures(hf: Glm4MoeKeys) -> list[MoEConfig | None]:
+    check_experts(hf.n_routed_experts, hf.num_experts_per_tok, "n_routed_experts")
+    check_groups(hf.n_group, hf.topk_group, hf.n_routed_experts, hf.num_experts_per_tok)
     routing = RoutingConfig(
-        num_experts,
-        top_k,
+        hf.n_routed_experts,
+        hf.num_experts_per_tok,
         "sigmoid",
-        renormalize=hf.get("norm_topk_prob", True),
+        renormalize=hf.norm_topk_prob,
         correction=True,
-        scale=float(hf.get("routed_scaling_factor", 1.0)),
-        num_groups=num_groups,
-        top_groups=top_groups,
+        scale=float(hf.routed_scaling_factor),
+        num_groups=hf.n_group,
+        top_groups=hf.topk_group,
     )
-    size = hf.positive("moe_intermediate_size", 1408)
-    moe = MoEConfig(routing, size, shared_size=size * hf.positive("n_shared_experts", 1), float32_router=True)
-    dense = hf.get("first_k_dense_replace", 1)
-    return [None if index < dense else moe for index in range(hf.positive("num_hidden_layers"))]
+    size = hf.moe_intermediate_size
+    moe = MoEConfig(routing, size, shared_size=size * hf.n_shared_experts, float32_router=True)
+    return [None if index < hf.first_k_dense_replace else moe for index in range(hf.num_hidden_layers)]

@@ -2,57 +2,81 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from atom_core.config import (
     SWIGLU_LIMIT,
     SWIGLU_STEEPNESS,
     ExpertNames,
-    HfConfig,
     ModelConfig,
     MoEConfig,
     RoutingConfig,
+    check_experts,
     read_decoder,
-    read_experts,
     typed_windows,
 )
+from atom_core.hf_config import Experts, HfConfig, Number, RopeKeys, Size, Tokens
 from atom_core.models.decoder import DecoderForCausalLM
 
 #: What a configuration without a rope means.
-_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+_ROPE = RopeKeys(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
+
+
+class GptOssKeys(HfConfig):
+    """See the module's text."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
+    default_theta: ClassVar[float] = 150000.0
+    fixed: ClassVar[dict[str, tuple[object, ...]]] = {
+        "swiglu_alpha": (SWIGLU_STEEPNESS,),
+        "swiglu_limit": (SWIGLU_LIMIT,),
+        "norm_topk_prob": (True,),
+        "scoring_func": ("softmax",),
+    }
+
+    num_key_value_heads: int | None = 8
+    head_dim: Size | None = 64
+    rms_norm_eps: Number = 1e-5
+    sliding_window: Tokens | None = 128
+    layer_types: list[str] | None = None
+    attention_bias: bool = True
+    num_local_experts: Experts = 128
+    num_experts_per_tok: Experts = 4
+
+    @property
+    def rope_keys(self) -> RopeKeys:
+        """See :class:`HfConfig`; without any, the family's own."""
+        return super().rope_keys if self.rope_scaling or self.rope_parameters else _ROPE
+
+    def windows(self) -> list[int | None]:
+        """One window a layer; without ``layer_types``, every other layer's."""
+        kinds = ("sliding_attention", "full_attention")
+        types = self.layer_types or [kinds[index % 2] for index in range(self.num_hidden_layers)]
+        if self.sliding_window is None and "sliding_attention" in types:
+            raise ValueError("sliding_window is null, but layer_types names layers of sliding_attention; give a size.")
+        return typed_windows(types, self.sliding_window, self.num_hidden_layers)
 
 
 class GptOssForCausalLM(DecoderForCausalLM):
     """See the module's text."""
 
+    schema = GptOssKeys
+
     @classmethod
-    def read_config(cls, hf: HfConfig) -> ModelConfig:
+    def read_config(cls, hf: GptOssKeys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
-        hf = hf.with_defaults(rope_theta=150000.0, rms_norm_eps=1e-5, sliding_window=128, attention_bias=True)
-        if not (hf.get("rope_parameters", {}) or hf.get("rope_scaling", {})):
-            hf = HfConfig({**hf.values, "rope_scaling": _ROPE})
-        for key, value in (("swiglu_alpha", SWIGLU_STEEPNESS), ("swiglu_limit", SWIGLU_LIMIT)):
-            if hf.get(key, value) != value:
-                raise ValueError(f"{key}={hf.get(key, value)!r} is not supported; supported: {value}.")
-        bias, num_layers = hf.get("attention_bias", True), hf.positive("num_hidden_layers")
-        num_experts, top_k = read_experts(hf, ("num_local_experts",), 128, 4)
+        bias, num_layers = hf.attention_bias, hf.num_hidden_layers
+        check_experts(hf.num_local_experts, hf.num_experts_per_tok, "num_local_experts")
         # The chosen experts' share of the softmax over all of them, which is the softmax over the chosen ones.
-        routing = RoutingConfig(num_experts, top_k, "softmax", renormalize=True)
+        routing = RoutingConfig(hf.num_local_experts, hf.num_experts_per_tok, "softmax", renormalize=True)
         names = ExpertNames(router="router", gate="gate_up_proj", up="gate_up_proj", down="down_proj")
-        moe = MoEConfig(routing, hf.positive("intermediate_size"), names, bias=True, fused=True)
+        moe = MoEConfig(routing, hf.intermediate_size, names, bias=True, fused=True)
         return read_decoder(
             hf,
             qkv_bias=bias,
             attention_out_bias=bias,
             sinks=True,
             activation="clamped_swiglu",
-            windows=_windows(hf, num_layers),
+            windows=hf.windows(),
             mixtures=[moe] * num_layers,
-            default_head_dim=64,
         )
-
-
-def _windows(hf: HfConfig, num_layers: int) -> list[int | None]:
-    alternating = [("sliding_attention", "full_attention")[index % 2] for index in range(num_layers)]
-    types, window = hf.get("layer_types", alternating), hf.window()
-    if window is None and "sliding_attention" in types:
-        raise ValueError("sliding_window is null, but layer_types names layers of sliding_attention; give it a size.")
-    return typed_windows(types, window, num_layers)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from atom_core.config import HfConfig, ModelConfig, read_decoder
+from typing import ClassVar
+
+from atom_core.config import ModelConfig, read_decoder
+from atom_core.hf_config import HfConfig
 from atom_core.models.decoder import DecoderForCausalLM
 
 
-class LlamaForCausalLM(DecoderForCausalLM):
+class LlamaKeys(HfConfig):
     """``attention_bias`` is one switch for all four projections, ``mlp_bias`` for all three."""
 
+    model_types: ClassVar[tuple[str, ...]] = ("llama",)
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+class LlamaForCausalLM(DecoderForCausalLM):
+    """See the module's text."""
+
+    schema = LlamaKeys
+
     @classmethod
-    def read_config(cls, hf: HfConfig) -> ModelConfig:
+    def read_config(cls, hf: LlamaKeys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
-        bias = hf.get("attention_bias", False)
-        return read_decoder(hf, qkv_bias=bias, attention_out_bias=bias, mlp_bias=hf.get("mlp_bias", False))
+        bias = hf.attention_bias
+        return read_decoder(hf, qkv_bias=bias, attention_out_bias=bias, mlp_bias=hf.mlp_bias)

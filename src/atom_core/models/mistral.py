@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from atom_core.config import HfConfig, ModelConfig, read_decoder
+from typing import ClassVar
+
+from atom_core.config import ModelConfig, every_window_or_none, read_decoder
+from atom_core.hf_config import HfConfig, Tokens
 from atom_core.models.decoder import DecoderForCausalLM
+
+
+class MistralKeys(HfConfig):
+    """See the module's text; Transformers reads ``layer_types`` by another class (Ministral's)."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("mistral",)
+
+    num_key_value_heads: int | None = 8
+    sliding_window: Tokens | None = 4096
+    layer_types: list[str] | None = None
 
 
 class MistralForCausalLM(DecoderForCausalLM):
     """See the module's text."""
 
+    schema = MistralKeys
+
     @classmethod
-    def read_config(cls, hf: HfConfig) -> ModelConfig:
+    def read_config(cls, hf: MistralKeys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
-        return read_decoder(hf, windows=[hf.window()] * hf.positive("num_hidden_layers"))
+        return read_decoder(hf, windows=every_window_or_none(hf.layer_types, hf.sliding_window, hf.num_hidden_layers))

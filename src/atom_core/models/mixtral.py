@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
-from atom_core.config import ExpertNames, HfConfig, ModelConfig, MoEConfig, RoutingConfig, read_decoder, read_experts
+from typing import ClassVar
+
+from atom_core.config import (
+    ExpertNames,
+    ModelConfig,
+    MoEConfig,
+    RoutingConfig,
+    check_experts,
+    every_window_or_none,
+    read_decoder,
+)
+from atom_core.hf_config import Experts, HfConfig, Number, Tokens
 from atom_core.models.decoder import DecoderForCausalLM
 
 _NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
+class MixtralKeys(HfConfig):
+    """See the module's text."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("mixtral",)
+    default_theta: ClassVar[float] = 1e6
+    #: The chosen experts share the softmax whatever is written.
+    fixed: ClassVar[dict[str, tuple[object, ...]]] = {"norm_topk_prob": (True,), "scoring_func": ("softmax",)}
+
+    num_key_value_heads: int | None = 8
+    rms_norm_eps: Number = 1e-5
+    sliding_window: Tokens | None = None
+    layer_types: list[str] | None = None
+    num_local_experts: Experts = 8
+    num_experts_per_tok: Experts = 2
+
+
 class MixtralForCausalLM(DecoderForCausalLM):
     """See the module's text."""
 
+    schema = MixtralKeys
+
     @classmethod
-    def read_config(cls, hf: HfConfig) -> ModelConfig:
+    def read_config(cls, hf: MixtralKeys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
-        hf = hf.with_defaults(sliding_window=None, rope_theta=1000000.0, rms_norm_eps=1e-5)
-        num_layers = hf.positive("num_hidden_layers")
-        num_experts, top_k = read_experts(hf, ("num_local_experts",), 8, 2)
+        num_layers, num_experts, top_k = hf.num_hidden_layers, hf.num_local_experts, hf.num_experts_per_tok
+        check_experts(num_experts, top_k, "num_local_experts")
         # The chosen experts' share of the softmax over all of them, which is the softmax over the chosen ones.
         routing = RoutingConfig(num_experts, top_k, "softmax", renormalize=True)
-        moe = MoEConfig(routing, hf.positive("intermediate_size"), _NAMES)
-        return read_decoder(hf, windows=[hf.window()] * num_layers, mixtures=[moe] * num_layers)
+        moe = MoEConfig(routing, hf.intermediate_size, _NAMES)
+        windows = every_window_or_none(hf.layer_types, hf.sliding_window, num_layers)
+        return read_decoder(hf, windows=windows, mixtures=[moe] * num_layers)

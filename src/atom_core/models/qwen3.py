@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from atom_core.config import HfConfig, ModelConfig, read_decoder, window_pattern
+from typing import ClassVar
+
+from atom_core.config import ModelConfig, read_decoder
+from atom_core.hf_config import Size
 from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.models.qwen2 import QwenKeys
+
+
+class Qwen3Keys(QwenKeys):
+    """See the module's text."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
+    fixed: ClassVar[dict[str, tuple[object, ...]]] = {"use_qk_norm": (True,)}
+
+    head_dim: Size | None = 128
+    attention_bias: bool = False
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
     """See the module's text."""
 
+    schema = Qwen3Keys
+
     @classmethod
-    def read_config(cls, hf: HfConfig) -> ModelConfig:
+    def read_config(cls, hf: Qwen3Keys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
-        bias = hf.get("attention_bias", False)
-        return read_decoder(
-            hf,
-            qkv_bias=bias,
-            attention_out_bias=bias,
-            qk_norm=True,
-            windows=window_pattern(hf),
-            default_head_dim=128,
-        )
+        bias = hf.attention_bias
+        return read_decoder(hf, qkv_bias=bias, attention_out_bias=bias, qk_norm=True, windows=hf.windows())

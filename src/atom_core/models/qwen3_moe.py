@@ -2,34 +2,66 @@
 
 from __future__ import annotations
 
-from atom_core.config import HfConfig, ModelConfig, MoEConfig, RoutingConfig, read_decoder, read_experts, window_pattern
+from typing import ClassVar
+
+from atom_core.config import ModelConfig, MoEConfig, RoutingConfig, check_experts, every_window_or_none, read_decoder
+from atom_core.hf_config import Experts, HfConfig, Index, Size, Tokens
 from atom_core.models.decoder import DecoderForCausalLM
+
+
+class Qwen3MoeKeys(HfConfig):
+    """See the module's text; ``use_sliding_window`` is for all layers."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
+    fixed: ClassVar[dict[str, tuple[object, ...]]] = {"use_qk_norm": (True,), "scoring_func": ("softmax",)}
+
+    num_key_value_heads: int | None = 4
+    attention_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: Tokens | None = 4096
+    layer_types: list[str] | None = None
+    max_window_layers: Index | None = None
+    """Written by many tools; Transformers' class of this family leaves it aside."""
+    num_experts: Experts | None = None
+    num_local_experts: Experts | None = None
+    """What Transformers 5 calls them."""
+    num_experts_per_tok: Experts = 8
+    moe_intermediate_size: Size = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Size = 1
+    mlp_only_layers: list[Index] | None = None
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
     """See the module's text."""
 
+    schema = Qwen3MoeKeys
+
     @classmethod
-    def read_config(cls, hf: HfConfig) -> ModelConfig:
+    def read_config(cls, hf: Qwen3MoeKeys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
-        bias = hf.get("attention_bias", False)
+        bias, window = hf.attention_bias, hf.sliding_window if hf.use_sliding_window else None
         return read_decoder(
             hf,
             qkv_bias=bias,
             attention_out_bias=bias,
             qk_norm=True,
-            windows=window_pattern(hf),
+            windows=every_window_or_none(hf.layer_types, window, hf.num_hidden_layers),
             mixtures=_mixtures(hf),
         )
 
 
-def _mixtures(hf: HfConfig) -> list[MoEConfig | None]:
-    # Configurations of transformers 5 call them num_local_experts.
-    num_experts, top_k = read_experts(hf, ("num_experts", "num_local_experts"), 128, 8)
+def _mixtures(hf: Qwen3MoeKeys) -> list[MoEConfig | None]:
+    if None not in (hf.num_experts, hf.num_local_experts) and hf.num_experts != hf.num_local_experts:
+        raise ValueError(
+            f"The model's config has num_experts={hf.num_experts} and num_local_experts={hf.num_local_experts}, two "
+            "names of one count; supported: one of them, or the same in both."
+        )
+    num_experts = hf.num_experts or hf.num_local_experts or 128
+    check_experts(num_experts, hf.num_experts_per_tok, "num_experts")
     moe = MoEConfig(
-        RoutingConfig(num_experts, top_k, "softmax", renormalize=hf.get("norm_topk_prob", False)),
-        hf.positive("moe_intermediate_size", 768),
+        RoutingConfig(num_experts, hf.num_experts_per_tok, "softmax", renormalize=hf.norm_topk_prob),
+        hf.moe_intermediate_size,
     )
-    every = hf.positive("decoder_sparse_step", 1)
-    dense: list[int] = hf.get("mlp_only_layers", [])
-    return [None if index in dense or (index + 1) % every else moe for index in range(hf.positive("num_hidden_layers"))]
+    every, dense = hf.decoder_sparse_step, hf.mlp_only_layers or ()
+    return [None if index in dense or (index + 1) % every else moe for index in range(hf.num_hidden_layers)]

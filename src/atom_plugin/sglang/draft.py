@@ -15,7 +15,6 @@ from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorO
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
-from atom_core.config import HfConfig
 from atom_core.layers.embedding import TokenEmbedding
 from atom_core.models.draft import DraftModel
 from atom_core.models.registry import load_draft_class
@@ -43,7 +42,7 @@ class AtomDraft(AtomModel):
         self.config = config
         self.quant_config = quant_config
         draft_class = load_draft_class(self.architecture)
-        model_config = draft_class.read_config(HfConfig({**config.to_dict(), "architectures": [self.architecture]}))
+        model_config = draft_class.from_hf({**config.to_dict(), "architectures": [self.architecture]})
         settings = load_settings()
         self.runtime = build_runtime(config, quant_config, model_config.num_layers, SglangRadixAttention, settings)
         self.core: DraftModel = draft_class(model_config, self.runtime, prefix)

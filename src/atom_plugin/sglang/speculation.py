@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from atom_core.config import HfConfig
 from atom_core.models.registry import DRAFTS, load_draft_class
 from atom_core.quant import QuantConfig
 from atom_core.standalone import check_files
@@ -124,7 +123,7 @@ def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
                 "checkpoint (--speculative-algorithm NEXTN), which share the target's embedding, head and attention. "
                 "Leave it out, or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
             )
-    config = load_draft_class(hf_config.architectures[0]).read_config(HfConfig(hf_config))
+    config = load_draft_class(hf_config.architectures[0]).from_hf(hf_config)
     directory = Path(view.model_path)
     check_files(
         config,

@@ -16,7 +16,6 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.sequence import IntermediateTensors
 
-from atom_core.config import HfConfig
 from atom_core.models.draft import DraftModel
 from atom_core.models.registry import load_draft_class
 from atom_core.standalone import finalize
@@ -51,9 +50,10 @@ class AtomDraft(nn.Module):
         assert vllm_config.speculative_config is not None
         model_config = vllm_config.speculative_config.draft_model_config
         self.config = model_config.hf_config
-        values = {**model_config.hf_text_config.to_dict(), "architectures": [self.architecture]}
+        kind = vllm_config.model_config.hf_text_config.model_type  # vLLM calls that of these layers "deepseek_mtp"
+        values = {**model_config.hf_text_config.to_dict(), "architectures": [self.architecture], "model_type": kind}
         draft_class = load_draft_class(self.architecture)
-        config = draft_class.read_config(HfConfig(values))
+        config = draft_class.from_hf(values)
         self.runtime = build_runtime(vllm_config, model_config, config.num_layers, VllmPagedAttention, load_settings())
         self.core: DraftModel = draft_class(config, self.runtime, prefix)
         self.checkpoint = str(model_config.model)

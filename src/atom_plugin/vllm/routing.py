@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from atom_core.config import HfConfig
 from atom_core.config import ModelConfig as CoreConfig
 from atom_core.models.registry import (
     DRAFTS,
@@ -227,7 +226,11 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
         return
     draft = speculative.draft_model_config
     draft_class = load_draft_class(architecture)
-    config = draft_class.read_config(HfConfig({**draft.hf_text_config.to_dict(), "architectures": [architecture]}))
+    # vLLM calls the type of these layers "deepseek_mtp".
+    kind = vllm_config.model_config.hf_text_config.model_type
+    config = draft_class.from_hf(
+        {**draft.hf_text_config.to_dict(), "architectures": [architecture], "model_type": kind}
+    )
     draft_ranks, ranks = speculative.draft_tensor_parallel_size, parallel.tensor_parallel_size
     cache_dtype = speculative.kv_cache_dtype
     head_quantization = getattr(speculative, "draft_lm_head_quantization", None)  # since 0.33

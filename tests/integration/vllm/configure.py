@@ -21,7 +21,7 @@ def problem(args: dict[str, Any], environ: dict[str, str], build: bool) -> str |
     os.environ.update(environ)
     try:
         if build:
-            LLM(**args)
+            LLM(**{"kv_cache_memory_bytes": 2**28, **args})
         else:
             EngineArgs(**args).create_engine_config()
     except Exception as error:  # noqa: BLE001 - whatever it raises is what the user sees

@@ -137,5 +137,6 @@ def config() -> ModelConfig:
 def latents() -> ModelConfig:
     """A small model whose cache has latents."""
     sizes = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
-    names = {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "n_routed_experts": 8}
-    return ModelConfig.from_hf({**read_config_json(CHECKPOINT), **sizes, **names})
+    names = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "q_lora_rank": None}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 6, "max_window_layers": None}
+    return ModelConfig.from_hf({**read_config_json(CHECKPOINT), **sizes, **names, **experts})

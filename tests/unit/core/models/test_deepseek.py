@@ -281,9 +281,13 @@ def test_a_token_takes_a_latent_and_a_rotated_key_of_the_cache():
     ("family", "settings", "says"),
     [
         (V2, {"topk_method": "best"}, "topk_method='best' is not supported; supported: 'greedy', 'group_limited_gre"),
-        (V3, {"scoring_func": "relu"}, "scoring_func='relu' is not supported; supported: 'softmax', 'sigmoid'"),
+        (V3, {"scoring_func": "relu"}, "scoring_func='relu' is not supported for DeepseekV3.*; supported: 'sigmoid'"),
         (V2, {"norm_topk_prob": True}, "norm_topk_prob=true with topk_method='group_limited_greedy' is not supported"),
-        (V3, {"attention_bias": True}, "attention_bias=true is not supported for DeepseekV3ForCausalLM"),
+        (
+            V3,
+            {"attention_bias": True},
+            "attention_bias=True, which DeepseekV3ForCausalLM does not have; supported: False",
+        ),
         (V3, {"kv_lora_rank": 0}, "kv_lora_rank=0; a positive integer"),
         (V3, {"n_group": 3}, "n_group=3 does not divide the number of experts, 8"),
         (V3, {"rope_parameters": {**YARN, "factor": None, "mscale_all_dim": 1.0}}, "mscale_all_dim=1.0 in rope_param"),

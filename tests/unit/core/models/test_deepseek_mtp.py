@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atom_core.checkpoint import Checkpoint, read_config_json
-from atom_core.config import HfConfig, ModelConfig
+from atom_core.config import ModelConfig
 from atom_core.models.deepseek_mtp import DeepseekV3Draft
 from atom_core.models.registry import load_draft_class
 from atom_core.quant import read_quantization
@@ -57,7 +57,7 @@ class Drafter:
     def _load_draft(self):
         hf = read_config_json(self.directory)
         quant = read_quantization(hf)
-        config = DeepseekV3Draft.read_config(HfConfig(hf))
+        config = DeepseekV3Draft.from_hf(hf)
         check_files(config, self.directory, quant=quant)
         self.runtime = build_runtime(torch.device("cpu"), self.dtype, MAX_POSITION, quant=quant)
         self.draft = load_draft_class(config.architecture)(config, self.runtime)
@@ -198,9 +198,9 @@ def test_copies_of_the_embedding_and_the_head_are_left_alone(tmp_path):
 def test_a_checkpoint_without_such_layers_is_refused(tmp_path):
     make_mtp(tmp_path, make_config(V3))
     values = read_config_json(tmp_path)
-    config = DeepseekV3Draft.read_config(HfConfig(values))
+    config = DeepseekV3Draft.from_hf(values)
     with pytest.raises(ValueError, match=r"no layers to draft with .* num_nextn_predict_layers=0 in config"):
-        DeepseekV3Draft.read_config(HfConfig({**values, "num_nextn_predict_layers": 0}))
+        DeepseekV3Draft.from_hf({**values, "num_nextn_predict_layers": 0})
     file = tmp_path / "model.safetensors"
     tensors, layer = load_file(file), f"model.layers.{NUM_LAYERS}."
     save_file({name: value for name, value in tensors.items() if name != f"{layer}enorm.weight"}, file)

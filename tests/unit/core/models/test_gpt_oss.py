@@ -168,8 +168,8 @@ def test_keys_that_a_configuration_lacks_are_what_hugging_face_takes_them_for():
     ("settings", "says"),
     [
         ({"num_experts_per_tok": 7}, r"num_experts_per_tok=7 is more than there are experts \(num_local_experts=6\)"),
-        ({"swiglu_limit": 9.0}, "swiglu_limit=9.0 is not supported; supported: 7.0"),
-        ({"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported; supported: 1.702"),
+        ({"swiglu_limit": 9.0}, "swiglu_limit=9.0, which GptOssForCausalLM does not have; supported: 7.0"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha=1.0, which GptOssForCausalLM does not have; supported: 1.702"),
         ({"sliding_window": None}, "sliding_window is null, but layer_types names layers of sliding_attention"),
         ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers=3"),
         ({"layer_types": ["chunked_attention"] * 3}, "layer_types has .*'chunked_attention'.*; supported"),

@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 
+from atom_core.hf_keys import asks_for_nothing
+from atom_core.models.registry import load_model_class
 from atom_core.standalone import Runner
 from tests.unit.core.hugging_face import (
     FAMILIES,
@@ -92,7 +94,17 @@ def test_head_counts_and_sizes(tmp_path, family, head_dim, heads, kv_heads):
 )
 def test_settings_mean_what_they_mean_to_hugging_face(tmp_path, family, settings):
     model = make_model(tmp_path, make_config(family, **settings))
+    if means_more(family, settings):
+        with pytest.raises(ValueError, match=rf"The model's config has \w+=.*, to which {family.architecture} gives"):
+            Runner(tmp_path)
+        return
     assert distance(Runner(tmp_path).logits(TOKENS), logits(model, TOKENS)) <= LOGITS_TOLERANCE
+
+
+def means_more(family, settings):
+    """Whether a setting is one that this family's class leaves aside, and that has a meaning in others."""
+    known = load_model_class(family.architecture).schema.model_fields
+    return any(key not in known and not asks_for_nothing(key, value) for key, value in settings.items())
 
 
 @every_family

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atom_core.config import HfConfig, ModelConfig
+from atom_core.config import ModelConfig
 from atom_core.models.registry import load_draft_class
 from atom_core.quant import read_quantization
 from atom_core.standalone import Runner, check_files
@@ -48,7 +48,7 @@ def test_a_random_checkpoint_is_read_and_runs(tmp_path, name):
 def test_layers_that_draft_are_written_as_well(tmp_path):
     hf = {**CONFIGS["deepseek-v3"], **SMALL, **CASES["deepseek-v3"]}
     write_random(hf, tmp_path)
-    drafts = load_draft_class(hf["architectures"][0]).read_config(HfConfig(hf))
+    drafts = load_draft_class(hf["architectures"][0]).from_hf(hf)
     check_files(drafts, tmp_path, quant=read_quantization(hf, None))
 
 
