@@ -12,6 +12,7 @@ from atom_core.kernels.cache_dtypes import as_bytes
 from atom_core.kernels.decode_attention import DecodeAttentionKernel, DecodeAttentionSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
+from atom_core.metadata import SameStepReads
 from tests.kernel_cases import NAN, AttentionCase, assert_close, assert_stored, attention_batch
 
 
@@ -24,6 +25,9 @@ class DecodeCase:
     """None: the whole head."""
     interleaved: bool = False
     qk_norm: bool = True
+    readers: tuple[tuple[int, int], ...] = ()
+    """Requests, each with the one whose cached and new tokens it has among its cached ones, in the same pages."""
+    reads: SameStepReads = "at page starts"
 
     def __str__(self) -> str:
         return self.attention.name
@@ -40,7 +44,7 @@ class DecodeCase:
             qk_norm=self.qk_norm,
             dtype=dtype,
         )
-        return DecodeAttentionSpec(qkv, layer.spec(dtype, cache_dtype), ())
+        return DecodeAttentionSpec(qkv, layer.spec(dtype, cache_dtype), (), self.reads)
 
 
 def _requests(*cached: int) -> tuple[tuple[int, int], ...]:
@@ -73,6 +77,29 @@ DECODE_CASES = (
     DecodeCase(AttentionCase("keys and values apart", _SOME, packed=False)),
     DecodeCase(AttentionCase("token by token in storage", _SOME, storage="PNH")),
 )
+
+#: In the order of programs readers come first: one after the other, they find what was in the slot before.
+SAME_STEP_READS = (
+    DecodeCase(AttentionCase("a page that is filled in the step", _requests(16, 15, 3)), readers=((0, 1),)),
+    DecodeCase(AttentionCase("no norm", _requests(16, 15, 3), heads=3, kv_heads=3), qk_norm=False, readers=((0, 1),)),
+    DecodeCase(AttentionCase("interleaved", _requests(32, 31)), interleaved=True, readers=((0, 1),)),
+    DecodeCase(AttentionCase("partial", _requests(32, 31), dim=48), rotary_dim=20, readers=((0, 1),)),
+    DecodeCase(AttentionCase("several readers", _requests(16, 16, 9, 15, 16, 0)), readers=((0, 3), (1, 3), (4, 3))),
+    DecodeCase(AttentionCase("two of them", _requests(16, 48, 47, 15)), readers=((0, 3), (1, 2))),
+    DecodeCase(AttentionCase("pages behind it", _requests(48, 15, 64, 31)), readers=((0, 1), (2, 3))),
+    DecodeCase(AttentionCase("tiles of keys", _requests(64, 63, 128, 127, 320, 319)), readers=((0, 1), (2, 3), (4, 5))),
+    DecodeCase(AttentionCase("keys shared out", _requests(640, 639), kv_heads=1), readers=((0, 1),)),
+    DecodeCase(AttentionCase("keys shared out, long behind", _requests(640, 143), kv_heads=1), readers=((0, 1),)),
+    DecodeCase(AttentionCase("a window", _requests(48, 47, 160, 159), window=5), readers=((0, 1), (2, 3))),
+    DecodeCase(AttentionCase("a window of the query alone", _requests(16, 15), window=1), readers=((0, 1),)),
+    DecodeCase(AttentionCase("behind a window", _requests(64, 31), window=33), readers=((0, 1),)),
+    DecodeCase(AttentionCase("within a window", _requests(64, 31), window=34), readers=((0, 1),)),
+    DecodeCase(AttentionCase("sinks, soft cap", _requests(16, 15), soft_cap=0.7, sinks=True), readers=((0, 1),)),
+    DecodeCase(AttentionCase("padded", _requests(16, 15), padded_requests=3, padded_tokens=3), readers=((0, 1),)),
+    DecodeCase(AttentionCase("64 tokens a page", _requests(64, 63), page_size=64), readers=((0, 1),)),
+    DecodeCase(AttentionCase("many requests", _requests(16, *(3,) * 140, 15), kv_heads=1), readers=((0, 141),)),
+    DecodeCase(AttentionCase("anywhere", _requests(20, 15)), readers=((0, 1),), reads="anywhere"),
+)
 LARGE_DECODE = tuple(
     DecodeCase(AttentionCase(f"{name}, {heads}/{kv_heads} heads of {dim}", requests, heads, kv_heads, dim))
     for (name, requests), (heads, kv_heads, dim) in product(
@@ -85,6 +112,19 @@ LARGE_DECODE = tuple(
         ),
         ((32, 8, 128), (32, 4, 128), (16, 8, 128), (32, 8, 64), (16, 8, 256), (14, 2, 64)),
     )
+) + tuple(
+    DecodeCase(
+        AttentionCase(f"{name}, filled in the step, {heads} heads of {dim}", requests, heads, 8, dim), readers=them
+    )
+    for (name, requests, them), (heads, dim) in product(
+        (
+            ("two", _requests(16, 15), ((0, 1),)),
+            ("two long", _requests(4096, 4095), ((0, 1),)),
+            ("64", _requests(*(64, 63) * 32), tuple((2 * pair, 2 * pair + 1) for pair in range(32))),
+            ("256", _requests(*(16,) * 128, *(15,) * 128), tuple((reader, 255) for reader in range(128))),
+        ),
+        ((32, 128), (64, 64), (16, 256)),
+    )
 )
 
 
@@ -95,6 +135,9 @@ def check_decode(
     dtype, cache_dtype = spec.qkv.dtype, spec.attention.cache_dtype
     batch = attention_batch(case.attention, dtype, device, cache_dtype=cache_dtype)
     metadata, cache = batch.metadata, batch.cache
+    for reader, writer in case.readers:
+        shared = -(-(case.attention.requests[writer][0] + 1) // cache.page_size)
+        metadata.page_table[reader, :shared] = metadata.page_table[writer, :shared]
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:

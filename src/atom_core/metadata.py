@@ -207,5 +207,11 @@ class LatentCacheView:
         return self.rows.shape[1]
 
 
+SameStepReads = Literal["never", "at page starts", "anywhere"]
+"""Where a request's new token stands that has another request's token of the very same step among its cached ones.
+
+"never": there are no such requests. "at page starts": at the start of a page, as whole pages are shared.
+"""
+
 GraphSupport = Literal["none", "always"]
 """Whether a kernel may run inside a captured graph: without host syncs, and at one launch shape for any lengths."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from atom_core.kernels.select import KernelSet
+from atom_core.metadata import SameStepReads
 from atom_core.quant import QuantConfig, Unquantized
 
 if TYPE_CHECKING:
@@ -173,3 +174,4 @@ class Runtime:
     """Whether ranks of the tensor-parallel group and of replicas share out the experts, not each expert's middle."""
     pipeline: PipelineStage = field(default_factory=PipelineStage)
     quant: QuantConfig = field(default_factory=Unquantized)
+    same_step_reads: SameStepReads = "at page starts"

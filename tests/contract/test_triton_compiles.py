@@ -184,6 +184,8 @@ DECODES = (
     DecodeCase(AttentionCase("groups of eight in a batch", _LENGTHS * 25, heads=32, kv_heads=4, dim=128)),
     DecodeCase(AttentionCase("a group of 64", _LENGTHS, heads=64, kv_heads=1, dim=128)),
     DecodeCase(AttentionCase("GPT OSS", _LENGTHS, heads=16, kv_heads=2, dim=64, window=128, sinks=True), qk_norm=False),
+    DecodeCase(AttentionCase("pages of one's own", _LENGTHS, heads=8, kv_heads=2, dim=128), reads="never"),
+    DecodeCase(AttentionCase("pages filled anywhere", _LENGTHS, heads=8, kv_heads=2, dim=128), reads="anywhere"),
 )
 
 

@@ -9,7 +9,7 @@ from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.decode_attention.triton_kernel import TritonDecodeAttention
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton_cache
-from tests.decode_cases import DECODE_CASES, LARGE_DECODE, check_decode
+from tests.decode_cases import DECODE_CASES, LARGE_DECODE, SAME_STEP_READS, check_decode
 
 GPU = torch.device("cuda")
 HERE = {"nvidia": torch.version.hip is None, "overlap": overlaps(Target.of(GPU))}
@@ -17,13 +17,13 @@ CACHES = (None, *(dtype for dtype in FP8_DTYPES if why_no_triton_cache(torch.bfl
 
 
 @pytest.mark.parametrize("cache_dtype", CACHES, ids=str)
-@pytest.mark.parametrize("case", DECODE_CASES + LARGE_DECODE, ids=str)
+@pytest.mark.parametrize("case", DECODE_CASES + SAME_STEP_READS + LARGE_DECODE, ids=str)
 def test_it_answers_as_the_ops_it_is_made_of(case, cache_dtype):
     spec = case.spec(torch.bfloat16, cache_dtype)
     check_decode(case, TritonDecodeAttention(spec, **HERE), spec, GPU)
 
 
-@pytest.mark.parametrize("case", DECODE_CASES, ids=str)
+@pytest.mark.parametrize("case", DECODE_CASES + SAME_STEP_READS, ids=str)
 def test_it_takes_float32(case):
     spec = case.spec(torch.float32)
     check_decode(case, TritonDecodeAttention(spec, **HERE), spec, GPU)

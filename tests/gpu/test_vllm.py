@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import FAMILIES
+from benchmarks import CHECKPOINTS, FAMILIES
 from tests.gpu.vllm_engines import engine, held_out
 from tests.integration.vllm.offline import Ask, Ran, run
+from tests.integration.vllm.page_of_the_step import check
 
 GRAPHS: Mapping[str, dict[str, Any]] = {
     "default": {},
@@ -118,6 +119,13 @@ def test_both_runners_have_the_same_default(engines: Mapping[Key, Future[Ran]]) 
     for way in ("v1-runner", "v2-runner"):
         ran = engines["qwen3", "atom", way].result()
         assert (ran.graph_mode, ran.compiled) == ("FULL_AND_PIECEWISE", False)
+
+
+@pytest.mark.parametrize("runner", ["v1-runner", "v2-runner"])
+def test_a_request_reads_what_another_writes_in_the_same_step(runner: str) -> None:
+    options = {"model": str(CHECKPOINTS / "qwen3"), "model_impl": "atom", "dtype": "float32", "max_model_len": 512}
+    options |= {"block_size": 16, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.05}
+    check(options, WAYS[runner], tolerance=1e-2)
 
 
 def test_prefill_outside_of_graphs_is_to_be_had(engines: Mapping[Key, Future[Ran]]) -> None:

@@ -103,7 +103,8 @@ class CachedAttention(BaseAttention):
             (QK_NORM_ROPE_CACHE.name, kernels.chosen(QK_NORM_ROPE_CACHE, filled)),
             (ATTENTION.name, kernels.chosen(ATTENTION, paged)),
         )
-        self.decode = kernels.select(DECODE_ATTENTION, DecodeAttentionSpec(spec.qkv, paged, separate))
+        fused = DecodeAttentionSpec(spec.qkv, paged, separate, runtime.same_step_reads)
+        self.decode = kernels.select(DECODE_ATTENTION, fused)
 
     def run(
         self,

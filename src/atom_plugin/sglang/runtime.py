@@ -60,6 +60,8 @@ def build_runtime(
         expert_parallel=parallel.moe_ep_size > 1,
         pipeline=PipelineStage(first, end),
         quant=quantization_of(config, None if quant_config is None else quant_config.get_name()),
+        # What a batch has written is found in the radix tree by later ones alone.
+        same_step_reads="never",
     )
 
 

@@ -10,6 +10,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from atom_core.kernels.select import Target
+from atom_core.metadata import SameStepReads
 from atom_core.runtime import AttentionFactory, OneReplica, PipelineStage, Runtime
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
@@ -53,6 +54,17 @@ def cache_dtype(name: str, model_config: ModelConfig) -> torch.dtype:
     return torch.float8_e5m2 if name == "fp8_e5m2" else kv_cache_dtype_str_to_dtype(name, model_config)
 
 
+def same_step_reads(vllm_config: VllmConfig) -> SameStepReads:
+    """Whether a request may have a page that another fills in the same step: with prefix caching it may.
+
+    vLLM hands a page on from the moment that its last token is scheduled. Behind such a page a KV connector may bring
+    further tokens of the request.
+    """
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "never"
+    return "at page starts" if vllm_config.kv_transfer_config is None else "anywhere"
+
+
 def build_runtime(
     vllm_config: VllmConfig, model_config: ModelConfig, num_layers: int, attention: AttentionFactory, settings: Settings
 ) -> Runtime:
@@ -88,4 +100,5 @@ def build_runtime(
         expert_parallel=vllm_config.parallel_config.enable_expert_parallel,
         pipeline=PipelineStage(first, end),
         quant=quantization_of(model_config),
+        same_step_reads=same_step_reads(vllm_config),
     )

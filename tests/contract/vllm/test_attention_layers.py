@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.metadata import AttentionMetadata
 from atom_core.standalone import build_runtime
 from atom_plugin.vllm.attention import AtomShuffledAttentionBackend, FrameworkAttention, VllmPagedAttention
-from atom_plugin.vllm.runtime import cache_dtype
+from atom_plugin.vllm.runtime import cache_dtype, same_step_reads
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
@@ -52,6 +53,15 @@ def layer_of(kind, name, window=None, sinks=None):
 @pytest.mark.parametrize("name", DTYPES)
 def test_a_cache_has_the_dtype_that_its_name_says(name):
     assert cache_dtype(name, ModelConfig(str(CHECKPOINT), dtype="bfloat16")) == DTYPES[name]
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "connector", "reads"),
+    [(True, None, "at page starts"), (True, "a connector", "anywhere"), (False, "a connector", "never")],
+)
+def test_pages_are_shared_in_the_step_that_fills_them_where_prefixes_are_cached(prefix_caching, connector, reads):
+    cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
+    assert same_step_reads(SimpleNamespace(cache_config=cache, kv_transfer_config=connector)) == reads
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])

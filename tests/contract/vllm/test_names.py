@@ -125,7 +125,7 @@ def test_it_takes_what_we_pass(path):
 
 
 FIELDS = {
-    "vllm.config:CacheConfig": ("block_size", "cache_dtype", "kv_cache_dtype_skip_layers"),
+    "vllm.config:CacheConfig": ("block_size", "cache_dtype", "enable_prefix_caching", "kv_cache_dtype_skip_layers"),
     "vllm.config:CompilationConfig": ("cudagraph_mode", "mode", "splitting_ops", "static_forward_context"),
     "vllm.config:DeviceConfig": ("device",),
     "vllm.config:LoadConfig": ("load_format",),
@@ -140,7 +140,8 @@ FIELDS = {
     "vllm.config:SchedulerConfig": ("max_num_batched_tokens", "max_num_seqs"),
     "vllm.config:SpeculativeConfig": ("draft_model_config", "method"),
     "vllm.config:VllmConfig": (
-        *("additional_config", "cache_config", "compilation_config", "device_config", "load_config", "lora_config"),
+        *("additional_config", "cache_config", "compilation_config", "device_config", "kv_transfer_config"),
+        *("load_config", "lora_config"),
         *("model_config", "offload_config", "optimization_level", "parallel_config", "quant_config"),
         *("scheduler_config", "speculative_config"),
     ),

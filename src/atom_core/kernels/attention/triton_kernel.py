@@ -40,6 +40,12 @@ def capped(scores, soft_cap):
 
 
 @triton.jit
+def wait_for_stores():
+    """Have a wave of AMD's wait until its stores have been done."""
+    tl.inline_asm_elementwise("s_waitcnt vmcnt(0)", "=v", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def is_last(arrival, working, AMD: tl.constexpr):
     """Whether a program, which has stored its part, is the last of ``working`` to be here and may load the others'.
 
@@ -49,7 +55,7 @@ def is_last(arrival, working, AMD: tl.constexpr):
         # Programs run on XCDs with L2s of their own. The atomic below, which one wave does for all, writes back what
         # has reached this XCD's, and a barrier alone does not wait until the other waves' stores have: see
         # https://github.com/llvm/llvm-project/pull/160501 of a later generation, where that failed.
-        tl.inline_asm_elementwise("s_waitcnt vmcnt(0)", "=v", [], dtype=tl.int32, is_pure=False, pack=1)
+        wait_for_stores()
     tl.debug_barrier()  # all of this program's stores before its arrival is seen
     last = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == working - 1
     if last:

@@ -15,7 +15,7 @@ from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3,
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_not_fused
-from atom_core.metadata import AttentionMetadata, KVCacheView
+from atom_core.metadata import AttentionMetadata, KVCacheView, SameStepReads
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class DecodeAttentionSpec:
     qkv: QkvSpec
     attention: PagedAttentionSpec
     separate: tuple[tuple[str, str], ...]
+    reads: SameStepReads
 
 
 class DecodeAttentionKernel(Protocol):

@@ -4,6 +4,12 @@ A program takes one request and all query heads of one key/value head. The new t
 the cache: they open the running softmax (arXiv 2205.14135), as a sink does. What is cached already was written by
 earlier steps, so the first tile of it is loaded before the product in front has ended.
 
+One cached token may be written in this very launch: a framework that shares pages hands one on in the step that fills
+it, to a request with one token left (:data:`atom_core.metadata.SameStepReads`). Nothing orders a launch's programs, so
+one that reads such a page writes the token itself first, as the token's own program does. Whole pages are shared, so
+only where the new token opens a page is there something to look for: a token of the step that fills a page of the
+request's. There is one at most, as whoever writes further on has the page filled already.
+
 Few programs leave most of a GPU idle, so where there are few, several share the keys of a request ("splits"; flash
 decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). How many there may be depends on the grid, how many
 have work on the length. Each stores its part; the last to arrive adds the parts up, always in the same order.
@@ -20,7 +26,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.attention.splits import SplitBuffers
-from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joined, scaled
+from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joined, scaled, wait_for_stores
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.kept import KEPT
 from atom_core.kernels.qk_norm_rope import QkvWeights
@@ -30,6 +36,9 @@ from atom_core.metadata import AttentionMetadata, KVCacheView
 
 if TYPE_CHECKING:
     from atom_core.kernels.decode_attention import DecodeAttentionSpec
+
+#: Tokens of the step whose slots are looked at at a time.
+_TOKENS = tl.constexpr(128)
 
 
 @triton.jit
@@ -113,6 +122,196 @@ def _turned(x, y, cos, sin):
     wide_x = x.to(tl.float32)
     wide_y = y.to(tl.float32)
     return (wide_x * cos - wide_y * sin).to(x.dtype), (wide_y * cos + wide_x * sin).to(x.dtype)
+
+
+@triton.jit
+def _kept(
+    key_x,
+    key_y,
+    key_z,
+    value,
+    k_x,
+    k_y,
+    k_z,
+    cos,
+    sin,
+    eps,
+    k_scale,
+    v_scale,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    D: tl.constexpr,
+    REST: tl.constexpr,
+    NORM: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """A new token's key, in its parts, and its value as the cache holds them."""
+    if NORM:
+        key_x, key_y, key_z = _normed(key_x, key_y, key_z, k_x, k_y, k_z, eps, 0, D, REST)
+    key_x, key_y = _turned(key_x, key_y, cos, sin)
+    kept_x = stored(key_x.to(tl.float32), k_scale, LIMIT).to(KEY)
+    kept_y = stored(key_y.to(tl.float32), k_scale, LIMIT).to(KEY)
+    kept_z = stored(key_z.to(tl.float32), k_scale, LIMIT).to(KEY) if REST > 0 else kept_x
+    return kept_x, kept_y, kept_z, stored(value.to(tl.float32), v_scale, LIMIT).to(VALUE)
+
+
+@triton.jit
+def _store(
+    key,
+    value,
+    slot,
+    kept_x,
+    kept_y,
+    kept_z,
+    kept_value,
+    first,
+    second,
+    rest,
+    dim,
+    paired,
+    rest_used,
+    dim_used,
+    stride_k_page,
+    stride_k_token,
+    stride_v_page,
+    stride_v_token,
+    PAGE: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Write a token's key and value to the cache."""
+    k_new = key + slot // PAGE * stride_k_page + slot % PAGE * stride_k_token
+    v_new = value + slot // PAGE * stride_v_page + slot % PAGE * stride_v_token
+    tl.store(k_new + first, kept_x, mask=paired)
+    tl.store(k_new + second, kept_y, mask=paired)
+    if REST > 0:
+        tl.store(k_new + rest, kept_z, mask=rest_used)
+    tl.store(v_new + dim, kept_value, mask=dim_used)
+
+
+@triton.jit
+def _writer(table, slots, positions, num_tokens, newest, begin, end, PAGE: tl.constexpr, READS: tl.constexpr):
+    """The step's token that fills a page of a request, at a place of ``begin .. end - 1``; -1: there is none."""
+    writer = -1
+    looks = newest % PAGE == 0
+    if READS == "anywhere":
+        looks = newest > 0
+    if looks:
+        found = tl.full([_TOKENS], -1, tl.int32)
+        for first in tl.range(0, num_tokens, _TOKENS):
+            token = first + tl.arange(0, _TOKENS)
+            slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
+            place = tl.load(positions + token, mask=token < num_tokens, other=0).to(tl.int32)
+            fills = (place % PAGE == PAGE - 1) & (place >= begin) & (place < end)
+            page = tl.load(table + place // PAGE, mask=fills, other=0)
+            found = tl.where(fills & (slot == page.to(tl.int64) * PAGE + PAGE - 1), token, found)
+        writer = tl.max(found, 0)
+    return writer
+
+
+@triton.jit
+def _write(
+    given,
+    positions,
+    slots,
+    cos_sin,
+    k_norm,
+    key,
+    value,
+    token,
+    first,
+    second,
+    rest,
+    dim,
+    paired,
+    rest_used,
+    dim_used,
+    eps,
+    k_scale,
+    v_scale,
+    stride_qkv,
+    stride_k_page,
+    stride_k_token,
+    stride_v_page,
+    stride_v_token,
+    PAGE: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    REST: tl.constexpr,
+    NORM: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    AMD: tl.constexpr,
+):
+    """Write another request's token to the cache, for all of this program to read.
+
+    Its own program writes the same numbers, but for how the sum of a norm may be rounded.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    given += token.to(tl.int64) * stride_qkv
+    key_x = tl.load(given + first, mask=paired, other=0.0)
+    key_y = tl.load(given + second, mask=paired, other=0.0)
+    new_value = tl.load(given + K * D + dim, mask=dim_used, other=0.0)
+    angles = cos_sin + tl.load(positions + token).to(tl.int64) * R
+    cos = tl.load(angles + tl.arange(0, paired.shape[0]), mask=paired, other=1.0)
+    sin = tl.load(angles + R // 2 + tl.arange(0, paired.shape[0]), mask=paired, other=0.0)
+    key_z = key_x
+    k_x = cos
+    k_y = cos
+    k_z = cos
+    if REST > 0:
+        key_z = tl.load(given + rest, mask=rest_used, other=0.0)
+    if NORM:
+        k_x = tl.load(k_norm + first, mask=paired, other=0.0).to(tl.float32)
+        k_y = tl.load(k_norm + second, mask=paired, other=0.0).to(tl.float32)
+        if REST > 0:
+            k_z = tl.load(k_norm + rest, mask=rest_used, other=0.0).to(tl.float32)
+    kept_x, kept_y, kept_z, kept_value = _kept(
+        key_x,
+        key_y,
+        key_z,
+        new_value,
+        k_x,
+        k_y,
+        k_z,
+        cos,
+        sin,
+        eps,
+        k_scale,
+        v_scale,
+        key.dtype.element_ty,
+        value.dtype.element_ty,
+        D,
+        REST,
+        NORM,
+        LIMIT,
+    )
+    _store(
+        key,
+        value,
+        tl.load(slots + token),
+        kept_x,
+        kept_y,
+        kept_z,
+        kept_value,
+        first,
+        second,
+        rest,
+        dim,
+        paired,
+        rest_used,
+        dim_used,
+        stride_k_page,
+        stride_k_token,
+        stride_v_page,
+        stride_v_token,
+        PAGE,
+        REST,
+    )
+    if AMD:
+        wait_for_stores()
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -210,10 +409,13 @@ def _decode_attention(
     HAS_SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
+    READS: tl.constexpr,
     AMD: tl.constexpr,
 ):
     GROUP: tl.constexpr = H // K
     HALF: tl.constexpr = R // 2
+    KEY: tl.constexpr = key.dtype.element_ty
+    VALUE: tl.constexpr = value.dtype.element_ty
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     request = tl.program_id(0).to(tl.int64)
@@ -223,6 +425,9 @@ def _decode_attention(
     token = tl.load(query_start_loc + request).to(tl.int64)
     following = tl.load(query_start_loc + request + 1)
     newest = tl.load(seq_lens + request) - 1
+    num_written = 0
+    if READS != "never":
+        num_written = tl.load(query_start_loc + tl.num_programs(0))  # tokens behind are padding
     other = tl.arange(0, BLOCK_N)
     FROM_FIRST: tl.constexpr = not SPLIT and WINDOW == 0
     table = page_table + request * stride_table
@@ -262,6 +467,45 @@ def _decode_attention(
     dim_used = dim < D
     key += kv_head * stride_k_head
     value += kv_head * stride_v_head
+
+    # Who looks does so before anything of the cache is asked for: on NVIDIA the product in front still runs then.
+    if READS != "never":
+        writer = _writer(table, slots, positions, num_written, newest, begin, end, PAGE, READS)
+        if writer >= 0:
+            _write(
+                qkv + (H + kv_head) * D,
+                positions,
+                slots,
+                cos_sin,
+                k_norm,
+                key,
+                value,
+                writer,
+                first,
+                second,
+                rest,
+                dim,
+                paired,
+                rest_used,
+                dim_used,
+                eps,
+                k_scale,
+                v_scale,
+                stride_qkv,
+                stride_k_page,
+                stride_k_token,
+                stride_v_page,
+                stride_v_token,
+                PAGE,
+                K,
+                D,
+                R,
+                REST,
+                NORM,
+                LIMIT,
+                OVERLAP,
+                AMD,
+            )
 
     # The first tile of what is cached is on its way before qkv is there.
     other += begin
@@ -318,22 +562,17 @@ def _decode_attention(
         query_x, query_y, query_z = _normed(
             query_x, query_y, query_z, q_x[None, :], q_y[None, :], q_z[None, :], eps, 1, D, REST
         )
-        key_x, key_y, key_z = _normed(key_x, key_y, key_z, k_x, k_y, k_z, eps, 0, D, REST)
     query_x, query_y = _turned(query_x, query_y, cos[None, :], sin[None, :])
-    key_x, key_y = _turned(key_x, key_y, cos, sin)
 
     # The new key and value as the cache holds them. They, and the sink, which is one more key of no value, open the
     # running softmax, once.
-    key_dtype = key.dtype.element_ty
-    kept_x = stored(key_x.to(tl.float32), k_scale, LIMIT).to(key_dtype)
-    kept_y = stored(key_y.to(tl.float32), k_scale, LIMIT).to(key_dtype)
-    kept_value = stored(new_value.to(tl.float32), v_scale, LIMIT).to(value.dtype.element_ty)
+    kept_x, kept_y, kept_z, kept_value = _kept(
+        key_x, key_y, key_z, new_value, k_x, k_y, k_z, cos, sin, eps, k_scale, v_scale, KEY, VALUE, D, REST, NORM, LIMIT
+    )
     products = query_x.to(tl.float32) * kept_x.to(tl.float32)[None, :]
     products += query_y.to(tl.float32) * kept_y.to(tl.float32)[None, :]
     score = tl.sum(products, 1)
-    kept_z = kept_x
     if REST > 0:
-        kept_z = stored(key_z.to(tl.float32), k_scale, LIMIT).to(key_dtype)
         score += tl.sum(query_z.to(tl.float32) * kept_z.to(tl.float32)[None, :], 1)
     score = scaled(score, scale * k_scale, soft_cap, HAS_CAP)
     highest = tl.maximum(score, sink)
@@ -345,13 +584,28 @@ def _decode_attention(
         total = tl.where(split == 0, total, 0.0)
     acc = opened[:, None] * kept_value.to(tl.float32)[None, :]
     if (slot >= 0) & (split == 0):
-        k_new = key + slot // PAGE * stride_k_page + slot % PAGE * stride_k_token
-        v_new = value + slot // PAGE * stride_v_page + slot % PAGE * stride_v_token
-        tl.store(k_new + first, kept_x, mask=paired)
-        tl.store(k_new + second, kept_y, mask=paired)
-        if REST > 0:
-            tl.store(k_new + rest, kept_z, mask=rest_used)
-        tl.store(v_new + dim, kept_value, mask=dim_used)
+        _store(
+            key,
+            value,
+            slot,
+            kept_x,
+            kept_y,
+            kept_z,
+            kept_value,
+            first,
+            second,
+            rest,
+            dim,
+            paired,
+            rest_used,
+            dim_used,
+            stride_k_page,
+            stride_k_token,
+            stride_v_page,
+            stride_v_token,
+            PAGE,
+            REST,
+        )
 
     if INTERLEAVED:
         query_x = tl.reshape(tl.join(query_x, query_y), (BLOCK_M, 2 * PAIRS))
@@ -532,6 +786,7 @@ class TritonDecodeAttention:
             HAS_SINKS=sinks is not None,
             SPLIT=splits.count > 1,
             OVERLAP=self.overlap,
+            READS=self.spec.reads,
             AMD=takes_amd_assembly(self.nvidia),
             num_warps=tile.warps,
             **launch_options(self.overlap),

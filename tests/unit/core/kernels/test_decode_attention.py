@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
-from tests.decode_cases import DECODE_CASES, check_decode
+from tests.decode_cases import DECODE_CASES, SAME_STEP_READS, check_decode
 
 CPU = torch.device("cpu")
 
-every_case = pytest.mark.parametrize("case", DECODE_CASES, ids=str)
+every_case = pytest.mark.parametrize("case", DECODE_CASES + SAME_STEP_READS, ids=str)
 
 
 @every_case
