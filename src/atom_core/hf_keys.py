@@ -49,7 +49,6 @@ HARMLESS_BY_REASON: Mapping[str, str] = MappingProxyType(
             "pruned_heads return_dict tf_legacy_loss torch_dtype torchscript use_cache use_flash_attention "
             "use_return_dict"
         ),
-        "added by a framework to the configuration of layers that draft": "n_predict",
         "about heads that classify": "id2label label2id num_labels problem_type",
         "another name of a size that is read": (
             "experts_per_token initial_context_length max_sequence_length model_max_length qk_head_dim seq_length"

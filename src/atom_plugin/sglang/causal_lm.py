@@ -27,6 +27,7 @@ from atom_plugin.common.versions import framework_line
 from atom_plugin.sglang import our_backends
 from atom_plugin.sglang.attention import FrameworkAttention, SglangRadixAttention
 from atom_plugin.sglang.body import Body
+from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.runtime import build_runtime
 
 logger = logging.getLogger("sglang.atom_plugin")
@@ -88,7 +89,7 @@ class AtomForCausalLM(AtomModel):
         self.config = config
         self.quant_config = quant_config
         architecture = type(self).__name__
-        model_config = ModelConfig.from_hf({**config.to_dict(), "architectures": [architecture]})
+        model_config = ModelConfig.from_hf(values_of(config, architecture))
         ours = set(attention_backends()) <= set(our_backends())
         attention = SglangRadixAttention if ours else FrameworkAttention
         self.runtime = build_runtime(config, quant_config, model_config.num_layers, attention, settings)

@@ -26,6 +26,7 @@ from atom_plugin.common.versions import framework_line
 from atom_plugin.sglang.attention import SglangRadixAttention
 from atom_plugin.sglang.body import or_stand_in
 from atom_plugin.sglang.causal_lm import AtomModel, Head
+from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.runtime import build_runtime
 
 logger = logging.getLogger("sglang.atom_plugin")
@@ -42,7 +43,7 @@ class AtomDraft(AtomModel):
         self.config = config
         self.quant_config = quant_config
         draft_class = load_draft_class(self.architecture)
-        model_config = draft_class.from_hf({**config.to_dict(), "architectures": [self.architecture]})
+        model_config = draft_class.from_hf(values_of(config, self.architecture))
         settings = load_settings()
         self.runtime = build_runtime(config, quant_config, model_config.num_layers, SglangRadixAttention, settings)
         self.core: DraftModel = draft_class(model_config, self.runtime, prefix)

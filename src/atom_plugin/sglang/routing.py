@@ -27,6 +27,7 @@ from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS
 from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, our_backends
+from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.kernels import check_order
 from atom_plugin.sglang.quantization import quantization_of
 from atom_plugin.sglang.speculation import attention_ranks_of, check_drafts, check_own_layers
@@ -74,7 +75,7 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
             "(--enable-dp-attention) cannot be: SGLang's backend takes no padded batches. Leave it out for "
             f"{BACKEND!r}, or name another."
         )
-    if ModelConfig.from_hf(hf_config).latent is not None:
+    if ModelConfig.from_hf(values_of(hf_config)).latent is not None:
         _refuse_with_latents("" if unnamed else str(decode))
         check_own_layers(view, hf_config, quant)
     check_drafts(view, BACKEND if unnamed else str(decode), architecture)
@@ -198,7 +199,7 @@ def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> QuantConfi
         The quantisation.
     """
     quant = quantization_of(hf_config, view.quantization)
-    config = ModelConfig.from_hf(hf_config)
+    config = ModelConfig.from_hf(values_of(hf_config))
     directory = Path(view.model_path)
     if view.attn_dp_size > 1 and not config.has_mixtures:
         raise ValueError(

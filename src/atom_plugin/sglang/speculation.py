@@ -10,6 +10,7 @@ from atom_core.quant import QuantConfig
 from atom_core.standalone import check_files
 from atom_plugin.common.support import SGLANG_DRAFTS
 from atom_plugin.sglang import BACKEND, our_backends
+from atom_plugin.sglang.checkpoint_config import values_of
 
 #: What SGLang chooses for a head on a target of this architecture where nothing is said; for all else it is a chain.
 TREES = {"LlamaForCausalLM": 4}
@@ -123,7 +124,7 @@ def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
                 "checkpoint (--speculative-algorithm NEXTN), which share the target's embedding, head and attention. "
                 "Leave it out, or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
             )
-    config = load_draft_class(hf_config.architectures[0]).from_hf(hf_config)
+    config = load_draft_class(hf_config.architectures[0]).from_hf(values_of(hf_config))
     directory = Path(view.model_path)
     check_files(
         config,

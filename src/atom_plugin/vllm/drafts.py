@@ -24,6 +24,7 @@ from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.versions import framework_line
 from atom_plugin.vllm.attention import VllmPagedAttention, is_compiled
+from atom_plugin.vllm.checkpoint_config import values_of_draft
 from atom_plugin.vllm.graphs import compile_nothing_between_breaks
 from atom_plugin.vllm.runtime import build_runtime
 from atom_plugin.vllm.warmup import register_warm_up
@@ -50,10 +51,8 @@ class AtomDraft(nn.Module):
         assert vllm_config.speculative_config is not None
         model_config = vllm_config.speculative_config.draft_model_config
         self.config = model_config.hf_config
-        kind = vllm_config.model_config.hf_text_config.model_type  # vLLM calls that of these layers "deepseek_mtp"
-        values = {**model_config.hf_text_config.to_dict(), "architectures": [self.architecture], "model_type": kind}
         draft_class = load_draft_class(self.architecture)
-        config = draft_class.from_hf(values)
+        config = draft_class.from_hf(values_of_draft(vllm_config, self.architecture))
         self.runtime = build_runtime(vllm_config, model_config, config.num_layers, VllmPagedAttention, load_settings())
         self.core: DraftModel = draft_class(config, self.runtime, prefix)
         self.checkpoint = str(model_config.model)

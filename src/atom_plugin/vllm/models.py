@@ -23,6 +23,7 @@ from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.versions import framework_line
 from atom_plugin.vllm.attention import FrameworkAttention, VllmPagedAttention, is_compiled
+from atom_plugin.vllm.checkpoint_config import values_of
 from atom_plugin.vllm.graphs import compile_nothing_between_breaks
 from atom_plugin.vllm.runtime import build_runtime
 from atom_plugin.vllm.warmup import register_warm_up
@@ -50,7 +51,7 @@ class AtomForCausalLM(nn.Module):
         settings = load_settings()
         self.config = model_config.hf_config
         architecture = type(self).__name__.removeprefix("Atom")
-        config = ModelConfig.from_hf({**model_config.hf_text_config.to_dict(), "architectures": [architecture]})
+        config = ModelConfig.from_hf(values_of(model_config, architecture))
         attention = FrameworkAttention if settings.disable_vllm_attention else VllmPagedAttention
         self.runtime = build_runtime(vllm_config, model_config, config.num_layers, attention, settings)
         self.core: DecoderForCausalLM = load_model_class(architecture)(config, self.runtime, prefix)

@@ -27,6 +27,7 @@ from atom_plugin.common.settings import Settings, load_settings
 from atom_plugin.common.support import CACHE_DTYPES, SAFETENSORS_FORMATS
 from atom_plugin.common.versions import DISTRIBUTION, installed
 from atom_plugin.vllm import ARCHITECTURE_PREFIX
+from atom_plugin.vllm.checkpoint_config import values_of, values_of_draft
 from atom_plugin.vllm.quantization import quantization_of
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def route(vllm_config: VllmConfig) -> None:
     _refuse_features(vllm_config)
     _take_cache_dtype_of_checkpoint(vllm_config)
     _set_cpu_block_size(vllm_config)
-    _check_checkpoint(vllm_config)
+    _check_checkpoint(vllm_config, architecture)
     _check_own_layers(vllm_config, architecture)
     _rewrite(model_config, architecture)
     _route_draft(vllm_config, architecture)
@@ -172,14 +173,14 @@ def _set_cpu_block_size(vllm_config: VllmConfig) -> None:
         cache.block_size = _CPU_BLOCK_SIZE
 
 
-def _check_checkpoint(vllm_config: VllmConfig) -> None:
+def _check_checkpoint(vllm_config: VllmConfig, architecture: str) -> None:
     """Compare a local checkpoint's headers with our model and its quantisation, before anything is loaded.
 
     A model named by its hub id is not on disk yet; loading makes the same comparison.
     """
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     quant = quantization_of(model_config)
-    config = CoreConfig.from_hf(model_config.hf_text_config)
+    config = CoreConfig.from_hf(values_of(model_config, architecture))
     if config.latent is not None:
         _check_latents(vllm_config)
     dummy = vllm_config.load_config.load_format == "dummy"
@@ -226,11 +227,7 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
         return
     draft = speculative.draft_model_config
     draft_class = load_draft_class(architecture)
-    # vLLM calls the type of these layers "deepseek_mtp".
-    kind = vllm_config.model_config.hf_text_config.model_type
-    config = draft_class.from_hf(
-        {**draft.hf_text_config.to_dict(), "architectures": [architecture], "model_type": kind}
-    )
+    config = draft_class.from_hf(values_of_draft(vllm_config, architecture))
     draft_ranks, ranks = speculative.draft_tensor_parallel_size, parallel.tensor_parallel_size
     cache_dtype = speculative.kv_cache_dtype
     head_quantization = getattr(speculative, "draft_lm_head_quantization", None)  # since 0.33

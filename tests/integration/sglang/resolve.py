@@ -11,11 +11,15 @@ import os
 import sys
 from pathlib import Path
 
+PACKAGE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
+
 
 def problem(flags: list[str], environ: dict[str, str]) -> str | None:
     """What the user would see, before any process is started that loads weights."""
     from sglang.srt.server_args import prepare_server_args
 
+    # It was set while plug-ins were loaded, as it is where a server of ours is started.
+    os.environ.pop(PACKAGE, None)
     os.environ.update(environ)
     try:
         prepare_server_args(flags).resolve_once()
@@ -23,7 +27,7 @@ def problem(flags: list[str], environ: dict[str, str]) -> str | None:
         return f"{type(error).__name__}: {error}"
     finally:
         for name in environ:
-            del os.environ[name]
+            os.environ.pop(name, None)
     return None
 
 

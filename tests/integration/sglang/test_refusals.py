@@ -282,7 +282,7 @@ def problems(folders, tmp_path_factory):
     ]
     given.write_text(json.dumps(described))
     script = Path(__file__).with_name("resolve.py")
-    finished = run_script(script, [str(given), str(wanted)], {PACKAGE: None}, 300)
+    finished = run_script(script, [str(given), str(wanted)], OURS, 300)
     assert finished.returncode == 0, finished.tail()
     return dict(zip(cases, json.loads(wanted.read_text()), strict=True))
 

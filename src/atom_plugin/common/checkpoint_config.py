@@ -1,0 +1,74 @@
+"""A framework's configuration object beside the ``config.json`` that it was made of.
+
+What a framework hands over is not what stands in the file: overrides replace whole dictionaries in it, and the
+framework writes values of its own into it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from atom_core.checkpoint import read_config_json
+from atom_core.hf_config import as_mapping
+
+logger = logging.getLogger(__name__)
+
+#: What a rope dictionary has beside its kind of stretching: an override that replaces the dictionary means to keep it.
+_KEPT_OF_ROPE = ("rope_theta", "partial_rotary_factor")
+
+
+def file_values(model: str, revision: str | None = None) -> Mapping[str, Any]:
+    """What ``config.json`` of a model says: of a folder, or of a name that Hugging Face's cache has; else nothing.
+
+    Raises:
+        ValueError: the file is not a JSON object.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(model, "config.json", revision=revision)
+        except HFValidationError:  # no name of a repository either
+            return {}
+        if not isinstance(found, str):
+            return {}
+        folder = Path(found).parent
+    return read_config_json(folder) if (folder / "config.json").is_file() else {}
+
+
+def config_values(
+    hf_config: Any, file: Mapping[str, Any], architecture: str | None = None, added: Collection[str] = ()
+) -> dict[str, Any]:
+    """The values of a framework's configuration object, for :meth:`atom_core.config.ModelConfig.from_hf`.
+
+    Args:
+        hf_config: the object, or its values.
+        file: see :func:`file_values`.
+        architecture: in place of the one that the framework has put there; None: that one.
+        added: keys that the framework writes into every configuration; one that the file has too is the file's.
+    """
+    values = {key: value for key, value in as_mapping(hf_config).items() if key not in added or key in file}
+    if architecture is not None:
+        values["architectures"] = [architecture]
+    return _with_rope_of_file(values, file)
+
+
+def _with_rope_of_file(values: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with the rope base of the file, where an override has replaced the dictionary that had it.
+
+    ``--hf-overrides '{"rope_parameters": {"rope_type": "yarn", ...}}'``, the official way to stretch Qwen's context,
+    leaves no base, and no base means another one.
+    """
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    of_file = {**file, **(file.get("rope_scaling") or {}), **(file.get("rope_parameters") or {})}
+    for key in _KEPT_OF_ROPE:
+        absent = isinstance(rope, Mapping) and rope and key not in rope and values.get(key) is None
+        if absent and (value := of_file.get(key)) is not None:
+            values[key] = value
+            logger.info("%s=%s is the checkpoint's own: the rope that was asked for has none", key, value)
+    return values
