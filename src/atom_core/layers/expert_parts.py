@@ -44,6 +44,11 @@ class SeveralPlacements(Placement):
         """See :class:`Placement`; they ask for the same tensor."""
         return self.each[0].problem(shape, dtype)
 
+    def check(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        for placement in self.each:
+            placement.check(tensor)
+
     def load(self, tensor: torch.Tensor) -> None:
         """See :class:`Placement`."""
         for placement in self.each:

@@ -1,0 +1,294 @@
+"""New weights for a model that has been loaded, where the old ones are.
+
+An update may be whole, or of some tensors, in one call or in several. What can be seen of a call before anything is
+written is looked at first: names, shapes, dtypes, and numbers that cannot be scales. So a call that is refused has
+changed nothing. Each call leaves every layer in the form that kernels read, at the addresses that graphs have captured.
+
+Where calls before have written, or tensors are read while they are written, a model may be left between two sets of
+weights. Then it may not be run until the tensors that it lacks have arrived.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+
+import torch
+
+from atom_core.checkpoint import Checkpoint
+from atom_core.layers.cache_scales import CacheScales
+from atom_core.layers.parameters import ParameterLayer
+from atom_core.models.decoder import CheckpointModel
+from atom_core.weights import (
+    Mismatch,
+    Slot,
+    Writer,
+    cache_scales,
+    dtype_name,
+    expected_tensors,
+    ignored,
+    load_weights,
+    others_tensors,
+)
+
+#: Of a refused update.
+UNCHANGED = "Nothing was overwritten: the model keeps the weights that it has."
+_LISTED = 8
+
+
+class IncompleteWeights(RuntimeError):
+    """A model was to run between two sets of weights."""
+
+
+@dataclass
+class _Call:
+    """What one call brings to a model."""
+
+    source: str
+    slots: Mapping[str, Slot]
+    coming: Set[str]
+    """Names of all tensors that have a slot and will come."""
+    left: Counter[ParameterLayer] = field(init=False)
+    """How many of them are still to come, by layer."""
+    whole: Set[ParameterLayer] = field(init=False)
+    """The layers of which all tensors come."""
+    arrived: set[str] = field(default_factory=set)
+    scales: dict[CacheScales, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.left = Counter(self.slots[name].layer for name in self.coming)
+        sizes = Counter(slot.layer for slot in self.slots.values())
+        self.whole = {layer for layer, count in self.left.items() if count == sizes[layer]}
+
+
+class ModelWeights:
+    """The weights of one model: loaded once, and updated while it serves.
+
+    Args:
+        model: built. Whoever hands over a whole set the first time calls :meth:`load`.
+    """
+
+    def __init__(self, model: CheckpointModel) -> None:
+        self.model = model
+        self._loaded = False
+        self._awaited: set[str] = set()
+        self._why = ""
+        #: Between :meth:`begin` and :meth:`end`: what has arrived since.
+        self._session: set[str] | None = None
+        #: Of layers that are open until the others of their tensors have arrived: those that have.
+        self._parts: dict[ParameterLayer, set[str]] = {}
+
+    @property
+    def loaded(self) -> bool:
+        """Whether kernels have had weights."""
+        return self._loaded
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> set[str]:
+        """The first weights, whole; see :func:`atom_core.weights.load_weights`. :meth:`close` is still to be called."""
+        return load_weights(self.model, tensors, source)
+
+    def close(self) -> None:
+        """Hand what was loaded, or made up, to the kernels."""
+        for module in self.model.modules():
+            if isinstance(module, ParameterLayer):
+                module.close_weights()
+        self._loaded = True
+
+    def begin(self) -> None:
+        """Several calls follow that belong together; without effect where they have begun."""
+        if self._session is None:
+            self._session = set()
+
+    def end(self) -> None:
+        """They were all."""
+        self._session = None
+
+    def check_ready(self) -> None:
+        """Whether the model may be run.
+
+        Raises:
+            IncompleteWeights: it may not.
+        """
+        if self._awaited:
+            names = sorted(self._awaited)
+            listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+            raise IncompleteWeights(
+                f"The weights are incomplete: {self._why} Until {len(names)} tensors have arrived, no request is "
+                f"served: {listed}"
+            )
+        if self._session:
+            expected = set(expected_tensors(self.model))
+            names = sorted(expected - self._session)
+            listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+            raise IncompleteWeights(
+                f"The weights are being updated: {len(self._session)} of {len(expected)} tensors have arrived, and the "
+                f"update has not ended. Not arrived: {listed or 'none'}. Pause requests while weights are sent."
+            )
+
+    def update(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], source: str, *, whole: bool, seen: bool = False
+    ) -> set[str]:
+        """Write ``tensors`` over the weights of a loaded model.
+
+        Args:
+            tensors: (checkpoint name, tensor), each of them whole; this rank's part is cut here.
+            source: where they come from, for errors: a folder, or words.
+            whole: they must be all tensors of the model; else any may be left out, and stays as it is.
+            seen: :func:`check_update` has looked at what they will be, and they are to be written as they are read;
+                else all are read before the first is written. Only with ``whole``.
+
+        Returns:
+            The names of the parameters that were written to.
+
+        Raises:
+            ValueError: they do not fit, and nothing was written; or, where they are written as they are read, one
+                could not be read or holds numbers that cannot be what it is, and the model waits for the rest.
+        """
+        slots = expected_tensors(self.model)
+        assert whole or not seen
+        if not seen:
+            try:
+                tensors = list(tensors)
+            except Exception as error:
+                raise ValueError(f"The weights of {source} cannot be read: {error} {UNCHANGED}") from error
+            self._check(tensors, slots, source, whole)
+        names = set(slots) if seen else {name for name, _ in tensors} & set(slots)
+        call = _Call(source, slots, names)
+        try:
+            self._write(tensors, call)
+        except Exception as error:
+            self._awaited |= call.coming - call.arrived
+            self._why = f"an update from {source} broke off ({error})."
+            raise ValueError(
+                f"The update from {source} broke off after {len(call.arrived)} of {len(call.coming)} tensors: {error}. "
+                "No request is served until a whole update has arrived."
+            ) from error
+        return {slots[name].parameter_name for name in call.arrived}
+
+    def _check(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], slots: Mapping[str, Slot], source: str, whole: bool
+    ) -> None:
+        """Refuse what does not fit; where calls before have written, the model waits for what it would have been."""
+        try:
+            check_tensors(self.model, tensors, slots, source, whole)
+        except ValueError as error:
+            if not self._session:
+                raise ValueError(f"{error} {UNCHANGED}") from error
+            refused = {name for name, _ in tensors} & set(slots)
+            self._awaited |= refused or set(slots) - self._session
+            self._why = f"a part of an update was refused, from {source}, after others were written."
+            raise
+
+    def _write(self, tensors: Iterable[tuple[str, torch.Tensor]], call: _Call) -> None:
+        of_caches = cache_scales(self.model)
+        elsewhere, writer = others_tensors(self.model), Writer(call.slots, call.whole)
+        for name, tensor in tensors:
+            if name in of_caches:
+                call.scales.setdefault(of_caches[name], {})[name] = tensor
+                continue
+            if name not in call.slots:
+                if not ignored(self.model, name, elsewhere):
+                    raise ValueError(f"{name} is no tensor of {self.model.config.architecture}")
+                continue
+            layer, placement = call.slots[name].layer, call.slots[name].placement
+            if problem := placement.problem(tuple(tensor.shape), dtype_name(tensor)):
+                raise ValueError(f"{name} {problem}")
+            try:
+                writer.write(name, tensor)
+            except ValueError as error:
+                raise ValueError(f"{name} {error}") from error
+            if name in call.arrived:
+                continue
+            call.arrived.add(name)
+            self._awaited.discard(name)
+            if self._session is not None:
+                self._session.add(name)
+            call.left[layer] -= 1
+            if not call.left[layer]:
+                self._close(layer, call)
+        if missing := call.coming - call.arrived:
+            raise ValueError(f"{len(missing)} tensors did not come, {min(missing)} among them")
+        for layer_scales, given in call.scales.items():
+            if change := layer_scales.change(given):
+                raise ValueError(change)
+
+    def _close(self, layer: ParameterLayer, call: _Call) -> None:
+        """All of a layer's tensors in this call have been written."""
+        if not layer.keeps_others:
+            names = {name for name, slot in call.slots.items() if slot.layer is layer}
+            parts = self._parts.setdefault(layer, set())
+            parts |= names & call.arrived
+            if absent := names - parts:
+                self._awaited |= absent
+                self._why = (
+                    f"{', '.join(sorted(parts))} came alone, from {call.source}, and needs what stands beside it."
+                )
+                return
+            del self._parts[layer]
+        layer.close_weights()
+
+
+def check_tensors(
+    model: CheckpointModel,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    slots: Mapping[str, Slot],
+    source: str,
+    whole: bool,
+) -> None:
+    """Look at tensors that are to be written to ``model``; nothing is.
+
+    Raises:
+        ValueError: some are unexpected, misshapen, of a dtype that the model cannot have or of numbers that cannot be
+            what they are; where ``whole``, some are missing; or a cache would be scaled by other numbers.
+    """
+    of_caches, elsewhere = cache_scales(model), others_tensors(model)
+    scales: dict[CacheScales, dict[str, torch.Tensor]] = {}
+    mismatch, absent = Mismatch(), set(slots)
+    for name, tensor in tensors:
+        absent.discard(name)
+        if name in of_caches:
+            scales.setdefault(of_caches[name], {})[name] = tensor
+        elif name not in slots:
+            if not ignored(model, name, elsewhere):
+                mismatch.unexpected.append(name)
+        elif problem := slots[name].placement.problem(tuple(tensor.shape), dtype_name(tensor)):
+            mismatch.misshapen.append(f"{name} {problem}")
+        else:
+            try:
+                slots[name].placement.check(tensor)
+            except ValueError as error:
+                mismatch.misshapen.append(f"{name} {error}")
+    if whole:
+        mismatch.missing = sorted(absent)
+    advice = "An update has the names, shapes and dtypes of the checkpoint that is served."
+    mismatch.raise_if_any(model.config.architecture, f"The weights of {source} do", advice)
+    _check_cache_scales(scales, source)
+
+
+def check_stored_scales(model: CheckpointModel, checkpoint: Checkpoint) -> None:
+    """Whether the scales in a checkpoint are what they can be, and those of a cache the ones in use.
+
+    The files' headers have been compared with the model before; of tensors these alone are read, which are small.
+
+    Raises:
+        ValueError: they are not.
+    """
+    slots, of_caches = expected_tensors(model), cache_scales(model)
+    wanted = [name for name in checkpoint.tensors if name in of_caches or (name in slots and "scale" in name)]
+    given: dict[CacheScales, dict[str, torch.Tensor]] = {}
+    for name, tensor in checkpoint.read(wanted):
+        if name in of_caches:
+            given.setdefault(of_caches[name], {})[name] = tensor
+            continue
+        try:
+            slots[name].placement.check(tensor)
+        except ValueError as error:
+            raise ValueError(f"{name} in {checkpoint.tensors[name].file} {error}.") from error
+    _check_cache_scales(given, str(checkpoint.directory))
+
+
+def _check_cache_scales(given: Mapping[CacheScales, Mapping[str, torch.Tensor]], source: str) -> None:
+    for layer, tensors in given.items():
+        if change := layer.change(tensors):
+            raise ValueError(f"The weights of {source} cannot be taken while serving: {change}. Start anew from them.")
