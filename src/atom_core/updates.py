@@ -11,7 +11,7 @@ weights. Then it may not be run until the tensors that it lacks have arrived.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,7 @@ from atom_core.weights import (
     ignored,
     load_weights,
     others_tensors,
+    slots_of,
 )
 
 #: Of a refused update.
@@ -54,7 +55,6 @@ class _Call:
     whole: Set[ParameterLayer] = field(init=False)
     """The layers of which all tensors come."""
     arrived: set[str] = field(default_factory=set)
-    scales: dict[CacheScales, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.left = Counter(self.slots[name].layer for name in self.coming)
@@ -67,10 +67,13 @@ class ModelWeights:
 
     Args:
         model: built. Whoever hands over a whole set the first time calls :meth:`load`.
+        layout: makes the whole model of one rank, without memory. Where ranks hold different layers or experts, each
+            looks at tensors by it, so that all of them refuse an update or none does.
     """
 
-    def __init__(self, model: CheckpointModel) -> None:
+    def __init__(self, model: CheckpointModel, layout: Callable[[], CheckpointModel] | None = None) -> None:
         self.model = model
+        self._layout = layout or (lambda: model)
         self._loaded = False
         self._awaited: set[str] = set()
         self._why = ""
@@ -152,7 +155,7 @@ class ModelWeights:
                 tensors = list(tensors)
             except Exception as error:
                 raise ValueError(f"The weights of {source} cannot be read: {error} {UNCHANGED}") from error
-            self._check(tensors, slots, source, whole)
+            self._check(tensors, source, whole)
         names = set(slots) if seen else {name for name, _ in tensors} & set(slots)
         call = _Call(source, slots, names)
         try:
@@ -166,15 +169,34 @@ class ModelWeights:
             ) from error
         return {slots[name].parameter_name for name in call.arrived}
 
-    def _check(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], slots: Mapping[str, Slot], source: str, whole: bool
-    ) -> None:
+    def read(self, name: str) -> torch.Tensor | None:
+        """This rank's part of a tensor as checkpoints name it, in float32; NaN where another rank has the rest.
+
+        What was quantised on loading is scaled back. None: the model has no such tensor.
+        """
+        slot = expected_tensors(self.model).get(name)
+        if slot is None:
+            return None
+        layer, closed = slot.layer, slot.layer.closed
+        if closed and not layer.keeps_others:
+            return None
+        layer.open_weights(whole=False)
+        placement = dict(slots_of(slot.path, layer))[name].placement
+        out = torch.full(placement.shape, float("nan"), device=placement.parameter.device)
+        placement.store(out)
+        if closed:
+            layer.close_weights()
+        return out
+
+    def _check(self, tensors: Iterable[tuple[str, torch.Tensor]], source: str, whole: bool) -> None:
         """Refuse what does not fit; where calls before have written, the model waits for what it would have been."""
         try:
-            check_tensors(self.model, tensors, slots, source, whole)
+            check_tensors(self._layout(), tensors, source, whole)
+            _check_cache_scales(self.model, tensors, source)
         except ValueError as error:
             if not self._session:
                 raise ValueError(f"{error} {UNCHANGED}") from error
+            slots = expected_tensors(self.model)
             refused = {name for name, _ in tensors} & set(slots)
             self._awaited |= refused or set(slots) - self._session
             self._why = f"a part of an update was refused, from {source}, after others were written."
@@ -184,11 +206,8 @@ class ModelWeights:
         of_caches = cache_scales(self.model)
         elsewhere, writer = others_tensors(self.model), Writer(call.slots, call.whole)
         for name, tensor in tensors:
-            if name in of_caches:
-                call.scales.setdefault(of_caches[name], {})[name] = tensor
-                continue
             if name not in call.slots:
-                if not ignored(self.model, name, elsewhere):
+                if name not in of_caches and not ignored(self.model, name, elsewhere):
                     raise ValueError(f"{name} is no tensor of {self.model.config.architecture}")
                 continue
             layer, placement = call.slots[name].layer, call.slots[name].placement
@@ -209,9 +228,6 @@ class ModelWeights:
                 self._close(layer, call)
         if missing := call.coming - call.arrived:
             raise ValueError(f"{len(missing)} tensors did not come, {min(missing)} among them")
-        for layer_scales, given in call.scales.items():
-            if change := layer_scales.change(given):
-                raise ValueError(change)
 
     def _close(self, layer: ParameterLayer, call: _Call) -> None:
         """All of a layer's tensors in this call have been written."""
@@ -230,27 +246,20 @@ class ModelWeights:
 
 
 def check_tensors(
-    model: CheckpointModel,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    slots: Mapping[str, Slot],
-    source: str,
-    whole: bool,
+    model: CheckpointModel, tensors: Iterable[tuple[str, torch.Tensor]], source: str, whole: bool
 ) -> None:
-    """Look at tensors that are to be written to ``model``; nothing is.
+    """Look at tensors that are to be written to ``model``, which may be without memory.
 
     Raises:
         ValueError: some are unexpected, misshapen, of a dtype that the model cannot have or of numbers that cannot be
-            what they are; where ``whole``, some are missing; or a cache would be scaled by other numbers.
+            what they are; or, where ``whole``, some are missing.
     """
-    of_caches, elsewhere = cache_scales(model), others_tensors(model)
-    scales: dict[CacheScales, dict[str, torch.Tensor]] = {}
+    slots, of_caches, elsewhere = expected_tensors(model), cache_scales(model), others_tensors(model)
     mismatch, absent = Mismatch(), set(slots)
     for name, tensor in tensors:
         absent.discard(name)
-        if name in of_caches:
-            scales.setdefault(of_caches[name], {})[name] = tensor
-        elif name not in slots:
-            if not ignored(model, name, elsewhere):
+        if name not in slots:
+            if name not in of_caches and not ignored(model, name, elsewhere):
                 mismatch.unexpected.append(name)
         elif problem := slots[name].placement.problem(tuple(tensor.shape), dtype_name(tensor)):
             mismatch.misshapen.append(f"{name} {problem}")
@@ -263,7 +272,6 @@ def check_tensors(
         mismatch.missing = sorted(absent)
     advice = "An update has the names, shapes and dtypes of the checkpoint that is served."
     mismatch.raise_if_any(model.config.architecture, f"The weights of {source} do", advice)
-    _check_cache_scales(scales, source)
 
 
 def check_stored_scales(model: CheckpointModel, checkpoint: Checkpoint) -> None:
@@ -275,20 +283,21 @@ def check_stored_scales(model: CheckpointModel, checkpoint: Checkpoint) -> None:
         ValueError: they are not.
     """
     slots, of_caches = expected_tensors(model), cache_scales(model)
-    wanted = [name for name in checkpoint.tensors if name in of_caches or (name in slots and "scale" in name)]
-    given: dict[CacheScales, dict[str, torch.Tensor]] = {}
-    for name, tensor in checkpoint.read(wanted):
-        if name in of_caches:
-            given.setdefault(of_caches[name], {})[name] = tensor
-            continue
+    for name, tensor in checkpoint.read(name for name in checkpoint.tensors if name in slots and "scale" in name):
         try:
             slots[name].placement.check(tensor)
         except ValueError as error:
             raise ValueError(f"{name} in {checkpoint.tensors[name].file} {error}.") from error
-    _check_cache_scales(given, str(checkpoint.directory))
+    stored = checkpoint.read(name for name in checkpoint.tensors if name in of_caches)
+    _check_cache_scales(model, stored, str(checkpoint.directory))
 
 
-def _check_cache_scales(given: Mapping[CacheScales, Mapping[str, torch.Tensor]], source: str) -> None:
-    for layer, tensors in given.items():
-        if change := layer.change(tensors):
+def _check_cache_scales(model: CheckpointModel, tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> None:
+    of_caches = cache_scales(model)
+    given: dict[CacheScales, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        if name in of_caches:
+            given.setdefault(of_caches[name], {})[name] = tensor
+    for layer, of_layer in given.items():
+        if change := layer.change(of_layer):
             raise ValueError(f"The weights of {source} cannot be taken while serving: {change}. Start anew from them.")

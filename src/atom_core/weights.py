@@ -68,11 +68,12 @@ def expected_tensors(model: CheckpointModel) -> dict[str, Slot]:
     slots: dict[str, Slot] = {}
     for path, module in model.named_modules():
         if isinstance(module, ParameterLayer) and path not in model.borrowed:
-            slots.update(_slots_of(path, module))
+            slots.update(slots_of(path, module))
     return slots
 
 
-def _slots_of(path: str, layer: ParameterLayer) -> Iterator[tuple[str, Slot]]:
+def slots_of(path: str, layer: ParameterLayer) -> Iterator[tuple[str, Slot]]:
+    """Those of the layer at ``path``, as its parameters are now."""
     for relative, name, placement in layer.placements():
         parameter = f"{path}.{placement.held_by or name}"
         yield f"{checkpoint_module(path, relative)}.{name}", Slot(parameter, placement, layer, path)
@@ -99,7 +100,7 @@ class Writer:
         layer = self.slots[name].layer
         if layer not in self._opened:
             layer.open_weights(self.whole is None or layer in self.whole)
-            self._opened[layer] = dict(_slots_of(self.slots[name].path, layer))
+            self._opened[layer] = dict(slots_of(self.slots[name].path, layer))
         self._opened[layer][name].placement.load(tensor)
 
 

@@ -54,6 +54,11 @@ class SeveralPlacements(Placement):
         for placement in self.each:
             placement.load(tensor)
 
+    def store(self, out: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        for placement in self.each:
+            placement.store(out)
+
 
 def one_a_tensor(placements: Iterable[tuple[str, str, Placement]]) -> Iterator[tuple[str, str, Placement]]:
     """``placements`` as :meth:`ParameterLayer.placements` has them, of which several may be of one tensor."""

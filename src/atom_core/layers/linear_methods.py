@@ -285,6 +285,9 @@ class UnusedScalePlacement(ScalePlacement):
         """See :class:`Placement`; it is looked at alone."""
         self.check(tensor)
 
+    def store(self, out: torch.Tensor) -> None:
+        """See :class:`Placement`; it is not kept."""
+
 
 def check_scales(tensor: torch.Tensor) -> None:
     """Scales are finite and no less than 0.
@@ -337,3 +340,10 @@ class QuantizingPlacement(Placement):
                 self.parameter[begin:end].copy_(to_e4m3(mine, scale))
                 self.scales[begin:end].copy_(scale[:, 0])
                 begin = end
+
+    def store(self, out: torch.Tensor) -> None:
+        """See :class:`Placement`; what is left of the numbers."""
+        part = self.part
+        rows = slice(part.begin, part.begin + len(part.my_rows))
+        mine = out[part.my_rows.start : part.my_rows.stop, part.my_columns.start : part.my_columns.stop]
+        mine.copy_(self.parameter[rows].float() * self.scales[rows, None])

@@ -141,6 +141,10 @@ class PackedPairs(PairsPlacement):
         """``[2I, H / 32, ..]`` to ``[2I, ..]``."""
         super().load_expert(mine, _checked(whole).transpose(0, 1))
 
+    def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
+        """The way back."""
+        super().store_expert(mine, whole.flatten(1).transpose(0, 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMiddle(MiddlePlacement):
@@ -159,6 +163,10 @@ class PackedMiddle(MiddlePlacement):
     def load_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """``[H, I / 32, ..]`` to ``[H, ..]``."""
         super().load_expert(mine, _checked(whole).transpose(0, 1))
+
+    def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
+        """The way back."""
+        super().store_expert(mine, whole.flatten(1).transpose(0, 1))
 
 
 def _check(experts: torch.Tensor) -> None:

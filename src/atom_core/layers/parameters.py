@@ -66,6 +66,11 @@ class Placement:
             mine = tensor.narrow(self.dim, self.source, count)
             self.parameter.narrow(self.dim, self.target, count).copy_(mine)
 
+    def store(self, out: torch.Tensor) -> None:
+        """The way back: copy this rank's part to ``out``, of the whole tensor's shape; the rest stays as it is."""
+        count = self.shape[self.dim] if self.count is None else self.count
+        out.narrow(self.dim, self.source, count).copy_(self.parameter.narrow(self.dim, self.target, count))
+
 
 class ParameterLayer(nn.Module):
     """A module that holds parameters and knows their checkpoint names.

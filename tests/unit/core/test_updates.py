@@ -335,3 +335,24 @@ def test_weights_in_aiters_order_are_moved_again(tmp_path, which, call):
         else:
             send(runner, new, call)
         assert torch.equal(runner.logits(TOKENS), expected)
+
+
+@every_case
+def test_weights_are_read_under_their_names_in_the_checkpoint(tmp_path, case):
+    directory = case.make(tmp_path / "it", 0)
+    runner = case.runner(directory)
+    before, unread = runner.logits(TOKENS), []
+    #: Of numbers that are rounded to bfloat16, or to FP8 by the largest of a row.
+    close = 0.07 if case.options == MADE_AT_LOAD else 2**-8
+    for name, tensor in tensors_of(directory).items():
+        found = runner.weights.read(name)
+        if found is None or ("experts" in name and "input_scale" in name and found.isnan().all()):
+            unread.append(name)
+            continue
+        expected = tensor.float()
+        # One scale for all rows is kept a row.
+        expected = expected.view(found.shape) if expected.numel() == found.numel() else expected.expand_as(found)
+        assert (found - expected).abs().max() <= close * expected.abs().max(), name
+    assert all("kv_b_proj" in name or "input_scale" in name or "lm_head" in name for name in unread)
+    assert runner.weights.read("no such tensor") is None
+    assert torch.equal(runner.logits(TOKENS), before)
