@@ -11,7 +11,7 @@ weights. Then it may not be run until the tensors that it lacks have arrived.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -35,7 +35,11 @@ from atom_core.weights import (
 
 #: Of a refused update.
 UNCHANGED = "Nothing was overwritten: the model keeps the weights that it has."
+#: Of one that had begun.
+NOT_SERVED = "No request is served until a whole update has arrived."
 _LISTED = 8
+#: Bytes of tensors that are kept at once where they come one by one.
+_LOT = 2**30
 
 
 class IncompleteWeights(RuntimeError):
@@ -138,8 +142,8 @@ class ModelWeights:
             tensors: (checkpoint name, tensor), each of them whole; this rank's part is cut here.
             source: where they come from, for errors: a folder, or words.
             whole: they must be all tensors of the model; else any may be left out, and stays as it is.
-            seen: :func:`check_update` has looked at what they will be, and they are to be written as they are read;
-                else all are read before the first is written. Only with ``whole``.
+            seen: :func:`check_update` has looked at what they will be, and they are written as they are read. Else a
+                list is looked at before the first is written, and what comes one by one in lots of a GiB.
 
         Returns:
             The names of the parameters that were written to.
@@ -148,14 +152,12 @@ class ModelWeights:
             ValueError: they do not fit, and nothing was written; or, where they are written as they are read, one
                 could not be read or holds numbers that cannot be what it is, and the model waits for the rest.
         """
-        slots = expected_tensors(self.model)
         assert whole or not seen
         if not seen:
-            try:
-                tensors = list(tensors)
-            except Exception as error:
-                raise ValueError(f"The weights of {source} cannot be read: {error} {UNCHANGED}") from error
+            if not isinstance(tensors, (list, tuple)):
+                return self._update_by_lots(tensors, source, whole)
             self._check(tensors, source, whole)
+        slots = expected_tensors(self.model)
         names = set(slots) if seen else {name for name, _ in tensors} & set(slots)
         call = _Call(source, slots, names)
         try:
@@ -165,9 +167,35 @@ class ModelWeights:
             self._why = f"an update from {source} broke off ({error})."
             raise ValueError(
                 f"The update from {source} broke off after {len(call.arrived)} of {len(call.coming)} tensors: {error}. "
-                "No request is served until a whole update has arrived."
+                f"{NOT_SERVED}"
             ) from error
         return {slots[name].parameter_name for name in call.arrived}
+
+    def _update_by_lots(self, tensors: Iterable[tuple[str, torch.Tensor]], source: str, whole: bool) -> set[str]:
+        """What comes one by one, and may be made as it comes: to keep it all would be a second model on the device."""
+        alone, written = self._session is None, set[str]()
+        self.begin()
+        assert self._session is not None
+        try:
+            for lot in _lots(tensors):
+                written |= self.update(lot, source, whole=False)
+            missing = set(expected_tensors(self.model)) - self._session
+            if whole and missing:
+                raise ValueError(f"{len(missing)} tensors did not come, {min(missing)} among them")
+        except Exception as error:
+            if not self._session:
+                raise
+            self._await_rest(f"an update from {source} broke off ({error}).")
+            raise ValueError(f"The update from {source} broke off: {error}. {NOT_SERVED}") from error
+        finally:
+            if alone:
+                self.end()
+        return written
+
+    def _await_rest(self, why: str) -> None:
+        """After some tensors of several calls have been written, all others are missing."""
+        self._awaited |= set(expected_tensors(self.model)) - (self._session or set())
+        self._why = why
 
     def read(self, name: str) -> torch.Tensor | None:
         """This rank's part of a tensor as checkpoints name it, in float32; NaN where another rank has the rest.
@@ -196,11 +224,8 @@ class ModelWeights:
         except ValueError as error:
             if not self._session:
                 raise ValueError(f"{error} {UNCHANGED}") from error
-            slots = expected_tensors(self.model)
-            refused = {name for name, _ in tensors} & set(slots)
-            self._awaited |= refused or set(slots) - self._session
-            self._why = f"a part of an update was refused, from {source}, after others were written."
-            raise
+            self._await_rest(f"a part of an update was refused, from {source}, after others were written.")
+            raise ValueError(f"{error} {NOT_SERVED}") from error
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]], call: _Call) -> None:
         of_caches = cache_scales(self.model)
@@ -243,6 +268,19 @@ class ModelWeights:
                 return
             del self._parts[layer]
         layer.close_weights()
+
+
+def _lots(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    lot: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        lot.append((name, tensor))
+        size += tensor.nbytes
+        if size >= _LOT:
+            yield lot
+            lot, size = [], 0
+    if lot:
+        yield lot
 
 
 def check_tensors(

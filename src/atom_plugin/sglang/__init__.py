@@ -34,7 +34,7 @@ ROCM_BACKEND = "aiter"
 #: registration: hooks on these, which SGLang has for plug-ins, are the only way to be found there.
 DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 
-#: A model is told of no folder before it is read, and has no say in what becomes of its refusal; these hooks are SGLang's
+#: A model is told of no folder before it is read, and has no say in what becomes of its refusal: these hooks are the
 #: only way to be there.
 WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 

@@ -37,7 +37,7 @@ ON_CPU = dict.fromkeys(
     "reference",
 )
 TOKENS = random_tokens(9)
-CALLS = ("folder", "one list", "buckets", "backwards", "one by one")
+CALLS = ("folder", "one list", "buckets", "backwards", "one by one", "a stream")
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 DENSE, MIXTURE, LATENT = CASES[0], CASES[2], CASES[4]
 NAME = "model.layers.1.self_attn.o_proj.weight"
@@ -56,8 +56,21 @@ def tensors_of(directory):
 
 
 def send(runner, tensors, call):
+    send_to(runner.weights, tensors, call)
+
+
+def send_to(weights, tensors, call):
+    if call == "a stream":
+        weights.update(iter(tensors.items()), "a trainer", whole=True)
+        return
     for bucket in buckets(tensors, call):
-        runner.weights.update(bucket, "a trainer", whole=False)
+        weights.update(bucket, "a trainer", whole=False)
+
+
+@pytest.fixture(autouse=True)
+def small_lots(monkeypatch):
+    """A stream comes in several, as a large model's does."""
+    monkeypatch.setattr("atom_core.updates._LOT", 100_000)
 
 
 def edit(directory, change):
@@ -274,8 +287,7 @@ def test_every_rank_has_the_logits_of_a_fresh_start(tmp_path, case, expert_paral
         if call == "folder":
             update_from(weights, runner.config, new, runner.runtime.quant)
         else:
-            for bucket in buckets(tensors_of(new), call):
-                weights.update(bucket, "a trainer", whole=False)
+            send_to(weights, tensors_of(new), call)
         return model.logits(run(runner, model, TOKENS, num_kv_heads(model)))
 
     fresh = tensor_parallel_logits(runner, new, TOKENS, 2, expert_parallel=expert_parallel)
@@ -297,8 +309,7 @@ def test_layers_that_draft_are_updated_and_what_they_borrow_is_not(tmp_path, cal
         if call == "folder":
             update_from(it, config, tmp_path / "new", old.runtime.quant)
         else:
-            for bucket in buckets(tensors_of(tmp_path / "new"), call):
-                it.update(bucket, "a trainer", whole=False)
+            send_to(it, tensors_of(tmp_path / "new"), call)
     hidden = new.hidden(TOKENS)
     assert torch.equal(old.hidden(TOKENS), hidden)
     found, expected = (it.step(0, TOKENS[1:], hidden[:-1]) for it in (old, new))
@@ -356,3 +367,25 @@ def test_weights_are_read_under_their_names_in_the_checkpoint(tmp_path, case):
     assert all("kv_b_proj" in name or "input_scale" in name or "lm_head" in name for name in unread)
     assert runner.weights.read("no such tensor") is None
     assert torch.equal(runner.logits(TOKENS), before)
+
+
+@pytest.mark.parametrize("how", ["missing", "misshapen", "broken off"])
+def test_a_stream_that_turns_out_bad_is_followed_by_a_whole_one(tmp_path, how):
+    old, new = MIXTURE.make(tmp_path / "old", 0), MIXTURE.make(tmp_path / "new", 1)
+    runner, tensors = MIXTURE.runner(old), tensors_of(new)
+    *_, last = tensors
+
+    def stream():
+        for name, tensor in tensors.items():
+            if name == last and how == "broken off":
+                raise OSError("the connection is gone")
+            if name != last or how == "misshapen":
+                yield name, tensor[:-1] if name == last else tensor
+
+    with pytest.raises(ValueError, match=r"The update from a trainer broke off: (?s:.*)No request is served until"):
+        runner.weights.update(stream(), "a trainer", whole=True)
+    with pytest.raises(IncompleteWeights, match=re.escape(last)):
+        runner.weights.check_ready()
+    send(runner, tensors, "a stream")
+    runner.weights.check_ready()
+    assert torch.equal(runner.logits(TOKENS), MIXTURE.runner(new).logits(TOKENS))
