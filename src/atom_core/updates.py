@@ -117,20 +117,17 @@ class ModelWeights:
         Raises:
             IncompleteWeights: it may not.
         """
-        if self._awaited:
-            names = sorted(self._awaited)
-            listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
-            raise IncompleteWeights(
-                f"The weights are incomplete: {self._why} Until {len(names)} tensors have arrived, no request is "
-                f"served: {listed}"
-            )
         if self._session:
             expected = set(expected_tensors(self.model))
-            names = sorted(expected - self._session)
-            listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
             raise IncompleteWeights(
                 f"The weights are being updated: {len(self._session)} of {len(expected)} tensors have arrived, and the "
-                f"update has not ended. Not arrived: {listed or 'none'}. Pause requests while weights are sent."
+                f"update has not ended. Not arrived: {_listed(expected - self._session)}. Pause requests while weights "
+                f"are sent. {self._why if self._awaited else ''}".rstrip()
+            )
+        if self._awaited:
+            raise IncompleteWeights(
+                f"The weights are incomplete: {self._why} Until {len(self._awaited)} more have arrived, no request is "
+                f"served: {_listed(self._awaited)}."
             )
 
     def update(
@@ -268,6 +265,11 @@ class ModelWeights:
                 return
             del self._parts[layer]
         layer.close_weights()
+
+
+def _listed(names: Set[str]) -> str:
+    first = sorted(names)[:_LISTED]
+    return ", ".join(first) + (", ..." if len(names) > _LISTED else "") or "none"
 
 
 def _lots(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:

@@ -8,12 +8,14 @@ comes, and vLLM finds that it has nothing to copy.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -27,6 +29,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from atom_core.models.decoder import CheckpointModel
+
+
+logger = logging.getLogger("vllm.atom_plugin")
+
+#: What errors call tensors that come from no folder.
+UPDATE = "an update"
 
 
 class EndOfLoading(nn.Module, AttentionLayerBase):
@@ -69,9 +77,6 @@ class HeldWeights(nn.Module):
         self._model_config = model_config
         self._from = (model_config.model, model_config.revision)
         self.end_of_loading = EndOfLoading(self)
-        for tensor in (*self.core.parameters(), *self.core.buffers()):
-            # How many numbers layer-wise reloading waits for, since vLLM 0.31; before, it warns that none came.
-            tensor.weight_loader_numel = 0  # type: ignore[attr-defined]
 
     def _differs_by_rank(self) -> bool:
         config, runtime = self.core.config, self.runtime
@@ -90,22 +95,26 @@ class HeldWeights(nn.Module):
             return {f"core.{name}" for name in self.weights.load(weights, str(self._model_config.model))}
         if self._put_back():
             self.weights.begin()
+        # vLLM's `reload_weights` without an iterator hands over what this method of its loader gives.
+        of_folder = getattr(weights, "__name__", "") == "get_all_weights"
         try:
-            names = self._update(weights)
-        except Exception:
-            # vLLM calls neither update off; the tensors that it has taken are in their places.
+            names = self._update_from_folder(weights) if of_folder else self.weights.update(weights, UPDATE, whole=False)
+        except Exception as error:
+            # vLLM calls no update off; the tensors that it has taken are in their places.
             for module in self.modules():
                 get_layerwise_info(module).reset()
             self.weights.end()
             self._model_config.model, self._model_config.revision = self._from
+            if of_folder and get_world_group().rank_in_group:
+                # All ranks say the same. vLLM reads no other answer behind an error, and would take this one for the
+                # answer to its next call.
+                logger.warning("%s", error)
+                return {name for name, _ in self.named_parameters()}
             raise
         self._from = (self._model_config.model, self._model_config.revision)
         return {f"core.{name}" for name in names}
 
-    def _update(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        # vLLM's `reload_weights` without an iterator hands over what this method of its loader gives.
-        if getattr(weights, "__name__", "") != "get_all_weights":
-            return self.weights.update(weights, "an update", whole=False)
+    def _update_from_folder(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         source = str(self._model_config.model)
         seen = Path(source).is_dir()
         if seen:
@@ -113,7 +122,10 @@ class HeldWeights(nn.Module):
         return self.weights.update(weights, source, whole=True, seen=seen)
 
     def _put_back(self) -> bool:
-        """Put what layer-wise reloading has taken out of the modules back; whether it has taken something."""
+        """Put what layer-wise reloading has taken out of the modules back; whether it has taken something.
+
+        It is told that nothing is left for it to do, but to say when the update has ended.
+        """
         taken = False
         for module in self.modules():
             info = get_layerwise_info(module)
@@ -126,6 +138,8 @@ class HeldWeights(nn.Module):
             for name, buffer in buffers.items():
                 module._buffers.pop(name, None)
                 module.register_buffer(name, buffer, persistent=name not in info.kernel_non_persistent_buffers)
+            if module is not self.end_of_loading:
+                info.reset()
         return taken
 
     def end_update(self) -> None:
