@@ -81,6 +81,7 @@ class ModelWeights:
         self._loaded = False
         self._awaited: set[str] = set()
         self._why = ""
+        self._device = next(model.parameters()).device
         #: Between :meth:`begin` and :meth:`end`: what has arrived since.
         self._session: set[str] | None = None
         #: Of layers that are open until the others of their tensors have arrived: those that have.
@@ -195,13 +196,14 @@ class ModelWeights:
         self._why = why
 
     def read(self, name: str) -> torch.Tensor | None:
-        """This rank's part of a tensor as checkpoints name it, in float32; NaN where another rank has the rest.
+        """This rank's part of a tensor as checkpoints name it, in float32; NaN where another rank has the rest, or all.
 
-        What was quantised on loading is scaled back. None: the model has no such tensor.
+        What was quantised on loading is scaled back. None: the model has no such tensor, or keeps it in another form.
         """
         slot = expected_tensors(self.model).get(name)
         if slot is None:
-            return None
+            whole = expected_tensors(self._layout()).get(name)
+            return None if whole is None else torch.full(whole.placement.shape, float("nan"), device=self._device)
         layer, closed = slot.layer, slot.layer.closed
         if closed and not layer.keeps_others:
             return None

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.integration.questions import checkpoint
-from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, Format, make_fp8
+from tests.unit.core.fp8_checkpoints import FORMATS, Format, make_fp8
 
 #: A tensor that every family has.
 NAME = "model.layers.1.self_attn.o_proj.weight"

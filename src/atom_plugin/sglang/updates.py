@@ -139,7 +139,7 @@ class AtomModel(nn.Module):
             ranks = self.runtime.tensor_parallel.all_reduce(here.float())
             mine = self.runtime.tensor_parallel.all_reduce(mine.nan_to_num(0.0)) / ranks
         rows: list[Any] = mine[:truncate_size].tolist()
-        return rows
+        return None if bool(mine.isnan().all()) else rows
 
 
 def update_from_disk(

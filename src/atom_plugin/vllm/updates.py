@@ -98,7 +98,9 @@ class HeldWeights(nn.Module):
         # vLLM's `reload_weights` without an iterator hands over what this method of its loader gives.
         of_folder = getattr(weights, "__name__", "") == "get_all_weights"
         try:
-            names = self._update_from_folder(weights) if of_folder else self.weights.update(weights, UPDATE, whole=False)
+            names = (
+                self._update_from_folder(weights) if of_folder else self.weights.update(weights, UPDATE, whole=False)
+            )
         except Exception as error:
             # vLLM calls no update off; the tensors that it has taken are in their places.
             for module in self.modules():

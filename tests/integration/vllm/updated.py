@@ -1,4 +1,4 @@
-"""Engines whose weights are changed while they run, each beside fresh ones: what runs in a process of `test_updates.py`.
+"""Engines whose weights are changed while they run, beside fresh ones: what runs in a process of `test_updates.py`.
 
 Log probabilities of a few tokens behind prompts, and of the prompts', say which weights a model has, bit for bit.
 """
@@ -98,7 +98,10 @@ class Updating:
             [
                 list(output.outputs[0].token_ids),
                 [sorted((token, it.logprob) for token, it in entry.items()) for entry in output.outputs[0].logprobs],
-                [sorted((token, it.logprob) for token, it in (at or {}).items()) for at in output.prompt_logprobs or ()],
+                [
+                    sorted((token, it.logprob) for token, it in (at or {}).items())
+                    for at in output.prompt_logprobs or ()
+                ],
             ]
             for output in outputs
         ]
