@@ -7,7 +7,7 @@ cache that it owns. It schedules nothing, frees nothing, and stops at a token co
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
@@ -113,7 +113,9 @@ def check_files(
     check_checkpoint(model, checkpoint)
 
 
-def check_update(weights: ModelWeights, config: ModelConfig, directory: Path, quant: QuantConfig) -> None:
+def check_update(
+    weights: ModelWeights, config: ModelConfig, directory: Path, quant: QuantConfig, served: Path | None = None
+) -> None:
     """Compare the files of a checkpoint with a model that serves; nothing is written, and only scales are read.
 
     Each rank looks at the whole checkpoint, so that all say the same.
@@ -123,15 +125,39 @@ def check_update(weights: ModelWeights, config: ModelConfig, directory: Path, qu
         config: the model's, or that of a checkpoint's layers that draft.
         directory: the checkpoint.
         quant: of the linear layers.
+        served: the checkpoint that the model was built for, whose ``config.json`` must say the same; None: unknown.
 
     Raises:
         ValueError: as :func:`check_files`, or scales that are none, or not those in use of the cache.
     """
     try:
+        if served is not None:
+            _check_same_config(served, directory)
         check_files(config, directory, quant=quant)
         check_stored_scales(weights.model, Checkpoint.open(directory))
     except ValueError as error:
         raise ValueError(f"{error} {UNCHANGED}") from error
+
+
+def _check_same_config(served: Path, directory: Path) -> None:
+    """Weights alone are updated: where the configuration says something else, the model would be another.
+
+    A folder without one has weights alone. How long a sequence may be, and whether drafts are in the checkpoint, a
+    server has settled before.
+    """
+    if not all((folder / "config.json").is_file() for folder in (served, directory)):
+        return
+    old, new = (ModelConfig.from_hf(read_config_json(folder)) for folder in (served, directory))
+    new = replace(new, rope=replace(new.rope, max_position=old.rope.max_position))
+    names = [it.name for it in fields(ModelConfig) if getattr(old, it.name) != getattr(new, it.name)]
+    if changed := [name for name in names if name not in ("max_position", "draft_layers")]:
+        said = "; ".join(
+            f"{name} is {getattr(new, name)!s:.80}, served is {getattr(old, name)!s:.80}" for name in changed
+        )
+        raise ValueError(
+            f"{directory / 'config.json'} is of another model than {served / 'config.json'}: {said}. Weights can be "
+            "updated, not what stands in config.json; start anew from it."
+        )
 
 
 def update_from(weights: ModelWeights, config: ModelConfig, directory: Path, quant: QuantConfig) -> None:
@@ -299,6 +325,7 @@ class Runner:
         target: Target | None = None,
         with_aiter: bool = True,
     ) -> None:
+        self.directory = directory
         hf = read_config_json(directory)
         quant = read_quantization(hf, quantization)
         self.config = ModelConfig.from_hf(hf)
@@ -318,7 +345,8 @@ class Runner:
         Raises:
             ValueError: they do not fit, and the old ones stay.
         """
-        update_from(self.weights, self.config, directory, self.runtime.quant)
+        check_update(self.weights, self.config, directory, self.runtime.quant, self.directory)
+        self.weights.update(Checkpoint.open(directory).load(), str(directory), whole=True, seen=True)
 
     def caches(self, num_requests: int) -> list[CacheView]:
         """Empty pages for ``num_requests`` sequences of full length, a layer each."""

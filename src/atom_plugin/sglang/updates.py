@@ -120,7 +120,9 @@ class AtomModel(nn.Module):
         """
         seen = Path(folder).is_dir()
         if seen:
-            check_update(self.weights, self.core.config, Path(folder), self.runtime.quant)
+            # A draft's configuration is read from the same file in another way.
+            served = None if self.core.borrowed else Path(self.checkpoint)
+            check_update(self.weights, self.core.config, Path(folder), self.runtime.quant, served)
         self._folder = folder, seen
         try:
             yield

@@ -66,6 +66,8 @@ class HeldWeights(nn.Module):
 
     core: CheckpointModel
     runtime: Runtime
+    #: The folder that it was built for.
+    checkpoint: str
 
     def hold_weights(self, model_config: ModelConfig) -> None:
         """Called once the core is built.
@@ -120,8 +122,12 @@ class HeldWeights(nn.Module):
         source = str(self._model_config.model)
         seen = Path(source).is_dir()
         if seen:
-            check_update(self.weights, self.core.config, Path(source), self.runtime.quant)
+            check_update(self.weights, self.core.config, Path(source), self.runtime.quant, self._served())
         return self.weights.update(weights, source, whole=True, seen=seen)
+
+    def _served(self) -> Path | None:
+        """The folder whose configuration the model has; a draft's is read from the same in another way."""
+        return None if self.core.borrowed else Path(self.checkpoint)
 
     def _put_back(self) -> bool:
         """Put what layer-wise reloading has taken out of the modules back; whether it has taken something.

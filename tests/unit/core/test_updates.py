@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -389,3 +390,36 @@ def test_a_stream_that_turns_out_bad_is_followed_by_a_whole_one(tmp_path, how):
     send(runner, tensors, "a stream")
     runner.weights.check_ready()
     assert torch.equal(runner.logits(TOKENS), MIXTURE.runner(new).logits(TOKENS))
+
+
+@pytest.mark.parametrize("kernels", [None, PLAIN], ids=["packed", "plain"])
+@every_case
+def test_weights_come_back_into_memory_that_was_given_back(tmp_path, case, kernels):
+    """As after `sleep(2)` or `release_memory_occupation`: frameworks keep buffers, and of all else the addresses."""
+    old, new = case.make(tmp_path / "old", 0), case.make(tmp_path / "new", 1)
+    runner = case.runner(old, kernels=kernels)
+    methods = [it for module in runner.model.modules() if (it := getattr(module, "method", None))]
+    kept = [tensor for it in methods for tensor in vars(it).values() if isinstance(tensor, torch.Tensor)]
+    for tensor in (*runner.model.parameters(), *kept):
+        data = tensor.data.view(torch.uint8) if tensor.is_floating_point() else tensor.data
+        data.fill_(0xFF)
+    runner.reload(new)
+    assert torch.equal(runner.logits(TOKENS), case.runner(new, kernels=kernels).logits(TOKENS))
+
+
+def test_a_folder_of_another_model_with_the_same_shapes_is_refused(tmp_path):
+    old, new = DENSE.make(tmp_path / "old", 0), DENSE.make(tmp_path / "new", 1)
+    runner = DENSE.runner(old)
+    before, path = runner.logits(TOKENS), new / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "max_position_embeddings": 128}))
+    runner.reload(new)
+    runner.reload(old)
+    path.write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    with pytest.raises(
+        ValueError, match=r"new/config.json is of another model than .*rms_norm_eps is 0.001, served is"
+    ):
+        runner.reload(new)
+    assert torch.equal(runner.logits(TOKENS), before)
+    path.unlink()
+    runner.reload(new)
