@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,16 @@ class Checkpoint:
         for path in dict.fromkeys(info.file for info in self.tensors.values()):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                    yield name, file.get_tensor(name)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of some of them, file by file."""
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.tensors[name].file, []).append(name)
+        for path, wanted in by_file.items():
+            with safe_open(path, framework="pt") as file:
+                for name in wanted:
                     yield name, file.get_tensor(name)
 
 

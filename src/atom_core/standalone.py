@@ -7,7 +7,7 @@ cache that it owns. It schedules nothing, frees nothing, and stops at a token co
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
@@ -27,7 +27,8 @@ from atom_core.models.decoder import CheckpointModel, DecoderForCausalLM
 from atom_core.models.registry import load_draft_class, load_model_class
 from atom_core.quant import QuantConfig, Unquantized, read_quantization
 from atom_core.runtime import OneReplica, Runtime, SingleRank
-from atom_core.weights import check_checkpoint, load_weights
+from atom_core.updates import UNCHANGED, ModelWeights, check_stored_scales
+from atom_core.weights import check_checkpoint
 
 UNQUANTIZED = Unquantized()
 
@@ -110,6 +111,59 @@ def check_files(
             "decoding by them out."
         )
     check_checkpoint(model, checkpoint)
+
+
+def check_update(
+    weights: ModelWeights, config: ModelConfig, directory: Path, quant: QuantConfig, served: Path | None = None
+) -> None:
+    """Compare the files of a checkpoint with a model that serves; nothing is written, and only scales are read.
+
+    Each rank looks at the whole checkpoint, so that all say the same.
+
+    Args:
+        weights: this rank's.
+        config: the model's, or that of a checkpoint's layers that draft.
+        directory: the checkpoint.
+        quant: of the linear layers.
+        served: the checkpoint that the model was built for, whose ``config.json`` must say the same; None: unknown.
+
+    Raises:
+        ValueError: as :func:`check_files`, or scales that are none, or not those in use of the cache.
+    """
+    try:
+        if served is not None:
+            _check_same_config(served, directory)
+        check_files(config, directory, quant=quant)
+        check_stored_scales(weights.model, Checkpoint.open(directory))
+    except ValueError as error:
+        raise ValueError(f"{error} {UNCHANGED}") from error
+
+
+def _check_same_config(served: Path, directory: Path) -> None:
+    """Weights alone are updated: where the configuration says something else, the model would be another.
+
+    A folder without one has weights alone. How long a sequence may be, and whether drafts are in the checkpoint, a
+    server has settled before.
+    """
+    if not all((folder / "config.json").is_file() for folder in (served, directory)):
+        return
+    old, new = (ModelConfig.from_hf(read_config_json(folder)) for folder in (served, directory))
+    new = replace(new, rope=replace(new.rope, max_position=old.rope.max_position))
+    names = [it.name for it in fields(ModelConfig) if getattr(old, it.name) != getattr(new, it.name)]
+    if changed := [name for name in names if name not in ("max_position", "draft_layers")]:
+        said = "; ".join(
+            f"{name} is {getattr(new, name)!s:.80}, served is {getattr(old, name)!s:.80}" for name in changed
+        )
+        raise ValueError(
+            f"{directory / 'config.json'} is of another model than {served / 'config.json'}: {said}. Weights can be "
+            "updated, not what stands in config.json; start anew from it."
+        )
+
+
+def update_from(weights: ModelWeights, config: ModelConfig, directory: Path, quant: QuantConfig) -> None:
+    """Write a checkpoint's weights over those of a model that serves; see :func:`check_update`."""
+    check_update(weights, config, directory, quant)
+    weights.update(Checkpoint.open(directory).load(), str(directory), whole=True, seen=True)
 
 
 def lay_out(
@@ -212,10 +266,10 @@ def plan(model: torch.nn.Module, metadata: AttentionMetadata) -> AttentionMetada
 
 
 def finalize(model: torch.nn.Module) -> None:
-    """Let every layer bring its loaded weights into the form that its kernel reads."""
+    """Let every layer whose weights are open bring them into the form that its kernel reads."""
     for module in model.modules():
         if isinstance(module, ParameterLayer):
-            module.finalize_weights()
+            module.close_weights()
 
 
 @dataclass(frozen=True)
@@ -271,6 +325,7 @@ class Runner:
         target: Target | None = None,
         with_aiter: bool = True,
     ) -> None:
+        self.directory = directory
         hf = read_config_json(directory)
         quant = read_quantization(hf, quantization)
         self.config = ModelConfig.from_hf(hf)
@@ -280,8 +335,18 @@ class Runner:
         self.runtime = build_runtime(device, dtype, self.max_model_len, kernels, target, cache_dtype, quant, with_aiter)
         self.page_size = page_size
         self.model: DecoderForCausalLM = load_model_class(self.config.architecture)(self.config, self.runtime)
-        load_weights(self.model, Checkpoint.open(directory).load(), str(directory))
-        finalize(self.model)
+        self.weights = ModelWeights(self.model)
+        self.weights.load(Checkpoint.open(directory).load(), str(directory))
+        self.weights.close()
+
+    def reload(self, directory: Path) -> None:
+        """Go on with the weights of another checkpoint of the same model.
+
+        Raises:
+            ValueError: they do not fit, and the old ones stay.
+        """
+        check_update(self.weights, self.config, directory, self.runtime.quant, self.directory)
+        self.weights.update(Checkpoint.open(directory).load(), str(directory), whole=True, seen=True)
 
     def caches(self, num_requests: int) -> list[CacheView]:
         """Empty pages for ``num_requests`` sequences of full length, a layer each."""

@@ -7,7 +7,7 @@ unexpected or misshapen is an error that lists them all. Scales of an FP8 cache 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +36,9 @@ class Slot:
 
     parameter_name: str
     placement: Placement
+    layer: ParameterLayer
+    path: str
+    """Of the layer in the model."""
 
 
 @dataclass
@@ -46,8 +49,10 @@ class Mismatch:
     unexpected: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
 
-    def raise_if_any(self, architecture: str, checkpoint: str) -> None:
-        """Raise a ValueError that lists everything, if there is anything."""
+    def raise_if_any(
+        self, architecture: str, what: str, advice: str = "Check that config.json belongs to these weights."
+    ) -> None:
+        """Raise a ValueError that lists everything, if there is anything; ``what`` "does" or "do" not fit."""
         kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("misshapen", self.misshapen))
         lines = [
             f"  {kind} ({len(names)}): {', '.join(sorted(names)[:_LISTED])}{', ...' if len(names) > _LISTED else ''}"
@@ -55,23 +60,48 @@ class Mismatch:
             if names
         ]
         if lines:
-            raise ValueError(
-                "\n".join([f"The checkpoint {checkpoint} does not fit {architecture}:", *lines])
-                + "\nCheck that config.json belongs to these weights."
-            )
+            raise ValueError("\n".join([f"{what} not fit {architecture}:", *lines]) + f"\n{advice}")
 
 
 def expected_tensors(model: CheckpointModel) -> dict[str, Slot]:
     """Every tensor that ``model`` wants from a checkpoint, by its name there."""
     slots: dict[str, Slot] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, ParameterLayer):
-            continue
-        for relative, name, placement in module.placements():
-            slots[f"{checkpoint_module(path, relative)}.{name}"] = Slot(
-                f"{path}.{placement.held_by or name}", placement
-            )
+        if isinstance(module, ParameterLayer) and path not in model.borrowed:
+            slots.update(slots_of(path, module))
     return slots
+
+
+def slots_of(path: str, layer: ParameterLayer) -> Iterator[tuple[str, Slot]]:
+    """Those of the layer at ``path``, as its parameters are now."""
+    for relative, name, placement in layer.placements():
+        parameter = f"{path}.{placement.held_by or name}"
+        yield f"{checkpoint_module(path, relative)}.{name}", Slot(parameter, placement, layer, path)
+
+
+class Writer:
+    """Writes checkpoint tensors into the layers of a model, each of which it opens when its first tensor comes.
+
+    Args:
+        slots: of the model.
+        whole: the layers of which every tensor will come; None: all of them.
+    """
+
+    def __init__(self, slots: Mapping[str, Slot], whole: Container[ParameterLayer] | None = None) -> None:
+        self.slots, self.whole = slots, whole
+        self._opened: dict[ParameterLayer, dict[str, Slot]] = {}
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy this rank's part of a tensor that has a slot, and no problem with it.
+
+        Raises:
+            ValueError: it holds numbers that cannot be what it is; the message goes on from the name.
+        """
+        layer = self.slots[name].layer
+        if layer not in self._opened:
+            layer.open_weights(self.whole is None or layer in self.whole)
+            self._opened[layer] = dict(slots_of(self.slots[name].path, layer))
+        self._opened[layer][name].placement.load(tensor)
 
 
 def cache_scales(model: CheckpointModel) -> dict[str, CacheScales]:
@@ -84,11 +114,11 @@ def cache_scales(model: CheckpointModel) -> dict[str, CacheScales]:
     }
 
 
-def _elsewhere(model: CheckpointModel) -> tuple[str, ...]:
+def others_tensors(model: CheckpointModel) -> tuple[str, ...]:
     """Prefixes of tensors that other ranks load alone."""
     prefixes: list[str] = []
     for path, module in model.named_modules():
-        if isinstance(module, MissingLayer):
+        if isinstance(module, MissingLayer) or path in model.borrowed:
             prefixes.append(f"{path}.")
         elif isinstance(module, ParameterLayer):
             prefixes += (f"{checkpoint_module(path, relative)}." for relative in module.elsewhere())
@@ -98,10 +128,10 @@ def _elsewhere(model: CheckpointModel) -> tuple[str, ...]:
 def load_weights(
     model: CheckpointModel, tensors: Iterable[tuple[str, torch.Tensor]], checkpoint: str = "given"
 ) -> set[str]:
-    """Copy ``tensors`` into the parameters of ``model``.
+    """Copy ``tensors`` into the parameters of ``model``, whose layers are open afterwards.
 
     Args:
-        model: built, its parameters not yet meaningful.
+        model: built; what its parameters hold is written over.
         tensors: (checkpoint name, tensor); each is whole, this rank's part is cut here.
         checkpoint: what an error calls them.
 
@@ -113,30 +143,29 @@ def load_weights(
             a scale of an FP8 cache is not one.
     """
     slots = expected_tensors(model)
-    elsewhere = _elsewhere(model)
+    elsewhere = others_tensors(model)
     scales = cache_scales(model)
     found: dict[CacheScales, dict[str, torch.Tensor]] = {}
-    waiting = set(slots)
-    mismatch = Mismatch()
+    waiting, mismatch, writer = set(slots), Mismatch(), Writer(slots)
     for name, tensor in tensors:
         if name in scales:
             found.setdefault(scales[name], {})[name] = tensor
             continue
         slot = slots.get(name)
         if slot is None:
-            if not _ignored(model, name, elsewhere):
+            if not ignored(model, name, elsewhere):
                 mismatch.unexpected.append(name)
             continue
         waiting.discard(name)
-        if problem := slot.placement.problem(tuple(tensor.shape), _dtype_of(tensor)):
+        if problem := slot.placement.problem(tuple(tensor.shape), dtype_name(tensor)):
             mismatch.misshapen.append(f"{name} {problem}")
             continue
         try:
-            slot.placement.load(tensor)
+            writer.write(name, tensor)
         except ValueError as error:
             mismatch.misshapen.append(f"{name} {error}")
     mismatch.missing = sorted(waiting)
-    mismatch.raise_if_any(model.config.architecture, checkpoint)
+    mismatch.raise_if_any(model.config.architecture, f"The checkpoint {checkpoint} does")
     for layer, of_layer in found.items():
         layer.adopt(of_layer)
     return {slot.parameter_name for slot in slots.values()}
@@ -149,21 +178,23 @@ def check_checkpoint(model: CheckpointModel, checkpoint: Checkpoint) -> None:
         ValueError: as :func:`load_weights`, with the file of each tensor.
     """
     slots = expected_tensors(model)
-    elsewhere, scales = _elsewhere(model), cache_scales(model)
+    elsewhere, scales = others_tensors(model), cache_scales(model)
     mismatch = Mismatch(missing=sorted(set(slots) - set(checkpoint.tensors)))
     for name, info in checkpoint.tensors.items():
         slot = slots.get(name)
         if slot is None:
-            if name not in scales and not _ignored(model, name, elsewhere):
+            if name not in scales and not ignored(model, name, elsewhere):
                 mismatch.unexpected.append(f"{name} in {info.file.name}")
         elif problem := slot.placement.problem(info.shape, info.dtype):
             mismatch.misshapen.append(f"{name} in {info.file.name} {problem}")
-    mismatch.raise_if_any(model.config.architecture, str(Path(checkpoint.directory)))
+    mismatch.raise_if_any(model.config.architecture, f"The checkpoint {Path(checkpoint.directory)} does")
 
 
-def _ignored(model: CheckpointModel, name: str, elsewhere: tuple[str, ...]) -> bool:
+def ignored(model: CheckpointModel, name: str, elsewhere: tuple[str, ...]) -> bool:
+    """Whether a tensor without a slot is none of this rank's business; ``elsewhere`` is :func:`others_tensors`."""
     return name.endswith(model.ignored_suffixes) or name.startswith((*model.ignored_prefixes, *elsewhere))
 
 
-def _dtype_of(tensor: torch.Tensor) -> str:
+def dtype_name(tensor: torch.Tensor) -> str:
+    """As safetensors spells it."""
     return _DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))

@@ -13,6 +13,7 @@ import torch
 
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, FewRowsFp8BlockKernel, Fp8BlockLinearSpec
 from atom_core.kernels.fp8_inputs import InputForm, LinearInput, if_it_takes_quantized
+from atom_core.kernels.moved import MovingKernel
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.select import KernelSet
 from atom_core.layers.linear_methods import Fp8Placement, Part, check_scales, empty_fp8, empty_scales
@@ -64,9 +65,13 @@ def check_blocks(
 class BlockScalePlacement(Placement):
     """The scales of a weight's blocks, or of some of its rows or columns of blocks."""
 
-    def load(self, tensor: torch.Tensor) -> None:
+    def check(self, tensor: torch.Tensor) -> None:
         """See :class:`Placement`."""
         check_scales(tensor)
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        self.check(tensor)
         super().load(tensor)
 
 
@@ -149,3 +154,8 @@ class BlockFp8Method:
     def finalize(self, layer: Linear) -> None:
         """See :class:`LinearMethod`."""
         self.kernel.adopt(layer.weight, layer.weight_scale)
+
+    def restore(self, layer: Linear, whole: bool) -> None:
+        """See :class:`LinearMethod`."""
+        if isinstance(self.kernel, MovingKernel) and not whole:
+            self.kernel.move_back(layer.weight)

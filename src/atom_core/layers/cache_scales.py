@@ -55,8 +55,21 @@ class CacheScales(nn.Module):
         Raises:
             ValueError: one is no single number, or not one that can scale.
         """
-        if self.cache_dtype not in FP8_DTYPES:
-            return
+        if self.cache_dtype in FP8_DTYPES and (given := self._read(tensors)):
+            self._set(given.get("key"), given.get("value"))
+
+    def change(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """What :meth:`adopt` would change of the scales in use, which stand in captured graphs; None: nothing.
+
+        Raises:
+            ValueError: as :meth:`adopt`.
+        """
+        if self.cache_dtype not in FP8_DTYPES or not (given := self._read(tensors)):
+            return None
+        new, old = self._scales(given.get("key"), given.get("value")), self._in_use()
+        return None if new == old else f"{', '.join(sorted(tensors))} would turn scales {old} of the cache into {new}"
+
+    def _read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
         given: dict[str, float] = {}
         # Longer tuples first: where a side has a scale of its own beside one for both, its own counts.
         for name in sorted(tensors, key=lambda name: -len(_sides(name))):
@@ -65,8 +78,7 @@ class CacheScales(nn.Module):
                 raise ValueError(f"{name} is {list(tensor.shape)}; supported: one scale for keys and one for values.")
             scale = _checked(tensor.item(), name)
             given |= dict.fromkeys(_sides(name), scale)
-        if given:
-            self._set(given.get("key"), given.get("value"))
+        return given
 
     def adopt_one(self, scale: float, source: str) -> None:
         """Take one scale for keys and values, from ``source``; a cache that is not FP8 has no use for it.
@@ -79,9 +91,16 @@ class CacheScales(nn.Module):
             self._set(scale, scale)
 
     def _set(self, key: float | None, value: float | None) -> None:
+        self._attention[0].set_scales(*self._scales(key, value))
+
+    def _scales(self, key: float | None, value: float | None) -> tuple[float, float]:
         # Scales are made for e4m3fn. The same bits are half as much in e4m3fnuz.
         factor = 2.0 if self.cache_dtype == torch.float8_e4m3fnuz else 1.0
-        self._attention[0].set_scales(*(1.0 if scale is None else factor * scale for scale in (key, value)))
+        return 1.0 if key is None else factor * key, 1.0 if value is None else factor * value
+
+    def _in_use(self) -> tuple[float, float]:
+        attention = self._attention[0]
+        return attention.k_scale, attention.v_scale
 
 
 def _sides(name: str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from atom_core.kernels.embedding import EMBEDDING, EmbeddingSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.layers.linear_methods import unpacked
 from atom_core.layers.parameters import ParameterLayer, Placement, empty_parameter
 from atom_core.runtime import Runtime
 
@@ -23,7 +24,7 @@ class VocabTable(ParameterLayer):
         super().__init__()
         self.group = runtime.tensor_parallel
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        rows = -(-vocab_size // self.group.world_size)
+        self.rows = rows = -(-vocab_size // self.group.world_size)
         self.first = min(self.group.rank * rows, vocab_size)  # the last ranks may have none of a small vocabulary
         self.used = min(rows, vocab_size - self.first)
         if shared is None:
@@ -88,3 +89,9 @@ class LMHead(VocabTable):
         if self.kernel.adopt(self.weight, None):
             assert not self.tied, "a kernel may not take away a weight that the embedding reads"
             self.weight.data = self.weight.new_empty(0)
+
+    def restore_weights(self, whole: bool) -> None:
+        """See :class:`ParameterLayer`; rows behind the vocabulary's are zero again."""
+        if not self.weight.numel():
+            self.weight.data = unpacked(self.kernel, self.weight, (self.rows, self.hidden_size), whole)
+            self.weight.data[self.used :] = 0

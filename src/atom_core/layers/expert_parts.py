@@ -44,10 +44,20 @@ class SeveralPlacements(Placement):
         """See :class:`Placement`; they ask for the same tensor."""
         return self.each[0].problem(shape, dtype)
 
+    def check(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        for placement in self.each:
+            placement.check(tensor)
+
     def load(self, tensor: torch.Tensor) -> None:
         """See :class:`Placement`."""
         for placement in self.each:
             placement.load(tensor)
+
+    def store(self, out: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        for placement in self.each:
+            placement.store(out)
 
 
 def one_a_tensor(placements: Iterable[tuple[str, str, Placement]]) -> Iterator[tuple[str, str, Placement]]:

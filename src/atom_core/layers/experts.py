@@ -47,6 +47,9 @@ class ExpertsMethod(Protocol):
     def finalize(self, layer: Experts) -> None:
         """Called after loading, and again after weights were loaded anew."""
 
+    def restore(self, layer: Experts, whole: bool) -> None:
+        """See :meth:`ParameterLayer.restore_weights`."""
+
 
 class Experts(ParameterLayer):
     """All experts of a layer, each matrix in one tensor; checkpoints have them one by one, or all in two tensors."""
@@ -151,6 +154,10 @@ class Experts(ParameterLayer):
     def finalize_weights(self) -> None:
         """See :class:`ParameterLayer`."""
         self.method.finalize(self)
+
+    def restore_weights(self, whole: bool) -> None:
+        """See :class:`ParameterLayer`."""
+        self.method.restore(self, whole)
 
     @property
     def folder(self) -> str:

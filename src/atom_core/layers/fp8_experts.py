@@ -15,6 +15,7 @@ import torch
 
 from atom_core.config import Activation
 from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8ExpertWeights
+from atom_core.kernels.moved import MovingKernel
 from atom_core.layers.block_fp8 import check_blocks, num_blocks, place_scales
 from atom_core.layers.expert_parts import expert_parts
 from atom_core.layers.linear_methods import (
@@ -101,3 +102,8 @@ class Fp8ExpertsMethod:
     def finalize(self, layer: Experts) -> None:
         """Called after loading, and again after weights were loaded anew."""
         self.kernel.adopt(self.weights(layer))
+
+    def restore(self, layer: Experts, whole: bool) -> None:
+        """See :class:`atom_core.layers.experts.ExpertsMethod`."""
+        if isinstance(self.kernel, MovingKernel) and not whole:
+            self.kernel.move_back(layer.gate_up_proj, layer.down_proj)

@@ -26,8 +26,17 @@ class _Share(Placement):
             for index, expert in enumerate(self.share[0]):
                 self.load_expert(self.parameter[index], tensor[expert])
 
+    def store(self, out: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        for index, expert in enumerate(self.share[0]):
+            self.store_expert(self.parameter[index], out[expert])
+
     def load_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """From an expert's part of the checkpoint's tensor to its part of the parameter."""
+        raise NotImplementedError
+
+    def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
+        """The way back."""
         raise NotImplementedError
 
 
@@ -41,6 +50,13 @@ class PairsPlacement(_Share):
         for half, start in enumerate((0, len(middle))):
             mine[start : start + len(middle)].copy_(rows[half::2][middle.start : middle.stop])
 
+    def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
+        """``[2I, H]`` or ``[2I]`` to ``[H, 2I]`` or ``[2I]``."""
+        middle = self.share[1]
+        rows = whole if whole.dim() == 1 else whole.transpose(0, 1)
+        for half, start in enumerate((0, len(middle))):
+            rows[half::2][middle.start : middle.stop].copy_(mine[start : start + len(middle)])
+
 
 class MiddlePlacement(_Share):
     """Down of the experts."""
@@ -49,3 +65,8 @@ class MiddlePlacement(_Share):
         """``[I, H]`` to ``[H, I]``."""
         middle = self.share[1]
         mine.copy_(whole[middle.start : middle.stop].transpose(0, 1))
+
+    def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
+        """``[H, I]`` to ``[I, H]``."""
+        middle = self.share[1]
+        whole[middle.start : middle.stop].copy_(mine.transpose(0, 1))

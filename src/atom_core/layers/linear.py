@@ -93,6 +93,10 @@ class Linear(ParameterLayer):
         """See :class:`ParameterLayer`."""
         self.method.finalize(self)
 
+    def restore_weights(self, whole: bool) -> None:
+        """See :class:`ParameterLayer`."""
+        self.method.restore(self, whole)
+
 
 @dataclass(frozen=True)
 class Column:

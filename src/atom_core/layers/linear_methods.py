@@ -16,7 +16,8 @@ from torch import nn
 from atom_core.kernels.fp8_inputs import InputForm, LinearInput, if_it_takes_quantized
 from atom_core.kernels.fp8_linear import FP8_LINEAR, FewRowsFp8Kernel, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import E4M3, row_scales, to_e4m3
-from atom_core.kernels.linear import LINEAR, AddingLinearKernel, LinearSpec
+from atom_core.kernels.linear import LINEAR, AddingLinearKernel, LinearKernel, LinearSpec, PackingLinearKernel
+from atom_core.kernels.moved import MovingKernel
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.select import KernelSet
 from atom_core.layers.parameters import Placement, empty_parameter
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 #: Rows of a weight that are quantised at once: what is wider than the weight on the way stays small.
 _CHUNK = 4096
+NOT_FINITE = "holds numbers that are not finite, which FP8 cannot scale"
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,9 @@ class LinearMethod(Protocol):
     def finalize(self, layer: Linear) -> None:
         """Called after loading, and again after weights were loaded anew."""
 
+    def restore(self, layer: Linear, whole: bool) -> None:
+        """See :meth:`ParameterLayer.restore_weights`."""
+
 
 class UnquantizedMethod:
     """The model's dtype; see :class:`LinearMethod`."""
@@ -140,6 +145,19 @@ class UnquantizedMethod:
         if layer.kernel.adopt(layer.weight, layer.bias):
             layer.weight.data = layer.weight.new_empty(0)
 
+    def restore(self, layer: Linear, whole: bool) -> None:
+        """See :class:`LinearMethod`."""
+        if not layer.weight.numel():
+            layer.weight.data = unpacked(layer.kernel, layer.weight, (layer.out_features, layer.in_features), whole)
+
+
+def unpacked(kernel: LinearKernel, freed: torch.Tensor, shape: tuple[int, int], whole: bool) -> torch.Tensor:
+    """What goes where a kernel has ``freed`` a weight of ``shape``: the weight, or where ``whole`` room for another."""
+    if whole:
+        return freed.new_empty(shape)
+    assert isinstance(kernel, PackingLinearKernel), "a kernel that keeps a weight alone can give it back"
+    return kernel.unpacked()
+
 
 class Fp8Method:
     """FP8, with one float32 scale a row whatever the checkpoint has; see :class:`LinearMethod`.
@@ -165,6 +183,8 @@ class Fp8Method:
         layer.weight_scale = empty_scales(runtime, layer.out_features)
         if self.static:
             layer.input_scale = empty_scales(runtime, len(layer.parts))
+            #: Of the whole input, and the layer's.
+            self.largest = torch.empty(1, dtype=torch.float32, device=runtime.device)
 
     def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
         """What an FP8 checkpoint has, or the weight that is to be quantised."""
@@ -193,7 +213,7 @@ class Fp8Method:
         return self.taking.multiply(x, layer.weight, layer.weight_scale, bias)
 
     def _input_scale(self, layer: Linear) -> torch.Tensor | None:
-        return layer.input_scale[:1] if self.static else None
+        return self.largest if self.static else None
 
     def add(
         self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
@@ -216,8 +236,13 @@ class Fp8Method:
     def finalize(self, layer: Linear) -> None:
         """Parts that read one input share the largest of their scales for it: it cuts off none of their numbers."""
         if self.static:
-            layer.input_scale.fill_(layer.input_scale.max())
+            self.largest.copy_(layer.input_scale.max())
         self.kernel.adopt(layer.weight, layer.weight_scale)
+
+    def restore(self, layer: Linear, whole: bool) -> None:
+        """See :class:`LinearMethod`."""
+        if isinstance(self.kernel, MovingKernel) and not whole:
+            self.kernel.move_back(layer.weight)
 
 
 class Fp8Placement(Placement):
@@ -243,9 +268,13 @@ class ScalePlacement(Placement):
             return f"is {list(shape)}, should be {allowed}"
         return self.dtype_problem(dtype)
 
-    def load(self, tensor: torch.Tensor) -> None:
+    def check(self, tensor: torch.Tensor) -> None:
         """See :class:`Placement`."""
         check_scales(tensor)
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        self.check(tensor)
         super().load(tensor.reshape(-1).expand(self.shape))
 
 
@@ -254,7 +283,10 @@ class UnusedScalePlacement(ScalePlacement):
 
     def load(self, tensor: torch.Tensor) -> None:
         """See :class:`Placement`; it is looked at alone."""
-        check_scales(tensor)
+        self.check(tensor)
+
+    def store(self, out: torch.Tensor) -> None:
+        """See :class:`Placement`; it is not kept."""
 
 
 def check_scales(tensor: torch.Tensor) -> None:
@@ -289,6 +321,12 @@ class QuantizingPlacement(Placement):
         """What is stored in ``parameter``, with a scale a row in ``scales``."""
         return cls(parameter=parameter, shape=(part.rows, part.columns), scales=scales, part=part)
 
+    def check(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        for first in range(self.part.my_rows.start, self.part.my_rows.stop, _CHUNK):
+            if not bool(torch.isfinite(tensor[first : min(first + _CHUNK, self.part.my_rows.stop)]).all()):
+                raise ValueError(NOT_FINITE)
+
     def load(self, tensor: torch.Tensor) -> None:
         """See :class:`Placement`; rows are scaled as a whole, also where only some of their columns are this rank's."""
         part, begin = self.part, self.part.begin
@@ -297,8 +335,15 @@ class QuantizingPlacement(Placement):
                 rows = tensor[first : min(first + _CHUNK, part.my_rows.stop)].to(self.parameter.device)
                 scale, end = row_scales(rows), begin + len(rows)
                 if not bool(torch.isfinite(scale).all()):
-                    raise ValueError("holds numbers that are not finite, which FP8 cannot scale")
+                    raise ValueError(NOT_FINITE)
                 mine = rows[:, part.my_columns.start : part.my_columns.stop]
                 self.parameter[begin:end].copy_(to_e4m3(mine, scale))
                 self.scales[begin:end].copy_(scale[:, 0])
                 begin = end
+
+    def store(self, out: torch.Tensor) -> None:
+        """See :class:`Placement`; what is left of the numbers."""
+        part = self.part
+        rows = slice(part.begin, part.begin + len(part.my_rows))
+        mine = out[part.my_rows.start : part.my_rows.stop, part.my_columns.start : part.my_columns.stop]
+        mine.copy_(self.parameter[rows].float() * self.scales[rows, None])

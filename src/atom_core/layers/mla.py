@@ -58,6 +58,9 @@ class Expansion(ParameterLayer):
             self.stored, self.weight_scale = empty_packed(runtime, len(rows), latent.rank)
         elif self.scheme is not None:
             self._create_fp8(self.scheme, runtime, name)
+        if self.scheme is not None:
+            #: What was loaded is not kept beside what it was scaled back to: both come again, or none.
+            self.keeps_others, self.stored_shape = False, self.stored.shape
 
     def _create_fp8(self, scheme: Fp8Config, runtime: Runtime, name: str) -> None:
         rows, columns = self.weight.shape
@@ -90,11 +93,16 @@ class Expansion(ParameterLayer):
             yield "", "input_scale", ScalePlacement(self.input_scale, (1,), count=1)
 
     def finalize_weights(self) -> None:
-        """Scale the weight back, and free what was loaded; called again, there is nothing to do."""
+        """Scale the weight back, and free what was loaded."""
         if self.scheme is None or not self.stored.numel():
             return
         self.weight.data.copy_(self._scaled_back(self.scheme))
         self.stored.data = self.stored.new_empty(0)
+
+    def restore_weights(self, whole: bool) -> None:
+        """Make room for what a quantised checkpoint has."""
+        if self.scheme is not None:
+            self.stored.data = self.stored.new_empty(self.stored_shape)
 
     def _scaled_back(self, scheme: Fp8Config | Mxfp4LinearConfig) -> torch.Tensor:
         if isinstance(scheme, Mxfp4LinearConfig):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from atom_core.config import Activation
+from atom_core.kernels.moved import MovingKernel
 from atom_core.kernels.mxfp4_experts import (
     MXFP4_EXPERTS,
     Mxfp4ExpertsSpec,
@@ -88,6 +89,11 @@ class Mxfp4ExpertsMethod:
         """Hand the weights to the kernel, which may move their bytes."""
         self.kernel.adopt(self.weights(layer))
 
+    def restore(self, layer: Experts, whole: bool) -> None:
+        """See :class:`atom_core.layers.experts.ExpertsMethod`."""
+        if isinstance(self.kernel, MovingKernel) and not whole:
+            self.kernel.move_back(layer.gate_up_proj_blocks, layer.down_proj_blocks)
+
 
 def _empty(runtime: Runtime, count: int, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:
     """Blocks and scales of a weight, to be loaded; the scales in the order in which kernels read them."""
@@ -123,6 +129,10 @@ class PackedPairs(PairsPlacement):
 
     dtypes = ("U8",)
 
+    def check(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        _check(tensor)
+
     def dtype_problem(self, dtype: str) -> str | None:
         """See :class:`Placement`."""
         return packed_dtype_problem(dtype)
@@ -131,12 +141,20 @@ class PackedPairs(PairsPlacement):
         """``[2I, H / 32, ..]`` to ``[2I, ..]``."""
         super().load_expert(mine, _checked(whole).transpose(0, 1))
 
+    def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
+        """The way back."""
+        super().store_expert(mine, whole.flatten(1).transpose(0, 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMiddle(MiddlePlacement):
     """Blocks or scales of down."""
 
     dtypes = ("U8",)
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        _check(tensor)
 
     def dtype_problem(self, dtype: str) -> str | None:
         """See :class:`Placement`."""
@@ -145,6 +163,16 @@ class PackedMiddle(MiddlePlacement):
     def load_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """``[H, I / 32, ..]`` to ``[H, ..]``."""
         super().load_expert(mine, _checked(whole).transpose(0, 1))
+
+    def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
+        """The way back."""
+        super().store_expert(mine, whole.flatten(1).transpose(0, 1))
+
+
+def _check(experts: torch.Tensor) -> None:
+    """Of blocks ``[E, rows, groups, 16]`` nothing, of scales ``[E, rows, groups]`` that they are some."""
+    if experts.dim() == 3:
+        check_packed_scales(experts)
 
 
 def _checked(whole: torch.Tensor) -> torch.Tensor:

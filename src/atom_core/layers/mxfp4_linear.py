@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from atom_core.kernels.fp8_inputs import InputForm, LinearInput
+from atom_core.kernels.moved import MovingKernel
 from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR, FewRowsMxfp4Kernel, Mxfp4LinearSpec
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.select import KernelSet
@@ -84,9 +85,13 @@ class PackedPlacement(Placement):
 class PackedScalePlacement(PackedPlacement):
     """A weight's scales."""
 
-    def load(self, tensor: torch.Tensor) -> None:
+    def check(self, tensor: torch.Tensor) -> None:
         """See :class:`Placement`."""
         check_packed_scales(tensor)
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        self.check(tensor)
         super().load(tensor)
 
 
@@ -175,3 +180,8 @@ class Mxfp4Method:
     def finalize(self, layer: Linear) -> None:
         """Hand the weight to the kernel, which may move its bytes."""
         self.kernel.adopt(layer.weight, layer.weight_scale)
+
+    def restore(self, layer: Linear, whole: bool) -> None:
+        """See :class:`LinearMethod`."""
+        if isinstance(self.kernel, MovingKernel) and not whole:
+            self.kernel.move_back(layer.weight)

@@ -48,23 +48,58 @@ class Placement:
         """The same of the dtype alone."""
         return None if dtype in self.dtypes else f"is stored as {dtype}, but config.json names no quantisation of it"
 
+    def check(self, tensor: torch.Tensor) -> None:
+        """Look at the numbers of ``tensor``, with which there is no :meth:`problem`; nothing is written.
+
+        Raises:
+            ValueError: it holds numbers that cannot be what it is; the message goes on from the tensor's name.
+        """
+
     def load(self, tensor: torch.Tensor) -> None:
         """Copy this rank's part of ``tensor``, with which there is no :meth:`problem`.
 
         Raises:
-            ValueError: it holds numbers that cannot be what it is; the message goes on from the tensor's name.
+            ValueError: as :meth:`check`.
         """
         count = self.shape[self.dim] if self.count is None else self.count
         with torch.no_grad():
             mine = tensor.narrow(self.dim, self.source, count)
             self.parameter.narrow(self.dim, self.target, count).copy_(mine)
 
+    def store(self, out: torch.Tensor) -> None:
+        """The way back: copy this rank's part to ``out``, of the whole tensor's shape; the rest stays as it is."""
+        count = self.shape[self.dim] if self.count is None else self.count
+        out.narrow(self.dim, self.source, count).copy_(self.parameter.narrow(self.dim, self.target, count))
+
 
 class ParameterLayer(nn.Module):
     """A module that holds parameters and knows their checkpoint names.
 
     The default fits a module whose parameters are stored whole under their own names.
+
+    Its weights are open, when parameters hold what checkpoints have, or closed, when kernels have them in the form that
+    they read. A module is built open. Weights that come later go the same way: open, write, close.
     """
+
+    closed = False
+    #: Whether weights that were opened for some of their tensors still hold the others.
+    keeps_others = True
+
+    def open_weights(self, whole: bool) -> None:
+        """Make the parameters what placements write to; placements from before are not to be used any more.
+
+        Args:
+            whole: every tensor of the layer will be written, so what is there need not be kept.
+        """
+        if self.closed:
+            self.restore_weights(whole)
+            self.closed = False
+
+    def close_weights(self) -> None:
+        """Hand the weights to the kernels, where they are open; forms that kernels made before stay where they are."""
+        if not self.closed:
+            self.finalize_weights()
+            self.closed = True
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
         """(checkpoint module, tensor name, placement) of each tensor; "" is this module, "../name" one beside it."""
@@ -76,7 +111,10 @@ class ParameterLayer(nn.Module):
         yield from ()
 
     def finalize_weights(self) -> None:
-        """Called once after loading: bring weights into the form that the kernel reads."""
+        """Bring loaded weights into the form that the kernel reads; what it made of earlier ones is written over."""
+
+    def restore_weights(self, whole: bool) -> None:
+        """Undo :meth:`finalize_weights`; see :meth:`open_weights`."""
 
 
 def empty_parameter(runtime: Runtime, *shape: int) -> nn.Parameter:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atom_core.config import Activation
-from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
+from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights, PackingExpertsKernel
+from atom_core.kernels.moved import MovingKernel
 from atom_core.layers.expert_parts import expert_parts
 from atom_core.layers.fused_experts import MiddlePlacement, PairsPlacement
 from atom_core.layers.parameters import Placement, empty_parameter
@@ -44,7 +45,20 @@ class PlainExpertsMethod:
         """Called after loading, and again after weights were loaded anew."""
         if self.kernel.adopt(self.weights(layer)):
             for parameter in (layer.gate_up_proj, layer.down_proj):
-                parameter.data = parameter.new_empty(0)
+                parameter.data = parameter.new_empty(len(parameter), 0, 0)
+
+    def restore(self, layer: Experts, whole: bool) -> None:
+        """See :class:`atom_core.layers.experts.ExpertsMethod`."""
+        gate_up, down, kernel = layer.gate_up_proj, layer.down_proj, self.kernel
+        count, size, hidden = len(layer.held), len(layer.mine), layer.hidden_size
+        if gate_up.numel():
+            if isinstance(kernel, MovingKernel) and not whole:
+                kernel.move_back(gate_up, down)
+        elif whole:
+            gate_up.data, down.data = gate_up.new_empty(count, 2 * size, hidden), down.new_empty(count, hidden, size)
+        else:
+            assert isinstance(kernel, PackingExpertsKernel), "a kernel that keeps weights alone can give them back"
+            gate_up.data, down.data = kernel.unpacked()
 
 
 def _one_by_one(layer: Experts) -> Iterator[tuple[str, str, Placement]]:

@@ -114,6 +114,8 @@ class CheckpointModel(nn.Module):
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
     #: Checkpoint names of what is no part of the model.
     ignored_prefixes: tuple[str, ...] = ()
+    #: Modules that are another model's, which loads them.
+    borrowed: tuple[str, ...] = ()
 
 
 class DecoderForCausalLM(CheckpointModel, ABC):

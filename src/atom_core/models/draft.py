@@ -90,6 +90,8 @@ class DraftModel(CheckpointModel, ABC):
         prefix: what module names start with, before those of checkpoints.
     """
 
+    borrowed = ("model.embed_tokens", "lm_head")
+
     def __init__(self, config: ModelConfig, runtime: Runtime, prefix: str = "") -> None:
         super().__init__()
         self.config = config

@@ -34,6 +34,10 @@ ROCM_BACKEND = "aiter"
 #: registration: hooks on these, which SGLang has for plug-ins, are the only way to be found there.
 DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 
+#: A model is told of no folder before it is read, and has no say in what becomes of its refusal: these hooks are the
+#: only way to be there.
+WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+
 _registered = False
 
 
@@ -119,6 +123,7 @@ def _register_models() -> None:
     from sglang.srt.arg_groups.model_override_base import register_model_override, register_model_override_predicate
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import is_hip
 
     from atom_core.models.registry import supported_architectures
@@ -131,6 +136,8 @@ def _register_models() -> None:
         register_model_override(architecture)(resolve)
     register_resolution_hook("handle_model_specific_adjustments")(resolve_beside_lists)
     register_model_override_predicate(lambda architecture: architecture not in supported)(announce_native)
+    HookRegistry.register(f"{WEIGHT_UPDATER}.update_weights_from_disk", _update_from_disk, HookType.AROUND)
+    HookRegistry.register(f"{WEIGHT_UPDATER}.update_weights_from_tensor", _update_from_tensor, HookType.AROUND)
 
 
 def _build_backend(runner: ModelRunner) -> AttentionBackend:
@@ -144,7 +151,7 @@ def _refuse_backend(reason: str, runner: ModelRunner) -> AttentionBackend:
 
 
 def _build_for_our_models(native: Callable[[ModelRunner], AttentionBackend], runner: ModelRunner) -> AttentionBackend:
-    from atom_plugin.sglang.causal_lm import AtomModel
+    from atom_plugin.sglang.updates import AtomModel
 
     return _build_backend(runner) if isinstance(runner.model, AtomModel) else native(runner)
 
@@ -163,6 +170,18 @@ def _draft_extend_backend(original: Callable[..., Any], factory: DraftBackendFac
     from atom_plugin.sglang.drafts import create_draft_extend_backend
 
     return create_draft_extend_backend(original, factory)
+
+
+def _update_from_disk(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from atom_plugin.sglang.updates import update_from_disk
+
+    return update_from_disk(original, *args, **kwargs)
+
+
+def _update_from_tensor(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from atom_plugin.sglang.updates import update_from_tensor
+
+    return update_from_tensor(original, *args, **kwargs)
 
 
 def _names_ours(factory: DraftBackendFactory) -> bool:

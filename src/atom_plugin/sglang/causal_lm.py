@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
 from sglang.srt.model_loader.weight_utils import kv_cache_scales_loader
@@ -19,8 +17,7 @@ from atom_core.layers.embedding import LMHead
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.draft import DraftModel
 from atom_core.models.registry import load_model_class
-from atom_core.standalone import finalize
-from atom_core.weights import cache_scales, load_weights
+from atom_core.weights import cache_scales
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.versions import framework_line
@@ -29,6 +26,7 @@ from atom_plugin.sglang.attention import FrameworkAttention, SglangRadixAttentio
 from atom_plugin.sglang.body import Body
 from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.runtime import build_runtime
+from atom_plugin.sglang.updates import AtomModel
 
 logger = logging.getLogger("sglang.atom_plugin")
 
@@ -68,18 +66,6 @@ class Head(nn.Module):
         return self._head[0].weight
 
 
-class AtomModel(nn.Module):
-    """What SGLang should know of any model of ours."""
-
-    #: Safetensors only: SGLang must not turn to pickles where there are none.
-    fall_back_to_pt_during_load = False
-
-    @classmethod
-    def get_model_config_for_expert_location(cls, config: Any) -> ModelConfigForExpertLocation | None:
-        """None: experts, where a model has some, stay on the ranks that they are loaded on."""
-        return None
-
-
 class AtomForCausalLM(AtomModel):
     """The base of the classes that SGLang finds; each is named as its architecture."""
 
@@ -94,6 +80,7 @@ class AtomForCausalLM(AtomModel):
         attention = SglangRadixAttention if ours else FrameworkAttention
         self.runtime = build_runtime(config, quant_config, model_config.num_layers, attention, settings)
         self.core: DecoderForCausalLM = load_model_class(architecture)(model_config, self.runtime, prefix)
+        self.hold_weights()
         self.model = Body(self.core)
         stage = self.runtime.pipeline.layers(model_config.num_layers)
         self.start_layer, self.end_layer = stage.start, stage.stop
@@ -122,21 +109,13 @@ class AtomForCausalLM(AtomModel):
         pp_proxy_tensors: PPProxyTensors | None = None,
     ) -> LogitsProcessorOutput | PPProxyTensors:
         """One step; see SGLang's models."""
+        self.weights.check_ready()
         assert not get_embedding, "embedding models are refused when arguments are resolved"
         assert self.start_layer == 0 or pp_proxy_tensors is not None, "a later stage is given what one before carried"
         result = self.model.forward(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
         if isinstance(result, PPProxyTensors):
             return result
         return self.logits_processor(input_ids, result, self.lm_head, forward_batch)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load everything, or raise a ValueError that lists what does not fit."""
-        load_weights(self.core, weights, self.checkpoint)
-        finalize(self.core)
-
-    def post_load_weights(self) -> None:
-        """Called instead of :meth:`load_weights` where weights are made up (``--load-format dummy``)."""
-        finalize(self.core)
 
     def load_kv_cache_scales(self, quantization_param_path: str) -> None:
         """Scale an FP8 cache by the numbers of a file (``--quantization-param-path``), one for each layer.

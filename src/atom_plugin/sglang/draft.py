@@ -7,7 +7,6 @@ and head. It runs the first layer alone, again for each token of a chain.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,16 +17,15 @@ from torch import nn
 from atom_core.layers.embedding import TokenEmbedding
 from atom_core.models.draft import DraftModel
 from atom_core.models.registry import load_draft_class
-from atom_core.standalone import finalize
-from atom_core.weights import load_weights
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.versions import framework_line
 from atom_plugin.sglang.attention import SglangRadixAttention
 from atom_plugin.sglang.body import or_stand_in
-from atom_plugin.sglang.causal_lm import AtomModel, Head
+from atom_plugin.sglang.causal_lm import Head
 from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.runtime import build_runtime
+from atom_plugin.sglang.updates import AtomModel
 
 logger = logging.getLogger("sglang.atom_plugin")
 
@@ -47,6 +45,7 @@ class AtomDraft(AtomModel):
         settings = load_settings()
         self.runtime = build_runtime(config, quant_config, model_config.num_layers, SglangRadixAttention, settings)
         self.core: DraftModel = draft_class(model_config, self.runtime, prefix)
+        self.hold_weights()
         self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
         self.lm_head: nn.Module = nn.Identity()
         self.checkpoint = str(getattr(config, "_name_or_path", "") or self.architecture)
@@ -66,6 +65,7 @@ class AtomDraft(AtomModel):
         **others: object,
     ) -> LogitsProcessorOutput:
         """One step; see :class:`DraftModel`. The hidden states come in with the batch, a row for each id."""
+        self.weights.check_ready()
         inputs = input_ids, positions, self._given(input_ids, forward_batch)
         drafted = self.core(*map(or_stand_in, inputs), forward_batch)[: len(input_ids)]
         return self.logits_processor(input_ids, drafted, self.lm_head, forward_batch)
@@ -78,15 +78,6 @@ class AtomDraft(AtomModel):
         return torch.zeros(
             input_ids.shape[0], self.core.config.hidden_size, dtype=self.runtime.dtype, device=input_ids.device
         )
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load everything, or raise a ValueError that lists what does not fit."""
-        load_weights(self.core, weights, self.checkpoint)
-        finalize(self.core)
-
-    def post_load_weights(self) -> None:
-        """Called instead of :meth:`load_weights` where weights are made up (``--load-format dummy``)."""
-        finalize(self.core)
 
     def load_kv_cache_scales(self, quantization_param_path: str) -> None:
         """The file has scales for the target's layers alone; these stay at 1."""

@@ -15,8 +15,8 @@ from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
 
 from atom_plugin.sglang import BACKEND, our_backends
 from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
-from atom_plugin.sglang.causal_lm import AtomModel
 from atom_plugin.sglang.speculation import check_chain
+from atom_plugin.sglang.updates import AtomModel
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

@@ -23,6 +23,7 @@ from atom_core.kernels.attention import PagedAttentionSpec
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.linear import LinearKernel, LinearSpec
 from atom_core.kernels.linear.widened import why_not_widened
+from atom_core.kernels.moved import move_back
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache import QkvCacheSpec
 from atom_core.kernels.rms_norm import RmsNormSpec
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 PAGE_ORDER: CacheOrder = "vllm-cpu"
 
+#: Unit vectors that a packed weight is read back by at once.
+_UNITS = 256
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -126,6 +129,13 @@ def _has_dot_products_alone() -> bool:
     return torch.cpu._is_avx512_bf16_supported() and not tiles and not current_platform.is_zen_cpu()
 
 
+def _unblocked(blocks: torch.Tensor) -> torch.Tensor:
+    """The weight, or the experts' weights, that are in ``blocks``: these have the same numbers in another order."""
+    weight = blocks.clone()
+    move_back(weight, torch.ops._C.convert_weight_packed)
+    return weight
+
+
 class BlockedLinear:
     """The product over a weight in blocks of pairs (VNNI); see :class:`atom_core.kernels.linear.LinearKernel`."""
 
@@ -134,6 +144,10 @@ class BlockedLinear:
         self._blocks = torch.ops._C.convert_weight_packed(weight)
         self._bias = None if bias is None else bias.float()
         return True
+
+    def unpacked(self) -> torch.Tensor:
+        """See :class:`atom_core.kernels.linear.PackingLinearKernel`."""
+        return _unblocked(self._blocks)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x W^T + b``; a row-parallel layer withholds its bias on all ranks but the first."""
@@ -150,11 +164,28 @@ class DispatchedLinear:
             weight=torch.nn.Parameter(weight.detach(), requires_grad=False),
             bias=None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False),
         )
+        self._dtype = weight.dtype
         dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
         self._linear, self._bias = layer.cpu_linear, layer.bias
         packed = layer.weight.numel() == 0
         self._weight = None if packed else layer.weight
+        self._shape = weight.shape
         return packed
+
+    def unpacked(self) -> torch.Tensor:
+        """See :class:`atom_core.kernels.linear.PackingLinearKernel`.
+
+        What vLLM packs cannot be read back, but by the products of unit vectors, which are its columns; zeros lose
+        their signs. It is asked for where some tensors of a layer come without the others.
+        """
+        columns = self._shape[1]
+        weight = torch.empty(self._shape, dtype=self._dtype)
+        for first in range(0, columns, _UNITS):
+            count = min(_UNITS, columns - first)
+            units = torch.zeros(count, columns, dtype=self._dtype)
+            units[:, first:].fill_diagonal_(1)
+            weight[:, first : first + count] = self._linear(units, self._weight, None).t()
+        return weight
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x W^T + b``; a row-parallel layer withholds its bias on all ranks but the first."""
@@ -188,6 +219,11 @@ class FusedExperts:
         """Keep the blocks."""
         self._blocks = tuple(torch.ops._C.convert_weight_packed(it.detach()) for it in (layer.gate_up, layer.down))
         return True
+
+    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`atom_core.kernels.experts.PackingExpertsKernel`."""
+        gate_up, down = self._blocks
+        return _unblocked(gate_up), _unblocked(down)
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights

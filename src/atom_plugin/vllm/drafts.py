@@ -8,7 +8,6 @@ reads; vLLM asks for both apart of classes by other names than ours alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -18,8 +17,6 @@ from vllm.sequence import IntermediateTensors
 
 from atom_core.models.draft import DraftModel
 from atom_core.models.registry import load_draft_class
-from atom_core.standalone import finalize
-from atom_core.weights import load_weights
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.versions import framework_line
@@ -27,6 +24,7 @@ from atom_plugin.vllm.attention import VllmPagedAttention, is_compiled
 from atom_plugin.vllm.checkpoint_config import values_of_draft
 from atom_plugin.vllm.graphs import compile_nothing_between_breaks
 from atom_plugin.vllm.runtime import build_runtime
+from atom_plugin.vllm.updates import HeldWeights
 from atom_plugin.vllm.warmup import register_warm_up
 
 logger = logging.getLogger("vllm.atom_plugin")
@@ -36,7 +34,7 @@ _compile = support_torch_compile(
 )
 
 
-class AtomDraft(nn.Module):
+class AtomDraft(HeldWeights):
     """A draft of the core behind vLLM's interface of such models."""
 
     #: The model that the layers are behind, as ``config.json`` spells it.
@@ -56,6 +54,7 @@ class AtomDraft(nn.Module):
         self.runtime = build_runtime(vllm_config, model_config, config.num_layers, VllmPagedAttention, load_settings())
         self.core: DraftModel = draft_class(config, self.runtime, prefix)
         self.checkpoint = str(model_config.model)
+        self.hold_weights(model_config)
         register_warm_up(self.core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
             table = startup_table(
@@ -90,16 +89,13 @@ class AtomDraft(nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
         """``[T, hidden]``, the rows to draft from, to ``[T, vocabulary]``."""
+        self.weights.check_ready()
         logits: torch.Tensor = self.lm_head(hidden_states)
         return logits
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load everything, or raise a ValueError that lists what does not fit."""
-        return {f"core.{name}" for name in load_weights(self.core, weights, self.checkpoint)}
-
     def process_weights_after_loading(self) -> None:
         """The last hook that vLLM calls on a loaded model."""
-        finalize(self.core)
+        self.weights.close()
 
 
 @_compile

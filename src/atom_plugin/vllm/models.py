@@ -5,7 +5,6 @@ file's contents, so every fact about them (pipeline support and the like) stands
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +16,6 @@ from vllm.sequence import IntermediateTensors
 from atom_core.config import ModelConfig
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.models.registry import load_model_class
-from atom_core.standalone import finalize
-from atom_core.weights import load_weights
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.versions import framework_line
@@ -26,6 +23,7 @@ from atom_plugin.vllm.attention import FrameworkAttention, VllmPagedAttention, i
 from atom_plugin.vllm.checkpoint_config import values_of
 from atom_plugin.vllm.graphs import compile_nothing_between_breaks
 from atom_plugin.vllm.runtime import build_runtime
+from atom_plugin.vllm.updates import HeldWeights
 from atom_plugin.vllm.warmup import register_warm_up
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ _compile = support_torch_compile(
 )
 
 
-class AtomForCausalLM(nn.Module):
+class AtomForCausalLM(HeldWeights):
     """A model of the core behind vLLM's model interface."""
 
     supports_pp = True
@@ -56,6 +54,7 @@ class AtomForCausalLM(nn.Module):
         self.runtime = build_runtime(vllm_config, model_config, config.num_layers, attention, settings)
         self.core: DecoderForCausalLM = load_model_class(architecture)(config, self.runtime, prefix)
         self.checkpoint = str(model_config.model)
+        self.hold_weights(model_config)
         register_warm_up(self.core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
             layer = attention if config.latent is None else self.runtime.latent_attention
@@ -100,15 +99,21 @@ class AtomForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[T, hidden]``, the rows to sample, to ``[T, vocabulary]``."""
+        self.weights.check_ready()
         return self.core.logits(hidden_states)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load everything, or raise a ValueError that lists what does not fit."""
-        return {f"core.{name}" for name in load_weights(self.core, weights, self.checkpoint)}
 
     def process_weights_after_loading(self) -> None:
         """The last hook that vLLM calls on a loaded model."""
-        finalize(self.core)
+        self.weights.close()
+        self._hand_over()
+
+    def end_update(self) -> None:
+        """See :class:`HeldWeights`."""
+        super().end_update()
+        if self.weights.loaded:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
         for layer in self.core.modules():
             if isinstance(layer, FrameworkAttention):
                 layer.hand_over()

@@ -221,3 +221,19 @@ def test_blocks_are_for_long_rows_and_heads_in_bfloat16(spec, expected, monkeypa
     assert cpu_kernels._blocks_pay(spec) is expected
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert not cpu_kernels._blocks_pay(spec)
+
+
+@pytest.mark.parametrize("kind", [cpu_kernels.BlockedLinear, cpu_kernels.DispatchedLinear])
+@pytest.mark.parametrize("shape", [(64, 96), (96, 2048), (352, 320)], ids=str)
+def test_a_packed_weight_comes_back_as_it_was_loaded(kind, shape):
+    weight, kernel = torch.randn(shape).bfloat16(), kind()
+    assert kernel.adopt(weight.clone(), None)
+    assert torch.equal(kernel.unpacked(), weight)
+
+
+def test_packed_experts_come_back_as_they_were_loaded():
+    gate_up, down = torch.randn(3, 128, 96).bfloat16(), torch.randn(3, 96, 64).bfloat16()
+    kernel = cpu_kernels.FusedExperts()
+    assert kernel.adopt(ExpertWeights(gate_up.clone(), down.clone(), None, None))
+    for found, expected in zip(kernel.unpacked(), (gate_up, down), strict=True):
+        assert torch.equal(found, expected)

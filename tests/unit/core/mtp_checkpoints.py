@@ -86,11 +86,11 @@ class Reference:
         return around.norm((left[0] if isinstance(left, tuple) else left)[0])
 
 
-def make_mtp(directory: Path, config: Any, num_drafts: int = 1) -> Reference:
+def make_mtp(directory: Path, config: Any, num_drafts: int = 1, seed: int = 0) -> Reference:
     """A random float32 model of ``config`` with ``num_drafts`` layers that draft, saved to ``directory``."""
     whole, num_layers = copy.deepcopy(config), config.num_hidden_layers
     whole.num_hidden_layers += num_drafts
-    return add_drafting(directory, make_model(directory, whole), num_layers)
+    return add_drafting(directory, make_model(directory, whole, seed), num_layers)
 
 
 def make_good_mtp(directory: Path, model: Any, num_layers: int) -> Reference:

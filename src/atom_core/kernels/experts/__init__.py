@@ -71,6 +71,14 @@ Weights_contra = TypeVar("Weights_contra", contravariant=True)
 
 
 @runtime_checkable
+class PackingExpertsKernel(Protocol):
+    """Experts whose :meth:`ExpertsKernel.adopt` may be True."""
+
+    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The adopted weights of gates and ups, and of down, in memory of their own."""
+
+
+@runtime_checkable
 class AddingExpertsKernel(Protocol[Weights_contra]):
     """A kernel that can add to a residual on its way, and norm few tokens in front, however it keeps its weights."""
 

@@ -6,7 +6,7 @@ import torch
 
 from atom_core.kernels.aiter_library import aiter_enum, aiter_function, require
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
-from atom_core.kernels.fp8_linear.aiter_kernel import shuffle_in_place
+from atom_core.kernels.fp8_linear.aiter_kernel import shuffle_in_place, unshuffle_in_place
 from atom_core.kernels.opaque import opaque
 
 
@@ -24,9 +24,13 @@ class AiterExperts:
         """Move the weights' numbers."""
         shuffle_in_place(layer.gate_up.data)
         shuffle_in_place(layer.down.data)
-        if self.held is None:
-            self.held = held_experts(self.spec.first, self.spec.count, self.spec.total, layer.down.device)
+        self.held = held_experts(self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.held)
         return False
+
+    def move_back(self, *weights: torch.Tensor) -> None:
+        """See :class:`atom_core.kernels.moved.MovingKernel`."""
+        for weight in weights:
+            unshuffle_in_place(weight.data)
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
@@ -36,11 +40,18 @@ class AiterExperts:
         return y
 
 
-def held_experts(first: int, count: int, total: int | None, device: torch.device) -> torch.Tensor | None:
-    """Of each expert of all ranks whether this one holds it, int32 ``[total]``; None: it holds them all."""
+def held_experts(
+    first: int, count: int, total: int | None, device: torch.device, held: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Of each expert of all ranks whether this one holds it, int32 ``[total]``; None: it holds them all.
+
+    Written to ``held``, where there is one already: its memory may have been given back while a server slept.
+    """
     if total is None or total == count:
         return None
-    held = torch.zeros(total, dtype=torch.int32, device=device)
+    if held is None:
+        held = torch.empty(total, dtype=torch.int32, device=device)
+    held.zero_()
     held[first : first + count] = 1
     return held
 

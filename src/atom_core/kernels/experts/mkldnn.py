@@ -24,6 +24,11 @@ class MkldnnExperts:
         self._packed = [(pack(gate_up), pack(down)) for gate_up, down in zip(layer.gate_up, layer.down, strict=True)]
         return True
 
+    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`atom_core.kernels.experts.PackingExpertsKernel`."""
+        gate_up, down = zip(*self._packed, strict=True)
+        return torch.stack([it.to_dense() for it in gate_up]), torch.stack([it.to_dense() for it in down])
+
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
     ) -> torch.Tensor:

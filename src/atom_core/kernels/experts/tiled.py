@@ -37,6 +37,14 @@ def tile_in_place(weight: torch.Tensor) -> None:
         matrix.view(-1).copy_(tiled.view(-1))
 
 
+def untile_in_place(weight: torch.Tensor) -> None:
+    """Undo :func:`tile_in_place`."""
+    for matrix in weight:
+        rows, columns = matrix.shape
+        plain = matrix.view(rows // SIZE, columns // SIZE, SIZE, SIZE).transpose(1, 2).contiguous()
+        matrix.view(-1).copy_(plain.view(-1))
+
+
 @triton.jit
 def row_at(row, K, TILED: tl.constexpr):
     """Where rows of a matrix of ``K`` columns begin, or of matrices behind one another."""

@@ -10,7 +10,7 @@ from atom_core.config import Activation
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS, few_tokens, one_token
 from atom_core.kernels.experts.grouped import Held, many_tokens
-from atom_core.kernels.experts.tiled import of_whole_tiles, tile_in_place
+from atom_core.kernels.experts.tiled import of_whole_tiles, tile_in_place, untile_in_place
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.tiles import on_hopper
 from atom_core.kernels.linear.triton_kernel import Norm
@@ -39,6 +39,12 @@ class TritonExperts:
             tile_in_place(layer.gate_up.data)
             tile_in_place(layer.down.data)
         return False
+
+    def move_back(self, *weights: torch.Tensor) -> None:
+        """See :class:`atom_core.kernels.moved.MovingKernel`."""
+        if self.tiled:
+            for weight in weights:
+                untile_in_place(weight.data)
 
     def _adopted(self, layer: ExpertWeights) -> ExpertWeights:
         return layer._replace(tiled=self.tiled)

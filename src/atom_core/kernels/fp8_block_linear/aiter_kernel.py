@@ -35,6 +35,11 @@ class AiterFp8BlockLinear:
         """Move the weight's bytes."""
         self.shuffled.adopt(weight, weight_scale.data)
 
+    def move_back(self, *weights: torch.Tensor) -> None:
+        """See :class:`atom_core.kernels.moved.MovingKernel`."""
+        for weight in weights:
+            self.shuffled.move_back(weight)
+
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:

@@ -34,8 +34,12 @@ class AiterFp8Experts:
             scales = scales[0][..., None], scales[1][..., None]
         self.gate_up.adopt(layer.gate_up, scales[0])
         self.down.adopt(layer.down, scales[1])
-        if self.held is None:
-            self.held = held_experts(self.spec.first, self.spec.count, self.spec.total, layer.down.device)
+        self.held = held_experts(self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.held)
+
+    def move_back(self, *weights: torch.Tensor) -> None:
+        """See :class:`atom_core.kernels.moved.MovingKernel`."""
+        for weight, shuffled in zip(weights, (self.gate_up, self.down), strict=True):
+            shuffled.move_back(weight)
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Fp8ExpertWeights

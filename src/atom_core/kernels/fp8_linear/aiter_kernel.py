@@ -15,6 +15,7 @@ from atom_core.kernels.aiter_library import FP8, aiter_function, require
 from atom_core.kernels.cache_dtypes import as_bytes
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros
+from atom_core.kernels.moved import move_back
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 
@@ -44,6 +45,10 @@ class ShuffledWeight:
             self.scale = torch.empty_like(scale)
         self.scale.copy_(scale)
 
+    def move_back(self, weight: torch.Tensor) -> None:
+        """See :class:`atom_core.kernels.moved.MovingKernel`."""
+        unshuffle_in_place(weight.data.view(self.dtype))
+
     def __call__(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's ``weight`` as the device reads it, and the scales."""
         assert self.scale is not None, "weights are adopted before they are multiplied by"
@@ -54,6 +59,11 @@ def shuffle_in_place(weight: torch.Tensor) -> None:
     """Move the numbers of ``weight [N, K]``, or of each of ``[E, N, K]``, into the order of aiter's products."""
     for matrix in weight.view(-1, *weight.shape[-2:]):
         as_bytes(matrix).copy_(as_bytes(_moved(matrix)))
+
+
+def unshuffle_in_place(weight: torch.Tensor) -> None:
+    """Undo :func:`shuffle_in_place`."""
+    move_back(weight, _moved)
 
 
 def _as_large(weight: torch.Tensor) -> torch.Tensor:
@@ -83,6 +93,11 @@ class AiterFp8Linear:
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
         """Move the weight's bytes."""
         self.shuffled.adopt(weight, weight_scale.data[:, None])
+
+    def move_back(self, *weights: torch.Tensor) -> None:
+        """See :class:`atom_core.kernels.moved.MovingKernel`."""
+        for weight in weights:
+            self.shuffled.move_back(weight)
 
     def __call__(
         self,

@@ -44,6 +44,14 @@ class LinearKernel(Protocol):
 
 
 @runtime_checkable
+class PackingLinearKernel(Protocol):
+    """A product whose :meth:`LinearKernel.adopt` may be True."""
+
+    def unpacked(self) -> torch.Tensor:
+        """The adopted weight ``[N, K]``, in memory of its own."""
+
+
+@runtime_checkable
 class AddingLinearKernel(Protocol):
     """A product that can add to a residual on its way."""
 

@@ -49,6 +49,10 @@ class MkldnnLinear:
         self._packed = pack(weight)
         return True
 
+    def unpacked(self) -> torch.Tensor:
+        """See :class:`atom_core.kernels.linear.PackingLinearKernel`."""
+        return self._packed.to_dense()
+
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x W^T + b``."""
         return packed_linear(x, self._packed, bias)

@@ -30,6 +30,11 @@ class AiterMxfp4Experts:
         self.gate_up.adopt(layer.gate_up, layer.gate_up_scale)
         self.down.adopt(layer.down, layer.down_scale)
 
+    def move_back(self, *weights: torch.Tensor) -> None:
+        """See :class:`atom_core.kernels.moved.MovingKernel`."""
+        for blocks, shuffled in zip(weights, (self.gate_up, self.down), strict=True):
+            shuffled.move_back(blocks)
+
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Mxfp4Weights
     ) -> torch.Tensor:

@@ -21,3 +21,12 @@ def spread(blocks: torch.Tensor) -> None:
             moved |= (number >> 3 & 1) << sign
             moved |= (number & 7) << size
         expert.copy_(moved)
+
+
+def gather(blocks: torch.Tensor) -> None:
+    """Undo :func:`spread`."""
+    for expert in blocks.view(torch.int16):
+        moved = torch.zeros_like(expert)
+        for index, (sign, size) in enumerate(PLACES):
+            moved |= ((expert >> sign & 1) << 3 | expert >> size & 7) << 4 * index
+        expert.copy_(moved)

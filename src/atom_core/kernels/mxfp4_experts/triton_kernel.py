@@ -24,7 +24,7 @@ from atom_core.kernels.linear.parts import finish, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_experts import Mxfp4Weights
-from atom_core.kernels.mxfp4_experts.bits import spread
+from atom_core.kernels.mxfp4_experts.bits import gather, spread
 from atom_core.kernels.mxfp4_linear.inputs import prepare
 from atom_core.kernels.mxfp4_linear.parts import number, scale_of
 from atom_core.kernels.opaque import opaque
@@ -220,6 +220,12 @@ class TritonMxfp4Experts:
         if _by_hopper(self.spec.dtype, layer.gate_up.device):
             spread(layer.gate_up)
             spread(layer.down)
+
+    def move_back(self, *weights: torch.Tensor) -> None:
+        """See :class:`atom_core.kernels.moved.MovingKernel`."""
+        for blocks in weights:
+            if _by_hopper(self.spec.dtype, blocks.device):
+                gather(blocks)
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Mxfp4Weights

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
-from atom_core.kernels.fp8_linear.aiter_kernel import shuffle_in_place
+from atom_core.kernels.fp8_linear.aiter_kernel import shuffle_in_place, unshuffle_in_place
 from atom_core.kernels.opaque import opaque
 
 #: Two numbers a byte, and the powers of two that are their scales: what aiter knows MXFP4 by (aiter/utility/dtypes.py).
@@ -38,6 +38,10 @@ class ShuffledMxfp4Weight:
             self.scales = torch.empty_like(moved)
         self.scales.copy_(moved)
 
+    def move_back(self, blocks: torch.Tensor) -> None:
+        """See :class:`atom_core.kernels.moved.MovingKernel`; the layer has the scales as they were loaded."""
+        unshuffle_in_place(blocks.data)
+
     def __call__(self) -> torch.Tensor:
         """The scales, uint8 ``[E N, K / 32]``, rows filled up to 256."""
         assert self.scales is not None, "weights are adopted before they are multiplied by"
@@ -65,6 +69,11 @@ class AiterMxfp4Linear:
     def adopt(self, blocks: torch.Tensor, scales: torch.Tensor) -> None:
         """Move the weight's bytes."""
         self.shuffled.adopt(blocks, scales)
+
+    def move_back(self, *weights: torch.Tensor) -> None:
+        """See :class:`atom_core.kernels.moved.MovingKernel`."""
+        for blocks in weights:
+            self.shuffled.move_back(blocks)
 
     def __call__(
         self, x: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from atom_core.kernels.attention import ATTENTION, PagedAttentionKernel, PagedAttentionSpec
 from atom_core.kernels.select import Target
 from atom_core.metadata import AttentionMetadata, KVCacheView, LatentCacheView
+from atom_core.updates import ModelWeights
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
 from atom_plugin.sglang.attention_backend.graph_state import PADDED_LENGTH, GraphState
@@ -62,9 +63,11 @@ class AtomAttentionBackend(AttentionBackend):
         self._plans: dict[Hashable, object] = {}
         if self.pools.latent:
             _refuse_native(runner)
+        self.runner = runner
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Before an eager step."""
+        self._check_weights()
         if forward_batch.forward_mode.is_idle() or forward_batch.batch_size == 0:
             self.forward_metadata = self.windowed_metadata = None
             return
@@ -73,6 +76,12 @@ class AtomAttentionBackend(AttentionBackend):
         self.forward_metadata = metadata
         self.windowed_metadata = windowed(metadata, self.pools) if self.pools.hybrid else metadata
 
+    def _check_weights(self) -> None:
+        """A graph that is replayed asks no model of ours whether its weights are complete."""
+        weights = getattr(self.runner.model, "weights", None)
+        if isinstance(weights, ModelWeights):
+            weights.check_ready()
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Before graphs are captured."""
         self.graphs = GraphState(max_bs, max_num_tokens, self.max_context_len, self.pools, self.kernels, self.step)
@@ -80,6 +89,8 @@ class AtomAttentionBackend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Before a capture or a replay."""
         assert self.graphs is not None, "SGLang announces graphs before it captures them"
+        if not in_capture:
+            self._check_weights()
         self._plans = {}
         self.forward_metadata, self.windowed_metadata = self.graphs.plan(forward_batch, in_capture)
 
@@ -190,7 +201,7 @@ class AtomAttentionBackend(AttentionBackend):
 
 def _refuse_native(runner: ModelRunner) -> None:
     """Models of SGLang's own bring latents in forms of theirs."""
-    from atom_plugin.sglang.causal_lm import AtomModel  # imports us
+    from atom_plugin.sglang.updates import AtomModel  # imports us
 
     if not isinstance(runner.model, AtomModel):
         raise ValueError(

@@ -1,0 +1,176 @@
+"""SGLang's calls that change weights while a server runs, and what it should know of ours.
+
+Where the calls reach a model, a folder is a stream of tensors like any other, and an error ends the server: SGLang
+would roll back to the folder that was just refused, or catches nothing at all. So hooks, which SGLang has for plug-ins,
+stand around two of its methods: files are compared with the model before SGLang opens them, and what does not fit is
+the call's answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from torch import nn
+
+from atom_core.models.decoder import CheckpointModel
+from atom_core.runtime import Runtime
+from atom_core.standalone import check_update, lay_out
+from atom_core.updates import ModelWeights
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+logger = logging.getLogger("sglang.atom_plugin")
+
+#: What errors call tensors that come from no folder.
+TENSORS = "an update"
+
+
+class SessionMethod(QuantizeMethodBase):
+    """SGLang's way to tell a module that an update of weights begins and has ended."""
+
+    def __init__(self, weights: ModelWeights) -> None:
+        self.weights = weights
+
+    def apply(self, layer: nn.Module, *args: object, **kwargs: object) -> torch.Tensor:
+        """Nothing is computed by it."""
+        raise AssertionError("it has no weight")
+
+    def restore_weights_before_loading(self, layer: nn.Module) -> None:
+        """It begins."""
+        if self.weights.loaded:
+            self.weights.begin()
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """It has ended."""
+        self.weights.end()
+
+
+class UpdateSession(nn.Module):
+    """The module that SGLang tells."""
+
+    def __init__(self, weights: ModelWeights) -> None:
+        super().__init__()
+        self.quant_method = SessionMethod(weights)
+
+
+class AtomModel(nn.Module):
+    """What SGLang should know of any model of ours, and how it gets its weights."""
+
+    #: Safetensors only: SGLang must not turn to pickles where there are none.
+    fall_back_to_pt_during_load = False
+
+    core: Any
+    runtime: Runtime
+    #: The folder, for errors.
+    checkpoint: str
+
+    @classmethod
+    def get_model_config_for_expert_location(cls, config: Any) -> ModelConfigForExpertLocation | None:
+        """None: experts, where a model has some, stay on the ranks that they are loaded on."""
+        return None
+
+    def hold_weights(self) -> None:
+        """Called once the core is built."""
+        self.weights = ModelWeights(self.core, self._layout if self._differs_by_rank() else None)
+        self.update_session = UpdateSession(self.weights)
+        self._folder: tuple[str, bool] | None = None
+        for buffer in self.core.buffers():
+            buffer._skip_weight_check = True  # tables, which no checkpoint has and no update brings again
+
+    def _differs_by_rank(self) -> bool:
+        config, runtime = self.core.config, self.runtime
+        return runtime.expert_parallel or len(runtime.pipeline.layers(config.num_layers)) < config.num_layers
+
+    def _layout(self) -> CheckpointModel:
+        return lay_out(self.core.config, self.runtime.dtype, quant=self.runtime.quant)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The first weights are whole; later ones are whole between :meth:`updating_from`'s ends, else any.
+
+        Raises:
+            ValueError: what does not fit, all of it.
+        """
+        if not self.weights.loaded:
+            self.weights.load(weights, self.checkpoint)
+            self.weights.close()
+        elif self._folder is not None:
+            folder, seen = self._folder
+            self.weights.update(weights, folder, whole=True, seen=seen)
+        else:
+            self.weights.update(weights, TENSORS, whole=False)
+
+    def post_load_weights(self) -> None:
+        """Called instead of :meth:`load_weights` where weights are made up (``--load-format dummy``)."""
+        self.weights.close()
+
+    @contextmanager
+    def updating_from(self, folder: str) -> Iterator[None]:
+        """What comes to :meth:`load_weights` is all of a folder, or of a name on a hub.
+
+        Raises:
+            ValueError: the folder's files do not fit; nothing was overwritten.
+        """
+        seen = Path(folder).is_dir()
+        if seen:
+            # A draft's configuration is read from the same file in another way.
+            served = None if self.core.borrowed else Path(self.checkpoint)
+            check_update(self.weights, self.core.config, Path(folder), self.runtime.quant, served)
+        self._folder = folder, seen
+        try:
+            yield
+        finally:
+            self._folder = None
+            self.weights.end()
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100, tp_size: int = 1) -> list[Any] | None:
+        """The first rows of a tensor as checkpoints name it, gathered over the ranks that share it; None: no such."""
+        tied = name == "lm_head.weight" and self.core.config.tie_word_embeddings
+        mine = self.weights.read("model.embed_tokens.weight" if tied else name)
+        if mine is None:
+            return None
+        if tp_size > 1:
+            here = ~mine.isnan()
+            ranks = self.runtime.tensor_parallel.all_reduce(here.float())
+            mine = self.runtime.tensor_parallel.all_reduce(mine.nan_to_num(0.0)) / ranks
+        rows: list[Any] = mine[:truncate_size].tolist()
+        return None if bool(mine.isnan().all()) else rows
+
+
+def update_from_disk(
+    original: Callable[..., tuple[bool, str]], updater: WeightUpdater, model_path: str, *args: Any, **kwargs: Any
+) -> tuple[bool, str]:
+    """Around ``WeightUpdater.update_weights_from_disk``."""
+    model = updater.get_model()
+    if not isinstance(model, AtomModel):
+        return original(updater, model_path, *args, **kwargs)
+    before = updater.model_config.model_path
+    try:
+        with model.updating_from(model_path):
+            updated, message = original(updater, model_path, *args, **kwargs)
+    except Exception as error:
+        # SGLang's own attempt to roll back reads the same folder once more.
+        logger.exception("An update of weights failed")
+        updated, message = False, f"Failed to update weights: {error}"
+    if not updated:
+        updater.model_config.model_path = before
+    return updated, message
+
+
+def update_from_tensor(
+    original: Callable[..., tuple[bool, str]], updater: WeightUpdater, *args: Any, **kwargs: Any
+) -> tuple[bool, str]:
+    """Around ``WeightUpdater.update_weights_from_tensor``: where tensors do not fit, that is the answer."""
+    if not isinstance(updater.get_model(), AtomModel):
+        return original(updater, *args, **kwargs)
+    try:
+        return original(updater, *args, **kwargs)
+    except ValueError as error:
+        return False, f"Failed to update weights: {error}"

@@ -1,0 +1,210 @@
+"""An engine whose weights are changed while it runs: what runs in a process of `test_updates.py`.
+
+It begins with the old version, whose fresh answers are known then. Each call goes to the new version or back: back,
+answers must be the fresh ones, and there those of every other call. Log probabilities say which weights a model has,
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+PROMPTS = ["12 + 5 =", "The capital of France is the city of Paris, and", "b c d e"]
+#: Tensors of a trainer's bucket: few enough that layers come in several.
+BUCKET = 11
+
+
+def _tensors(folder: str) -> list[tuple[str, Any]]:
+    from safetensors.torch import load_file
+
+    return [it for path in sorted(Path(folder).glob("*.safetensors")) for it in load_file(path).items()]
+
+
+def _buckets(folder: str, size: int = BUCKET) -> list[list[tuple[str, Any]]]:
+    tensors = _tensors(folder)
+    return [tensors[first : first + size] for first in range(0, len(tensors), size)]
+
+
+def _flattened(bucket: list[tuple[str, Any]]) -> tuple[dict[str, Any], Any]:
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    flat = FlattenedTensorBucket(named_tensors=bucket)
+    return {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}, flat
+
+
+class Updating:
+    """One engine, and the calls; each asserts that SGLang reports success, but for :meth:`refused`."""
+
+    def __init__(self, folder: str, options: Mapping[str, Any]) -> None:
+        import sglang
+
+        pool = {"max_total_tokens": 16384, "mem_fraction_static": 0.6}
+        self.engine = sglang.Engine(model_path=folder, **{"device": "cpu", "log_level": "info", **pool, **options})
+        self.ranks = options.get("tp_size", 1)
+        self.group: Any = None
+
+    def answers(self) -> list[Any]:
+        """What says which weights it has; one prompt at a time, for batches differ in last bits."""
+        self.engine.flush_cache()
+        sampling = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+        wanted = {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0}
+        found = [self.engine.generate(prompt, sampling, **wanted) for prompt in PROMPTS]
+        end = time.monotonic() + 10
+        while not self.engine.flush_cache().success:  # it may not know yet that all have been answered
+            assert time.monotonic() < end
+        kept = ("output_token_logprobs", "output_top_logprobs", "input_token_logprobs", "spec_num_correct_drafts")
+        return [[it["output_ids"], *(it["meta_info"].get(name) for name in kept)] for it in found]
+
+    def _done(self, result: tuple[Any, ...]) -> None:
+        assert result[0], result[1]
+
+    def disk(self, folder: str) -> None:
+        """`update_weights_from_disk`."""
+        self._done(self.engine.update_weights_from_disk(folder))
+
+    def one_list(self, folder: str) -> None:
+        """`update_weights_from_tensor`, once."""
+        self._session(lambda: self._done(self.engine.update_weights_from_tensor(_tensors(folder))))
+
+    def buckets(self, folder: str) -> None:
+        """`update_weights_from_tensor`, several times."""
+
+        def send() -> None:
+            for bucket in _buckets(folder):
+                self._done(self.engine.update_weights_from_tensor(bucket))
+
+        self._session(send)
+
+    def flattened(self, folder: str) -> None:
+        """The same with buckets of one tensor each."""
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        def send() -> None:
+            for bucket in _buckets(folder):
+                payload = [MultiprocessingSerializer.serialize(_flattened(bucket)[0]) for _ in range(self.ranks)]
+                self._done(self.engine.update_weights_from_tensor(payload, load_format="flattened_bucket"))
+
+        self._session(send)
+
+    def distributed(self, folder: str) -> None:
+        """`update_weights_from_distributed`: this process is the trainer."""
+        import torch
+        from sglang.srt.utils import init_custom_process_group
+
+        if self.group is None:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            world = 1 + self.ranks
+            made: list[Any] = []
+            join = threading.Thread(
+                target=lambda: made.append(
+                    init_custom_process_group(
+                        "gloo", f"tcp://127.0.0.1:{port}", world_size=world, rank=0, group_name="trainer"
+                    )
+                )
+            )
+            join.start()
+            self._done(self.engine.init_weights_update_group("127.0.0.1", port, 1, world, "trainer", "gloo"))
+            join.join()
+            (self.group,) = made
+
+        def send() -> None:
+            for bucket in _buckets(folder):
+                _, flat = _flattened(bucket)
+                sent = threading.Thread(
+                    target=lambda flat=flat: torch.distributed.broadcast(
+                        flat.get_flattened_tensor(), src=0, group=self.group
+                    )
+                )
+                sent.start()
+                names = [name for name, _ in bucket]
+                dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
+                shapes = [list(tensor.shape) for _, tensor in bucket]
+                self._done(
+                    self.engine.update_weights_from_distributed(
+                        names, dtypes, shapes, "trainer", load_format="flattened_bucket"
+                    )
+                )
+                sent.join()
+
+        self._session(send)
+
+    def wiped(self, folder: str) -> None:
+        """`check_weights`, as far as SGLang has it on a CPU: numbers that it wiped out come again."""
+        self._check("reset_tensors")
+        self.buckets(folder)
+
+    def _check(self, action: str) -> None:
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        tokenizer = self.engine.tokenizer_manager
+        self._done(self.engine.loop.run_until_complete(tokenizer.check_weights(CheckWeightsReqInput(action=action))))
+
+    def _session(self, send: Callable[[], None]) -> None:
+        self._done(self.engine.begin_weight_update())
+        send()
+        self._done(self.engine.end_weight_update())
+
+    def refused(self, folder: str) -> str:
+        """What is said of a bad folder."""
+        updated, message, *_ = self.engine.update_weights_from_disk(folder)
+        return "" if updated else message
+
+    def refused_bucket(self, folder: str, *, first: bool) -> str:
+        """What is said of a bucket that does not fit, with which an update begins or goes on."""
+        good, bad, *_ = _buckets(folder)
+        bad[0] = (bad[0][0], bad[0][1][:-1].contiguous())
+        self._done(self.engine.begin_weight_update())
+        if not first:
+            self._done(self.engine.update_weights_from_tensor(good))
+        updated, message = self.engine.update_weights_from_tensor(bad)
+        self._done(self.engine.end_weight_update())
+        return "" if updated else message
+
+
+CALLS = ("disk", "one_list", "buckets", "flattened", "distributed", "wiped")
+
+
+def run_case(old: str, new: str, bad: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
+    """Every call on one engine that began with ``old``."""
+    it = Updating(old, options)
+    try:
+        of_old = it.answers()
+        it.disk(new)
+        of_new = it.answers()
+        found: dict[str, Any] = {"differ": of_new != of_old}
+        for call in CALLS:
+            getattr(it, call)(old)
+            found[call] = [it.answers() == of_old]
+            getattr(it, call)(new)
+            found[call].append(it.answers() == of_new)
+        found["refused"] = {fault: it.refused(folder) for fault, folder in bad.items()}
+        found["after refusals"] = it.answers() == of_new
+        found["refused first"] = it.refused_bucket(old, first=True)
+        found["after a refused first bucket"] = it.answers() == of_new
+        found["refused later"] = it.refused_bucket(old, first=False)
+        it.buckets(old)
+        found["after a refused later bucket"] = it.answers() == of_old
+        names = [name for name, _ in _tensors(old) if name.endswith(("proj.weight", "norm.weight"))][:12]
+        found["by name"] = {name: it.engine.get_weights_by_name(name, 3) for name in names}
+    finally:
+        it.engine.shutdown()
+    return found
+
+
+def main() -> None:
+    """Run the case of one JSON file and write what was found to another."""
+    given, wanted = map(Path, sys.argv[1:])
+    wanted.write_text(json.dumps(run_case(**json.loads(given.read_text()))))
+
+
+if __name__ == "__main__":
+    main()
