@@ -505,6 +505,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Checkpoints with one thing changed, beside Transformers: `nox -s fuzz -- --seeds 3 --count 1000`."""
+    variables = {"OMP_NUM_THREADS": "1"}
+    _core_environment(session).run(session, "-m", "tests.fuzz", *session.posargs, **variables)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a broken link is an error."""
     _docs(session)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from atom_core.checkpoint import read_config_json
+from atom_core.checkpoint import config_of
 from atom_core.config import ModelConfig
 from atom_core.layers.norm import Stream
 from atom_core.standalone import Runner
@@ -135,7 +135,7 @@ def compare(
     """
     require_transformers()
     device = device or torch.device("cpu")
-    config = ModelConfig.from_hf(read_config_json(directory))
+    config = ModelConfig.from_hf(config_of(directory))
     tokens = _tokenize(directory, prompt) if prompt is not None else _sample(config, num_tokens, new_tokens)
     length = len(tokens) + new_tokens
     if not new_tokens < length <= config.max_position:

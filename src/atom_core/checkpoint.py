@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+SINGLE_FILE = "model.safetensors"
+#: Names of the files that hold a model, the first that there are: what is beside them is not read.
+WEIGHT_FILES = (SINGLE_FILE, "model-*.safetensors", "*.safetensors")
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -54,17 +58,15 @@ class Checkpoint:
                 else "it holds none"
             )
             raise ValueError(f"{directory} has no *.safetensors file: {found}.")
-        index = directory / "model.safetensors.index.json"
-        if index.exists():
-            wanted = _read_index(index)
-            absent = sorted(wanted - {path.name for path in files})
-            if absent:
-                raise ValueError(f"{index} names files that are not there: {', '.join(absent)}.")
-            files = [path for path in files if path.name in wanted]
         tensors: dict[str, TensorInfo] = {}
-        for path in files:
+        for path in _model_files(directory, files):
             tensors.update(_read_header(path))
         return cls(directory, tensors)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor, a view of its mapped file."""
+        with safe_open(self.tensors[name].file, framework="pt") as file:
+            return cast(torch.Tensor, file.get_tensor(name))
 
     def load(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of everything, file by file; tensors are views of the mapped files."""
@@ -82,6 +84,59 @@ class Checkpoint:
             with safe_open(path, framework="pt") as file:
                 for name in wanted:
                     yield name, file.get_tensor(name)
+
+
+def _model_files(directory: Path, files: Sequence[Path]) -> list[Path]:
+    """The files that hold the model, as Transformers and, told :data:`WEIGHT_FILES`, the frameworks choose them.
+
+    A folder may hold others: a release of Mistral's has the same model once more as ``consolidated.safetensors``.
+
+    Raises:
+        ValueError: an index that names files which are not there, or that leaves ``model.safetensors`` out.
+    """
+    index = directory / f"{SINGLE_FILE}.index.json"
+    single = directory / SINGLE_FILE
+    if index.exists():
+        wanted = _read_index(index)
+        absent = sorted(wanted - {path.name for path in files})
+        if absent:
+            raise ValueError(f"{index} names files that are not there: {', '.join(absent)}.")
+        if single in files and SINGLE_FILE not in wanted:
+            raise ValueError(
+                f"{directory} holds two models: {SINGLE_FILE}, which Transformers reads, and the files that "
+                f"{index.name} names, which vLLM and SGLang may read: {', '.join(sorted(wanted)[:3])}. Remove one."
+            )
+        return [path for path in files if path.name in wanted]
+    for pattern in WEIGHT_FILES:
+        if chosen := [path for path in files if path.match(pattern)]:
+            return chosen
+    return list(files)
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    """The parsed ``config.json`` of a checkpoint, with what its weights say otherwise.
+
+    Where it says that embedding and head are one, and the files have another head, the files count, as in Transformers.
+
+    Raises:
+        ValueError: see :func:`read_config_json`.
+    """
+    values = read_config_json(directory)
+    if values.get("tie_word_embeddings") is True and has_own_head(directory):
+        values["tie_word_embeddings"] = False
+    return values
+
+
+def has_own_head(directory: Path) -> bool:
+    """Whether the files have a head whose numbers are not those of the embedding."""
+    try:
+        checkpoint = Checkpoint.open(directory)
+    except ValueError:  # said where the files are compared with the model
+        return False
+    if not {_HEAD, _EMBEDDING} <= checkpoint.tensors.keys():
+        return False
+    head, embedding = checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING)
+    return head.shape == embedding.shape and not torch.equal(head, embedding)
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
@@ -105,7 +160,10 @@ def read_config_json(directory: Path) -> dict[str, Any]:
 def _read_index(path: Path) -> set[str]:
     """The names of the files that hold the checkpoint."""
     try:
-        return set(json.loads(path.read_text())["weight_map"].values())
+        names = set(json.loads(path.read_text())["weight_map"].values())
+        if not names or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"it names {sorted(map(str, names)) or 'no files'}")
+        return names
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no index of files: it has no readable 'weight_map' ({error}).") from error
 
@@ -119,6 +177,12 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             raise ValueError(f"{path} is cut off or is no safetensors file: {size} bytes do not hold its header.")
         content = file.read(length)
     try:
+        with safe_open(path, framework="pt"):
+            damaged = ""
+    except SafetensorError as error:
+        # The library's own word: offsets that overlap, are negative, or leave bytes out.
+        damaged = str(error)
+    try:
         header: dict[str, Any] = json.loads(content)
         header.pop("__metadata__", None)
         tensors = {name: TensorInfo(path, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
@@ -130,4 +194,6 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         cut = sorted(name for name, end in ends.items() if end > size)
         lost = f"; beyond its end: {', '.join(cut[:5])}" if cut else ""
         raise ValueError(f"{path} is damaged: {size} bytes where its header describes {expected}{lost}.")
+    if damaged:
+        raise ValueError(f"{path} is damaged: {damaged}.")
     return tensors

@@ -17,7 +17,7 @@ import torch
 from atom_core.attention.base import CachedAttention
 from atom_core.attention.mla import CachedLatentAttention, RadixLatentAttention
 from atom_core.attention.radix import RadixAttention
-from atom_core.checkpoint import Checkpoint, read_config_json
+from atom_core.checkpoint import Checkpoint, config_of
 from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
@@ -147,7 +147,7 @@ def _check_same_config(served: Path, directory: Path) -> None:
     """
     if not all((folder / "config.json").is_file() for folder in (served, directory)):
         return
-    old, new = (ModelConfig.from_hf(read_config_json(folder)) for folder in (served, directory))
+    old, new = (ModelConfig.from_hf(config_of(folder)) for folder in (served, directory))
     new = replace(new, rope=replace(new.rope, max_position=old.rope.max_position))
     names = [it.name for it in fields(ModelConfig) if getattr(old, it.name) != getattr(new, it.name)]
     if changed := [name for name in names if name not in ("max_position", "draft_layers")]:
@@ -326,7 +326,7 @@ class Runner:
         with_aiter: bool = True,
     ) -> None:
         self.directory = directory
-        hf = read_config_json(directory)
+        hf = config_of(directory)
         quant = read_quantization(hf, quantization)
         self.config = ModelConfig.from_hf(hf)
         check_files(self.config, directory, quant=quant)

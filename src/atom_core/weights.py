@@ -54,13 +54,13 @@ class Mismatch:
     ) -> None:
         """Raise a ValueError that lists everything, if there is anything; ``what`` "does" or "do" not fit."""
         kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("misshapen", self.misshapen))
-        lines = [
-            f"  {kind} ({len(names)}): {', '.join(sorted(names)[:_LISTED])}{', ...' if len(names) > _LISTED else ''}"
+        found = [
+            f"{kind} ({len(names)}): {', '.join(sorted(names)[:_LISTED])}{', ...' if len(names) > _LISTED else ''}"
             for kind, names in kinds
             if names
         ]
-        if lines:
-            raise ValueError("\n".join([f"{what} not fit {architecture}:", *lines]) + f"\n{advice}")
+        if found:
+            raise ValueError(f"{what} not fit {architecture}: {'; '.join(found)}. {advice}")
 
 
 def expected_tensors(model: CheckpointModel) -> dict[str, Slot]:

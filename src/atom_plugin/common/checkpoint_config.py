@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from atom_core.checkpoint import read_config_json
+from atom_core.checkpoint import has_own_head, read_config_json
 from atom_core.hf_config import as_mapping
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,13 @@ def config_values(
     if architecture is not None:
         values["architectures"] = [architecture]
     return _with_rope_of_file(values, file)
+
+
+def untied(values: dict[str, Any], model: str) -> dict[str, Any]:
+    """``values`` without a tied head where the files of a folder have another one; see ``config_of`` of the core."""
+    if values.get("tie_word_embeddings") and Path(model).is_dir() and has_own_head(Path(model)):
+        return {**values, "tie_word_embeddings": False}
+    return values
 
 
 def _with_rope_of_file(values: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:

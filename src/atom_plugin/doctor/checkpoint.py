@@ -12,7 +12,7 @@ from atom_plugin.doctor.framework import VLLM, Framework
 def check_checkpoint(folder: Path, tensor_parallel_size: int = 1, framework: Framework = VLLM) -> Iterable[Finding]:
     """What keeps us from serving `folder`: its config, or weights whose headers do not fit the model."""
     # These bring torch, which the doctor's other checks do without.
-    from atom_core.checkpoint import read_config_json
+    from atom_core.checkpoint import config_of, read_config_json
     from atom_core.config import ModelConfig
     from atom_core.models.registry import MODELS
     from atom_core.quant import read_quantization
@@ -30,7 +30,7 @@ def check_checkpoint(folder: Path, tensor_parallel_size: int = 1, framework: Fra
 
     findings = found(lambda: read_config_json(folder))
     if not findings:
-        values = read_config_json(folder)
+        values = config_of(folder)
         if not MODELS.keys() & set(values.get("architectures") or ()):
             consequence = framework.unknown_architecture
         findings = found(lambda: read_quantization(values)) + found(lambda: ModelConfig.from_hf(values))

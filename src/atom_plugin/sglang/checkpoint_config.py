@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atom_plugin.common.checkpoint_config import config_values, file_values
+from atom_plugin.common.checkpoint_config import config_values, file_values, untied
 
 #: On a CPU SGLang pads sizes in the configuration to what its kernels take and writes what they were beside them
 #: (``configs/update_config.py``). Ours take any.
@@ -17,11 +17,12 @@ _ADDED = ("context_len", "encoder_only", "language_only", "language_model_only",
 def values_of(hf_config: Any, architecture: str | None = None) -> dict[str, Any]:
     """The configuration of a model, of ``architecture`` where SGLang has put another name."""
     values = hf_config.to_dict()
-    file = file_values(str(getattr(hf_config, "_name_or_path", "")))
+    model = str(getattr(hf_config, "_name_or_path", ""))
+    file = file_values(model)
     for name in [name for name in values if name.startswith(_BEFORE_PADDING) and name not in file]:
         before, size = values.pop(name), name.removeprefix(_BEFORE_PADDING)
         if size in _PADDED:
             values[size] = before
     # Of models whose values are as wide as their keys SGLang writes it too.
     added = (*_ADDED, "v_head_dim") if values.get("v_head_dim") == values.get("head_dim") else _ADDED
-    return config_values(values, file, architecture, added)
+    return untied(config_values(values, file, architecture, added), model)

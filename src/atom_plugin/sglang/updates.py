@@ -12,13 +12,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from torch import nn
 
+from atom_core.checkpoint import WEIGHT_FILES
 from atom_core.models.decoder import CheckpointModel
 from atom_core.runtime import Runtime
 from atom_core.standalone import check_update, lay_out
@@ -66,6 +67,8 @@ class AtomModel(nn.Module):
 
     #: Safetensors only: SGLang must not turn to pickles where there are none.
     fall_back_to_pt_during_load = False
+    #: SGLang reads the files that our check of headers reads, and none beside them.
+    allow_patterns_overrides: ClassVar[list[str]] = list(WEIGHT_FILES)
 
     core: Any
     runtime: Runtime

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from atom_plugin.common.checkpoint_config import config_values, file_values
+from atom_plugin.common.checkpoint_config import config_values, file_values, untied
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -15,8 +15,9 @@ _ADDED = ("n_predict",)
 
 def values_of(model_config: ModelConfig, architecture: str) -> dict[str, Any]:
     """The configuration of a model that is served by our class of ``architecture``."""
-    file = file_values(str(model_config.model), model_config.revision)
-    return config_values(model_config.hf_text_config, file, architecture, _ADDED)
+    model = str(model_config.model)
+    file = file_values(model, model_config.revision)
+    return untied(config_values(model_config.hf_text_config, file, architecture, _ADDED), model)
 
 
 def values_of_draft(vllm_config: VllmConfig, architecture: str) -> dict[str, Any]:

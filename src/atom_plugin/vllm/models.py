@@ -5,7 +5,7 @@ file's contents, so every fact about them (pipeline support and the like) stands
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.sequence import IntermediateTensors
 
+from atom_core.checkpoint import WEIGHT_FILES
 from atom_core.config import ModelConfig
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.models.registry import load_model_class
@@ -41,6 +42,8 @@ class AtomForCausalLM(HeldWeights):
     """A model of the core behind vLLM's model interface."""
 
     supports_pp = True
+    #: vLLM reads the files that our check of headers reads, and none beside them.
+    allow_patterns_overrides: ClassVar[list[str]] = list(WEIGHT_FILES)
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from atom_core.checkpoint import Checkpoint, read_config_json
+from atom_core.checkpoint import Checkpoint, config_of, read_config_json
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -121,3 +121,37 @@ def test_a_config_is_a_json_object(tmp_path):
         read_config_json(tmp_path)
     config.write_text('{"a": 1}')
     assert read_config_json(tmp_path) == {"a": 1}
+
+
+@pytest.mark.parametrize("beside", ["consolidated.safetensors", "adapter_model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("model", [("model.safetensors",), ("model-00001-of-00002.safetensors", "model-2.safetensors")])
+def test_files_beside_the_model_are_left_alone_also_without_an_index(tmp_path, beside, model):
+    for number, name in enumerate(model):
+        save_file({f"of the model {number}": TENSORS["a"]}, tmp_path / name)
+    save_file({"beside": TENSORS["b"]}, tmp_path / beside)
+    assert list(Checkpoint.open(tmp_path).tensors) == [f"of the model {number}" for number in range(len(model))]
+
+
+def test_a_single_file_beside_an_index_of_others_is_refused_with_both_names(file):
+    save_file({"a": TENSORS["a"] + 1}, file.parent / "model-1.safetensors")
+    write_index(file.parent, {"a": "model-1.safetensors"})
+    with pytest.raises(ValueError, match=r"holds two models: model\.safetensors, .* the files that .*: model-1\.safet"):
+        Checkpoint.open(file.parent)
+
+
+def test_what_the_library_will_not_read_names_the_file(tmp_path):
+    entries = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    entries["b"] = {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}
+    header = json.dumps(entries).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: "):
+        Checkpoint.open(tmp_path)
+
+
+def test_another_head_in_the_files_unties_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    embedding = torch.arange(6.0).view(3, 2)
+    for head, tied in ((None, True), (embedding, True), (embedding + 1, False)):
+        heads = {} if head is None else {"lm_head.weight": head.clone()}
+        save_file({"model.embed_tokens.weight": embedding, **heads}, tmp_path / "model.safetensors")
+        assert config_of(tmp_path)["tie_word_embeddings"] is tied

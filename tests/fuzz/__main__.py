@@ -1,0 +1,87 @@
+"""`nox -s fuzz`: thousands of checkpoints with one thing changed, by seed; exit code 1 where one is served wrong.
+
+python -m tests.fuzz --seeds 3 --count 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tests.fuzz.judge import Verdict, judged
+from tests.fuzz.mutants import Mutant, mutate
+from tests.unit.core.hugging_face import FAMILIES, VOCABULARY, make_config, make_model
+from tests.unit.core.models import test_deepseek, test_glm4_moe, test_gpt_oss, test_mixtral, test_qwen3_moe
+
+NUM_TOKENS = 72
+MIXTURES = (
+    test_qwen3_moe.FAMILY,
+    test_mixtral.FAMILY,
+    test_gpt_oss.FAMILY,
+    test_glm4_moe.FAMILY,
+    test_deepseek.V2,
+    test_deepseek.V3,
+)
+OUTCOMES = ("equal", "refused", "lax", "WRONG", "HANG", "unclear")
+
+
+def originals(folder: Path) -> list[Path]:
+    """A sound checkpoint of every family."""
+    found = []
+    for family in (*FAMILIES, *MIXTURES):
+        place = folder / f"{family}"
+        make_model(place, make_config(family, max_position_embeddings=256))
+        found.append(place)
+    return found
+
+
+def fuzzed(sources: list[Path], folder: Path, seed: int, count: int) -> Iterator[tuple[str, Mutant, Verdict]]:
+    """`count` mutants of the checkpoints in turn."""
+    rng = random.Random(seed)
+    tokens = torch.randint(VOCABULARY, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+    for number in range(count):
+        source = sources[number % len(sources)]
+        copy = folder / f"{source.name}-{seed}-{number}"
+        shutil.copytree(source, copy)
+        mutant = mutate(copy, rng)
+        yield source.name, mutant, judged(copy, mutant, tokens)
+        shutil.rmtree(copy)
+
+
+def main() -> int:
+    """Print the table, and what is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1000)
+    given = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    table: Counter[tuple[str, str]] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        (place := Path(folder, "sound")).mkdir()
+        sources = originals(place)
+        for seed in range(given.first_seed, given.first_seed + given.seeds):
+            for family, mutant, verdict in fuzzed(sources, Path(folder), seed, given.count):
+                table[mutant.kind, verdict.outcome] += 1
+                if verdict.is_fault:
+                    print(f"{verdict.outcome}: {family}: {mutant.kind}: {mutant.change}: {verdict.detail}", flush=True)
+    print(f"{'':<24}{''.join(f'{outcome:>9}' for outcome in OUTCOMES)}")
+    for kind in sorted({kind for kind, _ in table}):
+        print(f"{kind:<24}{''.join(f'{table[kind, outcome]:>9}' for outcome in OUTCOMES)}")
+    totals = [sum(count for (_, it), count in table.items() if it == outcome) for outcome in OUTCOMES]
+    print(f"{'all':<24}{''.join(f'{total:>9}' for total in totals)}")
+    return int(any(totals[3:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
