@@ -92,6 +92,11 @@ class ModelWeights:
         """Whether kernels have had weights."""
         return self._loaded
 
+    @property
+    def complete(self) -> bool:
+        """Whether no tensor is missing."""
+        return not self._awaited
+
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> set[str]:
         """The first weights, whole; see :func:`atom_core.weights.load_weights`. :meth:`close` is still to be called."""
         return load_weights(self.model, tensors, source)
