@@ -10,6 +10,7 @@ weights. Then it may not be run until the tensors that it lacks have arrived.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -77,7 +78,7 @@ class ModelWeights:
 
     def __init__(self, model: CheckpointModel, layout: Callable[[], CheckpointModel] | None = None) -> None:
         self.model = model
-        self._layout = layout or (lambda: model)
+        self._layout = functools.cache(layout or (lambda: model))
         self._loaded = False
         self._awaited: set[str] = set()
         self._why = ""
@@ -91,6 +92,11 @@ class ModelWeights:
     def loaded(self) -> bool:
         """Whether kernels have had weights."""
         return self._loaded
+
+    @property
+    def complete(self) -> bool:
+        """Whether no tensor is missing."""
+        return not self._awaited
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> set[str]:
         """The first weights, whole; see :func:`atom_core.weights.load_weights`. :meth:`close` is still to be called."""

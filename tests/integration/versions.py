@@ -101,6 +101,9 @@ def _another_class(tensors: dict[str, torch.Tensor]) -> None:
     tensors[NAME] = tensors[NAME].to(torch.float32).to(torch.uint8)
 
 
+#: Makes a folder whose header is in order, and whose numbers FP8 cannot scale.
+make_infinite = _changed(lambda it: it.update({NAME: torch.full_like(it[NAME], float("inf"))}))
+
 #: How to make a bad folder of a good one, and what the refusal says beside the folder.
 FAULTS: Mapping[str, tuple[Callable[[Path, Path], None], str]] = {
     "a tensor is missing": (_changed(lambda it: it.__delitem__(NAME)), f"missing (1): {NAME}"),

@@ -85,6 +85,8 @@ class AtomModel(nn.Module):
         self.weights = ModelWeights(self.core, self._layout if self._differs_by_rank() else None)
         self.update_session = UpdateSession(self.weights)
         self._folder: tuple[str, bool] | None = None
+        #: Where all of its weights are from; "": from several places.
+        self.folder = ""
         for buffer in self.core.buffers():
             buffer._skip_weight_check = True  # tables, which no checkpoint has and no update brings again
 
@@ -104,10 +106,12 @@ class AtomModel(nn.Module):
         if not self.weights.loaded:
             self.weights.load(weights, self.checkpoint)
             self.weights.close()
+            self.folder = self.checkpoint
         elif self._folder is not None:
             folder, seen = self._folder
             self.weights.update(weights, folder, whole=True, seen=seen)
         else:
+            self.folder = ""
             self.weights.update(weights, TENSORS, whole=False)
 
     def post_load_weights(self) -> None:
@@ -158,13 +162,22 @@ def update_from_disk(
     try:
         with model.updating_from(model_path):
             updated, message = original(updater, model_path, *args, **kwargs)
-    except Exception as error:
-        # SGLang's own attempt to roll back reads the same folder once more.
-        logger.exception("An update of weights failed")
+    except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on and says it
+        # Nothing is written by now, or SGLang's own attempt to roll back has read the same folder once more.
         updated, message = False, f"Failed to update weights: {error}"
     if not updated:
         updater.model_config.model_path = before
-    return updated, message
+        if model.weights.complete or model.folder != before:
+            return False, message
+        logger.error("%s The weights of %s are read again.", message, before)
+        try:
+            with model.updating_from(before):
+                original(updater, before, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - as above
+            return False, f"{message} Its weights before, of {before}, cannot be read again: {error}"
+        return False, f"{message} It has its weights of before again, of {before}."
+    model.folder = model_path
+    return True, message
 
 
 def update_from_tensor(

@@ -110,11 +110,9 @@ class AtomForCausalLM(HeldWeights):
         self.weights.close()
         self._hand_over()
 
-    def end_update(self) -> None:
+    def written(self) -> None:
         """See :class:`HeldWeights`."""
-        super().end_update()
-        if self.weights.loaded:
-            self._hand_over()
+        self._hand_over()
 
     def _hand_over(self) -> None:
         for layer in self.core.modules():

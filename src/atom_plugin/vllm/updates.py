@@ -116,6 +116,7 @@ class HeldWeights(nn.Module):
                 return {name for name, _ in self.named_parameters()}
             raise
         self._from = (self._model_config.model, self._model_config.revision)
+        self.written()
         return {f"core.{name}" for name in names}
 
     def _update_from_folder(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -153,3 +154,8 @@ class HeldWeights(nn.Module):
     def end_update(self) -> None:
         """All tensors of the first weights, or of an update, have come."""
         self.weights.end()
+        if self.weights.loaded:
+            self.written()
+
+    def written(self) -> None:
+        """New weights are there; vLLM's layers may have been told of others, or forgotten theirs."""

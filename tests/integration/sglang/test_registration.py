@@ -57,6 +57,10 @@ DRAFT_METHODS = [
     f"sglang.srt.speculative.draft_utils.DraftBackendFactory.{method}"
     for method in ("create_decode_backend", "create_draft_extend_backend")
 ]
+UPDATE_METHODS = [
+    f"sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.{method}"
+    for method in ("update_weights_from_disk", "update_weights_from_tensor")
+]
 # What SGLang would build on ROCm is known by name alone, so the answer to "is this ROCm?" is all that is put on.
 ON_ROCM = """
 import json
@@ -101,7 +105,7 @@ def test_the_variable_makes_the_models_ours_and_announces_each_once():
     found = probe(SGLANG_EXTERNAL_MODEL_PACKAGE="atom_plugin.sglang.models")
     assert found["qwen3"] == "atom_plugin.sglang.models.dense"
     assert found["choices"] == 1
-    assert found["hooks"] == dict.fromkeys(DRAFT_METHODS, 1)
+    assert found["hooks"] == dict.fromkeys(DRAFT_METHODS + UPDATE_METHODS, 1)
     assert found["steps"] == {"handle_model_specific_adjustments": 1}
     assert found["overrides"] == dict.fromkeys(supported_architectures(), 1)
 

@@ -20,7 +20,7 @@ from tests.integration.server import SglangServer
 from tests.integration.sglang.offline import PACKAGE, drafting
 from tests.integration.sglang.test_drafts import ENVIRON
 from tests.integration.sglang.updated import CALLS
-from tests.integration.versions import CASES, FAULTS, Case, make_other, tensors_of
+from tests.integration.versions import CASES, FAULTS, NAME, Case, make_infinite, make_other, tensors_of
 
 pytestmark = pytest.mark.sglang
 
@@ -57,12 +57,15 @@ def found(tmp_path_factory):
         old, new = case.make(folder)
         for fault, (make, _) in FAULTS.items():
             make(new, folder / f"bad, {fault}")
+        if case.quantization:
+            make_infinite(old, folder / "infinite")
         it = run(
             folder,
             environ=BOUND if case in RANKS else None,
             case={
                 "old": str(old),
                 "new": str(new),
+                "infinite": str(folder / "infinite") if case.quantization else None,
                 "bad": {fault: str(folder / f"bad, {fault}") for fault in FAULTS},
                 "options": {**case.options, **({"quantization": case.quantization} if case.quantization else {})},
             },
@@ -87,6 +90,18 @@ def test_a_bad_folder_is_refused_with_its_name_and_the_old_weights_stay(found, c
     assert f"bad, {fault}" in said, "the folder"
     assert "Nothing was overwritten" in said
     assert found(case)["after refusals"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [it if it in FIRST else pytest.param(it, marks=pytest.mark.slow) for it in CASES if it.quantization],
+    ids=str,
+)
+def test_a_folder_that_is_found_bad_while_it_is_read_is_followed_by_the_one_before(found, case):
+    said, as_before = found(case)["broken off"]
+    assert f"{NAME} holds numbers that are not finite" in said
+    assert "It has its weights of before again" in said
+    assert as_before
 
 
 @every_case

@@ -173,8 +173,10 @@ class Updating:
 CALLS = ("disk", "one_list", "buckets", "flattened", "distributed", "wiped")
 
 
-def run_case(old: str, new: str, bad: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-    """Every call on one engine that began with ``old``."""
+def run_case(
+    old: str, new: str, bad: dict[str, str], options: dict[str, Any], infinite: str | None = None
+) -> dict[str, Any]:
+    """Every call on one engine that began with ``old``; ``infinite`` is a folder that is found bad while it is read."""
     it = Updating(old, options)
     try:
         of_old = it.answers()
@@ -188,6 +190,9 @@ def run_case(old: str, new: str, bad: dict[str, str], options: dict[str, Any]) -
             found[call].append(it.answers() == of_new)
         found["refused"] = {fault: it.refused(folder) for fault, folder in bad.items()}
         found["after refusals"] = it.answers() == of_new
+        if infinite is not None:
+            it.disk(new)
+            found["broken off"] = [it.refused(infinite), it.answers() == of_new]
         found["refused first"] = it.refused_bucket(old, first=True)
         found["after a refused first bucket"] = it.answers() == of_new
         found["refused later"] = it.refused_bucket(old, first=False)

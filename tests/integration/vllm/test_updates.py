@@ -33,11 +33,11 @@ every_case = pytest.mark.parametrize(
 )
 
 
-def run(folder: Path, cases: dict[str, Any], deadline: float = 400.0) -> dict[str, Any]:
+def run(folder: Path, cases: dict[str, Any], deadline: float = 400.0, **variables: str) -> dict[str, Any]:
     given, wanted = folder / "cases.json", folder / "found.json"
     given.write_text(json.dumps(cases))
     # Functions go to workers of other processes.
-    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", **variables}
     finished = run_script(Path(__file__).with_name("updated.py"), [str(given), str(wanted)], environ, deadline)
     assert finished.returncode == 0, f"exit code {finished.returncode}:\n{finished.tail()}"
     found: dict[str, Any] = json.loads(wanted.read_text())
@@ -106,6 +106,14 @@ def test_a_transfer_that_breaks_off_leaves_a_model_that_says_so_until_a_whole_on
     assert "No request is served until a whole update has arrived" in refusal
     assert "a part of an update was refused" in after
     assert found(case)["after a bad transfer"]
+
+
+def test_sinks_go_to_vllms_own_attention_again(tmp_path):
+    old, new = Case("sinks", "gpt_oss").make(tmp_path)
+    case = {"old": str(old), "new": str(new), "bad": {}, "options": {}}
+    it = run(tmp_path, {"sinks": case}, ATOM_DISABLE_VLLM_ATTENTION="1")["sinks"]
+    assert it["differ"]
+    assert all(it[call] for call in CALLS)
 
 
 def test_a_draft_is_updated_beside_its_target(tmp_path):

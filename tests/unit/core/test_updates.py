@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from atom_core.checkpoint import Checkpoint
 from atom_core.kernels.select import Target
-from atom_core.standalone import Runner, update_from
+from atom_core.runtime import SingleRank
+from atom_core.standalone import Runner, lay_out, update_from
 from atom_core.updates import IncompleteWeights, ModelWeights
 from tests.aiter_fake import fake_aiter
 from tests.unit.core.hugging_face import make_config, random_tokens
@@ -423,3 +425,20 @@ def test_a_folder_of_another_model_with_the_same_shapes_is_refused(tmp_path):
     assert torch.equal(runner.logits(TOKENS), before)
     path.unlink()
     runner.reload(new)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_with_other_experts_refuse_the_same(tmp_path, rank):
+    case = replace(MIXTURE, options={"dtype": torch.float32})
+    old, new = case.make(tmp_path / "old", 0), case.make(tmp_path / "new", 1)
+    runner, tensors = case.runner(new), tensors_of(new)
+    model = build(runner, old, tensor_parallel=SingleRank(rank, 2), expert_parallel=True)
+    layout = partial(lay_out, runner.config, torch.float32)
+    for expert in range(4):
+        name = f"model.layers.1.mlp.experts.{expert}.up_proj.weight"
+        bad = [(name, tensors[name][:-1])]
+        with pytest.raises(ValueError, match=re.escape(name)):
+            ModelWeights(model, layout).update(bad, "a trainer", whole=False)
+        ModelWeights(model, layout).update([(name, tensors[name])], "a trainer", whole=False)
+    other = f"model.layers.1.mlp.experts.{3 - 3 * rank}.up_proj.weight"
+    assert ModelWeights(model, layout).read(other).isnan().all()
