@@ -21,6 +21,7 @@ from atom_core.checkpoint import Checkpoint
 from atom_core.layers.cache_scales import CacheScales
 from atom_core.layers.parameters import ParameterLayer
 from atom_core.models.decoder import CheckpointModel
+from atom_core.spellings import respelled
 from atom_core.weights import (
     Mismatch,
     Slot,
@@ -157,6 +158,9 @@ class ModelWeights:
                 could not be read or holds numbers that cannot be what it is, and the model waits for the rest.
         """
         assert whole or not seen
+        as_they_come = not isinstance(tensors, (list, tuple))
+        tensors = respelled(self.model.config, expected_tensors(self.model), tensors)
+        tensors = tensors if as_they_come else list(tensors)
         if not seen:
             if not isinstance(tensors, (list, tuple)):
                 return self._update_by_lots(tensors, source, whole)

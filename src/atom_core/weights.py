@@ -17,6 +17,7 @@ from atom_core.checkpoint import Checkpoint
 from atom_core.layers.cache_scales import SCALE_NAMES, CacheScales
 from atom_core.layers.parameters import MissingLayer, ParameterLayer, Placement, checkpoint_module
 from atom_core.models.decoder import CheckpointModel
+from atom_core.spellings import respelled
 
 #: As safetensors spells them; the others are called what torch calls them.
 _DTYPES = {
@@ -147,7 +148,7 @@ def load_weights(
     scales = cache_scales(model)
     found: dict[CacheScales, dict[str, torch.Tensor]] = {}
     waiting, mismatch, writer = set(slots), Mismatch(), Writer(slots)
-    for name, tensor in tensors:
+    for name, tensor in respelled(model.config, slots, tensors):
         if name in scales:
             found.setdefault(scales[name], {})[name] = tensor
             continue
@@ -179,8 +180,9 @@ def check_checkpoint(model: CheckpointModel, checkpoint: Checkpoint) -> None:
     """
     slots = expected_tensors(model)
     elsewhere, scales = others_tensors(model), cache_scales(model)
-    mismatch = Mismatch(missing=sorted(set(slots) - set(checkpoint.tensors)))
-    for name, info in checkpoint.tensors.items():
+    tensors = dict(respelled(model.config, slots, checkpoint.tensors.items()))
+    mismatch = Mismatch(missing=sorted(set(slots) - set(tensors)))
+    for name, info in tensors.items():
         slot = slots.get(name)
         if slot is None:
             if name not in scales and not ignored(model, name, elsewhere):
