@@ -226,13 +226,13 @@ def check_groups(groups: int, let_in: int, num_experts: int, top_k: int) -> None
         ValueError: groups of different sizes, or fewer experts to choose from than a token has.
     """
     if num_experts % groups:
-        raise ValueError(f"n_group={groups} does not divide the number of experts, {num_experts}.")
+        raise ValueError(f"n_group={groups} does not divide the number of experts, n_routed_experts={num_experts}.")
     if let_in > groups:
         raise ValueError(f"topk_group={let_in} is more than there are groups of experts (n_group={groups}).")
     if top_k > let_in * (num_experts // groups):
         raise ValueError(
             f"num_experts_per_tok={top_k} is more than there are experts in topk_group={let_in} of n_group={groups} "
-            f"groups: {let_in * (num_experts // groups)}."
+            f"groups of n_routed_experts={num_experts}: {let_in * (num_experts // groups)}."
         )
 
 

@@ -84,10 +84,11 @@ def read_compressed_tensors(config: Mapping[str, Any], hf: Mapping[str, Any]) ->
     found = {_group_scheme(group) for group in groups}
     if len(found) != 1:
         raise unsupported(method, f"{len(found)} different schemes in config_groups")
-    targets = {target for group in groups for target in group.get("targets", ())}
-    if targets != {"Linear"}:
-        raise unsupported(method, f"targets {sorted(targets)} (only ['Linear'], with modules left out by 'ignore')")
-    return with_plain_head(replace(found.pop(), ignored=tuple(config.get("ignore") or ())), method, hf)
+    targets = tuple(dict.fromkeys(target for group in groups for target in group.get("targets") or ()))
+    if not targets:
+        raise unsupported(method, "config_groups without targets")
+    scheme = replace(found.pop(), targets=targets, ignored=tuple(config.get("ignore") or ()))
+    return with_plain_head(scheme, method, hf)
 
 
 def _group_scheme(group: Mapping[str, Any]) -> Fp8Config:

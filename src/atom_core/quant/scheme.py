@@ -21,6 +21,9 @@ class LayerScheme:
 
     ignored: tuple[str, ...] = ()
     """Modules that stay as they are: see :func:`names`."""
+    targets: tuple[str, ...] = ()
+    """Of compressed-tensors, whose patterns name whole modules or classes: those that are quantised; see
+    :func:`is_target`. Empty: all linear layers, and :attr:`ignored` by parts of names."""
     prefix: str = ""
     """What the model's module names start with, before those of checkpoints."""
 
@@ -43,6 +46,9 @@ class LayerScheme:
 
     def ignores(self, module: str) -> bool:
         """Whether the checkpoint's ``module`` is not quantised."""
+        if self.targets:
+            targeted = any(is_target(pattern, module) for pattern in self.targets)
+            return not targeted or any(is_target(pattern, module) for pattern in self.ignored)
         return any(names(pattern, module) for pattern in self.ignored)
 
 
@@ -57,6 +63,17 @@ def names(pattern: str, module: str) -> bool:
     if "*" in pattern:
         return fnmatch.fnmatchcase(module, pattern)
     return f".{pattern}." in f".{module}."
+
+
+def is_target(pattern: str, module: str) -> bool:
+    """Whether a pattern of compressed-tensors names a linear layer ``module``, as that library has it.
+
+    "re:" begins a regular expression, which matches from the name's start on; else the pattern is the whole name, or
+    the class, "Linear". The name of a parent names none of the modules in it.
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return pattern in (module, "Linear")
 
 
 def with_plain_head(scheme: SchemeT, method: str, hf: Mapping[str, Any]) -> SchemeT:

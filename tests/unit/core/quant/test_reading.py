@@ -149,7 +149,7 @@ REFUSED = {
     "weights alone": (with_group(input_activations=None), "weights alone quantised"),
     "static scales a token": (inputs(dynamic=False), "input_activations of .* strategy='token', dynamic=False"),
     "local dynamic inputs": (inputs(dynamic="local", strategy="group"), "strategy='group', dynamic=local"),
-    "other targets": (with_group(targets=["re:.*mlp.*"]), r"targets \['re:\.\*mlp\.\*'\]"),
+    "no targets": (with_group(targets=[]), "config_groups without targets"),
     "no scheme": (compressed("channel", True, config_groups={}), "0 different schemes"),
     "two schemes": (
         compressed("channel", True, config_groups={"a": scheme("channel", True), "b": scheme("tensor", False)}),
@@ -270,3 +270,21 @@ def test_a_merged_layer_is_quantised_as_a_whole_or_not_at_all():
     assert read({**FP8, "ignored_layers": modules}).linear(modules) is None
     with pytest.raises(ValueError, match=r"quantises only some of .*q_proj, .*k_proj, .*v_proj.*leaves out .*k_proj"):
         read({**FP8, "ignored_layers": modules[1:2]}).linear(modules)
+
+
+@pytest.mark.parametrize(
+    ("targets", "ignore", "quantised"),
+    [
+        (["Linear"], ["lm_head"], {"model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"}),
+        (["Linear"], ["lm_head", "model.layers.0.mlp"], {"model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"}),
+        (["Linear"], ["lm_head", "model.layers.0.mlp.up_proj"], {"model.layers.1.mlp.up_proj"}),
+        (["Linear"], ["lm_head", "re:.*layers\\.0\\..*"], {"model.layers.1.mlp.up_proj"}),
+        (["re:.*layers\\.1\\..*"], [], {"model.layers.1.mlp.up_proj"}),
+        (["model.layers.0.mlp.up_proj"], [], {"model.layers.0.mlp.up_proj"}),
+        (["Linear"], ["Linear"], set()),
+    ],
+)
+def test_patterns_of_compressed_tensors_name_whole_modules_and_classes(targets, ignore, quantised):
+    found = read({**with_group(targets=targets), "ignore": ignore})
+    modules = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
+    assert {module for module in modules if found.linear([module])} == quantised
