@@ -442,3 +442,24 @@ def test_ranks_with_other_experts_refuse_the_same(tmp_path, rank):
         ModelWeights(model, layout).update([(name, tensors[name])], "a trainer", whole=False)
     other = f"model.layers.1.mlp.experts.{3 - 3 * rank}.up_proj.weight"
     assert ModelWeights(model, layout).read(other).isnan().all()
+
+
+def test_scales_of_a_cache_in_use_cannot_become_others(tmp_path):
+    name = "model.layers.0.self_attn.k_scale"
+    old, new = DENSE.make(tmp_path / "old", 0), DENSE.make(tmp_path / "new", 1)
+    for directory in (old, new):
+        edit(directory, lambda tensors: tensors.update({name: torch.tensor(0.5)}))
+    runner = DENSE.runner(old, cache_dtype=torch.float8_e4m3fn)
+    runner.reload(new)
+    send(runner, tensors_of(old), "buckets")
+    before = runner.logits(TOKENS)
+    edit(new, lambda tensors: tensors.update({name: torch.tensor(0.25)}))
+    with pytest.raises(
+        ValueError, match=rf"{re.escape(str(new))} cannot be taken while serving: {re.escape(name)} would"
+    ):
+        runner.reload(new)
+    with pytest.raises(
+        ValueError, match=rf"{re.escape(name)} would turn scales \(0\.5, 1\.0\) of the cache into \(0\.25"
+    ):
+        send(runner, tensors_of(new), "one list")
+    assert torch.equal(runner.logits(TOKENS), before)
