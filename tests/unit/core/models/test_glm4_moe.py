@@ -150,7 +150,10 @@ def test_keys_that_a_configuration_lacks_are_what_hugging_face_takes_them_for():
         ({"num_experts_per_tok": 9}, r"num_experts_per_tok=9 is more than there are experts \(n_routed_experts=8\)"),
         ({"n_group": 3}, "n_group=3 does not divide the number of experts, n_routed_experts=8"),
         ({"topk_group": 5}, r"topk_group=5 is more than there are groups of experts \(n_group=4\)"),
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than .* topk_group=2 of n_group=4 groups: 4"),
+        (
+            {"num_experts_per_tok": 5},
+            "num_experts_per_tok=5 is more than .* topk_group=2 of n_group=4 groups of n_routed_experts=8: 4",
+        ),
         ({"n_shared_experts": 0}, "n_shared_experts=0; a positive integer"),
     ],
 )
