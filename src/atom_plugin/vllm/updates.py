@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -109,9 +109,9 @@ class HeldWeights(nn.Module):
                 get_layerwise_info(module).reset()
             self.weights.end()
             self._model_config.model, self._model_config.revision = self._from
-            if of_folder and get_world_group().rank_in_group:
-                # All ranks say the same. vLLM reads no other answer behind an error, and would take this one for the
-                # answer to its next call.
+            if of_folder and (get_tp_group().rank_in_group or get_pp_group().rank_in_group):
+                # All ranks of an engine say the same. vLLM reads no other answer behind the first one's error, and
+                # would take this one for the answer to its next call.
                 logger.warning("%s", error)
                 return {name for name, _ in self.named_parameters()}
             raise
