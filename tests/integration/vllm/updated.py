@@ -88,7 +88,11 @@ class Updating:
         self.llm = LLM(folder, model_impl="atom", disable_log_stats=False, **{**shape, **options})
 
     def answers(self) -> list[Any]:
-        """What says which weights it has."""
+        """What says which weights it has, as JSON has it."""
+        found: list[Any] = json.loads(json.dumps(self._answers()))
+        return found
+
+    def _answers(self) -> list[Any]:
         from vllm import SamplingParams
 
         drafting = self.llm.llm_engine.vllm_config.speculative_config is not None
@@ -162,11 +166,28 @@ def _bad_transfer(it: Updating, folder: str) -> list[str]:
     return [between, refusal, it.llm.collective_rpc(_why_not_ready)[0]]
 
 
-def run_case(old: str, new: str, bad: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-    """Every call on one engine that began with ``old``; of each whether answers are then those of a fresh start."""
-    fresh = Updating(new, options)
-    of_new, right = fresh.answers(), fresh.accepted()
+def run_fresh(folder: str, options: dict[str, Any]) -> tuple[list[Any], float]:
+    """What an engine that began with the folder answers, and how many of its drafts were right."""
+    fresh = Updating(folder, options)
+    found = fresh.answers(), fresh.accepted()
     fresh.close()
+    return found
+
+
+def run_case(
+    old: str | None, new: str, bad: dict[str, str], options: dict[str, Any], fresh: str | None = None
+) -> dict[str, Any]:
+    """Every call on one engine that began with ``old``; of each whether answers are then those of a fresh start.
+
+    ``fresh`` is the file of what a process with no ``old`` found, where a process has one engine in its life: on a GPU
+    a second one cannot capture graphs.
+    """
+    if fresh is None:
+        of_new, right = run_fresh(new, options)
+    else:
+        of_new, right = json.loads(Path(fresh).read_text())
+    if old is None:
+        return {"fresh": [of_new, right]}
     it = Updating(old, options)
     it.llm.collective_rpc(_install_engine)
     of_old = it.answers()

@@ -1,0 +1,63 @@
+"""vLLM on a GPU: weights that change under captured graphs are those of a fresh start, bit for bit.
+
+Each kind of model has a process of its own, all at once: a start is mostly host work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.versions import CASES, FAULTS, Case
+from tests.integration.vllm.test_updates import CALLS, run
+
+#: A stated share of the GPU: measuring what is free makes no sense while others start on it.
+SHARE = {"gpu_memory_utilization": 0.05, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Future[dict[str, Any]]]:
+    """What the calls led to, of each case."""
+    pool = ThreadPoolExecutor(len(CASES))
+
+    def start(case: Case) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("updates")
+        old, new = case.make(folder)
+        bad = {fault: folder / f"bad, {fault}" for fault in FAULTS}
+        for fault, (make, _) in FAULTS.items():
+            make(new, bad[fault])
+        quantization = {"quantization": case.quantization} if case.quantization else {}
+        made = {"new": str(new), "bad": {}, "options": {**SHARE, **case.options, **quantization}}
+        place = Path(tmp_path_factory.mktemp("run"))
+        # Two processes: on a GPU a second engine of one process cannot capture graphs.
+        fresh = run(place, {case.name: {**made, "old": None}}, deadline=250.0)[case.name]["fresh"]
+        (place / "fresh.json").write_text(json.dumps(fresh))
+        made |= {"old": str(old), "fresh": str(place / "fresh.json")}
+        made["bad"] = {fault: str(it) for fault, it in bad.items()}
+        found: dict[str, Any] = run(place, {case.name: made}, deadline=400.0)[case.name]
+        return found
+
+    return {case.name: pool.submit(start, case) for case in CASES}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_answers_are_those_of_a_fresh_start_bit_for_bit(
+    engines: Mapping[str, Future[dict[str, Any]]], case: Case, call: str
+) -> None:
+    found = engines[case.name].result()
+    assert found["differ"], "both versions answer alike"
+    assert found[call]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_after_refusals_it_answers_as_before(engines: Mapping[str, Future[dict[str, Any]]], case: Case) -> None:
+    found = engines[case.name].result()
+    assert all(found["refused"].values())
+    assert found["after refusals"]
+    assert found["in place after refusals"]
