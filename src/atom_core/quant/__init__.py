@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 from atom_core.quant.errors import unsupported
 from atom_core.quant.fp8 import Fp8Config, online_fp8, read_compressed_tensors, read_fp8, read_modelopt
+from atom_core.quant.keys import check_keys
 from atom_core.quant.mxfp4 import Mxfp4Config, Mxfp4LinearConfig, read_mxfp4
 from atom_core.quant.quark import read_quark
 
@@ -81,6 +82,8 @@ def read_quantization(hf: Mapping[str, Any], asked: str | None = None) -> QuantC
         ValueError: a scheme that no model here can run, or a flag and a checkpoint that contradict each other.
     """
     config = hf.get("quantization_config") or hf.get("compression_config")
+    if config and not isinstance(config, Mapping):
+        raise ValueError(f"The model's config has quantization_config={str(config)[:80]!r}; an object is needed.")
     if not config:
         if asked is None:
             return Unquantized()
@@ -94,4 +97,10 @@ def read_quantization(hf: Mapping[str, Any], asked: str | None = None) -> QuantC
         raise ValueError(
             f"--quantization {asked} contradicts the checkpoint, whose quant_method is {method!r}; leave the flag out."
         )
-    return _READERS[method](config, hf)
+    try:
+        quant = _READERS[method](config, hf)
+    except (AttributeError, LookupError, TypeError) as error:
+        # A list where an object belongs, and the like, at whatever depth.
+        raise ValueError(f"The quantization_config of method {method!r} cannot be read: {error}.") from error
+    check_keys(method, config)
+    return quant

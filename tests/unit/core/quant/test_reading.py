@@ -288,3 +288,35 @@ def test_patterns_of_compressed_tensors_name_whole_modules_and_classes(targets, 
     found = read({**with_group(targets=targets), "ignore": ignore})
     modules = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
     assert {module for module in modules if found.linear([module])} == quantised
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({**FP8, "fmt": "e5m2"}, "'fp8' with fmt='e5m2'"),
+        ({**FP8, "group_size": 64}, "'fp8' with group_size='64'"),
+        ({**FP8, "config_groups": {"a": {}}}, "'fp8' with config_groups="),
+        (compressed("channel", True, bits=4), "'compressed-tensors' with bits='4'"),
+        ({**FP8, "ignored_layers": 3}, "quantization_config of method 'fp8' cannot be read: 'int' object is not iter"),
+        (compressed("channel", True, config_groups=[1]), "'compressed-tensors' cannot be read: 'list' object has no"),
+    ],
+    ids=str,
+)
+def test_a_key_of_another_method_and_a_value_of_another_type_are_refused(config, says):
+    with pytest.raises(ValueError, match=says) as error:
+        read(config)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_object_is_refused():
+    with pytest.raises(ValueError, match="quantization_config='fp8'; an object is needed"):
+        read_quantization({"quantization_config": "fp8"})
+
+
+def test_keys_of_tools_are_taken_and_unknown_ones_named_once(caplog):
+    taken = {**FP8, "fmt": "e4m3", "scale_fmt": "ue8m0", "version": "0.8", "producer": {"name": "a"}}
+    assert read(taken) == read(FP8)
+    assert caplog.records == []
+    read({**FP8, "a_note": 1})
+    (record,) = caplog.records
+    assert record.getMessage() == "Keys of quantization_config that no model reads are left aside: a_note"
