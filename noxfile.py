@@ -285,9 +285,14 @@ THOROUGH = "--thorough"
 KEPT_DAYS = 14
 
 
+def _examples(session: nox.Session) -> tuple[str, ...]:
+    """Which tests run."""
+    return () if THOROUGH in session.posargs else ("-m", "not thorough")
+
+
 def _chosen(session: nox.Session) -> tuple[str, ...]:
     """Which of unit and contract tests run, and how."""
-    return SIDE_BY_SIDE if THOROUGH in session.posargs else (*SIDE_BY_SIDE, "-m", "not thorough")
+    return (*SIDE_BY_SIDE, *_examples(session))
 
 
 def _unit(session: nox.Session) -> None:
@@ -311,7 +316,7 @@ def _lm_eval(session: nox.Session) -> str:
 def _vllm(session: nox.Session, version: str, *args: str) -> None:
     environment = _vllm_environment(session, version)
     folders = "tests/contract/vllm tests/integration/vllm"
-    _pytest(session, environment, f"vllm-{version}", folders, *args, LM_EVAL=_lm_eval(session))
+    _pytest(session, environment, f"vllm-{version}", folders, *(args or _examples(session)), LM_EVAL=_lm_eval(session))
 
 
 def _sglang_environment(session: nox.Session) -> Environment:
@@ -320,7 +325,8 @@ def _sglang_environment(session: nox.Session) -> Environment:
 
 
 def _sglang(session: nox.Session) -> None:
-    _pytest(session, _sglang_environment(session), f"sglang-{SGLANG}", "tests/integration/sglang")
+    folder = "tests/integration/sglang"
+    _pytest(session, _sglang_environment(session), f"sglang-{SGLANG}", folder, *_examples(session))
 
 
 def _docs(session: nox.Session) -> None:

@@ -19,25 +19,17 @@ import torch
 
 from tests.fuzz.judge import Verdict, judged
 from tests.fuzz.mutants import Mutant, mutate
-from tests.unit.core.hugging_face import FAMILIES, VOCABULARY, make_config, make_model
-from tests.unit.core.models import test_deepseek, test_glm4_moe, test_gpt_oss, test_mixtral, test_qwen3_moe
+from tests.unit.core.families import ALL_FAMILIES
+from tests.unit.core.hugging_face import VOCABULARY, make_config, make_model
 
 NUM_TOKENS = 72
-MIXTURES = (
-    test_qwen3_moe.FAMILY,
-    test_mixtral.FAMILY,
-    test_gpt_oss.FAMILY,
-    test_glm4_moe.FAMILY,
-    test_deepseek.V2,
-    test_deepseek.V3,
-)
 OUTCOMES = ("equal", "refused", "lax", "WRONG", "HANG", "unclear")
 
 
 def originals(folder: Path) -> list[Path]:
     """A sound checkpoint of every family."""
     found = []
-    for family in (*FAMILIES, *MIXTURES):
+    for family in ALL_FAMILIES:
         place = folder / f"{family}"
         make_model(place, make_config(family, max_position_embeddings=256))
         found.append(place)

@@ -5,17 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.cases import Case, read_cases
-from tests.unit.core.hugging_face import FAMILIES, make_config
-from tests.unit.core.models import test_deepseek, test_glm4_moe, test_gpt_oss, test_mixtral, test_qwen3_moe
+from tests.unit.core.families import ALL_FAMILIES
+from tests.unit.core.hugging_face import make_config
 
-_MIXTURES = (
-    test_qwen3_moe.FAMILY,
-    test_mixtral.FAMILY,
-    test_gpt_oss.FAMILY,
-    test_glm4_moe.FAMILY,
-    test_deepseek.V2,
-    test_deepseek.V3,
-)
 #: Reports of what only weights show: another head, and a count of which Transformers' object keeps one of two names.
 _OF_WEIGHTS = ("tied-by-config-another-head-in-the-file", "two-counts-of-experts")
 CASES = [case for case in read_cases() if case.name not in _OF_WEIGHTS]
@@ -23,7 +15,7 @@ CASES = [case for case in read_cases() if case.name not in _OF_WEIGHTS]
 
 def make(folder: Path, case: Case) -> Path:
     """The folder of a case."""
-    (family,) = (family for family in (*FAMILIES, *_MIXTURES) if str(family) == case.family)
+    (family,) = (family for family in ALL_FAMILIES if str(family) == case.family)
     place = folder / case.name
     make_config(family, max_position_embeddings=256).save_pretrained(place)
     case.change(place)

@@ -61,6 +61,8 @@ CASES = (
     Case("mla, stored fp8", "deepseek_v3", FORMATS[2]),
     Case("mla, fp8 made at load", "deepseek_v3", quantization="fp8"),
 )
+#: Each model and each dtype once: the other pairs are run by `--thorough`, as they take as long again.
+FIRST = tuple(it for it in CASES if it.name in ("dense, bf16", "mixture, stored fp8", "mla, fp8 made at load"))
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from tests.integration.server import SglangServer
 from tests.integration.sglang.offline import PACKAGE, drafting
 from tests.integration.sglang.test_drafts import ENVIRON
 from tests.integration.sglang.updated import CALLS
-from tests.integration.versions import CASES, FAULTS, NAME, Case, make_infinite, make_other, tensors_of
+from tests.integration.versions import CASES, FAULTS, FIRST, NAME, Case, make_infinite, make_other, tensors_of
 
 pytestmark = pytest.mark.sglang
 
@@ -29,10 +29,10 @@ RANKS = (
     Case("mixture, two ranks of experts", "qwen3_moe", options={"tp_size": 2, "ep_size": 2}),
 )
 BOUND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-#: Each model and each dtype once; the other pairs take as long again.
-FIRST = [it for it in CASES if it.name in ("dense, bf16", "mixture, stored fp8", "mla, fp8 made at load")]
 every_case = pytest.mark.parametrize(
-    "case", [it if it in FIRST else pytest.param(it, marks=pytest.mark.slow) for it in (*CASES, *RANKS)], ids=str
+    "case",
+    [it if it in (*FIRST, *RANKS) else pytest.param(it, marks=pytest.mark.thorough) for it in (*CASES, *RANKS)],
+    ids=str,
 )
 
 
@@ -94,7 +94,7 @@ def test_a_bad_folder_is_refused_with_its_name_and_the_old_weights_stay(found, c
 
 @pytest.mark.parametrize(
     "case",
-    [it if it in FIRST else pytest.param(it, marks=pytest.mark.slow) for it in CASES if it.quantization],
+    [it if it in FIRST else pytest.param(it, marks=pytest.mark.thorough) for it in CASES if it.quantization],
     ids=str,
 )
 def test_a_folder_that_is_found_bad_while_it_is_read_is_followed_by_the_one_before(found, case):

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.mixtures import make_drafting
 from tests.integration.once import once
 from tests.integration.preloaded import run_script
-from tests.integration.versions import CASES, FAULTS, Case, make_other
+from tests.integration.versions import CASES, FAULTS, FIRST, Case, make_other
 
 pytestmark = pytest.mark.vllm
 
@@ -26,7 +26,7 @@ every_case = pytest.mark.parametrize(
     "case",
     [
         pytest.param(DENSE, marks=pytest.mark.smoke),
-        *OTHERS,
+        *(it if it in FIRST else pytest.param(it, marks=pytest.mark.thorough) for it in OTHERS),
         *(pytest.param(it, marks=pytest.mark.slow) for it in RANKS),
     ],
     ids=str,
@@ -69,7 +69,7 @@ def found(tmp_path_factory):
         return run(folder, made)
 
     def of(case: Case) -> dict[str, Any]:
-        cases = tuple(OTHERS) if case in OTHERS else (case,)
+        cases = tuple(it for it in OTHERS if (it in FIRST) == (case in FIRST)) if case in OTHERS else (case,)
         result: dict[str, Any] = together(cases)[case.name]
         assert result["differ"], "both versions answer alike"
         return result
@@ -98,7 +98,9 @@ def test_after_refusals_it_answers_as_before_and_knows_where_its_weights_are(fou
     assert found(case)["in place after refusals"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [it if it in FIRST else pytest.param(it, marks=pytest.mark.thorough) for it in CASES], ids=str
+)
 def test_a_transfer_that_breaks_off_leaves_a_model_that_says_so_until_a_whole_one(found, case):
     between, refusal, after = found(case)["bad transfer"]
     assert "the update has not ended" in between
