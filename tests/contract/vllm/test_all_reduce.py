@@ -20,7 +20,7 @@ from atom_core.kernels.select import Target
 from atom_plugin.common.aiter_all_reduce import is_one_kernel
 from tests.aiter_fake import fake_aiter
 
-pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
+pytestmark = pytest.mark.vllm
 
 GFX942 = Target("rocm", "gfx942")
 SIZE, EPS = 256, 1e-5

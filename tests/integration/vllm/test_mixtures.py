@@ -142,7 +142,6 @@ def tokens(ran, ask=0):
     return [answer.tokens for answer in ran.answers[ask]]
 
 
-@pytest.mark.smoke
 def test_tokens_of_a_mixture_are_hugging_faces(tmp_path):
     expected = make_mixture(tmp_path, "qwen3_moe")
     (ran,) = run([Engine(str(tmp_path), "atom", [Ask(PROMPTS, TOKENS)], {**FLOAT32, "max_model_len": 256})])
