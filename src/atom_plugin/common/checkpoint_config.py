@@ -71,11 +71,17 @@ def _with_rope_of_file(values: dict[str, Any], file: Mapping[str, Any]) -> dict[
     ``--hf-overrides '{"rope_parameters": {"rope_type": "yarn", ...}}'``, the official way to stretch Qwen's context,
     leaves no base, and no base means another one.
     """
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    rope = values.get(name)
+    if not isinstance(rope, Mapping) or not rope:
+        return values
     of_file = {**file, **(file.get("rope_scaling") or {}), **(file.get("rope_parameters") or {})}
     for key in _KEPT_OF_ROPE:
-        absent = isinstance(rope, Mapping) and rope and key not in rope and values.get(key) is None
-        if absent and (value := of_file.get(key)) is not None:
-            values[key] = value
-            logger.info("%s=%s is the checkpoint's own: the rope that was asked for has none", key, value)
+        value = of_file.get(key)
+        if value is None or rope.get(key) is not None or values.get(key) is not None:
+            continue
+        # A framework may have noted the base that an override lacks as null.
+        values[name] = {k: v for k, v in values[name].items() if k != key}
+        values[key] = value
+        logger.info("%s=%s is the checkpoint's own: the rope that was asked for has none", key, value)
     return values

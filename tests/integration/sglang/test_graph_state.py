@@ -9,6 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+
+from atom_core.updates import IncompleteWeights, ModelWeights
 
 pytestmark = pytest.mark.sglang
 
@@ -41,6 +44,7 @@ def make_runner(page_size, hybrid):
     else:
         kv = MHATokenToKVPool(size=SIZE, layer_num=2, enable_memory_saver=False, **common)
     return SimpleNamespace(
+        model=None,  # not one of ours, whose weights are to be complete
         page_size=page_size,
         req_to_token_pool=ReqToTokenPool(REQUESTS, CONTEXT, CPU, False),
         token_to_kv_pool=kv,
@@ -185,6 +189,32 @@ def test_a_rank_without_requests_replays_what_others_decode():
         assert backend.forward_metadata.seq_lens.data_ptr() == metadata.seq_lens.data_ptr()
         assert backend.forward_metadata.seq_lens.tolist() == [step + 2] * count
         assert backend.forward_metadata.slot_mapping.tolist() == [0] * count
+
+
+def test_no_graph_is_replayed_whose_weights_are_incomplete():
+    """A replay runs no code of the model, so that the backend asks in its place."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
+
+    class Weights(ModelWeights):
+        def check_ready(self):
+            if self.missing:
+                raise IncompleteWeights("The weights are incomplete")
+
+    weights = Weights(nn.Linear(2, 2))
+    weights.missing = False
+    made = make_runner(1, False)
+    made.model = SimpleNamespace(weights=weights)
+    backend = AtomAttentionBackend(made)
+    backend.init_cuda_graph_state(REQUESTS, REQUESTS)
+    batch = Batch(made, 1, ForwardMode.DECODE, 1)
+    backend.init_forward_metadata_out_graph(batch.batch(), in_capture=True)
+    batch.fill(0)
+    backend.init_forward_metadata_out_graph(batch.batch())
+    weights.missing = True
+    with pytest.raises(IncompleteWeights):
+        backend.init_forward_metadata_out_graph(batch.batch())
 
 
 def test_steps_of_a_chain_begin_with_slots_of_their_own():

@@ -36,6 +36,15 @@ def test_a_stretched_rope_keeps_the_checkpoints_own_base(file, key, caplog):
     assert record.getMessage().startswith("rope_theta=1000000.0 is the checkpoint's own")
 
 
+@pytest.mark.parametrize("file", [OLD, NEW], ids=["old form", "new form"])
+def test_a_base_that_a_framework_notes_as_null_is_none(file):
+    """vLLM 0.30 does so with Transformers 5.24, where ``rope_scaling`` is overridden."""
+    file = {**SIZES, **file}
+    of_framework = overridden(file).to_dict() | {"rope_parameters": {**YARN, "rope_theta": None}}
+    rope = ModelConfig.from_hf(config_values(of_framework, file, "Qwen3ForCausalLM")).rope
+    assert (rope.rope_type, rope.theta) == ("yarn", 1000000.0)
+
+
 def test_a_base_that_is_asked_for_counts(caplog):
     file = {**SIZES, **OLD}
     values = config_values(overridden(file, rope_parameters={**YARN, "rope_theta": 5e6}), file, "Qwen3ForCausalLM")
