@@ -185,6 +185,13 @@ def lay_out(
     return load_model_class(config.architecture)(config, runtime)
 
 
+def weights_of(model: CheckpointModel, runtime: Runtime) -> ModelWeights:
+    """The weights of a rank's model, which knows the whole model's where ranks hold different layers or experts."""
+    config = model.config
+    alike = not runtime.expert_parallel and len(runtime.pipeline.layers(config.num_layers)) == config.num_layers
+    return ModelWeights(model, None if alike else lambda: lay_out(config, runtime.dtype, quant=runtime.quant))
+
+
 def _without_memory(
     dtype: torch.dtype,
     tensor_parallel_size: int,

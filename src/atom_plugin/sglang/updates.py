@@ -20,9 +20,8 @@ from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from torch import nn
 
 from atom_core.checkpoint import WEIGHT_FILES
-from atom_core.models.decoder import CheckpointModel
 from atom_core.runtime import Runtime
-from atom_core.standalone import check_update, lay_out
+from atom_core.standalone import check_update, weights_of
 from atom_core.updates import ModelWeights
 
 if TYPE_CHECKING:
@@ -82,20 +81,13 @@ class AtomModel(nn.Module):
 
     def hold_weights(self) -> None:
         """Called once the core is built."""
-        self.weights = ModelWeights(self.core, self._layout if self._differs_by_rank() else None)
+        self.weights = weights_of(self.core, self.runtime)
         self.update_session = UpdateSession(self.weights)
         self._folder: tuple[str, bool] | None = None
         #: Where all of its weights are from; "": from several places.
         self.folder = ""
         for buffer in self.core.buffers():
             buffer._skip_weight_check = True  # tables, which no checkpoint has and no update brings again
-
-    def _differs_by_rank(self) -> bool:
-        config, runtime = self.core.config, self.runtime
-        return runtime.expert_parallel or len(runtime.pipeline.layers(config.num_layers)) < config.num_layers
-
-    def _layout(self) -> CheckpointModel:
-        return lay_out(self.core.config, self.runtime.dtype, quant=self.runtime.quant)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The first weights are whole; later ones are whole between :meth:`updating_from`'s ends, else any.

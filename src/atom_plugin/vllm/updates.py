@@ -20,8 +20,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from atom_core.runtime import Runtime
-from atom_core.standalone import check_update, lay_out
-from atom_core.updates import ModelWeights
+from atom_core.standalone import check_update, weights_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -75,17 +74,10 @@ class HeldWeights(nn.Module):
         Args:
             model_config: vLLM's, whose ``model`` is the folder that weights are loaded from.
         """
-        self.weights = ModelWeights(self.core, self._layout if self._differs_by_rank() else None)
+        self.weights = weights_of(self.core, self.runtime)
         self._model_config = model_config
         self._from = (model_config.model, model_config.revision)
         self.end_of_loading = EndOfLoading(self)
-
-    def _differs_by_rank(self) -> bool:
-        config, runtime = self.core.config, self.runtime
-        return runtime.expert_parallel or len(runtime.pipeline.layers(config.num_layers)) < config.num_layers
-
-    def _layout(self) -> CheckpointModel:
-        return lay_out(self.core.config, self.runtime.dtype, quant=self.runtime.quant)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """The first weights are whole; later ones are whole where a loader of vLLM's reads a folder, else any.
