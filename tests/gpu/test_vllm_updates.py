@@ -13,36 +13,50 @@ from typing import Any
 
 import pytest
 
-from tests.integration.versions import CASES, FAULTS, Case
+from tests.integration.preloaded import run_script
+from tests.integration.versions import CASES, FAULTS, FIRST, Case
 from tests.integration.vllm.test_updates import CALLS, run
 
 #: A stated share of the GPU: measuring what is free makes no sense while others start on it.
 SHARE = {"gpu_memory_utilization": 0.05, "max_num_seqs": 8}
 
 
+def updated(case: Case, folder: Path) -> dict[str, Any]:
+    """What the calls of a case led to."""
+    old, new = case.make(folder)
+    bad = {fault: folder / f"bad, {fault}" for fault in FAULTS}
+    for fault, (make, _) in FAULTS.items():
+        make(new, bad[fault])
+    quantization = {"quantization": case.quantization} if case.quantization else {}
+    made = {"new": str(new), "bad": {}, "options": {**SHARE, **case.options, **quantization}}
+    # Two processes: on a GPU a second engine of one process cannot capture graphs.
+    fresh = run(folder, {case.name: {**made, "old": None}}, deadline=250.0)[case.name]["fresh"]
+    (folder / "fresh.json").write_text(json.dumps(fresh))
+    made |= {"old": str(old), "fresh": str(folder / "fresh.json")}
+    made["bad"] = {fault: str(it) for fault, it in bad.items()}
+    found: dict[str, Any] = run(folder, {case.name: made}, deadline=400.0)[case.name]
+    return found
+
+
+def sent(backend: str, case: Case, folder: Path) -> dict[str, Any]:
+    """What a trainer of vLLM's own led to; see :mod:`tests.gpu.transferred`."""
+    old, new = case.make(folder)
+    quantization = {"quantization": case.quantization} if case.quantization else {}
+    options = json.dumps({**SHARE, **case.options, **quantization})
+    environ = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # handles go to workers as objects
+    arguments = [backend, str(old), str(new), options, str(folder / "found.json")]
+    finished = run_script(Path(__file__).with_name("transferred.py"), arguments, environ, 250.0)
+    assert finished.returncode == 0, f"exit code {finished.returncode}:\n{finished.tail()}"
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
+
+
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Future[dict[str, Any]]]:
     """What the calls led to, of each case."""
     pool = ThreadPoolExecutor(len(CASES))
-
-    def start(case: Case) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("updates")
-        old, new = case.make(folder)
-        bad = {fault: folder / f"bad, {fault}" for fault in FAULTS}
-        for fault, (make, _) in FAULTS.items():
-            make(new, bad[fault])
-        quantization = {"quantization": case.quantization} if case.quantization else {}
-        made = {"new": str(new), "bad": {}, "options": {**SHARE, **case.options, **quantization}}
-        place = Path(tmp_path_factory.mktemp("run"))
-        # Two processes: on a GPU a second engine of one process cannot capture graphs.
-        fresh = run(place, {case.name: {**made, "old": None}}, deadline=250.0)[case.name]["fresh"]
-        (place / "fresh.json").write_text(json.dumps(fresh))
-        made |= {"old": str(old), "fresh": str(place / "fresh.json")}
-        made["bad"] = {fault: str(it) for fault, it in bad.items()}
-        found: dict[str, Any] = run(place, {case.name: made}, deadline=400.0)[case.name]
-        return found
-
-    return {case.name: pool.submit(start, case) for case in CASES}
+    folders = {case: tmp_path_factory.mktemp("updates") for case in CASES}
+    return {case.name: pool.submit(updated, case, folder) for case, folder in folders.items()}
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -61,3 +75,8 @@ def test_after_refusals_it_answers_as_before(engines: Mapping[str, Future[dict[s
     assert all(found["refused"].values())
     assert found["after refusals"]
     assert found["in place after refusals"]
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_a_trainer_on_the_same_gpu_sends_weights_by_ipc(tmp_path: Path, case: Case) -> None:
+    assert sent("ipc", case, tmp_path) == {"differ": True, "as before": [True, True]}

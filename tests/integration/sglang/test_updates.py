@@ -7,6 +7,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,40 @@ every_case = pytest.mark.parametrize(
 )
 
 
-def run(folder: Path, case: dict[str, Any], environ: dict[str, str] | None = None) -> dict[str, Any]:
+def run(
+    folder: Path, case: dict[str, Any], environ: Mapping[str, str] | None = None, deadline: float = 120.0
+) -> dict[str, Any]:
     given, wanted = folder / "case.json", folder / "found.json"
     given.write_text(json.dumps(case))
-    variables = {PACKAGE: "atom_plugin.sglang.models", **SglangServer.on_a_cpu, **(environ or {})}
+    on_device = {} if case["options"].get("device") == "cuda" else SglangServer.on_a_cpu
+    variables = {PACKAGE: "atom_plugin.sglang.models", **on_device, **(environ or {})}
     script = Path(__file__).with_name("updated.py")
-    finished = run_script(script, [str(given), str(wanted)], variables, 120.0)
+    finished = run_script(script, [str(given), str(wanted)], variables, deadline)
     assert finished.returncode == 0, f"exit code {finished.returncode}:\n{finished.tail()}"
     found: dict[str, Any] = json.loads(wanted.read_text())
     return found
+
+
+def run_case(
+    folder: Path, case: Case, options: Mapping[str, Any], environ: Mapping[str, str] | None, deadline: float
+) -> dict[str, Any]:
+    """What the calls of a case led to, with further options of its engine."""
+    old, new = case.make(folder)
+    for fault, (make, _) in FAULTS.items():
+        make(new, folder / f"bad, {fault}")
+    if case.quantization:
+        make_infinite(old, folder / "infinite")
+    quantization = {"quantization": case.quantization} if case.quantization else {}
+    made = {
+        "old": str(old),
+        "new": str(new),
+        "infinite": str(folder / "infinite") if case.quantization else None,
+        "bad": {fault: str(folder / f"bad, {fault}") for fault in FAULTS},
+        "options": {**options, **case.options, **quantization},
+    }
+    it = run(folder, made, environ, deadline)
+    assert it["differ"], "both versions answer alike"
+    return {**it, "folder": str(old)}
 
 
 @pytest.fixture(scope="module")
@@ -53,25 +79,7 @@ def found(tmp_path_factory):
 
     @once
     def of(case: Case) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("updates")
-        old, new = case.make(folder)
-        for fault, (make, _) in FAULTS.items():
-            make(new, folder / f"bad, {fault}")
-        if case.quantization:
-            make_infinite(old, folder / "infinite")
-        it = run(
-            folder,
-            environ=BOUND if case in RANKS else None,
-            case={
-                "old": str(old),
-                "new": str(new),
-                "infinite": str(folder / "infinite") if case.quantization else None,
-                "bad": {fault: str(folder / f"bad, {fault}") for fault in FAULTS},
-                "options": {**case.options, **({"quantization": case.quantization} if case.quantization else {})},
-            },
-        )
-        assert it["differ"], "both versions answer alike"
-        return {**it, "folder": str(old)}
+        return run_case(tmp_path_factory.mktemp("updates"), case, {}, BOUND if case in RANKS else None, 120.0)
 
     return of
 

@@ -102,27 +102,28 @@ class Updating:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
-            world = 1 + self.ranks
+            world, backend = 1 + self.ranks, self._trainers_backend()
             made: list[Any] = []
             join = threading.Thread(
                 target=lambda: made.append(
                     init_custom_process_group(
-                        "gloo", f"tcp://127.0.0.1:{port}", world_size=world, rank=0, group_name="trainer"
+                        backend, f"tcp://127.0.0.1:{port}", world_size=world, rank=0, group_name="trainer"
                     )
                 )
             )
             join.start()
-            self._done(self.engine.init_weights_update_group("127.0.0.1", port, 1, world, "trainer", "gloo"))
+            self._done(self.engine.init_weights_update_group("127.0.0.1", port, 1, world, "trainer", backend))
             join.join()
             (self.group,) = made
 
         def send() -> None:
             for bucket in _buckets(folder):
                 _, flat = _flattened(bucket)
+                tensor = flat.get_flattened_tensor()
+                if self._trainers_backend() == "nccl":
+                    tensor = tensor.to(f"cuda:{self.ranks}")
                 sent = threading.Thread(
-                    target=lambda flat=flat: torch.distributed.broadcast(
-                        flat.get_flattened_tensor(), src=0, group=self.group
-                    )
+                    target=lambda tensor=tensor: torch.distributed.broadcast(tensor, src=0, group=self.group)
                 )
                 sent.start()
                 names = [name for name, _ in bucket]
@@ -142,11 +143,31 @@ class Updating:
         self._check("reset_tensors")
         self.buckets(folder)
 
+    def compared(self, folder: str) -> None:
+        """`check_weights`: an update from the same folder once more leaves each number as it was."""
+        self.disk(folder)
+        self._check("snapshot")
+        self._check("reset_tensors")
+        self.buckets(folder)
+        self._check("compare")
+
+    def released(self, folder: str) -> None:
+        """`release_memory_occupation` and `resume_memory_occupation`, with an update behind them."""
+        self.engine.release_memory_occupation()
+        self.engine.resume_memory_occupation()
+        self.disk(folder)
+
     def _check(self, action: str) -> None:
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         tokenizer = self.engine.tokenizer_manager
         self._done(self.engine.loop.run_until_complete(tokenizer.check_weights(CheckWeightsReqInput(action=action))))
+
+    def _trainers_backend(self) -> str:
+        """NCCL, where the trainer has a GPU that no rank has."""
+        import torch
+
+        return "nccl" if torch.cuda.device_count() > self.ranks else "gloo"
 
     def _session(self, send: Callable[[], None]) -> None:
         self._done(self.engine.begin_weight_update())
@@ -171,6 +192,8 @@ class Updating:
 
 
 CALLS = ("disk", "one_list", "buckets", "flattened", "distributed", "wiped")
+#: What SGLang has on a GPU alone.
+GPU_CALLS = (*CALLS, "compared", "released")
 
 
 def run_case(
@@ -183,7 +206,7 @@ def run_case(
         it.disk(new)
         of_new = it.answers()
         found: dict[str, Any] = {"differ": of_new != of_old}
-        for call in CALLS:
+        for call in GPU_CALLS if options.get("device") == "cuda" else CALLS:
             getattr(it, call)(old)
             found[call] = [it.answers() == of_old]
             getattr(it, call)(new)
