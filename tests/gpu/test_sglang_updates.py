@@ -28,15 +28,19 @@ SHARED = {
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Future[dict[str, Any]]]:
-    """What the calls led to, of each case."""
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Future[dict[str, Any]]]:
+    """What the calls led to, of each case that is asked for."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    asked = {item.callspec.params["case"] for item in items if "engines" in item.fixturenames}
     pool = ThreadPoolExecutor(len(CASES))
 
     def start(index: int, case: Case) -> dict[str, Any]:
         options = {**SHARED, "port": 32000 + 200 * index}
         return run_case(tmp_path_factory.mktemp("updates"), case, options, None, 500.0)
 
-    return {case.name: pool.submit(start, index, case) for index, case in enumerate(CASES)}
+    return {case.name: pool.submit(start, index, case) for index, case in enumerate(CASES) if case in asked}
 
 
 @pytest.mark.parametrize("call", GPU_CALLS)

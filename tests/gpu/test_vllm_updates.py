@@ -52,10 +52,14 @@ def sent(backend: str, case: Case, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Future[dict[str, Any]]]:
-    """What the calls led to, of each case."""
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Future[dict[str, Any]]]:
+    """What the calls led to, of each case that is asked for."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    asked = {item.callspec.params["case"] for item in items if "engines" in item.fixturenames}
     pool = ThreadPoolExecutor(len(CASES))
-    folders = {case: tmp_path_factory.mktemp("updates") for case in CASES}
+    folders = {case: tmp_path_factory.mktemp("updates") for case in CASES if case in asked}
     return {case.name: pool.submit(updated, case, folder) for case, folder in folders.items()}
 
 

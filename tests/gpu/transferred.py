@@ -2,8 +2,8 @@
 
     python transferred.py BACKEND OLD NEW OPTIONS FOUND
 
-BACKEND is ipc or nccl; by nccl the trainer's tensors are on a GPU behind those of the engine's ranks. FOUND is a file to
-write JSON to: whether answers differ between both versions, and are those of a version again once it has been sent.
+BACKEND is ipc or nccl; by nccl the trainer's tensors are on a GPU behind those of the engine's ranks. FOUND is a file
+to write JSON to: whether answers differ between both versions, and are those of a version again once it has been sent.
 """
 
 from __future__ import annotations
@@ -81,13 +81,12 @@ def _trainer(backend: str, llm: LLM, source: Folder, ranks: int) -> Any:
 
 
 def _answers(llm: LLM) -> list[Any]:
+    """One prompt at a time: batches differ in last bits, and who asks does not say which prompts share a step."""
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=5)
+    outputs = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in PROMPTS]
     return [
-        (
-            list(output.outputs[0].token_ids),
-            [sorted((token, it.logprob) for token, it in at.items()) for at in output.outputs[0].logprobs],
-        )
-        for output in llm.generate(PROMPTS, params, use_tqdm=False)
+        (list(it.token_ids), [sorted((token, found.logprob) for token, found in at.items()) for at in it.logprobs])
+        for it in outputs
     ]
 
 
@@ -96,7 +95,7 @@ def main() -> None:
     backend, old, new, given, wanted = sys.argv[1:]
     options = json.loads(given)
     shape = {"kv_cache_memory_bytes": 64 * 2**20, "max_model_len": 256, "enable_prefix_caching": False}
-    llm = LLM(old, model_impl="atom", weight_transfer_config={"backend": backend}, **{**shape, **options})
+    llm = LLM(old, weight_transfer_config={"backend": backend}, **{"model_impl": "atom", **shape, **options})
     of_old, found = _answers(llm), []
     ranks = options.get("tensor_parallel_size", 1)
     device = f"cuda:{ranks if backend == 'nccl' else 0}"
