@@ -518,6 +518,17 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def flags(session: nox.Session) -> None:
+    """Flags and request parameters beside native: `nox -s flags`, or `nox -s flags -- vllm --only prefix`."""
+    frameworks = [it for it in ("vllm", "sglang") if it in session.posargs] or ["vllm", "sglang"]
+    given = [it for it in session.posargs if it not in frameworks]
+    for framework in frameworks:
+        of_sglang = framework == "sglang"
+        environment = _sglang_environment(session) if of_sglang else _vllm_environment(session, NEWEST_VLLM)
+        environment.run(session, "-m", "tests.flags", framework, *given)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a broken link is an error."""
     _docs(session)

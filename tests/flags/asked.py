@@ -1,0 +1,23 @@
+"""The matrix as tests: a sample of its cases by default, all of them by `--thorough`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.flags.case import Case, Verdict
+from tests.flags.runs import judged
+
+
+def parameters(cases: Sequence[Case]) -> list[object]:
+    """One a case."""
+    return [case if case.sample else pytest.param(case, marks=pytest.mark.thorough) for case in cases]
+
+
+def verdicts(framework: str, request: pytest.FixtureRequest, folder: Path) -> Mapping[Case, Verdict]:
+    """How the cases went that tests of this module ask for."""
+    items = [it for it in request.session.items if isinstance(it, pytest.Function) and it.path == request.path]
+    cases = dict.fromkeys(it.callspec.params["case"] for it in items if hasattr(it, "callspec"))
+    return dict(judged(framework, list(cases), folder))
