@@ -23,6 +23,7 @@ class Case:
         family: of the trained checkpoint, or the name of one that the runner makes.
         environ: variables, read by the framework when it starts.
         refused: words of the one line by which ours refuses; None: both serve alike.
+        tolerance: by how much log probabilities may differ, absolutely below 1 and else relatively.
         sample: whether it is among those that the ordinary tests run.
     """
 
@@ -32,6 +33,7 @@ class Case:
     family: str = "qwen3"
     environ: Mapping[str, str] = field(default_factory=dict)
     refused: Sequence[str] | None = None
+    tolerance: float = TOLERANCE
     sample: bool = False
 
     def __str__(self) -> str:
@@ -72,23 +74,23 @@ def judge(case: Case, native: Mapping[str, Any], ours: Mapping[str, Any]) -> Ver
         return Verdict("FAILS", ours["error"])
     if not ours["ours"]:
         return Verdict("FAILS", "the model that served is not ours")
-    told = different(native["answers"], ours["answers"])
+    told = different(native["answers"], ours["answers"], case.tolerance)
     return Verdict("DIFFERS", told) if told else Verdict("equal")
 
 
-def different(native: Any, ours: Any, place: str = "answers") -> str:
-    """Where two answers differ, or nothing: floating-point numbers may by :data:`TOLERANCE`."""
+def different(native: Any, ours: Any, tolerance: float, place: str = "answers") -> str:
+    """Where two answers differ, or nothing; floating-point numbers may by ``tolerance``."""
     if isinstance(native, float) and isinstance(ours, float | int):
-        near = native == ours or abs(native - ours) <= TOLERANCE * max(1.0, abs(native))
+        near = native == ours or abs(native - ours) <= tolerance * max(1.0, abs(native))
         return "" if near else f"{place}: native {native}, ours {ours}"
     if isinstance(native, dict) and isinstance(ours, dict):
         if native.keys() != ours.keys():
-            # The last of the most likely tokens may be another where two are as likely.
             return f"{place}: native has {sorted(native)}, ours {sorted(ours)}"
-        return next((found for key in native if (found := different(native[key], ours[key], f"{place}.{key}"))), "")
-    if isinstance(native, list) and isinstance(ours, list):
+        pairs = [(f"{place}.{key}", value, ours[key]) for key, value in native.items()]
+    elif isinstance(native, list) and isinstance(ours, list):
         if len(native) != len(ours):
             return f"{place}: native has {len(native)}, ours {len(ours)}"
-        pairs = enumerate(zip(native, ours, strict=True))
-        return next((found for at, (a, b) in pairs if (found := different(a, b, f"{place}[{at}]"))), "")
-    return "" if native == ours else f"{place}: native {native!r}, ours {ours!r}"
+        pairs = [(f"{place}[{at}]", *pair) for at, pair in enumerate(zip(native, ours, strict=True))]
+    else:
+        return "" if native == ours else f"{place}: native {native!r}, ours {ours!r}"
+    return next((found for where, a, b in pairs if (found := different(a, b, tolerance, where))), "")

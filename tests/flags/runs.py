@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -10,19 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from tests.flags.case import Case, Verdict, judge
+from tests.flags.forked import DEADLINE
 from tests.integration.mixtures import make_drafting
 from tests.integration.preloaded import COMMON, preloaded, run_script
 from tests.integration.questions import checkpoint
 from tests.integration.server import SglangServer
 
-#: Seconds that a process may take before its first engine, and for each.
-FIRST, DEADLINE = 60.0, 30.0
-#: What SGLang imports and takes long; forked processes have it. Its own modules follow in the first process.
-MODULES = (*COMMON, "flashinfer", "torchvision", "torchaudio", "scipy.stats", "aiohttp", "IPython")
+#: What a framework imports and takes long; forked processes have it. Its own modules follow in the first process.
+MODULES = {
+    "vllm": (*COMMON, "opentelemetry.sdk.trace.export"),
+    "sglang": (*COMMON, "flashinfer", "torchvision", "torchaudio", "scipy.stats", "aiohttp", "IPython"),
+}
 #: SGLang's own models take one op of vLLM's on a CPU.
 STAND_INS = Path(__file__).parents[1] / "integration" / "sglang" / "stand_ins"
 ENVIRON = {
-    "vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OMP_NUM_THREADS": "1"},
+    "vllm": {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the model's class is asked for by a function
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    },
     "sglang": {**SglangServer.on_a_cpu, "OMP_NUM_THREADS": "1"},
 }
 NATIVE = {"vllm": "vllm", "sglang": "native"}
@@ -32,7 +39,7 @@ def judged(framework: str, cases: Sequence[Case], folder: Path) -> Iterator[tupl
     """Each case with how it went; checkpoints that are made go to ``folder``."""
     # What is refused need not be run natively.
     beside = [case for case in cases if case.refused is None]
-    with preloaded(MODULES) if framework == "sglang" else contextlib.nullcontext():
+    with preloaded(MODULES[framework]):
         native = dict(zip(beside, run(framework, beside, NATIVE[framework], folder), strict=True))
         ours = run(framework, cases, "atom", folder)
     for case, ran in zip(cases, ours, strict=True):
@@ -40,36 +47,27 @@ def judged(framework: str, cases: Sequence[Case], folder: Path) -> Iterator[tupl
 
 
 def run(framework: str, cases: Sequence[Case], impl: str, folder: Path) -> list[dict[str, Any]]:
-    """What the engine of each case answered. One process runs many; where one ends it, the next begins another."""
+    """What the engine of each case answered: a process for all that have the same variables."""
     found: dict[Case, dict[str, Any]] = {}
     for environ in dict.fromkeys(tuple(sorted(case.environ.items())) for case in cases):
-        left = [case for case in cases if tuple(sorted(case.environ.items())) == environ]
-        while left:
-            some, end = _run_some(framework, left, impl, folder, dict(environ))
-            found |= zip(left, some, strict=False)
-            if len(some) < len(left):
-                found[left[len(some)]] = {"error": end}
-            left = left[len(some) + 1 :]
+        some = [case for case in cases if tuple(sorted(case.environ.items())) == environ]
+        found |= zip(some, _run_some(framework, some, impl, folder, dict(environ)), strict=True)
     return [found[case] for case in cases]
 
 
 def _run_some(
     framework: str, cases: Sequence[Case], impl: str, folder: Path, environ: dict[str, str]
-) -> tuple[list[dict[str, Any]], str]:
-    """The answers of as many as one process comes to, and how it ended."""
+) -> list[dict[str, Any]]:
     given, wanted = folder / "cases.json", folder / "found.jsonl"
     given.write_text(json.dumps([_placed({**it.as_json(), "model": f"@{it.family}"}, folder) for it in cases]))
     wanted.write_text("")
     script = Path(__file__).with_name(f"{framework}_engine.py")
     if impl == "native":
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(STAND_INS), os.environ.get("PYTHONPATH"))))
-    arguments, deadline = [str(given), impl, str(wanted)], FIRST + DEADLINE * len(cases)
-    try:
-        finished = run_script(script, arguments, {**ENVIRON[framework], **environ}, deadline)
-        end = f"exit code {finished.returncode}: {_last_line(finished.log)}"
-    except AssertionError as error:
-        end = f"no end within {deadline:.0f} s: {str(error)[-300:]}"
-    return [json.loads(line) for line in wanted.read_text().splitlines()], end
+    variables = {**ENVIRON[framework], **environ}
+    finished = run_script(script, [str(given), impl, str(wanted)], variables, (1 + len(cases)) * DEADLINE)
+    assert finished.returncode == 0, f"exit code {finished.returncode}:\n{finished.tail()}"
+    return [json.loads(line) for line in wanted.read_text().splitlines()]
 
 
 def _placed(value: Any, folder: Path) -> Any:
@@ -87,8 +85,3 @@ def _drafting(folder: Path) -> str:
         place.mkdir()
         make_drafting(place)
     return str(place)
-
-
-def _last_line(log: str) -> str:
-    lines = [line for line in log.splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing was printed")

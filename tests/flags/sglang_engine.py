@@ -7,12 +7,13 @@ CASES is a file of JSON, FOUND one to write a line of it for each to, IMPL "atom
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from tests.flags.forked import run_each
 
 PROMPTS = [
     "12 + 5 =",
@@ -35,6 +36,11 @@ META = (
     "hidden_states",
     "routed_experts",
 )
+#: What takes long to import: processes of engines have it.
+IMPORTED = (
+    *("sglang", "sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler"),
+    *("sglang.srt.managers.detokenizer_manager", "sglang.srt.model_executor.model_runner"),
+)
 PACKAGE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 
@@ -43,17 +49,9 @@ def main() -> None:
     given, impl, wanted = sys.argv[1:]
     if impl == "atom":
         os.environ[PACKAGE] = "atom_plugin.sglang.models"
-    # Processes of engines are forked off this one, and have these modules then.
-    from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
-
-    with Path(wanted).open("a", buffering=1) as found:
-        for case in json.loads(Path(given).read_text()):
-            try:
-                ran = {"ours": impl == "atom", "answers": run(case)}
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user would read
-                traceback.print_exc()
-                ran = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
-            found.write(json.dumps(ran) + "\n")
+    for name in IMPORTED:
+        import_module(name)
+    run_each(Path(given), Path(wanted), lambda case: {"ours": impl == "atom", "answers": run(case)})
 
 
 def run(case: dict[str, Any]) -> list[Any]:

@@ -7,12 +7,12 @@ CASES is a file of JSON, FOUND one to write a line of it for each to, IMPL as fo
 
 from __future__ import annotations
 
-import gc
-import json
 import sys
-import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from tests.flags.forked import run_each
 
 PROMPTS = [
     "12 + 5 =",
@@ -21,52 +21,36 @@ PROMPTS = [
     "Question: What is 3 plus 4?\nAnswer:",
 ]
 SHAPE = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 64 * 2**20}
+#: What takes long to import, and reads no variable that a case sets.
+IMPORTED = (
+    *("vllm", "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor"),
+    *(
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.models.qwen3_moe",
+        "vllm.v1.structured_output",
+        "torch._dynamo",
+    ),
+)
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "logprobs": 3}
 
 
 def main() -> None:
     """Run them in turn."""
     given, impl, wanted = sys.argv[1:]
-    # What is there by now stays: collecting what an engine leaves behind, ten times an engine, need not look there.
-    gc.unfreeze = lambda: None
-    gc.freeze()
-    with Path(wanted).open("a", buffering=1) as found:
-        for case in json.loads(Path(given).read_text()):
-            try:
-                ran = run(case, impl)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user would read
-                traceback.print_exc()
-                ran = {"error": said(error)}
-            found.write(json.dumps(ran) + "\n")
-
-
-def said(error: BaseException) -> str:
-    """What of an error a user reads last: pydantic puts words of its own around it."""
-    text = str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if type(error).__name__ == "ValidationError":
-        marked = [line for line in lines if line.startswith(("Value error, ", "Assertion failed, "))]
-        text = " ".join(marked or lines[:3])
-        text = text.removeprefix("Value error, ").partition(" [type=")[0]
-    return f"{type(error).__name__}: {text}" if not isinstance(error, ValueError) else text
+    for name in IMPORTED:
+        import_module(name)
+    run_each(Path(given), Path(wanted), lambda case: run(case, impl))
 
 
 def run(case: dict[str, Any], impl: str) -> dict[str, Any]:
     """What the engine answers."""
     from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm = None
-    try:
-        llm = LLM(case["model"], **{"model_impl": impl, "disable_log_stats": False, **SHAPE, **case["options"]})
-        ours = llm.apply_model(_class_name)[0].startswith("Atom")
-        return {"ours": ours, "answers": [ask(llm, dict(parameters)) for parameters in case["asks"]]}
-    finally:
-        if llm is not None:
-            llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+    llm = LLM(case["model"], **{"model_impl": impl, "disable_log_stats": False, **SHAPE, **case["options"]})
+    ours = llm.apply_model(_class_name)[0].startswith("Atom")
+    answers = [ask(llm, dict(parameters)) for parameters in case["asks"]]
+    llm.llm_engine.engine_core.shutdown()
+    return {"ours": ours, "answers": answers}
 
 
 def _class_name(model: Any) -> str:
