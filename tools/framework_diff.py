@@ -4,22 +4,25 @@
     python tools/framework_diff.py sglang OLD NEW
 
 OLD and NEW are folders: environments, `site-packages`, or unpacked wheels. Nothing is imported: both versions are read
-as source, so neither has to run here. Three lists come out, each with one line a change:
+as source, so neither has to run here. Four lists come out, each with one line a change:
 
 - names: what our adapter imports, and the members it uses of each class: gone, moved, another signature, another
   default, another base class. A line that begins with "gone" ends the script with exit code 1;
 - settings: fields of configurations and server arguments: new, gone, another default or type;
-- variables: environment variables of the framework: new or gone.
+- variables: environment variables of the framework: new or gone;
+- unlisted: settings and variables of NEW that are in no row of our adapter's table (`flags.py`): who acts on them?
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 ADAPTERS = Path(__file__).parents[1] / "src" / "atom_plugin"
@@ -27,6 +30,10 @@ ADAPTERS = Path(__file__).parents[1] / "src" / "atom_plugin"
 SETTINGS = {"vllm": ("config", "engine/arg_utils.py"), "sglang": ("srt/server_args.py", "srt/configs/model_config.py")}
 VARIABLES = {"vllm": "envs.py", "sglang": "srt/environ.py"}
 
+#: Classes of a command line's arguments, whose fields fill those of the configurations.
+ARGUMENT_CLASSES = ("EngineArgs", "AsyncEngineArgs")
+#: How a field is described that a user cannot set.
+_UNSETTABLE = ("ClassVar", "init=False")
 #: Stands for a whole module that is imported by its name.
 _MODULE = ast.Assign([ast.Name("module")], ast.Constant(...))
 
@@ -148,13 +155,16 @@ class Version:
                         found |= {f"{node.name}.{ast.unparse(item.target)}": _described(item) for item in fields}
         return found
 
+    @cache  # noqa: B019 - one object a version, for one run
     def variables(self) -> set[str]:
-        """The framework's environment variables."""
-        tree = ast.parse((self.root / self.package / VARIABLES[self.package]).read_text())
-        names = {_constant(node) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        """The framework's environment variables: those of its list, and those that other modules read themselves."""
         prefix = f"{self.package.upper()}_"
-        return {name for name in names if isinstance(name, str) and name.startswith(prefix) and name.isidentifier()}
+        place = self.root / self.package / VARIABLES[self.package]
+        names = set(re.findall(rf"\b{prefix}\w*[A-Z0-9]\b", place.read_text()))
+        read = re.compile(rf"""(?:environ|getenv)\W[\w.]*\W*["']({prefix}\w+)["']""")
+        for path in (self.root / self.package).rglob("*.py"):
+            names |= set(read.findall(path.read_text(errors="ignore")))
+        return names
 
 
 def _constant(node: ast.AST | None) -> object:
@@ -256,8 +266,39 @@ def changed_settings(old: dict[str, str], new: dict[str, str], uses: Uses) -> It
             yield from _changed(f"{name}{used}", old[name], new[name])
 
 
+def unlisted(
+    settings: Mapping[str, str], variables: Collection[str], listed: Collection[str], arguments: Mapping[str, str]
+) -> list[str]:
+    """What a version lets a user set that a table does not list.
+
+    Args:
+        settings: see :meth:`Version.settings`; fields that only the framework fills in are left out.
+        variables: see :meth:`Version.variables`.
+        listed: the settings of the table.
+        arguments: for a field of the arguments the setting that it fills, where that has another name.
+    """
+    names = {setting.rpartition(".")[2] for setting in listed}
+
+    def is_listed(setting: str) -> bool:
+        owner, _, name = setting.rpartition(".")
+        if setting in listed or arguments.get(setting) in listed:
+            return True
+        return owner in ARGUMENT_CLASSES and setting not in arguments and name in names
+
+    settable = [name for name, described in settings.items() if not any(word in described for word in _UNSETTABLE)]
+    return sorted(name for name in [*settable, *variables] if not is_listed(name))
+
+
+def unlisted_by_our_adapter(version: Version) -> list[str]:
+    """:func:`unlisted` of a version and our adapter's table."""
+    from atom_plugin.common.flags import listed
+
+    flags = import_module(f"atom_plugin.{version.package}.flags")
+    return unlisted(version.settings(), version.variables(), listed(flags.TABLE), getattr(flags, "ARGUMENTS", {}))
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Print the three lists."""
+    """Print the four lists."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", choices=sorted(SETTINGS))
     parser.add_argument("old", type=Path)
@@ -280,8 +321,10 @@ def main(arguments: list[str] | None = None) -> int:
             *(f"new: {name}" for name in sorted(after - before)),
         ],
     }
+    lists = {f"{title}, {len(lines)} changes": lines for title, lines in lists.items()}
+    lists |= {f"unlisted: {len(found)} in no row of our table": found for found in [unlisted_by_our_adapter(new)]}
     for title, lines in lists.items():
-        print(f"{title}, {len(lines)} changes")
+        print(title)
         for line in lines:
             print(f"  {line}")
     return int(any(line.startswith("gone") for line in names))

@@ -1,8 +1,9 @@
-"""`atom-plugin doctor | models | env | check | bench`: what is supported and set, whether it works here, how fast."""
+"""`atom-plugin doctor | models | flags | env | check | bench`: what is supported, whether it works here, how fast."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +12,16 @@ from rich.console import Console
 from rich.table import Table
 
 from atom_plugin.bench.cli import app as bench_app
-from atom_plugin.common import support, versions
+from atom_plugin.common import flag_tables, support, versions
+from atom_plugin.common.flags import Row
 from atom_plugin.common.settings import load_settings, readable_settings, unknown_variables, variables
 from atom_plugin.doctor import checkpoint, command, environment, report
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import FRAMEWORKS, VLLM
+from atom_plugin.vllm.flags import TABLE as VLLM_FLAGS
 
+#: The tables of the adapters, by the framework's package.
+FLAGS: Mapping[str, Sequence[Row]] = {"vllm": VLLM_FLAGS}
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 
@@ -44,16 +49,16 @@ def doctor(
     asked = examined.framework
     frameworks = environment.installed_frameworks() if asked is None else (asked,)
     plugins = environment.plugins()
+    from atom_plugin.doctor.aiter import check_aiter, rocm_line  # imports torch
+
+    target = report.this_device()
     findings: list[Finding] = [
         *environment.check_versions(frameworks, allow_untested=readable_settings(environ).allow_untested_framework),
         *environment.check_entry_points(plugins, frameworks),
         *environment.check_variables(environ, frameworks),
         *(environment.check_platforms(plugins, environ) if VLLM in frameworks else ()),
-        *command.check_command(examined, environ),
+        *command.check_command(examined, environ if target.kind == "rocm" else _without_rocm(environ)),
     ]
-    from atom_plugin.doctor.aiter import check_aiter, rocm_line  # imports torch
-
-    target = report.this_device()
     findings += check_aiter(target, readable_settings(environ))
     model = command.local_model(examined)
     if model and asked:
@@ -84,6 +89,22 @@ def models(
         typer.echo((support.as_json(rows) if as_json else support.as_markdown(rows)).rstrip())
     else:
         _console().print(support.as_table(rows))
+
+
+@app.command()
+def flags(
+    framework: Annotated[str, typer.Argument(help="Whose: vllm.")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a page in Markdown.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, one object a setting.")] = False,
+) -> None:
+    """Say of each setting of a framework who acts on it: the framework, our models, or nobody: it is refused."""
+    if framework not in FLAGS:
+        raise typer.BadParameter(f"{framework!r} is not one of {', '.join(FLAGS)}", param_hint="FRAMEWORK")
+    rows = FLAGS[framework]
+    if markdown or as_json:
+        typer.echo((flag_tables.as_json(rows) if as_json else flag_tables.as_markdown(rows)).rstrip())
+    else:
+        _console().print(flag_tables.as_table(rows))
 
 
 @app.command()
@@ -140,6 +161,11 @@ def check(
     _console().print(stage_table(result))
     typer.echo(str(result))
     raise typer.Exit(0 if result.passed else 1)
+
+
+def _without_rocm(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Without vLLM's variables that it reads on AMD's GPUs alone."""
+    return {name: value for name, value in environ.items() if not name.startswith("VLLM_ROCM_")}
 
 
 def _parse(arguments: list[str]) -> command.Command:

@@ -9,6 +9,7 @@ and the documentation and ``atom-plugin doctor`` are made from it. A table impor
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ class Refused:
     """What to use in its place, as a sentence; by default, to leave our models out."""
     refuses: Callable[[Any], bool] | None = None
     """Whether a value of the field is refused; by default, one that is set and not in :attr:`allowed`."""
+    unless: str = ""
+    """A variable of ours that, set to 1, has the framework's own code act on the setting."""
 
     def is_refused(self, value: Any) -> bool:
         """Whether our models refuse the setting at ``value``, a field of the framework's configuration."""
@@ -64,10 +67,28 @@ class Refused:
             value: of the setting.
             otherwise: how to leave our models out, as in "Leave --model-impl out to use it."
         """
-        name = self.flags[0] if self.flags else self.setting
-        given = name if value is True else f"{name} {value}" if self.flags else f"{name}={value}"
-        supported = f"; supported: {', '.join(self.allowed)}" if self.allowed else ""
-        return f"atom-plugin does not support {self.what} ({given}){supported}. {self.instead or otherwise}"
+        if self.flags:
+            given = f" ({self.flags[0]})" if isinstance(value, bool) else f" ({self.flags[0]} {value})"
+        else:
+            # A field that no flag sets is known to users by what it asks for.
+            given = "" if "." in self.setting else f" ({self.setting}={int(value) if value is True else value})"
+        return f"atom-plugin does not support {self.what}{given}{self.supported()}. {self.instead or otherwise}"
+
+    def supported(self) -> str:
+        """What a message says of the values that are served."""
+        return f"; supported: {', '.join(self.allowed)}" if self.allowed else ""
+
+    def is_refused_on_the_command_line(self, flag: str, text: str) -> bool:
+        """The same as :meth:`is_refused` where only what stands behind a flag is known, maybe nothing."""
+        if text in self.allowed:
+            return False
+        if not text:
+            return self.is_refused(not flag.startswith("--no-"))
+        try:
+            value = json.loads(text.lower() if text.lower() in ("true", "false") else text)
+        except ValueError:
+            value = text
+        return self.is_refused(value)
 
 
 Row = Theirs | Ours | Refused
@@ -92,3 +113,21 @@ def listed(table: Sequence[Row]) -> tuple[str, ...]:
 def refusals(table: Sequence[Row]) -> Iterator[Refused]:
     """What a table refuses, in its order."""
     return (row for row in table if isinstance(row, Refused))
+
+
+def owner_of(setting: str) -> str:
+    """The class of a field; nothing for a variable."""
+    return setting.rpartition(".")[0]
+
+
+def counts(table: Sequence[Row]) -> Counter[str]:
+    """How many settings are the framework's, ours and refused, by the name of the kind of row."""
+    return Counter({kind: sum(_size(row) for row in table if type(row).__name__ == kind) for kind in KINDS})
+
+
+def _size(row: Row) -> int:
+    return 1 if isinstance(row, Refused) else len(row.settings)
+
+
+#: Kinds of rows, in the order in which pages have them.
+KINDS = ("Theirs", "Ours", "Refused")

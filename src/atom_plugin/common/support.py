@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atom_core.models.registry import MODELS
-from atom_core.quant import CHECKPOINT_METHODS, ONLINE_METHODS, SUPPORTED
+from atom_core.quant import CHECKPOINT_METHODS, SUPPORTED
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,14 +55,6 @@ class RefusedFlag:
     allowed: tuple[str, ...] = ()
 
 
-#: Values of vLLM's `--load-format` that read safetensors; the others read pickles, other formats, or nothing that fits.
-SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "instanttensor")
-#: Values of vLLM's `--kv-cache-dtype`: the cache has the model's dtype, one that is stored as it is, or FP8 with
-#: scales; "fp8" is the e4m3 that the device computes with.
-CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
-#: Values of vLLM's `--quantization`: what is done while an unquantised checkpoint is loaded, or the checkpoint's own.
-QUANTIZATIONS = ("none", *dict.fromkeys((*ONLINE_METHODS, *CHECKPOINT_METHODS)))
-
 _NO_LORA = "our models take no LoRA adapters"
 _TEXT_ONLY = "our models generate text only"
 _NO_QUANTIZATION = "this quantisation is not supported"
@@ -75,28 +67,11 @@ _NO_EXPERT_BALANCE = "experts stay on their ranks"
 _NO_CACHE_DTYPE = "this dtype of the cache is not supported"
 _SAFETENSORS_ONLY = "checkpoints are read as safetensors"
 
-REFUSED_FLAGS = (
-    RefusedFlag("--enable-lora", _NO_LORA),
-    RefusedFlag("--runner", _TEXT_ONLY, allowed=("auto", "generate")),
-    RefusedFlag("--convert", _TEXT_ONLY, allowed=("auto", "none")),
-    RefusedFlag("--quantization", _NO_QUANTIZATION, allowed=QUANTIZATIONS),
-    RefusedFlag("-q", _NO_QUANTIZATION, allowed=QUANTIZATIONS),
-    RefusedFlag("--cpu-offload-gb", _NO_OFFLOAD, allowed=("0",)),
-    RefusedFlag("--offload-group-size", _NO_OFFLOAD, allowed=("0",)),
-    RefusedFlag("--enable-dbo", _NO_OVERLAP),
-    RefusedFlag("--enable-eplb", _NO_EXPERT_BALANCE),
-    RefusedFlag("--kv-cache-dtype", _NO_CACHE_DTYPE, allowed=CACHE_DTYPES),
-    RefusedFlag("--kv-cache-dtype-skip-layers", "our layers have caches of one dtype"),
-    RefusedFlag("--load-format", _SAFETENSORS_ONLY, allowed=SAFETENSORS_FORMATS),
-    RefusedFlag("--decode-context-parallel-size", _NO_CONTEXT_SPLIT, allowed=("1",)),
-    RefusedFlag("--prefill-context-parallel-size", _NO_CONTEXT_SPLIT, allowed=("1",)),
-)
-
-#: The same of SGLang's flags: what reads safetensors, and the dtypes that its pool can have beside the model's. SGLang
-#: itself has no fp8_e5m2 on a CPU, and takes either FP8 on ROCm for the one that the GPU has.
+#: Values of SGLang's `--load-format` that read safetensors, and the dtypes that its pool can have beside the model's.
+#: SGLang itself has no fp8_e5m2 on a CPU, and takes either FP8 on ROCm for the one that the GPU has.
 SGLANG_LOAD_FORMATS = ("auto", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "layered")
 SGLANG_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
-#: The same of `--quantization`; SGLang has a second name for ModelOpt's FP8, and for leaving weights as they are.
+#: Values of `--quantization`; SGLang has a second name for ModelOpt's FP8, and for leaving weights as they are.
 SGLANG_QUANTIZATIONS = ("unquant", *dict.fromkeys(("fp8", *CHECKPOINT_METHODS)), "modelopt_fp8")
 #: SGLang's ways to draft: a head on the target's last hidden states (two names for it), and a model of its own.
 SGLANG_DRAFTS = ("EAGLE", "NEXTN", "STANDALONE")

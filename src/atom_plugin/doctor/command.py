@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
+from types import MappingProxyType
 
+from atom_plugin.common.flags import Refused
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import SGLANG, VLLM, Framework
 from atom_plugin.doctor.sglang import check_asked_for, check_attention_backends, check_cache_order
@@ -17,6 +20,9 @@ NATIVE = "vLLM accepts any word there and runs its own model without a word of i
 # Servers that are started as `python -m MODULE`, by how the module's name begins.
 _MODULES = (("vllm.entrypoints", VLLM), ("sglang.launch_server", SGLANG))
 _MODEL_FLAGS = ("--model", "--model-path")
+_ON = ("1", "true")
+#: Names of vLLM's for one flag, as its rows have it.
+_SHORT = {"--compilation-config": "-cc", "-ac": "--attention-config", "-sc": "--speculative-config"}
 _TENSOR_PARALLEL_FLAGS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
 
 
@@ -91,7 +97,7 @@ def check_command(command: Command, environ: Mapping[str, str]) -> Iterable[Find
         yield from check_asked_for(environ)
         yield from check_attention_backends(command.flags)
         yield from check_cache_order(environ)
-    yield from check_flags(command)
+    yield from check_flags(command, environ)
 
 
 def check_model_impl(command: Command) -> Iterable[Finding]:
@@ -109,18 +115,47 @@ def check_model_impl(command: Command) -> Iterable[Finding]:
         yield Finding(f"--model-impl {value!r} is neither {MODEL_IMPL!r} nor one of vLLM's.", NATIVE, remedy)
 
 
-def check_flags(command: Command) -> Iterable[Finding]:
-    """Flags for what our models cannot do."""
+def check_flags(command: Command, environ: Mapping[str, str] = MappingProxyType({})) -> Iterable[Finding]:
+    """Flags and variables that ask for what our models cannot do, by the rows that routing refuses by."""
     framework = command.framework
     if framework is None:
         return
-    for item in framework.refused_flags:
-        value = command.flags.get(item.flag)
-        if value is not None and value not in item.allowed:
-            given = f"{item.flag} {value}".rstrip()
-            allowed = f"; supported: {', '.join(item.allowed)}" if item.allowed else ""
-            remedy = f"Leave out {item.flag}, or {framework.otherwise} for this model."
-            yield Finding(f"{given}: {item.reason}{allowed}.", framework.refused, remedy)
+    seen: set[str] = set()
+    flags = dict(_expanded(command.flags))
+    for row in framework.refusals:
+        if environ.get(row.unless) in _ON:
+            continue
+        for name, value in _given(row, flags, environ):
+            if name not in seen and row.is_refused_on_the_command_line(name, value):
+                seen.add(name)
+                given = f"{name} {value}".rstrip() if row.flags else f"{name}={value}"
+                remedy = row.instead or f"Leave out {name}, or {framework.otherwise} for this model."
+                problem = f"{given}: atom-plugin does not support {row.what}{row.supported()}."
+                yield Finding(problem, framework.refused, remedy)
+
+
+def _given(row: Refused, flags: Mapping[str, str], environ: Mapping[str, str]) -> Iterable[tuple[str, str]]:
+    if not row.flags:
+        return ((row.setting, environ[row.setting]),) if row.setting in environ else ()
+    # vLLM takes underscores for dashes in names.
+    return tuple((flag, value) for flag in row.flags if (value := flags.get(flag.replace("_", "-"))) is not None)
+
+
+def _expanded(flags: Mapping[str, str]) -> Iterable[tuple[str, str]]:
+    """Flags, and for one with a JSON object the flags that give its parts: `--kernel-config.moe-backend`."""
+    for name, value in flags.items():
+        first, dot, rest = name.partition(".")
+        yield _SHORT.get(first, first) + dot + rest, value
+        try:
+            parts = json.loads(value) if value.startswith("{") else {}
+        except ValueError:
+            continue
+        inner = {f"{name}.{key.replace('_', '-')}": _text(part) for key, part in parts.items()}
+        yield from _expanded(inner)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def tensor_parallel_size(command: Command) -> int:

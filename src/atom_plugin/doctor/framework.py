@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from atom_plugin.common.support import REFUSED_FLAGS, SGLANG_REFUSED_FLAGS, RefusedFlag
+from atom_plugin.common.flags import Refused
+from atom_plugin.common.support import SGLANG_REFUSED_FLAGS
 from atom_plugin.sglang import MODEL_PACKAGE, PACKAGE_VARIABLE
+from atom_plugin.vllm.flags import on_the_command_line
 
 PLUGIN_NAME = "atom"
 
@@ -29,7 +31,7 @@ class Framework:
     """What happens where our entry point is not run."""
     entry_points: Mapping[str, str]
     """Ours by group, as this distribution's pyproject.toml states them."""
-    refused_flags: tuple[RefusedFlag, ...]
+    refusals: tuple[Refused, ...]
 
 
 VLLM = Framework(
@@ -44,7 +46,7 @@ VLLM = Framework(
         "vllm.platform_plugins": "atom_plugin.vllm:register_platform",
         "vllm.general_plugins": "atom_plugin.vllm:register_models",
     },
-    refused_flags=REFUSED_FLAGS,
+    refusals=on_the_command_line(),
 )
 SGLANG = Framework(
     package="sglang",
@@ -56,6 +58,6 @@ SGLANG = Framework(
     left_out="SGLang does not know `--attention-backend atom`, runs our models on its own attention, and refuses "
     "nothing that they cannot do.",
     entry_points={"sglang.srt.plugins": "atom_plugin.sglang:register"},
-    refused_flags=SGLANG_REFUSED_FLAGS,
+    refusals=tuple(Refused(it.flag, f"it: {it.reason}", (it.flag,), it.allowed) for it in SGLANG_REFUSED_FLAGS),
 )
 FRAMEWORKS = (VLLM, SGLANG)

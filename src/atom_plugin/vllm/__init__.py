@@ -128,17 +128,24 @@ class AtomPlatformMixin:
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        """Say how our models run where the user did not; vLLM asks before it fills in its own defaults.
+        """Refuse what our models cannot do, and say how they run where the user did not.
+
+        vLLM asks before it fills in its own defaults.
 
         Raises:
             UnsupportedFramework: ``--model-impl atom`` beside a vLLM that it cannot be served with.
+            ValueError: ``--model-impl atom`` with something that our models cannot do.
         """
-        super().apply_config_platform_defaults(vllm_config, *args, **kwargs)  # type: ignore[misc]
-        if _asked_for(vllm_config):
+        asked = _asked_for(vllm_config)
+        if asked:
             if (reason := _refusal()) is not None:
                 raise UnsupportedFramework(reason)
             if untested := why_unsupported("vllm"):
                 logger.warning("%s: %s. It runs, untested, because %s is set.", _ASKED, untested, ALLOW_UNTESTED)
+            # Before the platform's defaults, which could not be told from what the user has set.
+            _imported("routing").refuse(vllm_config)
+        super().apply_config_platform_defaults(vllm_config, *args, **kwargs)  # type: ignore[misc]
+        if asked:
             _imported("graphs").set_graph_defaults(vllm_config)
         elif (graphs := sys.modules.get(f"{__name__}.graphs")) is not None:
             # A model of ours was served before in this process.

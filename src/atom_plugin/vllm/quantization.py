@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from atom_core.quant import QuantConfig, read_quantization
+from atom_core.quant import ONLINE_METHODS, QuantConfig, read_quantization
+from atom_plugin.vllm.flags import OTHERWISE, refused
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -27,11 +28,11 @@ def quantization_of(model_config: ModelConfig) -> QuantConfig:
 
     asked = model_config.quantization
     if model_config.quantization_config != resolve_quantization_config(asked, None):
-        raise ValueError(
-            "--model-impl atom does not support --quantization-config; it supports --quantization fp8, which gives "
-            "each row of a weight a scale, and each token one. Leave --model-impl out to use it."
-        )
+        raise ValueError(refused("ModelConfig.quantization_config").message(True, OTHERWISE))
     values, config = model_config.hf_text_config.to_dict(), model_config.model_arch_config.quantization_config
+    if config is None and asked is not None and asked not in ONLINE_METHODS:
+        row = refused("ModelConfig.quantization", allowed=ONLINE_METHODS)
+        raise ValueError(row.message(asked, f"The checkpoint is not quantised itself. {OTHERWISE}"))
     if config is not None and (method := config.get("quant_method")) in _OTHER_NAMES:
         config = {**config, "quant_method": _OTHER_NAMES[method]}
     return read_quantization({**values, "quantization_config": config}, _OTHER_NAMES.get(asked, asked))

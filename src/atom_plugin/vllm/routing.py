@@ -2,15 +2,19 @@
 
 Three fields of vLLM's ModelConfig are rewritten, the kind of update that vLLM makes itself for drafts:
 ``hf_config.architectures``, ``_model_info`` and ``_architecture``. Everything refused here is refused while the
-configuration is made: before any weight is loaded, in the process that the user started.
+configuration is made: before any weight is loaded, in the process that the user started. What is refused by its value
+alone stands in the table of :mod:`atom_plugin.vllm.flags`.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import is_dataclass, replace
+from enum import Enum
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,11 +27,12 @@ from atom_core.models.registry import (
     unsupported_architecture,
 )
 from atom_core.standalone import check_files
-from atom_plugin.common.settings import Settings, load_settings
-from atom_plugin.common.support import CACHE_DTYPES, SAFETENSORS_FORMATS
+from atom_plugin.common.flags import Refused
+from atom_plugin.common.settings import PREFIX, Settings, load_settings
 from atom_plugin.common.versions import DISTRIBUTION, installed
 from atom_plugin.vllm import ARCHITECTURE_PREFIX
 from atom_plugin.vllm.checkpoint_config import values_of, values_of_draft
+from atom_plugin.vllm.flags import DRAFT, EXCHANGES, OTHERWISE, OWNERS, looked_up, refused
 from atom_plugin.vllm.quantization import quantization_of
 
 if TYPE_CHECKING:
@@ -35,34 +40,46 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.atom_plugin")
 
-#: How data-parallel ranks exchange tokens: all see all, which is vLLM's default; "naive" is an older name for it.
-_EXCHANGES = ("allgather_reducescatter", "naive")
 #: vLLM's own default on a CPU (``CpuPlatform.update_block_size_for_backend``).
 _CPU_BLOCK_SIZE = 128
 #: By layers of the checkpoint itself: multi-token prediction.
 _OWN_LAYERS = "mtp"
-_SPECULATION = ("draft_model", _OWN_LAYERS, "ngram", "ngram_gpu", "suffix")
+
+
+def refuse(vllm_config: VllmConfig) -> None:
+    """Refuse what our models cannot do, while all values are the user's own and no default is filled in.
+
+    Raises:
+        ValueError: something asked for that our models cannot do; the message says what, and what is supported.
+    """
+    if _is_ours(vllm_config.model_config):
+        return
+    settings = load_settings()  # a bad ATOM_ variable is refused here, where the user sees it
+    _refuse_platform()
+    _supported_architecture(vllm_config.model_config)
+    _refuse_by(looked_up(), vllm_config, settings)
 
 
 def route(vllm_config: VllmConfig) -> None:
     """Send the model of ``vllm_config``, and its draft where we have one, to our classes. Safe to call again.
 
     Raises:
-        ValueError: something asked for that our models cannot do; the message says what, and what is supported.
+        ValueError: what :func:`refuse` has let through does not fit the checkpoint, or other settings.
     """
     model_config = vllm_config.model_config
     if _is_ours(model_config):
         return
-    settings = load_settings()  # a bad ATOM_ variable is refused here, where the user sees it
-    _refuse_platform()
+    settings = load_settings()
     architecture = _supported_architecture(model_config)
-    _refuse_features(vllm_config)
+    if vllm_config.load_config.load_format in ("auto", "hf"):
+        # vLLM would fall back to *.bin pickles where a repository has no safetensors.
+        vllm_config.load_config.load_format = "safetensors"
     _take_cache_dtype_of_checkpoint(vllm_config)
     _set_cpu_block_size(vllm_config)
     _check_checkpoint(vllm_config, architecture)
     _check_own_layers(vllm_config, architecture)
     _rewrite(model_config, architecture)
-    _route_draft(vllm_config, architecture)
+    _route_draft(vllm_config, architecture, settings)
     _mark_compile_cache(vllm_config, settings)
 
 
@@ -91,56 +108,43 @@ def _refuse_platform() -> None:
         )
 
 
-def _refuse_features(vllm_config: VllmConfig) -> None:
+def _refuse_by(rows: Iterable[Refused], vllm_config: VllmConfig, settings: Settings) -> None:
+    for row in rows:
+        if row.unless and getattr(settings, row.unless.removeprefix(PREFIX).lower()):
+            continue
+        value = value_of(row.setting, vllm_config)
+        if value is not None and row.is_refused(value):
+            raise ValueError(row.message(value, OTHERWISE))
+
+
+def value_of(setting: str, vllm_config: VllmConfig) -> Any:
+    """The value of a setting of the table as the user gave it; None where it is unset, or this vLLM does not have it.
+
+    A member of an enumeration is its name, and a whole configuration True.
+    """
+    owner, _, name = setting.rpartition(".")
+    if not owner:
+        return _variable(name)
+    place = reduce(lambda it, part: getattr(it, part, None), filter(None, OWNERS[owner].split(".")), vllm_config)
+    value = getattr(place, name, None)
+    if setting == "ModelConfig.runner":  # "auto" goes by the architecture, and by --convert
+        return vllm_config.model_config.runner_type
+    if setting == "CacheConfig.block_size" and not vllm_config.cache_config.user_specified_block_size:
+        return None
+    if setting == "SpeculativeConfig.draft_load_config":
+        return None if value is None else value.load_format
+    if isinstance(value, Enum):
+        return value.name
+    return True if is_dataclass(value) else value
+
+
+def _variable(name: str) -> Any:
     from vllm import envs
+    from vllm.platforms import current_platform
 
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    speculation = None if vllm_config.speculative_config is None else vllm_config.speculative_config.method
-    refusals = (
-        (vllm_config.lora_config is not None, "LoRA adapters (--enable-lora)"),
-        (
-            model.runner_type != "generate",
-            f"the {model.runner_type!r} runner (--runner); it generates text, and does not embed, classify or score",
-        ),
-        (
-            model.multimodal_config is not None,
-            "multimodal input; for a multimodal checkpoint's text part add --language-model-only",
-        ),
-        (
-            cache.cache_dtype not in CACHE_DTYPES,
-            f"--kv-cache-dtype {cache.cache_dtype}; it does {', '.join(CACHE_DTYPES)}",
-        ),
-        (
-            bool(cache.kv_cache_dtype_skip_layers),
-            "a KV cache of another dtype in some layers (--kv-cache-dtype-skip-layers)",
-        ),
-        (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
-        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
-        (bool(getattr(parallel, "enable_dbo", False)), "dual-batch overlap (--enable-dbo)"),
-        (bool(parallel.enable_eplb), "balancing experts over ranks (--enable-eplb)"),
-        (_offloads(vllm_config), "weight offloading (--cpu-offload-gb, --offload-group-size)"),
-        (bool(envs.VLLM_BATCH_INVARIANT), "batch-invariant kernels (VLLM_BATCH_INVARIANT=1)"),
-        (
-            speculation is not None and speculation not in _SPECULATION,
-            f"speculative decoding by {speculation!r}; it does by {', '.join(_SPECULATION)}",
-        ),
-        (
-            vllm_config.load_config.load_format not in SAFETENSORS_FORMATS,
-            f"--load-format {vllm_config.load_config.load_format}; checkpoints are read as safetensors "
-            f"({', '.join(SAFETENSORS_FORMATS)})",
-        ),
-    )
-    for refused, what in refusals:
-        if refused:
-            raise ValueError(f"--model-impl atom does not support {what}. Leave --model-impl out to use it.")
-    if vllm_config.load_config.load_format in ("auto", "hf"):
-        # vLLM would fall back to *.bin pickles where a repository has no safetensors.
-        vllm_config.load_config.load_format = "safetensors"
-
-
-def _offloads(vllm_config: VllmConfig) -> bool:
-    offload = vllm_config.offload_config
-    return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
+    if name.startswith("VLLM_ROCM_") and not current_platform.is_rocm():
+        return None  # read by no model there
+    return getattr(envs, name) if name in envs.environment_variables and envs.is_set(name) else None
 
 
 def _take_cache_dtype_of_checkpoint(vllm_config: VllmConfig) -> None:
@@ -215,9 +219,7 @@ def _check_latents(vllm_config: VllmConfig) -> None:
             "our layer alone. Unset it, or leave --model-impl atom out."
         )
     if not model_config.use_mla:
-        raise ValueError(
-            "VLLM_MLA_DISABLE=1 is not supported by --model-impl atom, whose DeepSeek models cache latents; unset it."
-        )
+        raise ValueError(refused("VLLM_MLA_DISABLE").message(1, OTHERWISE))
 
 
 def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
@@ -231,7 +233,7 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
     draft_ranks, ranks = speculative.draft_tensor_parallel_size, parallel.tensor_parallel_size
     cache_dtype = speculative.kv_cache_dtype
     head_quantization = getattr(speculative, "draft_lm_head_quantization", None)  # since 0.33
-    for refused, what in (
+    for differs, what in (
         (
             parallel.pipeline_parallel_size > 1,
             f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: the stage that drafts lacks the embedding",
@@ -250,7 +252,7 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
             f"draft_lm_head_quantization={head_quantization}; drafts are read off the target's own head",
         ),
     ):
-        if refused:
+        if differs:
             raise ValueError(
                 f"--model-impl atom does not support multi-token prediction (method {_OWN_LAYERS!r}) with {what}. "
                 "Leave one of them out."
@@ -271,11 +273,9 @@ def _check_exchange(vllm_config: VllmConfig) -> None:
     from atom_plugin.vllm.attention import is_compiled  # imports much, and is asked for by few
 
     backend, size = vllm_config.parallel_config.all2all_backend, vllm_config.parallel_config.data_parallel_size
-    if backend not in _EXCHANGES:
-        raise ValueError(
-            f"--all2all-backend {backend} is not supported by --model-impl atom with --data-parallel-size {size}; "
-            f"supported: {', '.join(_EXCHANGES)}."
-        )
+    if backend not in EXCHANGES:
+        otherwise = f"Leave it out with --data-parallel-size {size}."
+        raise ValueError(refused("ParallelConfig.all2all_backend").message(backend, otherwise))
     if vllm_config.compilation_config.mode is not None and is_compiled(vllm_config):
         raise ValueError(
             f"--model-impl atom does not support data parallelism (--data-parallel-size {size}) of a mixture that is "
@@ -315,13 +315,14 @@ def _mark_compile_cache(vllm_config: VllmConfig, settings: Settings) -> None:
         }
 
 
-def _route_draft(vllm_config: VllmConfig, target: str) -> None:
+def _route_draft(vllm_config: VllmConfig, target: str, settings: Settings) -> None:
     """A draft of a supported kind runs on our class too; any other stays vLLM's own, and we say so."""
     speculative = vllm_config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
     if draft is None or _is_ours(draft):
         return
     if speculative.method == _OWN_LAYERS:
+        _refuse_by(DRAFT, vllm_config, settings)
         _rewrite(draft, DRAFTS[target][1], supports_pp=False)
         return
     if speculative.method != "draft_model":
@@ -330,6 +331,7 @@ def _route_draft(vllm_config: VllmConfig, target: str) -> None:
     if reason := _why_not_ours(draft, names):
         logger.info("--model-impl atom: the draft model %s is vLLM's own. %s", ", ".join(names), reason)
     else:
+        _refuse_by(DRAFT, vllm_config, settings)
         _rewrite(draft, names[0])
     # Model runner V1 (goes with vLLM 0.32's support): it gives a draft the block table of the first cache group,
     # whichever group the draft's layers are in. Layers with other windows than the target's would be a group of their

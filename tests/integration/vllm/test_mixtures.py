@@ -108,7 +108,8 @@ class Engines:
         if way == "every expert on two ranks":
             folder, expected = self.mixture("deepseek_v2")
             environ = {"ATOM_KERNELS": "shared_experts=routed"}
-            yield "shared experts", Engine(folder, "atom", [Ask(PROMPTS, TOKENS)], FLOAT32, environ), expected
+            unread = {**FLOAT32, "enable_ep_weight_filter": True}  # experts of the other rank
+            yield "shared experts", Engine(folder, "atom", [Ask(PROMPTS, TOKENS)], unread, environ), expected
         if way == "one rank":
             yield from self.made_for_one_rank()
 

@@ -49,7 +49,7 @@ CASES = {
         ("--model-impl atom has no model for the architecture OPTForCausalLM", f"supported: {SUPPORTED}"), model="opt"
     ),
     "replicas that exchange tokens in another way": Case(
-        ("--all2all-backend deepep_low_latency is not supported", "supported: allgather_reducescatter"),
+        ("(--all2all-backend deepep_low_latency)", "supported: allgather_reducescatter", "--data-parallel-size 2"),
         {"data_parallel_size": 2, "all2all_backend": "deepep_low_latency", "load_format": "dummy"},
         model="a mixture",
     ),
@@ -101,15 +101,20 @@ CASES = {
         {"load_format": "dummy", "speculative_config": {**MTP, "num_speculative_tokens": 3}},
         model="latents with two layers that draft",
     ),
-    "LoRA": Case(("--model-impl atom does not support LoRA adapters (--enable-lora)",), {"enable_lora": True}),
-    "pooling": Case(("--model-impl atom does not support the 'pooling' runner (--runner)",), {"runner": "pooling"}),
-    "conversion to an embedder": Case(("does not support the 'pooling' runner",), {"convert": "embed"}),
+    "LoRA": Case(
+        ("atom-plugin does not support LoRA adapters (--enable-lora)", "Leave --model-impl out"), {"enable_lora": True}
+    ),
+    "pooling": Case(("embeds, classifies or scores (--runner pooling); supported: auto, gen",), {"runner": "pooling"}),
+    "conversion to an embedder": Case(("embeds, classifies or scores (--convert embed)",), {"convert": "embed"}),
     "quantisation by flag": Case(
-        ("Quantisation 'fp8_per_block' is not supported", "bfloat16, float16, float32", "--quantization fp8"),
+        (
+            "this quantisation (--quantization fp8_per_block); supported: fp8, fp8_per_tensor, fp8_per_channel.",
+            "The checkpoint is not quantised itself",
+        ),
         {"quantization": "fp8_per_block"},
     ),
     "quantisation by a flag of many parts": Case(
-        ("does not support --quantization-config", "--quantization fp8"),
+        ("(--quantization-config)", "--quantization fp8"),
         {"quantization": "fp8_per_channel", "quantization_config": {"ignore": ["re:.*o_proj"]}},
     ),
     "a checkpoint in small FP8 blocks": Case(
@@ -121,7 +126,7 @@ CASES = {
     ),
     "a quantised checkpoint": Case(("gptq' is not supported", "bfloat16, float16, float32"), model="quantised"),
     "a KV cache of another type": Case(
-        ("--kv-cache-dtype fp8_per_token_head", "it does auto", "fp8_e5m2"), {"kv_cache_dtype": "fp8_per_token_head"}
+        ("(--kv-cache-dtype fp8_per_token_head); supported: auto", "fp8_e5m2"), {"kv_cache_dtype": "fp8_per_token_head"}
     ),
     "a KV cache of two types": Case(
         ("--kv-cache-dtype-skip-layers",), {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}
@@ -130,15 +135,87 @@ CASES = {
     "weights as pickles, by what is there": Case(
         ("has no *.safetensors file", "pytorch_model.bin", "never read"), model="pickled"
     ),
-    "weights in host memory": Case(("weight offloading (--cpu-offload-gb",), {"cpu_offload_gb": 1}),
+    "weights in host memory": Case(("weight offloading (--cpu-offload-gb 1",), {"cpu_offload_gb": 1}),
     "weights fetched in groups": Case(("weight offloading", "--offload-group-size"), {"offload_group_size": 2}),
     "batch-invariant kernels": Case(("VLLM_BATCH_INVARIANT=1",), environ={"VLLM_BATCH_INVARIANT": "1"}),
     "speculation by a head on our hidden states": Case(
-        ("speculative decoding by 'eagle'", "it does by draft_model"),
+        ("(--spec-method eagle); supported: draft_model, mtp",),
         {
             "model": checkpoint("llama"),
             "speculative_config": {"method": "eagle", "model": checkpoint("llama"), "num_speculative_tokens": 2},
         },
+    ),
+    "an attention backend": Case(
+        ("(--attention-backend CPU_ATTN)", "ATOM_KERNELS=attention=...", "ATOM_DISABLE_VLLM_ATTENTION=1"),
+        {"attention_backend": "CPU_ATTN"},
+    ),
+    "a part of vLLM's attention": Case(
+        ("(--attention-config.flash_attn_max_num_splits_for_cuda_graph 16); supported: 32",),
+        {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 16}},
+    ),
+    "a backend for experts": Case(
+        ("(--moe-backend triton); supported: auto. ATOM_KERNELS",), {"moe_backend": "triton"}
+    ),
+    "a backend for linear layers": Case(("(--linear-backend torch); supported: auto",), {"linear_backend": "torch"}),
+    "a backend for a format": Case(
+        ("(--kernel-config.linear_backend_per_quant {'mxfp4_w4a16': 'marlin'})",),
+        {"kernel_config": {"linear_backend_per_quant": {"mxfp4_w4a16": "marlin"}}},
+    ),
+    "a kernel of vLLM's ops": Case(
+        ("(--ir-op-priority.rms_norm ['native'])",), {"ir_op_priority": {"rms_norm": ["native"]}}
+    ),
+    "custom ops": Case(("(-cc.custom_ops ['+rms_norm'])",), {"compilation_config": {"custom_ops": ["+rms_norm"]}}),
+    "a pass of vLLM's": Case(
+        ("(-cc.pass_config.fuse_norm_quant)", "kernels of their own"),
+        {"compilation_config": {"pass_config": {"fuse_norm_quant": True}}},
+    ),
+    "experts in turns over ranks": Case(
+        ("(--expert-placement-strategy round_robin); supported: linear",),
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True, "expert_placement_strategy": "round_robin"},
+        model="a mixture",
+    ),
+    "batches in parts": Case(
+        ("(--ubatch-size 2); supported: 0, 1",), {"ubatch_size": 2, "all2all_backend": "deepep_low_latency"}
+    ),
+    "pages of a size that no kernel reads": Case(
+        ("pages of this size (--block-size 24)", "multiples of 16"), {"block_size": 24}
+    ),
+    "another class": Case(
+        ("(--model-class-overrides {'Qwen3ForCausalLM'", "Leave one of --model-class-overrides and --model-impl atom"),
+        {"model_class_overrides": {"Qwen3ForCausalLM": "vllm.model_executor.models.qwen3:Qwen3ForCausalLM"}},
+    ),
+    "experts that are drawn": Case(
+        ("(VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random)", "Unset it"),
+        environ={"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"},
+    ),
+    "float32 in fewer bits": Case(
+        ("(VLLM_FLOAT32_MATMUL_PRECISION=high); supported: highest",), environ={"VLLM_FLOAT32_MATMUL_PRECISION": "high"}
+    ),
+    "tiles of vLLM's": Case(("(VLLM_TUNED_CONFIG_FOLDER=/tiles)",), environ={"VLLM_TUNED_CONFIG_FOLDER": "/tiles"}),
+    "a kernel by a variable": Case(
+        ("(VLLM_MARLIN_INPUT_DTYPE=int8)", "ATOM_KERNELS"), environ={"VLLM_MARLIN_INPUT_DTYPE": "int8"}
+    ),
+    "an attention backend for a draft of ours": Case(
+        ("for its draft (--speculative-config.attention_backend CPU_ATTN)",),
+        {
+            "speculative_config": {
+                "method": "draft_model",
+                "model": checkpoint("qwen2"),
+                "num_speculative_tokens": 2,
+                "attention_backend": "CPU_ATTN",
+            }
+        },
+    ),
+    "a backend for the experts of layers that draft": Case(
+        ("(--speculative-config.moe_backend triton)",),
+        {"load_format": "dummy", "speculative_config": {**MTP, "moe_backend": "triton"}},
+        model="latents",
+    ),
+    "latents cached as keys and values": Case(
+        ("(VLLM_MLA_DISABLE=1)", "Unset it"),
+        {"load_format": "dummy"},
+        environ={"VLLM_MLA_DISABLE": "1"},
+        model="latents",
     ),
     "heads that do not divide": Case(("3", "heads"), {"tensor_parallel_size": 3}),
     "an unknown rope type": Case(("'spiral'", "yarn"), model="unknown rope"),
@@ -194,6 +271,30 @@ TAKEN = {
     "quantisation while loading": Case((), {"quantization": "fp8"}),
     "an FP8 KV cache": Case((), {"kv_cache_dtype": "fp8"}),
     "random weights": Case((), {"load_format": "dummy"}, model="missing tensor"),
+    "an attention backend where it runs": Case(
+        (), {"attention_backend": "CPU_ATTN"}, environ={"ATOM_DISABLE_VLLM_ATTENTION": "1"}
+    ),
+    "kernels that are switched off": Case(
+        (), environ={"VLLM_USE_DEEP_GEMM": "0", "VLLM_MARLIN_USE_ATOMIC_ADD": "0", "VLLM_DISABLED_KERNELS": "X"}
+    ),
+    "AMD's variables elsewhere": Case((), environ={"VLLM_ROCM_USE_AITER_MHA": "0"}),
+    "a class for another architecture": Case((), {"model_class_overrides": {"NobodysForCausalLM": "module:Class"}}),
+    "values at their defaults": Case(
+        (),
+        {"moe_backend": "auto", "linear_backend": "auto", "ubatch_size": 0},
+        environ={"VLLM_FLOAT32_MATMUL_PRECISION": "highest", "VLLM_BATCH_INVARIANT": "0"},
+    ),
+    "experts of other ranks left unread": Case(
+        (),
+        {
+            "load_format": "dummy",
+            "tensor_parallel_size": 2,
+            "enable_expert_parallel": True,
+            "enable_ep_weight_filter": True,
+        },
+        model="a mixture",
+    ),
+    "a backend for the experts of vLLM's own model": Case((), {"moe_backend": "triton"}, impl="auto"),
     "LoRA for vLLM's own model": Case((), {"enable_lora": True}, impl="auto"),
     "a wrong setting for vLLM's own model": Case((), environ={"ATOM_KERNEL": "x"}, impl="auto"),
     "an architecture that only vLLM has": Case((), model="opt", impl="auto"),

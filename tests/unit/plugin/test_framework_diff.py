@@ -83,12 +83,45 @@ def test_each_kind_of_change_is_one_line(tool, versions, capsys):
         "variables: 2 and 2, 2 changes",
         "gone: VLLM_OLD",
         "new: VLLM_NEW",
+        "unlisted: 4 in no row of our table",
+        *("CacheConfig.coming", "CacheConfig.unused", "VLLM_BOTH", "VLLM_NEW"),
     ]
 
 
 def test_nothing_changed(tool, versions, capsys):
     assert tool.main(["vllm", versions[0], versions[0]]) == 0
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(" ")] == []
+    changes, _, _ = capsys.readouterr().out.partition("unlisted")
+    assert [line for line in changes.splitlines() if line.startswith(" ")] == []
+
+
+def test_what_only_the_framework_fills_in_needs_no_row(tool):
+    settings = {
+        "CacheConfig.size": "int = 1",
+        "CacheConfig.found": "int = field(init=False)",
+        "CacheConfig.MOST": "ClassVar[int] = 3",
+        "EngineArgs.size": "int = 1",
+        "EngineArgs.other": "int = 1",
+        "EngineArgs.another": "int = 1",
+    }
+    found = tool.unlisted(settings, {"VLLM_X"}, {"CacheConfig.size"}, {"EngineArgs.other": "CacheConfig.size"})
+    assert found == ["EngineArgs.another", "VLLM_X"]
+
+
+def test_variables_are_read_anywhere(tool, tmp_path):
+    files = {
+        "vllm/envs.py": 'names = {"VLLM_LISTED": 1, f"VLLM_{1}": 2}',
+        "vllm/model.py": """import os
+a = os.environ.get("VLLM_READ")
+b = os.environ["VLLM_TAKEN"]
+c = os.getenv('VLLM_GOT', "1")
+d = "VLLM_ONLY_TOLD"
+""",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert tool.Version(tmp_path, "vllm").variables() == {"VLLM_LISTED", "VLLM_READ", "VLLM_TAKEN", "VLLM_GOT"}
 
 
 def test_a_folder_without_the_framework(tool, versions, capsys, tmp_path):

@@ -35,10 +35,6 @@ def test_markdown_has_a_line_an_architecture_and_framework():
     assert len(lines) == 2 + len(MODELS) * len(support.FRAMEWORKS)
 
 
-def test_each_refused_flag_has_a_reason():
-    assert all(item.flag.startswith("-") and item.reason for item in support.REFUSED_FLAGS)
-
-
 def test_each_refused_flag_of_sglang_has_a_reason_and_is_there_once():
     assert all(item.flag.startswith("--") and item.reason for item in support.SGLANG_REFUSED_FLAGS)
     assert len({item.flag for item in support.SGLANG_REFUSED_FLAGS}) == len(support.SGLANG_REFUSED_FLAGS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from atom_plugin.common.support import QUANTIZATIONS
 from atom_plugin.doctor.command import (
     check_flags,
     check_model_impl,
@@ -12,6 +11,7 @@ from atom_plugin.doctor.command import (
     parse_command,
     tensor_parallel_size,
 )
+from atom_plugin.vllm.flags import QUANTIZATIONS
 
 
 def parse(text):
@@ -87,12 +87,46 @@ def test_refused_flags(flags):
 
 
 @pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("--moe-backend triton", "--moe-backend triton: atom-plugin does not support the choice of a backend"),
+        ("--block-size 24", "--block-size 24: "),
+        ("--no-disable-cascade-attn", "--no-disable-cascade-attn: "),
+        ("-cc.pass_config.fuse_norm_quant=true", "-cc.pass_config.fuse_norm_quant true: "),
+        ('-cc={"custom_ops":["+rms_norm"]}', "-cc.custom_ops ["),
+        ('--kernel-config {"moe_backend":"marlin"}', "--kernel-config.moe_backend marlin: "),
+        ('--speculative-config={"method":"eagle3"}', "--speculative-config.method eagle3: "),
+    ],
+)
+def test_what_asks_for_code_of_vllms_own_models(text, problem):
+    (finding,) = check_flags(parse(f"vllm serve M --model-impl atom {text}"))
+    assert finding.problem.startswith(problem)
+
+
+def test_variables_are_looked_at_too():
+    command = parse("vllm serve M --model-impl atom")
+    (finding,) = check_flags(command, {"VLLM_BATCH_INVARIANT": "1", "VLLM_MARLIN_USE_ATOMIC_ADD": "0"})
+    assert finding.problem.startswith("VLLM_BATCH_INVARIANT=1: ")
+
+
+def test_vllms_attention_may_be_chosen_where_it_runs():
+    command = parse("vllm serve M --model-impl atom --attention-backend TRITON_ATTN")
+    (finding,) = check_flags(command)
+    assert "ATOM_DISABLE_VLLM_ATTENTION=1" in finding.remedy
+    assert list(check_flags(command, {"ATOM_DISABLE_VLLM_ATTENTION": "1"})) == []
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         "--runner generate",
         *(f"--quantization {name}" for name in QUANTIZATIONS),
         "--cpu-offload-gb 0",
         "--max-model-len 512",
+        "--block-size 64",
+        "--moe-backend auto",
+        "--disable-cascade-attn",
+        "-dcp 1",
         "--no-enable-prefix-caching",
     ],
 )

@@ -1,0 +1,326 @@
+"""vLLM's environment variables: who reads them, and which of them ask model or layer code for what ours has not.
+
+vLLM reads them from the environment wherever it needs them, so those that a fleet sets for its native models reach ours
+too. One that switches a kernel of vLLM's off is served, since our models do not run it; one that switches it on, or
+tunes it, is refused.
+"""
+
+from __future__ import annotations
+
+from atom_plugin.common.flags import Ours, Refused, Row, Theirs, settings_of
+
+_INSTEAD_OF_KERNELS = "Unset it; ATOM_KERNELS chooses the kernels of our models, op by op."
+_VLLMS_ATTENTION = "ATOM_DISABLE_VLLM_ATTENTION"
+
+
+def _is_off(value: object) -> bool:
+    return not value
+
+
+def _switched_on(what: str, names: str, unless: str = "") -> tuple[Refused, ...]:
+    """Variables that are off by default and ask for ``what`` where they are set."""
+    return tuple(Refused(name, what, instead=_INSTEAD_OF_KERNELS, unless=unless) for name in names.split())
+
+
+_REFUSED: tuple[Refused, ...] = (
+    Refused("VLLM_BATCH_INVARIANT", "batch-invariant kernels", instead="Unset it, or leave --model-impl atom out."),
+    Refused(
+        "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+        "experts that are drawn in place of those that the router chooses",
+        instead="Unset it, or leave --model-impl atom out.",
+    ),
+    Refused(
+        "VLLM_FLOAT32_MATMUL_PRECISION",
+        "float32 products in fewer bits",
+        allowed=("highest",),
+        instead="Unset it: our kernels take float32 as it is.",
+    ),
+    Refused(
+        "VLLM_MLA_DISABLE",
+        "DeepSeek models without a cache of latents",
+        instead="Unset it, or leave --model-impl atom out.",
+    ),
+    Refused(
+        "VLLM_TUNED_CONFIG_FOLDER",
+        "tiles of vLLM's Triton kernel for experts",
+        instead="Unset it: our kernels have tiles of their own.",
+    ),
+    *_switched_on(
+        "kernels for experts that vLLM's own models have",
+        "VLLM_B12X_MOE_FP4_FORCE_A16 VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD VLLM_ROCM_AITER_MOE_DISPATCH_POLICY",
+    ),
+    *_switched_on(
+        "kernels that vLLM's own models have",
+        "VLLM_MARLIN_INPUT_DTYPE VLLM_MARLIN_USE_ATOMIC_ADD VLLM_TRITON_USE_TD VLLM_USE_OINK_OPS",
+    ),
+    *_switched_on(
+        "kernels of aiter's that vLLM's own models have",
+        """
+        VLLM_ROCM_USE_AITER_FP4BMM VLLM_ROCM_USE_AITER_FP4_ASM_GEMM VLLM_ROCM_USE_AITER_FP8BMM
+        VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS VLLM_ROCM_USE_AITER_LINEAR_HIPBMM VLLM_ROCM_USE_AITER_TRITON_ROPE
+        """,
+    ),
+    *_switched_on(
+        "kernels of vLLM's attention",
+        "VLLM_ROCM_FP8_MFMA_PAGE_ATTN VLLM_ROCM_USE_AITER_UNIFIED_ATTENTION",
+        _VLLMS_ATTENTION,
+    ),
+    Refused(
+        "VLLM_ROCM_AITER_MLA_ASM_PADDING",
+        "a kernel of vLLM's attention",
+        allowed=("auto",),
+        instead=_INSTEAD_OF_KERNELS,
+    ),
+    Refused(
+        "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+        "vLLM's order of keys and values",
+        unless=_VLLMS_ATTENTION,
+        instead="Unset it; ATOM_SHUFFLED_CACHE=1 has aiter's order with our attention.",
+    ),
+    *(
+        Refused(
+            f"VLLM_ROCM_USE_AITER_{name}",
+            "leaving aiter out by a switch of vLLM's",
+            refuses=_is_off,
+            instead="Unset it; ATOM_AITER=0 leaves aiter out, and ATOM_KERNELS does so op by op.",
+        )
+        for name in ("LINEAR", "MHA", "MLA", "MOE", "RMSNORM", "TRITON_GEMM")
+    ),
+)
+
+_HONOURED: tuple[Ours, ...] = (
+    Ours(
+        "prefills are captured in graphs that break at our attention, where it is 1 or unset",
+        "tests/contract/vllm/test_graph_defaults.py::test_graphs_do_not_break_where_the_user_does_not_want_it",
+        ("VLLM_USE_BREAKABLE_CUDAGRAPH",),
+    ),
+    Ours(
+        "vLLM all-reduces by aiter, and a norm behind it is the same kernel's; the kernels of layers go by ATOM_AITER",
+        "tests/contract/vllm/test_all_reduce.py::test_a_group_without_aiters_all_reduce_is_told_what_turns_it_on",
+        ("VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_CUSTOM_AR"),
+    ),
+    Ours(
+        "replicas exchange tokens through torch where NCCL's own library is not to be used",
+        "tests/contract/vllm/test_replicas.py::test_all_see_the_rows_of_all_and_have_their_own_of_the_sum",
+        ("VLLM_DISABLE_PYNCCL",),
+    ),
+    Ours(
+        "vLLM's CPU attention is called with it",
+        "tests/contract/vllm/test_cpu_kernels.py::test_attention_over_pages_in_its_own_order",
+        ("VLLM_CPU_ATTN_SPLIT_KV",),
+    ),
+    Ours(
+        "products on a CPU are packed as vLLM does it",
+        "tests/contract/vllm/test_cpu_kernels.py::test_a_packed_product_needs_the_layers_weight_no_more",
+        ("VLLM_ZENTORCH_WEIGHT_PREPACK",),
+    ),
+    Ours(
+        "stages build the layers that vLLM's own function gives them",
+        "tests/multi_gpu/test_vllm.py::test_tokens_are_those_of_one_gpu",
+        ("VLLM_PP_LAYER_PARTITION",),
+    ),
+    Ours(
+        "which plug-ins are loaded; without ours vLLM runs its own model, which `atom-plugin doctor` says",
+        "tests/unit/plugin/doctor/test_environment.py::test_vllm_plugins_without_our_name",
+        ("VLLM_PLUGINS", "VLLM_TARGET_DEVICE"),
+    ),
+)
+
+_SWITCHED_OFF = settings_of(
+    "",
+    """
+    VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER VLLM_DISABLED_KERNELS VLLM_DISABLE_SHARED_EXPERTS_STREAM VLLM_MOE_SKIP_PADDING
+    VLLM_MOE_USE_DEEP_GEMM VLLM_ROCM_FP8_PADDING VLLM_ROCM_MOE_PADDING VLLM_ROCM_USE_SKINNY_GEMM VLLM_USE_DEEP_GEMM
+    VLLM_USE_DEEP_GEMM_E8M0 VLLM_USE_DEEP_GEMM_TMA_ALIGNED_SCALES VLLM_USE_FUSED_MOE_GROUPED_TOPK
+    """,
+)
+
+_NOT_THERE = settings_of(
+    "",
+    """
+    VLLM_DEEP_GEMM_WARMUP VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS
+    VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE VLLM_HAS_FLASHINFER_CUBIN VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD
+    VLLM_TRITON_JIT_WARMUP_NUM_THREADS
+    """,
+)
+
+_GROUPS = settings_of(
+    "",
+    """
+    VLLM_ALLREDUCE_USE_FLASHINFER VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC VLLM_ALLREDUCE_USE_SYMM_MEM
+    VLLM_CUSTOM_ALLREDUCE_ALGO VLLM_DISTRIBUTED_USE_SPLIT_GROUP VLLM_DIST_IDENT VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT
+    VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_FLASHINFER_ALLREDUCE_BACKEND VLLM_GPU_NIC_PCIE_MAPPING
+    VLLM_HOST_IP VLLM_LOOPBACK_IP VLLM_MQ_MAX_CHUNK_BYTES_MB VLLM_NCCL_INCLUDE_PATH VLLM_NCCL_SO_PATH
+    VLLM_NIC_SELECTION_VARS VLLM_PORT VLLM_RANDOMIZE_DP_DUMMY_INPUTS VLLM_RINGBUFFER_WARNING_INTERVAL
+    VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16 VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB
+    VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB VLLM_ROCM_QUICK_REDUCE_QUANTIZATION
+    VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB VLLM_SKIP_P2P_CHECK VLLM_USE_NCCL_SYMM_MEM VLLM_USE_SPINLOOP_EXT
+    """,
+)
+
+_PROCESSES = settings_of(
+    "",
+    """
+    VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_CPU_CI_ENV VLLM_CPU_KVCACHE_SPACE VLLM_CPU_NUM_OF_RESERVED_CPU
+    VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_SIM_MULTI_NUMA VLLM_CUDART_SO_PATH VLLM_CUDA_COMPATIBILITY_PATH
+    VLLM_ENABLE_CUDA_COMPATIBILITY VLLM_ENABLE_STARTUP_PLAN VLLM_ENABLE_V1_MULTIPROCESSING
+    VLLM_ENGINE_ITERATION_TIMEOUT_S VLLM_ENGINE_READY_TIMEOUT_S VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS VLLM_GC_DEBUG
+    VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS VLLM_MSGPACK_ZERO_COPY_THRESHOLD
+    VLLM_PROCESS_NAME_PREFIX VLLM_RAY_BUNDLE_INDICES VLLM_RAY_DP_PACK_STRATEGY VLLM_RAY_DP_PLACEMENT_NODE_IPS
+    VLLM_RAY_EXTRA_ENV_VARS_TO_COPY VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY VLLM_RAY_PER_WORKER_GPUS
+    VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE VLLM_RPC_BASE_PATH VLLM_SNAPSHOT_TIMEOUT_S VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE
+    VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM VLLM_USE_RAY_V2_EXECUTOR_BACKEND VLLM_USE_RAY_WRAPPED_PP_COMM
+    VLLM_USE_V2_MODEL_RUNNER VLLM_WORKER_MULTIPROC_METHOD VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
+    VLLM_WSL2_ENABLE_PIN_MEMORY
+    """,
+)
+
+_CACHE = settings_of(
+    "",
+    """
+    VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE VLLM_KV_CACHE_LAYOUT VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
+    VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT VLLM_MOONCAKE_BOOTSTRAP_PORT
+    VLLM_MOONCAKE_CONNECTOR_TIMEOUT VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO VLLM_MOONCAKE_LOAD_RECV_THREADS
+    VLLM_MOONCAKE_STORE_TIER_LOG VLLM_MORIIO_TRANSFER_TIMEOUT_S VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT
+    VLLM_P2P_HANDSHAKE_TIMEOUT_S VLLM_P2P_IDLE_TIMEOUT_S VLLM_P2P_MAX_PEERS VLLM_P2P_SIDE_CHANNEL_HOST
+    VLLM_P2P_SIDE_CHANNEL_PORT VLLM_USE_SIMPLE_KV_OFFLOAD
+    """,
+)
+
+_COMPILER = settings_of(
+    "",
+    """
+    VLLM_CACHE_ROOT VLLM_COMPILE_CACHE_SAVE_FORMAT VLLM_DEBUG_DUMP_PATH VLLM_DISABLE_COMPILE_CACHE
+    VLLM_ENABLE_CUDAGRAPH_GC VLLM_ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE
+    VLLM_ENABLE_PREGRAD_PASSES VLLM_FORCE_AOT_LOAD VLLM_PATTERN_MATCH_DEBUG VLLM_TRITON_FORCE_FIRST_CONFIG
+    VLLM_USE_AOT_COMPILE VLLM_USE_BYTECODE_HOOK VLLM_USE_LAYERNAME VLLM_USE_MEGA_AOT_ARTIFACT
+    VLLM_USE_STANDALONE_COMPILE
+    """,
+)
+
+_CHECKPOINT = settings_of(
+    "",
+    """
+    VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_CONFIG_ROOT VLLM_FASTSAFETENSORS_QUEUE_SIZE VLLM_MODEL_REDIRECT_PATH
+    VLLM_TEST_FORCE_LOAD_FORMAT VLLM_USE_MODELSCOPE
+    """,
+)
+
+_FRONT = settings_of(
+    "",
+    """
+    VLLM_API_KEY VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT VLLM_CHAT_TEMPLATE_FUEL VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT
+    VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_ENABLE_COHERE_API VLLM_ENABLE_RESPONSES_API_STORE
+    VLLM_ENFORCE_STRICT_TOOL_CALLING VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS
+    VLLM_HTTP_MAX_REQUEST_BODY_SIZE VLLM_HTTP_TIMEOUT_KEEP_ALIVE VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+    VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_EMBED_DECODE_BYTES VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_N_SEQUENCES
+    VLLM_MAX_STOP_STRINGS VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_RUST_FRONTEND_PATH VLLM_SERVER_DEV_MODE
+    VLLM_SKIP_MODEL_NAME_VALIDATION VLLM_SYSTEM_START_DATE VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY
+    VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_USE_FASTOKENS VLLM_USE_RUST_BENCH
+    VLLM_USE_RUST_FRONTEND VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_V1_USE_OUTLINES_CACHE VLLM_XGRAMMAR_CACHE_MB
+    """,
+)
+
+_SAMPLER = settings_of(
+    "", "VLLM_COMPUTE_NANS_IN_LOGITS VLLM_RAISE_ON_LOGIT_NANS VLLM_USE_FLASHINFER_SAMPLER VLLM_XPU_USE_SAMPLER_KERNEL"
+)
+
+_LOGS = settings_of(
+    "",
+    """
+    VLLM_CONFIGURE_LOGGING VLLM_CUSTOM_SCOPES_FOR_PROFILING VLLM_DEBUG_LOG_API_SERVER_RESPONSE VLLM_DEBUG_MFU_METRICS
+    VLLM_DEBUG_WORKSPACE VLLM_DISABLE_LOG_LOGO VLLM_DO_NOT_TRACK VLLM_GPU_SYNC_CHECK VLLM_LOGGING_COLOR
+    VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_LEVEL VLLM_LOGGING_PREFIX VLLM_LOGGING_STREAM VLLM_LOG_BATCHSIZE_INTERVAL
+    VLLM_LOG_MODEL_INSPECTION VLLM_LOG_STATS_INTERVAL VLLM_NO_USAGE_STATS VLLM_NVTX_SCOPES_FOR_PROFILING
+    VLLM_REQUEST_BODY_LOG_LEVEL VLLM_TRACE_FUNCTION VLLM_USAGE_SOURCE VLLM_USAGE_STATS_SERVER
+    """,
+)
+
+_BUILDING = settings_of(
+    "",
+    """
+    VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL VLLM_DOCKER_BUILD_CONTEXT VLLM_IMAGE_TAG VLLM_MAIN_CUDA_VERSION
+    VLLM_PRECOMPILED_WHEEL_LOCATION VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX VLLM_SKIP_VERSION_SUFFIX VLLM_USE_PRECOMPILED
+    VLLM_USE_PRECOMPILED_RUST
+    """,
+)
+
+_MULTIMODAL = settings_of(
+    "",
+    """
+    VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_AUDIO_FETCH_TIMEOUT VLLM_EC_SIDE_CHANNEL_HOST
+    VLLM_EC_SIDE_CHANNEL_PORT VLLM_IMAGE_FETCH_TIMEOUT VLLM_MAX_AUDIO_CLIP_FILESIZE_MB VLLM_MAX_AUDIO_DECODE_BYTES
+    VLLM_MAX_AUDIO_DECODE_DURATION_S VLLM_MAX_AUDIO_PREPROCESS_WORKERS VLLM_MAX_IMAGE_PIXELS
+    VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB
+    VLLM_MEDIA_CACHE VLLM_MEDIA_CACHE_MAX_SIZE_MB VLLM_MEDIA_CACHE_TTL_HOURS VLLM_MEDIA_CONNECTOR
+    VLLM_MEDIA_FETCH_MAX_RETRIES VLLM_MEDIA_LOADING_THREAD_COUNT VLLM_MEDIA_URL_ALLOW_REDIRECTS
+    VLLM_OBJECT_STORAGE_SHM_BUFFER VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME VLLM_VIDEO_FETCH_TIMEOUT
+    VLLM_VIDEO_LOADER_BACKEND
+    """,
+)
+
+_OTHER_MODELS = settings_of(
+    "",
+    """
+    VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD
+    VLLM_DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE VLLM_ENABLE_GEMM_RS
+    VLLM_ENABLE_HPC_OPS VLLM_GDN_DECODE_KERNEL VLLM_KIMI_K3_AUX_ATTN_RES_STREAM VLLM_KIMI_K3_GEMM_AR
+    VLLM_KIMI_K3_GEMM_RS VLLM_KIMI_K3_SHARD_SP_SHARED_EXPERT VLLM_MINIMAX_M3_MSA_CUTLASS_MIN_BATCH
+    VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD VLLM_PLE_CPU_OFFLOAD VLLM_REPLICATE_EMBED
+    VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS VLLM_ROCM_MONO_DECODE VLLM_ROCM_MUSE_MOE_ONLINE_QUANT
+    VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4 VLLM_ROCM_USE_AITER_MOE_SITUV2
+    VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4 VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA VLLM_SPARSE_INDEXER_MAX_LOGITS_MB
+    VLLM_SSM_CONV_STATE_LAYOUT VLLM_STEP5_SHARD_SP_SHARED_EXPERT VLLM_USE_HW_AGNOSTIC
+    """,
+)
+
+_OTHER_FORMATS = settings_of(
+    "",
+    """
+    VLLM_CPU_INT4_W4A8 VLLM_CPU_MOE_PREPACK VLLM_HUMMING_INPUT_QUANT_CONFIG VLLM_HUMMING_MOE_GEMM_TYPE
+    VLLM_HUMMING_ONLINE_QUANT_CONFIG VLLM_HUMMING_USE_F16_ACCUM VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE
+    VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD VLLM_USE_FLASHINFER_MOE_INT4 VLLM_USE_TRITON_AWQ
+    """,
+)
+
+_PARTS_OF_REFUSED = settings_of(
+    "",
+    """
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_DBO_COMM_SMS VLLM_DCP_Q_REPLICATE VLLM_DEEPEPLL_NVFP4_DISPATCH
+    VLLM_DEEPEP_BUFFER_SIZE_MB VLLM_DEEPEP_HIGH_THROUGHPUT_FORCE_INTRA_NODE VLLM_DEEPEP_LOW_LATENCY_USE_MNNVL
+    VLLM_DEEPEP_V2_ALLOW_HYBRID_MODE VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION VLLM_DEEPEP_V2_PREFER_OVERLAP
+    VLLM_ELASTIC_EP_DRAIN_REQUESTS VLLM_ELASTIC_EP_SCALE_UP_LAUNCH VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE
+    VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST
+    VLLM_ROCM_AITER_MLA_DCP_VERIFY VLLM_USE_DIRECT_DCP_A2A VLLM_USE_DIRECT_DCP_KV_GATHER VLLM_USE_DIRECT_DCP_Q_GATHER
+    VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY VLLM_WEIGHT_OFFLOADING_DISABLE_UVA
+    """,
+)
+
+_OTHER_PLATFORMS = settings_of(
+    "",
+    """
+    VLLM_TPU_USING_PATHWAYS VLLM_XLA_CACHE_PATH VLLM_XLA_CHECK_RECOMPILATION VLLM_XLA_USE_SPMD VLLM_XPU_ENABLE_XPU_GRAPH
+    VLLM_XPU_FORCE_N_CONTIG_WEIGHT VLLM_XPU_INC_WNA16_BACKEND VLLM_XPU_PP_MICROBATCH
+    """,
+)
+
+VARIABLES: tuple[Row, ...] = (
+    *_REFUSED,
+    *_HONOURED,
+    Theirs("they can only switch kernels off that our models do not run: on is vLLM's default", _SWITCHED_OFF),
+    Theirs("they size, warm up or place what our models do without", _NOT_THERE),
+    Theirs("the groups of ranks, whose collectives our models call", _GROUPS),
+    Theirs("processes and memory around a model", _PROCESSES),
+    Theirs("the cache manager and what moves pages; our layers say in which orders they read them", _CACHE),
+    Theirs("the compiler that a traced model is handed to, graphs around its calls, and Triton as a whole", _COMPILER),
+    Theirs("how config.json and weights are found and read", _CHECKPOINT),
+    Theirs("the API server, the front end and grammars", _FRONT),
+    Theirs("the sampler, behind our logits", _SAMPLER),
+    Theirs("logs, metrics and profilers", _LOGS),
+    Theirs("building vLLM", _BUILDING),
+    Theirs("multimodal input, which is refused", _MULTIMODAL),
+    Theirs("models and layers of other architectures; vLLM's own of ours do not read them either", _OTHER_MODELS),
+    Theirs("quantisations that are refused by name, and their kernels", _OTHER_FORMATS),
+    Theirs("parts of what is refused by a flag, and nothing without it", _PARTS_OF_REFUSED),
+    Theirs("devices on which our models are refused", _OTHER_PLATFORMS),
+)

@@ -1,0 +1,118 @@
+"""The table of flags has every setting of the installed vLLM, and none that no supported version has."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import vllm
+from vllm.config import AttentionConfig, CompilationConfig, KernelConfig, ModelConfig, VllmConfig
+from vllm.config.compilation import PassConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from atom_core.config import ModelConfig as CoreConfig
+from atom_plugin import NEWEST
+from atom_plugin.common.flags import listed, refusals
+from atom_plugin.vllm import register_models
+from atom_plugin.vllm.checkpoint_config import values_of
+from atom_plugin.vllm.flags import ARGUMENTS, LAST_IN, TABLE
+from atom_plugin.vllm.routing import refuse
+
+pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
+
+TOOL = Path(__file__).parents[3] / "tools" / "framework_diff.py"
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+VERSION = ".".join(vllm.__version__.split(".")[:2])
+NEWEST_VERSION = ".".join(NEWEST["vllm"][0].split(".")[:2])
+
+
+@pytest.fixture(scope="module")
+def tool():
+    specification = importlib.util.spec_from_file_location("framework_diff", TOOL)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def installed(tool):
+    """The source of the installed version."""
+    return tool.Version(Path(vllm.__file__).parents[1], "vllm")
+
+
+def test_every_setting_stands_in_a_row(tool, installed):
+    assert tool.unlisted_by_our_adapter(installed) == []
+
+
+def test_a_setting_that_is_new_is_found(tool, installed):
+    new = {
+        "KernelConfig.rope_backend": "str = 'auto'",
+        "EngineArgs.rope_backend": "str = 'auto'",
+        "KernelConfig.counted": "int = field(init=False)",
+    }
+    found = tool.unlisted(installed.settings() | new, installed.variables() | {"VLLM_NEW"}, listed(TABLE), ARGUMENTS)
+    assert found == ["EngineArgs.rope_backend", "KernelConfig.rope_backend", "VLLM_NEW"]
+
+
+def test_every_variable_of_vllms_list_is_among_those_that_are_looked_for(installed):
+    from vllm import envs
+
+    assert {name for name in envs.environment_variables if name.startswith("VLLM_")} <= installed.variables()
+
+
+def test_no_row_is_of_a_setting_that_is_gone(installed):
+    there = installed.settings().keys() | installed.variables()
+    if VERSION == NEWEST_VERSION:
+        older = {name for names in LAST_IN.values() for name in names}
+        assert set(listed(TABLE)) - there == older
+    assert set(LAST_IN.get(VERSION, ())) <= there
+
+
+def test_flags_are_vllms():
+    """Of the newest version, which has them all but those of `LAST_IN`."""
+    options = set(AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())._option_string_actions)
+    there = {row for row in refusals(TABLE) if row.setting not in {name for it in LAST_IN.values() for name in it}}
+    unknown = {flag for row in there for flag in row.flags if flag.partition(".")[0] not in options}
+    assert VERSION != NEWEST_VERSION or unknown == set()
+
+
+def test_nothing_is_refused_where_nothing_is_set():
+    register_models()
+    config = VllmConfig(model_config=ModelConfig(str(CHECKPOINTS / "qwen3"), model_impl="atom"))
+    assert config.model_config.architecture == "AtomQwen3ForCausalLM"
+    refuse(config)  # vLLM looks again, by when its own defaults are there
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"model": {"disable_cascade_attn": False}}, "cascade attention (--no-disable-cascade-attn)"),
+        ({"kernel_config": KernelConfig(moe_backend="triton")}, "(--moe-backend triton)"),
+        ({"attention_config": AttentionConfig(backend="CPU_ATTN")}, "(--attention-backend CPU_ATTN)"),
+        ({"compilation_config": CompilationConfig(custom_ops=["none"])}, "(-cc.custom_ops ['none'])"),
+        (
+            {"compilation_config": CompilationConfig(pass_config=PassConfig(fuse_norm_quant=True))},
+            "(-cc.pass_config.fuse_norm_quant)",
+        ),
+    ],
+)
+def test_what_asks_for_code_of_vllms_own_models_is_refused_by_name(given, says):
+    register_models()
+    model = ModelConfig(str(CHECKPOINTS / "qwen3"), model_impl="atom", **given.get("model", {}))
+    with pytest.raises(ValueError, match=re.escape(says)):
+        VllmConfig(model_config=model, **{name: it for name, it in given.items() if name != "model"})
+
+
+def test_a_window_that_is_switched_off_is_none_of_ours():
+    model = str(CHECKPOINTS / "mistral")
+    windows = [
+        {layer.window for layer in CoreConfig.from_hf(values_of(config, "MistralForCausalLM")).layers}
+        for config in (ModelConfig(model), ModelConfig(model, disable_sliding_window=True))
+    ]
+    assert None not in windows[0]
+    assert windows[1] == {None}
