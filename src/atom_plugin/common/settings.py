@@ -53,7 +53,7 @@ class Settings:
         _parse_bool,
         "0, 1, true or false",
         "Behave in vLLM as if this package were not installed. `--model-impl atom` then means nothing to vLLM, which "
-        "runs its own model without a word.",
+        "runs its own model; one warning says so.",
     )
     disable_vllm_attention: bool = _variable(
         bool,

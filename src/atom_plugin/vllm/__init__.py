@@ -9,6 +9,7 @@ cannot be read or imported is logged, and refused once it is asked for.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -90,16 +91,23 @@ def _probe(plugin: Callable[[], str | None]) -> str | None:
 
 def register_models() -> None:
     """Register each of our classes lazily under a name of its own, so that no stock architecture is touched."""
-    if _disabled() or _refusal() is not None:
+    if _disabled():
+        _warn_of_vllms_own_model("ATOM_DISABLE_VLLM_PLUGIN is set")
+        return
+    if _refusal() is not None:
         return
     try:
         from vllm import ModelRegistry
+        from vllm.platforms import current_platform
 
         from atom_core.models.registry import DRAFTS, supported_architectures
     except ImportError:
         logger.debug("atom-plugin: no model is registered", exc_info=True)
         return
 
+    if not isinstance(current_platform, AtomPlatformMixin):
+        found = type(current_platform).__name__
+        _warn_of_vllms_own_model(f"vLLM's platform is {found} and not ours (VLLM_TARGET_DEVICE=cpu is one way to that)")
     registered = ModelRegistry.get_supported_archs()
     for architecture in supported_architectures():
         name = ARCHITECTURE_PREFIX + architecture
@@ -109,6 +117,11 @@ def register_models() -> None:
         name = ARCHITECTURE_PREFIX + draft
         if name not in registered:
             ModelRegistry.register_model(name, f"atom_plugin.vllm.drafts:{name}")
+
+
+def _warn_of_vllms_own_model(why: str) -> None:
+    if multiprocessing.parent_process() is None:  # once a server
+        logger.warning("%s: atom-plugin is left out, and with %s vLLM serves its own model.", why, _ASKED)
 
 
 class AtomPlatformMixin:

@@ -305,6 +305,11 @@ _HONOURED: tuple[Ours, ...] = (
         settings_of("ModelConfig", "hf_overrides"),
     ),
     Ours(
+        "embeddings in the place of tokens are taken as they are",
+        "tests/unit/core/models/test_parallel.py::test_embeddings_may_be_given_instead_of_tokens_and_are_left_alone",
+        settings_of("ModelConfig", "enable_prompt_embeds"),
+    ),
+    Ours(
         "no window, and no request longer than it",
         "tests/contract/vllm/test_flags.py::test_a_window_that_is_switched_off_is_none_of_ours",
         settings_of("ModelConfig", "disable_sliding_window"),

@@ -48,8 +48,8 @@ _FRONT = (
     *settings_of(
         "ModelConfig",
         """
-        allowed_local_media_path allowed_media_domains enable_prompt_embeds generation_config io_processor_plugin
-        override_generation_config renderer_num_workers served_model_name skip_tokenizer_init tokenizer tokenizer_mode
+        allowed_local_media_path allowed_media_domains generation_config io_processor_plugin override_generation_config
+        renderer_num_workers served_model_name skip_tokenizer_init tokenizer tokenizer_mode
         tokenizer_revision
         """,
     ),

@@ -129,7 +129,7 @@ def value_of(setting: str, vllm_config: VllmConfig) -> Any:
     value = getattr(place, name, None)
     if setting == "ModelConfig.runner":  # "auto" goes by the architecture, and by --convert
         return vllm_config.model_config.runner_type
-    if setting == "CacheConfig.block_size" and not vllm_config.cache_config.user_specified_block_size:
+    if setting == "CacheConfig.block_size" and not getattr(place, "user_specified_block_size", False):
         return None
     if setting == "SpeculativeConfig.draft_load_config":
         return None if value is None else value.load_format

@@ -6,12 +6,15 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import vllm
+from vllm import platforms
 from vllm.config import AttentionConfig, CompilationConfig, KernelConfig, ModelConfig, VllmConfig
 from vllm.config.compilation import PassConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from atom_core.config import ModelConfig as CoreConfig
@@ -19,8 +22,9 @@ from atom_plugin import NEWEST
 from atom_plugin.common.flags import listed, refusals
 from atom_plugin.vllm import register_models
 from atom_plugin.vllm.checkpoint_config import values_of
-from atom_plugin.vllm.flags import ARGUMENTS, LAST_IN, TABLE
-from atom_plugin.vllm.routing import refuse
+from atom_plugin.vllm.flags import ARGUMENTS, DRAFT, LAST_IN, OWNERS, TABLE, looked_up
+from atom_plugin.vllm.flags import refused as rows
+from atom_plugin.vllm.routing import refuse, value_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
@@ -106,6 +110,49 @@ def test_what_asks_for_code_of_vllms_own_models_is_refused_by_name(given, says):
     model = ModelConfig(str(CHECKPOINTS / "qwen3"), model_impl="atom", **given.get("model", {}))
     with pytest.raises(ValueError, match=re.escape(says)):
         VllmConfig(model_config=model, **{name: it for name, it in given.items() if name != "model"})
+
+
+#: A value that is refused, where it is not just any word.
+WRONG = {
+    "CacheConfig.block_size": 24,
+    "CompilationConfig.custom_ops": ["-rms_norm"],
+    "ModelConfig.disable_cascade_attn": False,
+    "ModelConfig.model_class_overrides": {"Qwen3ForCausalLM": "module:Class"},
+    "ParallelConfig.decode_context_parallel_size": 2,
+    "ParallelConfig.prefill_context_parallel_size": 2,
+    "ParallelConfig.ubatch_size": 2,
+}
+OF_FIELDS = [row for row in (*looked_up(), *DRAFT) if "." in row.setting]
+
+
+@pytest.mark.parametrize("row", OF_FIELDS, ids=lambda row: row.setting)
+def test_a_refused_value_is_found_where_the_configuration_has_it(row):
+    owner, _, name = row.setting.rpartition(".")
+    value = WRONG.get(row.setting, "what nobody has")
+    config = place = SimpleNamespace(
+        cache_config=SimpleNamespace(user_specified_block_size=True),
+        model_config=SimpleNamespace(runner_type="pooling"),
+    )
+    for part in filter(None, OWNERS[owner].split(".")):
+        setattr(place, part, getattr(place, part, SimpleNamespace()))
+        place = getattr(place, part)
+    setattr(place, name, SimpleNamespace(load_format=value) if name == "draft_load_config" else value)
+    assert row.is_refused(value_of(row.setting, config))
+    assert (
+        value_of(row.setting, SimpleNamespace(cache_config=None, model_config=SimpleNamespace(runner_type=None)))
+        is None
+    )
+
+
+@pytest.mark.parametrize(("platform", "refused"), [(PlatformEnum.ROCM, True), (PlatformEnum.CUDA, False)])
+def test_variables_of_amds_are_looked_at_on_its_gpus_alone(monkeypatch, platform, refused):
+    class Elsewhere(Platform):
+        _enum = platform
+
+    monkeypatch.setattr(platforms, "_current_platform", Elsewhere())
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER_MHA", "0")
+    value = value_of("VLLM_ROCM_USE_AITER_MHA", None)
+    assert (value is not None and rows("VLLM_ROCM_USE_AITER_MHA").is_refused(value)) == refused
 
 
 def test_a_window_that_is_switched_off_is_none_of_ours():

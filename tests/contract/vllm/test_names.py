@@ -31,6 +31,8 @@ NAMES = (
     "vllm.distributed:get_pp_group",
     "vllm.distributed:get_tp_group",
     "vllm.envs:VLLM_CPU_ATTN_SPLIT_KV",
+    "vllm.envs:environment_variables",
+    "vllm.envs:is_set",
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
     "vllm.model_executor.warmup.jit_warmup:VllmJitKernel",
     "vllm.platforms:current_platform.fp8_dtype",
