@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from atom_plugin.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"(<!-- generated: (.+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- generated: ([^\n]+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:

@@ -25,3 +25,10 @@ def test_page_is_current(page):
 
 def test_the_readme_has_a_support_table():
     assert "<!-- generated: atom-plugin models --markdown -->" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_page_may_have_several_blocks():
+    block = "<!-- generated: atom-plugin env --markdown -->\n{}<!-- end of generated -->\n"
+    page = f"{block}between\n{block}".format("", "old\n")
+    assert _tool().updated(page).count("`ATOM_KERNELS`") == 2
+    assert "\nbetween\n" in _tool().updated(page)
