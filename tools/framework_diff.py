@@ -27,8 +27,18 @@ from pathlib import Path
 
 ADAPTERS = Path(__file__).parents[1] / "src" / "atom_plugin"
 #: Modules that define what a user can set, relative to the package, and where its environment variables are.
-SETTINGS = {"vllm": ("config", "engine/arg_utils.py"), "sglang": ("srt/server_args.py", "srt/configs/model_config.py")}
+SETTINGS = {
+    "vllm": ("config", "engine/arg_utils.py"),
+    "sglang": ("srt/server_args.py", "srt/arg_groups/fields", "srt/configs/model_config.py"),
+}
 VARIABLES = {"vllm": "envs.py", "sglang": "srt/environ.py"}
+#: Folders whose modules read others by their names, which stand in for NAME in the pattern: SGLang has many ways to.
+READERS: dict[str, tuple[tuple[str, ...], str]] = {
+    "vllm": ((".",), r"""(?:environ|getenv)\W[\w.]*\W*["'](NAME)["']"""),
+    "sglang": (("srt", "kernels"), r"""["'](NAME)["']"""),
+}
+#: SGLang's server arguments are put together from classes that have this; and what it derives, which is no setting.
+_NAMESPACE, _DERIVED = "_NS_PATH", "Derived("
 
 #: Classes of a command line's arguments, whose fields fill those of the configurations.
 ARGUMENT_CLASSES = ("EngineArgs", "AsyncEngineArgs")
@@ -151,20 +161,41 @@ class Version:
             for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
                 for node in ast.parse(path.read_text()).body if path.is_file() else ():
                     if isinstance(node, ast.ClassDef):
-                        fields = [item for item in _flat(node.body) if isinstance(item, ast.AnnAssign)]
-                        found |= {f"{node.name}.{ast.unparse(item.target)}": _described(item) for item in fields}
+                        found |= _fields(node)
         return found
 
     @cache  # noqa: B019 - one object a version, for one run
     def variables(self) -> set[str]:
         """The framework's environment variables: those of its list, and those that other modules read themselves."""
         prefix = f"{self.package.upper()}_"
-        place = self.root / self.package / VARIABLES[self.package]
-        names = set(re.findall(rf"\b{prefix}\w*[A-Z0-9]\b", place.read_text()))
-        read = re.compile(rf"""(?:environ|getenv)\W[\w.]*\W*["']({prefix}\w+)["']""")
-        for path in (self.root / self.package).rglob("*.py"):
+        place, name = self.root / self.package / VARIABLES[self.package], rf"{prefix}\w*[A-Z0-9]"
+        nodes = list(ast.walk(ast.parse(place.read_text())))
+        words = [*map(_constant, nodes), *(node.id for node in nodes if isinstance(node, ast.Name))]
+        names = {word for word in words if isinstance(word, str) and re.fullmatch(name, word)}
+        folders, pattern = READERS[self.package]
+        read = re.compile(pattern.replace("NAME", name))
+        for path in {path for folder in folders for path in (self.root / self.package / folder).rglob("*.py")} - {
+            place
+        }:
             names |= set(read.findall(path.read_text(errors="ignore")))
         return names
+
+
+def _fields(node: ast.ClassDef) -> dict[str, str]:
+    """The fields of a class, or where it has none what its objects are made of."""
+    statements = list(_flat(node.body))
+    fields = [item for item in statements if isinstance(item, ast.AnnAssign)]
+    if any(_NAMESPACE in _defined(item) for item in statements):
+        kept = [item for item in fields if _DERIVED not in ast.unparse(item.annotation)]
+        return {f"ServerArgs.{ast.unparse(item.target)}": _described(item) for item in kept}
+    if fields:
+        return {f"{node.name}.{ast.unparse(item.target)}": _described(item) for item in fields}
+    makers = [item.args for item in statements if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
+    return {f"{node.name}.{item.arg}": _annotated(item) for maker in makers for item in maker.args[1:]}
+
+
+def _annotated(item: ast.arg) -> str:
+    return ast.unparse(item.annotation) if item.annotation else ""
 
 
 def _constant(node: ast.AST | None) -> object:

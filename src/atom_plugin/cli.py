@@ -18,10 +18,11 @@ from atom_plugin.common.settings import load_settings, readable_settings, unknow
 from atom_plugin.doctor import checkpoint, command, environment, report
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import FRAMEWORKS, VLLM
+from atom_plugin.sglang.flags import TABLE as SGLANG_FLAGS
 from atom_plugin.vllm.flags import TABLE as VLLM_FLAGS
 
 #: The tables of the adapters, by the framework's package.
-FLAGS: Mapping[str, Sequence[Row]] = {"vllm": VLLM_FLAGS}
+FLAGS: Mapping[str, Sequence[Row]] = {"vllm": VLLM_FLAGS, "sglang": SGLANG_FLAGS}
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 
@@ -93,7 +94,7 @@ def models(
 
 @app.command()
 def flags(
-    framework: Annotated[str, typer.Argument(help="Whose: vllm.")],
+    framework: Annotated[str, typer.Argument(help="Whose: vllm or sglang.")],
     markdown: Annotated[bool, typer.Option("--markdown", help="As a page in Markdown.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, one object a setting.")] = False,
 ) -> None:

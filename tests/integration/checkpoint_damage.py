@@ -114,10 +114,11 @@ def leave_out_the_draft(folder: Path) -> None:
     save_file(kept, folder / "model.safetensors")
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "sound": lambda folder: None,
     "opt": use_opt,
     "a mixture": lambda folder: (folder / "config.json").write_text(json.dumps(MIXTURE)),
+    "sinks": lambda folder: shutil.copy(Path(checkpoint("gpt_oss")) / "config.json", folder),
     "latents": lambda folder: (folder / "config.json").write_text(json.dumps(LATENTS)),
     "latents with two layers that draft": lambda folder: (folder / "config.json").write_text(
         json.dumps({**LATENTS, "num_nextn_predict_layers": 2})

@@ -36,10 +36,16 @@ class Group(Protocol):
 
 
 class GroupCommunicator:
-    """The core's Communicator over one group."""
+    """The core's Communicator over one group.
 
-    def __init__(self, group: Group) -> None:
+    Args:
+        group: the framework's.
+        reads_peers: whether ranks may read each other's memory, as the framework's own all-reduce of few tokens does.
+    """
+
+    def __init__(self, group: Group, *, reads_peers: bool = True) -> None:
         self.group = group
+        self.reads_peers = reads_peers
         self.rank: int = group.rank_in_group
         self.world_size: int = group.world_size
 
@@ -74,6 +80,8 @@ class GroupCommunicator:
     def _why_no_peer_memory(self) -> str | None:
         if self.world_size == 1 or self.group.device.type != "cuda":
             return "Only several GPUs read each other's memory."
+        if not self.reads_peers:
+            return "--disable-custom-all-reduce keeps ranks from reading each other's memory."
         places = self._of_all((_host(), _gpu(self.group.device)))
         # Each rank looks at its own GPU; what one cannot do is left alone by all.
         return next((reason for reason in self._of_all(why_out_of_reach(self.rank, places)) if reason), None)

@@ -53,6 +53,10 @@ class Refused:
     """Whether a value of the field is refused; by default, one that is set and not in :attr:`allowed`."""
     unless: str = ""
     """A variable of ours that, set to 1, has the framework's own code act on the setting."""
+    as_given: bool = False
+    """Whether the framework chooses a value too, which our models leave aside, so that only the user's own counts."""
+    beside: Callable[[Any], bool] | None = None
+    """With which other settings it is refused, of the configuration as the user gave it; by default, with all."""
 
     def is_refused(self, value: Any) -> bool:
         """Whether our models refuse the setting at ``value``, a field of the framework's configuration."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from atom_plugin.common.flags import Refused
-from atom_plugin.common.support import SGLANG_REFUSED_FLAGS
+from atom_plugin.common.flags import Refused, refusals
 from atom_plugin.sglang import MODEL_PACKAGE, PACKAGE_VARIABLE
+from atom_plugin.sglang.flags import TABLE as SGLANG_FLAGS
 from atom_plugin.vllm.flags import on_the_command_line
 
 PLUGIN_NAME = "atom"
@@ -55,9 +55,8 @@ SGLANG = Framework(
     otherwise=f"unset {PACKAGE_VARIABLE}",
     refused="SGLang, asked for our models, refuses to start.",
     unknown_architecture="SGLang runs its own model, with a warning in its log.",
-    left_out="SGLang does not know `--attention-backend atom`, runs our models on its own attention, and refuses "
-    "nothing that they cannot do.",
+    left_out="SGLang does not know `--attention-backend atom`, and our models refuse to be built.",
     entry_points={"sglang.srt.plugins": "atom_plugin.sglang:register"},
-    refusals=tuple(Refused(it.flag, f"it: {it.reason}", (it.flag,), it.allowed) for it in SGLANG_REFUSED_FLAGS),
+    refusals=tuple(refusals(SGLANG_FLAGS)),
 )
 FRAMEWORKS = (VLLM, SGLANG)

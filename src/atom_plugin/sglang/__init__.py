@@ -27,6 +27,8 @@ logger = logging.getLogger("sglang.atom_plugin")
 MODEL_PACKAGE = "atom_plugin.sglang.models"
 PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 BACKEND = "atom"
+#: Our entry point's name, by which SGLANG_PLUGINS lets it run.
+ENTRY_POINT = "atom"
 #: On ROCm SGLang users know the attention of our kernels' library by this name; there it is ours for our models.
 ROCM_BACKEND = "aiter"
 
@@ -39,6 +41,11 @@ DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 _registered = False
+
+
+def is_registered() -> bool:
+    """Whether SGLang has run our entry point in this process."""
+    return _registered
 
 
 def our_backends() -> tuple[str, ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
 from sglang.srt.model_loader.weight_utils import kv_cache_scales_loader
@@ -21,7 +22,7 @@ from atom_core.weights import cache_scales
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.versions import framework_line
-from atom_plugin.sglang import our_backends
+from atom_plugin.sglang import ENTRY_POINT, is_registered, our_backends
 from atom_plugin.sglang.attention import FrameworkAttention, SglangRadixAttention
 from atom_plugin.sglang.body import Body
 from atom_plugin.sglang.checkpoint_config import values_of
@@ -66,15 +67,40 @@ class Head(nn.Module):
         return self._head[0].weight
 
 
+def check_entry_point() -> None:
+    """See that SGLang has run our entry point, which knows our attention and what is refused; else say so.
+
+    Raises:
+        ValueError: SGLANG_PLUGINS leaves it out.
+    """
+    given = envs.SGLANG_PLUGINS.get()
+    named = [name.strip() for name in given.split(",") if name.strip()]
+    if given and ENTRY_POINT not in named:
+        raise ValueError(
+            f"SGLANG_PLUGINS={given} leaves out {ENTRY_POINT!r}, while SGLANG_EXTERNAL_MODEL_PACKAGE asks "
+            f"for our models: set SGLANG_PLUGINS={','.join([*named, ENTRY_POINT])}, or unset one of the two variables."
+        )
+    if not is_registered():
+        logger.warning(
+            "SGLang has not run the entry point %r of atom-plugin: its model runs on SGLang's attention, and what it "
+            "does not support is not refused.",
+            ENTRY_POINT,
+        )
+
+
 class AtomForCausalLM(AtomModel):
     """The base of the classes that SGLang finds; each is named as its architecture."""
 
+    architecture: ClassVar[str] = ""
+    """Of a class that SGLang looks for by another name."""
+
     def __init__(self, config: Any, quant_config: object = None, prefix: str = "") -> None:
         super().__init__()
+        check_entry_point()
         settings = load_settings()
         self.config = config
         self.quant_config = quant_config
-        architecture = type(self).__name__
+        architecture = self.architecture or type(self).__name__
         model_config = ModelConfig.from_hf(values_of(config, architecture))
         ours = set(attention_backends()) <= set(our_backends())
         attention = SglangRadixAttention if ours else FrameworkAttention

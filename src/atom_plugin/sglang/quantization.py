@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
-from atom_core.quant import QuantConfig, read_quantization
+from atom_core.quant import CHECKPOINT_METHODS, ONLINE_METHODS, QuantConfig, read_quantization
 
 #: Names that SGLang has for what a checkpoint calls otherwise; it writes them into the checkpoint's config too.
 _OTHER_NAMES = {"modelopt_fp8": "modelopt", "compressed_tensors": "compressed-tensors"}
@@ -25,6 +25,11 @@ def quantization_of(hf_config: Any, asked: str | None) -> QuantConfig:
     if config := values.get("quantization_config"):
         method = config.get("quant_method")
         values["quantization_config"] = {**config, "quant_method": _OTHER_NAMES.get(method, method)}
+    elif _OTHER_NAMES.get(str(asked), asked) in set(CHECKPOINT_METHODS) - set(ONLINE_METHODS):
+        raise ValueError(
+            f"--quantization {asked} is how some checkpoints are stored, and this one is not: its config.json has no "
+            "quantization_config. Leave it out; supported while weights are loaded: --quantization fp8."
+        )
     quant = read_quantization(values, None if asked in (None, "unquant") else _OTHER_NAMES.get(asked, asked))
     if quant.name != "none" and (ignored := envs.SGLANG_FP8_IGNORED_LAYERS.get()):
         raise ValueError(

@@ -8,7 +8,8 @@ this package, and does nothing unless ``SGLANG_EXTERNAL_MODEL_PACKAGE`` names ou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from atom_core.kernels.select import Target
 from atom_core.models.registry import supported_architectures
 from atom_core.quant import QuantConfig
 from atom_core.standalone import check_files
+from atom_plugin.common.flags import refusals
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
-from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS
 from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, our_backends
 from atom_plugin.sglang.checkpoint_config import values_of
+from atom_plugin.sglang.flags import OTHERWISE, TABLE
 from atom_plugin.sglang.kernels import check_order
 from atom_plugin.sglang.quantization import quantization_of
 from atom_plugin.sglang.speculation import attention_ranks_of, check_drafts, check_own_layers
@@ -60,7 +62,8 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
     architecture = hf_config.architectures[0]
     _check_registered(architecture)
     view = resolving_view(server_args)
-    _refuse_features(view)
+    _refuse_by_table(server_args, view, os.environ)
+    _refuse_parts(view)
     quant = _check_checkpoint(view, server_args, hf_config)
     prefill, decode = attention_backends_of(server_args)
     unnamed = prefill is None and decode is None
@@ -139,57 +142,37 @@ def _check_registered(architecture: str) -> None:
         )
 
 
-def _refuse_features(view: Any) -> None:
+def _refuse_by_table(given: Any, view: Any, environ: Mapping[str, str]) -> None:
+    """Refuse what the table of SGLang's settings says.
+
+    Args:
+        given: the server's arguments as the user gave them.
+        view: the same, with what SGLang has resolved.
+        environ: of the process.
+
+    Raises:
+        ValueError: a setting at a value that our models refuse.
+    """
+    for row in refusals(TABLE):
+        owner, _, name = row.setting.rpartition(".")
+        value = environ.get(name) if not owner else getattr(given if row.as_given else view, name)
+        if row.is_refused(value) and (row.beside is None or row.beside(given)):
+            raise ValueError(row.message(value, OTHERWISE))
+
+
+def _refuse_parts(view: Any) -> None:
+    """Layers and experts in other parts than our models can be in."""
     attention_ranks = attention_ranks_of(view)
-    refusals = (
-        (bool(view.enable_lora) or bool(view.lora_paths), "LoRA adapters (--enable-lora, --lora-paths)"),
-        (bool(view.is_embedding), "embedding (--is-embedding); it generates text"),
-        (bool(view.enable_two_batch_overlap), "two-batch overlap (--enable-two-batch-overlap)"),
-        (
-            view.moe_dense_tp_size not in (None, attention_ranks),
-            f"--moe-dense-tp-size {view.moe_dense_tp_size}; layers that are no mixture are in as many parts as "
-            f"attention ({attention_ranks})",
-        ),
-        (
-            bool(view.enable_tp_lm_head_all_to_all),
-            "--enable-tp-lm-head-all-to-all; the head is in as many parts as attention, as with --enable-dp-lm-head",
-        ),
-        (view.dwdp_size > 1, f"--dwdp-size {view.dwdp_size}"),
-        (view.elastic_ep_backend is not None, f"--elastic-ep-backend {view.elastic_ep_backend}"),
-        (
-            view.ep_size not in (1, view.tp_size),
-            f"--ep-size {view.ep_size} with --tp-size {view.tp_size}; it shares experts out among all ranks of the "
-            "tensor-parallel group (the same number) or none (1)",
-        ),
-        (view.moe_dp_size > 1, f"data-parallel experts (--moe-dp-size {view.moe_dp_size})"),
-        (view.moe_a2a_backend != "none", f"--moe-a2a-backend {view.moe_a2a_backend}; every rank sees every token"),
-        (
-            bool(view.enable_eplb) or view.ep_num_redundant_experts > 0 or view.init_expert_location != "trivial",
-            "balancing experts over ranks (--enable-eplb, --ep-num-redundant-experts, --init-expert-location)",
-        ),
-        (bool(view.enable_unified_memory), "--enable-unified-memory"),
-        (bool(view.enable_pdmux), "multiplexed prefill and decode (--enable-pdmux)"),
-        (bool(view.enable_torch_compile), "--enable-torch-compile; its kernels are fused already"),
-        (bool(view.enable_deterministic_inference), "--enable-deterministic-inference"),
-        (bool(view.dllm_algorithm), f"diffusion decoding (--dllm-algorithm {view.dllm_algorithm})"),
-        (view.attn_cp_size > 1 or view.dcp_size > 1, "context parallelism (--attn-cp-size, --dcp-size)"),
-        (
-            bool(view.cpu_offload_gb) or view.offload_group_size > 0,
-            f"weight offloading (--cpu-offload-gb {view.cpu_offload_gb}, --offload-group-size "
-            f"{view.offload_group_size})",
-        ),
-        (
-            view.kv_cache_dtype not in SGLANG_CACHE_DTYPES,
-            f"--kv-cache-dtype {view.kv_cache_dtype}; use {' or '.join(SGLANG_CACHE_DTYPES)}",
-        ),
-        (
-            view.load_format not in SGLANG_LOAD_FORMATS,
-            f"--load-format {view.load_format}; checkpoints are read as safetensors ({', '.join(SGLANG_LOAD_FORMATS)})",
-        ),
-    )
-    for refused, what in refusals:
-        if refused:
-            raise ValueError(f"atom-plugin does not support {what}. Unset SGLANG_EXTERNAL_MODEL_PACKAGE to use it.")
+    if view.moe_dense_tp_size not in (None, attention_ranks):
+        raise ValueError(
+            f"atom-plugin does not support --moe-dense-tp-size {view.moe_dense_tp_size}; layers that are no mixture "
+            f"are in as many parts as attention ({attention_ranks}). {OTHERWISE}"
+        )
+    if view.ep_size not in (1, view.tp_size):
+        raise ValueError(
+            f"atom-plugin does not support --ep-size {view.ep_size} with --tp-size {view.tp_size}; it shares experts "
+            f"out among all ranks of the tensor-parallel group (the same number) or none (1). {OTHERWISE}"
+        )
 
 
 def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> QuantConfig:

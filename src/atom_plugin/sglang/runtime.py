@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
-from sglang.srt.runtime_context import get_model, get_parallel, get_server_args
+from sglang.srt.runtime_context import get_exec, get_model, get_parallel, get_server_args
 
 from atom_core.kernels.select import Target
 from atom_core.runtime import AttentionFactory, OneReplica, PipelineStage, Runtime
@@ -55,7 +55,7 @@ def build_runtime(
         latent_attention=SglangLatentAttention,
         max_model_len=int(config.context_len),
         cache_dtype=_cache_dtype(dtype, quant_config),
-        tensor_parallel=GroupCommunicator(group),
+        tensor_parallel=GroupCommunicator(group, reads_peers=not get_exec().comm.disable_custom_all_reduce),
         data_parallel=SglangReplicas(parallel.tp_group, group.world_size) if replicated else OneReplica(),
         expert_parallel=parallel.moe_ep_size > 1,
         pipeline=PipelineStage(first, end),

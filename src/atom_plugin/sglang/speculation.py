@@ -8,9 +8,9 @@ from typing import Any
 from atom_core.models.registry import DRAFTS, load_draft_class
 from atom_core.quant import QuantConfig
 from atom_core.standalone import check_files
-from atom_plugin.common.support import SGLANG_DRAFTS
 from atom_plugin.sglang import BACKEND, our_backends
 from atom_plugin.sglang.checkpoint_config import values_of
+from atom_plugin.sglang.flags import LOAD_FORMATS
 
 #: What SGLang chooses for a head on a target of this architecture where nothing is said; for all else it is a chain.
 TREES = {"LlamaForCausalLM": 4}
@@ -31,7 +31,7 @@ def attention_ranks_of(view: Any) -> int:
 
 
 def check_drafts(view: Any, attention: str, architecture: str) -> None:
-    """Refuse speculation that one of our models, as its target, cannot take part in.
+    """Refuse speculation that one of our models, as its target, cannot take part in; the way to draft is one of ours.
 
     Args:
         view: SGLang's resolving view of the server's arguments.
@@ -44,11 +44,6 @@ def check_drafts(view: Any, attention: str, architecture: str) -> None:
     algorithm = view.speculative_algorithm
     if algorithm is None:
         return
-    if algorithm not in SGLANG_DRAFTS:
-        raise ValueError(
-            f"atom-plugin does not support --speculative-algorithm {algorithm} (it has: {', '.join(SGLANG_DRAFTS)}). "
-            "Unset SGLANG_EXTERNAL_MODEL_PACKAGE to use it."
-        )
     if view.attn_dp_size > 1 and algorithm != "STANDALONE" and architecture not in DRAFTS:
         raise ValueError(
             f"--speculative-algorithm {algorithm} by a head that is no layer of the checkpoint is not supported with "
@@ -68,8 +63,6 @@ def check_drafts(view: Any, attention: str, architecture: str) -> None:
         )
     if {attention, of_drafts}.isdisjoint(our_backends()):
         return
-    if view.speculative_adaptive:
-        raise ValueError(f"--speculative-adaptive is not supported by --attention-backend {BACKEND}.")
     unsaid = 1 if algorithm == "STANDALONE" else TREES.get(architecture, 1)
     check_chain(view.speculative_eagle_topk or unsaid)
 
@@ -102,6 +95,7 @@ def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
     algorithm = view.speculative_algorithm
     if algorithm is None:
         return
+    form = view.speculative_draft_load_format
     path, attention = view.speculative_draft_model_path, view.speculative_draft_attention_backend
     quantization = view.speculative_draft_model_quantization
     dtype = view.speculative_draft_kv_cache_dtype
@@ -114,6 +108,7 @@ def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
             quantization not in (None, view.quantization),
             f"--speculative-draft-model-quantization {quantization}",
         ),
+        (form not in (None, *LOAD_FORMATS), f"--speculative-draft-load-format {form}"),
         (view.speculative_token_map is not None, f"--speculative-token-map {view.speculative_token_map}"),
         (bool(view.enable_multi_layer_eagle), "--enable-multi-layer-eagle"),
         (view.pp_size > 1, f"speculation with --pp-size {view.pp_size}"),

@@ -77,7 +77,10 @@ CASES = {
         model="latents",
     ),
     "a head in other parts than attention": Case(
-        ("does not support --enable-tp-lm-head-all-to-all", "as with --enable-dp-lm-head"),
+        (
+            "does not support a head in other parts than attention (--enable-tp-lm-head-all-to-all)",
+            "--enable-dp-lm-head",
+        ),
         ("--tp", "2", "--attn-dp-size", "2", "--enable-tp-lm-head-all-to-all", "--load-format", "dummy"),
         model="latents",
     ),
@@ -135,35 +138,49 @@ CASES = {
         model="latents without layers that draft",
     ),
     "trees of drafts by layers of the checkpoint": Case(
-        ("--speculative-eagle-topk 4 is not supported by --attention-backend atom", "set it to 1"),
+        ("does not support trees of draft tokens (--speculative-eagle-topk 4); supported: 1.", "set it to 1"),
         (*NEXTN[:4], "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "8", "--load-format", "dummy"),
         model="latents",
     ),
-    "experts that move": Case(("balancing experts over ranks (--enable-eplb",), ("--init-expert-location", "x.json")),
+    "experts that move": Case(
+        ("balancing experts over ranks (--init-expert-location x.json); supported: trivial.",),
+        ("--init-expert-location", "x.json"),
+    ),
     "multiplexed prefill and decode": Case(("--enable-pdmux",), ("--enable-pdmux", "--chunked-prefill-size", "-1")),
     "compilation": Case(("--enable-torch-compile",), ("--enable-torch-compile",)),
     "the same tokens in every batch": Case(
         ("--enable-deterministic-inference",), ("--enable-deterministic-inference",)
     ),
-    "weights in host memory": Case(("weight offloading (--cpu-offload-gb 1",), ("--cpu-offload-gb", "1")),
+    "weights in host memory": Case(
+        ("weight offloading (--cpu-offload-gb 1); supported: 0.",), ("--cpu-offload-gb", "1")
+    ),
     "drafts from n-grams": Case(
-        ("does not support --speculative-algorithm NGRAM", "STANDALONE"), ("--speculative-algorithm", "NGRAM")
+        ("does not support this way to draft (--speculative-algorithm NGRAM); supported: EAGLE, NEXTN, STANDALONE.",),
+        ("--speculative-algorithm", "NGRAM"),
     ),
     "trees of drafts": Case(
-        ("--speculative-eagle-topk 4 is not supported by --attention-backend atom", "set it to 1"),
+        ("does not support trees of draft tokens (--speculative-eagle-topk 4); supported: 1.", "set it to 1"),
         (*draft("EAGLE"), "--speculative-num-steps", "3", "--speculative-eagle-topk", "4"),
     ),
+    "trees of drafts beside sinks": Case(
+        ("does not support trees of draft tokens (--speculative-eagle-topk 4); supported: 1.",),
+        (*draft("EAGLE"), "--speculative-num-steps", "3", "--speculative-eagle-topk", "4", *DUMMY),
+        model="sinks",
+    ),
     "drafts of a length that changes": Case(
-        ("--speculative-adaptive is not supported",), (*draft("EAGLE"), *CHAIN, "--speculative-adaptive")
+        ("drafts of a length that changes on --attention-backend atom (--speculative-adaptive)",),
+        (*draft("EAGLE"), *CHAIN, "--speculative-adaptive"),
     ),
     "a draft of ours on another backend": Case(
         ("--speculative-draft-attention-backend triton", "the target's attention backend, which is atom"),
         (*draft("STANDALONE"), "--speculative-draft-attention-backend", "triton"),
     ),
     "a pool whose slots move": Case(("--enable-unified-memory",), ("--enable-unified-memory",)),
-    "a KV cache of another type": Case(("--kv-cache-dtype mxfp8", "use auto"), ("--kv-cache-dtype", "mxfp8")),
+    "a KV cache of another type": Case(
+        ("--kv-cache-dtype mxfp8); supported: auto, bf16",), ("--kv-cache-dtype", "mxfp8")
+    ),
     "quantisation by flag": Case(
-        ("Quantisation 'w8a8_fp8' is not supported", "bfloat16, float16, float32", "--quantization fp8"),
+        ("does not support this quantisation of our models (--quantization w8a8_fp8); supported: unquant, fp8,",),
         ("--quantization", "w8a8_fp8"),
     ),
     "a checkpoint in small FP8 blocks": Case(
@@ -176,9 +193,181 @@ CASES = {
     "modules left out by a variable": Case(
         ("SGLANG_FP8_IGNORED_LAYERS=o_proj",), ("--quantization", "fp8"), {"SGLANG_FP8_IGNORED_LAYERS": "o_proj"}
     ),
-    "weights as pickles, by flag": Case(("--load-format pt", "safetensors"), ("--load-format", "pt")),
+    "weights as pickles, by flag": Case(
+        ("checkpoints that are no safetensors (--load-format pt); supported: auto, safetensors,",),
+        ("--load-format", "pt"),
+    ),
     "weights as pickles, by what is there": Case(
         ("has no *.safetensors file", "pytorch_model.bin", "never read"), model="pickled"
+    ),
+    "weights layer by layer": Case(
+        ("checkpoints that are no safetensors (--load-format layered); supported: auto,",), ("--load-format", "layered")
+    ),
+    "a quantisation of checkpoints for one that has none": Case(
+        ("--quantization modelopt_fp8 is how some checkpoints are stored", "--quantization fp8"),
+        ("--quantization", "modelopt_fp8"),
+    ),
+    "Transformers' model": Case(
+        ("another implementation than ours (--model-impl transformers); supported: auto, sglang.", f"unset {PACKAGE}"),
+        ("--model-impl", "transformers"),
+    ),
+    "a kernel for experts": Case(
+        ("a kernel of SGLang's for experts (--moe-runner-backend triton); supported: auto.", "ATOM_KERNELS=experts="),
+        ("--moe-runner-backend", "triton", *DUMMY),
+        model="a mixture",
+    ),
+    "a kernel for FP8": Case(
+        ("a kernel of SGLang's for FP8 linear layers (--fp8-gemm-backend triton)", "ATOM_KERNELS=fp8_block_linear="),
+        ("--fp8-gemm-backend", "triton"),
+    ),
+    "a kernel for FP4": Case(("(--fp4-gemm-backend marlin)", "ATOM_KERNELS="), ("--fp4-gemm-backend", "marlin")),
+    "a kernel for linear layers": Case(
+        ("(--bf16-gemm-backend torch)", "ATOM_KERNELS=linear="), ("--bf16-gemm-backend", "torch")
+    ),
+    "a kernel for queries and keys": Case(
+        ("(--enable-fused-qk-norm-rope)", "ATOM_KERNELS=qk_norm_rope_cache="), ("--enable-fused-qk-norm-rope",)
+    ),
+    "a kernel that adds up experts": Case(
+        ("(--enable-fused-moe-sum-all-reduce)", "ATOM_KERNELS="), ("--enable-fused-moe-sum-all-reduce",)
+    ),
+    "a kernel for all-reduce and norm": Case(
+        ("(--flashinfer-allreduce-fusion-backend auto)", "ATOM_KERNELS=all_reduce_norm="),
+        ("--flashinfer-allreduce-fusion-backend", "auto"),
+    ),
+    "the same in prefill": Case(
+        ("(--disable-aiter-allreduce-fusion-in-prefill)",), ("--disable-aiter-allreduce-fusion-in-prefill",)
+    ),
+    "the same in decode": Case(
+        ("(--disable-aiter-allreduce-fusion-in-decode)",), ("--disable-aiter-allreduce-fusion-in-decode",)
+    ),
+    "inputs of another precision": Case(
+        ("(--flashinfer-mxfp4-moe-precision bf16); supported: default.",), ("--flashinfer-mxfp4-moe-precision", "bf16")
+    ),
+    "shared experts among those that are routed to": Case(
+        ("(--enforce-shared-experts-fusion)",), ("--enforce-shared-experts-fusion",)
+    ),
+    "the numbers of a trainer": Case(
+        ("the numbers of a trainer's own model (--rl-on-policy-target fsdp)",), ("--rl-on-policy-target", "fsdp")
+    ),
+    "a head in float32": Case(("logits in float32 (--enable-fp32-lm-head)",), ("--enable-fp32-lm-head",)),
+    "routed experts": Case(("(--enable-return-routed-experts)",), ("--enable-return-routed-experts",)),
+    "a record of routed experts": Case(
+        ("(--expert-distribution-recorder-mode stat)",), ("--expert-distribution-recorder-mode", "stat")
+    ),
+    "files of what layers compute": Case(
+        ("(--debug-tensor-dump-output-folder dumps)",), ("--debug-tensor-dump-output-folder", "dumps")
+    ),
+    "hooks on layers": Case(("hooks on layers",), ("--forward-hooks", '[{"name": "a", "target_modules": ["b"]}]')),
+    "overlap within a batch": Case(("(--enable-single-batch-overlap)",), ("--enable-single-batch-overlap",)),
+    "rows of a norm on each rank": Case(
+        ("layers in other parts than attention (--enable-layernorm-sp)",), ("--tp", "2", "--enable-layernorm-sp")
+    ),
+    "scattered inputs of attention": Case(
+        ("(--enable-attn-tp-input-scattered)",), ("--tp", "2", "--enable-attn-tp-input-scattered")
+    ),
+    "how ranks add up": Case(("(--boundary-reduction ar); supported: auto.",), ("--boundary-reduction", "ar")),
+    "memory that NCCL shares": Case(("(--enable-symm-mem)",), ("--tp", "2", "--enable-symm-mem")),
+    "prefill over ranks": Case(("context parallelism (--enable-prefill-cp)",), ("--enable-prefill-cp",)),
+    "experts fetched when they are needed": Case(
+        ("weight offloading (--enable-paged-experts)",), ("--enable-paged-experts", "--paged-experts-num-resident", "4")
+    ),
+    "experts on the CPU": Case(("weight offloading (--kt-weight-path x)",), ("--kt-weight-path", "x")),
+    "weights after graphs": Case(
+        ("(--startup-weight-load-mode overlap); supported: serial.",), ("--startup-weight-load-mode", "overlap")
+    ),
+    "weights of another process": Case(
+        ("(--weight-cache-mode client); supported: off.",), ("--weight-cache-mode", "client")
+    ),
+    "a context over ranks": Case(
+        ("context parallelism (--attn-cp-size 2); supported: 1.",), ("--tp", "2", "--attn-cp-size", "2", *DUMMY)
+    ),
+    "a context over ranks that decode": Case(
+        ("context parallelism (--dcp-size 2); supported: 1.",), ("--tp", "2", "--dcp-size", "2", *DUMMY)
+    ),
+    "data-parallel experts": Case(
+        ("data-parallel experts (--moe-dp-size 2); supported: 1.",),
+        ("--tp", "2", "--moe-dp-size", "2", *DUMMY),
+        model="a mixture",
+    ),
+    "tokens sent to experts": Case(
+        ("every rank sees every token (--moe-a2a-backend deepep); supported: none.",),
+        ("--tp", "2", "--moe-a2a-backend", "deepep", *DUMMY),
+        model="a mixture",
+    ),
+    "experts that are balanced": Case(("(--enable-eplb)",), ("--tp", "2", "--ep-size", "2", "--enable-eplb", *DUMMY)),
+    "experts twice": Case(
+        ("balancing experts over ranks (--ep-num-redundant-experts 2); supported: 0.",),
+        ("--tp", "2", "--ep-size", "2", "--ep-num-redundant-experts", "2", *DUMMY),
+        model="a mixture",
+    ),
+    "diffusion": Case(("diffusion decoding (--dllm-algorithm LowConfidence)",), ("--dllm-algorithm", "LowConfidence")),
+    "adapters": Case(("LoRA adapters (--",), ("--lora-paths", "a=b")),
+    "groups of layers in host memory": Case(
+        ("weight offloading (--offload-group-size 2); supported: -1, 0.",), ("--offload-group-size", "2")
+    ),
+    "a kernel for all-reduce and norm by its old flag": Case(
+        ("ATOM_KERNELS=all_reduce_norm=",), ("--enable-flashinfer-allreduce-fusion",)
+    ),
+    "weights for other servers": Case(
+        ("(--remote-instance-weight-loader-start-seed-via-transfer-engine)",),
+        ("--remote-instance-weight-loader-start-seed-via-transfer-engine",),
+    ),
+    "how experts are dispatched": Case(
+        ("balancing experts over ranks (--ep-dispatch-algorithm fake)",), ("--ep-dispatch-algorithm", "fake")
+    ),
+    "hidden states within the model": Case(
+        ("hidden states of layers within the model (--enable-return-aux-hidden-states)",),
+        ("--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"),
+    ),
+    "a report of how experts are balanced": Case(
+        ("(--expert-balancedness-report-mode server_log); supported: off.",),
+        ("--expert-balancedness-report-mode", "server_log"),
+    ),
+    "ranks that come and go": Case(
+        ("ranks that come and go (--elastic-ep-backend mooncake)",), ("--elastic-ep-backend", "mooncake")
+    ),
+    "experts kept for ranks that come and go": Case(
+        ("(--enable-elastic-expert-backup)",), ("--enable-elastic-expert-backup",)
+    ),
+    "experts of other ranks": Case(
+        ("fetching experts of other ranks (--dwdp-size 2); supported: 1.",), ("--tp", "2", "--dwdp-size", "2")
+    ),
+    "waterfilled experts": Case(("(--enable-waterfill)",), ("--enable-waterfill",)),
+    "a kernel of several layers": Case(
+        ("in the place of the model's (--enable-nvidia-megakernel)",), ("--enable-nvidia-megakernel",)
+    ),
+    "a kernel of several layers on AMD": Case(
+        ("in the place of the model's (--enable-amd-monokernel)",), ("--enable-amd-monokernel",)
+    ),
+    "drafts with a sink": Case(
+        ("(--speculative-draft-sink-size 4)",),
+        (*draft("EAGLE"), *CHAIN, "--attention-backend", "atom", "--speculative-draft-sink-size", "4"),
+    ),
+    "an exchange for the experts of drafts": Case(
+        ("(--speculative-moe-a2a-backend deepep)",), (*draft("STANDALONE"), "--speculative-moe-a2a-backend", "deepep")
+    ),
+    **{
+        f"ModelOpt by {flag}": Case((f"quantising by ModelOpt while loading ({flag} x)",), (flag, "x"))
+        for flag in (
+            "--modelopt-checkpoint-restore-path",
+            "--modelopt-checkpoint-save-path",
+            "--modelopt-export-path",
+        )
+    },
+    "ModelOpt while loading": Case(
+        ("quantising by ModelOpt while loading (--modelopt-quant fp8)",), ("--modelopt-quant", "fp8")
+    ),
+    "drafts that are pickles": Case(
+        ("drafts that are no safetensors (--speculative-draft-load-format pt)",),
+        (*draft("STANDALONE"), "--speculative-draft-load-format", "pt"),
+    ),
+    "drafts that see a window": Case(
+        ("drafts that see a window on --attention-backend atom (--speculative-draft-window-size 64)",),
+        (*draft("EAGLE"), *CHAIN, "--speculative-draft-window-size", "64"),
+    ),
+    "a kernel for the experts of drafts": Case(
+        ("(--speculative-moe-runner-backend triton)",),
+        (*draft("STANDALONE"), "--speculative-moe-runner-backend", "triton"),
     ),
     "two backends": Case(
         ("backend 'atom' and decode on 'torch_native' cannot be", "--attention-backend atom"),
@@ -214,6 +403,33 @@ CASES = {
     "pages in aiter's order": Case(("ATOM_SHUFFLED_CACHE=1 is for vLLM",), environ={"ATOM_SHUFFLED_CACHE": "1"}),
     "pages in aiter's order, by the kernel's name": Case(
         ("ATOM_KERNELS=attention=aiter_shuffled is for vLLM",), environ={"ATOM_KERNELS": "attention=aiter_shuffled"}
+    ),
+    **{
+        name: Case((f"({name}=", "supported: 0."), environ={name: "1"})
+        for name in (
+            "SGLANG_SIMULATE_UNIFORM_EXPERTS",
+            "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS",
+            "SGLANG_SHARED_EXPERT_TP1",
+            "SGLANG_ENABLE_EMBED_REPLICATION",
+            "SGLANG_ENABLE_DP_GATHER_FP8",
+            "SGLANG_FORCE_FP8_MARLIN",
+            "SGLANG_USE_AITER_FP8_PER_TOKEN",
+            "SGLANG_USE_DEEPGEMM_BMM",
+            "SGLANG_INT4_WEIGHT",
+            "SGLANG_ROCM_DISABLE_LINEARQUANT",
+            "SGLANG_CPU_QUANTIZATION",
+            "SGLANG_USE_HND_KVCACHE",
+        )
+    },
+    "kernels of SGLang's by a variable": Case(
+        ("(SGLANG_FORCE_FUSED_OP_BACKEND=torch)", "ATOM_KERNELS"), environ={"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
+    ),
+    "a head for embedding": Case(
+        ("embedding (SGLANG_EMBEDDINGS_SPARSE_HEAD=x)",), environ={"SGLANG_EMBEDDINGS_SPARSE_HEAD": "x"}
+    ),
+    "pages in aiter's order, as SGLang has it": Case(
+        ("(SGLANG_AITER_KV_CACHE_LAYOUT=vectorized_5d); supported: nhd.",),
+        environ={"SGLANG_AITER_KV_CACHE_LAYOUT": "vectorized_5d"},
     ),
     "a package of ours without models": Case(
         ("SGLANG_EXTERNAL_MODEL_PACKAGE=atom_plugin.sglang names no package", "atom_plugin.sglang.models"),
@@ -256,6 +472,28 @@ TAKEN = {
         ),
         model="latents",
     ),
+    "variables that SGLang's images for ROCm set": Case(
+        (),
+        environ={
+            "SGLANG_INT4_WEIGHT": "0",
+            "SGLANG_MOE_PADDING": "1",
+            "SGLANG_ROCM_DISABLE_LINEARQUANT": "0",
+            "SGLANG_ROCM_FUSED_DECODE_MLA": "1",
+            "SGLANG_USE_AITER": "1",
+            "SGLANG_USE_ROCM700A": "1",
+        },
+    ),
+    "pages in another order for SGLang's attention": Case(
+        (), ("--attention-backend", "torch_native"), {"SGLANG_USE_HND_KVCACHE": "1"}
+    ),
+    "values that are SGLang's own": Case(
+        (),
+        ("--moe-runner-backend", "auto", "--fp8-gemm-backend", "auto", "--model-impl", "sglang", *DUMMY),
+        model="a mixture",
+    ),
+    "a kernel that SGLang chooses": Case((), DUMMY, model="sinks"),
+    "whole shared experts": Case((), ("--disable-shared-experts-fusion", *DUMMY), model="latents"),
+    "Transformers' model without ours": Case((), ("--model-impl", "transformers"), ours=False),
     "LoRA for SGLang's own model": Case((), ("--enable-lora", "--max-lora-rank", "8"), ours=False),
     "a wrong setting for SGLang's own model": Case((), environ={"ATOM_KERNEL": "x"}, ours=False),
     "an architecture that only SGLang has": Case((), model="opt"),

@@ -128,3 +128,41 @@ def test_a_folder_without_the_framework(tool, versions, capsys, tmp_path):
     with pytest.raises(SystemExit):
         tool.main(["sglang", *versions])
     assert "has no package 'sglang': name an environment" in capsys.readouterr().err
+
+
+SGLANG = {
+    "sglang/__init__.py": "",
+    "sglang/srt/server_args.py": "class PortArgs:\n    nccl_port: int",
+    "sglang/srt/arg_groups/fields/model.py": (
+        "class Model:\n    _NS_PATH = 'model'\n    model_path: A[str, 'help'] = ''\n"
+        "    rank: A[int, Derived(fn='x')] = 0"
+    ),
+    "sglang/srt/configs/model_config.py": "class ModelConfig:\n    def __init__(self, model_path: str): ...",
+    "sglang/srt/environ.py": "class Envs:\n    SGLANG_DECLARED = EnvBool(False)",
+    "sglang/srt/models/new.py": "fast = get_bool_env_var('SGLANG_READ_ONLY_HERE')",
+}
+
+
+def test_sglangs_settings_are_found_wherever_they_are(tool, tmp_path):
+    for name, text in SGLANG.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    version = tool.Version(tmp_path, "sglang")
+    assert version.settings() == {
+        "PortArgs.nccl_port": "int",
+        "ServerArgs.model_path": "A[str, 'help'] = ''",
+        "ModelConfig.model_path": "str",
+    }
+    assert version.variables() == {"SGLANG_DECLARED", "SGLANG_READ_ONLY_HERE"}
+
+
+def test_settings_without_a_row_are_listed(tool, tmp_path, capsys):
+    for name, text in SGLANG.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    tool.main(["sglang", str(tmp_path), str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    unlisted = lines[lines.index("unlisted: 2 in no row of our table") + 1 :]
+    assert unlisted == ["  SGLANG_DECLARED", "  SGLANG_READ_ONLY_HERE"]

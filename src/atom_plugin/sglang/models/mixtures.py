@@ -25,6 +25,12 @@ class MixtralForCausalLM(AtomForCausalLM):
     """Mixtral."""
 
 
+class QuantMixtralForCausalLM(AtomForCausalLM):
+    """Mixtral, by the name that SGLang looks for where its weights are quantised in some ways."""
+
+    architecture = "MixtralForCausalLM"
+
+
 class Qwen3MoeForCausalLM(AtomForCausalLM):
     """Qwen3-MoE."""
 
@@ -35,5 +41,6 @@ EntryClass = [
     Glm4MoeForCausalLM,
     GptOssForCausalLM,
     MixtralForCausalLM,
+    QuantMixtralForCausalLM,
     Qwen3MoeForCausalLM,
 ]

@@ -41,3 +41,9 @@ def test_gpus_that_are_out_of_reach_are_told_in_words(places, reason):
 def test_groups_without_gpus_ask_no_one(device, world_size):
     group = SimpleNamespace(rank_in_group=0, world_size=world_size, device=torch.device(device))
     assert "several GPUs" in GroupCommunicator(group).why_no_peer_memory()
+
+
+def test_peer_memory_is_left_alone_where_the_framework_is_told_to():
+    group = SimpleNamespace(rank_in_group=0, world_size=2, device=torch.device("cuda:0"))
+    reason = GroupCommunicator(group, reads_peers=False).why_no_peer_memory()
+    assert "--disable-custom-all-reduce" in reason

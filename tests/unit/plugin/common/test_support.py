@@ -35,11 +35,6 @@ def test_markdown_has_a_line_an_architecture_and_framework():
     assert len(lines) == 2 + len(MODELS) * len(support.FRAMEWORKS)
 
 
-def test_each_refused_flag_of_sglang_has_a_reason_and_is_there_once():
-    assert all(item.flag.startswith("--") and item.reason for item in support.SGLANG_REFUSED_FLAGS)
-    assert len({item.flag for item in support.SGLANG_REFUSED_FLAGS}) == len(support.SGLANG_REFUSED_FLAGS)
-
-
 def test_sglang_runs_the_same_models_on_the_same_devices_but_for_what_it_refuses():
     ours, theirs = (
         {(row.architecture, row.quantization, row.device) for row in support.support_rows() if row.framework == name}

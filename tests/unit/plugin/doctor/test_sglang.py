@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from atom_plugin.common.support import SGLANG_CACHE_DTYPES, SGLANG_LOAD_FORMATS, SGLANG_QUANTIZATIONS
+from atom_plugin.common.flags import refusals
 from atom_plugin.doctor.command import check_command, check_flags, local_model, parse_command, tensor_parallel_size
 from atom_plugin.doctor.framework import SGLANG
-from atom_plugin.doctor.sglang import check_asked_for, check_attention_backends, check_sglang_variables
+from atom_plugin.doctor.sglang import (
+    check_asked_for,
+    check_attention_backends,
+    check_sglang_variables,
+)
+from atom_plugin.sglang.flags import CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, TABLE
 
 PACKAGE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 OURS = {PACKAGE: "atom_plugin.sglang.models"}
@@ -143,34 +148,50 @@ def test_backends_that_agree_or_are_sglangs(flags):
         "--speculative-adaptive",
         "--enable-unified-memory",
         "--speculative-eagle-topk 4",
-        "--enable-dp-attention",
-        "--attn-dp-size 2",
         "--cpu-offload-gb 4",
         "--offload-group-size 2",
+        "--load-format layered",
+        "--model-impl transformers",
+        "--moe-runner-backend triton",
+        "--fp8-gemm-backend cutlass",
+        "--enable-layernorm-sp",
+        "--rl-on-policy-target fsdp",
     ],
 )
 def test_refused_flags(flags):
     (finding,) = check_flags(parse(f"sglang serve M {flags}"))
     assert finding.problem.startswith(f"{flags}: ")
     assert finding.consequence == SGLANG.refused
-    assert finding.remedy.endswith(f"or unset {PACKAGE} for this model.")
+    said = {row.instead for row in refusals(TABLE)}
+    assert finding.remedy.endswith(f"or unset {PACKAGE} for this model.") or finding.remedy in said
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        *(f"--quantization {name}" for name in SGLANG_QUANTIZATIONS),
+        *(f"--quantization {name}" for name in QUANTIZATIONS),
         "--offload-group-size -1",
         "--speculative-eagle-topk 1",
         "--speculative-algorithm STANDALONE",
         "--attn-cp-size 1",
+        "--enable-dp-attention",
+        "--attn-dp-size 2",
+        "--model-impl sglang --moe-runner-backend auto",
         "--disable-radix-cache --device cpu",
-        *(f"--kv-cache-dtype {dtype}" for dtype in SGLANG_CACHE_DTYPES),
-        *(f"--load-format {form}" for form in SGLANG_LOAD_FORMATS),
+        *(f"--kv-cache-dtype {dtype}" for dtype in CACHE_DTYPES),
+        *(f"--load-format {form}" for form in LOAD_FORMATS),
     ],
 )
 def test_other_flags(flags):
     assert list(check_flags(parse(f"sglang serve M {flags}"))) == []
+
+
+def test_refused_variables():
+    command = parse("SGLANG_INT4_WEIGHT=1 SGLANG_MOE_PADDING=1 sglang serve M")
+    (finding,) = check_flags(command, command.environment)
+    assert finding.problem == "SGLANG_INT4_WEIGHT=1: atom-plugin does not support weights of four bits; supported: 0."
+    assert finding.consequence == SGLANG.refused
+    assert finding.remedy == f"Unset it, or unset {PACKAGE}."
 
 
 def test_local_model(tmp_path):
