@@ -123,7 +123,7 @@ def check_flags(command: Command, environ: Mapping[str, str] = MappingProxyType(
     seen: set[str] = set()
     flags = dict(_expanded(command.flags))
     for row in framework.refusals:
-        if environ.get(row.unless) in _ON:
+        if environ.get(row.unless) in _ON or (row.beside is not None and not row.beside(_AsFields(flags))):
             continue
         for name, value in _given(row, flags, environ):
             if name not in seen and row.is_refused_on_the_command_line(name, value):
@@ -132,6 +132,16 @@ def check_flags(command: Command, environ: Mapping[str, str] = MappingProxyType(
                 remedy = row.instead or f"Leave out {name}, or {framework.otherwise} for this model."
                 problem = f"{given}: atom-plugin does not support {row.what}{row.supported()}."
                 yield Finding(problem, framework.refused, remedy)
+
+
+@dataclass(frozen=True)
+class _AsFields:
+    """Flags as the fields that they set, None where they are not there: what a row asks of other settings."""
+
+    flags: Mapping[str, str]
+
+    def __getattr__(self, name: str) -> str | None:
+        return self.flags.get(f"--{name.replace('_', '-')}")
 
 
 def _given(row: Refused, flags: Mapping[str, str], environ: Mapping[str, str]) -> Iterable[tuple[str, str]]:

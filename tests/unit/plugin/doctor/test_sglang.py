@@ -151,6 +151,7 @@ def test_backends_that_agree_or_are_sglangs(flags):
         "--cpu-offload-gb 4",
         "--offload-group-size 2",
         "--load-format layered",
+        "--speculative-draft-window-size 64 --attention-backend atom",
         "--model-impl transformers",
         "--moe-runner-backend triton",
         "--fp8-gemm-backend cutlass",
@@ -160,7 +161,7 @@ def test_backends_that_agree_or_are_sglangs(flags):
 )
 def test_refused_flags(flags):
     (finding,) = check_flags(parse(f"sglang serve M {flags}"))
-    assert finding.problem.startswith(f"{flags}: ")
+    assert finding.problem.startswith(f"{flags.removesuffix(' --attention-backend atom')}: ")
     assert finding.consequence == SGLANG.refused
     said = {row.instead for row in refusals(TABLE)}
     assert finding.remedy.endswith(f"or unset {PACKAGE} for this model.") or finding.remedy in said
@@ -178,6 +179,8 @@ def test_refused_flags(flags):
         "--attn-dp-size 2",
         "--model-impl sglang --moe-runner-backend auto",
         "--disable-radix-cache --device cpu",
+        "--speculative-adaptive --attention-backend triton",
+        "--speculative-algorithm EAGLE --speculative-draft-load-format pt",
         *(f"--kv-cache-dtype {dtype}" for dtype in CACHE_DTYPES),
         *(f"--load-format {form}" for form in LOAD_FORMATS),
     ],
