@@ -310,6 +310,11 @@ _HONOURED: tuple[Ours, ...] = (
         settings_of("ModelConfig", "enable_prompt_embeds"),
     ),
     Ours(
+        "our all-reduce and norm in one kernel, which reads other GPUs' memory, is left out too",
+        "tests/contract/vllm/test_flags.py::test_ranks_leave_each_others_memory_alone_where_vllm_is_told_to",
+        settings_of("ParallelConfig", "disable_custom_all_reduce"),
+    ),
+    Ours(
         "no window, and no request longer than it",
         "tests/contract/vllm/test_flags.py::test_a_window_that_is_switched_off_is_none_of_ours",
         settings_of("ModelConfig", "disable_sliding_window"),

@@ -103,7 +103,7 @@ _PROCESSES = (
         """
         assigned_physical_gpu_ids cpu_distributed_timeout_seconds data_parallel_backend data_parallel_external_lb
         data_parallel_hybrid_lb data_parallel_master_ip data_parallel_master_port data_parallel_rank
-        data_parallel_rank_local data_parallel_rpc_port data_parallel_size_local disable_custom_all_reduce
+        data_parallel_rank_local data_parallel_rpc_port data_parallel_size_local
         disable_nccl_for_dp_synchronization distributed_executor_backend distributed_timeout_seconds dp_sync_interval
         enable_fault_tolerance enable_shm_tensor_arena fault_tolerance_config is_moe_model master_addr master_port
         max_parallel_loading_workers nnodes node_rank numa_bind numa_bind_cpus numa_bind_nodes placement_group rank

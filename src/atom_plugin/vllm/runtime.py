@@ -95,7 +95,9 @@ def build_runtime(
         latent_attention=VllmLatentAttention,
         max_model_len=model_config.max_model_len,
         cache_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, model_config),
-        tensor_parallel=VllmCommunicator(get_tp_group()),
+        tensor_parallel=VllmCommunicator(
+            get_tp_group(), reads_peers=not vllm_config.parallel_config.disable_custom_all_reduce
+        ),
         data_parallel=VllmReplicas(get_dp_group()) if replicated else OneReplica(),
         expert_parallel=vllm_config.parallel_config.enable_expert_parallel,
         pipeline=PipelineStage(first, end),

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import vllm
 from vllm import platforms
 from vllm.config import AttentionConfig, CompilationConfig, KernelConfig, ModelConfig, VllmConfig
@@ -20,7 +21,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from atom_core.config import ModelConfig as CoreConfig
 from atom_plugin import NEWEST
 from atom_plugin.common.flags import listed, refusals
-from atom_plugin.vllm import register_models
+from atom_plugin.common.settings import Settings
+from atom_plugin.vllm import register_models, runtime
+from atom_plugin.vllm.attention import VllmPagedAttention
 from atom_plugin.vllm.checkpoint_config import values_of
 from atom_plugin.vllm.flags import ARGUMENTS, DRAFT, LAST_IN, OWNERS, TABLE, looked_up
 from atom_plugin.vllm.flags import refused as rows
@@ -163,3 +166,14 @@ def test_a_window_that_is_switched_off_is_none_of_ours():
     ]
     assert None not in windows[0]
     assert windows[1] == {None}
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_ranks_leave_each_others_memory_alone_where_vllm_is_told_to(monkeypatch, disabled):
+    groups = SimpleNamespace(rank_in_group=0, world_size=2, device=torch.device("cuda:0"))
+    monkeypatch.setattr(runtime, "get_tp_group", lambda: groups)
+    monkeypatch.setattr(runtime, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0, world_size=1))
+    config = AsyncEngineArgs(str(CHECKPOINTS / "qwen3"), model_impl="atom").create_engine_config()
+    config.parallel_config.disable_custom_all_reduce = disabled  # a CPU's platform has set it by itself
+    built = runtime.build_runtime(config, config.model_config, 4, VllmPagedAttention, Settings())
+    assert built.tensor_parallel.reads_peers is not disabled
