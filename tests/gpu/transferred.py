@@ -1,9 +1,11 @@
 """A trainer beside a vLLM engine that is sent weights by vLLM's own weight transfers: what runs in a process.
 
     python transferred.py BACKEND OLD NEW OPTIONS FOUND
+    python transferred.py fresh NEW NEW OPTIONS FOUND
 
 BACKEND is ipc or nccl; by nccl the trainer's tensors are on a GPU behind those of the engine's ranks. FOUND is a file
-to write JSON to: whether answers differ between both versions, and are those of a version again once it has been sent.
+to write JSON to: what the engine answers at first, with the new weights, with the old ones once they were sent, and
+with the new ones again. Of a fresh engine there is but the first.
 """
 
 from __future__ import annotations
@@ -95,20 +97,20 @@ def main() -> None:
     backend, old, new, given, wanted = sys.argv[1:]
     options = json.loads(given)
     shape = {"kv_cache_memory_bytes": 64 * 2**20, "max_model_len": 256, "enable_prefix_caching": False}
-    llm = LLM(old, weight_transfer_config={"backend": backend}, **{"model_impl": "atom", **shape, **options})
-    of_old, found = _answers(llm), []
-    ranks = options.get("tensor_parallel_size", 1)
-    device = f"cuda:{ranks if backend == 'nccl' else 0}"
-    torch.cuda.set_device(device)
-    source = Folder(new, device)
-    trainer = _trainer(backend, llm, source, ranks)
-    trainer.send_weights()
-    of_new = _answers(llm)
-    for folder, expected in ((old, of_old), (new, of_new)):
-        source.turn_to(folder)
-        trainer.send_weights()
-        found.append(_answers(llm) == expected)
-    Path(wanted).write_text(json.dumps({"differ": of_old != of_new, "as before": found}))
+    transfer = {} if backend == "fresh" else {"weight_transfer_config": {"backend": backend}}
+    llm = LLM(old, **{"model_impl": "atom", **shape, **transfer, **options})
+    found = [_answers(llm)]
+    if backend != "fresh":
+        ranks = options.get("tensor_parallel_size", 1)
+        device = f"cuda:{ranks if backend == 'nccl' else 0}"
+        torch.cuda.set_device(device)
+        source = Folder(new, device)
+        trainer = _trainer(backend, llm, source, ranks)
+        for folder in (new, old, new):
+            source.turn_to(folder)
+            trainer.send_weights()
+            found.append(_answers(llm))
+    Path(wanted).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

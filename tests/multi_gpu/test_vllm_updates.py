@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.test_vllm_updates import sent, updated
+from tests.gpu.test_vllm_updates import check_sent, updated
 from tests.integration.versions import FIRST, Case
 from tests.integration.vllm.test_updates import CALLS, RANKS
 
@@ -22,4 +22,4 @@ def test_answers_on_two_ranks_are_those_of_a_fresh_start_bit_for_bit(tmp_path: P
 
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_a_trainer_on_another_gpu_sends_weights_by_nccl(tmp_path: Path, case: Case) -> None:
-    assert sent("nccl", case, tmp_path) == {"differ": True, "as before": [True, True]}
+    check_sent("nccl", case, tmp_path)
