@@ -7,7 +7,7 @@ patterns) is met here; the rest of the core reads plain attributes and never a H
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from atom_core.hf_config import HfConfig, as_mapping
@@ -122,6 +122,18 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class Padding:
+    """What of a model's sizes checkpoints do not have: zeros behind what they have, so that sizes divide over ranks."""
+
+    heads: int = 0
+    kv_heads: int = 0
+    intermediate_size: int = 0
+
+
+NO_PADDING = Padding()
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What one decoder layer has that another may not."""
 
@@ -160,6 +172,8 @@ class ModelConfig:
     """Layers behind the last that checkpoints have to draft further tokens with; they are not part of this model."""
     layers_before: int = 0
     """Of a draft made of such layers: how many layers the checkpoint has before them."""
+    padding: Padding = NO_PADDING
+    """Of ``num_heads``, ``num_kv_heads`` and ``intermediate_size``, which count it."""
 
     @property
     def num_layers(self) -> int:
@@ -180,6 +194,25 @@ class ModelConfig:
     def has_dense_layers(self) -> bool:
         """Whether some layer has a feed-forward network that all tokens go through."""
         return any(layer.moe is None for layer in self.layers)
+
+    def padded(self, num_heads: int, num_kv_heads: int, intermediate_size: int) -> ModelConfig:
+        """The same model with more heads and a wider middle, of zeros; each key/value head has as many queries.
+
+        Padding changes no answer: heads of zeros attend to zeros, and what comes of them is multiplied by zeros.
+        """
+        assert num_heads * self.num_kv_heads == num_kv_heads * self.num_heads
+        padding = Padding(
+            num_heads - self.num_heads, num_kv_heads - self.num_kv_heads, intermediate_size - self.intermediate_size
+        )
+        assert min(padding.heads, padding.kv_heads, padding.intermediate_size) >= 0
+        assert self.padding == NO_PADDING
+        return replace(
+            self,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            intermediate_size=intermediate_size,
+            padding=padding,
+        )
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | Any) -> ModelConfig:

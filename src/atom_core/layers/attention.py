@@ -12,6 +12,7 @@ from atom_core.config import LayerConfig, ModelConfig
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.layers.cache_scales import CacheScales
 from atom_core.layers.linear import QkvLinear, RowLinear
+from atom_core.layers.linear_methods import stored
 from atom_core.layers.norm import HeadNorm, RMSNorm, Stream
 from atom_core.layers.normed_linear import NormedLinear
 from atom_core.layers.parameters import ParameterLayer, Placement, empty_parameter
@@ -35,7 +36,14 @@ class Attention(ParameterLayer):
         super().__init__()
         heads, dim = config.num_heads, config.head_dim
         self.qkv_proj = QkvLinear(
-            config.hidden_size, heads, config.num_kv_heads, dim, config.qkv_bias, runtime, f"{name}.qkv_proj"
+            config.hidden_size,
+            heads,
+            config.num_kv_heads,
+            dim,
+            config.qkv_bias,
+            runtime,
+            f"{name}.qkv_proj",
+            config.padding,
         )
         self.enter = NormedLinear(norm, self.qkv_proj, None, runtime)
         self.o_proj = RowLinear(
@@ -45,6 +53,7 @@ class Attention(ParameterLayer):
             runtime,
             "num_attention_heads * head_dim",
             f"{name}.o_proj",
+            config.padding.heads * dim,
         )
         weights = QkvWeights(rotary.cos_sin)
         if config.qk_norm:
@@ -66,7 +75,7 @@ class Attention(ParameterLayer):
             scale=dim**-0.5,
             window=layer.window,
         )
-        self.num_heads, self.group = heads, runtime.tensor_parallel
+        self.stored_heads, self.group = heads - config.padding.heads, runtime.tensor_parallel
         wide = replace(runtime, dtype=torch.float32)  # as attention adds up
         self.sinks = empty_parameter(wide, self.qkv_proj.num_heads) if config.sinks else None
         self.attn = runtime.attention(spec, weights, self.sinks, runtime)
@@ -80,5 +89,7 @@ class Attention(ParameterLayer):
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
         """Sinks, where there are some: a number a head."""
         if self.sinks is not None:
-            mine = len(self.sinks)
-            yield "", "sinks", Placement(self.sinks, (self.num_heads,), source=self.group.rank * mine, count=mine)
+            first = self.group.rank * len(self.sinks)
+            source, count, padding = stored(range(first, first + len(self.sinks)), self.stored_heads)
+            shape = (self.stored_heads,)
+            yield "", "sinks", Placement(self.sinks, shape, source=source, count=count, padding=padding)

@@ -46,7 +46,7 @@ def check_blocks(
         ValueError: it does not.
     """
     for mine, total, what in ((part.my_rows, part.rows, "rows"), (part.my_columns, part.columns, "columns")):
-        if len(mine) < total and len(mine) % BLOCK_SIZE:
+        if mine != range(total) and len(mine) % BLOCK_SIZE:
             sizes = [size for size in range(1, world_size) if total % size == 0 and total // size % BLOCK_SIZE == 0]
             raise ValueError(
                 f"{ranks} {world_size} would cut FP8 blocks of {module}: a rank would hold {len(mine)} of "

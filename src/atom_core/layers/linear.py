@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from atom_core.config import NO_PADDING, Padding
 from atom_core.kernels.fp8_inputs import LinearInput
 from atom_core.kernels.linear import LinearKernel, LinearSpec
 from atom_core.layers.block_fp8 import BlockFp8Method
@@ -100,7 +101,10 @@ class Linear(ParameterLayer):
 
 @dataclass(frozen=True)
 class Column:
-    """One checkpoint tensor within a merged weight: its name, its rows there, and which of them are this rank's."""
+    """One checkpoint tensor within a merged weight: its name, its rows there, and which of them are this rank's.
+
+    Those behind its rows are zeros.
+    """
 
     name: str
     rows: int
@@ -122,7 +126,10 @@ class MergedColumnLinear(Linear):
 
 
 class QkvLinear(MergedColumnLinear):
-    """Query, key and value projections. With more ranks than key/value heads, heads are replicated."""
+    """Query, key and value projections. With more ranks than key/value heads, heads are replicated.
+
+    ``padding`` is what of the numbers of heads checkpoints do not have.
+    """
 
     def __init__(
         self,
@@ -133,18 +140,20 @@ class QkvLinear(MergedColumnLinear):
         bias: bool,
         runtime: Runtime,
         name: str = "",
+        padding: Padding = NO_PADDING,
     ) -> None:
         group = runtime.tensor_parallel
         heads = share(num_heads, group.rank, group.world_size, "num_attention_heads")
         kv_heads = kv_share(num_kv_heads, group.rank, group.world_size)
 
-        def column(name: str, total: int, mine: range) -> Column:
-            return Column(name, total * head_dim, range(mine.start * head_dim, mine.stop * head_dim))
+        def column(name: str, stored: int, mine: range) -> Column:
+            return Column(name, stored * head_dim, range(mine.start * head_dim, mine.stop * head_dim))
 
+        stored_kv_heads = num_kv_heads - padding.kv_heads
         columns = (
-            column("q_proj", num_heads, heads),
-            column("k_proj", num_kv_heads, kv_heads),
-            column("v_proj", num_kv_heads, kv_heads),
+            column("q_proj", num_heads - padding.heads, heads),
+            column("k_proj", stored_kv_heads, kv_heads),
+            column("v_proj", stored_kv_heads, kv_heads),
         )
         super().__init__(hidden_size, columns, bias, runtime, name)
         self.num_heads = len(heads)
@@ -169,14 +178,24 @@ def kv_share(num_kv_heads: int, rank: int, world_size: int) -> range:
 
 
 class RowLinear(Linear):
-    """A layer whose input is split over ranks; the result is summed over them."""
+    """A layer whose input is split over ranks; the result is summed over them.
+
+    Of ``in_features``, the last ``padding`` columns are zeros that checkpoints do not have.
+    """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, runtime: Runtime, what: str, name: str = ""
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        runtime: Runtime,
+        what: str,
+        name: str = "",
+        padding: int = 0,
     ) -> None:
         group = runtime.tensor_parallel
         mine = share(in_features, group.rank, group.world_size, what)
-        part = Part("", out_features, in_features, range(out_features), mine)
+        part = Part("", out_features, in_features - padding, range(out_features), mine)
         super().__init__(len(mine), out_features, bias, runtime, name, [part])
         self.group, self.mine = group, mine
 

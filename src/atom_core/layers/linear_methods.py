@@ -34,7 +34,10 @@ NOT_FINITE = "holds numbers that are not finite, which FP8 cannot scale"
 
 @dataclass(frozen=True)
 class Part:
-    """One matrix ``[rows, columns]`` of a checkpoint, and what of it is this rank's: some rows or some columns."""
+    """One matrix ``[rows, columns]`` of a checkpoint, and what of it is this rank's: some rows or some columns.
+
+    Those that lie behind the matrix are zeros.
+    """
 
     module: str
     """As :meth:`atom_core.layers.parameters.ParameterLayer.placements` has it."""
@@ -45,16 +48,31 @@ class Part:
     begin: int = 0
     """The layer's row where this one begins."""
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether some rows or columns are zeros."""
+        return self.my_rows.stop > self.rows or self.my_columns.stop > self.columns
+
     def of_matrix(self, parameter: torch.Tensor, kind: type[Placement] = Placement) -> Placement:
         """This rank's part of the matrix."""
         shape = (self.rows, self.columns)
-        if len(self.my_columns) < self.columns:
-            return kind(parameter, shape, dim=1, source=self.my_columns.start, count=len(self.my_columns))
-        return kind(parameter, shape, source=self.my_rows.start, target=self.begin, count=len(self.my_rows))
+        if self.my_columns != range(self.columns):
+            source, count, padding = stored(self.my_columns, self.columns)
+            return kind(parameter, shape, dim=1, source=source, count=count, padding=padding)
+        source, count, padding = stored(self.my_rows, self.rows)
+        return kind(parameter, shape, source=source, target=self.begin, count=count, padding=padding)
 
     def of_rows(self, parameter: torch.Tensor, kind: type[Placement] = Placement) -> Placement:
         """This rank's rows of a vector with a number a row."""
-        return kind(parameter, (self.rows,), source=self.my_rows.start, target=self.begin, count=len(self.my_rows))
+        source, count, padding = stored(self.my_rows, self.rows)
+        return kind(parameter, (self.rows,), source=source, target=self.begin, count=count, padding=padding)
+
+
+def stored(mine: range, total: int) -> tuple[int, int, int]:
+    """Of the indices ``mine``, those below ``total``: where they begin, how many they are, and how many are behind."""
+    source = min(mine.start, total)
+    count = min(mine.stop, total) - source
+    return source, count, len(mine) - count
 
 
 class LinearMethod(Protocol):
@@ -323,7 +341,7 @@ class QuantizingPlacement(Placement):
 
     def check(self, tensor: torch.Tensor) -> None:
         """See :class:`Placement`."""
-        for first in range(self.part.my_rows.start, self.part.my_rows.stop, _CHUNK):
+        for first in range(self.part.my_rows.start, min(self.part.my_rows.stop, self.part.rows), _CHUNK):
             if not bool(torch.isfinite(tensor[first : min(first + _CHUNK, self.part.my_rows.stop)]).all()):
                 raise ValueError(NOT_FINITE)
 
@@ -331,19 +349,22 @@ class QuantizingPlacement(Placement):
         """See :class:`Placement`; rows are scaled as a whole, also where only some of their columns are this rank's."""
         part, begin = self.part, self.part.begin
         with torch.no_grad():
-            for first in range(part.my_rows.start, part.my_rows.stop, _CHUNK):
+            if part.is_padded:
+                self.parameter[begin : begin + len(part.my_rows)].zero_()
+                self.scales[begin : begin + len(part.my_rows)].zero_()
+            for first in range(part.my_rows.start, min(part.my_rows.stop, part.rows), _CHUNK):
                 rows = tensor[first : min(first + _CHUNK, part.my_rows.stop)].to(self.parameter.device)
                 scale, end = row_scales(rows), begin + len(rows)
                 if not bool(torch.isfinite(scale).all()):
                     raise ValueError(NOT_FINITE)
                 mine = rows[:, part.my_columns.start : part.my_columns.stop]
-                self.parameter[begin:end].copy_(to_e4m3(mine, scale))
+                self.parameter[begin:end, : mine.shape[1]].copy_(to_e4m3(mine, scale))
                 self.scales[begin:end].copy_(scale[:, 0])
                 begin = end
 
     def store(self, out: torch.Tensor) -> None:
         """See :class:`Placement`; what is left of the numbers."""
         part = self.part
-        rows = slice(part.begin, part.begin + len(part.my_rows))
         mine = out[part.my_rows.start : part.my_rows.stop, part.my_columns.start : part.my_columns.stop]
-        mine.copy_(self.parameter[rows].float() * self.scales[rows, None])
+        rows = slice(part.begin, part.begin + mine.shape[0])
+        mine.copy_(self.parameter[rows, : mine.shape[1]].float() * self.scales[rows, None])

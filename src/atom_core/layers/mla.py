@@ -46,6 +46,7 @@ class Expansion(ParameterLayer):
     weight_scale: nn.Parameter
 
     def __init__(self, latent: LatentConfig, num_heads: int, mine: range, runtime: Runtime, name: str) -> None:
+        """``num_heads`` are the checkpoint's; of ``mine``, this rank's, those behind them are zeros."""
         super().__init__()
         each = latent.nope_dim + latent.value_dim
         rows = range(mine.start * each, mine.stop * each)
@@ -125,7 +126,8 @@ class LatentAttention(nn.Module):
         assert latent is not None
         group, heads = runtime.tensor_parallel, config.num_heads
         mine = share(heads, group.rank, group.world_size, "num_attention_heads")
-        queries = heads * latent.query_dim
+        stored_heads = heads - config.padding.heads
+        queries = stored_heads * latent.query_dim
         mine_of_queries = range(mine.start * latent.query_dim, mine.stop * latent.query_dim)
         kv = Column("kv_a_proj_with_mqa", latent.row, range(latent.row))
         if latent.query_rank is None:
@@ -142,9 +144,15 @@ class LatentAttention(nn.Module):
         self.widths = [len(first.local), len(kv.local)]
         self.enter = NormedLinear(norm, self.down, None, runtime)
         self.kv_a_layernorm = HeadNorm(latent.rank, LATENT_EPS, runtime)
-        self.kv_b_proj = Expansion(latent, heads, mine, runtime, f"{name}.kv_b_proj")
+        self.kv_b_proj = Expansion(latent, stored_heads, mine, runtime, f"{name}.kv_b_proj")
         self.o_proj = RowLinear(
-            heads * latent.value_dim, hidden, False, runtime, "num_attention_heads * v_head_dim", f"{name}.o_proj"
+            heads * latent.value_dim,
+            hidden,
+            False,
+            runtime,
+            "num_attention_heads * v_head_dim",
+            f"{name}.o_proj",
+            config.padding.heads * latent.value_dim,
         )
         shape = LatentSpec(
             num_heads=len(mine),

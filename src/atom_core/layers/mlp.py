@@ -20,12 +20,13 @@ class GatedMLP(nn.Module):
         group = runtime.tensor_parallel
         size = config.intermediate_size
         mine = share(size, group.rank, group.world_size, "intermediate_size")
-        columns = (Column("gate_proj", size, mine), Column("up_proj", size, mine))
+        padding = config.padding.intermediate_size
+        columns = (Column("gate_proj", size - padding, mine), Column("up_proj", size - padding, mine))
         self.gate_up_proj = MergedColumnLinear(
             config.hidden_size, columns, config.mlp_bias, runtime, f"{name}.gate_up_proj"
         )
         self.down_proj = RowLinear(
-            size, config.hidden_size, config.mlp_bias, runtime, "intermediate_size", f"{name}.down_proj"
+            size, config.hidden_size, config.mlp_bias, runtime, "intermediate_size", f"{name}.down_proj", padding
         )
         self.enter = GatedLinear(norm, self.gate_up_proj, config.activation, self.down_proj, runtime)
 

@@ -35,6 +35,8 @@ class Placement:
     target: int = 0
     count: int | None = None
     """None: all of them."""
+    padding: int = 0
+    """Rows of zeros behind them, which the checkpoint does not have."""
     held_by: str = ""
     """The module's parameter that this is a part of, where it is not called as the tensor is."""
 
@@ -65,6 +67,8 @@ class Placement:
         with torch.no_grad():
             mine = tensor.narrow(self.dim, self.source, count)
             self.parameter.narrow(self.dim, self.target, count).copy_(mine)
+            if self.padding:
+                self.parameter.narrow(self.dim, self.target + count, self.padding).zero_()
 
     def store(self, out: torch.Tensor) -> None:
         """The way back: copy this rank's part to ``out``, of the whole tensor's shape; the rest stays as it is."""

@@ -26,6 +26,7 @@ from atom_plugin.sglang import ENTRY_POINT, is_registered, our_backends
 from atom_plugin.sglang.attention import FrameworkAttention, SglangRadixAttention
 from atom_plugin.sglang.body import Body
 from atom_plugin.sglang.checkpoint_config import values_of
+from atom_plugin.sglang.padding import padded
 from atom_plugin.sglang.runtime import build_runtime
 from atom_plugin.sglang.updates import AtomModel
 
@@ -105,6 +106,7 @@ class AtomForCausalLM(AtomModel):
         ours = set(attention_backends()) <= set(our_backends())
         attention = SglangRadixAttention if ours else FrameworkAttention
         self.runtime = build_runtime(config, quant_config, model_config.num_layers, attention, settings)
+        model_config = padded(model_config, config, self.runtime)
         self.core: DecoderForCausalLM = load_model_class(architecture)(model_config, self.runtime, prefix)
         self.hold_weights()
         self.model = Body(self.core)

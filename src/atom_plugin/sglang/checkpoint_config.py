@@ -5,24 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from atom_plugin.common.checkpoint_config import config_values, file_values, untied
+from atom_plugin.sglang.padding import BEFORE_PADDING
 
-#: On a CPU SGLang pads sizes in the configuration to what its kernels take and writes what they were beside them
-#: (``configs/update_config.py``). Ours take any.
-_BEFORE_PADDING = "original_"
-_PADDED = ("intermediate_size", "moe_intermediate_size", "intermediate_size_mlp")
 #: What SGLang's ``ModelConfig`` writes into every configuration.
 _ADDED = ("context_len", "encoder_only", "language_only", "language_model_only", "swa_head_dim", "swa_v_head_dim")
 
 
 def values_of(hf_config: Any, architecture: str | None = None) -> dict[str, Any]:
-    """The configuration of a model, of ``architecture`` where SGLang has put another name."""
+    """The configuration of a model, of ``architecture`` where SGLang has put another name; sizes are not padded."""
     values = hf_config.to_dict()
     model = str(getattr(hf_config, "_name_or_path", ""))
     file = file_values(model)
-    for name in [name for name in values if name.startswith(_BEFORE_PADDING) and name not in file]:
-        before, size = values.pop(name), name.removeprefix(_BEFORE_PADDING)
-        if size in _PADDED:
-            values[size] = before
+    for size, before in BEFORE_PADDING.items():
+        if before in values and before not in file:
+            original = values.pop(before)
+            if size in values:
+                values[size] = original
     # Of models whose values are as wide as their keys SGLang writes it too.
     added = (*_ADDED, "v_head_dim") if values.get("v_head_dim") == values.get("head_dim") else _ADDED
     return untied(config_values(values, file, architecture, added), model)

@@ -24,6 +24,7 @@ from atom_plugin.sglang.attention import SglangRadixAttention
 from atom_plugin.sglang.body import or_stand_in
 from atom_plugin.sglang.causal_lm import Head
 from atom_plugin.sglang.checkpoint_config import values_of
+from atom_plugin.sglang.padding import padded
 from atom_plugin.sglang.runtime import build_runtime
 from atom_plugin.sglang.updates import AtomModel
 
@@ -44,6 +45,7 @@ class AtomDraft(AtomModel):
         model_config = draft_class.from_hf(values_of(config, self.architecture))
         settings = load_settings()
         self.runtime = build_runtime(config, quant_config, model_config.num_layers, SglangRadixAttention, settings)
+        model_config = padded(model_config, config, self.runtime)
         self.core: DraftModel = draft_class(model_config, self.runtime, prefix)
         self.hold_weights()
         self.logits_processor = LogitsProcessor(config, skip_all_gather=True)

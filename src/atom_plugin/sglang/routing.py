@@ -31,6 +31,7 @@ from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, our_backends
 from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.flags import OTHERWISE, TABLE
 from atom_plugin.sglang.kernels import check_order
+from atom_plugin.sglang.padding import to_be_padded
 from atom_plugin.sglang.quantization import quantization_of
 from atom_plugin.sglang.speculation import attention_ranks_of, check_drafts, check_own_layers
 
@@ -191,7 +192,7 @@ def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> QuantConfi
             f"{attention_ranks_of(view)}, serves it by replicas that need not wait for one another."
         )
     check_files(
-        config,
+        to_be_padded(config, view, attention_ranks_of(view), quant),
         directory if directory.is_dir() and view.load_format != "dummy" else None,
         tensor_parallel_size=attention_ranks_of(view),
         quant=quant,

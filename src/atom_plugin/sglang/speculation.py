@@ -11,6 +11,7 @@ from atom_core.standalone import check_files
 from atom_plugin.sglang import BACKEND, our_backends
 from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.flags import LOAD_FORMATS
+from atom_plugin.sglang.padding import to_be_padded
 
 #: What SGLang chooses for a head on a target of this architecture where nothing is said; for all else it is a chain.
 TREES = {"LlamaForCausalLM": 4}
@@ -122,7 +123,7 @@ def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
     config = load_draft_class(hf_config.architectures[0]).from_hf(values_of(hf_config))
     directory = Path(view.model_path)
     check_files(
-        config,
+        to_be_padded(config, view, attention_ranks_of(view), quant),
         directory if directory.is_dir() and view.load_format != "dummy" else None,
         tensor_parallel_size=attention_ranks_of(view),
         quant=quant,

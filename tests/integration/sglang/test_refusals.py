@@ -373,7 +373,6 @@ CASES = {
         ("backend 'atom' and decode on 'torch_native' cannot be", "--attention-backend atom"),
         ("--prefill-attention-backend", "atom", "--decode-attention-backend", "torch_native"),
     ),
-    "heads that do not divide": Case(("3", "heads"), ("--tp", "3")),
     "an unknown rope type": Case(("'spiral'", "yarn"), model="unknown rope"),
     "missing tensors": Case(("does not fit Qwen3ForCausalLM", "missing (1)", NORM), model="missing tensor"),
     "unexpected tensors": Case(

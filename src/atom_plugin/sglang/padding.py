@@ -1,0 +1,63 @@
+"""Sizes that SGLang pads on a CPU, so that they divide over ranks: which of them our models pad too, and to what.
+
+There SGLang's own models take the padded sizes of ``configs/update_config.py`` and fill up their weights with zeros.
+Ours need no such sizes but to divide over ranks; heads must be as many as SGLang lays its pool out for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atom_core.config import ModelConfig
+from atom_core.quant import QuantConfig
+from atom_core.quant.fp8 import BLOCK_SIZE, Fp8Config
+from atom_core.quant.mxfp4 import GROUP, Mxfp4LinearConfig
+from atom_core.runtime import Runtime
+
+#: What SGLang calls a size, and what it calls what the checkpoint has where it may have padded it.
+BEFORE_PADDING = {
+    "intermediate_size": "original_intermediate_size",
+    "moe_intermediate_size": "original_moe_intermediate_size",
+    "intermediate_size_mlp": "original_intermediate_size_mlp",
+    "num_attention_heads": "original_num_attention_heads",
+    "num_key_value_heads": "original_total_num_kv_heads",
+}
+
+
+def to_be_padded(config: ModelConfig, view: Any, attention_ranks: int, quant: QuantConfig) -> ModelConfig:
+    """``config``, the checkpoint's, as SGLang will pad it for the arguments ``view``, which are looked at before.
+
+    Of ``view.tp_size`` ranks, ``attention_ranks`` share a layer that is no mixture.
+    """
+    if view.device != "cpu":
+        return config
+    kv_heads, ranks = config.num_kv_heads, view.tp_size
+    if kv_heads % ranks or config.num_heads % ranks:
+        kv_heads = _multiple(kv_heads, ranks)
+    return _padded(config, kv_heads, attention_ranks, quant)
+
+
+def padded(config: ModelConfig, hf_config: Any, runtime: Runtime) -> ModelConfig:
+    """``config``, the checkpoint's, with as many heads as SGLang has written into its configuration of the model."""
+    before, now = BEFORE_PADDING["num_attention_heads"], "num_attention_heads"
+    if not hasattr(hf_config, before):  # not on a CPU
+        return config
+    more = getattr(hf_config, now) != getattr(hf_config, before)
+    kv_heads = hf_config.num_key_value_heads if more else config.num_kv_heads
+    return _padded(config, kv_heads, runtime.tensor_parallel.world_size, runtime.quant)
+
+
+def _padded(config: ModelConfig, kv_heads: int, ranks: int, quant: QuantConfig) -> ModelConfig:
+    heads, size = kv_heads * config.num_heads // config.num_kv_heads, config.intermediate_size
+    unit = 1
+    if isinstance(quant, Fp8Config) and quant.block:
+        unit = BLOCK_SIZE
+    elif isinstance(quant, Mxfp4LinearConfig):
+        unit = GROUP
+    if config.has_dense_layers and ranks > 1:
+        size = _multiple(size, ranks * unit)
+    return config.padded(heads, kv_heads, size)
+
+
+def _multiple(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
