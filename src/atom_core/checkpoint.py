@@ -7,9 +7,10 @@ in milliseconds and before anything is loaded.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 SINGLE_FILE = "model.safetensors"
-#: Names of the files that hold a model, the first that there are: what is beside them is not read.
+INDEX = "model.safetensors.index.json"
+#: Names of the files that hold a model where no index says it, the first that there are: what is beside is not read.
 WEIGHT_FILES = (SINGLE_FILE, "model-*.safetensors", "*.safetensors")
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -48,7 +50,8 @@ class Checkpoint:
         Raises:
             ValueError: no such files (pickles are not read), or a file that is cut off or not safetensors.
         """
-        files = sorted(directory.glob("*.safetensors"))
+        # A hub's cache has links to what is not there where a download was cut off.
+        files = sorted(path for path in directory.glob("*.safetensors") if path.exists())
         if not files:
             pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
             found = (
@@ -86,31 +89,39 @@ class Checkpoint:
                     yield name, file.get_tensor(name)
 
 
-def _model_files(directory: Path, files: Sequence[Path]) -> list[Path]:
-    """The files that hold the model, as Transformers and, told :data:`WEIGHT_FILES`, the frameworks choose them.
+def choose_files(where: str, names: Collection[str], indexed: Collection[str] | None) -> list[str]:
+    """The files that hold the model, as Transformers and the frameworks choose them.
 
-    A folder may hold others: a release of Mistral's has the same model once more as ``consolidated.safetensors``.
+    Others may lie beside them: a release of Mistral's has the same model once more as ``consolidated.safetensors``.
+
+    Args:
+        where: a folder, or what a hub calls it.
+        names: of all safetensors files there.
+        indexed: of those that an index names; None: there is no index.
 
     Raises:
         ValueError: an index that names files which are not there, or that leaves ``model.safetensors`` out.
     """
-    index = directory / f"{SINGLE_FILE}.index.json"
-    single = directory / SINGLE_FILE
-    if index.exists():
-        wanted = _read_index(index)
-        absent = sorted(wanted - {path.name for path in files})
-        if absent:
-            raise ValueError(f"{index} names files that are not there: {', '.join(absent)}.")
-        if single in files and SINGLE_FILE not in wanted:
-            raise ValueError(
-                f"{directory} holds two models: {SINGLE_FILE}, which Transformers reads, and the files that "
-                f"{index.name} names, which vLLM and SGLang may read: {', '.join(sorted(wanted)[:3])}. Remove one."
-            )
-        return [path for path in files if path.name in wanted]
-    for pattern in WEIGHT_FILES:
-        if chosen := [path for path in files if path.match(pattern)]:
-            return chosen
-    return list(files)
+    if indexed is None:
+        for pattern in WEIGHT_FILES:
+            if chosen := sorted(fnmatch.filter(names, pattern)):
+                return chosen
+        return sorted(names)
+    if absent := sorted(set(indexed) - set(names)):
+        raise ValueError(f"{where}: {INDEX} names files that are not there: {', '.join(absent)}.")
+    if SINGLE_FILE in names and SINGLE_FILE not in indexed:
+        raise ValueError(
+            f"{where} holds two models: {SINGLE_FILE}, which Transformers reads, and the files that {INDEX} names, "
+            f"which vLLM and SGLang may read: {', '.join(sorted(indexed)[:3])}. Remove one."
+        )
+    return sorted(indexed)
+
+
+def _model_files(directory: Path, files: Sequence[Path]) -> list[Path]:
+    """See :func:`choose_files`."""
+    index = directory / INDEX
+    indexed = read_index(index) if index.exists() else None
+    return [directory / name for name in choose_files(str(directory), [path.name for path in files], indexed)]
 
 
 def config_of(directory: Path) -> dict[str, Any]:
@@ -133,10 +144,14 @@ def has_own_head(directory: Path) -> bool:
         checkpoint = Checkpoint.open(directory)
     except ValueError:  # said where the files are compared with the model
         return False
-    if not {_HEAD, _EMBEDDING} <= checkpoint.tensors.keys():
+    if not {HEAD, EMBEDDING} <= checkpoint.tensors.keys():
         return False
-    head, embedding = checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING)
-    return head.shape == embedding.shape and not torch.equal(head, embedding)
+    return is_another_head(checkpoint.tensor(HEAD), checkpoint.tensor(EMBEDDING))
+
+
+def is_another_head(head: torch.Tensor, embedding: torch.Tensor) -> bool:
+    """Whether a head of the embedding's shape has other numbers."""
+    return head.shape == embedding.shape and not torch.equal(head.to(embedding.dtype), embedding)
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
@@ -157,8 +172,12 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     return values
 
 
-def _read_index(path: Path) -> set[str]:
-    """The names of the files that hold the checkpoint."""
+def read_index(path: Path) -> set[str]:
+    """The names of the files that an index says to hold the checkpoint.
+
+    Raises:
+        ValueError: it is none.
+    """
     try:
         names = set(json.loads(path.read_text())["weight_map"].values())
         if not names or not all(isinstance(name, str) for name in names):

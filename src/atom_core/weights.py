@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from atom_core.checkpoint import Checkpoint
+from atom_core.checkpoint import EMBEDDING, HEAD, Checkpoint, is_another_head
 from atom_core.layers.cache_scales import SCALE_NAMES, CacheScales
 from atom_core.layers.parameters import MissingLayer, ParameterLayer, Placement, checkpoint_module
 from atom_core.models.decoder import CheckpointModel
@@ -148,7 +148,9 @@ def load_weights(
     scales = cache_scales(model)
     found: dict[CacheScales, dict[str, torch.Tensor]] = {}
     waiting, mismatch, writer = set(slots), Mismatch(), Writer(slots)
+    head = TiedHead(model)
     for name, tensor in respelled(model.config, slots, tensors):
+        head.look_at(name, tensor)
         if name in scales:
             found.setdefault(scales[name], {})[name] = tensor
             continue
@@ -156,6 +158,9 @@ def load_weights(
         if slot is None:
             if not ignored(model, name, elsewhere):
                 mismatch.unexpected.append(name)
+            continue
+        if name not in waiting:
+            mismatch.unexpected.append(f"{name} once more")
             continue
         waiting.discard(name)
         if problem := slot.placement.problem(tuple(tensor.shape), dtype_name(tensor)):
@@ -170,6 +175,32 @@ def load_weights(
     for layer, of_layer in found.items():
         layer.adopt(of_layer)
     return {slot.parameter_name for slot in slots.values()}
+
+
+class TiedHead:
+    """Whether a model whose embedding is its head is given another head, which would be left out without a word."""
+
+    def __init__(self, model: CheckpointModel) -> None:
+        self._of = (HEAD, EMBEDDING) if model.config.tie_word_embeddings else ()
+        self._found: dict[str, torch.Tensor] = {}
+
+    def look_at(self, name: str, tensor: torch.Tensor) -> None:
+        """Of each tensor that comes.
+
+        Raises:
+            ValueError: the head's numbers are not the embedding's.
+        """
+        if name not in self._of:
+            return
+        self._found[name] = tensor
+        if len(self._found) < len(self._of):
+            return
+        head, embedding = (self._found.pop(name) for name in self._of)
+        if is_another_head(head, embedding):
+            raise ValueError(
+                f"The files have {HEAD} with other numbers than {EMBEDDING}, and config.json says "
+                "tie_word_embeddings=true. Set it to false, or take the tensor out."
+            )
 
 
 def check_checkpoint(model: CheckpointModel, checkpoint: Checkpoint) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -131,7 +130,7 @@ def variables_markdown() -> str:
 
 @app.command()
 def check(
-    model: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A checkpoint's folder.")],
+    model: Annotated[str, typer.Argument(help="A checkpoint's folder, or a name that Hugging Face's cache has.")],
     prompt: Annotated[str | None, typer.Option(help="A text to compare on; without it, random tokens.")] = None,
     dtype: Annotated[str, typer.Option(help="Of both models: float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="Of both models: cpu or cuda.")] = "cpu",
@@ -139,7 +138,7 @@ def check(
     """Compare our logits with Hugging Face's, layer by layer, without any framework; exit 1 if they part."""
     import torch
 
-    from atom_core.check import TOLERANCES, compare
+    from atom_core.check import TOLERANCES, compare, require_transformers
     from atom_plugin.common.kernels import forced_kernels
     from atom_plugin.doctor.agreement import stage_table
 
@@ -147,9 +146,20 @@ def check(
     if dtype not in dtypes:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(dtypes)}", param_hint="--dtype")
     try:
+        require_transformers()
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    from atom_plugin.common.hub import cached_folder  # huggingface_hub comes with it
+
+    folder = cached_folder(model)
+    if folder is None:
+        message = f"{model!r} is no folder, and Hugging Face's cache has nothing of that name; nothing is fetched."
+        raise typer.BadParameter(message, param_hint="MODEL")
+    try:
         settings = load_settings()
         result = compare(
-            model,
+            folder,
             prompt=prompt,
             dtype=dtypes[dtype],
             device=torch.device(device),

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from atom_core.checkpoint import has_own_head, read_config_json
 from atom_core.hf_config import as_mapping
+from atom_plugin.common.hub import cached_folder, whole_folder
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +26,8 @@ def file_values(model: str, revision: str | None = None) -> Mapping[str, Any]:
     Raises:
         ValueError: the file is not a JSON object.
     """
-    folder = Path(model)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            found = try_to_load_from_cache(model, "config.json", revision=revision)
-        except HFValidationError:  # no name of a repository either
-            return {}
-        if not isinstance(found, str):
-            return {}
-        folder = Path(found).parent
-    return read_config_json(folder) if (folder / "config.json").is_file() else {}
+    folder = cached_folder(model, revision)
+    return {} if folder is None or not (folder / "config.json").is_file() else read_config_json(folder)
 
 
 def config_values(
@@ -58,10 +47,12 @@ def config_values(
     return _with_rope_of_file(values, file)
 
 
-def untied(values: dict[str, Any], model: str) -> dict[str, Any]:
-    """``values`` without a tied head where the files of a folder have another one; see ``config_of`` of the core."""
-    if values.get("tie_word_embeddings") and Path(model).is_dir() and has_own_head(Path(model)):
-        return {**values, "tie_word_embeddings": False}
+def untied(values: dict[str, Any], model: str, revision: str | None = None, cache: str | None = None) -> dict[str, Any]:
+    """``values`` without a tied head where the files of a model have another one; see ``config_of`` of the core."""
+    if values.get("tie_word_embeddings"):
+        folder = whole_folder(model, revision, cache)
+        if folder is not None and has_own_head(folder):
+            return {**values, "tie_word_embeddings": False}
     return values
 
 

@@ -175,6 +175,14 @@ def tensor_parallel_size(command: Command) -> int:
 
 
 def local_model(command: Command) -> Path | None:
-    """The model's folder, where it is on this machine."""
-    folder = Path(command.model) if command.model else None
-    return folder if folder is not None and folder.is_dir() else None
+    """The model's folder, where it is on this machine: as it was given, or what Hugging Face's cache has of a name."""
+    if not command.model:
+        return None
+    if Path(command.model).is_dir():
+        return Path(command.model)
+    try:
+        from atom_plugin.common.hub import whole_folder  # brings torch
+    except ModuleNotFoundError:  # huggingface_hub comes with the frameworks
+        return None
+    revision, cache = command.flags.get("--revision"), command.flags.get("--download-dir")
+    return whole_folder(command.model, revision, cache)

@@ -15,7 +15,8 @@ def values_of(hf_config: Any, architecture: str | None = None) -> dict[str, Any]
     """The configuration of a model, of ``architecture`` where SGLang has put another name; sizes are not padded."""
     values = hf_config.to_dict()
     model = str(getattr(hf_config, "_name_or_path", ""))
-    file = file_values(model)
+    revision = getattr(hf_config, "_commit_hash", None)
+    file = file_values(model, revision)
     for size, before in BEFORE_PADDING.items():
         if before in values and before not in file:
             original = values.pop(before)
@@ -23,4 +24,4 @@ def values_of(hf_config: Any, architecture: str | None = None) -> dict[str, Any]
                 values[size] = original
     # Of models whose values are as wide as their keys SGLang writes it too.
     added = (*_ADDED, "v_head_dim") if values.get("v_head_dim") == values.get("head_dim") else _ADDED
-    return untied(config_values(values, file, architecture, added), model)
+    return untied(config_values(values, file, architecture, added), model, revision)

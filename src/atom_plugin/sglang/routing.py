@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from atom_core.models.registry import supported_architectures
 from atom_core.quant import QuantConfig
 from atom_core.standalone import check_files
 from atom_plugin.common.flags import refusals
+from atom_plugin.common.hub import folder_to_check
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
 from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, our_backends
@@ -184,7 +184,6 @@ def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> QuantConfi
     """
     quant = quantization_of(hf_config, view.quantization)
     config = ModelConfig.from_hf(values_of(hf_config))
-    directory = Path(view.model_path)
     if view.attn_dp_size > 1 and not config.has_mixtures:
         raise ValueError(
             f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention) is for mixtures of experts, which are shared, "
@@ -193,7 +192,7 @@ def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> QuantConfi
         )
     check_files(
         to_be_padded(config, view, attention_ranks_of(view), quant),
-        directory if directory.is_dir() and view.load_format != "dummy" else None,
+        folder_to_check(view.model_path, view.revision, view.download_dir, view.load_format),
         tensor_parallel_size=attention_ranks_of(view),
         quant=quant,
         expert_parallel=view.ep_size > 1,

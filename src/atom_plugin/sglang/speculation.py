@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from atom_core.models.registry import DRAFTS, load_draft_class
 from atom_core.quant import QuantConfig
 from atom_core.standalone import check_files
+from atom_plugin.common.hub import folder_to_check
 from atom_plugin.sglang import BACKEND, our_backends
 from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.flags import LOAD_FORMATS
@@ -121,10 +121,9 @@ def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
                 "Leave it out, or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
             )
     config = load_draft_class(hf_config.architectures[0]).from_hf(values_of(hf_config))
-    directory = Path(view.model_path)
     check_files(
         to_be_padded(config, view, attention_ranks_of(view), quant),
-        directory if directory.is_dir() and view.load_format != "dummy" else None,
+        folder_to_check(view.model_path, view.revision, view.download_dir, view.load_format),
         tensor_parallel_size=attention_ranks_of(view),
         quant=quant,
         expert_parallel=view.ep_size > 1,

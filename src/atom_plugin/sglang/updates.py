@@ -11,18 +11,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.runtime_context import get_server_args
 from torch import nn
 
-from atom_core.checkpoint import WEIGHT_FILES
 from atom_core.runtime import Runtime
 from atom_core.standalone import check_update, weights_of
 from atom_core.updates import ModelWeights
+from atom_plugin.common.hub import cached_folder, patterns, whole_folder
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
@@ -66,9 +66,6 @@ class AtomModel(nn.Module):
 
     #: Safetensors only: SGLang must not turn to pickles where there are none.
     fall_back_to_pt_during_load = False
-    #: SGLang reads the files that our check of headers reads, and none beside them.
-    allow_patterns_overrides: ClassVar[list[str]] = list(WEIGHT_FILES)
-
     core: Any
     runtime: Runtime
     #: The folder, for errors.
@@ -78,6 +75,16 @@ class AtomModel(nn.Module):
     def get_model_config_for_expert_location(cls, config: Any) -> ModelConfigForExpertLocation | None:
         """None: experts, where a model has some, stay on the ranks that they are loaded on."""
         return None
+
+    @property
+    def allow_patterns_overrides(self) -> list[str] | None:
+        """Where SGLang looks for it: the files that our check of headers reads, and none beside them."""
+        return patterns(self.checkpoint if self._folder is None else self._folder[0], *self._hub())
+
+    def _hub(self) -> tuple[str | None, str | None]:
+        """The revision of a model that is a name on a hub, and where its files are downloaded to."""
+        args = get_server_args()
+        return args.revision, args.download_dir
 
     def hold_weights(self) -> None:
         """Called once the core is built."""
@@ -117,12 +124,12 @@ class AtomModel(nn.Module):
         Raises:
             ValueError: the folder's files do not fit; nothing was overwritten.
         """
-        seen = Path(folder).is_dir()
-        if seen:
+        found = whole_folder(folder, *self._hub())
+        if found is not None:
             # A draft's configuration is read from the same file in another way.
-            served = None if self.core.borrowed else Path(self.checkpoint)
-            check_update(self.weights, self.core.config, Path(folder), self.runtime.quant, served)
-        self._folder = folder, seen
+            served = None if self.core.borrowed else cached_folder(self.checkpoint, *self._hub())
+            check_update(self.weights, self.core.config, found, self.runtime.quant, served)
+        self._folder = folder, found is not None
         try:
             yield
         finally:

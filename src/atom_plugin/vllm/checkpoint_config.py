@@ -17,7 +17,7 @@ def values_of(model_config: ModelConfig, architecture: str) -> dict[str, Any]:
     """The configuration of a model that is served by our class of ``architecture``."""
     model = str(model_config.model)
     file = file_values(model, model_config.revision)
-    return untied(config_values(model_config.hf_text_config, file, architecture, _ADDED), model)
+    return untied(config_values(model_config.hf_text_config, file, architecture, _ADDED), model, model_config.revision)
 
 
 def values_of_draft(vllm_config: VllmConfig, architecture: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class AtomDraft(HeldWeights):
         self.runtime = build_runtime(vllm_config, model_config, config.num_layers, VllmPagedAttention, load_settings())
         self.core: DraftModel = draft_class(config, self.runtime, prefix)
         self.checkpoint = str(model_config.model)
-        self.hold_weights(model_config)
+        self.hold_weights(model_config, vllm_config.load_config.download_dir)
         register_warm_up(self.core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
             table = startup_table(

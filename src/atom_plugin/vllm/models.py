@@ -5,7 +5,7 @@ file's contents, so every fact about them (pipeline support and the like) stands
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.sequence import IntermediateTensors
 
-from atom_core.checkpoint import WEIGHT_FILES
 from atom_core.config import ModelConfig
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.models.registry import load_model_class
@@ -42,8 +41,6 @@ class AtomForCausalLM(HeldWeights):
     """A model of the core behind vLLM's model interface."""
 
     supports_pp = True
-    #: vLLM reads the files that our check of headers reads, and none beside them.
-    allow_patterns_overrides: ClassVar[list[str]] = list(WEIGHT_FILES)
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -57,7 +54,7 @@ class AtomForCausalLM(HeldWeights):
         self.runtime = build_runtime(vllm_config, model_config, config.num_layers, attention, settings)
         self.core: DecoderForCausalLM = load_model_class(architecture)(config, self.runtime, prefix)
         self.checkpoint = str(model_config.model)
-        self.hold_weights(model_config)
+        self.hold_weights(model_config, vllm_config.load_config.download_dir)
         register_warm_up(self.core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
             layer = attention if config.latent is None else self.runtime.latent_attention

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import is_dataclass, replace
 from enum import Enum
 from functools import reduce
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +27,7 @@ from atom_core.models.registry import (
 )
 from atom_core.standalone import check_files
 from atom_plugin.common.flags import Refused
+from atom_plugin.common.hub import folder_to_check
 from atom_plugin.common.settings import PREFIX, Settings, load_settings
 from atom_plugin.common.versions import DISTRIBUTION, installed
 from atom_plugin.vllm import ARCHITECTURE_PREFIX
@@ -180,21 +180,20 @@ def _set_cpu_block_size(vllm_config: VllmConfig) -> None:
 def _check_checkpoint(vllm_config: VllmConfig, architecture: str) -> None:
     """Compare a local checkpoint's headers with our model and its quantisation, before anything is loaded.
 
-    A model named by its hub id is not on disk yet; loading makes the same comparison.
+    Of a model that is still to be fetched from a hub, only the files' names are looked at; loading compares the rest.
     """
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     quant = quantization_of(model_config)
     config = CoreConfig.from_hf(values_of(model_config, architecture))
     if config.latent is not None:
         _check_latents(vllm_config)
-    dummy = vllm_config.load_config.load_format == "dummy"
-    directory = None if dummy else Path(model_config.model)
+    load = vllm_config.load_config
     replicas = parallel.data_parallel_size if config.has_mixtures else 1
     if replicas > 1:
         _check_exchange(vllm_config)
     check_files(
         config,
-        directory if directory is not None and directory.is_dir() else None,
+        folder_to_check(str(model_config.model), model_config.revision, load.download_dir, str(load.load_format)),
         tensor_parallel_size=parallel.tensor_parallel_size,
         quant=quant,
         expert_parallel=parallel.enable_expert_parallel,
@@ -257,10 +256,10 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
                 f"--model-impl atom does not support multi-token prediction (method {_OWN_LAYERS!r}) with {what}. "
                 "Leave one of them out."
             )
-    directory = Path(draft.model)
+    load = vllm_config.load_config
     check_files(
         config,
-        directory if directory.is_dir() and vllm_config.load_config.load_format != "dummy" else None,
+        folder_to_check(str(draft.model), draft.revision, load.download_dir, str(load.load_format)),
         tensor_parallel_size=ranks,
         quant=quantization_of(draft),
         expert_parallel=parallel.enable_expert_parallel,

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from atom_core.runtime import Runtime
 from atom_core.standalone import check_update, weights_of
+from atom_plugin.common.hub import cached_folder, patterns, whole_folder
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -68,16 +69,23 @@ class HeldWeights(nn.Module):
     #: The folder that it was built for.
     checkpoint: str
 
-    def hold_weights(self, model_config: ModelConfig) -> None:
+    def hold_weights(self, model_config: ModelConfig, cache: str | None) -> None:
         """Called once the core is built.
 
         Args:
-            model_config: vLLM's, whose ``model`` is the folder that weights are loaded from.
+            model_config: vLLM's, whose ``model`` is the folder that weights are loaded from, or a name on a hub.
+            cache: where such a name's files are downloaded to; None: Hugging Face's cache.
         """
         self.weights = weights_of(self.core, self.runtime)
-        self._model_config = model_config
+        self._model_config, self._cache = model_config, cache
+        self._built_for = (str(model_config.model), model_config.revision)
         self._from = (model_config.model, model_config.revision)
         self.end_of_loading = EndOfLoading(self)
+
+    @property
+    def allow_patterns_overrides(self) -> list[str] | None:
+        """Where vLLM looks for it: the files that our check of headers reads, and none beside them."""
+        return patterns(str(self._model_config.model), self._model_config.revision, self._cache)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """The first weights are whole; later ones are whole where a loader of vLLM's reads a folder, else any.
@@ -113,14 +121,14 @@ class HeldWeights(nn.Module):
 
     def _update_from_folder(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         source = str(self._model_config.model)
-        seen = Path(source).is_dir()
-        if seen:
-            check_update(self.weights, self.core.config, Path(source), self.runtime.quant, self._served())
-        return self.weights.update(weights, source, whole=True, seen=seen)
+        folder = whole_folder(source, self._model_config.revision, self._cache)
+        if folder is not None:
+            check_update(self.weights, self.core.config, folder, self.runtime.quant, self._served())
+        return self.weights.update(weights, source, whole=True, seen=folder is not None)
 
     def _served(self) -> Path | None:
         """The folder whose configuration the model has; a draft's is read from the same in another way."""
-        return None if self.core.borrowed else Path(self.checkpoint)
+        return None if self.core.borrowed else cached_folder(*self._built_for, self._cache)
 
     def _put_back(self) -> bool:
         """Put what layer-wise reloading has taken out of the modules back; whether it has taken something.

@@ -155,3 +155,9 @@ def test_another_head_in_the_files_unties_it(tmp_path):
         heads = {} if head is None else {"lm_head.weight": head.clone()}
         save_file({"model.embed_tokens.weight": embedding, **heads}, tmp_path / "model.safetensors")
         assert config_of(tmp_path)["tie_word_embeddings"] is tied
+
+
+def test_a_link_to_what_was_not_downloaded_is_no_file(tmp_path):
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob")
+    with pytest.raises(ValueError, match=r"no \*\.safetensors file: it holds none"):
+        Checkpoint.open(tmp_path)

@@ -154,3 +154,23 @@ def test_a_checkpoint_is_checked_without_memory_for_its_tensors(directory):
     check_files(config, directory, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="tensor parallel size 3 does not divide num_attention_heads=4; use one of"):
         check_files(config, directory, tensor_parallel_size=3)
+
+
+def test_a_tensor_that_comes_once_more_is_an_error(directory):
+    tensors = list(Checkpoint.open(directory).load())
+    with pytest.raises(ValueError, match=r"unexpected \(1\): model\.norm\.weight once more"):
+        load_weights(empty_model(directory), [*tensors, ("model.norm.weight", torch.zeros(96))])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_another_head_than_the_tied_one_is_an_error_however_it_comes(tmp_path, order):
+    make_model(tmp_path, make_config(LLAMA))
+    tensors = dict(Checkpoint.open(tmp_path).load())
+    embedding = tensors["model.embed_tokens.weight"]
+    for head, fits in ((embedding.clone(), True), (embedding.double(), True), (embedding * 1.5, False)):
+        given = list({**tensors, "lm_head.weight": head}.items())[::order]
+        if fits:
+            load_weights(empty_model(tmp_path), given)
+            continue
+        with pytest.raises(ValueError, match=r"lm_head\.weight with other numbers .* tie_word_embeddings=true"):
+            load_weights(empty_model(tmp_path), given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from atom_core.models.registry import MODELS
+from tests.integration.files import LAYOUTS, hub_environ, laid_out, on_hub
 from tests.unit.plugin.installed import run_cli
 
 
@@ -36,7 +37,17 @@ def test_without_a_command_the_help_is_shown():
     assert "doctor" in result.stdout + result.stderr
 
 
-def test_check_needs_a_folder(tmp_path):
+def test_check_needs_a_folder_or_a_name_that_the_cache_has(tmp_path):
     result = run_cli("check", str(tmp_path / "missing"))
     assert result.returncode == 2
-    assert "does not exist" in result.stderr
+    assert "is no folder, and Hugging Face's cache has nothing of that name" in " ".join(result.stderr.split())
+
+
+def test_check_takes_a_name_that_the_cache_has_and_chooses_its_files_as_those_of_a_folder(tmp_path):
+    home = tmp_path / "home"
+    for layout, says in (("a release of Mistral's", None), ("two models", LAYOUTS["two models"].says)):
+        result = run_cli("check", on_hub(laid_out(layout, tmp_path), home), **hub_environ(home))
+        assert result.returncode == (0 if says is None else 1), result.stderr
+        assert ("agrees with Hugging Face" if says is None else says) in " ".join(
+            (result.stdout + result.stderr).split()
+        )
