@@ -6,6 +6,7 @@ python -m tests.fuzz --seeds 3 --count 1000
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import random
 import shutil
@@ -19,21 +20,25 @@ import torch
 
 from tests.fuzz.judge import Verdict, judged
 from tests.fuzz.mutants import Mutant, mutate
+from tests.fuzz.quantised import SOURCES, is_quantised, make, mutate_quantised
 from tests.unit.core.families import ALL_FAMILIES
 from tests.unit.core.hugging_face import VOCABULARY, make_config, make_model
 
 NUM_TOKENS = 72
+#: Of changes to a quantised checkpoint, those that a plain one cannot have.
+OWN_CHANGES = 0.75
 OUTCOMES = ("equal", "refused", "lax", "WRONG", "HANG", "unclear")
 
 
 def originals(folder: Path) -> list[Path]:
-    """A sound checkpoint of every family."""
+    """A sound checkpoint of every family, and of some in each format of quantised ones; a format after each family."""
     found = []
     for family in ALL_FAMILIES:
         place = folder / f"{family}"
         make_model(place, make_config(family, max_position_embeddings=256))
         found.append(place)
-    return found
+    quantised = [make(source, folder) for source in SOURCES]
+    return [it for pair in itertools.zip_longest(found, quantised) for it in pair if it is not None]
 
 
 def fuzzed(sources: list[Path], folder: Path, seed: int, count: int) -> Iterator[tuple[str, Mutant, Verdict]]:
@@ -44,9 +49,11 @@ def fuzzed(sources: list[Path], folder: Path, seed: int, count: int) -> Iterator
         source = sources[number % len(sources)]
         copy = folder / f"{source.name}-{seed}-{number}"
         shutil.copytree(source, copy)
-        mutant = mutate(copy, rng)
+        quantised = is_quantised(copy) and rng.random() < OWN_CHANGES
+        mutant = (mutate_quantised if quantised else mutate)(copy, rng)
         yield source.name, mutant, judged(copy, mutant, tokens)
-        shutil.rmtree(copy)
+        for place in (copy, copy.with_name(f"{copy.name}-plain")):
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def main() -> int:

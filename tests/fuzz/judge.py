@@ -7,6 +7,7 @@ import resource
 import select
 import signal
 import time
+import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 from tests.fuzz.mutants import Mutant
+from tests.fuzz.quantised import Meaningless, dequantise, is_quantised
+from tests.unit.core.models.test_fp8_experts import ExactExperts, ExactLinear
 
 #: Seconds that a mutant may take in each, and bytes that it may have beside what the process has.
 SECONDS, MEMORY = 30, 6 * 2**30
@@ -42,7 +45,10 @@ def judged(folder: Path, mutant: Mutant, tokens: list[int]) -> Verdict:
     if not child:
         os.close(reading)
         _limit()
-        verdict = _judge(folder, mutant, tokens)
+        try:
+            verdict = _judge(folder, mutant, tokens)
+        except BaseException:  # noqa: BLE001 - a mistake of the test's own; what stands around us is the parent's
+            verdict = Verdict("unclear", f"the judge failed: {traceback.format_exc()}")
         os.write(writing, f"{verdict.outcome}\n{verdict.detail}".encode()[:60000])
         os._exit(0)
     os.close(writing)
@@ -70,7 +76,11 @@ def _limit() -> None:
 
 
 def _judge(folder: Path, mutant: Mutant, tokens: list[int]) -> Verdict:
-    theirs = _theirs(folder, tokens)
+    theirs, meaningless = None, ""
+    try:
+        theirs = _theirs(folder, tokens)
+    except Meaningless as error:
+        meaningless = str(error)
     signal.alarm(SECONDS)
     try:
         ours = _ours(folder, tokens)
@@ -86,6 +96,8 @@ def _judge(folder: Path, mutant: Mutant, tokens: list[int]) -> Verdict:
         return Verdict("unclear", f"{type(error).__name__}: {error}")
     finally:
         signal.alarm(0)
+    if meaningless:
+        return Verdict("WRONG", f"served, and stands for nothing: {meaningless}")
     if theirs is None:
         return Verdict("lax")
     if ours.shape != theirs.shape:
@@ -99,11 +111,31 @@ def _judge(folder: Path, mutant: Mutant, tokens: list[int]) -> Verdict:
 def _ours(folder: Path, tokens: list[int]) -> torch.Tensor:
     from atom_core.standalone import Runner
 
+    _leave_inputs_alone()
     return Runner(folder, max_model_len=len(tokens) + 8).logits(tokens)
 
 
+def _leave_inputs_alone() -> None:
+    """Have no kernel round activations to FP8: what is left is the weights, and logits must be equal."""
+    from atom_core.kernels import fp8_block_linear, fp8_experts, fp8_linear
+
+    fp8_linear.ReferenceFp8Linear = fp8_block_linear.ReferenceFp8BlockLinear = ExactLinear
+    fp8_experts.ReferenceFp8Experts = ExactExperts
+
+
 def _theirs(folder: Path, tokens: list[int]) -> torch.Tensor | None:
-    """Transformers' logits; None where it refuses, or fills tensors in that the files do not have."""
+    """Transformers' logits; None where it refuses, or fills tensors in that the files do not have.
+
+    Of a quantised checkpoint, those of the numbers that it stands for: the installed Transformers may need a GPU, or
+    other packages, to load it.
+
+    Raises:
+        Meaningless: it stands for none.
+    """
+    if is_quantised(folder):
+        (plain := folder.with_name(f"{folder.name}-plain")).mkdir()
+        dequantise(folder, plain)
+        folder = plain
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float32}

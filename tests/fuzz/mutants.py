@@ -50,6 +50,10 @@ ROPES = {
 }
 
 
+#: Of a quantised checkpoint whose sizes have become others, the matrix is named that does not divide.
+_OF_SIZES = ("FP8 block of 128 by 128", "share a scale in MXFP4")
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One change."""
@@ -94,7 +98,7 @@ def _key(folder: Path, rng: random.Random) -> Mutant:
     value, old = rng.choice(POOL), values.get(key)
     if isinstance(old, int) and not isinstance(old, bool) and rng.random() < 0.5:
         value = rng.choice((old + 1, old - 1, old * 2, old // 2, -old, float(old), str(old), [old]))
-    return _config(folder, "key changed" if key in values else "key added", {key: value})
+    return _config(folder, "key changed" if key in values else "key added", {key: value}, *_OF_SIZES)
 
 
 def _rope(folder: Path, rng: random.Random) -> Mutant:
@@ -179,6 +183,11 @@ def _bytes(folder: Path, rng: random.Random) -> Mutant:
     return Mutant(f"file {what}", path.name, (path.name,))
 
 
+def _times(tensor: torch.Tensor, factor: int) -> torch.Tensor:
+    """Other numbers; those that are quantised stay, for their scales are others then."""
+    return tensor * factor if tensor.is_floating_point() and tensor.element_size() > 1 else tensor
+
+
 def _files(folder: Path, rng: random.Random) -> Mutant:
     path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     tensors = load_file(path)
@@ -189,14 +198,14 @@ def _files(folder: Path, rng: random.Random) -> Mutant:
         ("sharded", "shard absent", "no index", "both", "consolidated", "adapter", "garbled index", "path")
     )
     if what in ("consolidated", "adapter"):
-        other = {f"of_{what}.{name}": tensor * 2 for name, tensor in tensors.items()}
+        other = {f"of_{what}.{name}": _times(tensor, 2) for name, tensor in tensors.items()}
         save_file(
             other, folder / {"consolidated": "consolidated.safetensors", "adapter": "adapter_model.safetensors"}[what]
         )
         return Mutant(f"files: {what} beside", what, (folder.name,))
     for file, held in halves.items():
         factor = 2 if what == "both" else 1
-        save_file({name: tensors[name] * factor for name in held}, folder / file, {"format": "pt"})
+        save_file({name: _times(tensors[name], factor) for name in held}, folder / file, {"format": "pt"})
     if what != "both":
         path.unlink()
     if what == "shard absent":

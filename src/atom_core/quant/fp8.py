@@ -110,7 +110,7 @@ def _group_scheme(group: Mapping[str, Any]) -> Fp8Config:
         allowed = kind[2] == "group" and inputs.get("group_size") == BLOCK_SIZE and dynamic is True
     else:
         allowed = kind[2] in (("token", "tensor") if dynamic else ("tensor",))
-    if kind[:2] != ("float", 8) or not allowed:
+    if kind[:2] != ("float", 8) or not allowed or not isinstance(dynamic, bool):
         described = f"type={kind[0]!r}, num_bits={kind[1]}, strategy={kind[2]!r}, dynamic={dynamic}"
         if block:
             described += f", group_size={inputs.get('group_size')} with weights in blocks"

@@ -59,7 +59,7 @@ def names(pattern: str, module: str) -> bool:
     is some whole parts of the name in a row ("mlp.down_proj", "model.layers.0").
     """
     if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
+        return _matches(pattern, module)
     if "*" in pattern:
         return fnmatch.fnmatchcase(module, pattern)
     return f".{pattern}." in f".{module}."
@@ -72,8 +72,18 @@ def is_target(pattern: str, module: str) -> bool:
     the class, "Linear". The name of a parent names none of the modules in it.
     """
     if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
+        return _matches(pattern, module)
     return pattern in (module, "Linear")
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Whether the expression behind "re:" matches from the name's start on."""
+    try:
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    except re.error as error:
+        raise ValueError(
+            f"The model's config has quantization_config with {pattern!r}, which is no regular expression: {error}."
+        ) from error
 
 
 def with_plain_head(scheme: SchemeT, method: str, hf: Mapping[str, Any]) -> SchemeT:

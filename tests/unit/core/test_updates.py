@@ -257,18 +257,19 @@ def test_a_stream_that_breaks_off_is_followed_by_a_whole_one(tmp_path):
     assert torch.equal(runner.logits(TOKENS), MIXTURE.runner(new).logits(TOKENS))
 
 
-def test_a_latent_layers_stored_projection_waits_for_its_scale(tmp_path):
+@pytest.mark.parametrize("first", ["weight", "weight_scale"])
+def test_a_latent_layers_stored_projection_and_its_scale_wait_for_one_another(tmp_path, first):
     case = next(it for it in CASES if it.name == "mla, fp8 by row")
     old, new = case.make(tmp_path / "old", 0), case.make(tmp_path / "new", 1)
     runner, tensors = case.runner(old), tensors_of(new)
-    name = next(it for it in tensors if it.endswith("kv_b_proj.weight_scale"))
-    runner.weights.update([(name, tensors[name])], "a trainer", whole=False)
-    with pytest.raises(IncompleteWeights, match=r"kv_b_proj.weight_scale came alone.*kv_b_proj\.weight\.$"):
+    module = next(it for it in tensors if it.endswith("kv_b_proj.weight")).removesuffix(".weight")
+    second = "weight_scale" if first == "weight" else "weight"
+    runner.weights.update([(f"{module}.{first}", tensors[f"{module}.{first}"])], "a trainer", whole=False)
+    with pytest.raises(IncompleteWeights, match=rf"kv_b_proj\.{first} came alone.*kv_b_proj\.{second}\.$"):
         runner.weights.check_ready()
-    weight = name.removesuffix("_scale")
-    runner.weights.update([(weight, tensors[weight])], "a trainer", whole=False)
+    runner.weights.update([(f"{module}.{second}", tensors[f"{module}.{second}"])], "a trainer", whole=False)
     runner.weights.check_ready()
-    edit(old, lambda found: found.update({key: tensors[key] for key in (name, weight)}))
+    edit(old, lambda found: found.update({f"{module}.{it}": tensors[f"{module}.{it}"] for it in (first, second)}))
     assert torch.equal(runner.logits(TOKENS), case.runner(old).logits(TOKENS))
 
 

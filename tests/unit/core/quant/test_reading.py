@@ -297,8 +297,18 @@ def test_patterns_of_compressed_tensors_name_whole_modules_and_classes(targets, 
         ({**FP8, "group_size": 64}, "'fp8' with group_size='64'"),
         ({**FP8, "config_groups": {"a": {}}}, "'fp8' with config_groups="),
         (compressed("channel", True, bits=4), "'compressed-tensors' with bits='4'"),
-        ({**FP8, "ignored_layers": 3}, "quantization_config of method 'fp8' cannot be read: 'int' object is not iter"),
-        (compressed("channel", True, config_groups=[1]), "'compressed-tensors' cannot be read: 'list' object has no"),
+        ({**FP8, "ignored_layers": 3}, r"quantization_config\.ignored_layers=3; a list is needed"),
+        ({**FP8, "weight_block_size": [128, "128"]}, r"weight_block_size\[1\]='128'; a whole number is needed"),
+        (compressed("channel", True, config_groups=[1]), r"config_groups=\[1\]; an object is needed"),
+        (compressed("channel", True, ignore="lm_head"), "ignore='lm_head'; a list is needed"),
+        (compressed("channel", True, sparsity_config="dense"), "sparsity_config='dense'; an object is needed"),
+        (weights(symmetric=None), r"config_groups\.group_0\.weights\.symmetric=None; true or false is needed"),
+        (weights(num_bits=8.0), r"group_0\.weights\.num_bits=8\.0; a whole number is needed"),
+        (inputs(dynamic=None), r"input_activations\.dynamic=None; true or false or a text is needed"),
+        (inputs(dynamic="local"), "input_activations of .* dynamic=local"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": 3}}, "weight=3; an object or a list is needed"),
+        ({"quant_method": "modelopt", "quantization": [1]}, r"quantization=\[1\]; an object is needed"),
+        ({"quant_method": ["fp8"]}, "is not supported"),
     ],
     ids=str,
 )
@@ -320,3 +330,9 @@ def test_keys_of_tools_are_taken_and_unknown_ones_named_once(caplog):
     read({**FP8, "a_note": 1})
     (record,) = caplog.records
     assert record.getMessage() == "Keys of quantization_config that no model reads are left aside: a_note"
+
+
+def test_a_pattern_that_is_no_expression_is_one_line():
+    for config in ({**FP8, "ignored_layers": ["re:*q_proj"]}, compressed("channel", True, ignore=["re:(", "lm_head"])):
+        with pytest.raises(ValueError, match=r"quantization_config with 're:.*', which is no regular expression"):
+            read(config).linear([f"{LAYER}.self_attn.q_proj"])
