@@ -396,8 +396,8 @@ def _plain(
         if meaning.static:
             number = _tensor(tensors, f"{module}.input_scale")
             _check_scale(number, f"{module}.input_scale")
-            if number.numel() != 1:
-                raise Meaningless(f"{module}.input_scale is {list(number.shape)}")
+            if number.numel() != 1 or not bool(number > 0):
+                raise Meaningless(f"{module}.input_scale is {number.tolist()}")
         plain[name] = tensor.float() * _wide(scale.float(), tensor, meaning.block)
     return plain
 

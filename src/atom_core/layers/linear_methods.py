@@ -213,7 +213,7 @@ class Fp8Method:
         yield "weight_scale", part.of_rows(layer.weight_scale, ScalePlacement)
         if self.static:
             index = layer.parts.index(part)
-            yield "input_scale", ScalePlacement(layer.input_scale, (1,), target=index, count=1)
+            yield "input_scale", InputScalePlacement(layer.input_scale, (1,), target=index, count=1)
 
     def input_form(self) -> InputForm | None:
         """See :class:`LinearMethod`."""
@@ -294,6 +294,16 @@ class ScalePlacement(Placement):
         """See :class:`Placement`."""
         self.check(tensor)
         super().load(tensor.reshape(-1).expand(self.shape))
+
+
+class InputScalePlacement(ScalePlacement):
+    """What inputs are divided by."""
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        super().check(tensor)
+        if not bool((tensor > 0).all()):
+            raise ValueError("holds a scale of 0, by which no input can be divided")
 
 
 class UnusedScalePlacement(ScalePlacement):

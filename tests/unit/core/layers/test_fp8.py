@@ -193,6 +193,12 @@ def test_a_scale_that_cannot_scale_is_refused(scale):
         placement(Linear(16, 6, False, DYNAMIC), "weight_scale").load(torch.tensor(scale))
 
 
+def test_inputs_are_divided_by_no_scale_of_0_and_weights_may_have_one():
+    placement(Linear(16, 6, False, DYNAMIC), "weight_scale").load(torch.tensor(0.0))
+    with pytest.raises(ValueError, match="holds a scale of 0, by which no input can be divided"):
+        placement(Linear(16, 6, False, STATIC), "input_scale").load(torch.tensor(0.0))
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_weights_that_cannot_be_quantised_are_refused(number):
     weight = numbers(6, 16)
