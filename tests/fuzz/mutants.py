@@ -140,7 +140,8 @@ def _tensor(folder: Path, rng: random.Random) -> Mutant:
     elif what == "renamed":
         tensors[f"{name}s"] = tensors.pop(name)
     elif what == "misshapen":
-        tensors[name] = torch.cat([tensor, tensor[:1]]) if rng.random() < 0.5 else tensor[:-1].clone()
+        rows = tensor if tensor.dim() else tensor.reshape(1)
+        tensors[name] = torch.cat([rows, rows[:1]]) if rng.random() < 0.5 else rows[:-1].clone()
     elif what == "of integers":
         tensors[name] = tensor.to(torch.int32)
     elif what == "in float64":

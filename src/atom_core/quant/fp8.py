@@ -101,6 +101,8 @@ def _group_scheme(group: Mapping[str, Any]) -> Fp8Config:
         raise unsupported(method, "weights that are not symmetric and static")
     if not inputs:
         raise unsupported(method, "weights alone quantised (no input_activations)")
+    if not inputs.get("symmetric", True):
+        raise unsupported(method, "input_activations that are not symmetric")
     block = kind[2] == "block"
     if block and _block_structure(weights) != _BLOCK:
         raise unsupported(method, f"block_structure={weights.get('block_structure')!r} (only {_BLOCK})")

@@ -146,6 +146,7 @@ REFUSED = {
     "blocks with other groups": (in_blocks(inputs={"group_size": 64}), "group_size=64 with weights in blocks"),
     "blocks with static groups": (in_blocks(inputs={"dynamic": False}), "strategy='group', dynamic=False"),
     "zero points": (weights(symmetric=False), "weights that are not symmetric and static"),
+    "zero points of inputs": (inputs(symmetric=False), "input_activations that are not symmetric"),
     "weights alone": (with_group(input_activations=None), "weights alone quantised"),
     "static scales a token": (inputs(dynamic=False), "input_activations of .* strategy='token', dynamic=False"),
     "local dynamic inputs": (inputs(dynamic="local", strategy="group"), "strategy='group', dynamic=local"),
