@@ -15,7 +15,6 @@ from atom_core.quant.fp8 import Fp8Config, online_fp8, read_compressed_tensors, 
 from atom_core.quant.keys import check_keys
 from atom_core.quant.mxfp4 import Mxfp4Config, Mxfp4LinearConfig, read_mxfp4
 from atom_core.quant.quark import read_quark
-from atom_core.quant.schema import check_types
 
 __all__ = ["CHECKPOINT_METHODS", "ONLINE_METHODS", "SUPPORTED", "Fp8Config", "Mxfp4Config", "Mxfp4LinearConfig"]
 __all__ += ["LinearScheme", "QuantConfig", "Unquantized", "read_quantization", "unsupported"]
@@ -98,6 +97,8 @@ def read_quantization(hf: Mapping[str, Any], asked: str | None = None) -> QuantC
         raise ValueError(
             f"--quantization {asked} contradicts the checkpoint, whose quant_method is {method!r}; leave the flag out."
         )
+    from atom_core.quant.schema import check_types  # pydantic, which who only names methods need not wait for
+
     check_types(method, config)
     quant = _READERS[method](config, hf)
     check_keys(method, config)
