@@ -66,6 +66,18 @@ class Checkpoint:
             tensors.update(_read_header(path))
         return cls(directory, tensors)
 
+    @classmethod
+    def of_files(cls, directory: Path, pattern: str) -> Checkpoint:
+        """Read the headers of the files in ``directory`` whose names match ``pattern``; there may be none.
+
+        Raises:
+            ValueError: as :meth:`open`, of a file.
+        """
+        tensors: dict[str, TensorInfo] = {}
+        for path in sorted(directory.glob(pattern)):
+            tensors.update(_read_header(path))
+        return cls(directory, tensors)
+
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, a view of its mapped file."""
         with safe_open(self.tensors[name].file, framework="pt") as file:

@@ -175,3 +175,5 @@ class Runtime:
     pipeline: PipelineStage = field(default_factory=PipelineStage)
     quant: QuantConfig = field(default_factory=Unquantized)
     same_step_reads: SameStepReads = "at page starts"
+    fuses_modules: bool = True
+    """Whether one kernel may do the work of several modules. If not, each module runs by its own call, for hooks."""

@@ -86,8 +86,6 @@ class ModelWeights:
         self._device = next(model.parameters()).device
         #: Between :meth:`begin` and :meth:`end`: what has arrived since.
         self._session: set[str] | None = None
-        #: Of layers that are open until the others of their tensors have arrived: those that have.
-        self._parts: dict[ParameterLayer, set[str]] = {}
 
     @property
     def loaded(self) -> bool:
@@ -208,15 +206,13 @@ class ModelWeights:
     def read(self, name: str) -> torch.Tensor | None:
         """This rank's part of a tensor as checkpoints name it, in float32; NaN where another rank has the rest, or all.
 
-        What was quantised on loading is scaled back. None: the model has no such tensor, or keeps it in another form.
+        What was quantised on loading is scaled back. None: the model has no such tensor.
         """
         slot = expected_tensors(self.model).get(name)
         if slot is None:
             whole = expected_tensors(self._layout()).get(name)
             return None if whole is None else torch.full(whole.placement.shape, float("nan"), device=self._device)
         layer, closed = slot.layer, slot.layer.closed
-        if closed and not layer.keeps_others:
-            return None
         layer.open_weights(whole=False)
         placement = dict(slots_of(slot.path, layer))[name].placement
         out = torch.full(placement.shape, float("nan"), device=placement.parameter.device)
@@ -259,24 +255,9 @@ class ModelWeights:
                 self._session.add(name)
             call.left[layer] -= 1
             if not call.left[layer]:
-                self._close(layer, call)
+                layer.close_weights()
         if missing := call.coming - call.arrived:
             raise ValueError(f"{len(missing)} tensors did not come, {min(missing)} among them")
-
-    def _close(self, layer: ParameterLayer, call: _Call) -> None:
-        """All of a layer's tensors in this call have been written."""
-        if not layer.keeps_others:
-            names = {name for name, slot in call.slots.items() if slot.layer is layer}
-            parts = self._parts.setdefault(layer, set())
-            parts |= names & call.arrived
-            if absent := names - parts:
-                self._awaited |= absent
-                self._why = (
-                    f"{', '.join(sorted(parts))} came alone, from {call.source}, and needs what stands beside it."
-                )
-                return
-            del self._parts[layer]
-        layer.close_weights()
 
 
 def _listed(names: Set[str]) -> str:

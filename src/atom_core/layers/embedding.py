@@ -84,6 +84,11 @@ class LMHead(VocabTable):
         if not self.tied:
             yield from super().placements()
 
+    @property
+    def changes_form(self) -> bool:
+        """See :class:`ParameterLayer`; the embedding's table stays as it is."""
+        return not self.tied
+
     def finalize_weights(self) -> None:
         """Hand the weight to the kernel; the spec has told it whether the embedding reads it too."""
         if self.kernel.adopt(self.weight, None):

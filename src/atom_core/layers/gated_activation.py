@@ -27,7 +27,7 @@ class GatedActivation:
         kernels, size = runtime.kernels, behind.in_features
         spec = GatedActivationSpec(activation, size, runtime.dtype)
         self.kernel, self.method = kernels.select(GATED_ACTIVATION, spec), behind.method
-        form = behind.method.input_form()
+        form = behind.method.input_form() if runtime.fuses_modules else None
         self.quantizing = None
         if form is not None:
             separate = (("gated_activation", kernels.chosen(GATED_ACTIVATION, spec)),)

@@ -18,7 +18,7 @@ from atom_core.kernels.linear import LinearKernel, LinearSpec
 from atom_core.layers.block_fp8 import BlockFp8Method
 from atom_core.layers.linear_methods import Fp8Method, LinearMethod, Part, UnquantizedMethod
 from atom_core.layers.mxfp4_linear import Mxfp4Method
-from atom_core.layers.norm import Stream
+from atom_core.layers.norm import PartStream, Stream
 from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
 from atom_core.quant import LinearScheme, Mxfp4LinearConfig
 from atom_core.runtime import Runtime
@@ -197,22 +197,31 @@ class RowLinear(Linear):
         mine = share(in_features, group.rank, group.world_size, what)
         part = Part("", out_features, in_features - padding, range(out_features), mine)
         super().__init__(len(mine), out_features, bias, runtime, name, [part])
-        self.group, self.mine = group, mine
+        self.group, self.mine, self.fuses_modules = group, mine, runtime.fuses_modules
 
-    def forward(self, x: LinearInput) -> torch.Tensor:
-        """``x [T, in / ranks]`` to ``[T, out]``."""
-        return self.group.all_reduce(self.part(x))
+    def forward(self, x: LinearInput, reduce: bool = True) -> torch.Tensor:
+        """``x [T, in / ranks]`` to ``[T, out]``.
 
-    def part(self, x: LinearInput) -> torch.Tensor:
-        """This rank's part of the sum over ranks, for a caller who has more to add before it is taken."""
+        Args:
+            x: this rank's columns.
+            reduce: sum over ranks; if not, the caller has more to add to this rank's part before that.
+        """
         # The bias is whole on every rank and must enter the sum once.
         bias = self.bias if self.group.rank == 0 else None
-        return self.method.apply(self, x, bias)
+        y = self.method.apply(self, x, bias)
+        return self.group.all_reduce(y) if reduce else y
+
+    def part(self, x: LinearInput) -> torch.Tensor:
+        """This rank's part of the sum over ranks."""
+        y: torch.Tensor = self(x, reduce=False)
+        return y
 
     def add(self, x: LinearInput, residual: torch.Tensor) -> Stream:
         """The layer's result added to ``residual [T, out]``, which is written to."""
+        if not self.fuses_modules:
+            return Stream(self(x), residual)
         if self.group.world_size > 1:
-            return Stream(self.part(x), residual, is_part=True)
+            return PartStream(self.part(x), residual)
         # What is quantised already is added to nothing within the product.
         summed = self.method.add(self, x, self.bias, residual) if isinstance(x, torch.Tensor) else None
         return Stream(self.part(x), residual) if summed is None else Stream(None, summed)

@@ -14,9 +14,10 @@ from torch import nn
 
 from atom_core.attention.mla import LatentLayerSpec
 from atom_core.config import LatentConfig, ModelConfig
+from atom_core.kernels.fp8_linear.reference import E4M3, LIMIT
 from atom_core.kernels.latent_attention import LatentAttentionSpec
 from atom_core.kernels.latent_cache import LatentSpec, LatentWeights
-from atom_core.kernels.mxfp4_linear.reference import dequantize
+from atom_core.kernels.mxfp4_linear.reference import dequantize, requantize
 from atom_core.layers.block_fp8 import check_blocks, num_blocks, place_scales
 from atom_core.layers.cache_scales import CacheScales
 from atom_core.layers.linear import Column, MergedColumnLinear, RowLinear
@@ -60,8 +61,7 @@ class Expansion(ParameterLayer):
         elif self.scheme is not None:
             self._create_fp8(self.scheme, runtime, name)
         if self.scheme is not None:
-            #: What was loaded is not kept beside what it was scaled back to: both come again, or none.
-            self.keeps_others, self.stored_shape = False, self.stored.shape
+            self.stored_shape = self.stored.shape
 
     def _create_fp8(self, scheme: Fp8Config, runtime: Runtime, name: str) -> None:
         rows, columns = self.weight.shape
@@ -101,18 +101,31 @@ class Expansion(ParameterLayer):
         self.stored.data = self.stored.new_empty(0)
 
     def restore_weights(self, whole: bool) -> None:
-        """Make room for what a quantised checkpoint has."""
-        if self.scheme is not None:
-            self.stored.data = self.stored.new_empty(self.stored_shape)
+        """Make again what the weight was scaled back from: the nearest numbers of the format, which are those."""
+        if self.scheme is None:
+            return
+        self.stored.data = self.stored.new_empty(self.stored_shape)
+        if whole:
+            return
+        if isinstance(self.scheme, Mxfp4LinearConfig):
+            self.stored.data.copy_(requantize(self.weight, self.weight_scale))
+        else:
+            scale = self._scale_of_each(self.scheme)
+            numbers = torch.where(scale > 0, self.weight.float() / scale, 0.0)
+            self.stored.data.copy_(numbers.clamp(-LIMIT, LIMIT).to(E4M3))
 
     def _scaled_back(self, scheme: Fp8Config | Mxfp4LinearConfig) -> torch.Tensor:
         if isinstance(scheme, Mxfp4LinearConfig):
             return dequantize(self.stored, self.weight_scale, self.weight.dtype)
+        return self.stored.float() * self._scale_of_each(scheme)
+
+    def _scale_of_each(self, scheme: Fp8Config) -> torch.Tensor:
+        """The scales in FP8, to be multiplied by the whole weight."""
         scale = self.weight_scale.unsqueeze(-1) if self.weight_scale.dim() == 1 else self.weight_scale
         if scheme.block:
             rows, columns = self.weight.shape
             scale = scale.repeat_interleave(BLOCK_SIZE, 0)[:rows].repeat_interleave(BLOCK_SIZE, 1)[:, :columns]
-        return self.stored.float() * scale
+        return scale
 
 
 class LatentAttention(nn.Module):
@@ -137,12 +150,13 @@ class LatentAttention(nn.Module):
             first = Column("q_a_proj", rank, range(rank))
             self.q_a_layernorm = RMSNorm(rank, LATENT_EPS, runtime)
             part = [Column("q_b_proj", queries, mine_of_queries)]
-            self.queries = MergedColumnLinear(rank, part, False, runtime, f"{name}.queries")
-            self.decompress = NormedLinear(self.q_a_layernorm, self.queries, None, runtime)
+            self.q_b_proj = MergedColumnLinear(rank, part, False, runtime, f"{name}.q_b_proj")
+            self.decompress = NormedLinear(self.q_a_layernorm, self.q_b_proj, None, runtime)
         self.compressed = latent.query_rank is not None
-        self.down = MergedColumnLinear(hidden, [first, kv], False, runtime, f"{name}.down")
+        fused = f"{name}.fused_qkv_a_proj_with_mqa"
+        self.fused_qkv_a_proj_with_mqa = MergedColumnLinear(hidden, [first, kv], False, runtime, fused)
         self.widths = [len(first.local), len(kv.local)]
-        self.enter = NormedLinear(norm, self.down, None, runtime)
+        self.enter = NormedLinear(norm, self.fused_qkv_a_proj_with_mqa, None, runtime)
         self.kv_a_layernorm = HeadNorm(latent.rank, LATENT_EPS, runtime)
         self.kv_b_proj = Expansion(latent, stored_heads, mine, runtime, f"{name}.kv_b_proj")
         self.o_proj = RowLinear(

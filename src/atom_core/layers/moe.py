@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from atom_core.layers.experts import Experts
 from atom_core.layers.gated_activation import GatedActivation
 from atom_core.layers.linear import Column, Linear, MergedColumnLinear, RowLinear
 from atom_core.layers.linear_methods import Part
-from atom_core.layers.norm import RMSNorm, Stream
+from atom_core.layers.norm import PartStream, RMSNorm, Stream
 from atom_core.layers.normed_linear import NormedLinear
 from atom_core.layers.parameters import Placement, empty_parameter, share
 from atom_core.quant import Unquantized
@@ -45,7 +46,7 @@ class Router(Linear):
         kernels = runtime.kernels
         self.select = kernels.select(MOE_ROUTING, routing)
         separate = (RMS_NORM.name, kernels.chosen(RMS_NORM, norm.spec)), self.method.chosen(self, kernels)
-        self.fused = kernels.select(NORMED_ROUTER, NormedRouterSpec(separate))
+        self.fused = kernels.select(NORMED_ROUTER, NormedRouterSpec(separate)) if runtime.fuses_modules else None
 
     def behind_norm(self, stream: Stream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The normed stream, the stream summed up, and the tokens' logits ``[T, experts]``."""
@@ -111,7 +112,8 @@ class MoE(nn.Module):
         self.group, self.replicas = runtime.tensor_parallel, runtime.data_parallel
         shared = shared_as_routed(config, runtime, name)
         config = replace(config, routing=replace(config.routing, shared=shared))
-        self.gate = Router(config, hidden_size, norm, runtime, f"{name}.gate")
+        self.router_name = config.names.router
+        self.add_module(self.router_name, Router(config, hidden_size, norm, runtime, f"{name}.{self.router_name}"))
         self.experts = Experts(config, hidden_size, activation, runtime, f"{name}.experts")
         self.shared_experts = (
             SharedExpert(config.shared_size, hidden_size, activation, norm, runtime, f"{name}.shared_experts")
@@ -119,24 +121,34 @@ class MoE(nn.Module):
             else None
         )
         #: Nothing comes between the experts' sum and the stream.
-        self.adds = self.group.world_size == self.replicas.world_size == 1
+        self.adds = runtime.fuses_modules and self.group.world_size == self.replicas.world_size == 1
+        self.fuses_modules = runtime.fuses_modules
         #: The gate behind the norm, for tokens so few that the experts do without what the norm would store.
-        self.max_normed = self.experts.max_normed if self.adds and self.gate.dtype == runtime.dtype else 0
-        self.gate_behind_norm = NormedLinear(norm, self.gate, None, runtime) if self.max_normed else None
+        self.max_normed = self.experts.max_normed if self.adds and self.routing.dtype == runtime.dtype else 0
+        self.gate_behind_norm = NormedLinear(norm, self.routing, None, runtime) if self.max_normed else None
 
     def forward(self, stream: Stream) -> Stream:
         """Read the stream's norm and add to it."""
         apart = stream.last is None and not torch.compiler.is_compiling()
         if apart and 0 < len(stream.residual) <= self.max_normed:
             return self._behind_norm(stream)
-        x, residual, logits = self.gate.behind_norm(stream, self.enter[0])
-        weights, experts = self.gate.choose(logits)
+        x, residual, logits = self.routing.behind_norm(stream, self.enter[0])
+        weights, experts = self.routing.choose(logits)
         if self.adds and (summed := self.experts.add(x, weights, experts, residual)) is not None:
             return Stream(None, summed) if self.shared_experts is None else self.shared_experts.add(x, summed)
         mine = self.replicas.reduce(self.experts(*self.replicas.gather(x, weights, experts)))
         if self.shared_experts is not None:
             mine = mine + self.shared_experts(x)
-        return Stream(mine, residual, is_part=self.group.world_size > 1)
+        if not self.fuses_modules:
+            mine = self.group.all_reduce(mine)
+        elif self.group.world_size > 1:
+            return PartStream(mine, residual)
+        return Stream(mine, residual)
+
+    @property
+    def routing(self) -> Router:
+        """The router, whatever checkpoints call it."""
+        return cast(Router, getattr(self, self.router_name))
 
     def _behind_norm(self, stream: Stream) -> Stream:
         """As :meth:`forward`, with the norm within each product that reads it."""
@@ -144,7 +156,7 @@ class MoE(nn.Module):
         logits, residual = self.gate_behind_norm(stream)
         # Before the experts write to what it reads.
         shared = None if self.shared_experts is None else self.shared_experts.behind_norm(stream)[0]
-        summed = self.experts.add_behind_norm(residual, self.enter[0], *self.gate.choose(logits))
+        summed = self.experts.add_behind_norm(residual, self.enter[0], *self.routing.choose(logits))
         if self.shared_experts is None or shared is None:
             return Stream(None, summed)
         return self.shared_experts.down_proj.add(shared, summed)

@@ -20,14 +20,26 @@ class Stream(NamedTuple):
     """What is still to be added; None: nothing is."""
     residual: torch.Tensor
     """The sum so far. Whoever has the stream may write to both."""
-    is_part: bool = False
-    """Whether ``last`` is this rank's part of what is to be added: the sum over the tensor-parallel group of them."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether ``last`` is this rank's part of what is to be added."""
+        return False
 
     def whole(self, group: Communicator) -> Stream:
         """The same stream, with no sum over ``group``, the tensor-parallel one, left to do."""
         if self.last is None or not self.is_part:
             return self
         return Stream(group.all_reduce(self.last), self.residual)
+
+
+class PartStream(Stream):
+    """A stream to which the sum of ``last`` over the tensor-parallel group is still to be added."""
+
+    @property
+    def is_part(self) -> bool:
+        """See :class:`Stream`."""
+        return True
 
 
 class RMSNorm(ParameterLayer):
@@ -40,9 +52,10 @@ class RMSNorm(ParameterLayer):
         self.spec = RmsNormSpec(size, runtime.dtype)
         self.kernel = runtime.kernels.select(RMS_NORM, self.spec)
         self.group = group = runtime.tensor_parallel
+        self.fuses_modules = runtime.fuses_modules
         #: The norm together with the sum over ranks in front of it, where there is a kernel for both.
         self.reducing = None
-        if group.world_size > 1:
+        if group.world_size > 1 and runtime.fuses_modules:
             self.reducing = runtime.kernels.select(ALL_REDUCE_NORM, AllReduceNormSpec(size, runtime.dtype, group))
         #: The same, where it can quantise for the product behind as well.
         self.quantizing = self.reducing if isinstance(self.reducing, QuantizingAllReduceNorm) else None
@@ -74,7 +87,9 @@ class RMSNorm(ParameterLayer):
         stream = stream.whole(self.group)
         if stream.last is None:
             return self.kernel(stream.residual, self.weight, self.eps, None)[0], stream.residual
-        normed, summed = self.kernel(stream.last, self.weight, self.eps, stream.residual)
+        # What hooks have seen of the stream stays as it was.
+        residual = stream.residual if self.fuses_modules else stream.residual.clone()
+        normed, summed = self.kernel(stream.last, self.weight, self.eps, residual)
         assert summed is not None
         return normed, summed
 

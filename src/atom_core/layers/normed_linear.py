@@ -36,10 +36,9 @@ class NormedLinear:
             separate.append(("gated_activation", kernels.chosen(GATED_ACTIVATION, spec)))
         by_itself = ("rms_norm", kernels.chosen(RMS_NORM, norm.spec))
         separate += [by_itself, linear.method.chosen(linear, kernels)]
-        self.fused = kernels.select(
-            NORMED_LINEAR, NormedLinearSpec(in_features, out_features, activation, tuple(separate))
-        )
-        self.form = form = linear.method.input_form()
+        fused = NormedLinearSpec(in_features, out_features, activation, tuple(separate))
+        self.fused = kernels.select(NORMED_LINEAR, fused) if runtime.fuses_modules else None
+        self.form = form = linear.method.input_form() if runtime.fuses_modules else None
         self.norm_and_quantize = (
             None
             if form is None
@@ -76,7 +75,7 @@ class NormedLinear:
             assert self.form is not None
             x, summed = norm.quantized(stream, self.form) or norm(stream)
             return x, summed
-        last, residual, _ = stream.whole(norm.group)
+        last, residual = stream.whole(norm.group)
         if last is None:
             return self.norm_and_quantize(residual, norm.weight, norm.eps, None)[0], residual
         quantized, total = self.norm_and_quantize(last, norm.weight, norm.eps, residual)

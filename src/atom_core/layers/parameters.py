@@ -86,8 +86,6 @@ class ParameterLayer(nn.Module):
     """
 
     closed = False
-    #: Whether weights that were opened for some of their tensors still hold the others.
-    keeps_others = True
 
     def open_weights(self, whole: bool) -> None:
         """Make the parameters what placements write to; placements from before are not to be used any more.
@@ -104,6 +102,20 @@ class ParameterLayer(nn.Module):
         if not self.closed:
             self.finalize_weights()
             self.closed = True
+
+    def as_loaded(self) -> dict[str, torch.Tensor]:
+        """The parameters by their names in this module, in the form in which they are loaded: copies on the CPU."""
+        closed = self.closed
+        self.open_weights(whole=False)
+        copies = {name: it.detach().to("cpu", copy=True) for name, it in self.named_parameters(recurse=False)}
+        if closed:
+            self.close_weights()
+        return copies
+
+    @property
+    def changes_form(self) -> bool:
+        """Whether kernels may have the weights in a form of their own."""
+        return type(self).finalize_weights is not ParameterLayer.finalize_weights
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
         """(checkpoint module, tensor name, placement) of each tensor; "" is this module, "../name" one beside it."""

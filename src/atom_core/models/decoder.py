@@ -48,16 +48,26 @@ class DecoderLayer(nn.Module):
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime)
         moe, norm = config.layers[index].moe, self.post_attention_layernorm
-        self.mlp = (
-            GatedMLP(config, norm, runtime, f"{name}.mlp")
+        #: What checkpoints call the feed-forward network.
+        self.feed_forward_name = "mlp" if moe is None else moe.names.module
+        module_name = f"{name}.{self.feed_forward_name}"
+        self.add_module(
+            self.feed_forward_name,
+            GatedMLP(config, norm, runtime, module_name)
             if moe is None
-            else MoE(moe, config.hidden_size, config.activation, norm, runtime, f"{name}.mlp")
+            else MoE(moe, config.hidden_size, config.activation, norm, runtime, module_name),
         )
 
     def forward(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
         """The stream behind this layer."""
-        result: Stream = self.mlp(self.self_attn(stream, positions, step))
+        result: Stream = self.feed_forward(self.self_attn(stream, positions, step))
         return result
+
+    @property
+    def feed_forward(self) -> nn.Module:
+        """The network behind attention."""
+        module: nn.Module = getattr(self, self.feed_forward_name)
+        return module
 
 
 class Decoder(nn.Module):
@@ -100,7 +110,7 @@ class Decoder(nn.Module):
         for index in self.stage:
             stream = self.layers[index](stream, positions, step)
         if not self.is_last:
-            last, residual, _ = stream.whole(self.group)
+            last, residual = stream.whole(self.group)
             return Carried(torch.zeros_like(residual) if last is None else last, residual)
         normed: torch.Tensor = self.norm(stream)[0]
         return normed

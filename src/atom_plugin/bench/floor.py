@@ -70,7 +70,8 @@ def weight_bytes(model: CheckpointModel, num_tokens: int) -> int:
     for index, layer in enumerate(model.config.layers):
         if layer.moe is not None:
             routing = layer.moe.routing
-            experts = sum(part.nbytes for part in model.get_submodule(f"model.layers.{index}.mlp.experts").parameters())
+            module = model.get_submodule(f"model.layers.{index}.{layer.moe.names.module}.experts")
+            experts = sum(part.nbytes for part in module.parameters())
             unused += experts * (1 - routing.top_k / routing.num_experts) ** num_tokens
     return total - round(unused)
 

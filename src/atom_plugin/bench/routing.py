@@ -45,8 +45,8 @@ def send_to_given_experts(model: DecoderForCausalLM, config: ModelConfig, tokens
     """Have every mixture of ``model`` send up to ``tokens`` tokens to experts of its own; see the module's text."""
     for index, (layer, described) in enumerate(zip(model.model.layers, config.layers, strict=True)):
         if described.moe is not None:
-            mixture = layer.mlp
+            mixture = layer.feed_forward
             assert isinstance(mixture, MoE)
             routing = replace(described.moe.routing, shared=mixture.experts.total - mixture.experts.routed)
-            experts = given_experts(routing, tokens, seed=index).to(mixture.gate.weight.device)
-            mixture.gate.select = GivenExperts(mixture.gate.select, experts)
+            experts = given_experts(routing, tokens, seed=index).to(mixture.routing.weight.device)
+            mixture.routing.select = GivenExperts(mixture.routing.select, experts)

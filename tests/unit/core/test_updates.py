@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from atom_core.checkpoint import Checkpoint
 from atom_core.kernels.select import Target
+from atom_core.layers.parameters import ParameterLayer
 from atom_core.runtime import SingleRank
 from atom_core.standalone import Runner, lay_out, update_from
 from atom_core.updates import IncompleteWeights, ModelWeights
@@ -257,19 +258,18 @@ def test_a_stream_that_breaks_off_is_followed_by_a_whole_one(tmp_path):
     assert torch.equal(runner.logits(TOKENS), MIXTURE.runner(new).logits(TOKENS))
 
 
-@pytest.mark.parametrize("first", ["weight", "weight_scale"])
-def test_a_latent_layers_stored_projection_and_its_scale_wait_for_one_another(tmp_path, first):
-    case = next(it for it in CASES if it.name == "mla, fp8 by row")
+STORED_LATENTS = [it for it in CASES if it.name in ("mla, fp8 by row", "mla, fp8 in blocks")]
+
+
+@pytest.mark.parametrize("end", [".weight", ""], ids=["the weight", "what stands beside it"])
+@pytest.mark.parametrize("case", STORED_LATENTS, ids=str)
+def test_a_latent_layers_stored_projection_may_come_without_its_scale(tmp_path, case, end):
     old, new = case.make(tmp_path / "old", 0), case.make(tmp_path / "new", 1)
     runner, tensors = case.runner(old), tensors_of(new)
-    module = next(it for it in tensors if it.endswith("kv_b_proj.weight")).removesuffix(".weight")
-    second = "weight_scale" if first == "weight" else "weight"
-    runner.weights.update([(f"{module}.{first}", tensors[f"{module}.{first}"])], "a trainer", whole=False)
-    with pytest.raises(IncompleteWeights, match=rf"kv_b_proj\.{first} came alone.*kv_b_proj\.{second}\.$"):
-        runner.weights.check_ready()
-    runner.weights.update([(f"{module}.{second}", tensors[f"{module}.{second}"])], "a trainer", whole=False)
-    runner.weights.check_ready()
-    edit(old, lambda found: found.update({f"{module}.{it}": tensors[f"{module}.{it}"] for it in (first, second)}))
+    found = {name: it for name, it in tensors.items() if "kv_b_proj" in name and name.endswith(".weight") == bool(end)}
+    assert found
+    runner.weights.update(list(found.items()), "a trainer", whole=False)
+    edit(old, lambda tensors: tensors.update(found))
     assert torch.equal(runner.logits(TOKENS), case.runner(old).logits(TOKENS))
 
 
@@ -368,8 +368,26 @@ def test_weights_are_read_under_their_names_in_the_checkpoint(tmp_path, case):
         # One scale for all rows is kept a row.
         expected = expected.view(found.shape) if expected.numel() == found.numel() else expected.expand_as(found)
         assert (found - expected).abs().max() <= close * expected.abs().max(), name
-    assert all("kv_b_proj" in name or "input_scale" in name or "lm_head" in name for name in unread)
+    assert all("input_scale" in name or "lm_head" in name for name in unread)
     assert runner.weights.read("no such tensor") is None
+    assert torch.equal(runner.logits(TOKENS), before)
+
+
+@every_case
+def test_what_kernels_have_in_forms_of_their_own_can_be_had_as_it_was_loaded(tmp_path, case):
+    runner = case.runner(case.make(tmp_path / "it", 0))
+    before, layers = runner.logits(TOKENS), dict(runner.model.named_modules())
+    found = {path: layer.as_loaded() for path, layer in layers.items() if isinstance(layer, ParameterLayer)}
+    assert torch.equal(runner.logits(TOKENS), before)
+    for path, layer in layers.items():
+        if isinstance(layer, ParameterLayer):
+            layer.open_weights(whole=True)
+            assert {name: it.shape for name, it in layer.named_parameters(recurse=False)} == {
+                name: it.shape for name, it in found[path].items()
+            }
+            for name, parameter in layer.named_parameters(recurse=False):
+                parameter.data.copy_(found[path][name])
+            layer.close_weights()
     assert torch.equal(runner.logits(TOKENS), before)
 
 

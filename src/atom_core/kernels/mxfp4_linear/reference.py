@@ -23,6 +23,15 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     return torch.ldexp(numbers, (scales.int() - 127)[..., None]).flatten(-2).to(dtype)
 
 
+def requantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The blocks ``[.., K / 2]`` of which :func:`dequantize` made ``weight [.., K]`` by ``scales [.., K / 32]``."""
+    numbers = torch.ldexp(_grouped(weight), (127 - scales.int())[..., None]).flatten(-2)
+    positive = torch.tensor(_POSITIVE, device=weight.device)
+    codes = torch.bucketize(numbers.abs(), (positive[1:] + positive[:-1]) / 2) | torch.signbit(numbers).int() << 3
+    codes = codes.to(torch.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
 def _grouped(x: torch.Tensor) -> torch.Tensor:
     """float32 ``[.., K / 32, 32]``."""
     return x.float().reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)

@@ -11,7 +11,7 @@ from atom_core.kernels import kernel_set
 from atom_core.kernels.gated_activation.reference import gated_activation
 from atom_core.kernels.linear.tiles import MAX_ROWS
 from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR, Mxfp4LinearSpec
-from atom_core.kernels.mxfp4_linear.reference import NUMBERS, ReferenceMxfp4Linear, dequantize, round_groups
+from atom_core.kernels.mxfp4_linear.reference import NUMBERS, ReferenceMxfp4Linear, dequantize, requantize, round_groups
 from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 
@@ -206,3 +206,10 @@ def test_who_runs_it(target, implementation):
     kernels = kernel_set(target, with_aiter=False)
     kernels.select(MXFP4_LINEAR, Mxfp4LinearSpec(288, 144, False, True, torch.bfloat16))
     assert [choice.implementation for choice in kernels.choices()] == [implementation]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_that_were_made_of_blocks_are_those_blocks_again(dtype):
+    blocks = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    scales = torch.randint(60, 190, (4, 4), dtype=torch.uint8)
+    assert torch.equal(requantize(dequantize(blocks, scales, dtype), scales), blocks)

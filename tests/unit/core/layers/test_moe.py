@@ -73,7 +73,7 @@ def test_shared_experts_among_the_routed_ones_leave_the_same_stream(tokens, coun
     config = replace(PLAIN, routing=replace(PLAIN.routing, top_k=4), shared_size=count * SIZE)
     apart = mixture(config, RUNTIME)
     routed = mixture(config, triton_runtime(shared_experts="routed"))
-    routed.gate.weight.data.copy_(apart.gate.weight)
+    routed.routing.weight.data.copy_(apart.routing.weight)
     routed.enter[0].weight.data.copy_(apart.enter[0].weight)
     gates, ups = apart.shared_experts.gate_up_proj.weight.view(2, count, SIZE, HIDDEN)
     downs = apart.shared_experts.down_proj.weight.view(HIDDEN, count, SIZE).transpose(0, 1)
@@ -101,6 +101,6 @@ def test_one_token_is_normed_and_added_within_its_kernels(monkeypatch):
 def test_few_tokens_are_normed_within_their_router(monkeypatch, tokens):
     layer = mixture(PLAIN, triton_runtime())
     monkeypatch.setattr(layer.enter[0], "forward", None)
-    monkeypatch.setattr(layer.gate, "forward", None)
+    monkeypatch.setattr(layer.routing, "forward", None)
     residual = torch.randn(tokens, HIDDEN)
     assert layer(Stream(None, residual)).residual is residual

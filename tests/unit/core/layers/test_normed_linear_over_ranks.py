@@ -13,7 +13,7 @@ from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Implementation, Target, always
 from atom_core.layers.linear import Linear
-from atom_core.layers.norm import RMSNorm, Stream
+from atom_core.layers.norm import PartStream, RMSNorm, Stream
 from atom_core.layers.normed_linear import NormedLinear
 from atom_core.quant.fp8 import Fp8Config
 from atom_core.runtime import SingleRank
@@ -87,7 +87,7 @@ def run(it, stream):
 
 
 def part(rows):
-    return Stream(numbers(rows, SIZE, seed=2).bfloat16(), numbers(rows, SIZE, seed=3).bfloat16(), is_part=True)
+    return PartStream(numbers(rows, SIZE, seed=2).bfloat16(), numbers(rows, SIZE, seed=3).bfloat16())
 
 
 @every_gpu
@@ -116,7 +116,7 @@ def test_what_it_does_not_sum_is_quantised_by_the_norm():
         it = layer(Quantizing(), "gfx942")
         norm = ["fused_qk_rmsnorm_group_quant", PRODUCT]
         assert run(it, part(9))[2] == norm
-        assert run(it, part(4)._replace(is_part=False))[2] == norm
+        assert run(it, Stream(*part(4)))[2] == norm
         assert run(it, Stream(None, part(4).residual))[2] == norm
 
 

@@ -101,7 +101,7 @@ def test_weights_are_those_that_the_checkpoint_stands_for(tmp_path, form, family
     make_plain(folder, tmp_path / "plain")
     found, expected = Runner(folder), Runner(tmp_path / "plain")
     assert distance(found.logits(TOKENS), expected.logits(TOKENS)) <= LOGITS_TOLERANCE
-    experts = {name: module for name, module in found.model.named_modules() if name.endswith("mlp.experts")}
+    experts = {name: module for name, module in found.model.named_modules() if name.endswith(".experts")}
     assert experts
     assert all(
         module.gate_up_proj.dtype == module.down_proj.dtype == torch.float8_e4m3fn for module in experts.values()
@@ -133,11 +133,11 @@ def test_ranks_that_share_them_answer_as_one(tmp_path, expert_parallel, form):
 def test_a_rank_holds_the_scales_of_its_part(tmp_path):
     folder = make(tmp_path, BLOCKS)
     runner = Runner(folder)
-    whole = runner.model.model.layers[0].mlp.experts
+    whole = runner.model.model.layers[0].feed_forward.experts
 
     def work(group, expert_parallel):
         found = build(runner, folder, tensor_parallel=group, expert_parallel=expert_parallel)
-        return found.model.layers[0].mlp.experts
+        return found.model.layers[0].feed_forward.experts
 
     gate, up = whole.gate_up_scale.chunk(2, 1)
     for rank, part in enumerate(on_ranks(2, lambda group: work(group, False))):
@@ -154,7 +154,7 @@ def test_an_unquantised_mixture_can_be_quantised_while_it_is_loaded(tmp_path, fa
     per_row = next(form for form in FORMATS if form.per_row)
     folder = make(tmp_path, per_row, family)
     online, offline = Runner(tmp_path / "source", quantization="fp8"), Runner(folder)
-    found, expected = (runner.model.model.layers[1].mlp.experts for runner in (online, offline))
+    found, expected = (runner.model.model.layers[1].feed_forward.experts for runner in (online, offline))
     for name in ("gate_up", "down"):
         assert torch.equal(getattr(found, f"{name}_scale"), getattr(expected, f"{name}_scale"))
         weights = [getattr(it, f"{name}_proj").float() for it in (found, expected)]
@@ -228,7 +228,10 @@ def test_experts_that_the_checkpoint_leaves_out_stay_as_they_are(tmp_path):
     make_model(tmp_path / "source", make_config(QWEN3, **SIZES))
     make_fp8(tmp_path / "source", tmp_path / "fp8", form, keep=lambda module: ".1.mlp." in module)
     layers = Runner(tmp_path / "fp8").model.model.layers
-    assert [layer.mlp.experts.gate_up_proj.dtype for layer in layers[:2]] == [torch.float8_e4m3fn, torch.float32]
+    assert [layer.feed_forward.experts.gate_up_proj.dtype for layer in layers[:2]] == [
+        torch.float8_e4m3fn,
+        torch.float32,
+    ]
 
 
 NAME = "model.layers.1.mlp.experts.3.up_proj"
