@@ -14,6 +14,11 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 
 from atom_core.checkpoint import INDEX, WEIGHT_FILES, choose_files, read_index
 
+#: A value of ``--load-format``: a rank's weights by the model's own names (:mod:`atom_plugin.common.shards`).
+SHARDED_STATE = "sharded_state"
+#: Those with which no checkpoint is there to be compared with the model before it is built.
+UNCHECKED_FORMATS = ("dummy", SHARDED_STATE)
+
 #: Of the HTTP library that huggingface_hub brings, which versions call differently.
 _HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 #: The hub has no such model, or cannot be asked; frameworks go by what they have, or say it themselves.
@@ -49,12 +54,12 @@ def folder_to_check(model: str, revision: str | None, cache: str | None, load_fo
 
     Args:
         model, revision, cache: see :func:`cached_folder`.
-        load_format: the framework's name of it; with "dummy" weights are made up, and there is nothing to look at.
+        load_format: the framework's name of it; with one of :data:`UNCHECKED_FORMATS` there is nothing to look at.
 
     Raises:
         ValueError: see :func:`check_names`.
     """
-    if load_format == "dummy":
+    if load_format in UNCHECKED_FORMATS:
         return None
     check_names(model, revision, cache)
     return whole_folder(model, revision, cache)

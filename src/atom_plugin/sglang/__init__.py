@@ -40,6 +40,9 @@ DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 #: only way to be there.
 WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
+#: It looks at the parameters of a model, which may have given their memory to kernels: so it is told when they have it.
+MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+
 _registered = False
 
 
@@ -145,6 +148,7 @@ def _register_models() -> None:
     register_model_override_predicate(lambda architecture: architecture not in supported)(announce_native)
     HookRegistry.register(f"{WEIGHT_UPDATER}.update_weights_from_disk", _update_from_disk, HookType.AROUND)
     HookRegistry.register(f"{WEIGHT_UPDATER}.update_weights_from_tensor", _update_from_tensor, HookType.AROUND)
+    HookRegistry.register(f"{MODEL_RUNNER}.check_weights", _check_weights, HookType.AROUND)
 
 
 def _build_backend(runner: ModelRunner) -> AttentionBackend:
@@ -189,6 +193,12 @@ def _update_from_tensor(original: Callable[..., Any], *args: Any, **kwargs: Any)
     from atom_plugin.sglang.updates import update_from_tensor
 
     return update_from_tensor(original, *args, **kwargs)
+
+
+def _check_weights(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from atom_plugin.sglang.updates import check_weights
+
+    return check_weights(original, *args, **kwargs)
 
 
 def _names_ours(factory: DraftBackendFactory) -> bool:

@@ -49,12 +49,30 @@ def _host_layer(spec: AttentionSpec) -> HostAttention:
     )
 
 
-class SglangRadixAttention(RadixAttention):
+class Hosted:
+    """A layer behind one of SGLang's, which is no module of it: ``self_attn.attn`` is one module, as in SGLang."""
+
+    def hold_host(self, host: HostAttention) -> None:
+        """Called once, when the layer is built."""
+        self._host = (host,)
+
+    @property
+    def host(self) -> HostAttention:
+        """SGLang's."""
+        return self._host[0]
+
+    @property
+    def layer_id(self) -> int:
+        """By which SGLang sorts attention layers when it captures graphs."""
+        return int(self.host.layer_id)
+
+
+class SglangRadixAttention(Hosted, RadixAttention):
     """An attention layer on our backend."""
 
     def __init__(self, spec: AttentionSpec, weights: QkvWeights, sinks: torch.Tensor | None, runtime: Runtime) -> None:
         super().__init__(spec, weights, sinks, runtime)
-        self.host = _host_layer(spec)
+        self.hold_host(_host_layer(spec))
         qkv = spec.qkv
         self.widths = [heads * qkv.head_dim for heads in (qkv.num_heads, qkv.num_kv_heads, qkv.num_kv_heads)]
 
@@ -72,13 +90,13 @@ class SglangRadixAttention(RadixAttention):
         return self.answer(qkv, positions, step, out)
 
 
-class SglangLatentAttention(RadixLatentAttention):
+class SglangLatentAttention(Hosted, RadixLatentAttention):
     """An attention layer over latents, on our backend."""
 
     def __init__(self, spec: LatentLayerSpec, weights: LatentWeights, runtime: Runtime) -> None:
         super().__init__(spec, weights, runtime)
         shape = spec.latent
-        self.host = HostAttention(
+        host = HostAttention(
             shape.num_heads,
             shape.nope_dim + shape.rope_dim,
             spec.attention.scale,
@@ -87,6 +105,7 @@ class SglangLatentAttention(RadixLatentAttention):
             v_head_dim=shape.value_dim,
             prefix=spec.name,
         )
+        self.hold_host(host)
 
     def forward(
         self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: ForwardBatch
@@ -104,7 +123,7 @@ class SglangLatentAttention(RadixLatentAttention):
         return self.answer(q, latent, positions, step, out)
 
 
-class FrameworkAttention(BaseAttention):
+class FrameworkAttention(Hosted, BaseAttention):
     """Our model on another of SGLang's backends, named by the user with ``--attention-backend``."""
 
     def __init__(self, spec: AttentionSpec, weights: QkvWeights, sinks: torch.Tensor | None, runtime: Runtime) -> None:
@@ -115,7 +134,7 @@ class FrameworkAttention(BaseAttention):
         self._sinks_dtype = torch.float32 if "trtllm_mha" in attention_backends() else torch.bfloat16
         self.device = runtime.device
         self.prepare = runtime.kernels.select(QK_NORM_ROPE, spec.qkv)
-        self.host = _host_layer(spec)
+        self.hold_host(_host_layer(spec))
 
     def set_scales(self, key: float, value: float) -> None:
         """See :class:`BaseAttention`: backends read them from SGLang's layer, some as tensors, some as numbers."""

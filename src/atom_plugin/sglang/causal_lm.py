@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -10,17 +12,18 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
 from sglang.srt.model_loader.weight_utils import kv_cache_scales_loader
-from sglang.srt.runtime_context import attention_backends, get_spec
+from sglang.srt.runtime_context import attention_backends, get_model, get_parallel, get_spec
 from torch import nn
 
 from atom_core.config import ModelConfig
 from atom_core.layers.embedding import LMHead
 from atom_core.models.decoder import DecoderForCausalLM
-from atom_core.models.draft import DraftModel
 from atom_core.models.registry import load_model_class
 from atom_core.weights import cache_scales
+from atom_plugin.common.hub import SHARDED_STATE
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
+from atom_plugin.common.shards import PATTERN, check_shards
 from atom_plugin.common.versions import framework_line
 from atom_plugin.sglang import ENTRY_POINT, is_registered, our_backends
 from atom_plugin.sglang.attention import FrameworkAttention, SglangRadixAttention
@@ -34,38 +37,20 @@ logger = logging.getLogger("sglang.atom_plugin")
 
 
 class HeadMethod:
-    """SGLang's way to have a head computed by whoever owns it: here by the core, gathered over ranks."""
+    """SGLang's way to have a head computed by whoever owns it: here by the head itself, gathered over ranks.
 
-    def __init__(self, core: DecoderForCausalLM | DraftModel) -> None:
-        self.core = core
+    SGLang's logits processor looks for it in the head's ``quant_method``.
+    """
 
-    def apply(self, layer: nn.Module, hidden: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: LMHead, hidden: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``hidden [T, hidden]`` to ``[T, vocabulary]``."""
         if not len(hidden):  # of a rank without requests, as those of all that it shares the head with
-            return hidden.new_empty(0, self.core.config.vocab_size)
-        return self.core.logits(hidden)
+            return hidden.new_empty(0, layer.vocab_size)
+        logits: torch.Tensor = layer(hidden)
+        return logits
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """The core finalizes its weights itself."""
-
-
-class Head(nn.Module):
-    """What SGLang's logits processor is given: the head's weight, and the method that uses it."""
-
-    def __init__(self, core: DecoderForCausalLM | DraftModel) -> None:
-        super().__init__()
-        self.quant_method = HeadMethod(core)
-        self._head = (cast(LMHead, core.lm_head),)  # referred to: its parameters are registered under the core
-
-    @property
-    def layer(self) -> LMHead:
-        """The core's."""
-        return self._head[0]
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """This rank's rows ``[rows, hidden]``."""
-        return self._head[0].weight
 
 
 def check_entry_point() -> None:
@@ -107,18 +92,23 @@ class AtomForCausalLM(AtomModel):
         attention = SglangRadixAttention if ours else FrameworkAttention
         self.runtime = build_runtime(config, quant_config, model_config.num_layers, attention, settings)
         model_config = padded(model_config, config, self.runtime)
-        self.core: DecoderForCausalLM = load_model_class(architecture)(model_config, self.runtime, prefix)
+        core: DecoderForCausalLM = load_model_class(architecture)(model_config, self.runtime, prefix)
+        self.hold(core)
+        head: Any = core.lm_head
+        if core.model.is_last:
+            head.quant_method = HeadMethod()
+        self.model, self.lm_head = Body(core.model), head
         self.hold_weights()
-        self.model = Body(self.core)
         stage = self.runtime.pipeline.layers(model_config.num_layers)
         self.start_layer, self.end_layer = stage.start, stage.stop
         self.is_last = self.runtime.pipeline.is_last(model_config.num_layers)
         self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
-        self.lm_head = Head(self.core) if self.is_last else nn.Identity()
         self.checkpoint = str(getattr(config, "_name_or_path", "") or architecture)
+        if get_model().load_format == SHARDED_STATE and Path(self.checkpoint).is_dir():
+            check_shards(self, Path(self.checkpoint), _files_of_rank())
         if self.runtime.tensor_parallel.rank == self.runtime.data_parallel.rank == 0:
             layer = attention if model_config.latent is None else self.runtime.latent_attention
-            table = startup_table(framework_line("sglang"), type(self.core).__name__, layer.__name__, self.runtime)
+            table = startup_table(framework_line("sglang"), type(core).__name__, layer.__name__, self.runtime)
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
 
     def get_attention_sliding_window_size(self) -> int | None:
@@ -140,10 +130,11 @@ class AtomForCausalLM(AtomModel):
         self.weights.check_ready()
         assert not get_embedding, "embedding models are refused when arguments are resolved"
         assert self.start_layer == 0 or pp_proxy_tensors is not None, "a later stage is given what one before carried"
-        result = self.model.forward(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+        result = self.model(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
         if isinstance(result, PPProxyTensors):
             return result
-        return self.logits_processor(input_ids, result, self.lm_head, forward_batch)
+        output: LogitsProcessorOutput = self.logits_processor(input_ids, result, self.lm_head, forward_batch)
+        return output
 
     def load_kv_cache_scales(self, quantization_param_path: str) -> None:
         """Scale an FP8 cache by the numbers of a file (``--quantization-param-path``), one for each layer.
@@ -179,3 +170,10 @@ class AtomForCausalLM(AtomModel):
         """Use another model's embedding and head."""
         self.core.model.embed_tokens.weight = embed
         self.core.lm_head.weight = head
+
+
+def _files_of_rank() -> str:
+    """What SGLang calls this rank's files, as its loader of ``sharded_state`` does."""
+    others = get_model().model_loader_extra_config or {}
+    pattern: str = (json.loads(others) if isinstance(others, str) else others).get("pattern", PATTERN)
+    return pattern.format(rank=get_parallel().tp_rank, part="*")

@@ -14,15 +14,14 @@ from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorO
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
-from atom_core.layers.embedding import TokenEmbedding
+from atom_core.layers.embedding import LMHead, TokenEmbedding
 from atom_core.models.draft import DraftModel
 from atom_core.models.registry import load_draft_class
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.versions import framework_line
 from atom_plugin.sglang.attention import SglangRadixAttention
-from atom_plugin.sglang.body import or_stand_in
-from atom_plugin.sglang.causal_lm import Head
+from atom_plugin.sglang.body import DraftBody
 from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.padding import padded
 from atom_plugin.sglang.runtime import build_runtime
@@ -46,10 +45,11 @@ class AtomDraft(AtomModel):
         settings = load_settings()
         self.runtime = build_runtime(config, quant_config, model_config.num_layers, SglangRadixAttention, settings)
         model_config = padded(model_config, config, self.runtime)
-        self.core: DraftModel = draft_class(model_config, self.runtime, prefix)
+        core: DraftModel = draft_class(model_config, self.runtime, prefix)
+        self.hold(core)
+        self.model, self.lm_head = DraftBody(core), core.lm_head
         self.hold_weights()
         self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
-        self.lm_head: nn.Module = nn.Identity()
         self.checkpoint = str(getattr(config, "_name_or_path", "") or self.architecture)
         if self.runtime.tensor_parallel.rank == self.runtime.data_parallel.rank == 0:
             table = startup_table(
@@ -68,9 +68,9 @@ class AtomDraft(AtomModel):
     ) -> LogitsProcessorOutput:
         """One step; see :class:`DraftModel`. The hidden states come in with the batch, a row for each id."""
         self.weights.check_ready()
-        inputs = input_ids, positions, self._given(input_ids, forward_batch)
-        drafted = self.core(*map(or_stand_in, inputs), forward_batch)[: len(input_ids)]
-        return self.logits_processor(input_ids, drafted, self.lm_head, forward_batch)
+        drafted = self.model(input_ids, positions, forward_batch, self._given(input_ids, forward_batch))
+        output: LogitsProcessorOutput = self.logits_processor(input_ids, drafted, self.lm_head, forward_batch)
+        return output
 
     def _given(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """Zeros where no target has run before, as in warm-ups: ``[T, hidden]``."""
@@ -88,9 +88,8 @@ class AtomDraft(AtomModel):
         """Read the target's embedding; its head comes as a layer, for a kernel may hold the weight in its own form."""
         config = self.core.config
         shared = TokenEmbedding(config.vocab_size, config.hidden_size, self.runtime, embed)
-        self.core.model.embed_tokens = shared
+        self.model.share_embedding(shared)
 
-    def set_lm_head_from_target(self, head: Head) -> None:
+    def set_lm_head_from_target(self, head: LMHead) -> None:
         """Read the target's head."""
-        self.core.lm_head = head.layer
-        self.lm_head = Head(self.core)
+        self.core.lm_head = self.lm_head = head

@@ -20,7 +20,7 @@ from atom_plugin.sglang import BACKEND, PACKAGE_VARIABLE, ROCM_BACKEND, flags_ou
 OTHERWISE = f"Unset {PACKAGE_VARIABLE} to use it."
 
 #: Values of ``--load-format`` that read safetensors, or nothing, the way our models are loaded.
-LOAD_FORMATS = ("auto", "safetensors", "dummy", "fastsafetensors", "runai_streamer")
+LOAD_FORMATS = ("auto", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "sharded_state")
 #: Dtypes that the pool can have beside the model's. SGLang itself has no fp8_e5m2 on a CPU, and takes either FP8 on
 #: ROCm for the one that the GPU has.
 CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -108,8 +108,6 @@ FIELDS: tuple[Row, ...] = (
         "expert_balancedness_report_mode", "recording which experts a router chose", allowed=("off",), as_given=True
     ),
     _field("enable_return_aux_hidden_states", "hidden states of layers within the model"),
-    _field("debug_tensor_dump_output_folder", "files of what each layer has computed"),
-    _field("forward_hooks", "hooks on layers by the names that SGLang's own have"),
     _field("enable_torch_compile", "torch.compile, for its kernels are fused already"),
     _field("enable_two_batch_overlap", "two-batch overlap"),
     _field("enable_single_batch_overlap", "overlap of experts and exchange within a batch"),
@@ -226,6 +224,16 @@ FIELDS: tuple[Row, ...] = (
         "weights and activations in bfloat16, float16 or float32; another is refused",
         "tests/integration/sglang/test_refusals.py::test_it_is_not_refused",
         settings_of("ServerArgs", "dtype"),
+    ),
+    Ours(
+        "each module runs by its own call, under the name that SGLang's own have",
+        "tests/integration/sglang/test_names.py::test_dumps_have_what_sglangs_have_under_the_same_names",
+        settings_of("ServerArgs", "debug_tensor_dump_output_folder debug_tensor_dump_layers"),
+    ),
+    Ours(
+        "each module runs by its own call, and hooks on it fire",
+        "tests/integration/sglang/test_names.py::test_hooks_see_what_they_see_of_sglangs_own_model",
+        settings_of("ServerArgs", "forward_hooks"),
     ),
     Ours(
         "our configuration is read from what SGLang has made of config.json, these put into it",

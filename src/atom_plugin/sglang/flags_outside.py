@@ -218,7 +218,7 @@ OUTSIDE: tuple[Row, ...] = (
         remote_instance_weight_loader_send_weights_group_ports remote_instance_weight_loader_backend
         modelexpress_config weight_cache_socket
         weight_cache_timeout prefill_only_disable_kv_cache expert_distribution_recorder_buffer_size
-        debug_tensor_dump_layers debug_tensor_dump_input_file
+        debug_tensor_dump_input_file
         """,
     ),
     _outside("SGLang refuses it itself, whoever's model it is", "quantize_and_serve"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
-from sglang.srt.runtime_context import get_exec, get_model, get_parallel, get_server_args
+from sglang.srt.runtime_context import get_exec, get_model, get_observability, get_parallel, get_server_args
 
 from atom_core.kernels.select import Target
 from atom_core.runtime import AttentionFactory, OneReplica, PipelineStage, Runtime
@@ -62,7 +62,14 @@ def build_runtime(
         quant=quantization_of(config, None if quant_config is None else quant_config.get_name()),
         # What a batch has written is found in the radix tree by later ones alone.
         same_step_reads="never",
+        fuses_modules=not looks_at_modules(),
     )
+
+
+def looks_at_modules() -> bool:
+    """Whether SGLang puts hooks on modules, which are to see each of them (``--forward-hooks``, tensor dumps)."""
+    asked = get_observability()
+    return bool(asked.forward_hooks) or asked.debug_tensor_dump_output_folder is not None
 
 
 def _cache_dtype(model_dtype: torch.dtype, quant_config: Any) -> torch.dtype:

@@ -7,7 +7,7 @@ from typing import Any
 from atom_core.models.registry import DRAFTS, load_draft_class
 from atom_core.quant import QuantConfig
 from atom_core.standalone import check_files
-from atom_plugin.common.hub import folder_to_check
+from atom_plugin.common.hub import SHARDED_STATE, folder_to_check
 from atom_plugin.sglang import BACKEND, our_backends
 from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.flags import LOAD_FORMATS
@@ -112,6 +112,7 @@ def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
         (form not in (None, *LOAD_FORMATS), f"--speculative-draft-load-format {form}"),
         (view.speculative_token_map is not None, f"--speculative-token-map {view.speculative_token_map}"),
         (bool(view.enable_multi_layer_eagle), "--enable-multi-layer-eagle"),
+        (SHARDED_STATE in (view.load_format, view.speculative_draft_load_format), f"--load-format {SHARDED_STATE}"),
         (view.pp_size > 1, f"speculation with --pp-size {view.pp_size}"),
     ):
         if refused:

@@ -22,9 +22,11 @@ from torch import nn
 from atom_core.runtime import Runtime
 from atom_core.standalone import check_update, weights_of
 from atom_core.updates import ModelWeights
+from atom_plugin.common.held_model import HoldsModel
 from atom_plugin.common.hub import cached_folder, patterns, whole_folder
 
 if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 logger = logging.getLogger("sglang.atom_plugin")
@@ -61,12 +63,11 @@ class UpdateSession(nn.Module):
         self.quant_method = SessionMethod(weights)
 
 
-class AtomModel(nn.Module):
+class AtomModel(HoldsModel):
     """What SGLang should know of any model of ours, and how it gets its weights."""
 
     #: Safetensors only: SGLang must not turn to pickles where there are none.
     fall_back_to_pt_during_load = False
-    core: Any
     runtime: Runtime
     #: The folder, for errors.
     checkpoint: str
@@ -137,11 +138,20 @@ class AtomModel(nn.Module):
             self.weights.end()
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100, tp_size: int = 1) -> list[Any] | None:
-        """The first rows of a tensor as checkpoints name it, gathered over the ranks that share it; None: no such."""
+        """The first rows of a tensor; None: there is no such.
+
+        Args:
+            name: as checkpoints have it: then the tensor is gathered over the ranks that share it; or as the model has
+                it ("qkv_proj", "gate_up_proj"): then it is this rank's, in the form in which it is kept.
+            truncate_size: how many rows.
+            tp_size: how many ranks there are.
+        """
         tied = name == "lm_head.weight" and self.core.config.tie_word_embeddings
         mine = self.weights.read("model.embed_tokens.weight" if tied else name)
         if mine is None:
-            return None
+            parameter = self.read_parameter(name)
+            kept: list[Any] | None = None if parameter is None else parameter[:truncate_size].float().tolist()
+            return kept
         if tp_size > 1:
             here = ~mine.isnan()
             ranks = self.runtime.tensor_parallel.all_reduce(here.float())
@@ -177,6 +187,14 @@ def update_from_disk(
         return False, f"{message} It has its weights of before again, of {before}."
     model.folder = model_path
     return True, message
+
+
+def check_weights(original: Callable[..., Any], runner: ModelRunner, *args: Any, **kwargs: Any) -> Any:
+    """Around ``ModelRunner.check_weights``: parameters are looked at, and written over, as they are loaded."""
+    if not isinstance(runner.model, AtomModel):
+        return original(runner, *args, **kwargs)
+    with runner.model.opened():
+        return original(runner, *args, **kwargs)
 
 
 def update_from_tensor(

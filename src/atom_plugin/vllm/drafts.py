@@ -52,20 +52,17 @@ class AtomDraft(HeldWeights):
         draft_class = load_draft_class(self.architecture)
         config = draft_class.from_hf(values_of_draft(vllm_config, self.architecture))
         self.runtime = build_runtime(vllm_config, model_config, config.num_layers, VllmPagedAttention, load_settings())
-        self.core: DraftModel = draft_class(config, self.runtime, prefix)
+        core: DraftModel = draft_class(config, self.runtime, prefix)
+        self.hold(core)
+        self.model = core.model
         self.checkpoint = str(model_config.model)
         self.hold_weights(model_config, vllm_config.load_config.download_dir)
-        register_warm_up(self.core, self.runtime, vllm_config)
+        register_warm_up(core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
             table = startup_table(
-                framework_line("vllm"), type(self.core).__name__, self.runtime.latent_attention.__name__, self.runtime
+                framework_line("vllm"), type(core).__name__, self.runtime.latent_attention.__name__, self.runtime
             )
             logger.info("atom-plugin drafts for %s\n%s", self.checkpoint, table)
-
-    @property
-    def model(self) -> nn.Module:
-        """The layers, where vLLM puts the target's ``embed_tokens``."""
-        return self.core.model
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``[T]`` to ``[T, hidden]``."""

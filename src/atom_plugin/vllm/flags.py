@@ -20,7 +20,8 @@ from atom_plugin.vllm.flags_variables import VARIABLES
 OTHERWISE = "Leave --model-impl out to use it."
 
 #: Values of ``--load-format`` that read safetensors; the others read pickles, other formats, or nothing that fits.
-SAFETENSORS_FORMATS = ("auto", "hf", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "instanttensor")
+DRAFT_FORMATS = ("auto", "hf", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "instanttensor")
+SAFETENSORS_FORMATS = (*DRAFT_FORMATS, "sharded_state")
 #: Values of ``--kv-cache-dtype``: the cache has the model's dtype, one that is stored as it is, or FP8 with scales;
 #: "fp8" is the e4m3 that the device computes with.
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -241,7 +242,7 @@ DRAFT: tuple[Refused, ...] = (
         instead=_INSTEAD_OF_KERNELS,
     ),
     _refused("SpeculativeConfig.use_local_argmax_reduction", "the likeliest token by parts, for its draft"),
-    _refused("SpeculativeConfig.draft_load_config", "a draft's weights of this format", allowed=SAFETENSORS_FORMATS),
+    _refused("SpeculativeConfig.draft_load_config", "a draft's weights of this format", allowed=DRAFT_FORMATS),
 )
 
 _GRAPHS = "tests/contract/vllm/test_graph_defaults.py::"

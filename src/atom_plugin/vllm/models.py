@@ -5,10 +5,10 @@ file's contents, so every fact about them (pipeline support and the like) stands
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.sequence import IntermediateTensors
@@ -16,6 +16,7 @@ from vllm.sequence import IntermediateTensors
 from atom_core.config import ModelConfig
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.models.registry import load_model_class
+from atom_plugin.common.hub import SHARDED_STATE
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.versions import framework_line
@@ -23,7 +24,7 @@ from atom_plugin.vllm.attention import FrameworkAttention, VllmPagedAttention, i
 from atom_plugin.vllm.checkpoint_config import values_of
 from atom_plugin.vllm.graphs import compile_nothing_between_breaks
 from atom_plugin.vllm.runtime import build_runtime
-from atom_plugin.vllm.updates import HeldWeights
+from atom_plugin.vllm.updates import HeldWeights, check_files_of_rank
 from atom_plugin.vllm.warmup import register_warm_up
 
 if TYPE_CHECKING:
@@ -52,24 +53,18 @@ class AtomForCausalLM(HeldWeights):
         config = ModelConfig.from_hf(values_of(model_config, architecture))
         attention = FrameworkAttention if settings.disable_vllm_attention else VllmPagedAttention
         self.runtime = build_runtime(vllm_config, model_config, config.num_layers, attention, settings)
-        self.core: DecoderForCausalLM = load_model_class(architecture)(config, self.runtime, prefix)
+        core: DecoderForCausalLM = load_model_class(architecture)(config, self.runtime, prefix)
+        self.hold(core)
+        self.model, self.lm_head = core.model, core.lm_head
         self.checkpoint = str(model_config.model)
         self.hold_weights(model_config, vllm_config.load_config.download_dir)
-        register_warm_up(self.core, self.runtime, vllm_config)
+        if vllm_config.load_config.load_format == SHARDED_STATE and Path(self.checkpoint).is_dir():
+            check_files_of_rank(self, Path(self.checkpoint), vllm_config.load_config)
+        register_warm_up(core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
             layer = attention if config.latent is None else self.runtime.latent_attention
-            table = startup_table(framework_line("vllm"), type(self.core).__name__, layer.__name__, self.runtime)
+            table = startup_table(framework_line("vllm"), type(core).__name__, layer.__name__, self.runtime)
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
-
-    @property
-    def model(self) -> nn.Module:
-        """The decoder, where vLLM looks for ``embed_tokens`` to share with a draft."""
-        return self.core.model
-
-    @property
-    def lm_head(self) -> nn.Module:
-        """The head, where vLLM looks for it."""
-        return self.core.lm_head
 
     def get_model_state_cls(self) -> type[ModelState]:
         """What vLLM's newer model runner keeps of a model, where it looks for it."""
@@ -79,7 +74,8 @@ class AtomForCausalLM(HeldWeights):
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``[T]`` to ``[T, hidden]``."""
-        return self.core.embed(input_ids)
+        embedded: torch.Tensor = self.core.embed(input_ids)
+        return embedded
 
     def forward(
         self,
@@ -92,7 +88,7 @@ class AtomForCausalLM(HeldWeights):
         carried = None
         if intermediate_tensors is not None:
             carried = Carried(intermediate_tensors["hidden_states"], intermediate_tensors["residual"])
-        result = self.core(input_ids, positions, None, inputs_embeds, carried)
+        result: torch.Tensor | Carried = self.core(input_ids, positions, None, inputs_embeds, carried)
         if isinstance(result, Carried):
             return IntermediateTensors({"hidden_states": result.hidden, "residual": result.residual})
         return result
@@ -100,7 +96,8 @@ class AtomForCausalLM(HeldWeights):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[T, hidden]``, the rows to sample, to ``[T, vocabulary]``."""
         self.weights.check_ready()
-        return self.core.logits(hidden_states)
+        logits: torch.Tensor = self.core.logits(hidden_states)
+        return logits
 
     def process_weights_after_loading(self) -> None:
         """The last hook that vLLM calls on a loaded model."""
@@ -112,7 +109,7 @@ class AtomForCausalLM(HeldWeights):
         self._hand_over()
 
     def _hand_over(self) -> None:
-        for layer in self.core.modules():
+        for layer in self.modules():
             if isinstance(layer, FrameworkAttention):
                 layer.hand_over()
 

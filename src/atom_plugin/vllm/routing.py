@@ -27,7 +27,7 @@ from atom_core.models.registry import (
 )
 from atom_core.standalone import check_files
 from atom_plugin.common.flags import Refused
-from atom_plugin.common.hub import folder_to_check
+from atom_plugin.common.hub import SHARDED_STATE, folder_to_check
 from atom_plugin.common.settings import PREFIX, Settings, load_settings
 from atom_plugin.common.versions import DISTRIBUTION, installed
 from atom_plugin.vllm import ARCHITECTURE_PREFIX
@@ -245,6 +245,10 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
         (
             cache_dtype not in (None, vllm_config.cache_config.cache_dtype),
             f"kv_cache_dtype={cache_dtype} of its own; the cache is of the target's dtype",
+        ),
+        (
+            vllm_config.load_config.load_format == SHARDED_STATE,
+            f"--load-format {SHARDED_STATE}, whose files have no layers that draft",
         ),
         (
             head_quantization is not None,

@@ -17,19 +17,19 @@ import torch
 from torch import nn
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader import ShardedStateLoader
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from atom_core.runtime import Runtime
 from atom_core.standalone import check_update, weights_of
+from atom_plugin.common.held_model import HoldsModel
 from atom_plugin.common.hub import cached_folder, patterns, whole_folder
+from atom_plugin.common.shards import PATTERN, check_shards
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.kv_cache_interface import KVCacheSpec
-
-    from atom_core.models.decoder import CheckpointModel
-
 
 logger = logging.getLogger("vllm.atom_plugin")
 
@@ -61,10 +61,19 @@ class EndOfLoading(nn.Module, AttentionLayerBase):
         self._model[0].end_update()
 
 
-class HeldWeights(nn.Module):
+def check_files_of_rank(model: HoldsModel, directory: Path, load_config: LoadConfig) -> None:
+    """What vLLM's loader of ``sharded_state`` will read of ``directory``; see :func:`check_shards`."""
+    stages, rank = get_pp_group(), get_tp_group().rank_in_group
+    pattern = (load_config.model_loader_extra_config or {}).get("pattern")
+    if pattern is None:
+        # Since 0.32 files are called by their pipeline stage too, where there are several.
+        pattern = getattr(ShardedStateLoader, "PP_AND_TP_PATTERN", PATTERN) if stages.world_size > 1 else PATTERN
+    check_shards(model, directory, pattern.format(rank=rank, tp_rank=rank, pp_rank=stages.rank_in_group, part="*"))
+
+
+class HeldWeights(HoldsModel):
     """A model behind vLLM's interface, as far as its weights go."""
 
-    core: CheckpointModel
     runtime: Runtime
     #: The folder that it was built for.
     checkpoint: str
@@ -94,7 +103,7 @@ class HeldWeights(nn.Module):
             ValueError: what does not fit, all of it.
         """
         if not self.weights.loaded:
-            return {f"core.{name}" for name in self.weights.load(weights, str(self._model_config.model))}
+            return self.weights.load(weights, str(self._model_config.model))
         if self._put_back():
             self.weights.begin()
         # vLLM's `reload_weights` without an iterator hands over what this method of its loader gives.
@@ -117,7 +126,7 @@ class HeldWeights(nn.Module):
             raise
         self._from = (self._model_config.model, self._model_config.revision)
         self.written()
-        return {f"core.{name}" for name in names}
+        return names
 
     def _update_from_folder(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         source = str(self._model_config.model)

@@ -122,6 +122,11 @@ CASES = {
         (*NEXTN, "--speculative-draft-attention-backend", "triton", "--load-format", "dummy"),
         model="latents",
     ),
+    "drafts by layers of the checkpoint beside files of a rank": Case(
+        ("does not support --load-format sharded_state for its DeepSeek models",),
+        (*NEXTN, "--load-format", "sharded_state"),
+        model="latents",
+    ),
     "drafts by layers of the checkpoint on two stages": Case(
         ("does not support speculation with --pp-size 2 for its DeepSeek models",),
         (*NEXTN, "--pp-size", "2", "--load-format", "dummy"),
@@ -254,10 +259,6 @@ CASES = {
     "a record of routed experts": Case(
         ("(--expert-distribution-recorder-mode stat)",), ("--expert-distribution-recorder-mode", "stat")
     ),
-    "files of what layers compute": Case(
-        ("(--debug-tensor-dump-output-folder dumps)",), ("--debug-tensor-dump-output-folder", "dumps")
-    ),
-    "hooks on layers": Case(("hooks on layers",), ("--forward-hooks", '[{"name": "a", "target_modules": ["b"]}]')),
     "overlap within a batch": Case(("(--enable-single-batch-overlap)",), ("--enable-single-batch-overlap",)),
     "rows of a norm on each rank": Case(
         ("layers in other parts than attention (--enable-layernorm-sp)",), ("--tp", "2", "--enable-layernorm-sp")
@@ -450,6 +451,9 @@ TAKEN = {
     "random weights": Case((), ("--load-format", "dummy"), model="missing tensor"),
     "a chain of drafts by a head": Case((), (*draft("EAGLE"), *CHAIN)),
     "a chain of drafts by a model": Case((), draft("STANDALONE")),
+    "files of what layers compute": Case((), ("--debug-tensor-dump-output-folder", "dumps", *DUMMY)),
+    "hooks on layers": Case((), ("--forward-hooks", '[{"name": "a", "target_modules": ["b"]}]', *DUMMY)),
+    "files of a rank": Case((), ("--load-format", "sharded_state")),
     "a chain of drafts by layers of the checkpoint": Case((), (*NEXTN, "--load-format", "dummy"), model="latents"),
     "SGLang's attention": Case((), ("--attention-backend", "torch_native")),
     "data-parallel attention": Case(

@@ -60,7 +60,7 @@ DRAFT_METHODS = [
 UPDATE_METHODS = [
     f"sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.{method}"
     for method in ("update_weights_from_disk", "update_weights_from_tensor")
-]
+] + ["sglang.srt.model_executor.model_runner.ModelRunner.check_weights"]
 # What SGLang would build on ROCm is known by name alone, so the answer to "is this ROCm?" is all that is put on.
 ON_ROCM = """
 import json

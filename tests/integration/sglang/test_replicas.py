@@ -173,11 +173,14 @@ def test_rows_that_were_not_announced_are_our_mistake(monkeypatch):
         replicas.gather(torch.ones(3, WIDTH))
 
 
-class Core:
-    """A model that notes how many rows it is given, and answers with as many."""
+class Decoder:
+    """What notes how many rows it is given, and answers with as many."""
 
     def __init__(self, answer, is_first=True):
-        self.answer, self.model, self.given = answer, SimpleNamespace(layers=[], is_first=is_first), []
+        self.answer, self.is_first, self.given = answer, is_first, []
+
+    def named_children(self):
+        return ()
 
     def __call__(self, input_ids, positions, step, embeds, carried):
         self.given.append([len(each) for each in (input_ids, positions, embeds) if each is not None])
@@ -193,7 +196,7 @@ def none(*shape):
 def test_a_step_without_tokens_runs_one_that_nobody_sees():
     from atom_plugin.sglang.body import Body
 
-    core = Core(lambda count: torch.ones(count, WIDTH))
+    core = Decoder(lambda count: torch.ones(count, WIDTH))
     body = Body(core)
     assert body.forward(none().long(), none().long(), None).shape == (0, WIDTH)
     assert body.forward(None, none().long(), None, none(WIDTH)).shape == (0, WIDTH)
@@ -207,7 +210,7 @@ def test_so_do_pipeline_stages():
     from atom_core.models.decoder import Carried
     from atom_plugin.sglang.body import Body
 
-    core = Core(lambda count: Carried(torch.ones(count, WIDTH), torch.ones(count, WIDTH)), is_first=False)
+    core = Decoder(lambda count: Carried(torch.ones(count, WIDTH), torch.ones(count, WIDTH)), is_first=False)
     given = PPProxyTensors({"hidden_states": none(WIDTH), "residual": none(WIDTH)})
     passed = Body(core).forward(None, none().long(), None, pp_proxy_tensors=given)
     assert [passed[name].shape for name in ("hidden_states", "residual")] == [(0, WIDTH)] * 2
@@ -220,7 +223,7 @@ def test_the_first_pipeline_stage_embeds_tokens_whatever_it_is_given():
     from atom_core.models.decoder import Carried
     from atom_plugin.sglang.body import Body
 
-    core = Core(lambda count: Carried(torch.ones(count, WIDTH), torch.ones(count, WIDTH)))
+    core = Decoder(lambda count: Carried(torch.ones(count, WIDTH), torch.ones(count, WIDTH)))
     captured_with = PPProxyTensors({"hidden_states": torch.zeros(3, WIDTH), "residual": torch.zeros(3, WIDTH)})
     Body(core).forward(torch.zeros(3).long(), torch.zeros(3).long(), None, pp_proxy_tensors=captured_with)
     assert core.given == [[3, 3]]  # ids and positions, nothing carried
@@ -229,9 +232,15 @@ def test_the_first_pipeline_stage_embeds_tokens_whatever_it_is_given():
 def test_the_head_is_not_asked_about_nothing():
     from atom_plugin.sglang.causal_lm import HeadMethod
 
-    core = SimpleNamespace(config=SimpleNamespace(vocab_size=11), logits=lambda hidden: hidden @ torch.ones(WIDTH, 11))
-    assert HeadMethod(core).apply(None, none(WIDTH)).shape == (0, 11)
-    assert HeadMethod(core).apply(None, torch.ones(2, WIDTH)).shape == (2, 11)
+    class Head:
+        vocab_size = 11
+
+        def __call__(self, hidden):
+            assert len(hidden)
+            return hidden @ torch.ones(WIDTH, 11)
+
+    assert HeadMethod().apply(Head(), none(WIDTH)).shape == (0, 11)
+    assert HeadMethod().apply(Head(), torch.ones(2, WIDTH)).shape == (2, 11)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,11 @@ CASES = {
         },
         model="latents",
     ),
+    "drafts by layers of the checkpoint beside files of a rank": Case(
+        ("multi-token prediction (method 'mtp') with --load-format sharded_state",),
+        {"load_format": "sharded_state", "speculative_config": MTP},
+        model="latents",
+    ),
     "drafts by layers of the checkpoint on two stages": Case(
         ("multi-token prediction (method 'mtp') with --pipeline-parallel-size 2", "lacks the embedding"),
         {"load_format": "dummy", "pipeline_parallel_size": 2, "speculative_config": MTP},
@@ -271,6 +276,7 @@ TAKEN = {
     "quantisation while loading": Case((), {"quantization": "fp8"}),
     "an FP8 KV cache": Case((), {"kv_cache_dtype": "fp8"}),
     "random weights": Case((), {"load_format": "dummy"}, model="missing tensor"),
+    "files of a rank": Case((), {"load_format": "sharded_state"}),
     "an attention backend where it runs": Case(
         (), {"attention_backend": "CPU_ATTN"}, environ={"ATOM_DISABLE_VLLM_ATTENTION": "1"}
     ),

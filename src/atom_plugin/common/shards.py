@@ -1,0 +1,51 @@
+"""A rank's weights as a framework saves and loads them by the model's own names (``sharded_state``).
+
+The frameworks' loaders copy what a file has to the parameter of that name, and only the part of it that the file has.
+So the files are compared with the model before that: they are a rank's of one number of ranks and one quantisation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from atom_core.checkpoint import Checkpoint
+from atom_core.weights import Mismatch, dtype_name
+from atom_plugin.common.held_model import HoldsModel
+from atom_plugin.common.hub import SHARDED_STATE
+
+#: What the frameworks call the files where the user says nothing.
+PATTERN = "model-rank-{rank}-part-{part}.safetensors"
+
+
+def check_shards(model: HoldsModel, directory: Path, pattern: str) -> None:
+    """Compare a rank's files, which match ``pattern``, with ``model``, which has been built and not loaded.
+
+    Raises:
+        ValueError: they are of another model, another number of ranks or another quantisation; or there are none.
+    """
+    found = Checkpoint.of_files(directory, pattern).tensors
+    if not found:
+        raise ValueError(
+            f"--load-format {SHARDED_STATE}: {directory} has no file {pattern}, which this rank's weights would be in. "
+            "Save them with save_sharded_state (vLLM) or save_sharded_model (SGLang), or leave the flag out."
+        )
+    state: dict[str, torch.Tensor] = model.state_dict()
+    # Of names that share one tensor, files have the first.
+    places = {name: (it.data_ptr(), it.shape) for name, it in state.items()}
+    given = {places[name] for name in found if name in places}
+    mismatch = Mismatch(missing=sorted(name for name, it in state.items() if it.numel() and places[name] not in given))
+    for name, info in found.items():
+        if name not in state:
+            mismatch.unexpected.append(f"{name} in {info.file.name}")
+        elif (shape := tuple(state[name].shape)) != info.shape:
+            mismatch.misshapen.append(f"{name} is {list(info.shape)}, should be {list(shape)}")
+        elif (dtype := dtype_name(state[name])) != info.dtype:
+            mismatch.misshapen.append(f"{name} is stored as {info.dtype}, should be {dtype}")
+    mismatch.raise_if_any(
+        model.core.config.architecture,
+        f"--load-format {SHARDED_STATE}: {pattern} in {directory} does",
+        "Such files are read by atom-plugin as it has saved them, with the same number of ranks, --dtype, "
+        "--quantization and kernels.",
+    )
