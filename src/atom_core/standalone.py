@@ -6,6 +6,7 @@ cache that it owns. It schedules nothing, frees nothing, and stops at a token co
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
@@ -28,7 +29,9 @@ from atom_core.models.registry import load_draft_class, load_model_class
 from atom_core.quant import QuantConfig, Unquantized, read_quantization
 from atom_core.runtime import OneReplica, Runtime, SingleRank
 from atom_core.updates import UNCHANGED, ModelWeights, check_stored_scales
-from atom_core.weights import check_checkpoint
+from atom_core.weights import check_checkpoint, layers_behind, unread_layers
+
+logger = logging.getLogger(__name__)
 
 UNQUANTIZED = Unquantized()
 
@@ -134,7 +137,9 @@ def check_update(
         if served is not None:
             _check_same_config(served, directory)
         check_files(config, directory, quant=quant)
-        check_stored_scales(weights.model, Checkpoint.open(directory))
+        checkpoint = Checkpoint.open(directory)
+        weights.model.unread = layers_behind(weights.model, checkpoint.tensors)
+        check_stored_scales(weights.model, checkpoint)
     except ValueError as error:
         raise ValueError(f"{error} {UNCHANGED}") from error
 
@@ -345,6 +350,8 @@ class Runner:
         self.weights = ModelWeights(self.model)
         self.weights.load(Checkpoint.open(directory).load(), str(directory))
         self.weights.close()
+        if line := unread_layers(self.model, str(directory)):
+            logger.warning(line)
 
     def reload(self, directory: Path) -> None:
         """Go on with the weights of another checkpoint of the same model.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,7 @@ from atom_core.weights import (
     dtype_name,
     expected_tensors,
     ignored,
+    layers_behind,
     load_weights,
     others_tensors,
     slots_of,
@@ -221,10 +222,13 @@ class ModelWeights:
             layer.close_weights()
         return out
 
-    def _check(self, tensors: Iterable[tuple[str, torch.Tensor]], source: str, whole: bool) -> None:
+    def _check(self, tensors: Collection[tuple[str, torch.Tensor]], source: str, whole: bool) -> None:
         """Refuse what does not fit; where calls before have written, the model waits for what it would have been."""
         try:
-            check_tensors(self._layout(), tensors, source, whole)
+            layout = self._layout()
+            layout.unread = self.model.unread
+            check_tensors(layout, tensors, source, whole)
+            self.model.unread = layout.unread
             _check_cache_scales(self.model, tensors, source)
         except ValueError as error:
             if not self._session:
@@ -279,15 +283,18 @@ def _lots(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[st
 
 
 def check_tensors(
-    model: CheckpointModel, tensors: Iterable[tuple[str, torch.Tensor]], source: str, whole: bool
+    model: CheckpointModel, tensors: Collection[tuple[str, torch.Tensor]], source: str, whole: bool
 ) -> None:
     """Look at tensors that are to be written to ``model``, which may be without memory.
+
+    Layers behind the model's are noted in it.
 
     Raises:
         ValueError: some are unexpected, misshapen, of a dtype that the model cannot have or of numbers that cannot be
             what they are; or, where ``whole``, some are missing.
     """
     slots, of_caches, elsewhere = expected_tensors(model), cache_scales(model), others_tensors(model)
+    model.unread = max(model.unread, layers_behind(model, {name for name, _ in tensors}), key=len)
     mismatch, absent = Mismatch(), set(slots)
     for name, tensor in tensors:
         absent.discard(name)

@@ -2,12 +2,13 @@
 
 Layers say how their parameters are named in checkpoints and which part of each tensor is this rank's
 (:mod:`atom_core.layers.parameters`); here the names are matched. Nothing is skipped quietly: a tensor that is missing,
-unexpected or misshapen is an error that lists them all. Scales of an FP8 cache alone may be there or not.
+unexpected or misshapen is an error that lists them all. Scales of an FP8 cache alone may be there or not, and layers
+behind the model's last are left unread, as in Transformers: whoever asks for fewer layers wants these alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -131,6 +132,8 @@ def load_weights(
 ) -> set[str]:
     """Copy ``tensors`` into the parameters of ``model``, whose layers are open afterwards.
 
+    Layers behind the model's are left unread, and noted in it.
+
     Args:
         model: built; what its parameters hold is written over.
         tensors: (checkpoint name, tensor); each is whole, this rank's part is cut here.
@@ -149,6 +152,7 @@ def load_weights(
     found: dict[CacheScales, dict[str, torch.Tensor]] = {}
     waiting, mismatch, writer = set(slots), Mismatch(), Writer(slots)
     head = TiedHead(model)
+    strangers: set[str] = set()
     for name, tensor in respelled(model.config, slots, tensors):
         head.look_at(name, tensor)
         if name in scales:
@@ -156,8 +160,7 @@ def load_weights(
             continue
         slot = slots.get(name)
         if slot is None:
-            if not ignored(model, name, elsewhere):
-                mismatch.unexpected.append(name)
+            strangers.add(name)
             continue
         if name not in waiting:
             mismatch.unexpected.append(f"{name} once more")
@@ -171,6 +174,8 @@ def load_weights(
         except ValueError as error:
             mismatch.misshapen.append(f"{name} {error}")
     mismatch.missing = sorted(waiting)
+    model.unread = layers_behind(model, strangers)
+    mismatch.unexpected += [name for name in strangers if not ignored(model, name, elsewhere)]
     mismatch.raise_if_any(model.config.architecture, f"The checkpoint {checkpoint} does")
     for layer, of_layer in found.items():
         layer.adopt(of_layer)
@@ -206,12 +211,15 @@ class TiedHead:
 def check_checkpoint(model: CheckpointModel, checkpoint: Checkpoint) -> None:
     """Compare the files' headers with what ``model`` (best built on the meta device) wants; nothing is loaded.
 
+    Layers behind the model's are noted in it.
+
     Raises:
         ValueError: as :func:`load_weights`, with the file of each tensor.
     """
     slots = expected_tensors(model)
     elsewhere, scales = others_tensors(model), cache_scales(model)
     tensors = dict(respelled(model.config, slots, checkpoint.tensors.items()))
+    model.unread = layers_behind(model, tensors)
     mismatch = Mismatch(missing=sorted(set(slots) - set(tensors)))
     for name, info in tensors.items():
         slot = slots.get(name)
@@ -223,9 +231,33 @@ def check_checkpoint(model: CheckpointModel, checkpoint: Checkpoint) -> None:
     mismatch.raise_if_any(model.config.architecture, f"The checkpoint {Path(checkpoint.directory)} does")
 
 
+def layers_behind(model: CheckpointModel, names: Collection[str]) -> range:
+    """The indices of the layers that a checkpoint with tensors of these names has behind the model's, in a row.
+
+    A layer has a norm in front, as the model's have: a tensor that is called as of a later layer and stands alone is
+    no layer. Layers that draft are where the configuration says, and not among them.
+    """
+    config = model.config
+    first = end = config.layers_before + config.num_layers
+    while f"model.layers.{end}.input_layernorm.weight" in names:
+        end += 1
+    only_drafts = end - first <= config.draft_layers and f"model.layers.{first}.enorm.weight" in names
+    return range(first, first if only_drafts else end)
+
+
+def unread_layers(model: CheckpointModel, checkpoint: str) -> str | None:
+    """The one line that says which layers of a checkpoint were left unread; None: none were."""
+    if not model.unread:
+        return None
+    first, last = model.unread[0], model.unread[-1]
+    which = f"layer {first} is" if first == last else f"layers {first} to {last} are"
+    return f"num_hidden_layers={model.config.num_layers}: of {checkpoint}, {which} left unread"
+
+
 def ignored(model: CheckpointModel, name: str, elsewhere: tuple[str, ...]) -> bool:
     """Whether a tensor without a slot is none of this rank's business; ``elsewhere`` is :func:`others_tensors`."""
-    return name.endswith(model.ignored_suffixes) or name.startswith((*model.ignored_prefixes, *elsewhere))
+    unread = (f"model.layers.{index}." for index in model.unread)
+    return name.endswith(model.ignored_suffixes) or name.startswith((*model.ignored_prefixes, *elsewhere, *unread))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

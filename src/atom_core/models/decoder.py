@@ -126,6 +126,8 @@ class CheckpointModel(nn.Module):
     ignored_prefixes: tuple[str, ...] = ()
     #: Modules that are another model's, which loads them.
     borrowed: tuple[str, ...] = ()
+    #: Indices of layers that the checkpoint has behind the model's, which is known once it has been looked at.
+    unread: range = range(0)
 
 
 class DecoderForCausalLM(CheckpointModel, ABC):

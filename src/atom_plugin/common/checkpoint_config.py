@@ -44,7 +44,15 @@ def config_values(
     values = {key: value for key, value in as_mapping(hf_config).items() if key not in added or key in file}
     if architecture is not None:
         values["architectures"] = [architecture]
-    return _with_rope_of_file(values, file)
+    return _with_rope_of_file(_of_first_layers(values, file), file)
+
+
+def _of_first_layers(values: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with the file's kinds of the first layers alone, where an override asks for fewer layers."""
+    count, types = values.get("num_hidden_layers"), values.get("layer_types")
+    if not isinstance(count, int) or not isinstance(types, list) or len(types) != file.get("num_hidden_layers"):
+        return values
+    return {**values, "layer_types": types[:count]} if 0 < count < len(types) else values
 
 
 def untied(values: dict[str, Any], model: str, revision: str | None = None, cache: str | None = None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import nn
 from atom_core.runtime import Runtime
 from atom_core.standalone import check_update, weights_of
 from atom_core.updates import ModelWeights
+from atom_core.weights import unread_layers
 from atom_plugin.common.held_model import HoldsModel
 from atom_plugin.common.hub import cached_folder, patterns, whole_folder
 
@@ -107,6 +108,9 @@ class AtomModel(HoldsModel):
             self.weights.load(weights, self.checkpoint)
             self.weights.close()
             self.folder = self.checkpoint
+            first = self.runtime.tensor_parallel.rank == self.runtime.data_parallel.rank == 0
+            if first and (line := unread_layers(self.core, self.checkpoint)):
+                logger.info(line)
         elif self._folder is not None:
             folder, seen = self._folder
             self.weights.update(weights, folder, whole=True, seen=seen)

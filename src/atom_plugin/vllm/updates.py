@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from atom_core.runtime import Runtime
 from atom_core.standalone import check_update, weights_of
+from atom_core.weights import unread_layers
 from atom_plugin.common.held_model import HoldsModel
 from atom_plugin.common.hub import cached_folder, patterns, whole_folder
 from atom_plugin.common.shards import PATTERN, check_shards
@@ -103,7 +104,11 @@ class HeldWeights(HoldsModel):
             ValueError: what does not fit, all of it.
         """
         if not self.weights.loaded:
-            return self.weights.load(weights, str(self._model_config.model))
+            source = str(self._model_config.model)
+            names = self.weights.load(weights, source)
+            if get_tp_group().rank_in_group == 0 and (line := unread_layers(self.core, source)):
+                logger.info(line)
+            return names
         if self._put_back():
             self.weights.begin()
         # vLLM's `reload_weights` without an iterator hands over what this method of its loader gives.

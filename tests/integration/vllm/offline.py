@@ -77,12 +77,14 @@ class Ran:
     """vLLM's own, by name: "vllm:num_preemptions" and so on."""
     graph_mode: str
     """Which graphs vLLM captured in the end: "NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE", ..."""
+    log: str
+    """All that the process has printed, for every engine."""
 
     @classmethod
-    def read(cls, found: dict[str, Any]) -> Ran:
+    def read(cls, found: dict[str, Any], log: str) -> Ran:
         """From JSON."""
         answers = [[Answer(**answer) for answer in asked] for asked in found["answers"]]
-        return cls(**{**found, "answers": answers})
+        return cls(**{**found, "answers": answers, "log": log})
 
 
 def run(
@@ -111,7 +113,7 @@ def run(
         given.write_text(json.dumps([asdict(engine) for engine in engines]))
         finished = run_script(script, [str(given), str(wanted)], variables, deadline)
         assert finished.returncode == 0, f"exit code {finished.returncode}:\n{finished.tail()}"
-        return [Ran.read(found) for found in json.loads(wanted.read_text())]
+        return [Ran.read(found, finished.log) for found in json.loads(wanted.read_text())]
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -14,9 +15,20 @@ from atom_core.checkpoint import Checkpoint, read_config_json
 from atom_core.config import ModelConfig
 from atom_core.models.registry import load_model_class
 from atom_core.runtime import PipelineStage
-from atom_core.standalone import Runner, build_runtime, check_files
+from atom_core.standalone import Runner, build_runtime, check_files, update_from
 from atom_core.weights import check_checkpoint, load_weights
-from tests.unit.core.hugging_face import FAMILIES, distance, logits, make_config, make_model, random_tokens
+from tests.unit.core.hugging_face import (
+    FAMILIES,
+    LOGITS_TOLERANCE,
+    NUM_LAYERS,
+    distance,
+    logits,
+    make_config,
+    make_model,
+    random_tokens,
+)
+from tests.unit.core.models.test_deepseek import V3
+from tests.unit.core.models.test_qwen3_moe import FAMILY as QWEN3_MOE
 
 LLAMA, QWEN3 = FAMILIES[0], FAMILIES[3]
 TOKENS = random_tokens(9)
@@ -174,3 +186,37 @@ def test_another_head_than_the_tied_one_is_an_error_however_it_comes(tmp_path, o
             continue
         with pytest.raises(ValueError, match=r"lm_head\.weight with other numbers .* tie_word_embeddings=true"):
             load_weights(empty_model(tmp_path), given)
+
+
+@pytest.mark.parametrize("family", [LLAMA, QWEN3_MOE, V3], ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+def test_layers_behind_the_last_that_config_json_counts_are_left_unread(tmp_path, family, count, caplog):
+    make_model(tmp_path, make_config(family, layer_types=None))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": count}))
+    expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"), TOKENS)
+    runner = Runner(tmp_path)
+    assert distance(runner.logits(TOKENS), expected) <= LOGITS_TOLERANCE
+    which = "layer 2 is" if count == NUM_LAYERS - 1 else "layers 1 to 2 are"
+    said = [record.getMessage() for record in caplog.records if "unread" in record.getMessage()]
+    assert said == [f"num_hidden_layers={count}: of {tmp_path}, {which} left unread"]
+
+
+def test_layers_behind_the_last_are_left_unread_in_updates_too(directory, tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        make_model(folder, make_config(LLAMA), seed=folder == new)
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 1}))
+    expected = Runner(new).logits(TOKENS)
+    runner = Runner(old)
+    runner.reload(new)
+    assert torch.equal(runner.logits(TOKENS), expected)
+    runner = Runner(old)
+    runner.weights.update(list(Checkpoint.open(new).load()), "a trainer", whole=True)
+    assert torch.equal(runner.logits(TOKENS), expected)
+    # Made up first, as by ``--load-format dummy``.
+    runner = Runner(old)
+    runner.model.unread = range(0)
+    update_from(runner.weights, runner.config, new, runner.runtime.quant)
+    assert torch.equal(runner.logits(TOKENS), expected)

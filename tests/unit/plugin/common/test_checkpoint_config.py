@@ -66,6 +66,16 @@ def test_what_a_framework_writes_into_every_configuration_is_left_out_unless_the
     assert config_values(values, {"swa_head_dim": 32}, None, ("swa_head_dim",)) == values
 
 
+def test_fewer_layers_than_the_file_has_are_its_first():
+    """An override replaces the count, and the kinds of all layers stay."""
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    file = {"num_hidden_layers": 3, "layer_types": kinds}
+    assert config_values({"num_hidden_layers": 2, "layer_types": kinds}, file)["layer_types"] == kinds[:2]
+    # Whoever names kinds, or has a file of another count, is left alone.
+    for values, of_file in (({"num_hidden_layers": 2, "layer_types": kinds[:1]}, file), (file, file), (file, {})):
+        assert config_values(values, of_file) == values
+
+
 def test_the_file_of_a_folder_and_of_nothing(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(OLD))
     assert file_values(str(tmp_path)) == OLD
