@@ -177,3 +177,5 @@ class Runtime:
     same_step_reads: SameStepReads = "at page starts"
     fuses_modules: bool = True
     """Whether one kernel may do the work of several modules. If not, each module runs by its own call, for hooks."""
+    head_dtype: torch.dtype | None = None
+    """Of the head's product and of logits, float32 or None: the model's. The head's weight has the model's."""

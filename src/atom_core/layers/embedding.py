@@ -62,20 +62,31 @@ class TokenEmbedding(VocabTable):
 
 
 class LMHead(VocabTable):
-    """Hidden states to logits over the whole vocabulary; may share the embedding's table."""
+    """Hidden states to logits over the whole vocabulary; may share the embedding's table.
+
+    The product and the logits may be in float32 where the weight and the hidden states are not (``head_dtype``).
+    """
 
     def __init__(
         self, vocab_size: int, hidden_size: int, runtime: Runtime, tied_to: TokenEmbedding | None = None
     ) -> None:
         super().__init__(vocab_size, hidden_size, runtime, None if tied_to is None else tied_to.weight)
         self.tied = tied_to is not None
+        self.dtype = runtime.head_dtype or runtime.dtype
+        assert self.dtype in (runtime.dtype, torch.float32), "heads compute as the model does, or in float32"
         spec = LinearSpec(
-            hidden_size, self.weight.shape[0], False, runtime.dtype, shares_weight=self.tied, few_rows=True
+            hidden_size,
+            self.weight.shape[0],
+            False,
+            runtime.dtype,
+            shares_weight=self.tied,
+            few_rows=True,
+            float32_result=self.dtype != runtime.dtype,
         )
         self.kernel = runtime.kernels.select(LINEAR, spec)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden [T, hidden]`` to ``[T, vocabulary]``."""
+        """``hidden [T, hidden]`` to ``[T, vocabulary]`` in :attr:`dtype`."""
         logits = self.kernel(hidden, self.weight, None)
         return self.group.all_gather(logits)[..., : self.vocab_size]
 

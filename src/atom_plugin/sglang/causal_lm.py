@@ -45,7 +45,7 @@ class HeadMethod:
     def apply(self, layer: LMHead, hidden: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``hidden [T, hidden]`` to ``[T, vocabulary]``."""
         if not len(hidden):  # of a rank without requests, as those of all that it shares the head with
-            return hidden.new_empty(0, layer.vocab_size)
+            return hidden.new_empty(0, layer.vocab_size, dtype=layer.dtype)
         logits: torch.Tensor = layer(hidden)
         return logits
 

@@ -7,13 +7,15 @@ from typing import Any
 from atom_plugin.common.checkpoint_config import config_values, file_values, untied
 from atom_plugin.sglang.padding import BEFORE_PADDING
 
+#: A key by which a configuration asks for a head in float32, as ``--enable-fp32-lm-head`` does; SGLang's alone.
+FLOAT32_HEAD = "enable_lm_head_fp32"
 #: What SGLang's ``ModelConfig`` writes into every configuration.
 _ADDED = ("context_len", "encoder_only", "language_only", "language_model_only", "swa_head_dim", "swa_v_head_dim")
 
 
 def values_of(hf_config: Any, architecture: str | None = None) -> dict[str, Any]:
     """The configuration of a model, of ``architecture`` where SGLang has put another name; sizes are not padded."""
-    values = hf_config.to_dict()
+    values = {key: value for key, value in hf_config.to_dict().items() if key != FLOAT32_HEAD}
     model = str(getattr(hf_config, "_name_or_path", ""))
     revision = getattr(hf_config, "_commit_hash", None)
     file = file_values(model, revision)

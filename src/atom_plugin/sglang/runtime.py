@@ -17,6 +17,7 @@ from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
 from atom_plugin.sglang.all_reduce import aiter_all_reduce_norm
 from atom_plugin.sglang.attention import SglangLatentAttention
+from atom_plugin.sglang.checkpoint_config import FLOAT32_HEAD
 from atom_plugin.sglang.kernels import unfit_pages
 from atom_plugin.sglang.quantization import quantization_of
 from atom_plugin.sglang.replicas import SglangReplicas
@@ -63,6 +64,10 @@ def build_runtime(
         # What a batch has written is found in the radix tree by later ones alone.
         same_step_reads="never",
         fuses_modules=not looks_at_modules(),
+        # Some configurations ask for it themselves.
+        head_dtype=torch.float32
+        if get_exec().features.enable_fp32_lm_head or getattr(config, FLOAT32_HEAD, False)
+        else None,
     )
 
 

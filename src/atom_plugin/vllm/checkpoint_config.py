@@ -11,13 +11,17 @@ if TYPE_CHECKING:
 
 #: What vLLM writes into the configuration of layers that draft (``SpeculativeConfig.hf_config_override``).
 _ADDED = ("n_predict",)
+#: A key by which a configuration, or ``--hf-overrides``, asks for the head's dtype; vLLM's alone, which reads it.
+_HEAD_DTYPE = "head_dtype"
 
 
 def values_of(model_config: ModelConfig, architecture: str) -> dict[str, Any]:
     """The configuration of a model that is served by our class of ``architecture``."""
     model = str(model_config.model)
     file = file_values(model, model_config.revision)
-    return untied(config_values(model_config.hf_text_config, file, architecture, _ADDED), model, model_config.revision)
+    values = config_values(model_config.hf_text_config, file, architecture, _ADDED)
+    values.pop(_HEAD_DTYPE, None)
+    return untied(values, model, model_config.revision)
 
 
 def values_of_draft(vllm_config: VllmConfig, architecture: str) -> dict[str, Any]:

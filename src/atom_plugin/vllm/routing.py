@@ -201,6 +201,15 @@ def _check_checkpoint(vllm_config: VllmConfig, architecture: str) -> None:
     )
     if model_config.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"--dtype {model_config.dtype} is not supported; supported: bfloat16, float16, float32.")
+    if model_config.head_dtype not in (model_config.dtype, torch.float32):
+        raise ValueError(
+            f"head_dtype {_name(model_config.head_dtype)} (--hf-overrides) with --dtype {_name(model_config.dtype)} is "
+            f"not supported by --model-impl atom; supported: float32, {_name(model_config.dtype)}."
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_latents(vllm_config: VllmConfig) -> None:

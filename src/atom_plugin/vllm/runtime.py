@@ -103,4 +103,5 @@ def build_runtime(
         pipeline=PipelineStage(first, end),
         quant=quantization_of(model_config),
         same_step_reads=same_step_reads(vllm_config),
+        head_dtype=model_config.head_dtype,
     )

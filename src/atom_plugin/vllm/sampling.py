@@ -113,5 +113,5 @@ class AtomModelState(DefaultModelState):
         if runtime.tensor_parallel.rank == 0:
             chosen = runtime.kernels.chosen(GREEDY_TOKENS, spec)
             logger.info("Batches of greedy requests are sampled by %s: %s", GREEDY_TOKENS.name, chosen)
-        greedy.warm_up(spec.vocab_size, self.dtype, self.device)
+        greedy.warm_up(spec.vocab_size, runtime.head_dtype or runtime.dtype, self.device)
         return greedy, None

@@ -235,6 +235,10 @@ CASES = {
     ),
     "a file cut off in its tensors": Case(("model.safetensors is damaged", "beyond its end"), model="truncated"),
     "a file cut off in its header": Case(("model.safetensors is cut off",), model="truncated header"),
+    "a head of fewer bits than the model": Case(
+        ("head_dtype bfloat16 (--hf-overrides) with --dtype float16 is not supported", "supported: float32, float16"),
+        {"dtype": "float16", "hf_overrides": {"head_dtype": "bfloat16"}},
+    ),
     "an unknown op": Case(
         ("ATOM_KERNELS", "unknown op 'atention'", "attention", "rms_norm"),
         environ={"ATOM_KERNELS": "atention=reference"},
@@ -273,6 +277,8 @@ TAKEN = {
     ),
     "two ranks": Case((), {"tensor_parallel_size": 2}),
     "float16": Case((), {"dtype": "float16"}),
+    "a head in float32": Case((), {"dtype": "float16", "hf_overrides": {"head_dtype": "float32"}}),
+    "a head in the model's dtype": Case((), {"hf_overrides": {"head_dtype": "model"}}),
     "quantisation while loading": Case((), {"quantization": "fp8"}),
     "an FP8 KV cache": Case((), {"kv_cache_dtype": "fp8"}),
     "random weights": Case((), {"load_format": "dummy"}, model="missing tensor"),
