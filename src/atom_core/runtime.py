@@ -155,6 +155,13 @@ AttentionFactory = Callable[["AttentionSpec", "QkvWeights", "torch.Tensor | None
 LatentAttentionFactory = Callable[["LatentLayerSpec", "LatentWeights", "Runtime"], "BaseLatentAttention"]
 """The same of a layer over latents."""
 
+RoutedExperts = Callable[[int, torch.Tensor], None]
+"""Told by each mixture which experts its router chose: the layer's index, and ``experts [T, k]`` int32.
+
+They are those of all experts, in no order, without shared ones; ``T`` are the rows of all replicas, as
+:meth:`Replicas.gather` has them. It is called within captured graphs too, so what it does must be done on the device.
+"""
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -179,3 +186,5 @@ class Runtime:
     """Whether one kernel may do the work of several modules. If not, each module runs by its own call, for hooks."""
     head_dtype: torch.dtype | None = None
     """Of the head's product and of logits, float32 or None: the model's. The head's weight has the model's."""
+    routed_experts: RoutedExperts | None = None
+    """None: nobody asks."""

@@ -96,7 +96,7 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """See the module's text."""
+    """See the module's text; ``index`` is the layer's."""
 
     def __init__(
         self,
@@ -106,9 +106,11 @@ class MoE(nn.Module):
         norm: RMSNorm,
         runtime: Runtime,
         name: str,
+        index: int,
     ) -> None:
         super().__init__()
         self.enter = (norm,)  # it is the decoder layer's, whose parameter it stays
+        self.index, self.top_k, self.routed_experts = index, config.routing.top_k, runtime.routed_experts
         self.group, self.replicas = runtime.tensor_parallel, runtime.data_parallel
         shared = shared_as_routed(config, runtime, name)
         config = replace(config, routing=replace(config.routing, shared=shared))
@@ -134,9 +136,11 @@ class MoE(nn.Module):
             return self._behind_norm(stream)
         x, residual, logits = self.routing.behind_norm(stream, self.enter[0])
         weights, experts = self.routing.choose(logits)
+        rows = self.replicas.gather(x, weights, experts)
+        self._tell(rows[2])
         if self.adds and (summed := self.experts.add(x, weights, experts, residual)) is not None:
             return Stream(None, summed) if self.shared_experts is None else self.shared_experts.add(x, summed)
-        mine = self.replicas.reduce(self.experts(*self.replicas.gather(x, weights, experts)))
+        mine = self.replicas.reduce(self.experts(*rows))
         if self.shared_experts is not None:
             mine = mine + self.shared_experts(x)
         if not self.fuses_modules:
@@ -156,7 +160,14 @@ class MoE(nn.Module):
         logits, residual = self.gate_behind_norm(stream)
         # Before the experts write to what it reads.
         shared = None if self.shared_experts is None else self.shared_experts.behind_norm(stream)[0]
-        summed = self.experts.add_behind_norm(residual, self.enter[0], *self.routing.choose(logits))
+        weights, experts = self.routing.choose(logits)
+        self._tell(experts)
+        summed = self.experts.add_behind_norm(residual, self.enter[0], weights, experts)
         if self.shared_experts is None or shared is None:
             return Stream(None, summed)
         return self.shared_experts.down_proj.add(shared, summed)
+
+    def _tell(self, experts: torch.Tensor) -> None:
+        """Whoever asks, which ``experts [T, k]`` were chosen; shared ones are behind them."""
+        if self.routed_experts is not None:
+            self.routed_experts(self.index, experts[:, : self.top_k])

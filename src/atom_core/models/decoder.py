@@ -55,7 +55,7 @@ class DecoderLayer(nn.Module):
             self.feed_forward_name,
             GatedMLP(config, norm, runtime, module_name)
             if moe is None
-            else MoE(moe, config.hidden_size, config.activation, norm, runtime, module_name),
+            else MoE(moe, config.hidden_size, config.activation, norm, runtime, module_name, index),
         )
 
     def forward(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
 from sglang.srt.model_loader.weight_utils import kv_cache_scales_loader
@@ -30,6 +31,7 @@ from atom_plugin.sglang.attention import FrameworkAttention, SglangRadixAttentio
 from atom_plugin.sglang.body import Body
 from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.padding import padded
+from atom_plugin.sglang.routed_experts import expert_location, routed_experts
 from atom_plugin.sglang.runtime import build_runtime
 from atom_plugin.sglang.updates import AtomModel
 
@@ -90,7 +92,9 @@ class AtomForCausalLM(AtomModel):
         model_config = ModelConfig.from_hf(values_of(config, architecture))
         ours = set(attention_backends()) <= set(our_backends())
         attention = SglangRadixAttention if ours else FrameworkAttention
-        self.runtime = build_runtime(config, quant_config, model_config.num_layers, attention, settings)
+        self.runtime = build_runtime(
+            config, quant_config, model_config.num_layers, attention, settings, routed_experts()
+        )
         model_config = padded(model_config, config, self.runtime)
         core: DecoderForCausalLM = load_model_class(architecture)(model_config, self.runtime, prefix)
         self.hold(core)
@@ -110,6 +114,11 @@ class AtomForCausalLM(AtomModel):
             layer = attention if model_config.latent is None else self.runtime.latent_attention
             table = startup_table(framework_line("sglang"), type(core).__name__, layer.__name__, self.runtime)
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
+
+    @classmethod
+    def get_model_config_for_expert_location(cls, config: Any) -> ModelConfigForExpertLocation | None:
+        """See :func:`expert_location`."""
+        return expert_location(config)
 
     def get_attention_sliding_window_size(self) -> int | None:
         """The widest window of the layers, in tokens before the query's own; None where no layer has one."""

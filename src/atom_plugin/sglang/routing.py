@@ -33,6 +33,7 @@ from atom_plugin.sglang.flags import OTHERWISE, TABLE
 from atom_plugin.sglang.kernels import check_order
 from atom_plugin.sglang.padding import to_be_padded
 from atom_plugin.sglang.quantization import quantization_of
+from atom_plugin.sglang.routed_experts import check_routed_experts
 from atom_plugin.sglang.speculation import attention_ranks_of, check_drafts, check_own_layers
 
 logger = logging.getLogger("sglang.atom_plugin")
@@ -184,6 +185,7 @@ def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> QuantConfi
     """
     quant = quantization_of(hf_config, view.quantization)
     config = ModelConfig.from_hf(values_of(hf_config))
+    check_routed_experts(view, config)
     if view.attn_dp_size > 1 and not config.has_mixtures:
         raise ValueError(
             f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention) is for mixtures of experts, which are shared, "

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.runtime_context import get_exec, get_model, get_observability, get_parallel, get_server_args
 
 from atom_core.kernels.select import Target
-from atom_core.runtime import AttentionFactory, OneReplica, PipelineStage, Runtime
+from atom_core.runtime import AttentionFactory, OneReplica, PipelineStage, RoutedExperts, Runtime
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
@@ -24,7 +24,12 @@ from atom_plugin.sglang.replicas import SglangReplicas
 
 
 def build_runtime(
-    config: Any, quant_config: Any, num_layers: int, attention: AttentionFactory, settings: Settings
+    config: Any,
+    quant_config: Any,
+    num_layers: int,
+    attention: AttentionFactory,
+    settings: Settings,
+    routed_experts: RoutedExperts | None = None,
 ) -> Runtime:
     """The runtime of the model that SGLang is about to build, on the device and in the dtype that it has set.
 
@@ -34,6 +39,7 @@ def build_runtime(
         num_layers: the model's decoder layers, to be split over pipeline stages.
         attention: makes its attention layers.
         settings: the ``ATOM_*`` variables.
+        routed_experts: see :class:`Runtime`.
 
     Raises:
         ValueError: ``ATOM_KERNELS`` names something that does not exist, or our models cannot run the quantisation.
@@ -64,6 +70,7 @@ def build_runtime(
         # What a batch has written is found in the radix tree by later ones alone.
         same_step_reads="never",
         fuses_modules=not looks_at_modules(),
+        routed_experts=routed_experts,
         # Some configurations ask for it themselves.
         head_dtype=torch.float32
         if get_exec().features.enable_fp32_lm_head or getattr(config, FLOAT32_HEAD, False)

@@ -75,7 +75,7 @@ class AtomModel(HoldsModel):
 
     @classmethod
     def get_model_config_for_expert_location(cls, config: Any) -> ModelConfigForExpertLocation | None:
-        """None: experts, where a model has some, stay on the ranks that they are loaded on."""
+        """None: experts, where a model has some, stay on the ranks that they are loaded on, and nobody counts them."""
         return None
 
     @property

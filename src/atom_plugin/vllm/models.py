@@ -23,6 +23,7 @@ from atom_plugin.common.versions import framework_line
 from atom_plugin.vllm.attention import FrameworkAttention, VllmPagedAttention, is_compiled
 from atom_plugin.vllm.checkpoint_config import values_of
 from atom_plugin.vllm.graphs import compile_nothing_between_breaks
+from atom_plugin.vllm.routed_experts import routing_sources
 from atom_plugin.vllm.runtime import build_runtime
 from atom_plugin.vllm.updates import HeldWeights, check_files_of_rank
 from atom_plugin.vllm.warmup import register_warm_up
@@ -52,7 +53,10 @@ class AtomForCausalLM(HeldWeights):
         architecture = type(self).__name__.removeprefix("Atom")
         config = ModelConfig.from_hf(values_of(model_config, architecture))
         attention = FrameworkAttention if settings.disable_vllm_attention else VllmPagedAttention
-        self.runtime = build_runtime(vllm_config, model_config, config.num_layers, attention, settings)
+        self.routed_experts = routing_sources(vllm_config, config)
+        self.runtime = build_runtime(
+            vllm_config, model_config, config.num_layers, attention, settings, self.routed_experts
+        )
         core: DecoderForCausalLM = load_model_class(architecture)(config, self.runtime, prefix)
         self.hold(core)
         self.model, self.lm_head = core.model, core.lm_head

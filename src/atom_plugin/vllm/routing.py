@@ -34,6 +34,7 @@ from atom_plugin.vllm import ARCHITECTURE_PREFIX
 from atom_plugin.vllm.checkpoint_config import values_of, values_of_draft
 from atom_plugin.vllm.flags import DRAFT, EXCHANGES, OTHERWISE, OWNERS, looked_up, refused
 from atom_plugin.vllm.quantization import quantization_of
+from atom_plugin.vllm.routed_experts import returns_routed_experts
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -188,6 +189,7 @@ def _check_checkpoint(vllm_config: VllmConfig, architecture: str) -> None:
     if config.latent is not None:
         _check_latents(vllm_config)
     load = vllm_config.load_config
+    _check_routed_experts(vllm_config, config)
     replicas = parallel.data_parallel_size if config.has_mixtures else 1
     if replicas > 1:
         _check_exchange(vllm_config)
@@ -205,6 +207,24 @@ def _check_checkpoint(vllm_config: VllmConfig, architecture: str) -> None:
         raise ValueError(
             f"head_dtype {_name(model_config.head_dtype)} (--hf-overrides) with --dtype {_name(model_config.dtype)} is "
             f"not supported by --model-impl atom; supported: float32, {_name(model_config.dtype)}."
+        )
+
+
+def _check_routed_experts(vllm_config: VllmConfig, config: CoreConfig) -> None:
+    """Whether vLLM can be told which experts tokens are sent to, where it asks."""
+    if not returns_routed_experts(vllm_config):
+        return
+    from atom_plugin.vllm.attention import is_compiled  # imports much, and is asked for by few
+
+    if not config.has_mixtures:
+        raise ValueError(
+            f"--enable-return-routed-experts is for mixtures of experts, and {config.architecture} is none here. Leave "
+            "it out."
+        )
+    if vllm_config.compilation_config.mode is not None and is_compiled(vllm_config):
+        raise ValueError(
+            "--model-impl atom does not support --enable-return-routed-experts with a model that is compiled "
+            "(-cc.mode=3, -O1, -O3): what is compiled cannot hand them on. Leave the mode out."
         )
 
 

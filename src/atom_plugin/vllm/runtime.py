@@ -11,7 +11,7 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from atom_core.kernels.select import Target
 from atom_core.metadata import SameStepReads
-from atom_core.runtime import AttentionFactory, OneReplica, PipelineStage, Runtime
+from atom_core.runtime import AttentionFactory, OneReplica, PipelineStage, RoutedExperts, Runtime
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
@@ -66,7 +66,12 @@ def same_step_reads(vllm_config: VllmConfig) -> SameStepReads:
 
 
 def build_runtime(
-    vllm_config: VllmConfig, model_config: ModelConfig, num_layers: int, attention: AttentionFactory, settings: Settings
+    vllm_config: VllmConfig,
+    model_config: ModelConfig,
+    num_layers: int,
+    attention: AttentionFactory,
+    settings: Settings,
+    routed_experts: RoutedExperts | None = None,
 ) -> Runtime:
     """The runtime of one model of ``vllm_config`` on this rank.
 
@@ -76,6 +81,7 @@ def build_runtime(
         num_layers: its decoder layers, to be split over pipeline stages.
         attention: makes its attention layers.
         settings: the ``ATOM_*`` variables.
+        routed_experts: see :class:`Runtime`.
 
     Raises:
         ValueError: ``ATOM_KERNELS`` names something that does not exist, or our models cannot run the quantisation.
@@ -104,4 +110,5 @@ def build_runtime(
         quant=quantization_of(model_config),
         same_step_reads=same_step_reads(vllm_config),
         head_dtype=model_config.head_dtype,
+        routed_experts=routed_experts,
     )

@@ -53,6 +53,29 @@ CASES = {
     "two batches at once": Case(
         ("does not support two-batch overlap (--enable-two-batch-overlap)",), ("--enable-two-batch-overlap",)
     ),
+    "experts of a model without any": Case(
+        ("--enable-return-routed-experts is for mixtures of experts, and Qwen3ForCausalLM is none",),
+        ("--enable-return-routed-experts",),
+    ),
+    "a record of experts of a model without any": Case(
+        ("--expert-distribution-recorder-mode per_token is for mixtures of experts",),
+        ("--expert-distribution-recorder-mode", "per_token"),
+    ),
+    "experts of two stages": Case(
+        ("--enable-return-routed-experts is not supported with --pp-size 2",),
+        ("--enable-return-routed-experts", "--pp-size", "2", *DUMMY),
+        model="a mixture",
+    ),
+    "an approximate record of experts": Case(
+        ("--expert-distribution-recorder-mode stat_approx counts what --moe-a2a-backend deepep sends", "use stat"),
+        ("--expert-distribution-recorder-mode", "stat_approx", *DUMMY),
+        model="a mixture",
+    ),
+    "a record of experts where SGLang cannot count": Case(
+        ("--expert-distribution-recorder-mode stat is not supported on --device cpu", "Use per_token"),
+        ("--expert-distribution-recorder-mode", "stat", *DUMMY),
+        model="a mixture",
+    ),
     "data-parallel attention of no mixture": Case(
         ("--attn-dp-size 2 (--enable-dp-attention) is for mixtures of experts", "--dp-size 2 alone"),
         ("--tp", "2", "--attn-dp-size", "2"),

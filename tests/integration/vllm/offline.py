@@ -57,6 +57,8 @@ class Answer:
     logprobs: list[dict[str, float]]
     """For each new token the asked-for number of most likely ones, by token id; empty where not asked for."""
     prompt_logprobs: list[dict[str, float]]
+    routed_experts: list[list[list[int]]] | None
+    """Of each token but the last and each layer, the experts; None where not asked for."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,14 @@ def _ask(llm: Any, prompts: list[str], sampling: dict[str, Any]) -> list[dict[st
             "tokens": list(output.outputs[0].token_ids),
             "logprobs": [_by_token(entry) for entry in output.outputs[0].logprobs or ()],
             "prompt_logprobs": [_by_token(entry) for entry in output.prompt_logprobs or ()],
+            "routed_experts": _as_lists(output.outputs[0].routed_experts),
         }
         for output in outputs
     ]
+
+
+def _as_lists(array: Any) -> Any:
+    return None if array is None else array.tolist()
 
 
 def _by_token(entry: Mapping[int, Any] | None) -> dict[str, float]:

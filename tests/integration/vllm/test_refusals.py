@@ -235,6 +235,10 @@ CASES = {
     ),
     "a file cut off in its tensors": Case(("model.safetensors is damaged", "beyond its end"), model="truncated"),
     "a file cut off in its header": Case(("model.safetensors is cut off",), model="truncated header"),
+    "experts of a model without any": Case(
+        ("--enable-return-routed-experts is for mixtures of experts, and Qwen3ForCausalLM is none",),
+        {"enable_return_routed_experts": True},
+    ),
     "a head of fewer bits than the model": Case(
         ("head_dtype bfloat16 (--hf-overrides) with --dtype float16 is not supported", "supported: float32, float16"),
         {"dtype": "float16", "hf_overrides": {"head_dtype": "bfloat16"}},

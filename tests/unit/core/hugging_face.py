@@ -134,6 +134,26 @@ def held_out() -> list[dict[str, str]]:
 
 
 @torch.inference_mode()
+def routed_experts(model: Any, tokens: list[int]) -> dict[int, list[list[int]]]:
+    """The experts that Hugging Face's routers choose: by layer, of each token, in ascending order."""
+    found: dict[int, list[list[int]]] = {}
+
+    def note(index: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            chosen = args[1] if len(args) > 1 else kwargs.get("top_k_index", kwargs.get("router_indices"))
+            found[index] = chosen.sort(-1).values.tolist()
+
+        return hook
+
+    layers = [layer for layer in enumerate(model.model.layers) if hasattr(layer[1].mlp, "experts")]
+    handles = [layer.mlp.experts.register_forward_pre_hook(note(index), with_kwargs=True) for index, layer in layers]
+    model(torch.tensor([tokens]))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@torch.inference_mode()
 def logits(model: Any, tokens: list[int]) -> torch.Tensor:
     """Hugging Face's logits at every position, ``[T, vocabulary]``."""
     return model(torch.tensor([tokens])).logits[0].float()

@@ -36,7 +36,7 @@ def triton_runtime(**forced):
 def mixture(config, runtime):
     torch.manual_seed(0)
     norm = RMSNorm(HIDDEN, 1e-5, runtime)
-    layer = MoE(config, HIDDEN, "silu", norm, runtime, "mlp")
+    layer = MoE(config, HIDDEN, "silu", norm, runtime, "mlp", 0)
     for parameter in (*norm.parameters(), *layer.parameters()):
         parameter.data.normal_(0.0, 0.3)
     return layer

@@ -1,0 +1,136 @@
+"""Which experts tokens are sent to, as SGLang is told by its own mixtures.
+
+For ``--enable-return-routed-experts`` it keeps them for each token of the pool, and for
+``--expert-distribution-recorder-mode`` it counts them while it records. Both write into buffers on the device, within
+captured graphs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
+from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
+from sglang.srt.model_executor.forward_context import get_forward_context, has_forward_context
+from sglang.srt.runtime_context import get_exec, get_flags
+from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+from sglang.srt.utils import common
+
+from atom_core.config import ModelConfig
+from atom_core.runtime import RoutedExperts
+from atom_plugin.sglang.checkpoint_config import values_of
+
+#: Of a token's experts ``per_token`` keeps so many (``_DetailSinglePassGatherer``).
+MOST_PER_TOKEN = 8
+#: Modes for which SGLang keeps counts.
+_COUNTED = ("stat", "per_pass")
+
+
+def routed_experts() -> RoutedExperts | None:
+    """What the model that SGLang is about to build tells of; None: nobody asks, or it drafts."""
+    if get_flags().moe.in_speculative_scope:
+        return None
+    told: list[RoutedExperts] = []
+    if get_exec().features.enable_return_routed_experts:
+        told.append(_keep)
+    if get_exec().moe.expert_distribution_recorder_mode is not None:
+        told.append(_count)
+    if not told:
+        return None
+
+    def tell(index: int, experts: torch.Tensor) -> None:
+        for one in told:
+            one(index, experts)
+
+    return tell
+
+
+def _keep(index: int, experts: torch.Tensor) -> None:
+    capturer = get_global_experts_capturer()
+    if capturer is not None:  # before SGLang has a pool
+        capturer.capture(layer_id=index, topk_indices=experts)
+
+
+def _count(index: int, experts: torch.Tensor) -> None:
+    recorder = get_global_expert_distribution_recorder()
+    if not (recorder.recording or experts.is_cuda):  # it would ask a GPU whether a graph is captured
+        return
+    with recorder.with_current_layer(index):
+        recorder.on_select_experts(topk_ids=_of_requests(experts))
+
+
+def _of_requests(experts: torch.Tensor) -> torch.Tensor:
+    """``experts [T, k]``, and -1 in rows that fill a graph up, where SGLang says how many are others."""
+    bound: Callable[[], torch.Tensor | None] | None = (
+        get_forward_context().moe_num_token_non_padded if has_forward_context() else None
+    )
+    count = None if bound is None else bound()
+    if count is None:
+        return experts
+    rows = torch.arange(len(experts), device=experts.device)
+    return experts.masked_fill((rows >= count)[:, None], -1)
+
+
+def expert_location(hf_config: Any) -> ModelConfigForExpertLocation | None:
+    """What SGLang counts experts by; None: it does not, and they stay on the ranks that they are loaded on."""
+    if get_exec().moe.expert_distribution_recorder_mode is None:
+        return None
+    config = ModelConfig.from_hf(values_of(hf_config))
+    count = next((layer.moe.routing.num_experts for layer in config.layers if layer.moe is not None), None)
+    return None if count is None else ModelConfigForExpertLocation(config.num_layers, count)
+
+
+def check_routed_experts(view: Any, config: ModelConfig) -> None:
+    """Refuse what SGLang cannot be told of a model of ``config``.
+
+    Args:
+        view: SGLang's resolving view of the server's arguments.
+        config: of the model.
+
+    Raises:
+        ValueError: a model without mixtures, or a flag that asks for more than there is.
+    """
+    mode = view.expert_distribution_recorder_mode
+    flags = []
+    if view.enable_return_routed_experts:
+        flags.append("--enable-return-routed-experts")
+    if mode is not None:
+        flags.append(f"--expert-distribution-recorder-mode {mode}")
+    if view.expert_balancedness_report_mode != "off":
+        flags.append(f"--expert-balancedness-report-mode {view.expert_balancedness_report_mode}")
+    if flags and not config.has_mixtures:
+        raise ValueError(
+            f"{flags[0]} is for mixtures of experts, and {config.architecture} is none here. Leave it out."
+        )
+    if view.enable_return_routed_experts and view.pp_size > 1:
+        raise ValueError(
+            f"--enable-return-routed-experts is not supported with --pp-size {view.pp_size}: a stage knows the experts "
+            "of its own layers alone. Leave one of them out."
+        )
+    if mode == "stat_approx":
+        raise ValueError(
+            "--expert-distribution-recorder-mode stat_approx counts what --moe-a2a-backend deepep sends, which "
+            "atom-plugin does not support; use stat."
+        )
+    if mode in _COUNTED and not _has_accelerator():
+        raise ValueError(
+            f"--expert-distribution-recorder-mode {mode} is not supported on --device {view.device}: SGLang counts "
+            "experts on an accelerator alone. Use per_token."
+        )
+    top_k = max((layer.moe.routing.top_k for layer in config.layers if layer.moe is not None), default=0)
+    if mode == "per_token" and top_k > MOST_PER_TOKEN:
+        raise ValueError(
+            f"--expert-distribution-recorder-mode per_token keeps {MOST_PER_TOKEN} experts a token, and "
+            f"{config.architecture} has {top_k} here (num_experts_per_tok); use stat or per_pass."
+        )
+
+
+def _has_accelerator() -> bool:
+    """Whether SGLang finds a device to count on (``_LayerBasedGpuSinglePassGatherer``)."""
+    try:
+        common.get_device()
+    except RuntimeError:
+        return False
+    return True
