@@ -92,13 +92,14 @@ def check_routed_experts(view: Any, config: ModelConfig) -> None:
     Raises:
         ValueError: a model without mixtures, or a flag that asks for more than there is.
     """
-    mode = view.expert_distribution_recorder_mode
+    mode, reported = view.expert_distribution_recorder_mode, view.expert_balancedness_report_mode != "off"
     flags = []
     if view.enable_return_routed_experts:
         flags.append("--enable-return-routed-experts")
     if mode is not None:
         flags.append(f"--expert-distribution-recorder-mode {mode}")
-    if view.expert_balancedness_report_mode != "off":
+    if reported:
+        mode = mode or "stat"  # as SGLang goes on to say
         flags.append(f"--expert-balancedness-report-mode {view.expert_balancedness_report_mode}")
     if flags and not config.has_mixtures:
         raise ValueError(

@@ -139,7 +139,7 @@ def recorded(folder: Path, model: Path, mode: str, *flags: str, **environ: str) 
     return torch.load(written, weights_only=True), tokens
 
 
-@pytest.mark.parametrize("mode", ["stat", "per_pass", "per_token"])
+@pytest.mark.parametrize("mode", ["stat", pytest.param("per_pass", marks=pytest.mark.slow), "per_token"])
 def test_the_recorder_counts_them_between_start_and_stop(tmp_path, mode):
     model, dumps = tmp_path / "model", tmp_path / "dumps"
     for folder in (model, dumps):
