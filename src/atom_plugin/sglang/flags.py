@@ -101,9 +101,6 @@ FIELDS: tuple[Row, ...] = (
     # What a step computes, and what is told of it.
     _field("rl_on_policy_target", "the numbers of a trainer's own model"),
     _field("enable_deterministic_inference", "the same numbers for a request in every batch"),
-    _field("enable_fp32_lm_head", "logits in float32"),
-    _field("enable_return_routed_experts", "returning the experts that a router chose"),
-    _field("expert_distribution_recorder_mode", "recording which experts a router chose", as_given=True),
     _field(
         "expert_balancedness_report_mode", "recording which experts a router chose", allowed=("off",), as_given=True
     ),
@@ -209,6 +206,21 @@ FIELDS: tuple[Row, ...] = (
             speculative_draft_model_quantization enable_multi_layer_eagle
             """,
         ),
+    ),
+    Ours(
+        "the head's product and the logits are in float32",
+        "tests/integration/sglang/test_float32_head.py::test_logits_are_not_rounded_and_close_to_sglangs_own",
+        settings_of("ServerArgs", "enable_fp32_lm_head"),
+    ),
+    Ours(
+        "the experts that our routers chose, of mixtures in one pipeline stage",
+        "tests/integration/sglang/test_routed_experts.py::test_a_request_is_given_those_of_its_tokens",
+        settings_of("ServerArgs", "enable_return_routed_experts"),
+    ),
+    Ours(
+        "stat, per_pass and per_token count the experts that our routers chose; stat_approx is refused",
+        "tests/integration/sglang/test_routed_experts.py::test_the_recorder_counts_them_between_start_and_stop",
+        settings_of("ServerArgs", "expert_distribution_recorder_mode"),
     ),
     Ours(
         "ours by default and by its name, on ROCm also as aiter; SGLang's by theirs",

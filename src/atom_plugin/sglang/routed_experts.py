@@ -92,15 +92,12 @@ def check_routed_experts(view: Any, config: ModelConfig) -> None:
     Raises:
         ValueError: a model without mixtures, or a flag that asks for more than there is.
     """
-    mode, reported = view.expert_distribution_recorder_mode, view.expert_balancedness_report_mode != "off"
+    mode = view.expert_distribution_recorder_mode
     flags = []
     if view.enable_return_routed_experts:
         flags.append("--enable-return-routed-experts")
     if mode is not None:
         flags.append(f"--expert-distribution-recorder-mode {mode}")
-    if reported:
-        mode = mode or "stat"  # as SGLang goes on to say
-        flags.append(f"--expert-balancedness-report-mode {view.expert_balancedness_report_mode}")
     if flags and not config.has_mixtures:
         raise ValueError(
             f"{flags[0]} is for mixtures of experts, and {config.architecture} is none here. Leave it out."

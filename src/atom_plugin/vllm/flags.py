@@ -103,8 +103,6 @@ _FEATURES: tuple[Refused, ...] = (
         instead="Use --quantization fp8, which gives each row of a weight a scale, and each token one, or leave "
         "--model-impl out.",
     ),
-    _refused("ModelConfig.enable_return_routed_experts", "returning the experts that tokens were routed to"),  # 0.30
-    _refused("AuxOutputConfig.enable_return_routed_experts", "returning the experts that tokens were routed to"),
     Refused("CacheConfig.cache_dtype", "this dtype of the KV cache", flags=("--kv-cache-dtype",), allowed=CACHE_DTYPES),
     _refused("CacheConfig.kv_cache_dtype_skip_layers", "a KV cache of another dtype in some layers"),
     _refused(
@@ -248,6 +246,14 @@ DRAFT: tuple[Refused, ...] = (
 _GRAPHS = "tests/contract/vllm/test_graph_defaults.py::"
 _VLLM = "tests/integration/vllm/"
 _HONOURED: tuple[Ours, ...] = (
+    Ours(
+        "the experts that our routers chose, of mixtures that are not compiled",
+        _VLLM + "test_routed_experts.py::test_they_are_those_of_vllms_own_model",
+        (
+            *settings_of("ModelConfig", "enable_return_routed_experts"),  # 0.30
+            *settings_of("AuxOutputConfig", "enable_return_routed_experts"),
+        ),
+    ),
     Ours(
         "not compiled and in graphs by default; what is stated stands, but that nothing is compiled on a CPU",
         _GRAPHS + "test_what_is_stated_stands_and_the_rest_is_filled_in",

@@ -277,11 +277,6 @@ CASES = {
     "the numbers of a trainer": Case(
         ("the numbers of a trainer's own model (--rl-on-policy-target fsdp)",), ("--rl-on-policy-target", "fsdp")
     ),
-    "a head in float32": Case(("logits in float32 (--enable-fp32-lm-head)",), ("--enable-fp32-lm-head",)),
-    "routed experts": Case(("(--enable-return-routed-experts)",), ("--enable-return-routed-experts",)),
-    "a record of routed experts": Case(
-        ("(--expert-distribution-recorder-mode stat)",), ("--expert-distribution-recorder-mode", "stat")
-    ),
     "overlap within a batch": Case(("(--enable-single-batch-overlap)",), ("--enable-single-batch-overlap",)),
     "rows of a norm on each rank": Case(
         ("layers in other parts than attention (--enable-layernorm-sp)",), ("--tp", "2", "--enable-layernorm-sp")

@@ -57,7 +57,7 @@ class Answer:
     logprobs: list[dict[str, float]]
     """For each new token the asked-for number of most likely ones, by token id; empty where not asked for."""
     prompt_logprobs: list[dict[str, float]]
-    routed_experts: list[list[list[int]]] | None
+    routed_experts: list[list[list[int]]] | None = None
     """Of each token but the last and each layer, the experts; None where not asked for."""
 
 
@@ -79,7 +79,7 @@ class Ran:
     """vLLM's own, by name: "vllm:num_preemptions" and so on."""
     graph_mode: str
     """Which graphs vLLM captured in the end: "NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE", ..."""
-    log: str
+    log: str = ""
     """All that the process has printed, for every engine."""
 
     @classmethod
