@@ -23,6 +23,7 @@ class Case:
         family: of the trained checkpoint, or the name of one that the runner makes.
         environ: variables, read by the framework when it starts.
         refused: words of the one line by which ours refuses; None: both serve alike.
+        native_is_wrong: why native's answers are no measure here; ours are compared with another's in the test it names.
         tolerance: by how much log probabilities may differ, absolutely below 1 and else relatively.
         sample: whether it is among those that the ordinary tests run.
     """
@@ -33,6 +34,7 @@ class Case:
     family: str = "qwen3"
     environ: Mapping[str, str] = field(default_factory=dict)
     refused: Sequence[str] | None = None
+    native_is_wrong: str = ""
     tolerance: float = TOLERANCE
     sample: bool = False
 
@@ -66,6 +68,8 @@ def judge(case: Case, native: Mapping[str, Any], ours: Mapping[str, Any]) -> Ver
         if missing or "\n" in ours["error"]:
             return Verdict("FAILS", f"refused, but without {missing}: {ours['error']}")
         return Verdict("refused", ours["error"])
+    if case.native_is_wrong and "error" not in ours:
+        return Verdict("native fails", case.native_is_wrong)
     if "error" in native and "error" in ours:
         return Verdict("native fails", f"native: {native['error']} | ours: {ours['error']}")
     if "error" in native:

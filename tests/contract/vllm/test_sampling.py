@@ -163,6 +163,7 @@ def state(speculative=None):
     it.model_config = SimpleNamespace(get_vocab_size=lambda: VOCABULARY)
     kernels = kernel_set(Target("cpu", "x86_64"))
     runtime = SimpleNamespace(kernels=kernels, tensor_parallel=SimpleNamespace(rank=0))
+    runtime.dtype = runtime.head_dtype = torch.float32
     it.model, it.dtype, it.device = SimpleNamespace(runtime=runtime), torch.float32, "cpu"
     return it
 
