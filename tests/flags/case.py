@@ -23,7 +23,7 @@ class Case:
         family: of the trained checkpoint, or the name of one that the runner makes.
         environ: variables, read by the framework when it starts.
         refused: words of the one line by which ours refuses; None: both serve alike.
-        native_is_wrong: why native's answers are no measure here; ours are compared with another's in the test it names.
+        native_is_wrong: why native's answers are no measure, and in which test ours are compared with another's.
         tolerance: by how much log probabilities may differ, absolutely below 1 and else relatively.
         sample: whether it is among those that the ordinary tests run.
     """
