@@ -128,6 +128,13 @@ SERVED = (
     Case("logprobs in chunks", {"chunked_prefill_size": 64}, ({"prompts": _LONG, "request": {"top_logprobs_num": 3}},)),
     Case("token ids as prompts", asks=({"how": "tokens"},)),
     Case("one at a time", asks=({"how": "one at a time"},)),
+    *(
+        Case(
+            f"generation that pauses ({mode})",
+            asks=({"how": f"pause, {mode}", "max_new_tokens": 100, "ignore_eos": True},),
+        )
+        for mode in ("in_place", "retract")
+    ),
     Case("a session", asks=({"how": "session"},)),
 )
 

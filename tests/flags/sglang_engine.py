@@ -7,6 +7,7 @@ CASES is a file of JSON, FOUND one to write a line of it for each to, IMPL "atom
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from importlib import import_module
@@ -75,11 +76,28 @@ def ask(engine: Any, parameters: dict[str, Any]) -> Any:
     if how == "tokens":
         ids = [list(range(70 + at, 90 + 3 * at)) for at in range(len(prompts))]
         return [_output(it) for it in engine.generate(input_ids=ids, sampling_params=sampling, **arguments)]
+    if how.startswith("pause"):
+        paused = _paused(engine, prompts, sampling, arguments, how.removeprefix("pause, "))
+        return [_output(it) for it in engine.loop.run_until_complete(paused)]
     if how == "session":
         return _session(engine, sampling)
     for _ in range(repeat):
         outputs = engine.generate(prompts, sampling, **arguments)
     return [_output(it) for it in outputs]
+
+
+async def _paused(
+    engine: Any, prompts: list[str], sampling: dict[str, Any], arguments: dict[str, Any], mode: str
+) -> Any:
+    """What is answered where generation pauses in the middle."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    running = asyncio.ensure_future(engine.async_generate(prompts, sampling, **arguments))
+    await asyncio.sleep(0.2)
+    await engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=mode))
+    await asyncio.sleep(0.2)
+    await engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+    return await running
 
 
 def _session(engine: Any, sampling: dict[str, Any]) -> Any:
