@@ -233,13 +233,14 @@ def test_the_head_is_not_asked_about_nothing():
     from atom_plugin.sglang.causal_lm import HeadMethod
 
     class Head:
-        vocab_size = 11
+        vocab_size, dtype = 11, torch.float32
 
         def __call__(self, hidden):
             assert len(hidden)
             return hidden @ torch.ones(WIDTH, 11)
 
-    assert HeadMethod().apply(Head(), none(WIDTH)).shape == (0, 11)
+    empty = HeadMethod().apply(Head(), none(WIDTH).bfloat16())
+    assert (empty.shape, empty.dtype) == ((0, 11), torch.float32)
     assert HeadMethod().apply(Head(), torch.ones(2, WIDTH)).shape == (2, 11)
 
 
