@@ -43,7 +43,7 @@ COMMON = (
     "xgrammar",
 )
 #: Variables that the modules read when they are imported: a process with other values is forked off another one.
-READ = ("TRITON_INTERPRET", "HF_HOME", "HF_HUB_OFFLINE")
+READ = ("TRITON_INTERPRET", "TRITON_BACKENDS_IN_TREE", "HF_HOME", "HF_HUB_OFFLINE")
 
 
 class Preloaded:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.vllm
 ENVIRON = {
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("triton_on_cpu")), os.environ.get("PYTHONPATH", "")]),
     "TRITON_INTERPRET": "1",
+    "TRITON_BACKENDS_IN_TREE": "0",  # as it is by default, and told apart from processes without that back end
     "VLLM_USE_V2_MODEL_RUNNER": "1",
 }
 #: The last prompt is longer than a page of 128 tokens, and comes from the cache the second time.
