@@ -9,6 +9,7 @@ import pytest
 
 from tests.flags.case import Case, Verdict
 from tests.flags.runs import judged
+from tests.integration.asked import cases_asked_for
 
 
 def parameters(cases: Sequence[Case]) -> list[object]:
@@ -18,6 +19,4 @@ def parameters(cases: Sequence[Case]) -> list[object]:
 
 def verdicts(framework: str, request: pytest.FixtureRequest, folder: Path) -> Mapping[Case, Verdict]:
     """How the cases went that tests of this module ask for."""
-    items = [it for it in request.session.items if isinstance(it, pytest.Function) and it.path == request.path]
-    cases = dict.fromkeys(it.callspec.params["case"] for it in items if hasattr(it, "callspec"))
-    return dict(judged(framework, list(cases), folder))
+    return dict(judged(framework, cases_asked_for(request), folder))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.asked import cases_asked_for
 from tests.integration.sglang.test_updates import run_case
 from tests.integration.sglang.updated import GPU_CALLS
 from tests.integration.versions import CASES, FAULTS, Case
@@ -32,8 +33,7 @@ def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Mapping[str, Future[dict[str, Any]]]:
     """What the calls led to, of each case that is asked for."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    asked = {item.callspec.params["case"] for item in items if "engines" in item.fixturenames}
+    asked = cases_asked_for(request)
     pool = ThreadPoolExecutor(len(CASES))
 
     def start(index: int, case: Case) -> dict[str, Any]:

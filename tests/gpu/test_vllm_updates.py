@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.asked import cases_asked_for
 from tests.integration.preloaded import run_script
 from tests.integration.versions import CASES, FAULTS, FIRST, Case
 from tests.integration.vllm.test_updates import CALLS, run
@@ -65,10 +66,9 @@ def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Mapping[str, Future[dict[str, Any]]]:
     """What the calls led to, of each case that is asked for."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    asked = {item.callspec.params["case"] for item in items if "engines" in item.fixturenames}
+    asked = cases_asked_for(request)
     pool = ThreadPoolExecutor(len(CASES))
-    folders = {case: tmp_path_factory.mktemp("updates") for case in CASES if case in asked}
+    folders = {case: tmp_path_factory.mktemp("updates") for case in asked}
     return {case.name: pool.submit(updated, case, folder) for case, folder in folders.items()}
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,10 +26,10 @@ from atom_plugin.vllm.checkpoint_config import values_of
 from atom_plugin.vllm.flags import ARGUMENTS, DRAFT, LAST_IN, OWNERS, TABLE, looked_up
 from atom_plugin.vllm.flags import refused as rows
 from atom_plugin.vllm.routing import refuse, value_of
+from tests.framework_diff_tool import load_framework_diff
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
-TOOL = Path(__file__).parents[3] / "tools" / "framework_diff.py"
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 VERSION = ".".join(vllm.__version__.split(".")[:2])
 NEWEST_VERSION = ".".join(NEWEST["vllm"][0].split(".")[:2])
@@ -39,11 +37,7 @@ NEWEST_VERSION = ".".join(NEWEST["vllm"][0].split(".")[:2])
 
 @pytest.fixture(scope="module")
 def tool():
-    specification = importlib.util.spec_from_file_location("framework_diff", TOOL)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
+    return load_framework_diff()
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from tests.integration.questions import checkpoint
 from tests.integration.server import SglangServer
 from tests.integration.sglang.offline import PACKAGE, drafting
 from tests.integration.sglang.test_drafts import ENVIRON
+from tests.integration.sglang.test_updates import BOUND, RANKS
 from tests.integration.versions import CASES, FIRST, Case
 
 pytestmark = pytest.mark.sglang
@@ -214,11 +215,6 @@ def test_every_familys_names_are_sglangs(built, model):
     }
 
 
-RANKS = (
-    Case("dense, two ranks", "qwen3", options={"tp_size": 2}),
-    Case("mixture, two ranks of experts", "qwen3_moe", options={"tp_size": 2, "ep_size": 2}),
-)
-BOUND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 every_case = pytest.mark.parametrize(
     "case",
     [it if it in (*FIRST, *RANKS[:1]) else pytest.param(it, marks=pytest.mark.thorough) for it in (*CASES, *RANKS)],

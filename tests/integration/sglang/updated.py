@@ -7,14 +7,14 @@ bit for bit.
 
 from __future__ import annotations
 
-import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from tests.integration.scripts import run_given
 
 PROMPTS = ["12 + 5 =", "The capital of France is the city of Paris, and", "b c d e"]
 #: Tensors of a trainer's bucket: few enough that layers come in several.
@@ -228,11 +228,5 @@ def run_case(
     return found
 
 
-def main() -> None:
-    """Run the case of one JSON file and write what was found to another."""
-    given, wanted = map(Path, sys.argv[1:])
-    wanted.write_text(json.dumps(run_case(**json.loads(given.read_text()))))
-
-
 if __name__ == "__main__":
-    main()
+    run_given(run_case)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from tests.integration.scripts import run_given
 
 PROMPT = "12 + 5 ="
 
@@ -73,11 +72,5 @@ def run_case(
     return found
 
 
-def main() -> None:
-    """Run the case of one JSON file and write what was found to another."""
-    given, wanted = map(Path, sys.argv[1:])
-    wanted.write_text(json.dumps(run_case(**json.loads(given.read_text()))))
-
-
 if __name__ == "__main__":
-    main()
+    run_given(run_case)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
-TOOL = Path(__file__).parents[3] / "tools" / "framework_diff.py"
+from tests.framework_diff_tool import load_framework_diff
+
 OLD = {
     "vllm/__init__.py": 'ATTRS = {"LLM": ".entry:LLM"}',
     "vllm/entry.py": "class LLM: ...",
@@ -45,11 +42,7 @@ def name(config): return config.block_size, config.build
 
 @pytest.fixture(scope="module")
 def tool():
-    specification = importlib.util.spec_from_file_location("framework_diff", TOOL)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
+    return load_framework_diff()
 
 
 @pytest.fixture
