@@ -146,6 +146,13 @@ SERVED = (
     Case("skip_special_tokens false", asks=({"skip_special_tokens": False},)),
     Case("beam search", asks=({"how": "beam", "beam_width": 3, "max_tokens": 8},)),
     Case("token ids as prompts", asks=({"how": "tokens"},)),
+    *(
+        Case(
+            f"generation that pauses ({mode})",
+            asks=({"how": f"pause, {mode}", "max_tokens": 100, "ignore_eos": True},),
+        )
+        for mode in ("keep", "wait")
+    ),
     Case("logprobs beside n-grams", {"speculative_config": _NGRAM}, ({"logprobs": 2, "max_tokens": 24},)),
     Case("penalties beside n-grams", {"speculative_config": _NGRAM}, ({"repetition_penalty": 1.3, "max_tokens": 24},)),
 )

@@ -7,7 +7,9 @@ CASES is a file of JSON, FOUND one to write a line of it for each to, IMPL as fo
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import AsyncIterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,10 @@ def run(case: dict[str, Any], impl: str) -> dict[str, Any]:
     """What the engine answers."""
     from vllm import LLM
 
-    llm = LLM(case["model"], **{"model_impl": impl, "disable_log_stats": False, **SHAPE, **case["options"]})
+    options = {"model_impl": impl, "disable_log_stats": False, **SHAPE, **case["options"]}
+    if any(parameters.get("how", "").startswith("pause") for parameters in case["asks"]):
+        return asyncio.run(_paused(case, options))
+    llm = LLM(case["model"], **options)
     ours = llm.apply_model(_class_name)[0].startswith("Atom")
     answers = [ask(llm, dict(parameters)) for parameters in case["asks"]]
     llm.llm_engine.engine_core.shutdown()
@@ -55,6 +60,44 @@ def run(case: dict[str, Any], impl: str) -> dict[str, Any]:
 
 def _class_name(model: Any) -> str:
     return type(model).__name__
+
+
+async def _paused(case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """What an engine answers whose generation pauses in the middle: vLLM's asynchronous one alone does."""
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(case["model"], **options))
+    ours = (await engine.collective_rpc(_class_of_models))[0].startswith("Atom")
+    answers = []
+    for parameters in map(dict, case["asks"]):
+        mode = parameters.pop("how").removeprefix("pause, ")
+        params = SamplingParams(**{**GREEDY, **parameters})
+        begun = asyncio.Event()
+
+        async def whole(at: int, params: Any = params, begun: asyncio.Event = begun) -> Any:
+            outputs = [it async for it in _each(engine.generate(PROMPTS[at], params, f"{len(answers)}-{at}"), begun)]
+            return outputs[-1]
+
+        running = asyncio.gather(*map(whole, range(len(PROMPTS))))
+        await begun.wait()
+        await engine.pause_generation(mode=mode, clear_cache=False)
+        paused = await engine.is_paused()
+        await asyncio.sleep(0.2)
+        await engine.resume_generation()
+        answers.append([paused, [_output(output) for output in await running]])
+    engine.shutdown()
+    return {"ours": ours, "answers": answers}
+
+
+async def _each(outputs: AsyncIterator[Any], begun: asyncio.Event) -> AsyncIterator[Any]:
+    async for output in outputs:
+        begun.set()
+        yield output
+
+
+def _class_of_models(worker: Any) -> str:
+    return type(worker.model_runner.get_model()).__name__
 
 
 def ask(llm: Any, parameters: dict[str, Any]) -> Any:

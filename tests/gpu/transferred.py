@@ -79,7 +79,10 @@ def _trainer(backend: str, llm: LLM, source: Folder, ranks: int) -> Any:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     init = NCCLTrainerInitInfo(rank=0, master_address="127.0.0.1", master_port=port, world_size=1 + ranks)
-    return NCCLTrainerWeightTransferEngine.trainer_init(init, client=client, source=source)
+    trainer = NCCLTrainerWeightTransferEngine.trainer_init(init, client=client, source=source)
+    # vLLM goes on without a word, and sends nothing, where NCCL lacks one of the functions that it wants.
+    assert not trainer.model_update_group.disabled, "vLLM 0.33 sends weights by NCCL 2.29.7 or newer"
+    return trainer
 
 
 def _answers(llm: LLM) -> list[Any]:
