@@ -57,8 +57,9 @@ def check_blocks(
     if part.begin % BLOCK_SIZE:
         raise ValueError(
             f"{module} and what stands in front of it are one weight here, in which it begins at row {part.begin}: "
-            f"within an FP8 block of {BLOCK_SIZE} by {BLOCK_SIZE}. Supported: sizes that are multiples of "
-            f"{BLOCK_SIZE}, or a checkpoint with a scale for each row."
+            f"within an FP8 block of {BLOCK_SIZE} by {BLOCK_SIZE} (weight_block_size, block_structure or block_size of "
+            f"the config). Supported: sizes that are multiples of {BLOCK_SIZE}, or a checkpoint with a scale for each "
+            "row."
         )
 
 

@@ -97,11 +97,14 @@ class Experts(ParameterLayer):
         self.adding: AddingExpertsKernel[Any] | None = kernel if isinstance(kernel, AddingExpertsKernel) else None
 
     def _method(self, runtime: Runtime, name: str) -> ExpertsMethod:
-        base = checkpoint_module(name, self.folder)
+        base, matrices = checkpoint_module(name, self.folder), (self.names.gate, self.names.up, self.names.down)
         if isinstance(runtime.quant, Mxfp4Config):
+            runtime.quant.experts(base, matrices, self.routed)
             return Mxfp4ExpertsMethod(runtime.quant, base)
-        first = base if self.fused else f"{base}.0"
-        scheme = runtime.quant.linear([f"{first}.{it}" for it in (self.names.gate, self.names.up, self.names.down)])
+        if self.fused:
+            scheme = runtime.quant.linear([f"{base}.{matrix}" for matrix in matrices])
+        else:
+            scheme = runtime.quant.experts(base, matrices, self.routed)
         if scheme is None:
             return PlainExpertsMethod()
         return (

@@ -40,6 +40,13 @@ class QuantConfig(Protocol):
             ValueError: some of them have it and some have not.
         """
 
+    def experts(self, folder: str, matrices: Sequence[str], count: int) -> LinearScheme | None:
+        """The scheme of the ``count`` experts whose ``matrices`` checkpoints have as ``folder.EXPERT.MATRIX``.
+
+        Raises:
+            ValueError: some of them have it and some have not.
+        """
+
     def below(self, prefix: str) -> QuantConfig:
         """The same for a model whose modules are named from ``prefix`` on, which checkpoints leave out."""
 
@@ -51,6 +58,9 @@ class Unquantized:
     name: str = "none"
 
     def linear(self, modules: Sequence[str]) -> None:
+        """See :class:`QuantConfig`."""
+
+    def experts(self, folder: str, matrices: Sequence[str], count: int) -> None:
         """See :class:`QuantConfig`."""
 
     def below(self, prefix: str) -> Unquantized:

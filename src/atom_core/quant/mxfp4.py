@@ -21,9 +21,21 @@ class Mxfp4Config:
     """GPT-OSS's: the experts and no linear layer; activations are not quantised."""
 
     name: str = "mxfp4"
+    ignored: tuple[str, ...] = ()
+    """Modules that stay as they are; no experts may be among them."""
 
     def linear(self, modules: Sequence[str]) -> None:
         """See :class:`atom_core.quant.QuantConfig`."""
+
+    def experts(self, folder: str, matrices: Sequence[str], count: int) -> None:
+        """See :class:`atom_core.quant.QuantConfig`: all experts in ``folder`` are MXFP4, which is no linear layer's.
+
+        Raises:
+            ValueError: some are left out.
+        """
+        left_out = [it for it in self.ignored if any(names(it, f"{folder}.{matrix}") for matrix in matrices)]
+        if left_out:
+            raise unsupported("mxfp4", f"modules_to_not_convert {left_out}, which leaves experts out ({folder})")
 
     def below(self, prefix: str) -> Mxfp4Config:
         """See :class:`atom_core.quant.QuantConfig`."""
@@ -43,12 +55,9 @@ def read_mxfp4(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Mxfp4Config:
     """The quantisation of ``config``, of a model of ``hf``.
 
     Raises:
-        ValueError: it is not GPT-OSS's, or leaves experts out.
+        ValueError: it is not GPT-OSS's.
     """
     kind = hf.get("model_type")
     if kind != "gpt_oss":
         raise unsupported("mxfp4", f"model_type {kind!r} (it is for gpt_oss alone)")
-    left_out = [it for it in config.get("modules_to_not_convert") or () if names(it, "model.layers.0.mlp.experts")]
-    if left_out:
-        raise unsupported("mxfp4", f"modules_to_not_convert {left_out}, which leaves experts out")
-    return Mxfp4Config()
+    return Mxfp4Config(ignored=tuple(config.get("modules_to_not_convert") or ()))

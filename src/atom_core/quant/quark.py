@@ -32,6 +32,10 @@ def read_quark(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config | 
         for part in ("weight", "input_tensors"):
             if (of_layer or {}).get(part) != common.get(part):
                 raise unsupported(_METHOD, f"a scheme of its own for {name!r} (only one for all linear layers)")
+    if common and "input_tensors" not in common:
+        raise unsupported(
+            _METHOD, "a global_quant_config without input_tensors (null where activations are not quantised)"
+        )
     weight, inputs = common.get("weight"), common.get("input_tensors")
     ignored = tuple(config.get("exclude") or ())
     if isinstance(weight, Mapping) and weight.get("dtype") == "fp4":

@@ -40,6 +40,24 @@ class LayerScheme:
             )
         return self
 
+    def experts(self: SchemeT, folder: str, matrices: Sequence[str], count: int) -> SchemeT | None:
+        """See :class:`atom_core.quant.QuantConfig`."""
+        scheme = self.linear([f"{folder}.0.{matrix}" for matrix in matrices])
+        # What names no single expert says the same of all of them, and configurations list hundreds of such modules.
+        common = replace(self, ignored=tuple(it for it in self.ignored if not _may_name_one_expert(it)))
+        if scheme is None and common.linear([f"{folder}.0.{matrix}" for matrix in matrices]) is None:
+            return None
+        single = replace(self, ignored=tuple(it for it in self.ignored if _may_name_one_expert(it)))
+        tells = single.ignored or any(map(_may_name_one_expert, self.targets))
+        for expert in range(1, count if tells else 1):
+            if (single.linear([f"{folder}.{expert}.{it}" for it in matrices]) is None) != (scheme is None):
+                left_out = 0 if scheme is None else expert
+                raise ValueError(
+                    f"The checkpoint quantises only some experts of {folder}, which are one weight here: its config "
+                    f"leaves out {folder}.{left_out}, and not all of them. Supported: all of them quantised, or none."
+                )
+        return scheme
+
     def below(self: SchemeT, prefix: str) -> SchemeT:
         """See :class:`atom_core.quant.QuantConfig`."""
         return replace(self, prefix=f"{prefix}." if prefix else "")
@@ -50,6 +68,11 @@ class LayerScheme:
             targeted = any(is_target(pattern, module) for pattern in self.targets)
             return not targeted or any(is_target(pattern, module) for pattern in self.ignored)
         return any(names(pattern, module) for pattern in self.ignored)
+
+
+def _may_name_one_expert(pattern: str) -> bool:
+    """Whether a pattern can name one expert of a mixture and not another."""
+    return pattern.startswith("re:") or "*" in pattern or "expert" in pattern or pattern.partition(".")[0].isdigit()
 
 
 def names(pattern: str, module: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -134,7 +135,15 @@ def test_other_models_in_mxfp4_are_refused():
         read_quantization({"model_type": "llama", "quantization_config": CONFIG})
 
 
-def test_experts_that_are_left_out_are_refused():
-    config = {**CONFIG, "modules_to_not_convert": ["model.layers.0.mlp"]}
-    with pytest.raises(ValueError, match=r"modules_to_not_convert \['model.layers.0.mlp'\], which leaves experts out"):
-        read_quantization({"model_type": "gpt_oss", "quantization_config": config})
+@pytest.mark.parametrize(
+    "pattern", ["model.layers.0.mlp", "model.layers.1.mlp.experts", r"re:.*layers\.[1-9]\.mlp\.", "experts.down_proj"]
+)
+def test_experts_that_are_left_out_are_refused(checkpoints, pattern):
+    path = checkpoints[0] / "config.json"
+    values = json.loads(path.read_text())
+    values["quantization_config"]["modules_to_not_convert"] = ["model.layers.*.self_attn", pattern]
+    path.write_text(json.dumps(values))
+    with pytest.raises(
+        ValueError, match=rf"modules_to_not_convert .*{re.escape(pattern)[:12]}.*, which leaves experts"
+    ):
+        Runner(checkpoints[0])

@@ -210,6 +210,10 @@ REFUSED = {
         of_mxfp4("input_tensors", scale_calculation_mode="floor"),
         r"scale_calculation_mode='floor' \(only 'even'\)",
     ),
+    "quark's fp4 that does not speak of activations": (
+        {**quark_mxfp4(), "global_quant_config": {"weight": quark_mxfp4()["global_quant_config"]["weight"]}},
+        "a global_quant_config without input_tensors",
+    ),
     "a quantised head in quark's fp4": (quark_mxfp4(exclude=[]), "'quark' with a quantised lm_head"),
     "modelopt's other algorithms": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4'"),
 }
@@ -258,6 +262,35 @@ def test_ignored_modules_have_no_scheme(key):
     found = read({**FP8, key: [f"{LAYER}.mlp.down_proj"]})
     assert found.linear([f"{LAYER}.mlp.down_proj"]) is None
     assert found.linear([f"{LAYER}.self_attn.o_proj"]) is not None
+
+
+MATRICES = ("gate_proj", "up_proj", "down_proj")
+EXPERTS = f"{LAYER}.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    "pattern", [f"{EXPERTS}.2", f"{EXPERTS}.0", f"{EXPERTS}.2.down_proj", r"re:.*experts\.2\.", "*.experts.2.*", "2"]
+)
+def test_experts_are_quantised_all_or_none(pattern):
+    found = read({**FP8, "modules_to_not_convert": [pattern]})
+    with pytest.raises(ValueError, match=r"only some .*experts.* leaves out"):
+        found.experts(EXPERTS, MATRICES, 4)
+
+
+@pytest.mark.parametrize("pattern", [EXPERTS, "experts", LAYER, r"re:.*experts\.", "*experts*", "mlp"])
+def test_experts_may_all_be_left_out(pattern):
+    found = read({**FP8, "modules_to_not_convert": [pattern, f"{EXPERTS}.1"]})
+    assert found.experts(EXPERTS, MATRICES, 4) is None
+    assert found.experts("model.layers.2.mlp.experts", MATRICES, 4) == (found if LAYER in pattern else None)
+
+
+def test_experts_of_compressed_tensors_are_targets_all_or_none():
+    group = compressed("channel", True)["config_groups"]["group_0"]
+    some = {**group, "targets": [r"re:.*\.experts\.[01]\."]}
+    found = read(compressed("channel", True, config_groups={"group_0": some}))
+    assert found.experts(EXPERTS, MATRICES, 2) == found
+    with pytest.raises(ValueError, match=r"leaves out .*experts\.2"):
+        found.experts(EXPERTS, MATRICES, 3)
 
 
 def test_a_drafts_prefix_is_none_of_the_checkpoints():
