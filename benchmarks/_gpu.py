@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from atom_core.models.read_config import read_model_config
 from atom_plugin.bench.models import read_config
 from benchmarks import IMPLEMENTATIONS
 from benchmarks._figures import Rounds, as_json, markdown, plot, require_matplotlib, summarise
@@ -163,7 +164,6 @@ def floors(arguments: argparse.Namespace, bandwidth: float) -> dict[str, float |
     """The least time a token of each shape, in ms, half of the answer in the cache; None: an unknown architecture."""
     import torch
 
-    from atom_core.config import ModelConfig
     from atom_core.quant import read_quantization
     from atom_plugin.bench.floor import step_traffic
     from atom_plugin.bench.step import torch_dtype
@@ -176,7 +176,7 @@ def floors(arguments: argparse.Namespace, bandwidth: float) -> dict[str, float |
         context = shape.input_len + arguments.output_len // 2
         try:
             quant = read_quantization(hf, arguments.quantization)
-            traffic = step_traffic(ModelConfig.from_hf(hf), shape.batch, context, dtype, cache_dtype, quant)
+            traffic = step_traffic(read_model_config(hf), shape.batch, context, dtype, cache_dtype, quant)
         except ValueError:
             found[f"{shape} tpot, ms"] = None
             continue

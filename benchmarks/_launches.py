@@ -23,7 +23,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.aiter_library import CALLED
 from atom_core.kernels.all_reduce_norm import ALL_REDUCE_NORM
@@ -31,6 +30,7 @@ from atom_core.kernels.attention import splits
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, room
 from atom_core.kernels.select import Implementation, Target
 from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.quant import read_quantization
 from atom_core.runtime import WithoutPeers
@@ -377,7 +377,7 @@ def count(
         ValueError: the model cannot be shared by so many.
     """
     hf = read_config(model, num_layers)
-    config = ModelConfig.from_hf(hf)
+    config = read_model_config(hf)
     recorder = Recorder()
     group = CountedGroup(recorder, ranks)
     with _recording(recorder), torch.inference_mode():

@@ -18,8 +18,9 @@ import torch
 
 from atom_core.config import ModelConfig
 from atom_core.kernels.select import Target
+from atom_core.loading import lay_out
+from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
-from atom_core.standalone import lay_out
 from atom_plugin.bench.floor import cache_bytes, weight_bytes
 from atom_plugin.bench.models import read_config
 from benchmarks._launches import Launch, count
@@ -74,7 +75,7 @@ def rows() -> Iterator[Row]:
 
 
 def _config(model: str, layers: int) -> ModelConfig:
-    return ModelConfig.from_hf(read_config(model, layers))
+    return read_model_config(read_config(model, layers))
 
 
 @functools.cache

@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from atom_core.config import ModelConfig
 from atom_core.layers.parameters import Placement
+from atom_core.loading import lay_out
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import DRAFTS, load_draft_class
 from atom_core.quant import read_quantization
-from atom_core.standalone import RANDOM_SPREAD, lay_out, random_codes
+from atom_core.standalone import RANDOM_SPREAD, random_codes
 from atom_core.weights import expected_tensors
 from atom_plugin.bench.models import HfValues, read_config
 
@@ -41,7 +42,7 @@ def write_random(hf: HfValues, folder: Path, dtype: torch.dtype = torch.bfloat16
     Raises:
         ValueError: an unsupported architecture or format.
     """
-    config, quant = ModelConfig.from_hf(hf), read_quantization(hf, None)
+    config, quant = read_model_config(hf), read_quantization(hf, None)
     wanted = expected_tensors(lay_out(config, dtype, quant=quant))
     if config.draft_layers and config.architecture in DRAFTS:
         draft = load_draft_class(config.architecture).from_hf(hf)

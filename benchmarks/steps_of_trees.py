@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from atom_core.models.read_config import read_model_config
 from benchmarks import ROOT
 from benchmarks._runs import Shape
 from benchmarks._served import Message, Served, answer
@@ -58,7 +59,6 @@ def serve(arguments: argparse.Namespace) -> None:
     """
     import torch
 
-    from atom_core.config import ModelConfig
     from atom_core.quant import read_quantization
     from atom_core.standalone import build_runtime, random_model
     from atom_plugin.bench.device import capture, require_gpu, warm
@@ -70,7 +70,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
     settings = load_settings()
     hf = read_config(arguments.model, arguments.layers)
-    config = ModelConfig.from_hf(hf)
+    config = read_model_config(hf)
     quant = read_quantization(hf, arguments.quantization)
     with torch.inference_mode():
         runtime = build_runtime(

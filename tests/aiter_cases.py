@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 
-from atom_core.config import RoutingConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.aiter_library import FP8
 from atom_core.kernels.attention import ATTENTION
@@ -38,6 +37,7 @@ from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpe
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
 from atom_core.kernels.select import Op, Target
 from atom_core.metadata import SHUFFLED
+from atom_core.types import RoutingConfig
 from tests.kernel_cases import (
     ATTENTION_CASES,
     TOLERANCE,

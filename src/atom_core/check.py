@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from atom_core.checkpoint import config_of
 from atom_core.config import ModelConfig
 from atom_core.layers.norm import Stream
+from atom_core.models.read_config import read_model_config
 from atom_core.standalone import Runner
 
 #: Largest |difference| of a stage, as a share of its spread. In float32, sums in another order differ by some 1e-6 of
@@ -135,7 +136,7 @@ def compare(
     """
     require_transformers()
     device = device or torch.device("cpu")
-    config = ModelConfig.from_hf(config_of(directory))
+    config = read_model_config(config_of(directory))
     tokens = _tokenize(directory, prompt) if prompt is not None else _sample(config, num_tokens, new_tokens)
     length = len(tokens) + new_tokens
     if not new_tokens < length <= config.max_position:

@@ -8,18 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from atom_core.hf_config import HfConfig, as_mapping
+from atom_core.hf_config import HfConfig
 from atom_core.rope import RopeConfig, read_rope
-
-#: Of gated networks; "clamped_swiglu" is GPT-OSS's, which configurations do not name.
-Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
-#: Of the clamped SwiGLU: how steep its sigmoid is, and where it clamps.
-SWIGLU_STEEPNESS, SWIGLU_LIMIT = 1.702, 7.0
-Scoring = Literal["softmax", "sigmoid"]
-#: What the score of a group of experts is: of its largest, or the sum of its two largest.
-GroupScore = Literal["largest", "two largest"]
+from atom_core.types import Activation, RoutingConfig
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -28,39 +21,6 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-
-
-@dataclass(frozen=True)
-class RoutingConfig:
-    """How a router of a mixture of experts chooses; see :mod:`atom_core.kernels.moe_routing`."""
-
-    num_experts: int
-    top_k: int
-    scoring: Scoring
-    renormalize: bool
-    correction: bool = False
-    """Whether the choice, and it alone, goes by scores that are corrected."""
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    group_score: GroupScore = "two largest"
-    shared: int = 0
-    """Experts behind those that are chosen from, to which every token goes as well, each with a weight of 1."""
-
-    @property
-    def total_experts(self) -> int:
-        """Experts that a token may go to, shared ones included."""
-        return self.num_experts + self.shared
-
-    @property
-    def experts_per_token(self) -> int:
-        """Experts that each token goes to, shared ones included."""
-        return self.top_k + self.shared
-
-    def __post_init__(self) -> None:
-        assert self.num_experts % self.num_groups == 0
-        assert 0 < self.top_groups <= self.num_groups
-        assert 0 < self.top_k <= self.top_groups * (self.num_experts // self.num_groups)
 
 
 @dataclass(frozen=True)
@@ -213,19 +173,6 @@ class ModelConfig:
             intermediate_size=intermediate_size,
             padding=padding,
         )
-
-    @classmethod
-    def from_hf(cls, source: Mapping[str, Any] | Any) -> ModelConfig:
-        """Read ``source``, a parsed ``config.json`` or a ``PretrainedConfig``, through its family's reader.
-
-        Raises:
-            ValueError: an unsupported architecture, or a value that its family cannot run.
-        """
-        from atom_core.models.registry import load_model_class  # the registry's readers build this class
-
-        values = as_mapping(source)
-        family = load_model_class(read_architecture(values))
-        return family.read_config(family.schema.read(values))
 
 
 def read_architecture(values: Mapping[str, Any]) -> str:

@@ -25,7 +25,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from atom_core.config import RoutingConfig
 from atom_core.kernels import tuned
 from atom_core.kernels.all_reduce_norm import MAX_ROW
 from atom_core.kernels.all_reduce_norm import triton_kernel as reducing_kernel
@@ -90,6 +89,7 @@ from atom_core.kernels.rms_norm import triton_kernel as norm_kernel
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import why_no_triton_cache
 from atom_core.metadata import SHUFFLED
+from atom_core.types import RoutingConfig
 from atom_plugin.bench.tune import OP_FOLDER
 from benchmarks._amd_resources import LDS, Resources
 from benchmarks.amd_kernels import PAGE, PROPERTY, page_rows, page_version, rows_of

@@ -17,8 +17,8 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction, KernelParam
 
-from atom_core.config import ModelConfig
 from atom_core.kernels.select import Target
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.quant import read_quantization
 from atom_core.standalone import Step, build_runtime, cache_order, finalize, page_pools
@@ -87,7 +87,7 @@ def test_what_batches_launch_the_warm_up_has_launched(model, num_layers, target)
         launched.setdefault(variant_of(kernel, args, kwargs), batch)
 
     hf = read_config(model, num_layers)
-    config = ModelConfig.from_hf(hf)
+    config = read_model_config(hf)
     quant = read_quantization(hf, None)
     with launching(launch):
         runtime = build_runtime(META, torch.bfloat16, MAX_MODEL_LEN, target=target, quant=quant, with_aiter=False)

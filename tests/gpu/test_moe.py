@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atom_core.config import RoutingConfig
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
 from atom_core.kernels.experts.reference import ReferenceExperts
@@ -20,6 +19,7 @@ from atom_core.kernels.mxfp4_experts.triton_kernel import TritonMxfp4Experts
 from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps
+from atom_core.types import RoutingConfig
 
 GPU = torch.device("cuda")
 OVERLAP = overlaps(Target.of(GPU))

@@ -23,9 +23,9 @@ import typer
 from task import few_shot, problems, reply
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from atom_core.config import ModelConfig
+from atom_core.loading import check_files
+from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
-from atom_core.standalone import check_files
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8
 from tests.unit.core.mxfp4_checkpoints import make_gpt_oss, make_quark, quark_mxfp4
 
@@ -89,7 +89,7 @@ def check(folder: Path) -> None:
         ValueError: they do not.
     """
     hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    check_files(ModelConfig.from_hf(hf), folder, quant=read_quantization(hf))
+    check_files(read_model_config(hf), folder, quant=read_quantization(hf))
 
 
 @app.command()

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from atom_core.config import Activation, MoEConfig
+from atom_core.config import MoEConfig
 from atom_core.kernels.experts import AddingExpertsKernel
 from atom_core.layers.expert_parts import one_a_tensor
 from atom_core.layers.fp8_experts import Fp8ExpertsMethod
@@ -23,6 +23,7 @@ from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_mo
 from atom_core.layers.plain_experts import PlainExpertsMethod
 from atom_core.quant import Mxfp4Config, Mxfp4LinearConfig
 from atom_core.runtime import Runtime
+from atom_core.types import Activation
 
 
 class ExpertsMethod(Protocol):

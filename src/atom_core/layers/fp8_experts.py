@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.moved import MovingKernel
 from atom_core.layers.block_fp8 import check_blocks, num_blocks, place_scales
@@ -30,6 +29,7 @@ from atom_core.layers.linear_methods import (
 from atom_core.layers.parameters import Placement, checkpoint_module
 from atom_core.quant.fp8 import Fp8Config
 from atom_core.runtime import Runtime
+from atom_core.types import Activation
 
 if TYPE_CHECKING:
     from atom_core.layers.experts import Experts

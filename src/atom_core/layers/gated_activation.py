@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.fp8_gated_activation import FP8_GATED_ACTIVATION, Fp8GatedActivationSpec
 from atom_core.kernels.fp8_inputs import LinearInput
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
@@ -12,6 +11,7 @@ from atom_core.layers.linear import Linear
 from atom_core.layers.norm import RMSNorm, Stream
 from atom_core.layers.normed_linear import NormedLinear
 from atom_core.runtime import Runtime
+from atom_core.types import Activation
 
 
 class GatedActivation:

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from atom_core.config import Activation, MoEConfig
+from atom_core.config import MoEConfig
 from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.normed_router import NORMED_ROUTER, NormedRouterSpec
 from atom_core.kernels.rms_norm import RMS_NORM
@@ -28,6 +28,7 @@ from atom_core.layers.normed_linear import NormedLinear
 from atom_core.layers.parameters import Placement, empty_parameter, share
 from atom_core.quant import Unquantized
 from atom_core.runtime import Runtime
+from atom_core.types import Activation
 
 
 class Router(Linear):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from atom_core.config import Activation
 from atom_core.kernels.moved import MovingKernel
 from atom_core.kernels.mxfp4_experts import (
     MXFP4_EXPERTS,
@@ -34,6 +33,7 @@ from atom_core.layers.mxfp4_linear import (
 from atom_core.layers.parameters import Placement
 from atom_core.quant.mxfp4 import GROUP, Mxfp4Config, Mxfp4LinearConfig
 from atom_core.runtime import Runtime
+from atom_core.types import Activation
 
 if TYPE_CHECKING:
     from atom_core.layers.experts import Experts

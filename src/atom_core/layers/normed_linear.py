@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.fp8_inputs import LinearInput
 from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM, Fp8RmsNormSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
@@ -13,6 +12,7 @@ from atom_core.kernels.rms_norm import RMS_NORM
 from atom_core.layers.linear import Linear
 from atom_core.layers.norm import RMSNorm, Stream
 from atom_core.runtime import Runtime
+from atom_core.types import Activation
 
 
 class NormedLinear:

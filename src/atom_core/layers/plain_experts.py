@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from atom_core.config import Activation
 from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights, PackingExpertsKernel
 from atom_core.kernels.moved import MovingKernel
 from atom_core.layers.expert_parts import expert_parts
 from atom_core.layers.fused_experts import MiddlePlacement, PairsPlacement
 from atom_core.layers.parameters import Placement, empty_parameter
 from atom_core.runtime import Runtime
+from atom_core.types import Activation
 
 if TYPE_CHECKING:
     from atom_core.layers.experts import Experts

@@ -9,20 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from atom_core.config import (
-    GroupScore,
-    LatentConfig,
-    ModelConfig,
-    MoEConfig,
-    RoutingConfig,
-    Scoring,
-    check_experts,
-    check_groups,
-    read_decoder,
-)
+from atom_core.config import LatentConfig, ModelConfig, MoEConfig, check_experts, check_groups, read_decoder
 from atom_core.hf_config import DraftLayers, Experts, HfConfig, Index, Number, Size
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.rope import read_score_factor
+from atom_core.types import GroupScore, RoutingConfig, Scoring
 
 #: By ``topk_method``: whether experts are in groups, what a group's score is, and whether scores are corrected.
 _METHODS: dict[str, tuple[bool, GroupScore, bool]] = {

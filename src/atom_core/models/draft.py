@@ -117,7 +117,7 @@ class DraftModel(CheckpointModel, ABC):
         """The configuration of the layers that draft.
 
         Args:
-            source: the whole checkpoint's, as for :meth:`ModelConfig.from_hf`.
+            source: the whole checkpoint's, as for :func:`atom_core.models.read_config.read_model_config`.
 
         Raises:
             ValueError: it has no such layers, or a value that the family cannot run.

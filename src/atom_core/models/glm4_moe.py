@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from atom_core.config import ModelConfig, MoEConfig, RoutingConfig, check_experts, check_groups, read_decoder
+from atom_core.config import ModelConfig, MoEConfig, check_experts, check_groups, read_decoder
 from atom_core.hf_config import DraftLayers, Experts, HfConfig, Index, Number, Size
 from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.types import RoutingConfig
 
 
 class Glm4MoeKeys(HfConfig):

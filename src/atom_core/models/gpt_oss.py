@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from atom_core.config import (
-    SWIGLU_LIMIT,
-    SWIGLU_STEEPNESS,
-    ExpertNames,
-    ModelConfig,
-    MoEConfig,
-    RoutingConfig,
-    check_experts,
-    read_decoder,
-    typed_windows,
-)
+from atom_core.config import ExpertNames, ModelConfig, MoEConfig, check_experts, read_decoder, typed_windows
 from atom_core.hf_config import Experts, HfConfig, Number, RopeKeys, Size, Tokens
 from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.types import SWIGLU_LIMIT, SWIGLU_STEEPNESS, RoutingConfig
 
 #: What a configuration without a rope means.
 _ROPE = RopeKeys(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)

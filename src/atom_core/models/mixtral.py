@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from atom_core.config import (
-    ExpertNames,
-    ModelConfig,
-    MoEConfig,
-    RoutingConfig,
-    check_experts,
-    every_window_or_none,
-    read_decoder,
-)
+from atom_core.config import ExpertNames, ModelConfig, MoEConfig, check_experts, every_window_or_none, read_decoder
 from atom_core.hf_config import Experts, HfConfig, Number, Tokens
 from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.types import RoutingConfig
 
 _NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from atom_core.config import ModelConfig, MoEConfig, RoutingConfig, check_experts, every_window_or_none, read_decoder
+from atom_core.config import ModelConfig, MoEConfig, check_experts, every_window_or_none, read_decoder
 from atom_core.hf_config import Experts, HfConfig, Index, Size, Tokens
 from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.types import RoutingConfig
 
 
 class Qwen3MoeKeys(HfConfig):

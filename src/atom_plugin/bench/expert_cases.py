@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from atom_core.config import Activation, ModelConfig
+from atom_core.config import ModelConfig
 from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.reference import ReferenceExperts
 from atom_core.kernels.fp8_block_linear.reference import quantize_groups
@@ -27,6 +27,7 @@ from atom_core.kernels.select import Op
 from atom_core.quant.fp8 import BLOCK_SIZE
 from atom_core.quant.mxfp4 import GROUP
 from atom_core.standalone import random_codes
+from atom_core.types import Activation
 from atom_plugin.bench import vllm_kernels
 from atom_plugin.bench.cases import Bench, Case, Contender, Run
 

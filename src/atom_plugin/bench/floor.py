@@ -12,9 +12,9 @@ import torch
 
 from atom_core.config import ModelConfig
 from atom_core.layers.mla import Expansion
+from atom_core.loading import UNQUANTIZED, lay_out
 from atom_core.models.decoder import CheckpointModel
 from atom_core.quant import QuantConfig
-from atom_core.standalone import UNQUANTIZED, lay_out
 
 
 @dataclass(frozen=True)

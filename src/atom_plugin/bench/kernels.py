@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from atom_core.config import ModelConfig
 from atom_core.kernels.select import Target
+from atom_core.models.read_config import read_model_config
 from atom_plugin.bench import tune
 from atom_plugin.bench.cases import CASES as PLAIN_CASES
 from atom_plugin.bench.cases import Bench, Case, Contender
@@ -83,7 +83,7 @@ class KernelOptions:
                 raise ValueError(f"--rows {rows}: supported: {', '.join(map(str, tune.ROWS))}.")
         torch_dtype(self.dtype)
         for model in self.models:
-            ModelConfig.from_hf(read_config(model))
+            read_model_config(read_config(model))
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def measure_kernels(options: KernelOptions, say: Callable[[str], None]) -> tuple
     bench = Bench(device, dtype, chosen_kernels(Target.of(device), load_settings()))
     rows = []
     for model in options.models:
-        config = ModelConfig.from_hf(read_config(model))
+        config = read_model_config(read_config(model))
         for op in options.ops or CASES:
             for case in CASES[op](config, dtype.itemsize):
                 for row in _rows(model, case, bench, limits, options):

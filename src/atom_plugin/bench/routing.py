@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from atom_core.config import ModelConfig, RoutingConfig
+from atom_core.config import ModelConfig
 from atom_core.kernels.moe_routing import RoutingKernel
 from atom_core.layers.moe import MoE
 from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.types import RoutingConfig
 
 
 @dataclass(frozen=True)

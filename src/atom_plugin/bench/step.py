@@ -23,6 +23,7 @@ import torch
 from atom_core.config import ModelConfig
 from atom_core.metadata import AttentionMetadata
 from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
 from atom_core.runtime import Runtime
 from atom_core.standalone import Step, build_runtime, cache_order, page_pools, plan, random_model
@@ -240,7 +241,7 @@ def measure_step(options: StepOptions) -> StepResult:
     options.check()
     hf = read_config(options.model, options.layers)
     quant = read_quantization(hf, options.quantization)
-    config = ModelConfig.from_hf(hf)
+    config = read_model_config(hf)
     device = require_gpu()
     dtype = torch_dtype(options.dtype)
     cache_dtype = cache_torch_dtype(options.cache_dtype, dtype)

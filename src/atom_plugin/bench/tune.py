@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 
 import atom_core.kernels.linear
-from atom_core.config import ModelConfig
 from atom_core.kernels import tuned
 from atom_core.kernels.linear.tiles import TORCH, Tile, on_hopper, tile_for, tried
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton
+from atom_core.models.read_config import read_model_config
 from atom_core.standalone import build_runtime, random_model
 from atom_plugin.bench.cases import products, routers
 from atom_plugin.bench.device import capture, measure, require_gpu
@@ -93,7 +93,7 @@ def _tune_model(
 ) -> Iterator[Entry]:
     """An entry a product and number of rows."""
     hf = read_config(name)
-    config = ModelConfig.from_hf(cut(hf, min(_LAYERS, ModelConfig.from_hf(hf).num_layers)))
+    config = read_model_config(cut(hf, min(_LAYERS, read_model_config(hf).num_layers)))
     runtime = build_runtime(device, dtype, MAX_MODEL_LEN, forced_kernels(load_settings()), cache_dtype=dtype)
     model = random_model(config, runtime)
     send_to_given_experts(model, config, max(rows_of_inputs))

@@ -33,7 +33,7 @@ def file_values(model: str, revision: str | None = None) -> Mapping[str, Any]:
 def config_values(
     hf_config: Any, file: Mapping[str, Any], architecture: str | None = None, added: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The values of a framework's configuration object, for :meth:`atom_core.config.ModelConfig.from_hf`.
+    """The values of a framework's configuration object, for :func:`atom_core.models.read_config.read_model_config`.
 
     Args:
         hf_config: the object, or its values.

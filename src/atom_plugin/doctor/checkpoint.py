@@ -13,10 +13,10 @@ def check_checkpoint(folder: Path, tensor_parallel_size: int = 1, framework: Fra
     """What keeps us from serving `folder`: its config, or weights whose headers do not fit the model."""
     # These bring torch, which the doctor's other checks do without.
     from atom_core.checkpoint import config_of, read_config_json
-    from atom_core.config import ModelConfig
+    from atom_core.loading import check_files
+    from atom_core.models.read_config import read_model_config
     from atom_core.models.registry import MODELS
     from atom_core.quant import read_quantization
-    from atom_core.standalone import check_files
 
     consequence = framework.refused
 
@@ -33,9 +33,9 @@ def check_checkpoint(folder: Path, tensor_parallel_size: int = 1, framework: Fra
         values = config_of(folder)
         if not MODELS.keys() & set(values.get("architectures") or ()):
             consequence = framework.unknown_architecture
-        findings = found(lambda: read_quantization(values)) + found(lambda: ModelConfig.from_hf(values))
+        findings = found(lambda: read_quantization(values)) + found(lambda: read_model_config(values))
     if not findings:
         findings = found(
-            lambda: check_files(ModelConfig.from_hf(values), folder, tensor_parallel_size, read_quantization(values))
+            lambda: check_files(read_model_config(values), folder, tensor_parallel_size, read_quantization(values))
         )
     return findings

@@ -16,9 +16,9 @@ from sglang.srt.model_loader.weight_utils import kv_cache_scales_loader
 from sglang.srt.runtime_context import attention_backends, get_model, get_parallel, get_spec
 from torch import nn
 
-from atom_core.config import ModelConfig
 from atom_core.layers.embedding import LMHead
 from atom_core.models.decoder import DecoderForCausalLM
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.weights import cache_scales
 from atom_plugin.common.hub import SHARDED_STATE
@@ -89,7 +89,7 @@ class AtomForCausalLM(AtomModel):
         self.config = config
         self.quant_config = quant_config
         architecture = self.architecture or type(self).__name__
-        model_config = ModelConfig.from_hf(values_of(config, architecture))
+        model_config = read_model_config(values_of(config, architecture))
         ours = set(attention_backends()) <= set(our_backends())
         attention = SglangRadixAttention if ours else FrameworkAttention
         self.runtime = build_runtime(

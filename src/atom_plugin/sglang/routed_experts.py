@@ -19,6 +19,7 @@ from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from sglang.srt.utils import common
 
 from atom_core.config import ModelConfig
+from atom_core.models.read_config import read_model_config
 from atom_core.runtime import RoutedExperts
 from atom_plugin.sglang.checkpoint_config import values_of
 
@@ -77,7 +78,7 @@ def expert_location(hf_config: Any) -> ModelConfigForExpertLocation | None:
     """What SGLang counts experts by; None: it does not, and they stay on the ranks that they are loaded on."""
     if get_exec().moe.expert_distribution_recorder_mode is None:
         return None
-    config = ModelConfig.from_hf(values_of(hf_config))
+    config = read_model_config(values_of(hf_config))
     count = next((layer.moe.routing.num_experts for layer in config.layers if layer.moe is not None), None)
     return None if count is None else ModelConfigForExpertLocation(config.num_layers, count)
 

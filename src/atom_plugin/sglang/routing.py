@@ -18,11 +18,11 @@ from sglang.srt.arg_groups.model_override_base import attention_backends_of, mod
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.environ import envs
 
-from atom_core.config import ModelConfig
 from atom_core.kernels.select import Target
+from atom_core.loading import check_files
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import supported_architectures
 from atom_core.quant import QuantConfig
-from atom_core.standalone import check_files
 from atom_plugin.common.flags import refusals
 from atom_plugin.common.hub import folder_to_check
 from atom_plugin.common.kernels import chosen_kernels
@@ -80,7 +80,7 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
             "(--enable-dp-attention) cannot be: SGLang's backend takes no padded batches. Leave it out for "
             f"{BACKEND!r}, or name another."
         )
-    if ModelConfig.from_hf(values_of(hf_config)).latent is not None:
+    if read_model_config(values_of(hf_config)).latent is not None:
         _refuse_with_latents("" if unnamed else str(decode))
         check_own_layers(view, hf_config, quant)
     check_drafts(view, BACKEND if unnamed else str(decode), architecture)
@@ -184,7 +184,7 @@ def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> QuantConfi
         The quantisation.
     """
     quant = quantization_of(hf_config, view.quantization)
-    config = ModelConfig.from_hf(values_of(hf_config))
+    config = read_model_config(values_of(hf_config))
     check_routed_experts(view, config)
     if view.attn_dp_size > 1 and not config.has_mixtures:
         raise ValueError(

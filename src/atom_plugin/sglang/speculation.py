@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from atom_core.loading import check_files
 from atom_core.models.registry import DRAFTS, load_draft_class
 from atom_core.quant import QuantConfig
-from atom_core.standalone import check_files
 from atom_plugin.common.hub import SHARDED_STATE, folder_to_check
 from atom_plugin.sglang import BACKEND, our_backends
 from atom_plugin.sglang.checkpoint_config import values_of

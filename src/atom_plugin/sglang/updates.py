@@ -19,8 +19,8 @@ from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.runtime_context import get_server_args
 from torch import nn
 
+from atom_core.loading import check_update, weights_of
 from atom_core.runtime import Runtime
-from atom_core.standalone import check_update, weights_of
 from atom_core.updates import ModelWeights
 from atom_core.weights import unread_layers
 from atom_plugin.common.held_model import HoldsModel

@@ -13,8 +13,8 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.sequence import IntermediateTensors
 
-from atom_core.config import ModelConfig
 from atom_core.models.decoder import Carried, DecoderForCausalLM
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_plugin.common.hub import SHARDED_STATE
 from atom_plugin.common.report import startup_table
@@ -51,7 +51,7 @@ class AtomForCausalLM(HeldWeights):
         settings = load_settings()
         self.config = model_config.hf_config
         architecture = type(self).__name__.removeprefix("Atom")
-        config = ModelConfig.from_hf(values_of(model_config, architecture))
+        config = read_model_config(values_of(model_config, architecture))
         attention = FrameworkAttention if settings.disable_vllm_attention else VllmPagedAttention
         self.routed_experts = routing_sources(vllm_config, config)
         self.runtime = build_runtime(

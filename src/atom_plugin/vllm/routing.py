@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from atom_core.config import ModelConfig as CoreConfig
+from atom_core.loading import check_files
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import (
     DRAFTS,
     MODELS,
@@ -25,7 +27,6 @@ from atom_core.models.registry import (
     supported_architectures,
     unsupported_architecture,
 )
-from atom_core.standalone import check_files
 from atom_plugin.common.flags import Refused
 from atom_plugin.common.hub import SHARDED_STATE, folder_to_check
 from atom_plugin.common.settings import PREFIX, Settings, load_settings
@@ -185,7 +186,7 @@ def _check_checkpoint(vllm_config: VllmConfig, architecture: str) -> None:
     """
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     quant = quantization_of(model_config)
-    config = CoreConfig.from_hf(values_of(model_config, architecture))
+    config = read_model_config(values_of(model_config, architecture))
     if config.latent is not None:
         _check_latents(vllm_config)
     load = vllm_config.load_config

@@ -20,8 +20,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import ShardedStateLoader
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from atom_core.loading import check_update, weights_of
 from atom_core.runtime import Runtime
-from atom_core.standalone import check_update, weights_of
 from atom_core.weights import unread_layers
 from atom_plugin.common.held_model import HoldsModel
 from atom_plugin.common.hub import cached_folder, patterns, whole_folder

@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from atom_core.config import ModelConfig as CoreConfig
+from atom_core.models.read_config import read_model_config
 from atom_plugin import NEWEST
 from atom_plugin.common.flags import listed, refusals
 from atom_plugin.common.settings import Settings
@@ -155,7 +155,7 @@ def test_variables_of_amds_are_looked_at_on_its_gpus_alone(monkeypatch, platform
 def test_a_window_that_is_switched_off_is_none_of_ours():
     model = str(CHECKPOINTS / "mistral")
     windows = [
-        {layer.window for layer in CoreConfig.from_hf(values_of(config, "MistralForCausalLM")).layers}
+        {layer.window for layer in read_model_config(values_of(config, "MistralForCausalLM")).layers}
         for config in (ModelConfig(model), ModelConfig(model, disable_sliding_window=True))
     ]
     assert None not in windows[0]

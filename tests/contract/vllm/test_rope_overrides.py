@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from atom_core.config import ModelConfig
+from atom_core.models.read_config import read_model_config
 from atom_plugin.vllm.checkpoint_config import values_of
 from tests.integration.questions import checkpoint
 
@@ -27,5 +27,5 @@ def test_the_base_is_the_checkpoints_own(tmp_path, family, key):
     Path(tmp_path, "config.json").write_text(json.dumps(file))
     config = EngineArgs(str(tmp_path), hf_overrides={key: dict(YARN)}, model_impl="atom").create_engine_config()
     (architecture,) = file["architectures"]
-    rope = ModelConfig.from_hf(values_of(config.model_config, architecture)).rope
+    rope = read_model_config(values_of(config.model_config, architecture)).rope
     assert (rope.rope_type, rope.theta, rope.original_max_position) == ("yarn", 777000.0, 128)

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
     bind_routed_experts_capturer,
 )
 
-from atom_core.config import ModelConfig
+from atom_core.models.read_config import read_model_config
 from atom_plugin.vllm import attention, routing
 from atom_plugin.vllm.routed_experts import RoutingSources, returns_routed_experts
 from tests.unit.core.hugging_face import make_config
@@ -25,7 +25,7 @@ TOKENS, TOP_K = 5, 2
 
 def mixture():
     """Three layers, of which the second is none."""
-    return ModelConfig.from_hf(make_config(FAMILY, mlp_only_layers=[1]))
+    return read_model_config(make_config(FAMILY, mlp_only_layers=[1]))
 
 
 def test_each_layers_experts_are_written_to_its_place(monkeypatch):

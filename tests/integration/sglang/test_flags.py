@@ -136,11 +136,11 @@ def test_a_model_without_our_entry_point_says_so_once(registered, said, monkeypa
 def test_overrides_of_the_configuration_are_what_our_models_read():
     from sglang.srt.configs.model_config import ModelConfig as Config
 
-    from atom_core.config import ModelConfig
+    from atom_core.models.read_config import read_model_config
     from atom_plugin.sglang.checkpoint_config import values_of
 
     config = Config(checkpoint("qwen3"), model_override_args='{"rms_norm_eps": 0.25}', context_length=64).hf_config
-    assert ModelConfig.from_hf(values_of(config)).rms_norm_eps == 0.25
+    assert read_model_config(values_of(config)).rms_norm_eps == 0.25
     assert config.context_len == 64
 
 

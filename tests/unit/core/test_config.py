@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig
 
-from atom_core.config import LayerConfig, ModelConfig
+from atom_core.config import LayerConfig
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import supported_architectures
 from tests.unit.core.hugging_face import FAMILIES, make_config
 
@@ -23,7 +24,7 @@ def values_of(model_type="llama", **settings):
 @every_family
 def test_a_parsed_file_and_a_configuration_object_read_alike(family):
     config = make_config(family)
-    assert ModelConfig.from_hf(config) == ModelConfig.from_hf(config.to_dict())
+    assert read_model_config(config) == read_model_config(config.to_dict())
 
 
 @every_family
@@ -49,17 +50,17 @@ def test_a_missing_key_means_what_hugging_faces_class_takes_it_for(family, key):
     values = make_config(family, num_hidden_layers=30, **windowed)
     values = {name: value for name, value in values.to_dict().items() if name not in (key, "layer_types")}
     theirs = AutoConfig.for_model(**values)
-    assert ModelConfig.from_hf(values) == ModelConfig.from_hf(theirs.to_dict())
+    assert read_model_config(values) == read_model_config(theirs.to_dict())
 
 
 def test_null_means_missing_where_hugging_faces_class_takes_null():
     values = values_of()
-    expected = ModelConfig.from_hf(values_of(num_key_value_heads=4))
-    assert ModelConfig.from_hf({**values, "num_key_value_heads": None}) == expected
+    expected = read_model_config(values_of(num_key_value_heads=4))
+    assert read_model_config({**values, "num_key_value_heads": None}) == expected
 
 
 def test_qwen_windows_begin_at_max_window_layers():
-    config = ModelConfig.from_hf(
+    config = read_model_config(
         values_of("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2, layer_types=None)
     )
     assert config.layers == (LayerConfig(None), LayerConfig(None), LayerConfig(8))
@@ -68,7 +69,7 @@ def test_qwen_windows_begin_at_max_window_layers():
 def test_an_unsupported_architecture_is_told_the_supported_ones():
     supported = ", ".join(supported_architectures())
     with pytest.raises(ValueError, match=f"'BertModel' is not supported; supported: {supported}"):
-        ModelConfig.from_hf(values_of(architectures=["BertModel"]))
+        read_model_config(values_of(architectures=["BertModel"]))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_an_unsupported_architecture_is_told_the_supported_ones():
 )
 def test_impossible_values_are_errors_that_name_them(settings, message):
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_hf(values_of(**settings))
+        read_model_config(values_of(**settings))
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
@@ -110,11 +111,11 @@ def test_impossible_values_are_errors_that_name_them(settings, message):
 )
 def test_impossible_layer_types_are_errors_that_name_them(model_type, settings, message):
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_hf(values_of(model_type, **settings))
+        read_model_config(values_of(model_type, **settings))
 
 
 @pytest.mark.parametrize("window", [0, -1, "wide"])
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
 def test_a_window_is_a_positive_number_of_tokens(model_type, window):
     with pytest.raises(ValueError, match=f"sliding_window={window!r}; a positive integer is needed"):
-        ModelConfig.from_hf(values_of(model_type, use_sliding_window=True, sliding_window=window))
+        read_model_config(values_of(model_type, use_sliding_window=True, sliding_window=window))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from atom_core.config import ModelConfig
 from atom_core.hf_keys import HARMLESS, meaningful
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import MODELS, load_model_class
 from tests.unit.core.hugging_face import FAMILIES, make_config
 
@@ -59,7 +59,7 @@ def test_all_keys_of_the_installed_classes_are_known():
 )
 def test_a_key_that_means_something_elsewhere_is_refused_by_name(family, key, value):
     with pytest.raises(ValueError, match=rf"^The model's config has {key}=.*, to which {family.architecture} gives"):
-        ModelConfig.from_hf(values_of(family, **{key: value}))
+        read_model_config(values_of(family, **{key: value}))
 
 
 @every_family
@@ -76,12 +76,12 @@ def test_what_asks_for_nothing_is_taken(family):
         "unsloth_version": "2024.9",
         "task_specific_params": {"a": 1},
     }
-    assert ModelConfig.from_hf(values_of(family, **nothing)) == ModelConfig.from_hf(values_of(family))
+    assert read_model_config(values_of(family, **nothing)) == read_model_config(values_of(family))
 
 
 def test_what_nobody_knows_is_one_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="atom_core"):
-        ModelConfig.from_hf(values_of(FAMILIES[0], my_tools_note="x", another_note=[1]))
+        read_model_config(values_of(FAMILIES[0], my_tools_note="x", another_note=[1]))
     (record,) = caplog.records
     assert record.getMessage() == (
         "Keys of config.json that no model reads are left aside: another_note=[1], my_tools_note='x'"
@@ -120,7 +120,7 @@ def test_two_names_of_different_models_are_refused(architecture, model_type):
     with pytest.raises(
         ValueError, match=rf"architectures=\['{architecture}'\] and model_type='{model_type}', which are"
     ):
-        ModelConfig.from_hf(
+        read_model_config(
             {
                 "vocab_size": 8,
                 "hidden_size": 8,
@@ -151,5 +151,5 @@ def test_two_names_of_different_models_are_refused(architecture, model_type):
 )
 def test_values_of_another_type_are_one_line(settings, message):
     with pytest.raises(ValueError, match=message) as error:
-        ModelConfig.from_hf(values_of(FAMILIES[0], **settings))
+        read_model_config(values_of(FAMILIES[0], **settings))
     assert "\n" not in str(error.value)

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from atom_core.config import ModelConfig
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import supported_architectures
 from atom_core.quant import QuantConfig, read_quantization
 from atom_core.rope import inverse_frequencies
@@ -42,7 +43,7 @@ serving = pytest.mark.parametrize("entry", SERVE, ids=name_of)
 
 def read(config: dict[str, Any]) -> tuple[ModelConfig, QuantConfig]:
     """All that is read of a parsed ``config.json``."""
-    return ModelConfig.from_hf(config), read_quantization(config)
+    return read_model_config(config), read_quantization(config)
 
 
 def theirs_of(config: dict[str, Any]) -> Any:
@@ -78,7 +79,7 @@ def test_what_does_not_serve_is_refused(entry):
 
 @serving
 def test_sizes_are_transformers_own(entry):
-    ours, theirs = ModelConfig.from_hf(entry["config"]), theirs_of(entry["config"])
+    ours, theirs = read_model_config(entry["config"]), theirs_of(entry["config"])
     found = {
         "vocab_size": ours.vocab_size,
         "hidden_size": ours.hidden_size,
@@ -102,7 +103,7 @@ def test_sizes_are_transformers_own(entry):
 
 @serving
 def test_rotations_are_transformers_own(entry):
-    ours, theirs = ModelConfig.from_hf(entry["config"]), theirs_of(entry["config"])
+    ours, theirs = read_model_config(entry["config"]), theirs_of(entry["config"])
     parameters = theirs.rope_parameters
     assert (ours.rope.rope_type, ours.rope.theta) == (parameters["rope_type"], parameters["rope_theta"])
     if ours.rope.rope_type == "default":
@@ -114,7 +115,7 @@ def test_rotations_are_transformers_own(entry):
 
 @serving
 def test_windows_are_transformers_own(entry):
-    ours, theirs = ModelConfig.from_hf(entry["config"]), theirs_of(entry["config"])
+    ours, theirs = read_model_config(entry["config"]), theirs_of(entry["config"])
     window = getattr(theirs, "sliding_window", None)
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     assert [layer.window for layer in ours.layers] == [
@@ -124,7 +125,7 @@ def test_windows_are_transformers_own(entry):
 
 @serving
 def test_experts_are_transformers_own(entry):
-    ours, theirs = ModelConfig.from_hf(entry["config"]), theirs_of(entry["config"])
+    ours, theirs = read_model_config(entry["config"]), theirs_of(entry["config"])
     experts = next(
         (getattr(theirs, key) for key in ("n_routed_experts", "num_local_experts") if hasattr(theirs, key)), None
     )

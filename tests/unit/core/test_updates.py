@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from atom_core.checkpoint import Checkpoint
 from atom_core.kernels.select import Target
 from atom_core.layers.parameters import ParameterLayer
+from atom_core.loading import lay_out, update_from
 from atom_core.runtime import SingleRank
-from atom_core.standalone import Runner, lay_out, update_from
+from atom_core.standalone import Runner
 from atom_core.updates import IncompleteWeights, ModelWeights
 from tests.aiter_fake import fake_aiter
 from tests.unit.core.hugging_face import make_config, random_tokens

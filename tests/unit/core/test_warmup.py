@@ -11,6 +11,7 @@ import torch
 
 from atom_core.checkpoint import read_config_json
 from atom_core.config import ModelConfig
+from atom_core.models.read_config import read_model_config
 from atom_core.runtime import PipelineStage
 from atom_core.standalone import Step, build_runtime, page_pools, random_model
 from atom_core.warmup import Batch, batches_to_serve, metadata_of, run_batch
@@ -130,7 +131,7 @@ def test_a_later_stage_runs_on_what_an_earlier_one_carries(config):
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
     """A small model."""
-    return ModelConfig.from_hf(read_config_json(CHECKPOINT))
+    return read_model_config(read_config_json(CHECKPOINT))
 
 
 @pytest.fixture(scope="module")
@@ -139,4 +140,4 @@ def latents() -> ModelConfig:
     sizes = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
     names = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "q_lora_rank": None}
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 6, "max_window_layers": None}
-    return ModelConfig.from_hf({**read_config_json(CHECKPOINT), **sizes, **names, **experts})
+    return read_model_config({**read_config_json(CHECKPOINT), **sizes, **names, **experts})

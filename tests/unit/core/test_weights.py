@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from atom_core.checkpoint import Checkpoint, read_config_json
-from atom_core.config import ModelConfig
+from atom_core.loading import check_files, update_from
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.runtime import PipelineStage
-from atom_core.standalone import Runner, build_runtime, check_files, update_from
+from atom_core.standalone import Runner, build_runtime
 from atom_core.weights import check_checkpoint, load_weights
 from tests.unit.core.hugging_face import (
     FAMILIES,
@@ -42,7 +43,7 @@ def directory(tmp_path):
 
 
 def empty_model(directory, stage=WHOLE):
-    config = ModelConfig.from_hf(read_config_json(directory))
+    config = read_model_config(read_config_json(directory))
     runtime = replace(build_runtime(torch.device("cpu"), torch.float32, 16), pipeline=stage)
     return load_model_class(config.architecture)(config, runtime)
 
@@ -161,7 +162,7 @@ def test_a_pipeline_stage_ignores_other_stages_tensors_but_not_strangers(directo
 
 
 def test_a_checkpoint_is_checked_without_memory_for_its_tensors(directory):
-    config = ModelConfig.from_hf(make_config(QWEN3))
+    config = read_model_config(make_config(QWEN3))
     check_files(config, directory)
     check_files(config, directory, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="tensor parallel size 3 does not divide num_attention_heads=4; use one of"):

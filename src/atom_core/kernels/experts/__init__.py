@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.experts.mkldnn import MkldnnExperts
 from atom_core.kernels.experts.reference import ReferenceExperts
@@ -22,6 +21,7 @@ from atom_core.kernels.linear.mkldnn import why_no_packing
 from atom_core.kernels.linear.widened import why_not_widened, widened_linear
 from atom_core.kernels.select import Implementation, Op, Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton
+from atom_core.types import Activation
 
 
 @dataclass(frozen=True)

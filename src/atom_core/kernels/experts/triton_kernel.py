@@ -6,7 +6,6 @@ from typing import cast
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS, few_tokens, one_token
 from atom_core.kernels.experts.grouped import Held, many_tokens
@@ -15,6 +14,7 @@ from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.tiles import on_hopper
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.opaque import opaque
+from atom_core.types import Activation
 
 
 class TritonExperts:

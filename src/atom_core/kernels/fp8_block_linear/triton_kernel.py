@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.fp8_block_linear import cublas
 from atom_core.kernels.fp8_block_linear.few_rows import multiply_few_rows
 from atom_core.kernels.fp8_block_linear.many_rows import multiply_many_rows
@@ -25,6 +24,7 @@ from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 from atom_core.quant.fp8 import BLOCK_SIZE
+from atom_core.types import Activation
 
 
 class TritonFp8BlockLinear:

@@ -16,12 +16,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.fp8_experts.reference import ReferenceFp8Experts
 from atom_core.kernels.fp8_linear.scaled_mm import why_no_fp8
 from atom_core.kernels.select import Implementation, Op, Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton
+from atom_core.types import Activation
 
 
 @dataclass(frozen=True)

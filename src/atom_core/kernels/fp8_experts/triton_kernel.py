@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
 from atom_core.kernels.experts.grouped import ROOM, Held, block_rows, combine, sort_by_expert
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
@@ -24,6 +23,7 @@ from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 from atom_core.quant.fp8 import BLOCK_SIZE
+from atom_core.types import Activation
 
 if why_no_gluon() is None:
     from atom_core.kernels.fp8_experts.hopper import multiply_few_pairs, room_to_leave, takes

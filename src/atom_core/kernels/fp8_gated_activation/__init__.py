@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.aiter_library import why_no_aiter, why_not_fused
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_rms_norm import LONGEST
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_no_triton
 from atom_core.kernels.triton_support import why_not_fused as why_not_fused_by_triton
+from atom_core.types import Activation
 
 #: The longest row that is given to aiter's Triton kernel, which has a whole row in registers.
 _LONGEST = 32768

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.aiter_library import aiter_function, require
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, room
 from atom_core.kernels.opaque import opaque
+from atom_core.types import Activation
 
 if TYPE_CHECKING:
     from atom_core.kernels.fp8_gated_activation import Fp8GatedActivationKernel

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear.quantize import Made
 from atom_core.kernels.fp8_rms_norm.triton_kernel import quantized
+from atom_core.types import Activation
 
 
 class TritonFp8GatedActivation:

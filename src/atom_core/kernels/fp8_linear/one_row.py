@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.config import Activation
 from atom_core.kernels.fp8_linear.quantize import unit_of
 from atom_core.kernels.fp8_linear.words import first_row, row_sums_of_words, scales_of_groups
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
@@ -14,6 +13,7 @@ from atom_core.kernels.linear.parts import fetch_ahead, finish, weight_rows
 from atom_core.kernels.linear.tiles import Tile
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
+from atom_core.types import Activation
 
 
 @triton.jit

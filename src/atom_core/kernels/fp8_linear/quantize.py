@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.config import Activation
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS, gated
 from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
+from atom_core.types import Activation
 
 
 def unit_of(dtype: torch.dtype) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear.one_row import multiply_row, tile_for
 from atom_core.kernels.fp8_linear.quantize import Made, quantize
@@ -19,6 +18,7 @@ from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
 from atom_core.kernels.linear.triton_kernel import Norm, product
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
+from atom_core.types import Activation
 
 
 class TritonFp8Linear:

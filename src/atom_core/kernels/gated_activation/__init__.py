@@ -14,11 +14,11 @@ from functools import partial
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.gated_activation.reference import gated_activation
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_no_triton
+from atom_core.types import Activation
 
 
 @dataclass(frozen=True)

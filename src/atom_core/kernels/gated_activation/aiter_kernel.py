@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.aiter_library import aiter_function, require
 from atom_core.kernels.opaque import opaque
+from atom_core.types import Activation
 
 if TYPE_CHECKING:
     from atom_core.kernels.gated_activation import GatedActivationKernel

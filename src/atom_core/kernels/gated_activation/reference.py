@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from atom_core.config import SWIGLU_LIMIT, SWIGLU_STEEPNESS, Activation
+from atom_core.types import SWIGLU_LIMIT, SWIGLU_STEEPNESS, Activation
 
 
 def gated_activation(x: torch.Tensor, activation: Activation) -> torch.Tensor:

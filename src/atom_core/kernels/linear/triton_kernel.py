@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from atom_core.config import Activation
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.few_rows import FETCHED, LINE, few_rows
 from atom_core.kernels.linear.one_row import one_row, one_row_ring
@@ -22,6 +21,7 @@ from atom_core.kernels.linear.reference import linear as by_torch
 from atom_core.kernels.linear.tiles import MAX_ROWS, MOST_ROWS, Tile, chosen_tile, why_no_gluon
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
+from atom_core.types import Activation
 
 _KERNELS = {"row": one_row, "ring": one_row_ring, "rows": few_rows}
 if why_no_gluon() is None:

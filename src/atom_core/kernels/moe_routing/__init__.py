@@ -22,11 +22,11 @@ from functools import partial
 
 import torch
 
-from atom_core.config import RoutingConfig
 from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.moe_routing.reference import route
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_no_triton
+from atom_core.types import RoutingConfig
 
 #: Experts that one program of the Triton kernel looks at.
 _MAX_EXPERTS = 1024

@@ -14,8 +14,8 @@ from atom_core.kernels.aiter_library import aiter_function, require
 from atom_core.kernels.opaque import opaque
 
 if TYPE_CHECKING:
-    from atom_core.config import RoutingConfig
     from atom_core.kernels.moe_routing import RoutingKernel
+    from atom_core.types import RoutingConfig
 
 Routed = tuple[torch.Tensor, torch.Tensor]
 

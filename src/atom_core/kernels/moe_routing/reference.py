@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from atom_core.config import RoutingConfig
+    from atom_core.types import RoutingConfig
 
 
 def route(

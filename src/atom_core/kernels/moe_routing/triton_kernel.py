@@ -13,7 +13,7 @@ from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 
 if TYPE_CHECKING:
-    from atom_core.config import RoutingConfig
+    from atom_core.types import RoutingConfig
 
 
 #: What a chosen expert's score becomes: less than the bits of any.

@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.config import Activation
 from atom_core.kernels.experts.grouped import Held, block_rows, combine, finish_block, sort_by_expert
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.kept import KEPT
@@ -30,6 +29,7 @@ from atom_core.kernels.mxfp4_linear.parts import number, scale_of
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 from atom_core.quant.mxfp4 import GROUP
+from atom_core.types import Activation
 
 if TYPE_CHECKING:
     from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec

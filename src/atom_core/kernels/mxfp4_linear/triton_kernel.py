@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.linear.tiles import MAX_ROWS
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_linear.few_rows import multiply_few_rows
 from atom_core.kernels.mxfp4_linear.inputs import prepare
 from atom_core.kernels.mxfp4_linear.many_rows import multiply_many_rows
 from atom_core.kernels.opaque import opaque
+from atom_core.types import Activation
 
 
 class TritonMxfp4Linear:

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.linear import LINEAR
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_not_fused
+from atom_core.types import Activation
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.fp8_block_linear import triton_kernel as in_blocks
 from atom_core.kernels.fp8_linear.triton_kernel import multiply_few
 from atom_core.kernels.gated_activation.triton_kernel import gated_activation
@@ -13,6 +12,7 @@ from atom_core.kernels.linear.triton_kernel import Norm, many_rows, product
 from atom_core.kernels.mxfp4_linear import triton_kernel as in_mxfp4
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.rms_norm.triton_kernel import rms_norm
+from atom_core.types import Activation
 
 
 class TritonNormedLinear:

@@ -7,7 +7,6 @@ from typing import get_args
 import pytest
 import torch
 
-from atom_core.config import Activation
 from atom_core.kernels.fp8_gated_activation import triton_kernel as activation_kernel
 from atom_core.kernels.fp8_inputs import InputForm
 from atom_core.kernels.fp8_linear.quantize import AS_IT_IS
@@ -23,6 +22,7 @@ from atom_core.layers.norm import RMSNorm, Stream
 from atom_core.layers.normed_linear import NormedLinear
 from atom_core.quant.fp8 import Fp8Config
 from atom_core.standalone import build_runtime
+from atom_core.types import Activation
 from tests.unit.core.fp8_checkpoints import quantize, quantize_blocks
 
 HIDDEN, MIDDLE, EPS = 128, 256, 1e-5

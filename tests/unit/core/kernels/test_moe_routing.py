@@ -14,11 +14,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from atom_core.config import RoutingConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.moe_routing.reference import route
 from atom_core.kernels.select import Target
+from atom_core.types import RoutingConfig
 
 CPU = Target("cpu", "x86_64")
 HIDDEN, EXPERTS = 16, 24

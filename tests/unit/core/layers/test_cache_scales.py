@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atom_core.checkpoint import Checkpoint
-from atom_core.config import ModelConfig
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.layers.cache_scales import SCALE_NAMES
+from atom_core.loading import check_files
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.runtime import PipelineStage
-from atom_core.standalone import Runner, build_runtime, check_files
+from atom_core.standalone import Runner, build_runtime
 from atom_core.weights import cache_scales, load_weights
 from tests.unit.core.hugging_face import FAMILIES, distance, logits, make_config, make_model, random_tokens
 
@@ -80,7 +81,7 @@ def test_e4m3fnuz_has_twice_the_scale_and_one_where_there_is_none(directory):
 def test_a_cache_that_is_not_fp8_has_no_scales(directory):
     before = Runner(directory).logits(TOKENS)
     add(directory, {"k_scale": torch.ones(2, 3), "v_scale": -1.0})
-    check_files(ModelConfig.from_hf(CONFIG), directory)
+    check_files(read_model_config(CONFIG), directory)
     runner = Runner(directory)
     for scales in cache_scales(runner.model).values():
         scales.adopt_one(float("nan"), "somebody")
@@ -115,7 +116,7 @@ def test_a_pipeline_stage_leaves_other_stages_scales_alone(directory):
     add(directory, {"k_scale": -1.0}, layer=2)
     add(directory, {"k_scale": 0.5}, layer=0)
     runtime = build_runtime(torch.device("cpu"), torch.float32, 16, cache_dtype=E4M3)
-    config = ModelConfig.from_hf(CONFIG)
+    config = read_model_config(CONFIG)
     model = load_model_class(config.architecture)(config, replace(runtime, pipeline=PipelineStage(0, 1)))
     load_weights(model, Checkpoint.open(directory).load())
     assert model.model.layers[0].self_attn.attn.k_scale == 0.5

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from atom_core.checkpoint import Checkpoint, config_of
-from atom_core.config import ModelConfig
 from atom_core.layers.embedding import LMHead
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.runtime import SingleRank
 from atom_core.standalone import build_runtime, finalize
@@ -22,7 +22,7 @@ ONE = SingleRank()
 
 
 def model_of(folder, dtype, head_dtype, group=ONE, kernels=None):
-    config = ModelConfig.from_hf(config_of(folder))
+    config = read_model_config(config_of(folder))
     runtime = build_runtime(torch.device("cpu"), dtype, 16, kernels)
     runtime = replace(runtime, head_dtype=head_dtype, tensor_parallel=group)
     model = load_model_class(config.architecture)(config, runtime)

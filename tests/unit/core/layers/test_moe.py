@@ -8,12 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-from atom_core.config import MoEConfig, RoutingConfig
+from atom_core.config import MoEConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Implementation, Target, always
 from atom_core.layers.moe import MoE
 from atom_core.layers.norm import RMSNorm, Stream
 from atom_core.standalone import build_runtime
+from atom_core.types import RoutingConfig
 
 HIDDEN, SIZE = 48, 24
 PLAIN = MoEConfig(RoutingConfig(6, 3, "softmax", renormalize=True), SIZE)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atom_core.config import ModelConfig
+from atom_core.loading import check_files
+from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
-from atom_core.standalone import Runner, check_files
+from atom_core.standalone import Runner
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, make_fp8, make_plain, widen
 from tests.unit.core.hugging_face import FAMILIES, LOGITS_TOLERANCE, distance, make_config, make_model, random_tokens
 from tests.unit.core.ranks import tensor_parallel_logits
@@ -97,7 +98,7 @@ def test_decoding_goes_on_as_the_prompt_began(tmp_path):
 
 def check(folder: Path, tensor_parallel_size: int) -> None:
     hf = json.loads((folder / "config.json").read_text())
-    check_files(ModelConfig.from_hf(hf), folder, tensor_parallel_size, read_quantization(hf))
+    check_files(read_model_config(hf), folder, tensor_parallel_size, read_quantization(hf))
 
 
 def test_ranks_that_would_cut_a_block_are_refused_before_anything_is_loaded(tmp_path):

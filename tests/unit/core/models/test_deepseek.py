@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atom_core.config import ModelConfig
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
-from atom_core.standalone import Runner, check_files
+from atom_core.loading import check_files
+from atom_core.models.read_config import read_model_config
+from atom_core.standalone import Runner
 from benchmarks import CHECKPOINTS
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8, make_plain
 from tests.unit.core.hugging_face import (
@@ -252,28 +253,28 @@ def test_keys_that_a_configuration_lacks_are_what_hugging_face_takes_them_for():
     lacking = dict.fromkeys(
         ("topk_method", "norm_topk_prob", "n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers"), ...
     )
-    second, third = (ModelConfig.from_hf(old_form(values_of(family, **lacking))) for family in (V2, V3))
+    second, third = (read_model_config(old_form(values_of(family, **lacking))) for family in (V2, V3))
     assert [layer.moe is None for layer in second.layers] == [False] * 3
     assert [layer.moe is None for layer in third.layers] == [True] * 3
     moe = second.layers[0].moe
     assert (moe.routing.scoring, moe.routing.num_groups, moe.routing.renormalize) == ("softmax", 1, False)
     assert (moe.shared_size, second.draft_layers, third.draft_layers) == (80, 0, 1)
-    routing = ModelConfig.from_hf(values_of(V3, topk_method=...)).layers[1].moe.routing
+    routing = read_model_config(values_of(V3, topk_method=...)).layers[1].moe.routing
     assert (routing.scoring, routing.correction, routing.group_score) == ("sigmoid", True, "two largest")
 
 
 def test_queries_are_compressed_unless_a_configuration_says_null():
-    assert ModelConfig.from_hf(values_of(V3, q_lora_rank=...)).latent.query_rank == 1536
-    assert ModelConfig.from_hf(values_of(V3, q_lora_rank=None)).latent.query_rank is None
+    assert read_model_config(values_of(V3, q_lora_rank=...)).latent.query_rank == 1536
+    assert read_model_config(values_of(V3, q_lora_rank=None)).latent.query_rank is None
 
 
 def test_some_layers_may_have_no_mixture():
-    config = ModelConfig.from_hf(values_of(V2, moe_layer_freq=2, first_k_dense_replace=0))
+    config = read_model_config(values_of(V2, moe_layer_freq=2, first_k_dense_replace=0))
     assert [layer.moe is None for layer in config.layers] == [False, True, False]
 
 
 def test_a_token_takes_a_latent_and_a_rotated_key_of_the_cache():
-    config = ModelConfig.from_hf(values_of(V3))
+    config = read_model_config(values_of(V3))
     assert (config.cached_numbers, config.head_dim) == (32, 20)
 
 
@@ -295,9 +296,9 @@ def test_a_token_takes_a_latent_and_a_rotated_key_of_the_cache():
 )
 def test_impossible_configurations_are_refused(family, settings, says):
     with pytest.raises(ValueError, match=says):
-        ModelConfig.from_hf(values_of(family, **settings))
+        read_model_config(values_of(family, **settings))
 
 
 def test_ranks_that_cannot_share_the_heads_are_refused():
     with pytest.raises(ValueError, match="tensor parallel size 3 does not divide num_attention_heads=4"):
-        check_files(ModelConfig.from_hf(values_of(V3)), None, tensor_parallel_size=3)
+        check_files(read_model_config(values_of(V3)), None, tensor_parallel_size=3)

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atom_core.checkpoint import Checkpoint, read_config_json
-from atom_core.config import ModelConfig
+from atom_core.loading import check_files
 from atom_core.models.deepseek_mtp import DeepseekV3Draft
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_draft_class
 from atom_core.quant import read_quantization
-from atom_core.standalone import Runner, Step, build_runtime, check_files, finalize, page_pools, plan
+from atom_core.standalone import Runner, Step, build_runtime, finalize, page_pools, plan
 from atom_core.weights import load_weights
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8, make_plain
 from tests.unit.core.hugging_face import (
@@ -215,6 +216,6 @@ def test_a_checkpoint_without_such_layers_is_refused(tmp_path):
 
 def test_the_target_has_as_many_layers_as_it_says(tmp_path):
     reference = make_mtp(tmp_path, make_config(V3))
-    config = ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text()))
+    config = read_model_config(json.loads((tmp_path / "config.json").read_text()))
     assert (config.num_layers, config.draft_layers) == (NUM_LAYERS, 1)
     assert distance(Runner(tmp_path).logits(TOKENS), reference.logits(reference.hidden(TOKENS))) <= CLOSE

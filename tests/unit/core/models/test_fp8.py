@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from atom_core.loading import check_files
+from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
-from atom_core.standalone import Runner, check_files
+from atom_core.standalone import Runner
 from tests.unit.core.fp8_checkpoints import FORMATS, make_fp8, make_plain
 from tests.unit.core.hugging_face import FAMILIES, LOGITS_TOLERANCE, distance, make_config, make_model, random_tokens
 from tests.unit.core.ranks import tensor_parallel_logits
@@ -157,8 +159,7 @@ def test_a_config_that_says_fp8_of_other_weights_is_refused_before_anything_is_l
 
 def test_headers_are_checked_with_the_quantisation(tmp_path):
     from atom_core.checkpoint import read_config_json
-    from atom_core.config import ModelConfig
 
     make_fp8(source_of(tmp_path), tmp_path / "fp8", DYNAMIC)
     hf = read_config_json(tmp_path / "fp8")
-    check_files(ModelConfig.from_hf(hf), tmp_path / "fp8", 2, read_quantization(hf))
+    check_files(read_model_config(hf), tmp_path / "fp8", 2, read_quantization(hf))

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atom_core.config import ModelConfig
 from atom_core.kernels.experts.reference import ReferenceExperts
+from atom_core.loading import check_files
+from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
-from atom_core.standalone import Runner, check_files
+from atom_core.standalone import Runner
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, Format, make_fp8, make_plain, widen
 from tests.unit.core.hugging_face import LOGITS_TOLERANCE, Family, distance, make_config, make_model, random_tokens
 from tests.unit.core.ranks import build, on_ranks, tensor_parallel_logits
@@ -166,7 +167,7 @@ def test_an_unquantised_mixture_can_be_quantised_while_it_is_loaded(tmp_path, fa
 
 def check(folder: Path, tensor_parallel_size: int, expert_parallel: bool) -> None:
     hf = json.loads((folder / "config.json").read_text())
-    check_files(ModelConfig.from_hf(hf), folder, tensor_parallel_size, read_quantization(hf), expert_parallel)
+    check_files(read_model_config(hf), folder, tensor_parallel_size, read_quantization(hf), expert_parallel)
 
 
 def test_ranks_that_would_cut_a_block_are_refused_and_may_share_out_whole_experts(tmp_path):

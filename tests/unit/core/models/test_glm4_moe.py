@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atom_core.config import ModelConfig
-from atom_core.standalone import Runner, check_files
+from atom_core.loading import check_files
+from atom_core.models.read_config import read_model_config
+from atom_core.standalone import Runner
 from tests.unit.core.hugging_face import (
     LOGITS_TOLERANCE,
     MAX_POSITION,
@@ -137,7 +138,7 @@ def test_a_missing_correction_is_named(tmp_path):
 def test_keys_that_a_configuration_lacks_are_what_hugging_face_takes_them_for():
     lacking = ("partial_rotary_factor", "rms_norm_eps", "n_group", "topk_group", "n_shared_experts", "norm_topk_prob")
     values = old_form({**make_config(FAMILY).to_dict(), "architectures": [NAME]})
-    config = ModelConfig.from_hf({key: value for key, value in values.items() if key not in lacking})
+    config = read_model_config({key: value for key, value in values.items() if key not in lacking})
     found = config.layers[1].moe
     assert (config.rope.rotary_dim, config.rms_norm_eps, config.draft_layers) == (10, 1e-5, 1)
     assert (found.routing.num_groups, found.routing.top_groups, found.shared_size) == (1, 1, 40)
@@ -160,12 +161,12 @@ def test_keys_that_a_configuration_lacks_are_what_hugging_face_takes_them_for():
 def test_impossible_configurations_are_refused(settings, says):
     values = {**make_config(FAMILY).to_dict(), "architectures": [NAME], **settings}
     with pytest.raises(ValueError, match=says):
-        ModelConfig.from_hf(values)
+        read_model_config(values)
 
 
 def test_a_shared_expert_that_ranks_cannot_share_is_refused():
     settings = {"num_key_value_heads": 4, "moe_intermediate_size": 42}
-    config = ModelConfig.from_hf({**make_config(FAMILY, **settings).to_dict(), "architectures": [NAME]})
+    config = read_model_config({**make_config(FAMILY, **settings).to_dict(), "architectures": [NAME]})
     says = r"tensor parallel size 4 does not divide n_shared_experts \* moe_intermediate_size=42"
     with pytest.raises(ValueError, match=says):
         check_files(config, None, tensor_parallel_size=4, expert_parallel=True)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atom_core.config import ModelConfig
-from atom_core.standalone import Runner, check_files
+from atom_core.loading import check_files
+from atom_core.models.read_config import read_model_config
+from atom_core.standalone import Runner
 from benchmarks import CHECKPOINTS
 from tests.unit.core.hugging_face import (
     LOGITS_TOLERANCE,
@@ -157,7 +158,7 @@ def test_keys_that_a_configuration_lacks_are_what_hugging_face_takes_them_for():
     lacking = ("rope_theta", "rope_scaling", "sliding_window", "attention_bias", "rms_norm_eps", "head_dim")
     lacking += ("swiglu_alpha", "swiglu_limit")
     values = old_form({**make_config(FAMILY).to_dict(), "architectures": [NAME]})
-    config = ModelConfig.from_hf({key: value for key, value in values.items() if key not in lacking})
+    config = read_model_config({key: value for key, value in values.items() if key not in lacking})
     rope = config.rope
     assert (rope.rope_type, rope.theta, rope.factor, rope.truncate) == ("yarn", 150000.0, 32.0, False)
     assert (config.rms_norm_eps, config.head_dim, config.qkv_bias, config.attention_out_bias) == (1e-5, 64, True, True)
@@ -178,7 +179,7 @@ def test_keys_that_a_configuration_lacks_are_what_hugging_face_takes_them_for():
 def test_impossible_configurations_are_refused(settings, says):
     values = {**make_config(FAMILY).to_dict(), "architectures": [NAME], **settings}
     with pytest.raises(ValueError, match=says):
-        ModelConfig.from_hf(values)
+        read_model_config(values)
 
 
 def test_experts_are_not_quantised_to_fp8(tmp_path):
@@ -189,6 +190,6 @@ def test_experts_are_not_quantised_to_fp8(tmp_path):
 
 def test_experts_that_ranks_cannot_share_are_refused(tmp_path):
     make(tmp_path, num_key_value_heads=4)
-    config = ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text()))
+    config = read_model_config(json.loads((tmp_path / "config.json").read_text()))
     with pytest.raises(ValueError, match="tensor parallel size 4 does not divide num_experts=6"):
         check_files(config, tmp_path, tensor_parallel_size=4, expert_parallel=True)

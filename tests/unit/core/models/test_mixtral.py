@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig
 
-from atom_core.config import ModelConfig
+from atom_core.models.read_config import read_model_config
 from atom_core.standalone import Runner
 from tests.unit.core.hugging_face import (
     LOGITS_TOLERANCE,
@@ -37,7 +37,7 @@ def test_logits_are_hugging_faces(tmp_path, settings):
 )
 def test_a_missing_key_means_what_hugging_faces_class_takes_it_for(key):
     values = {name: value for name, value in make_config(FAMILY).to_dict().items() if name != key}
-    assert ModelConfig.from_hf(values) == ModelConfig.from_hf(AutoConfig.for_model(**values).to_dict())
+    assert read_model_config(values) == read_model_config(AutoConfig.for_model(**values).to_dict())
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["every expert", "the experts"])
@@ -54,4 +54,4 @@ def test_more_experts_a_token_than_there_are_is_refused():
     with pytest.raises(
         ValueError, match=r"num_experts_per_tok=7 is more than there are experts \(num_local_experts=6\)"
     ):
-        ModelConfig.from_hf(values)
+        read_model_config(values)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atom_core.config import ModelConfig
+from atom_core.loading import check_files
+from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
-from atom_core.standalone import Runner, check_files
+from atom_core.standalone import Runner
 from benchmarks import CHECKPOINTS
 from tests.unit.core.hugging_face import (
     LOGITS_TOLERANCE,
@@ -90,7 +91,7 @@ def test_ranks_that_share_them_answer_as_one(checkpoints, world_size, expert_par
 
 def test_groups_that_ranks_would_split_are_refused(checkpoints):
     values = {**json.loads((checkpoints[0] / "config.json").read_text()), "intermediate_size": 96}
-    config, quant = ModelConfig.from_hf(values), read_quantization(values)
+    config, quant = read_model_config(values), read_quantization(values)
     says = (
         r"tensor parallel size 2 would cut MXFP4 groups of model.layers.0.mlp.experts.down_proj: a rank would hold 48 "
         r"of its 96 columns.*whole groups \(1\), or share out whole experts"
@@ -104,7 +105,7 @@ def test_groups_that_ranks_would_split_are_refused(checkpoints):
 def test_sizes_that_do_not_divide_into_groups_are_refused(checkpoints, name, matrix):
     values = {**json.loads((checkpoints[0] / "config.json").read_text()), name: 80}
     with pytest.raises(ValueError, match=f"mlp.experts.{matrix} has 80 columns, which is no multiple of 32"):
-        check_files(ModelConfig.from_hf(values), None, quant=read_quantization(values))
+        check_files(read_model_config(values), None, quant=read_quantization(values))
 
 
 def test_scales_that_are_no_numbers_are_refused(checkpoints):

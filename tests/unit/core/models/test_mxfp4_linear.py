@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from atom_core.config import ModelConfig
 from atom_core.kernels.mxfp4_linear.reference import round_groups
+from atom_core.loading import check_files
+from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
-from atom_core.standalone import Runner, check_files
+from atom_core.standalone import Runner
 from tests.unit.core.hugging_face import (
     FAMILIES,
     LOGITS_TOLERANCE,
@@ -117,7 +118,7 @@ def test_decoding_goes_on_as_the_prompt_began(tmp_path):
 
 def check(folder: Path, tensor_parallel_size: int, expert_parallel: bool = False) -> None:
     hf = json.loads((folder / "config.json").read_text())
-    check_files(ModelConfig.from_hf(hf), folder, tensor_parallel_size, read_quantization(hf), expert_parallel)
+    check_files(read_model_config(hf), folder, tensor_parallel_size, read_quantization(hf), expert_parallel)
 
 
 def test_ranks_that_would_cut_a_group_are_refused_before_anything_is_loaded(tmp_path):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atom_core.config import ModelConfig
+from atom_core.loading import check_files
 from atom_core.models.decoder import Carried
+from atom_core.models.read_config import read_model_config
 from atom_core.runtime import PipelineStage, SingleRank
-from atom_core.standalone import Runner, Step, check_files
+from atom_core.standalone import Runner, Step
 from tests.unit.core.hugging_face import (
     FAMILIES,
     LOGITS_TOLERANCE,
@@ -78,7 +79,7 @@ def test_ranks_may_be_left_without_any_row_of_a_small_vocabulary(tmp_path):
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_before_loading(tmp_path, settings, world_size, what):
-    config = ModelConfig.from_hf(make_config(LLAMA, **settings))
+    config = read_model_config(make_config(LLAMA, **settings))
     with pytest.raises(ValueError, match=f"tensor parallel size {world_size} .*{what}"):
         check_files(config, None, world_size)
 

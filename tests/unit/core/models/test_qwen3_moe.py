@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atom_core.config import ModelConfig
-from atom_core.standalone import Runner, check_files
+from atom_core.loading import check_files
+from atom_core.models.read_config import read_model_config
+from atom_core.standalone import Runner
 from tests.unit.core.hugging_face import (
     LOGITS_TOLERANCE,
     MAX_POSITION,
@@ -116,7 +117,7 @@ def test_experts_that_do_not_divide_among_ranks_are_refused(tmp_path):
 def test_experts_that_ranks_cannot_share_are_refused(tmp_path):
     make_model(tmp_path, make_config(FAMILY, num_key_value_heads=4, moe_intermediate_size=42))
     with pytest.raises(ValueError, match="tensor parallel size 4 does not divide moe_intermediate_size=42"):
-        check_files(ModelConfig.from_hf(load_config(tmp_path)), tmp_path, tensor_parallel_size=4)
+        check_files(read_model_config(load_config(tmp_path)), tmp_path, tensor_parallel_size=4)
 
 
 def test_a_missing_expert_is_named(tmp_path):
@@ -139,4 +140,4 @@ def test_a_missing_expert_is_named(tmp_path):
 def test_impossible_configurations_are_refused(settings, says):
     values = {**make_config(FAMILY).to_dict(), "architectures": [NAME], **settings}
     with pytest.raises(ValueError, match=says):
-        ModelConfig.from_hf(values)
+        read_model_config(values)

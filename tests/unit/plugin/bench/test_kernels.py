@@ -8,9 +8,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
+from atom_core.models.read_config import read_model_config
 from atom_plugin.bench import cases, expert_cases, fused_cases, kernels, latent_cases
 from atom_plugin.bench.cases import Bench, Case
 from atom_plugin.bench.device import Ceiling, Timing
@@ -21,8 +21,8 @@ from atom_plugin.cli import app
 from tests.unit.plugin.bench.test_step import TINY
 from tests.unit.plugin.installed import assert_both_refuse
 
-CONFIG = ModelConfig.from_hf({**TINY, "head_dim": 64})
-LATENTS = ModelConfig.from_hf(
+CONFIG = read_model_config({**TINY, "head_dim": 64})
+LATENTS = read_model_config(
     {
         **read_config("deepseek-v2-lite", 1),
         "hidden_size": 64,
@@ -33,7 +33,7 @@ LATENTS = ModelConfig.from_hf(
         "v_head_dim": 16,
     }
 )
-MIXTURE = ModelConfig.from_hf(
+MIXTURE = read_model_config(
     {
         **read_config("qwen3-30b-a3b", 1),
         "hidden_size": 256,
@@ -45,7 +45,7 @@ MIXTURE = ModelConfig.from_hf(
         "num_experts_per_tok": 2,
     }
 )
-WITH_BIASES = ModelConfig.from_hf(
+WITH_BIASES = read_model_config(
     {
         **read_config("gpt-oss-20b", 1),
         "hidden_size": 64,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from atom_core.config import ModelConfig
+from atom_core.loading import check_files
+from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_draft_class
 from atom_core.quant import read_quantization
-from atom_core.standalone import Runner, check_files
+from atom_core.standalone import Runner
 from atom_plugin.bench.models import CONFIGS
 from benchmarks.random_checkpoint import write_random
 
@@ -37,7 +38,7 @@ CASES = {
 def test_a_random_checkpoint_is_read_and_runs(tmp_path, name):
     hf = {**CONFIGS[name], **SMALL, **CASES[name]}
     write_random(hf, tmp_path)
-    check_files(ModelConfig.from_hf(hf), tmp_path, quant=read_quantization(hf, None))
+    check_files(read_model_config(hf), tmp_path, quant=read_quantization(hf, None))
     runner = Runner(tmp_path)
     logits = runner.logits([1, 2, 3, 250])
     assert logits.isfinite().all()

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atom_core.config import ModelConfig, RoutingConfig
 from atom_core.kernels.moe_routing.reference import route
+from atom_core.models.read_config import read_model_config
 from atom_core.standalone import build_runtime, random_model
+from atom_core.types import RoutingConfig
 from atom_plugin.bench.models import CONFIGS
 from atom_plugin.bench.routing import GivenExperts, given_experts, send_to_given_experts
 from atom_plugin.bench.step import MAX_MODEL_LEN, decoding
@@ -57,7 +58,7 @@ def test_every_mixture_of_a_step_has_its_own():
         "head_dim": 16,
         "vocab_size": 100,
     }
-    config = ModelConfig.from_hf(tiny)
+    config = read_model_config(tiny)
     runtime = build_runtime(torch.device("cpu"), torch.float32, MAX_MODEL_LEN)
     model = random_model(config, runtime)
     send_to_given_experts(model, config, 3)

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from atom_core.config import ModelConfig
+from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
 from atom_core.standalone import Step, build_runtime, page_pools, plan, random_model
 from atom_plugin.bench import step
@@ -36,7 +36,7 @@ LAYER = 64 * 128 + 64 * 64 + 64 * 192 + 96 * 64 + 2 * 64 + 2 * 16
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_known_by_name_is_one_of_ours(name):
-    assert ModelConfig.from_hf(read_config(name)).num_layers == CONFIGS[name]["num_hidden_layers"]
+    assert read_model_config(read_config(name)).num_layers == CONFIGS[name]["num_hidden_layers"]
 
 
 def test_a_model_is_a_folder_a_file_or_a_name(tmp_path):
@@ -66,7 +66,7 @@ def test_a_model_is_cut_to_its_first_layers():
 
 @pytest.mark.parametrize(("tied", "table"), [(True, 100 * 64), (False, 3 * 64 + 100 * 64)], ids=["tied", "apart"])
 def test_the_floor_counts_each_weight_and_cached_token_once(tied, table):
-    config = ModelConfig.from_hf({**TINY, "tie_word_embeddings": tied})
+    config = read_model_config({**TINY, "tie_word_embeddings": tied})
     traffic = step_traffic(config, 3, 128, BF16, BF16)
     assert traffic.weights == 2 * (2 * LAYER + 64 + table)
     assert traffic.cache == 3 * 129 * 2 * (2 * 2 * 16) * 2
@@ -74,9 +74,9 @@ def test_the_floor_counts_each_weight_and_cached_token_once(tied, table):
 
 
 def test_the_floor_knows_smaller_numbers_and_windows():
-    config = ModelConfig.from_hf({**TINY, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1})
+    config = read_model_config({**TINY, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1})
     assert step_traffic(config, 1, 128, BF16, torch.float8_e4m3fn).cache == (129 + 32) * 2 * 2 * 16
-    config = ModelConfig.from_hf(TINY)
+    config = read_model_config(TINY)
     quant = read_quantization(TINY, "fp8")
     matrices = 64 * 128 + 64 * 64 + 64 * 192 + 96 * 64
     whole, half = (step_traffic(config, 1, 0, BF16, BF16, it).weights for it in (read_quantization(TINY), quant))
@@ -85,13 +85,13 @@ def test_the_floor_knows_smaller_numbers_and_windows():
 
 
 def test_public_models_read_what_they_are_known_to():
-    traffic = step_traffic(ModelConfig.from_hf(read_config("qwen3-8b")), 1, 128, BF16, BF16)
+    traffic = step_traffic(read_model_config(read_config("qwen3-8b")), 1, 128, BF16, BF16)
     assert 15.1e9 < traffic.weights < 15.2e9
     assert traffic.seconds(4.8e12) == pytest.approx(3.15e-3, rel=0.01)
 
 
 def test_latents_of_a_context_are_read_once_for_all_heads():
-    config = ModelConfig.from_hf(read_config("deepseek-v2-lite"))
+    config = read_model_config(read_config("deepseek-v2-lite"))
     assert step_traffic(config, 2, 99, BF16, BF16).cache == 2 * 100 * 27 * (512 + 64) * 2
 
 
@@ -99,7 +99,7 @@ def test_what_is_folded_into_queries_is_read_in_the_models_dtype():
     hf = {**read_config("deepseek-v3", 1), "intermediate_size": 128, "vocab_size": 128}
     quant = read_quantization(hf)
     one, other = (
-        step_traffic(ModelConfig.from_hf({**hf, "kv_lora_rank": rank}), 1, 0, BF16, BF16, quant).weights
+        step_traffic(read_model_config({**hf, "kv_lora_rank": rank}), 1, 0, BF16, BF16, quant).weights
         for rank in (512, 384)
     )
     latents = 128 * (7168 + 56 / 128 * 4 + 2)  # rows of FP8 with a scale a block, and the norm
@@ -107,7 +107,7 @@ def test_what_is_folded_into_queries_is_read_in_the_models_dtype():
 
 
 def test_the_floor_counts_the_experts_that_some_token_has():
-    config = ModelConfig.from_hf(read_config("qwen3-30b-a3b"))
+    config = read_model_config(read_config("qwen3-30b-a3b"))
     one, eight, many = (step_traffic(config, batch, 0, BF16, BF16).weights for batch in (1, 8, 10_000))
     an_expert = 48 * 3 * 2048 * 768 * 2
     assert eight - one == pytest.approx((128 * (1 - (120 / 128) ** 8) - 8) * an_expert, rel=1e-4)
@@ -157,7 +157,7 @@ QUARK = {**cut(CONFIGS["qwen3-30b-a3b-mxfp4"], 2), **SMALL, "moe_intermediate_si
     ids=["plain", "plain, FP8 cache", "FP8", "FP8, FP8 cache", "MXFP4 experts", "FP8 experts in blocks", "MXFP4"],
 )
 def test_a_step_of_a_random_model_gives_finite_logits(hf, quantization, cache_dtype):
-    config = ModelConfig.from_hf(hf)
+    config = read_model_config(hf)
     quant = read_quantization(hf, quantization)
     runtime = build_runtime(torch.device("cpu"), BF16, MAX_MODEL_LEN, cache_dtype=cache_dtype, quant=quant)
     with torch.inference_mode():
@@ -171,7 +171,7 @@ def test_a_step_of_a_random_model_gives_finite_logits(hf, quantization, cache_dt
 
 
 def test_random_weights_are_the_same_each_time():
-    config = ModelConfig.from_hf(TINY)
+    config = read_model_config(TINY)
     runtime = build_runtime(torch.device("cpu"), torch.float32, 64)
     ours, again, other = (random_model(config, runtime, seed).model.embed_tokens.weight for seed in (0, 0, 1))
     assert torch.equal(ours, again)

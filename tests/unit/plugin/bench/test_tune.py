@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from atom_core.config import ModelConfig
 from atom_core.kernels import tuned
 from atom_core.kernels.linear.tiles import Tile, chosen_tile
+from atom_core.models.read_config import read_model_config
 from atom_plugin.bench import tune
 from atom_plugin.bench.cases import routers
 from atom_plugin.bench.models import read_config
@@ -73,7 +73,7 @@ def test_one_row_may_have_the_rest_of_the_weight_fetched_on_hopper():
 
 @pytest.mark.parametrize(("model", "sizes"), [("deepseek-v2-lite", [(64, 2048)]), ("qwen3-0.6b", [])])
 def test_routers_are_tuned_too(model, sizes):
-    config = ModelConfig.from_hf(read_config(model))
+    config = read_model_config(read_config(model))
     assert [(it.out_features, it.in_features) for it in routers(config)] == sizes
 
 

@@ -8,7 +8,7 @@ import logging
 import pytest
 from transformers import Qwen3Config
 
-from atom_core.config import ModelConfig
+from atom_core.models.read_config import read_model_config
 from atom_plugin.common.checkpoint_config import config_values, file_values
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -30,7 +30,7 @@ def test_a_stretched_rope_keeps_the_checkpoints_own_base(file, key, caplog):
     file = {**SIZES, **file}
     with caplog.at_level(logging.INFO, logger="atom_plugin"):
         values = config_values(overridden(file, **{key: dict(YARN)}), file, "Qwen3ForCausalLM")
-    rope = ModelConfig.from_hf(values).rope
+    rope = read_model_config(values).rope
     assert (rope.rope_type, rope.factor, rope.theta) == ("yarn", 4.0, 1000000.0)
     (record,) = caplog.records
     assert record.getMessage().startswith("rope_theta=1000000.0 is the checkpoint's own")
@@ -41,23 +41,23 @@ def test_a_base_that_a_framework_notes_as_null_is_none(file):
     """vLLM 0.30 does so with Transformers 5.24, where ``rope_scaling`` is overridden."""
     file = {**SIZES, **file}
     of_framework = overridden(file).to_dict() | {"rope_parameters": {**YARN, "rope_theta": None}}
-    rope = ModelConfig.from_hf(config_values(of_framework, file, "Qwen3ForCausalLM")).rope
+    rope = read_model_config(config_values(of_framework, file, "Qwen3ForCausalLM")).rope
     assert (rope.rope_type, rope.theta) == ("yarn", 1000000.0)
 
 
 def test_a_base_that_is_asked_for_counts(caplog):
     file = {**SIZES, **OLD}
     values = config_values(overridden(file, rope_parameters={**YARN, "rope_theta": 5e6}), file, "Qwen3ForCausalLM")
-    assert ModelConfig.from_hf(values).rope.theta == 5e6
+    assert read_model_config(values).rope.theta == 5e6
     assert caplog.records == []
 
 
 def test_without_a_base_anywhere_it_is_the_familys():
     values = config_values(overridden(SIZES, rope_parameters=dict(YARN)), {}, "Qwen3ForCausalLM")
-    assert ModelConfig.from_hf(values).rope.theta == 10000.0
+    assert read_model_config(values).rope.theta == 10000.0
     values = {**values, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "layer_types": None}
     values = {key: values[key] for key in values if key != "max_window_layers"}
-    assert ModelConfig.from_hf(config_values(values, {})).rope.theta == 1000000.0
+    assert read_model_config(config_values(values, {})).rope.theta == 1000000.0
 
 
 def test_what_a_framework_writes_into_every_configuration_is_left_out_unless_the_file_has_it():
