@@ -335,6 +335,20 @@ def launching(run: Callable[..., None]) -> Iterator[None]:
         yield
 
 
+class _Within:
+    """Half a layer, whose launches are the layer's."""
+
+    def __init__(self, recorder: Recorder, layer: int, run: Callable[..., Any]) -> None:
+        self.recorder, self.layer, self.run = recorder, layer, run
+
+    def __call__(self, *args: Any) -> Any:
+        self.recorder.layer = self.layer
+        try:
+            return self.run(*args)
+        finally:
+            self.recorder.layer = None
+
+
 @contextmanager
 def _recording(recorder: Recorder) -> Iterator[None]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -397,9 +411,11 @@ def count(
         mine = replace(config, num_kv_heads=max(1, config.num_kv_heads // ranks))
         pools = page_pools(mine, runtime, pages, PAGE_SIZE, order=cache_order(network))
         ids, positions = (torch.zeros(batch, dtype=torch.int64, device=META) for _ in range(2))
-        for index, layer in enumerate(network.model.layers):
-            layer.register_forward_pre_hook(lambda *_, index=index: setattr(recorder, "layer", index))
-            layer.register_forward_hook(lambda *_: setattr(recorder, "layer", None))
+        fused = network.model.fused
+        fused.layers = [
+            (_Within(recorder, index, mixer), _Within(recorder, index, feed_forward))
+            for index, (mixer, feed_forward) in enumerate(fused.layers)
+        ]
         network(ids, positions, Step(metadata, pools))  # in which kernels take the memory that they keep
         # What there is now stays: weights, scales, tables, pages, the step's description, and room to work in.
         recorder.hold(*(it for it in gc.get_objects() if type(it) in (torch.Tensor, torch.nn.Parameter)))

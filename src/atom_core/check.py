@@ -9,7 +9,7 @@ would be started with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from atom_core.checkpoint import config_of
 from atom_core.config import ModelConfig
-from atom_core.layers.norm import Stream
+from atom_core.models.decoder import Decoder
 from atom_core.models.read_config import read_model_config
 from atom_core.standalone import Runner
 
@@ -183,9 +183,9 @@ def compare_models(
     runner: Runner, reference: Any, tokens: Sequence[int], new_tokens: int, tolerance: float, directory: Path
 ) -> Report:
     """Compare two loaded models; see :func:`compare`."""
-    with _recorded(runner.model.model, _summed) as ours:
+    with _recorded_of_ours(runner.model.model) as ours:
         ours["logits"] = runner.logits(tokens)
-    with _recorded(reference.model, _first) as theirs:
+    with _recorded(reference.model) as theirs:
         theirs["logits"] = reference(torch.tensor([list(tokens)], device=runner.runtime.device)).logits[0]
     assert ours.keys() == theirs.keys(), "both models have the same stages"
     stages = tuple(_stage(name, ours[name], theirs[name]) for name in ours)
@@ -217,29 +217,16 @@ def _tokenize(directory: Path, prompt: str) -> list[int]:
 
 
 @contextmanager
-def _recorded(
-    decoder: nn.Module, stream_after_layer: Callable[[Any], torch.Tensor]
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The residual stream at each stage of whatever runs inside the ``with``: ``[T, hidden]`` by the stage's name.
+def _recorded(decoder: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """The residual stream at each stage of whatever Hugging Face's ``decoder`` runs inside the ``with``.
 
-    Args:
-        decoder: either model's ``model``; both name its parts alike.
-        stream_after_layer: the stream in what a layer returns.
+    It is ``[T, hidden]`` by the stage's name.
     """
     stages: dict[str, torch.Tensor] = {}
-
-    def record(name: str, path: str, stream: Callable[[Any], torch.Tensor]) -> RemovableHandle:
-        def hook(module: nn.Module, inputs: object, output: Any) -> None:
-            stages[name] = stream(output).flatten(0, -2).clone()
-
-        return decoder.get_submodule(path).register_forward_hook(hook)
-
-    layers = [name for name, _ in decoder.get_submodule("layers").named_children()]
-    handles = [
-        record("the embedding", "embed_tokens", _first),
-        *(record(f"layer {name}", f"layers.{name}", stream_after_layer) for name in layers),
-        record("the final norm", "norm", _first),
-    ]
+    layers = [(f"layer {name}", it) for name, it in decoder.get_submodule("layers").named_children()]
+    modules = [("the embedding", decoder.get_submodule("embed_tokens")), *layers]
+    modules += [("the final norm", decoder.get_submodule("norm"))]
+    handles = [_record(stages, name, module) for name, module in modules]
     try:
         yield stages
     finally:
@@ -247,16 +234,28 @@ def _recorded(
             handle.remove()
 
 
-def _first(output: Any) -> torch.Tensor:
-    """A module's tensor, or the first of several."""
-    first: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return first
+@contextmanager
+def _recorded_of_ours(decoder: Decoder) -> Iterator[dict[str, torch.Tensor]]:
+    """As :func:`_recorded`, of our decoder, whose layers run fused."""
+    stages: dict[str, torch.Tensor] = {}
+    fused = decoder.fused
+    assert fused is not None
+    fused.observer = lambda index, stream: stages.update({f"layer {index}": stream})
+    handles = [_record(stages, "the embedding", decoder.embed_tokens), _record(stages, "the final norm", decoder)]
+    try:
+        yield stages
+    finally:
+        fused.observer = None
+        for handle in handles:
+            handle.remove()
 
 
-def _summed(stream: Stream) -> torch.Tensor:
-    """Our layers may leave the last addition to the next norm."""
-    assert not stream.is_part, "a runner has one rank"
-    return stream.residual if stream.last is None else stream.last + stream.residual
+def _record(stages: dict[str, torch.Tensor], name: str, module: nn.Module) -> RemovableHandle:
+    def hook(module: nn.Module, inputs: object, output: Any) -> None:
+        first: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        stages[name] = first.flatten(0, -2).clone()
+
+    return module.register_forward_hook(hook)
 
 
 def _stage(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> Stage:

@@ -125,7 +125,7 @@ class CachedAttention(BaseAttention):
         """
         if (self.k_scale, self.v_scale) != (cache.k_scale, cache.v_scale):
             cache = replace(cache, k_scale=self.k_scale, v_scale=self.v_scale)
-        cache.expect(self.kernel.order, self.cache_dtype)
+        assert (cache.order, cache.key.dtype) == (self.kernel.order, self.cache_dtype), "pages of another layout"
         slots = metadata.slot_mapping
         if (num_tokens := metadata.num_tokens) < qkv.shape[0]:
             qkv, positions, out = qkv[:num_tokens], positions[:num_tokens], out[:num_tokens]

@@ -231,15 +231,14 @@ class RadixLatentAttention(CachedLatentAttention):
     """Where both come in with the step; see :mod:`atom_core.attention.radix`."""
 
     def forward(  # type: ignore[override]
-        self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: LatentStep
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        step: LatentStep,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See :meth:`BaseLatentAttention.forward`."""
-        return self.answer(q, latent, positions, step, None)
-
-    def answer(
-        self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: LatentStep, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """As :meth:`forward`, in ``out [T, H * V]`` where there is such."""
+        """See :meth:`BaseLatentAttention.forward`; in ``out [T, H * V]`` where there is such."""
         metadata, cache = step.latents(self)
         shape = self.spec.latent
         out = self.empty(q).flatten(1) if out is None else out

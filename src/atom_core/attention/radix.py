@@ -20,14 +20,10 @@ class CachedStep(Protocol):
 class RadixAttention(CachedAttention):
     """See the module's text."""
 
-    def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: CachedStep) -> torch.Tensor:  # type: ignore[override]
-        """See :meth:`BaseAttention.forward`."""
-        return self.answer(qkv, positions, step, None)
-
-    def answer(
-        self, qkv: torch.Tensor, positions: torch.Tensor, step: CachedStep, out: torch.Tensor | None
+    def forward(  # type: ignore[override]
+        self, qkv: torch.Tensor, positions: torch.Tensor, step: CachedStep, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As :meth:`forward`, in ``out [T, H * D]`` where there is such."""
+        """See :meth:`BaseAttention.forward`; in ``out [T, H * D]`` where there is such."""
         metadata, cache = step.attention(self.spec.layer_index)
         heads, dim = self.spec.qkv.num_heads, self.spec.qkv.head_dim
         out = qkv.new_empty(qkv.shape[0], heads * dim) if out is None else out

@@ -1,4 +1,4 @@
-"""The norm and projections around a layer's attention: grouped queries, with or without biases and norms of q and k."""
+"""The projections around a layer's attention: grouped queries, with or without biases and norms of q and k."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.layers.cache_scales import CacheScales
 from atom_core.layers.linear import QkvLinear, RowLinear
 from atom_core.layers.linear_methods import stored
-from atom_core.layers.norm import HeadNorm, RMSNorm, Stream
-from atom_core.layers.normed_linear import NormedLinear
+from atom_core.layers.norm import HeadNorm
 from atom_core.layers.parameters import ParameterLayer, Placement, empty_parameter
 from atom_core.layers.rotary import RotaryTable
 from atom_core.runtime import Runtime
@@ -28,7 +27,6 @@ class Attention(ParameterLayer):
         config: ModelConfig,
         layer: LayerConfig,
         index: int,
-        norm: RMSNorm,
         rotary: RotaryTable,
         runtime: Runtime,
         name: str,
@@ -45,7 +43,6 @@ class Attention(ParameterLayer):
             f"{name}.qkv_proj",
             config.padding,
         )
-        self.enter = NormedLinear(norm, self.qkv_proj, None, runtime)
         self.o_proj = RowLinear(
             heads * dim,
             config.hidden_size,
@@ -81,10 +78,10 @@ class Attention(ParameterLayer):
         self.attn = runtime.attention(spec, weights, self.sinks, runtime)
         self.cache_scales = CacheScales(self.attn, runtime.cache_dtype)
 
-    def forward(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
-        """Read the stream's norm and add to it."""
-        qkv, residual = self.enter(stream)
-        return self.o_proj.add(self.attn(qkv, positions, step), residual)
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
+        """``x [T, hidden]`` to ``[T, hidden]``."""
+        result: torch.Tensor = self.o_proj(self.attn(self.qkv_proj(x), positions, step))
+        return result
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
         """Sinks, where there are some: a number a head."""

@@ -18,7 +18,6 @@ from atom_core.layers.expert_parts import one_a_tensor
 from atom_core.layers.fp8_experts import Fp8ExpertsMethod
 from atom_core.layers.fused_experts import PairsPlacement
 from atom_core.layers.mxfp4_experts import Mxfp4ExpertsMethod
-from atom_core.layers.norm import RMSNorm
 from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
 from atom_core.layers.plain_experts import PlainExpertsMethod
 from atom_core.quant import Mxfp4Config, Mxfp4LinearConfig
@@ -128,15 +127,15 @@ class Experts(ParameterLayer):
 
     @property
     def max_normed(self) -> int:
-        """Tokens up to which :meth:`add_behind_norm` may be called."""
+        """Tokens up to which :meth:`add_normed` may be called."""
         return 0 if self.adding is None else self.adding.max_normed
 
-    def add_behind_norm(
-        self, stream: torch.Tensor, norm: RMSNorm, weights: torch.Tensor, experts: torch.Tensor
+    def add_normed(
+        self, stream: torch.Tensor, norm: torch.Tensor, eps: float, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
         """``stream [T, hidden]`` and this rank's part of the sum that its norm leads to, in ``stream``."""
         assert self.adding is not None
-        return self.adding.add_behind_norm(stream, norm.weight, norm.eps, weights, experts, self.method.weights(self))
+        return self.adding.add_behind_norm(stream, norm, eps, weights, experts, self.method.weights(self))
 
     @property
     def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

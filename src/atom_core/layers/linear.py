@@ -18,7 +18,6 @@ from atom_core.kernels.linear import LinearKernel, LinearSpec
 from atom_core.layers.block_fp8 import BlockFp8Method
 from atom_core.layers.linear_methods import Fp8Method, LinearMethod, Part, UnquantizedMethod
 from atom_core.layers.mxfp4_linear import Mxfp4Method
-from atom_core.layers.norm import PartStream, Stream
 from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
 from atom_core.quant import LinearScheme, Mxfp4LinearConfig
 from atom_core.runtime import Runtime
@@ -178,7 +177,7 @@ def kv_share(num_kv_heads: int, rank: int, world_size: int) -> range:
 
 
 class RowLinear(Linear):
-    """A layer whose input is split over ranks; the result is summed over them.
+    """A layer whose input is split over ranks; the result is summed over them, unless ``reduce_results`` is false.
 
     Of ``in_features``, the last ``padding`` columns are zeros that checkpoints do not have.
     """
@@ -192,36 +191,20 @@ class RowLinear(Linear):
         what: str,
         name: str = "",
         padding: int = 0,
+        reduce_results: bool = True,
     ) -> None:
         group = runtime.tensor_parallel
         mine = share(in_features, group.rank, group.world_size, what)
         part = Part("", out_features, in_features - padding, range(out_features), mine)
         super().__init__(len(mine), out_features, bias, runtime, name, [part])
-        self.group, self.mine, self.fuses_modules = group, mine, runtime.fuses_modules
+        self.group, self.mine, self.reduce_results = group, mine, reduce_results
 
-    def forward(self, x: LinearInput, reduce: bool = True) -> torch.Tensor:
-        """``x [T, in / ranks]`` to ``[T, out]``.
+    def forward(self, x: LinearInput) -> torch.Tensor:
+        """``x [T, in / ranks]``, this rank's columns, to ``[T, out]``."""
+        y = self.partial(x)
+        return self.group.all_reduce(y) if self.reduce_results else y
 
-        Args:
-            x: this rank's columns.
-            reduce: sum over ranks; if not, the caller has more to add to this rank's part before that.
-        """
+    def partial(self, x: LinearInput) -> torch.Tensor:
+        """This rank's partial sum, for whoever sums over ranks later."""
         # The bias is whole on every rank and must enter the sum once.
-        bias = self.bias if self.group.rank == 0 else None
-        y = self.method.apply(self, x, bias)
-        return self.group.all_reduce(y) if reduce else y
-
-    def part(self, x: LinearInput) -> torch.Tensor:
-        """This rank's part of the sum over ranks."""
-        y: torch.Tensor = self(x, reduce=False)
-        return y
-
-    def add(self, x: LinearInput, residual: torch.Tensor) -> Stream:
-        """The layer's result added to ``residual [T, out]``, which is written to."""
-        if not self.fuses_modules:
-            return Stream(self(x), residual)
-        if self.group.world_size > 1:
-            return PartStream(self.part(x), residual)
-        # What is quantised already is added to nothing within the product.
-        summed = self.method.add(self, x, self.bias, residual) if isinstance(x, torch.Tensor) else None
-        return Stream(self.part(x), residual) if summed is None else Stream(None, summed)
+        return self.method.apply(self, x, self.bias if self.group.rank == 0 else None)

@@ -1,4 +1,4 @@
-"""The norms and projections around a layer's attention over latents (MLA, DeepSeek-V2, arXiv 2405.04434).
+"""The projections around a layer's attention over latents (MLA, DeepSeek-V2, arXiv 2405.04434).
 
 ``H`` heads, of which this rank has some; the latent, and what queries are compressed to, are whole on every rank. What
 reads the same input is one product: the compressed queries and the latent, or this rank's queries and the latent.
@@ -23,8 +23,7 @@ from atom_core.layers.cache_scales import CacheScales
 from atom_core.layers.linear import Column, MergedColumnLinear, RowLinear
 from atom_core.layers.linear_methods import Fp8Placement, Part, ScalePlacement, empty_fp8, empty_scales
 from atom_core.layers.mxfp4_linear import check_groups, empty_packed, place_packed
-from atom_core.layers.norm import HeadNorm, RMSNorm, Stream
-from atom_core.layers.normed_linear import NormedLinear
+from atom_core.layers.norm import HeadNorm, RMSNorm
 from atom_core.layers.parameters import ParameterLayer, Placement, empty_parameter, share
 from atom_core.layers.rotary import RotaryTable
 from atom_core.quant.fp8 import BLOCK_SIZE, Fp8Config
@@ -131,9 +130,7 @@ class Expansion(ParameterLayer):
 class LatentAttention(nn.Module):
     """See the module's text; the attention op norms, rotates, caches and attends."""
 
-    def __init__(
-        self, config: ModelConfig, index: int, norm: RMSNorm, rotary: RotaryTable, runtime: Runtime, name: str
-    ) -> None:
+    def __init__(self, config: ModelConfig, index: int, rotary: RotaryTable, runtime: Runtime, name: str) -> None:
         super().__init__()
         latent, hidden = config.latent, config.hidden_size
         assert latent is not None
@@ -151,12 +148,10 @@ class LatentAttention(nn.Module):
             self.q_a_layernorm = RMSNorm(rank, LATENT_EPS, runtime)
             part = [Column("q_b_proj", queries, mine_of_queries)]
             self.q_b_proj = MergedColumnLinear(rank, part, False, runtime, f"{name}.q_b_proj")
-            self.decompress = NormedLinear(self.q_a_layernorm, self.q_b_proj, None, runtime)
         self.compressed = latent.query_rank is not None
         fused = f"{name}.fused_qkv_a_proj_with_mqa"
         self.fused_qkv_a_proj_with_mqa = MergedColumnLinear(hidden, [first, kv], False, runtime, fused)
         self.widths = [len(first.local), len(kv.local)]
-        self.enter = NormedLinear(norm, self.fused_qkv_a_proj_with_mqa, None, runtime)
         self.kv_a_layernorm = HeadNorm(latent.rank, LATENT_EPS, runtime)
         self.kv_b_proj = Expansion(latent, stored_heads, mine, runtime, f"{name}.kv_b_proj")
         self.o_proj = RowLinear(
@@ -184,10 +179,10 @@ class LatentAttention(nn.Module):
         self.attn = runtime.latent_attention(spec, weights, runtime)
         self.cache_scales = CacheScales(self.attn, runtime.cache_dtype)
 
-    def forward(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
-        """Read the stream's norm and add to it."""
-        down, residual = self.enter(stream)
-        q, latent = torch.split(down, self.widths, -1)
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
+        """``x [T, hidden]`` to ``[T, hidden]``."""
+        q, latent = torch.split(self.fused_qkv_a_proj_with_mqa(x), self.widths, -1)
         if self.compressed:
-            q, _ = self.decompress(Stream(None, q))
-        return self.o_proj.add(self.attn(q, latent, positions, step), residual)
+            q = self.q_b_proj(self.q_a_layernorm(q)[0])
+        result: torch.Tensor = self.o_proj(self.attn(q, latent, positions, step))
+        return result

@@ -1,26 +1,24 @@
 """The pre-norm decoder that the families share: they differ in configuration alone.
 
-``T`` tokens of a batch in one row, no padding between requests. Adding to the residual stream is one kernel with the
-product in front or with the norm behind; see :class:`atom_core.layers.norm.Stream`.
+``T`` tokens of a batch in one row, no padding between requests. The layers run fused, by :mod:`atom_core.fusion`, or
+one module after the other.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from atom_core.config import ModelConfig
+from atom_core.fusion.layers import FusedLayers
 from atom_core.hf_config import HfConfig
-from atom_core.layers.attention import Attention
+from atom_core.layers.decoder_layer import DecoderLayer
 from atom_core.layers.embedding import LMHead, TokenEmbedding
-from atom_core.layers.mla import LatentAttention
-from atom_core.layers.mlp import GatedMLP
-from atom_core.layers.moe import MoE
-from atom_core.layers.norm import RMSNorm, Stream
+from atom_core.layers.norm import RMSNorm
 from atom_core.layers.parameters import MissingLayer
 from atom_core.layers.rotary import RotaryTable
 from atom_core.runtime import Runtime
@@ -32,42 +30,6 @@ class Carried:
 
     hidden: torch.Tensor
     residual: torch.Tensor
-
-
-class DecoderLayer(nn.Module):
-    """Attention, then the feed-forward network, each behind its norm."""
-
-    def __init__(self, config: ModelConfig, index: int, rotary: RotaryTable, runtime: Runtime, name: str) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime)
-        before, attn_name = self.input_layernorm, f"{name}.self_attn"
-        self.self_attn = (
-            Attention(config, config.layers[index], index, before, rotary, runtime, attn_name)
-            if config.latent is None
-            else LatentAttention(config, index, before, rotary, runtime, attn_name)
-        )
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime)
-        moe, norm = config.layers[index].moe, self.post_attention_layernorm
-        #: What checkpoints call the feed-forward network.
-        self.feed_forward_name = "mlp" if moe is None else moe.names.module
-        module_name = f"{name}.{self.feed_forward_name}"
-        self.add_module(
-            self.feed_forward_name,
-            GatedMLP(config, norm, runtime, module_name)
-            if moe is None
-            else MoE(moe, config.hidden_size, config.activation, norm, runtime, module_name, index),
-        )
-
-    def forward(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
-        """The stream behind this layer."""
-        result: Stream = self.feed_forward(self.self_attn(stream, positions, step))
-        return result
-
-    @property
-    def feed_forward(self) -> nn.Module:
-        """The network behind attention."""
-        module: nn.Module = getattr(self, self.feed_forward_name)
-        return module
 
 
 class Decoder(nn.Module):
@@ -90,8 +52,13 @@ class Decoder(nn.Module):
             else MissingLayer()
             for index in range(count)
         )
-        self.stage, self.group = mine, runtime.tensor_parallel
+        self.stage = mine
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime) if self.is_last else MissingLayer()
+        held, norm = [cast(DecoderLayer, self.layers[index]) for index in mine], self.norm
+        #: What runs in the place of the layers and the norm; None: their own calls.
+        self.fused = (
+            FusedLayers(held, norm if isinstance(norm, RMSNorm) else None, runtime) if runtime.fuses_modules else None
+        )
 
     def forward(
         self,
@@ -102,18 +69,20 @@ class Decoder(nn.Module):
         carried: Carried | None = None,
     ) -> torch.Tensor | Carried:
         """See :meth:`DecoderForCausalLM.forward`."""
-        if carried is not None:
-            stream = Stream(carried.hidden, carried.residual)
-        else:
+        x, residual = (
+            (carried.hidden, carried.residual)
+            if carried is not None
             # The stream is written to in place; given embeddings belong to the caller.
-            stream = Stream(None, self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds.clone())
-        for index in self.stage:
-            stream = self.layers[index](stream, positions, step)
-        if not self.is_last:
-            last, residual = stream.whole(self.group)
-            return Carried(torch.zeros_like(residual) if last is None else last, residual)
-        normed: torch.Tensor = self.norm(stream)[0]
-        return normed
+            else (self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds.clone(), None)
+        )
+        if self.fused is not None:
+            x, residual = self.fused(x, residual, positions, step)
+        else:
+            for index in self.stage:
+                x, residual = self.layers[index](x, residual, positions, step)
+            if self.is_last:
+                x, residual = self.norm(x, residual)
+        return x if self.is_last else Carried(x, cast(torch.Tensor, residual))
 
 
 class CheckpointModel(nn.Module):

@@ -18,13 +18,15 @@ import torch
 from torch import nn
 
 from atom_core.config import ModelConfig
+from atom_core.fusion.layers import FusedLayers
 from atom_core.hf_config import as_mapping
+from atom_core.layers.decoder_layer import DecoderLayer
 from atom_core.layers.embedding import LMHead, TokenEmbedding
 from atom_core.layers.linear import Linear
-from atom_core.layers.norm import RMSNorm, Stream
+from atom_core.layers.norm import RMSNorm
 from atom_core.layers.parameters import MissingLayer
 from atom_core.layers.rotary import RotaryTable
-from atom_core.models.decoder import CheckpointModel, DecoderForCausalLM, DecoderLayer
+from atom_core.models.decoder import CheckpointModel, DecoderForCausalLM
 from atom_core.quant import Fp8Config, Unquantized
 from atom_core.runtime import Runtime
 
@@ -47,15 +49,17 @@ class DraftLayer(DecoderLayer):
         self.hnorm = RMSNorm(size, config.rms_norm_eps, runtime)
         self.eh_proj = Linear(2 * size, size, False, _of_entry(runtime, f"{name}.eh_proj"), f"{name}.eh_proj")
         self.shared_head = SharedHead(config, runtime)
+        self.fused = FusedLayers([self], self.shared_head.norm, runtime) if runtime.fuses_modules else None
 
     def draft(
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, step: object
     ) -> torch.Tensor:
         """``embedded`` and ``hidden``, both ``[T, hidden]`` and not written to, to hidden states ``[T, hidden]``."""
-        of_token, _ = self.enorm(Stream(None, embedded))
-        of_model, _ = self.hnorm(Stream(None, hidden))
-        entered = self.eh_proj(torch.cat([of_token, of_model], -1))
-        normed, _ = self.shared_head.norm(self(Stream(None, entered), positions, step))
+        of_token, of_model = self.enorm(embedded)[0], self.hnorm(hidden)[0]
+        x, residual = self.eh_proj(torch.cat([of_token, of_model], -1)), None
+        if self.fused is not None:
+            return self.fused(x, residual, positions, step)[0]
+        normed, _ = self.shared_head.norm(*self(x, residual, positions, step))
         return cast(torch.Tensor, normed)
 
 

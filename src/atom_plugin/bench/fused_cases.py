@@ -16,15 +16,17 @@ import torch.nn.functional as F
 from atom_core.attention.base import AttentionSpec
 from atom_core.attention.radix import RadixAttention
 from atom_core.config import ModelConfig
+from atom_core.fusion.normed_linear import NormedLinear
+from atom_core.fusion.stream import Stream, StreamNorm
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import quantize_input, row_scales, to_e4m3
 from atom_core.kernels.fp8_linear.scaled_mm import ScaledMm
 from atom_core.kernels.gated_activation.reference import gated_activation
 from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
 from atom_core.kernels.select import Target
+from atom_core.layers.gated_activation import GatedActivation
 from atom_core.layers.linear import Column, MergedColumnLinear
-from atom_core.layers.norm import RMSNorm, Stream
-from atom_core.layers.normed_linear import NormedLinear
+from atom_core.layers.norm import RMSNorm
 from atom_core.metadata import KVCacheView
 from atom_core.runtime import Runtime
 from atom_core.standalone import Step, build_runtime
@@ -67,16 +69,24 @@ def _our_normed_product(config: ModelConfig, rows: int, bench: Bench, copies: in
     size = config.intermediate_size
     columns = [Column(name, size, range(size)) for name in ("gate_proj", "up_proj")]
 
+    activation = GatedActivation(config.activation, size, runtime)
+
     def layer() -> NormedLinear:
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime)
         norm.weight.data.copy_(norm_weight)
         linear = MergedColumnLinear(config.hidden_size, columns, False, runtime)
         linear.weight.data.copy_(weight)
         linear.finalize_weights()
-        return NormedLinear(norm, linear, config.activation, runtime)
+        return NormedLinear(StreamNorm(norm, runtime), linear, config.activation, runtime)
 
     layers = [layer() for _ in range(copies)]
-    return lambda index: layers[index](Stream(None, x))[0]
+
+    def run(index: int) -> torch.Tensor:
+        stream = Stream(None, x)
+        y = layers[index].fused(stream)
+        return activation(layers[index].product(stream)[0]) if y is None else y
+
+    return run
 
 
 def _torch_normed_product(config: ModelConfig, rows: int, bench: Bench, copies: int) -> Run:

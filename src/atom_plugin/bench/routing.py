@@ -49,5 +49,5 @@ def send_to_given_experts(model: DecoderForCausalLM, config: ModelConfig, tokens
             mixture = layer.feed_forward
             assert isinstance(mixture, MoE)
             routing = replace(described.moe.routing, shared=mixture.experts.total - mixture.experts.routed)
-            experts = given_experts(routing, tokens, seed=index).to(mixture.routing.weight.device)
-            mixture.routing.select = GivenExperts(mixture.routing.select, experts)
+            experts = given_experts(routing, tokens, seed=index).to(mixture.router_layer.weight.device)
+            mixture.router_layer.select = GivenExperts(mixture.router_layer.select, experts)

@@ -76,7 +76,9 @@ class SglangRadixAttention(Hosted, RadixAttention):
         qkv = spec.qkv
         self.widths = [heads * qkv.head_dim for heads in (qkv.num_heads, qkv.num_kv_heads, qkv.num_kv_heads)]
 
-    def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: ForwardBatch) -> torch.Tensor:
+    def forward(  # type: ignore[override]
+        self, qkv: torch.Tensor, positions: torch.Tensor, step: ForwardBatch
+    ) -> torch.Tensor:
         """See :class:`BaseAttention`; ``step`` is SGLang's batch."""
         if has_no_token(step):
             return qkv.new_zeros(qkv.shape[0], self.widths[0])  # a router reads on
@@ -87,7 +89,7 @@ class SglangRadixAttention(Hosted, RadixAttention):
     def attend(self, inputs: Sequence[torch.Tensor], step: CachedStep, out: torch.Tensor | None) -> torch.Tensor:
         """What our backend calls when SGLang's layer has reached it: the fused step, into ``out`` if there is such."""
         qkv, positions = inputs
-        return self.answer(qkv, positions, step, out)
+        return RadixAttention.forward(self, qkv, positions, step, out)
 
 
 class SglangLatentAttention(Hosted, RadixLatentAttention):
@@ -107,7 +109,7 @@ class SglangLatentAttention(Hosted, RadixLatentAttention):
         )
         self.hold_host(host)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: ForwardBatch
     ) -> torch.Tensor:
         """See :class:`BaseLatentAttention`; ``step`` is SGLang's batch."""
@@ -120,7 +122,7 @@ class SglangLatentAttention(Hosted, RadixLatentAttention):
     def attend(self, inputs: Sequence[torch.Tensor], step: LatentStep, out: torch.Tensor | None) -> torch.Tensor:
         """See :class:`SglangRadixAttention`."""
         q, latent, positions = inputs
-        return self.answer(q, latent, positions, step, out)
+        return RadixLatentAttention.forward(self, q, latent, positions, step, out)
 
 
 class FrameworkAttention(Hosted, BaseAttention):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from atom_core.fusion.stream import Stream
 from atom_core.kernels.select import Target
-from atom_core.layers.norm import Stream
 from atom_core.standalone import Runner
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8
@@ -131,7 +131,7 @@ def test_compressed_queries_and_the_shared_expert(tmp_path, arch):
         it.logits(random_tokens(24))
         called = Counter(call.path.rpartition(".")[2] for call in calls())
         separate = runner(tmp_path / "fp8", arch, **kernels, **SEPARATE)
-        results = [list(results_of(runner.model.model.layers)) for runner in (it, separate)]
+        results = [list(results_of(runner.model.model.fused.layers)) for runner in (it, separate)]
     # In front of attention and of its queries, and of the first layer's network: a router reads 16 bits.
     assert called["fused_qk_rmsnorm_group_quant"] == 2 * 3 + 1
     assert called["silu_and_mul_quant"] == 3
@@ -143,25 +143,25 @@ def test_compressed_queries_and_the_shared_expert(tmp_path, arch):
 def results_of(layers):
     """What single layers of DeepSeek's answer to the same numbers."""
     last, residual = (torch.randn(24, 256, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
-    dense, mixture = layers[0], layers[1]
+    (attention, dense), (_, mixture) = layers[:2]
     with torch.inference_mode():
-        down, _ = dense.self_attn.enter(Stream(last, residual))
+        down, _ = attention.down(Stream(last, residual))
         yield down
         # Queries are some of the columns of what is one product with the latents.
         wide = torch.cat([residual, last], 1)
-        yield dense.self_attn.decompress(Stream(None, wide[:, :256]))[0]
-        yield dense.mlp(Stream(last, residual)).last
-        yield mixture.mlp.shared_experts(last)
+        yield attention.queries(Stream(None, wide[:, :256]))[0]
+        yield dense(Stream(last, residual)).last
+        yield mixture.shared(last)
 
 
 @every_gpu
 def test_it_is_compiled_in_one_graph(tmp_path, form, arch):
     folder = make(tmp_path, form)
     with fake_aiter(arch):
-        layer = runner(folder, arch).model.model.layers[0].mlp
+        _, layer = runner(folder, arch).model.model.fused.layers[0]
 
         def body(x, residual):
-            last, stream = layer(Stream(x, residual))
+            last, stream, _ = layer(Stream(x, residual))
             return last, stream
 
         x, residual = (torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).bfloat16() for _ in range(2))

@@ -22,7 +22,7 @@ class TorchLinear:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x W^T + b``."""
-        return linear(x, weight, bias, self.float32_result)
+        return linear(x, weight, bias, True) if self.float32_result else F.linear(x, weight, bias)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, float32_result: bool) -> torch.Tensor:

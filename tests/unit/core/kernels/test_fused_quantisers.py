@@ -7,6 +7,9 @@ from typing import get_args
 import pytest
 import torch
 
+from atom_core.fusion.mlp import GatedLinear
+from atom_core.fusion.normed_linear import NormedLinear
+from atom_core.fusion.stream import Stream, StreamNorm
 from atom_core.kernels.fp8_gated_activation import triton_kernel as activation_kernel
 from atom_core.kernels.fp8_inputs import InputForm
 from atom_core.kernels.fp8_linear.quantize import AS_IT_IS
@@ -16,10 +19,9 @@ from atom_core.kernels.gated_activation.triton_kernel import gated_activation
 from atom_core.kernels.linear.tiles import MAX_ROWS
 from atom_core.kernels.rms_norm.triton_kernel import rms_norm
 from atom_core.kernels.select import Target
-from atom_core.layers.gated_activation import GatedLinear
+from atom_core.layers.gated_activation import GatedActivation
 from atom_core.layers.linear import Linear
-from atom_core.layers.norm import RMSNorm, Stream
-from atom_core.layers.normed_linear import NormedLinear
+from atom_core.layers.norm import RMSNorm
 from atom_core.quant.fp8 import Fp8Config
 from atom_core.standalone import build_runtime
 from atom_core.types import Activation
@@ -47,8 +49,9 @@ class Layers:
         self.norm = RMSNorm(HIDDEN, EPS, self.runtime)
         self.norm.weight.data.copy_(1 + 0.1 * numbers(HIDDEN))
         self.gate_up, self.down = self.linear(HIDDEN, 2 * MIDDLE), self.linear(MIDDLE, HIDDEN)
-        self.normed = NormedLinear(self.norm, self.linear(HIDDEN, HIDDEN), None, self.runtime)
-        self.gated = GatedLinear(self.norm, self.gate_up, "silu", self.down, self.runtime)
+        norm, activation = StreamNorm(self.norm, self.runtime), GatedActivation("silu", MIDDLE, self.runtime)
+        self.normed = NormedLinear(norm, self.linear(HIDDEN, HIDDEN), None, self.runtime)
+        self.gated = GatedLinear(norm, self.gate_up, activation, self.down, self.runtime)
 
     def linear(self, inputs, outputs):
         linear = Linear(inputs, outputs, False, self.runtime)

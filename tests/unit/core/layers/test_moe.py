@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from atom_core.config import MoEConfig
+from atom_core.fusion.moe import FusedMoE
+from atom_core.fusion.stream import Stream, StreamNorm
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Implementation, Target, always
 from atom_core.layers.moe import MoE
-from atom_core.layers.norm import RMSNorm, Stream
+from atom_core.layers.norm import RMSNorm
 from atom_core.standalone import build_runtime
 from atom_core.types import RoutingConfig
 
@@ -37,10 +40,10 @@ def triton_runtime(**forced):
 def mixture(config, runtime):
     torch.manual_seed(0)
     norm = RMSNorm(HIDDEN, 1e-5, runtime)
-    layer = MoE(config, HIDDEN, "silu", norm, runtime, "mlp", 0)
+    layer = MoE(config, HIDDEN, "silu", runtime, "mlp", 0)
     for parameter in (*norm.parameters(), *layer.parameters()):
         parameter.data.normal_(0.0, 0.3)
-    return layer
+    return FusedMoE(StreamNorm(norm, runtime), layer, runtime)
 
 
 @pytest.mark.parametrize("pending", [False, True], ids=["summed up", "with something to add"])
@@ -74,10 +77,10 @@ def test_shared_experts_among_the_routed_ones_leave_the_same_stream(tokens, coun
     config = replace(PLAIN, routing=replace(PLAIN.routing, top_k=4), shared_size=count * SIZE)
     apart = mixture(config, RUNTIME)
     routed = mixture(config, triton_runtime(shared_experts="routed"))
-    routed.routing.weight.data.copy_(apart.routing.weight)
-    routed.enter[0].weight.data.copy_(apart.enter[0].weight)
-    gates, ups = apart.shared_experts.gate_up_proj.weight.view(2, count, SIZE, HIDDEN)
-    downs = apart.shared_experts.down_proj.weight.view(HIDDEN, count, SIZE).transpose(0, 1)
+    routed.router.weight.data.copy_(apart.router.weight)
+    routed.norm.weight.data.copy_(apart.norm.weight)
+    gates, ups = apart.moe.shared_experts.gate_up_proj.weight.view(2, count, SIZE, HIDDEN)
+    downs = apart.moe.shared_experts.down_proj.weight.view(HIDDEN, count, SIZE).transpose(0, 1)
     ours, theirs = routed.experts, apart.experts
     ours.gate_up_proj.data.copy_(torch.cat([theirs.gate_up_proj, torch.cat([gates, ups], 1)]))
     ours.down_proj.data.copy_(torch.cat([theirs.down_proj, downs]))
@@ -101,7 +104,7 @@ def test_one_token_is_normed_and_added_within_its_kernels(monkeypatch):
 @pytest.mark.parametrize("tokens", [2, 16])
 def test_few_tokens_are_normed_within_their_router(monkeypatch, tokens):
     layer = mixture(PLAIN, triton_runtime())
-    monkeypatch.setattr(layer.enter[0], "forward", None)
-    monkeypatch.setattr(layer.routing, "forward", None)
+    monkeypatch.setattr(layer, "norm", SimpleNamespace(weight=layer.norm.weight, eps=layer.norm.eps))
+    monkeypatch.setattr(layer.router, "forward", None)
     residual = torch.randn(tokens, HIDDEN)
     assert layer(Stream(None, residual)).residual is residual

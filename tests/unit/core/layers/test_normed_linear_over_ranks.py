@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from atom_core.fusion.normed_linear import NormedLinear
+from atom_core.fusion.stream import Stream, StreamNorm
 from atom_core.kernels import kernel_set
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Implementation, Target, always
 from atom_core.layers.linear import Linear
-from atom_core.layers.norm import PartStream, RMSNorm, Stream
-from atom_core.layers.normed_linear import NormedLinear
+from atom_core.layers.norm import RMSNorm
 from atom_core.quant.fp8 import Fp8Config
 from atom_core.runtime import SingleRank
 from atom_core.standalone import build_runtime
@@ -69,7 +70,7 @@ def layer(kernel, arch, **forced):
     linear.weight.data.copy_(weight)
     linear.weight_scale.data.copy_(scale)
     linear.finalize_weights()
-    return NormedLinear(norm, linear, None, runtime)
+    return NormedLinear(StreamNorm(norm, runtime), linear, None, runtime)
 
 
 def numbers(*shape, seed=0):
@@ -87,7 +88,7 @@ def run(it, stream):
 
 
 def part(rows):
-    return PartStream(numbers(rows, SIZE, seed=2).bfloat16(), numbers(rows, SIZE, seed=3).bfloat16())
+    return Stream(numbers(rows, SIZE, seed=2).bfloat16(), numbers(rows, SIZE, seed=3).bfloat16(), is_partial=True)
 
 
 @every_gpu
@@ -116,7 +117,7 @@ def test_what_it_does_not_sum_is_quantised_by_the_norm():
         it = layer(Quantizing(), "gfx942")
         norm = ["fused_qk_rmsnorm_group_quant", PRODUCT]
         assert run(it, part(9))[2] == norm
-        assert run(it, Stream(*part(4)))[2] == norm
+        assert run(it, part(4)._replace(is_partial=False))[2] == norm
         assert run(it, Stream(None, part(4).residual))[2] == norm
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from atom_core.layers.norm import Stream
+from atom_core.fusion.stream import Stream
 from atom_core.runtime import OneReplica
 from atom_core.standalone import Runner
 from tests.unit.core.families import ALL_FAMILIES
@@ -90,8 +90,8 @@ def test_fused_kernels_tell_the_same(tokens, shared):
     forced = {"shared_experts": "routed"} if shared else {}
     fused = mixture(config, replace(triton_runtime(**forced), routed_experts=told))
     plain = mixture(config, replace(RUNTIME, routed_experts=expected))
-    plain.gate.weight.data.copy_(fused.gate.weight)
-    plain.enter[0].weight.data.copy_(fused.enter[0].weight)
+    plain.router.weight.data.copy_(fused.router.weight)
+    plain.norm.weight.data.copy_(fused.norm.weight)
     residual = torch.randn(tokens, HIDDEN)
     for layer in (fused, plain):
         layer(Stream(None, residual.clone()))

@@ -64,6 +64,8 @@ def test_every_mixture_of_a_step_has_its_own():
     send_to_given_experts(model, config, 3)
     with torch.inference_mode():
         decoding(model, config, runtime, 3, 20)()
-    first, second = (layer.feed_forward.routing.select(torch.randn(3, 128), None)[1] for layer in model.model.layers)
+    first, second = (
+        layer.feed_forward.router_layer.select(torch.randn(3, 128), None)[1] for layer in model.model.layers
+    )
     assert first.shape == second.shape == (3, 8)
     assert not torch.equal(first, second)

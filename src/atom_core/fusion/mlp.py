@@ -1,0 +1,78 @@
+"""The gated feed-forward network: norm, product, activation, product, residual sum."""
+
+from __future__ import annotations
+
+import torch
+
+from atom_core.fusion.normed_linear import NormedLinear
+from atom_core.fusion.stream import ResidualLinear, Stream, StreamNorm
+from atom_core.kernels.fp8_gated_activation import FP8_GATED_ACTIVATION, Fp8GatedActivationSpec
+from atom_core.kernels.fp8_inputs import LinearInput
+from atom_core.kernels.gated_activation import GATED_ACTIVATION
+from atom_core.layers.gated_activation import GatedActivation
+from atom_core.layers.linear import Linear
+from atom_core.layers.mlp import GatedMLP
+from atom_core.runtime import Runtime
+
+
+class QuantizingActivation:
+    """``act(gate) * up`` of ``[gate | up]``, quantised where one kernel does both and the layer behind takes it so.
+
+    Args:
+        activation: the plain one.
+        behind: the layer that reads the result.
+        runtime: the model's.
+    """
+
+    def __init__(self, activation: GatedActivation, behind: Linear, runtime: Runtime) -> None:
+        self.kernel, self.method, spec = activation.kernel, behind.method, activation.spec
+        self.quantizing, form = None, behind.method.input_form()
+        if form is not None:
+            separate = (("gated_activation", runtime.kernels.chosen(GATED_ACTIVATION, spec)),)
+            self.quantizing = runtime.kernels.select(
+                FP8_GATED_ACTIVATION,
+                Fp8GatedActivationSpec(spec.activation, spec.size, runtime.dtype, form, separate),
+            )
+
+    def __call__(self, x: torch.Tensor) -> LinearInput:
+        """``x [T, 2N]`` to ``[T, N]``."""
+        if self.quantizing is None or not self.method.takes_quantized(x.shape[0]):
+            return self.kernel(x)
+        return self.quantizing(x)
+
+
+class GatedLinear:
+    """``act(linear(norm(stream)))``.
+
+    Args:
+        norm: in front.
+        linear: of ``[gate | up]``, as this rank holds them.
+        activation: the plain function.
+        behind: the layer that reads the result.
+        runtime: the model's.
+    """
+
+    def __init__(
+        self, norm: StreamNorm, linear: Linear, activation: GatedActivation, behind: Linear, runtime: Runtime
+    ) -> None:
+        self.activate = QuantizingActivation(activation, behind, runtime)
+        self.gate_up = NormedLinear(norm, linear, activation.spec.activation, runtime)
+
+    def __call__(self, stream: Stream) -> tuple[LinearInput, torch.Tensor]:
+        """``[T, out]``, and the stream summed up, ``[T, in]``."""
+        if self.gate_up.max_rows and (y := self.gate_up.fused(stream)) is not None:
+            return y, stream.residual
+        y, summed = self.gate_up.product(stream)
+        return self.activate(y), summed
+
+
+class FusedMLP:
+    """A norm and the network behind it, which adds to the stream."""
+
+    def __init__(self, norm: StreamNorm, mlp: GatedMLP, runtime: Runtime) -> None:
+        self.gate_up = GatedLinear(norm, mlp.gate_up_proj, mlp.activation, mlp.down_proj, runtime)
+        self.down = ResidualLinear(mlp.down_proj)
+
+    def __call__(self, stream: Stream) -> Stream:
+        """The stream behind it."""
+        return self.down(*self.gate_up(stream))

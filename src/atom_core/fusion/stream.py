@@ -1,0 +1,101 @@
+"""The residual stream between fused layers, and the two ends of a layer on it: the norm, and the last product."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from atom_core.kernels.all_reduce_norm import ALL_REDUCE_NORM, AllReduceNormSpec, QuantizingAllReduceNorm
+from atom_core.kernels.fp8_inputs import InputForm, LinearInput, QuantizedInput
+from atom_core.layers.linear import RowLinear
+from atom_core.layers.norm import RMSNorm
+from atom_core.runtime import Runtime
+
+
+class Stream(NamedTuple):
+    """The residual stream ``[T, hidden]``: a sum whose last addition may be left to the norm that reads it."""
+
+    last: torch.Tensor | None
+    """What is still to be added; None: nothing is."""
+    residual: torch.Tensor
+    """The sum so far. Whoever has the stream may write to both."""
+    is_partial: bool = False
+    """Whether ``last`` is this rank's partial sum, which is to be summed over the tensor-parallel group first."""
+
+
+class StreamNorm:
+    """A norm of the stream, with the additions that are left to it.
+
+    Args:
+        norm: the layer whose weight it has.
+        runtime: the model's.
+    """
+
+    def __init__(self, norm: RMSNorm, runtime: Runtime) -> None:
+        self.layer, self.weight, self.eps, self.kernel = norm, norm.weight, norm.eps, norm.kernel
+        self.group = group = runtime.tensor_parallel
+        size, dtype = norm.spec.size, norm.spec.dtype
+        #: The norm together with the sum over ranks in front of it, where there is a kernel for both.
+        self.reducing = None
+        if group.world_size > 1:
+            self.reducing = runtime.kernels.select(ALL_REDUCE_NORM, AllReduceNormSpec(size, dtype, group))
+        #: The same, where it can quantise for the product behind as well.
+        self.quantizing = self.reducing if isinstance(self.reducing, QuantizingAllReduceNorm) else None
+
+    def reduces(self, stream: Stream) -> bool:
+        """Whether the sum over ranks that is left in ``stream`` and the norm are one kernel's."""
+        if not stream.is_partial or stream.last is None or self.reducing is None:
+            return False
+        # A branch on the number of tokens, which tracing would freeze; what compiles fuses them itself.
+        return not torch.compiler.is_compiling() and self.reducing.takes(stream.last)
+
+    def quantized(self, stream: Stream, form: InputForm) -> tuple[QuantizedInput, torch.Tensor] | None:
+        """The normed stream in ``form`` and the stream summed up, of one that it :meth:`reduces`.
+
+        None: no kernel has all of it in one launch.
+        """
+        kernel, last = self.quantizing, stream.last
+        assert last is not None
+        if kernel is None or not kernel.quantizes(last, form):
+            return None
+        return kernel.quantized(last, stream.residual, self.weight, self.eps, form)
+
+    def whole(self, stream: Stream) -> Stream:
+        """The same stream, with no sum over ranks left to do."""
+        if stream.last is None or not stream.is_partial:
+            return stream
+        return Stream(self.group.all_reduce(stream.last), stream.residual)
+
+    def __call__(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normed stream, and the stream summed up, both ``[T, hidden]``."""
+        if stream.is_partial:
+            if self.reduces(stream):
+                assert self.reducing is not None
+                assert stream.last is not None
+                return self.reducing(stream.last, stream.residual, self.weight, self.eps)
+            stream = self.whole(stream)
+        if stream.last is None:
+            return self.kernel(stream.residual, self.weight, self.eps, None)[0], stream.residual
+        normed, summed = self.kernel(stream.last, self.weight, self.eps, stream.residual)
+        assert summed is not None
+        return normed, summed
+
+
+class ResidualLinear:
+    """The product behind attention or behind a feed-forward network, which adds to the stream."""
+
+    def __init__(self, linear: RowLinear) -> None:
+        self.linear, self.is_partial = linear, linear.group.world_size > 1
+        self.add, self.apply = linear.method.add, linear.method.apply
+        #: The bias is whole on every rank, and enters the sum over ranks once.
+        self.bias = linear.bias if linear.group.rank == 0 else None
+
+    def __call__(self, x: LinearInput, residual: torch.Tensor) -> Stream:
+        """The product of ``x`` added to ``residual [T, hidden]``, which is written to."""
+        # What is quantised already is added to nothing within the product.
+        if not self.is_partial and isinstance(x, torch.Tensor):
+            summed = self.add(self.linear, x, self.bias, residual)
+            if summed is not None:
+                return Stream(None, summed)
+        return Stream(self.apply(self.linear, x, self.bias), residual, self.is_partial)
