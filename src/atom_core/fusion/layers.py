@@ -1,4 +1,4 @@
-"""A model's layers as they run: each a fused token mixer and a fused feed-forward network on the residual stream."""
+"""A model's layers as they run: on the residual stream, a fused token mixer and a fused feed-forward network each."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from atom_core.fusion.attention import FusedAttention, FusedLatentAttention
+from atom_core.fusion.linear import NormedLinear, ResidualLinear, Stream, StreamNorm
 from atom_core.fusion.mlp import FusedMLP
 from atom_core.fusion.moe import FusedMoE
-from atom_core.fusion.stream import Stream, StreamNorm
 from atom_core.layers.attention import Attention
 from atom_core.layers.decoder_layer import DecoderLayer
 from atom_core.layers.mla import LatentAttention
@@ -19,6 +18,43 @@ from atom_core.layers.mlp import GatedMLP
 from atom_core.layers.moe import MoE
 from atom_core.layers.norm import RMSNorm
 from atom_core.runtime import Runtime
+
+
+class FusedAttention:
+    """A norm and the attention behind it, which adds to the stream."""
+
+    def __init__(self, norm: StreamNorm, attention: Attention, runtime: Runtime) -> None:
+        self.qkv = NormedLinear(norm, attention.qkv_proj, None, runtime)
+        self.attn, self.out = attention.attn, ResidualLinear(attention.o_proj)
+
+    def __call__(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
+        """The stream behind it."""
+        qkv, residual = self.qkv(stream)
+        return self.out(self.attn(qkv, positions, step), residual)
+
+
+class FusedLatentAttention:
+    """The same over latents (MLA)."""
+
+    def __init__(self, norm: StreamNorm, attention: LatentAttention, runtime: Runtime) -> None:
+        self.down = NormedLinear(norm, attention.fused_qkv_a_proj_with_mqa, None, runtime)
+        self.widths = attention.widths
+        #: From compressed queries to queries; None: they are not compressed.
+        self.queries = (
+            NormedLinear(StreamNorm(attention.q_a_layernorm, runtime), attention.q_b_proj, None, runtime)
+            if attention.compressed
+            else None
+        )
+        self.attn, self.out = attention.attn, ResidualLinear(attention.o_proj)
+
+    def __call__(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
+        """The stream behind it."""
+        down, residual = self.down(stream)
+        q, latent = torch.split(down, self.widths, -1)
+        if self.queries is not None:
+            q, _ = self.queries(Stream(None, q))
+        return self.out(self.attn(q, latent, positions, step), residual)
+
 
 FusedMixer: TypeAlias = FusedAttention | FusedLatentAttention
 FusedFeedForward: TypeAlias = FusedMLP | FusedMoE
@@ -57,9 +93,20 @@ class FusedLayers:
             )
             for layer in layers
         ]
+        modules = [it for layer in layers for it in layer.modules() if it is not layer.self_attn.attn]
+        modules += [] if norm is None else [norm]
+        self._hooks = [hooks for it in modules for hooks in (it._forward_hooks, it._forward_pre_hooks)]
         #: Given each layer's place among these and the stream behind it, ``[T, hidden]``; None: nobody looks.
         self.observer: Callable[[int, torch.Tensor], None] | None = None
         self.norm, self.group = None if norm is None else StreamNorm(norm, runtime), runtime.tensor_parallel
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether someone has put a hook on one of the modules, which is then to run by its own call.
+
+        What is compiled has none: it is traced once.
+        """
+        return not torch.compiler.is_compiling() and any(self._hooks)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, step: object

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from atom_core.fusion.normed_linear import NormedLinear
-from atom_core.fusion.stream import ResidualLinear, Stream, StreamNorm
+from atom_core.fusion.linear import NormedLinear, ResidualLinear, Stream, StreamNorm
 from atom_core.kernels.fp8_gated_activation import FP8_GATED_ACTIVATION, Fp8GatedActivationSpec
 from atom_core.kernels.fp8_inputs import LinearInput
 from atom_core.kernels.gated_activation import GATED_ACTIVATION

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from atom_core.fusion.linear import NormedLinear, ResidualLinear, Stream, StreamNorm
 from atom_core.fusion.mlp import QuantizingActivation
-from atom_core.fusion.normed_linear import NormedLinear
-from atom_core.fusion.stream import ResidualLinear, Stream, StreamNorm
 from atom_core.kernels.normed_router import NORMED_ROUTER, NormedRouterSpec
 from atom_core.kernels.rms_norm import RMS_NORM
 from atom_core.layers.moe import MoE, SharedExpert

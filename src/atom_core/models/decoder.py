@@ -75,7 +75,7 @@ class Decoder(nn.Module):
             # The stream is written to in place; given embeddings belong to the caller.
             else (self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds.clone(), None)
         )
-        if self.fused is not None:
+        if self.fused is not None and not self.fused.has_hooks:
             x, residual = self.fused(x, residual, positions, step)
         else:
             for index in self.stage:

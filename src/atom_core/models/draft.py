@@ -57,7 +57,7 @@ class DraftLayer(DecoderLayer):
         """``embedded`` and ``hidden``, both ``[T, hidden]`` and not written to, to hidden states ``[T, hidden]``."""
         of_token, of_model = self.enorm(embedded)[0], self.hnorm(hidden)[0]
         x, residual = self.eh_proj(torch.cat([of_token, of_model], -1)), None
-        if self.fused is not None:
+        if self.fused is not None and not self.fused.has_hooks:
             return self.fused(x, residual, positions, step)[0]
         normed, _ = self.shared_head.norm(*self(x, residual, positions, step))
         return cast(torch.Tensor, normed)

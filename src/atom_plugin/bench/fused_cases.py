@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from atom_core.attention.base import AttentionSpec
 from atom_core.attention.radix import RadixAttention
 from atom_core.config import ModelConfig
-from atom_core.fusion.normed_linear import NormedLinear
-from atom_core.fusion.stream import Stream, StreamNorm
+from atom_core.fusion.linear import NormedLinear, Stream, StreamNorm
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import quantize_input, row_scales, to_e4m3
 from atom_core.kernels.fp8_linear.scaled_mm import ScaledMm

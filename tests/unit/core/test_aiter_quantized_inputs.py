@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atom_core.fusion.stream import Stream
+from atom_core.fusion.linear import Stream
 from atom_core.kernels.select import Target
 from atom_core.standalone import Runner
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter

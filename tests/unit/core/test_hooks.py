@@ -68,3 +68,19 @@ def test_layers_give_what_is_to_be_added_and_the_stream(tmp_path, family):
         expected_last, expected = alone["model.layers.0"]
         assert distance(last, expected_last) <= LOGITS_TOLERANCE
         assert distance(stream, expected) <= LOGITS_TOLERANCE
+
+
+@every_family
+def test_hooks_are_called_on_a_model_that_runs_fused(tmp_path, family):
+    """As users of vLLM's `apply_model` put them on; without them it is fused again."""
+    make_model(tmp_path, make_config(family))
+    runner = Runner(tmp_path)
+    expected, seen = runner.logits(TOKENS), []
+    modules = {name: it for name, it in runner.model.named_modules() if not isinstance(it, WITHOUT_A_CALL)}
+    hooks = [it.register_forward_hook(lambda *_, name=name: seen.append(name)) for name, it in modules.items()]
+    found = runner.logits(TOKENS)
+    assert set(seen) | {""} == set(modules)
+    assert distance(found, expected) <= LOGITS_TOLERANCE
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(runner.logits(TOKENS), expected)

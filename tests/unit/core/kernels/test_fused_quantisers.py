@@ -7,9 +7,8 @@ from typing import get_args
 import pytest
 import torch
 
+from atom_core.fusion.linear import NormedLinear, Stream, StreamNorm
 from atom_core.fusion.mlp import GatedLinear
-from atom_core.fusion.normed_linear import NormedLinear
-from atom_core.fusion.stream import Stream, StreamNorm
 from atom_core.kernels.fp8_gated_activation import triton_kernel as activation_kernel
 from atom_core.kernels.fp8_inputs import InputForm
 from atom_core.kernels.fp8_linear.quantize import AS_IT_IS

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from atom_core.config import MoEConfig
+from atom_core.fusion.linear import Stream, StreamNorm
 from atom_core.fusion.moe import FusedMoE
-from atom_core.fusion.stream import Stream, StreamNorm
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Implementation, Target, always
 from atom_core.layers.moe import MoE

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atom_core.fusion.normed_linear import NormedLinear
-from atom_core.fusion.stream import Stream, StreamNorm
+from atom_core.fusion.linear import NormedLinear, Stream, StreamNorm
 from atom_core.kernels import kernel_set
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.rms_norm.reference import rms_norm

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from atom_core.fusion.stream import Stream
+from atom_core.fusion.linear import Stream
 from atom_core.runtime import OneReplica
 from atom_core.standalone import Runner
 from tests.unit.core.families import ALL_FAMILIES
