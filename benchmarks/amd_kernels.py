@@ -2,7 +2,7 @@
 
     python -m benchmarks.amd_kernels
 
-The tests that compile each kernel as its launcher launches it (tests/contract/test_triton_compiles.py) say what came
+The tests that compile each kernel as its launcher launches it (tests/contract/triton_compiles) say what came
 out; this runs them for the two GPUs, several at a time, and writes the page's tables. It takes minutes, or with a
 TRITON_CACHE_DIR that has been filled before seconds. The same tests compare what they compile with the page.
 """
@@ -20,7 +20,7 @@ from benchmarks._amd_resources import Resources
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "amd-kernels.md"
-TESTS = ROOT / "tests" / "contract" / "test_triton_compiles.py"
+TESTS = ROOT / "tests" / "contract" / "triton_compiles"
 
 #: The property by which a test tells its rows.
 PROPERTY = "amd kernel"

@@ -1,6 +1,6 @@
 """What docs/amd-kernels.md says of our Triton kernels on AMD: that none is left out, and how waves are counted.
 
-That its numbers are what the compiler makes is for test_triton_compiles.py, which compiles them.
+That its numbers are what the compiler makes is for triton_compiles, which compiles them.
 """
 
 from __future__ import annotations
