@@ -1,28 +1,36 @@
-"""What each test here compiles for AMD is compared with what was kept; compiled code is cached."""
+"""What each test here compiles for AMD is compared with what was written of it; compiled code is cached.
+
+After a change of a kernel: ``python -m benchmarks.amd_kernels``.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import astuple
 
 import pytest
 import triton
 
-from benchmarks.amd_kernels import PAGE, PROPERTY, page_rows, page_version, rows_of
+from benchmarks.amd_kernels import FIXTURE, PROPERTY, Compiled, by_kernel, handed_over
 from tests.contract.triton_compiles.compiling import COMPILED
 
 
+@pytest.fixture(scope="session")
+def written():
+    """What FIXTURE has."""
+    return Compiled.read(FIXTURE.read_text(encoding="utf-8"))
+
+
 @pytest.fixture(autouse=True)
-def as_the_page_says(request, record_property):
-    """Have docs/amd-kernels.md say of what a test compiles what comes out, with the Triton that it was written with."""
+def as_written(request, record_property, written):
+    """Have a test compile for AMD what FIXTURE says, with the Triton that it was written with."""
     COMPILED.clear()
     yield
-    found = list(rows_of(request.node.name, COMPILED)) if COMPILED else []
-    for row in found:
-        record_property(PROPERTY, astuple(row))
-    text = PAGE.read_text(encoding="utf-8")
-    if page_version(text) == triton.__version__:
-        assert set(found) <= page_rows(text), "docs/amd-kernels.md is out of date: python -m benchmarks.amd_kernels"
+    compiled = by_kernel(COMPILED)
+    if compiled:
+        record_property(PROPERTY, handed_over(compiled))
+    if written.triton == triton.__version__:
+        expected = written.of(request.node.name)
+        assert compiled == expected, f"{FIXTURE.name} is out of date: python -m benchmarks.amd_kernels"
 
 
 @pytest.fixture(autouse=True, scope="session")
