@@ -6,9 +6,11 @@ AMD no register may spill to memory, and matrices are multiplied by the matrix c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -190,6 +192,24 @@ def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> Compile
         assert not resources.faults()
         assert f"; Occupancy: {resources.waves_by_registers}\n" in compiled.asm["amdgcn"], "LLVM counts other waves"
     return compiled
+
+
+@dataclass
+class Found:
+    """What :func:`compiles` compiled; set behind its body."""
+
+    launched: Launched | None = None
+    compiled: CompiledKernel | None = None
+
+
+@contextmanager
+def compiles(module: Any, name: str, gpu: Gpu) -> Iterator[Found]:
+    """Compile what the body would launch of a module's kernel; the body ends there."""
+    kernel, found = getattr(module, name), Found()
+    with mock.patch.object(module, name, Recorder()), pytest.raises(Launched) as launched:
+        yield found
+    found.launched = launched.value
+    found.compiled = compile_launch(kernel, launched.value, gpu)
 
 
 def amd_instructions(compiled: CompiledKernel) -> str:

@@ -10,7 +10,7 @@ import torch
 from atom_core.kernels.all_reduce_norm import MAX_ROW
 from atom_core.kernels.all_reduce_norm import triton_kernel as reducing_kernel
 from atom_core.kernels.all_reduce_norm.peer_memory import PROGRAMS, Peers
-from tests.contract.triton_compiles.compiling import GPUS, Launched, Recorder, amd_instructions, compile_launch, zeros
+from tests.contract.triton_compiles.compiling import GPUS, amd_instructions, compiles, zeros
 
 #: Every wave writes back what it has stored and waits until that is done, then for the other waves, before one signals.
 SIGNAL = re.compile(
@@ -26,21 +26,18 @@ SIGNAL = re.compile(
     ids=str,
 )
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_all_reduce_norm_compiles(monkeypatch, world_size, size, gpu):
-    kernel = reducing_kernel._all_reduce_norm
-    monkeypatch.setattr(reducing_kernel, "_all_reduce_norm", Recorder())
+def test_all_reduce_norm_compiles(world_size, size, gpu):
     peers = Peers(1, torch.zeros(world_size, dtype=torch.int64), torch.zeros(PROGRAMS, dtype=torch.int32))
-    with pytest.raises(Launched) as launched:
+    with compiles(reducing_kernel, "_all_reduce_norm", gpu) as found:
         reducing_kernel.all_reduce_norm(zeros(3, size), zeros(3, size), zeros(size), 1e-6, peers, nvidia=gpu.nvidia)
-    compiled = compile_launch(kernel, launched.value, gpu)
     # A signal and a wait that hold for other GPUs, and parts read in as many bytes as a thread can.
     if gpu.nvidia:
-        text = compiled.asm["ptx"]
+        text = found.compiled.asm["ptx"]
         assert re.search(r"(red|atom)\.global\.sys\.release\.add", text)
         assert re.search(r"(ld|atom)\.global\.sys\.acquire", text)
         wide = r"ld\.global\.v4\.b32"
     else:
-        text = amd_instructions(compiled)
+        text = amd_instructions(found.compiled)
         assert SIGNAL.search(text)
         assert re.search(
             r"(global_atomic_add|global_load_dword) .* sc0 sc1\s+s_waitcnt vmcnt\(0\)\s+buffer_inv sc0 sc1", text

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atom_core.kernels.attention import triton_kernel as attention_kernel
-from tests.contract.triton_compiles.compiling import CPU, FP8_CACHES, GPUS, Launched, Recorder, compile_launch
+from tests.contract.triton_compiles.compiling import CPU, FP8_CACHES, GPUS, compiles
 from tests.kernel_cases import AttentionCase, attention_batch, check_attention
 
 #: Tiles are of other sizes where each request has one query than where some have many.
@@ -34,21 +34,18 @@ FP8_ATTENTION = ("Qwen3 8B, bfloat16", "the largest head, float32")
 @pytest.mark.parametrize(("gpu", "cache_dtype"), [(gpu, None) for gpu in GPUS], ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_compiles(monkeypatch, name, batch, gpu, cache_dtype):
+def test_attention_compiles(name, batch, gpu, cache_dtype):
     layer, dtype = ATTENTION[name]
     case = replace(layer, requests=BATCHES[batch])
-    kernel = attention_kernel._attention
-    monkeypatch.setattr(attention_kernel, "_attention", Recorder())
-    with pytest.raises(Launched) as launched:
+    with compiles(attention_kernel, "_attention", gpu):
         check_attention(
             attention_kernel.TritonAttention(case.spec(dtype, cache_dtype), nvidia=gpu.nvidia, overlap=gpu.nvidia),
             attention_batch(case, dtype, CPU, cache_dtype=cache_dtype),
         )
-    compile_launch(kernel, launched.value, gpu)
 
 
 @pytest.mark.parametrize(("gpu", "cache_dtype"), FP8_CACHES, ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", FP8_ATTENTION)
-def test_attention_over_an_fp8_cache_compiles(monkeypatch, name, batch, gpu, cache_dtype):
-    test_attention_compiles(monkeypatch, name, batch, gpu, cache_dtype)
+def test_attention_over_an_fp8_cache_compiles(name, batch, gpu, cache_dtype):
+    test_attention_compiles(name, batch, gpu, cache_dtype)

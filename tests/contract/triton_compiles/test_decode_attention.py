@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atom_core.kernels.decode_attention import triton_kernel as decode_kernel
-from tests.contract.triton_compiles.compiling import CPU, FP8_CACHES, GPUS, Launched, Recorder, compile_launch
+from tests.contract.triton_compiles.compiling import CPU, FP8_CACHES, GPUS, compiles
 from tests.decode_cases import DecodeCase, check_decode
 from tests.kernel_cases import AttentionCase
 
@@ -39,10 +39,7 @@ DECODES = (
     ],
     ids=str,
 )
-def test_decode_attention_compiles(monkeypatch, case, dtype, gpu, cache_dtype):
-    kernel = decode_kernel._decode_attention
-    monkeypatch.setattr(decode_kernel, "_decode_attention", Recorder())
+def test_decode_attention_compiles(case, dtype, gpu, cache_dtype):
     spec = case.spec(dtype, cache_dtype)
-    with pytest.raises(Launched) as launched:
+    with compiles(decode_kernel, "_decode_attention", gpu):
         check_decode(case, decode_kernel.TritonDecodeAttention(spec, gpu.nvidia, gpu.nvidia), spec, CPU)
-    compile_launch(kernel, launched.value, gpu)

@@ -13,31 +13,18 @@ from atom_core.kernels.fp8_linear import one_row as fp8_row_kernel
 from atom_core.kernels.fp8_linear.quantize import Made
 from atom_core.kernels.fp8_linear.scaled_mm import dtype_of
 from atom_core.kernels.linear import triton_kernel as linear_kernel
-from tests.contract.triton_compiles.compiling import (
-    FRONTS,
-    GPUS,
-    Gpu,
-    Launched,
-    Recorder,
-    compile_launch,
-    every_gpu,
-    in_front,
-    zeros,
-)
+from tests.contract.triton_compiles.compiling import FRONTS, GPUS, Gpu, compiles, every_gpu, in_front, zeros
 
 
 @every_gpu
 @pytest.mark.parametrize(("size", "group"), [(200, 128), (4096, 128), (12288, 128), (768, None)])
 @pytest.mark.parametrize("way", [*FRONTS, "rows of slots", "and clears"])
-def test_quantising_groups_compiles(monkeypatch, way, size, group, gpu):
+def test_quantising_groups_compiles(way, size, group, gpu):
     of, numbers = in_front(way, size) if way in FRONTS else Made(), torch.zeros(2, dtype=torch.int32)
     others = {"rows of slots": {"slots": numbers}, "and clears": {"cleared": numbers}}.get(way, {})
     x = zeros(2, 2 * size if way == "activated" else size)
-    kernel = groups_kernel._quantize_groups
-    monkeypatch.setattr(groups_kernel, "_quantize_groups", Recorder())
-    with pytest.raises(Launched) as launched:
+    with compiles(groups_kernel, "_quantize_groups", gpu):
         groups_kernel.quantize_groups(x, dtype_of(gpu.device), gpu.nvidia, group=group, of=of, **others)
-    compile_launch(kernel, launched.value, gpu)
 
 
 def in_blocks(rows: int, out_features: int, in_features: int, gpu: Gpu) -> tuple[torch.Tensor, ...]:
@@ -51,11 +38,9 @@ def in_blocks(rows: int, out_features: int, in_features: int, gpu: Gpu) -> tuple
 @pytest.mark.parametrize("norm", [None, linear_kernel.Norm(zeros(2064), 1e-6)], ids=["alone", "normed"])
 @pytest.mark.parametrize("in_features", [2048, 2064])
 @pytest.mark.parametrize("out_features", [1024, 5120])
-def test_one_row_by_blocks_compiles(monkeypatch, out_features, in_features, norm, gpu):
-    kernel = fp8_row_kernel._one_row
-    monkeypatch.setattr(fp8_row_kernel, "_one_row", Recorder())
+def test_one_row_by_blocks_compiles(out_features, in_features, norm, gpu):
     _, _, weight, scales = in_blocks(1, out_features, in_features, gpu)
-    with pytest.raises(Launched) as launched:
+    with compiles(fp8_row_kernel, "_one_row", gpu):
         fp8_row_kernel.multiply_row(
             zeros(1, in_features),
             weight,
@@ -69,16 +54,13 @@ def test_one_row_by_blocks_compiles(monkeypatch, out_features, in_features, norm
             activation="silu" if norm else None,
             residual=None if norm else zeros(1, out_features),
         )
-    compile_launch(kernel, launched.value, gpu)
 
 
 @every_gpu
 @pytest.mark.parametrize("way", ["plain", "adding", "activated"])
 @pytest.mark.parametrize(("rows", "out_features", "in_features"), [(1, 4096, 4096), (24, 4096, 12288), (64, 1000, 200)])
-def test_few_rows_by_blocks_compile(monkeypatch, rows, out_features, in_features, way, gpu):
-    kernel = few_block_rows_kernel._few_rows
-    monkeypatch.setattr(few_block_rows_kernel, "_few_rows", Recorder())
-    with pytest.raises(Launched) as launched:
+def test_few_rows_by_blocks_compile(rows, out_features, in_features, way, gpu):
+    with compiles(few_block_rows_kernel, "_few_rows", gpu):
         few_block_rows_kernel.multiply_few_rows(
             *in_blocks(rows, out_features, in_features, gpu),
             zeros(out_features),
@@ -88,17 +70,15 @@ def test_few_rows_by_blocks_compile(monkeypatch, rows, out_features, in_features
             activation="silu" if way == "activated" else None,
             residual=zeros(rows, out_features) if way == "adding" else None,
         )
-    compile_launch(kernel, launched.value, gpu)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("rows", [2, 32, 64])
 @pytest.mark.parametrize("size", [(5120, 2048), (2048, 4096), (24576, 4096), (1000, 128)], ids=str)
 def test_few_rows_by_blocks_for_hopper_compile(monkeypatch, size, rows, activation):
-    gpu, kernel = GPUS[-1], hopper_block_rows_kernel.few_rows_hopper
-    monkeypatch.setattr(hopper_block_rows_kernel, "few_rows_hopper", Recorder())
+    gpu = GPUS[-1]
     monkeypatch.setattr(few_block_rows_kernel, "on_hopper", lambda _: True)
-    with pytest.raises(Launched) as launched:
+    with compiles(hopper_block_rows_kernel, "few_rows_hopper", gpu):
         few_block_rows_kernel.multiply_few_rows(
             *in_blocks(rows, *size, gpu),
             zeros(size[0]),
@@ -108,17 +88,13 @@ def test_few_rows_by_blocks_for_hopper_compile(monkeypatch, size, rows, activati
             activation=activation,
             residual=None if activation else zeros(rows, size[0]),
         )
-    compile_launch(kernel, launched.value, gpu)
 
 
 @every_gpu
 @pytest.mark.parametrize("bias", [None, zeros(4096)], ids=["plain", "with a bias"])
 @pytest.mark.parametrize(("rows", "in_features"), [(80, 4096), (300, 4096), (3000, 4096), (3000, 200)])
-def test_many_rows_by_blocks_compile(monkeypatch, rows, in_features, bias, gpu):
-    kernel = many_block_rows_kernel._many_rows
-    monkeypatch.setattr(many_block_rows_kernel, "_many_rows", Recorder())
-    with pytest.raises(Launched) as launched:
+def test_many_rows_by_blocks_compile(rows, in_features, bias, gpu):
+    with compiles(many_block_rows_kernel, "_many_rows", gpu):
         many_block_rows_kernel.multiply_many_rows(
             *in_blocks(rows, 4096, in_features, gpu), bias, nvidia=gpu.nvidia, dtype=torch.bfloat16
         )
-    compile_launch(kernel, launched.value, gpu)

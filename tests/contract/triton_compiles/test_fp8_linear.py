@@ -14,9 +14,9 @@ from tests.contract.triton_compiles.compiling import (
     FRONTS,
     PRODUCTS,
     Launched,
-    Recorder,
     Recorders,
     compile_launch,
+    compiles,
     every_gpu,
     in_front,
     zeros,
@@ -32,24 +32,19 @@ QUANTISED = [(size, way) for size in (1024, 12288) for way in FRONTS] + [
 @every_gpu
 @pytest.mark.parametrize("input_scale", [None, torch.ones(1)], ids=["dynamic", "static"])
 @pytest.mark.parametrize(("size", "way"), QUANTISED)
-def test_quantising_activations_compiles(monkeypatch, size, way, input_scale, gpu):
-    kernel = quantize_kernel._quantize
+def test_quantising_activations_compiles(size, way, input_scale, gpu):
     x = zeros(2, 2 * size if way == "activated" else size)
-    monkeypatch.setattr(quantize_kernel, "_quantize", Recorder())
-    with pytest.raises(Launched) as launched:
+    with compiles(quantize_kernel, "_quantize", gpu):
         quantize_kernel.quantize(x, input_scale, dtype_of(gpu.device), gpu.nvidia, in_front(way, size))
-    compile_launch(kernel, launched.value, gpu)
 
 
 @every_gpu
 @pytest.mark.parametrize("norm", [None, linear_kernel.Norm(zeros(4096), 1e-6)], ids=["alone", "normed"])
 @pytest.mark.parametrize("out_features", [4096, 6144, 24576])
-def test_one_row_in_fp8_compiles(monkeypatch, out_features, norm, gpu):
+def test_one_row_in_fp8_compiles(out_features, norm, gpu):
     tile = fp8_row_kernel.tile_for(out_features, 4096)
-    kernel = fp8_row_kernel._one_row
-    monkeypatch.setattr(fp8_row_kernel, "_one_row", Recorder())
     weight = torch.zeros(out_features, 4096, dtype=torch.uint8).view(dtype_of(gpu.device))
-    with pytest.raises(Launched) as launched:
+    with compiles(fp8_row_kernel, "_one_row", gpu):
         fp8_row_kernel.multiply_row(
             zeros(1, 4096),
             weight,
@@ -61,7 +56,6 @@ def test_one_row_in_fp8_compiles(monkeypatch, out_features, norm, gpu):
             norm=norm,
             activation="silu" if norm else None,
         )
-    compile_launch(kernel, launched.value, gpu)
 
 
 @every_gpu

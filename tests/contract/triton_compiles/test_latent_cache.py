@@ -7,17 +7,14 @@ from functools import partial
 import pytest
 
 from atom_core.kernels.latent_cache import triton_kernel as latent_cache_kernel
-from tests.contract.triton_compiles.compiling import CPU, FP8_CACHES, GPUS, LATENTS, Launched, Recorder, compile_launch
+from tests.contract.triton_compiles.compiling import CPU, FP8_CACHES, GPUS, LATENTS, compiles
 from tests.latent_cases import check_latent_cache
 
 
 @pytest.mark.parametrize(("gpu", "cache_dtype"), [*((gpu, None) for gpu in GPUS), *FP8_CACHES], ids=str)
 @pytest.mark.parametrize("name", ["16 heads, bfloat16", "128 heads, float16, one token a page"])
-def test_latent_cache_compiles(monkeypatch, name, gpu, cache_dtype):
+def test_latent_cache_compiles(name, gpu, cache_dtype):
     case, dtype = LATENTS[name]
-    kernel = latent_cache_kernel._latent_cache
-    monkeypatch.setattr(latent_cache_kernel, "_latent_cache", Recorder())
     launch = partial(latent_cache_kernel.latent_cache, spec=case.spec(dtype).latent, overlap=gpu.nvidia)
-    with pytest.raises(Launched) as launched:
+    with compiles(latent_cache_kernel, "_latent_cache", gpu):
         check_latent_cache(case, launch, dtype, CPU, cache_dtype)
-    compile_launch(kernel, launched.value, gpu)

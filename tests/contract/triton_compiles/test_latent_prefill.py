@@ -7,18 +7,15 @@ from dataclasses import replace
 import pytest
 
 from atom_core.kernels.latent_prefill import triton_kernel as prefill_kernel
-from tests.contract.triton_compiles.compiling import CPU, LATENTS, Launched, Recorder, compile_launch, every_gpu
+from tests.contract.triton_compiles.compiling import CPU, LATENTS, compiles, every_gpu
 from tests.latent_cases import check_expanded, latent_batch
 
 
 @every_gpu
 @pytest.mark.parametrize("name", LATENTS)
-def test_attention_over_expanded_latents_compiles(monkeypatch, name, gpu):
+def test_attention_over_expanded_latents_compiles(name, gpu):
     layer, dtype = LATENTS[name]
     case = replace(layer, requests=((0, 40), (0, 9)))
-    kernel = prefill_kernel._latent_prefill
-    monkeypatch.setattr(prefill_kernel, "_latent_prefill", Recorder())
     launch = prefill_kernel.TritonLatentPrefill(case.spec(dtype), nvidia=gpu.nvidia, overlap=gpu.nvidia)
-    with pytest.raises(Launched) as launched:
+    with compiles(prefill_kernel, "_latent_prefill", gpu):
         check_expanded(case, launch, latent_batch(case, dtype, CPU))
-    compile_launch(kernel, launched.value, gpu)

@@ -9,7 +9,7 @@ from atom_core.kernels.linear import triton_kernel as linear_kernel
 from atom_core.kernels.mxfp4_linear import few_rows as few_mxfp4_rows_kernel
 from atom_core.kernels.mxfp4_linear import inputs as inputs_kernel
 from atom_core.kernels.mxfp4_linear import many_rows as many_mxfp4_rows_kernel
-from tests.contract.triton_compiles.compiling import Launched, Recorder, compile_launch, every_gpu, zeros
+from tests.contract.triton_compiles.compiling import compiles, every_gpu, zeros
 
 
 @every_gpu
@@ -17,12 +17,9 @@ from tests.contract.triton_compiles.compiling import Launched, Recorder, compile
 @pytest.mark.parametrize("slots", [None, torch.zeros(2, dtype=torch.int32)], ids=["all rows", "rows of slots"])
 @pytest.mark.parametrize(("rounds", "parts"), [(False, 2), (True, 4), (True, 1)])
 @pytest.mark.parametrize("size", [2880, 12288])
-def test_preparing_inputs_for_mxfp4_compiles(monkeypatch, size, rounds, parts, slots, norm, gpu):
-    kernel = inputs_kernel._prepare
-    monkeypatch.setattr(inputs_kernel, "_prepare", Recorder())
-    with pytest.raises(Launched) as launched:
+def test_preparing_inputs_for_mxfp4_compiles(size, rounds, parts, slots, norm, gpu):
+    with compiles(inputs_kernel, "_prepare", gpu):
         inputs_kernel.prepare(zeros(2, size), gpu.nvidia, rounds=rounds, parts=parts, norm=norm, slots=slots)
-    compile_launch(kernel, launched.value, gpu)
 
 
 def in_mxfp4(
@@ -36,11 +33,9 @@ def in_mxfp4(
 @every_gpu
 @pytest.mark.parametrize("way", ["plain", "adding", "activated", "float32"])
 @pytest.mark.parametrize(("rows", "out_features", "in_features"), [(1, 4096, 4096), (24, 4096, 12288), (64, 1000, 96)])
-def test_few_rows_by_mxfp4_compile(monkeypatch, rows, out_features, in_features, way, gpu):
-    kernel = few_mxfp4_rows_kernel._few_rows
-    monkeypatch.setattr(few_mxfp4_rows_kernel, "_few_rows", Recorder())
+def test_few_rows_by_mxfp4_compile(rows, out_features, in_features, way, gpu):
     dtype = torch.float32 if way == "float32" else torch.bfloat16
-    with pytest.raises(Launched) as launched:
+    with compiles(few_mxfp4_rows_kernel, "_few_rows", gpu):
         few_mxfp4_rows_kernel.multiply_few_rows(
             *in_mxfp4(rows, out_features, in_features, dtype),
             zeros(out_features),
@@ -49,15 +44,11 @@ def test_few_rows_by_mxfp4_compile(monkeypatch, rows, out_features, in_features,
             activation="silu" if way == "activated" else None,
             residual=zeros(rows, out_features) if way == "adding" else None,
         )
-    compile_launch(kernel, launched.value, gpu)
 
 
 @every_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "in_features"), [(80, 4096), (300, 4096), (3000, 4096), (3000, 96)])
-def test_many_rows_by_mxfp4_compile(monkeypatch, rows, in_features, dtype, gpu):
-    kernel = many_mxfp4_rows_kernel._many_rows
-    monkeypatch.setattr(many_mxfp4_rows_kernel, "_many_rows", Recorder())
-    with pytest.raises(Launched) as launched:
+def test_many_rows_by_mxfp4_compile(rows, in_features, dtype, gpu):
+    with compiles(many_mxfp4_rows_kernel, "_many_rows", gpu):
         many_mxfp4_rows_kernel.multiply_many_rows(*in_mxfp4(rows, 4096, in_features, dtype), None, nvidia=gpu.nvidia)
-    compile_launch(kernel, launched.value, gpu)

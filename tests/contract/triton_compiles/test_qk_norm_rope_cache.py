@@ -9,7 +9,7 @@ import torch
 
 from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qkv_kernel
 from atom_core.metadata import SHUFFLED
-from tests.contract.triton_compiles.compiling import CPU, FP8_CACHES, GPUS, Launched, Recorder, compile_launch
+from tests.contract.triton_compiles.compiling import CPU, FP8_CACHES, GPUS, compiles
 from tests.kernel_cases import QkvCase, check_qkv
 
 QKV = {
@@ -25,11 +25,8 @@ QKV = {
 
 @pytest.mark.parametrize(("gpu", "cache_dtype"), [*((gpu, None) for gpu in GPUS), *FP8_CACHES], ids=str)
 @pytest.mark.parametrize("name", QKV)
-def test_qk_norm_rope_cache_compiles(monkeypatch, name, gpu, cache_dtype):
+def test_qk_norm_rope_cache_compiles(name, gpu, cache_dtype):
     case, dtype = QKV[name]
-    kernel = qkv_kernel._qk_norm_rope_cache
-    monkeypatch.setattr(qkv_kernel, "_qk_norm_rope_cache", Recorder())
     launch = partial(qkv_kernel.qk_norm_rope_cache, spec=case.spec(dtype), overlap=gpu.nvidia)
-    with pytest.raises(Launched) as launched:
+    with compiles(qkv_kernel, "_qk_norm_rope_cache", gpu):
         check_qkv(case, launch, dtype, CPU, cache_dtype=cache_dtype)
-    compile_launch(kernel, launched.value, gpu)

@@ -11,16 +11,7 @@ import torch
 from atom_core.kernels.attention import triton_kernel as attention_kernel
 from atom_core.kernels.decode_attention import triton_kernel as decode_kernel
 from atom_core.kernels.latent_attention import triton_kernel as latent_kernel
-from tests.contract.triton_compiles.compiling import (
-    CPU,
-    GPUS,
-    LATENTS,
-    Gpu,
-    Launched,
-    Recorder,
-    amd_instructions,
-    compile_launch,
-)
+from tests.contract.triton_compiles.compiling import CPU, GPUS, LATENTS, Gpu, amd_instructions, compiles
 from tests.decode_cases import DecodeCase, check_decode
 from tests.kernel_cases import AttentionCase, attention_batch, check_attention
 from tests.latent_cases import check_absorbed, latent_batch
@@ -59,13 +50,10 @@ RELEASE = re.compile(
     [("attention", attention_kernel), ("decode_attention", decode_kernel), ("latent_attention", latent_kernel)],
     ids=["attention", "decode", "latents"],
 )
-def test_parts_are_there_for_programs_on_other_xcds(monkeypatch, op, module, gpu):
-    kernel = getattr(module, f"_{op}")
-    monkeypatch.setattr(module, f"_{op}", Recorder())
-    with pytest.raises(Launched) as launched:
+def test_parts_are_there_for_programs_on_other_xcds(op, module, gpu):
+    with compiles(module, f"_{op}", gpu) as found:
         attend_in_parts(op, gpu)
-    assert launched.value.constants["SPLIT"]
-    compiled = compile_launch(kernel, launched.value, gpu)
-    code = amd_instructions(compiled)
+    assert found.launched.constants["SPLIT"]
+    code = amd_instructions(found.compiled)
     assert code.count("global_atomic_add") == 1
     assert RELEASE.search(code)
