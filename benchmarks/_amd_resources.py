@@ -106,9 +106,3 @@ class Resources:
         if self.multiplies and not self.mfma:
             found.append("it multiplies matrices without the matrix cores")
         return found
-
-    def __str__(self) -> str:
-        """As a row of the page has it."""
-        vectors = f"{self.vgprs} ({self.agprs} AGPRs)" if self.agprs else str(self.vgprs)
-        scalars = f"{self.sgprs} + {self.lanes}" if self.lanes else str(self.sgprs)
-        return f"{vectors} | {scalars} | {self.lds / _KIB:g} | {self.warps} | {self.waves:g}"

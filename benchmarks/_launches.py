@@ -23,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
+from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.aiter_library import CALLED
 from atom_core.kernels.all_reduce_norm import ALL_REDUCE_NORM
@@ -33,7 +34,7 @@ from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.quant import read_quantization
-from atom_core.runtime import WithoutPeers
+from atom_core.runtime import Runtime, WithoutPeers
 from atom_core.standalone import Step, build_runtime, cache_order, finalize, page_pools, plan
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.step import MAX_MODEL_LEN, PAGE_SIZE, decode_batch
@@ -365,6 +366,48 @@ def _recording(recorder: Recorder) -> Iterator[None]:
             del sys.modules[name]
 
 
+def _build(
+    model: str,
+    target: Target,
+    recorder: Recorder,
+    ranks: int,
+    num_layers: int,
+    *,
+    kernels: Mapping[str, str] | None = None,
+    expert_parallel: bool = False,
+    quantization: str | None = None,
+) -> tuple[DecoderForCausalLM, Runtime, ModelConfig]:
+    """A network without memory, with the kernels that are chosen for ``target``; see :func:`count`."""
+    hf = read_config(model, num_layers)
+    config = read_model_config(hf)
+    group = CountedGroup(recorder, ranks)
+    quant = read_quantization(hf, quantization)
+    fused = Implementation("aiter", why_not_aiter, lambda spec, target: _CountedNorm(group, target))
+    runtime = replace(
+        build_runtime(META, torch.bfloat16, MAX_MODEL_LEN, target=target, quant=quant),
+        kernels=kernel_set(target, kernels, {ALL_REDUCE_NORM.name: cast(Any, fused)}),
+        tensor_parallel=group,
+        expert_parallel=expert_parallel,
+    )
+    network: DecoderForCausalLM = load_model_class(config.architecture)(config, runtime)
+    finalize(network)
+    return network, runtime, config
+
+
+def chosen(
+    model: str, target: Target, ranks: int, num_layers: int, quantization: str | None = None
+) -> list[tuple[str, str]]:
+    """Ops and the implementations that run them, as a server's table of kernels has them; see :func:`count`.
+
+    ``quantization``: asked for by a flag, of a checkpoint that has none.
+    """
+    recorder = Recorder()
+    with _recording(recorder), torch.inference_mode():
+        recorder.paused = True
+        _, runtime, _ = _build(model, target, recorder, ranks, num_layers, quantization=quantization)
+    return [(it.op, it.implementation) for it in runtime.kernels.choices()]
+
+
 def count(
     model: str,
     target: Target,
@@ -390,22 +433,12 @@ def count(
     Raises:
         ValueError: the model cannot be shared by so many.
     """
-    hf = read_config(model, num_layers)
-    config = read_model_config(hf)
     recorder = Recorder()
-    group = CountedGroup(recorder, ranks)
     with _recording(recorder), torch.inference_mode():
         recorder.paused = True
-        quant = read_quantization(hf, None)
-        fused = Implementation("aiter", why_not_aiter, lambda spec, target: _CountedNorm(group, target))
-        runtime = replace(
-            build_runtime(META, torch.bfloat16, MAX_MODEL_LEN, target=target, quant=quant),
-            kernels=kernel_set(target, kernels, {ALL_REDUCE_NORM.name: cast(Any, fused)}),
-            tensor_parallel=group,
-            expert_parallel=expert_parallel,
+        network, runtime, config = _build(
+            model, target, recorder, ranks, num_layers, kernels=kernels, expert_parallel=expert_parallel
         )
-        network: DecoderForCausalLM = load_model_class(config.architecture)(config, runtime)
-        finalize(network)
         metadata, pages = decode_batch(batch, context, META)
         metadata = plan(network, metadata)
         mine = replace(config, num_kv_heads=max(1, config.num_kv_heads // ranks))

@@ -1,6 +1,7 @@
 """What a decoder layer launches and moves in a decoding step: ours, counted, beside ATOM's and vLLM's, read.
 
-    python -m benchmarks.launches          # the tables of docs/amd-launches.md; no GPU is needed
+    python -m benchmarks.launches            # all tables, with the name of each launch; no GPU is needed
+    python -m benchmarks.launches --table    # the table of docs/amd-kernels.md
     python -m benchmarks.launches --model qwen3-8b --device gfx942 --batch 1     # ours alone, launch by launch
 
 See :mod:`benchmarks._launches` for how ours are counted, and :mod:`benchmarks._launches_elsewhere` for the others'.
@@ -114,6 +115,13 @@ def weights_and_cache(row: Row) -> tuple[int, int]:
     return weights - fewer_weights, cache - less_cache
 
 
+def activations(row: Row) -> tuple[float, float, float]:
+    """Bytes of activations that the layer moves on a rank: ours on gfx942, ATOM's and vLLM's."""
+    elsewhere = (row.batch * sum(it.numbers for it in read(row.case)) for read in (atom, vllm))
+    mine = float(sum(it.activations for it in ours(row, GFX942)))
+    return mine, *elsewhere
+
+
 def _marked(shown: str, more: bool) -> str:
     return f"{shown} **more**" if more else shown
 
@@ -131,6 +139,17 @@ def launch_table() -> Iterator[str]:
         yield f"{row.title} {' | '.join([*shown, *other])} |"
 
 
+def table() -> Iterator[str]:
+    """Launches and bytes of a rank in one table."""
+    yield "| Model | Batch | TP | Launches: gfx942 | gfx950 | ATOM | vLLM | MB: ours | ATOM | vLLM |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    for row in rows():
+        launches = ours(row, GFX942), ours(row, GFX950), atom(row.case), vllm(row.case)
+        read = sum(weights_and_cache(row))
+        moved = [f"{(read + size) / 1e6:.1f}" for size in activations(row)]
+        yield f"{row.title} {' | '.join([*(str(kernels(it)) for it in launches), *moved])} |"
+
+
 def byte_table() -> Iterator[str]:
     """Bytes of a rank, where ours are more than the fewest of the others, and the time that they take at least."""
     yield (
@@ -141,15 +160,12 @@ def byte_table() -> Iterator[str]:
     yield "| --- | --- | --- |" + " --- |" * (5 + 3 * len(BANDWIDTHS))
     for row in rows():
         weights, cache = weights_and_cache(row)
-        elsewhere = [row.batch * sum(it.numbers for it in read(row.case)) for read in (atom, vllm)]
-        activations = [float(sum(it.activations for it in ours(row, GFX942))), *elsewhere]
-        mine, *others = (f"{size / 1e6:.2f}" for size in activations)
-        mine = _marked(mine, activations[0] > min(elsewhere))
+        moved = activations(row)
+        mine, *others = (f"{size / 1e6:.2f}" for size in moved)
+        mine = _marked(mine, moved[0] > min(moved[1:]))
         sizes = [f"{weights / 1e6:.2f}", f"{cache / 1e6:.2f}", mine, *others]
         times = [
-            f"{(weights + cache + size) / bandwidth * 1e6:.1f}"
-            for bandwidth in BANDWIDTHS.values()
-            for size in activations
+            f"{(weights + cache + size) / bandwidth * 1e6:.1f}" for bandwidth in BANDWIDTHS.values() for size in moved
         ]
         yield f"{row.title} {' | '.join([*sizes, *times])} |"
 
@@ -208,6 +224,7 @@ def listed(launches: Iterable[Launch]) -> str:
 def main() -> int:
     """See the module's text."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.launches", description="See the module's text.")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/amd-kernels.md alone")
     parser.add_argument("--model", help="as `atom-plugin bench step` takes it; left out: all tables")
     parser.add_argument("--device", choices=[it.arch for it in (GFX942, GFX950, HOPPER)], default=GFX942.arch)
     parser.add_argument("--batch", type=int, default=1)
@@ -216,6 +233,9 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--expert-parallel", action="store_true")
     given = parser.parse_args()
+    if given.table:
+        print("\n".join(table()))
+        return 0
     if given.model is None:
         print(markdown())
         return 0

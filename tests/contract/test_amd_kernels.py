@@ -1,6 +1,6 @@
 """What docs/amd-kernels.md says of our Triton kernels on AMD: that none is left out, and how waves are counted.
 
-That its numbers are what the compiler makes is for test_triton_compiles.py, which compiles them.
+That its numbers are what the compiler makes is for triton_compiles, which compiles them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks._amd_resources import Resources
-from benchmarks.amd_kernels import PAGE, ROOT, TESTS, Row, case_of, page_rows, page_version, rows_of, tables
+from benchmarks.amd_kernels import FIXTURE, ROOT, TESTS, Compiled, by_kernel, handed_over, table, taken_over
 
 KERNELS = ROOT / "src" / "atom_core" / "kernels"
 #: What no launcher launches on AMD: Hopper's, what is for those, and what copies through shared memory ahead of time.
@@ -50,23 +50,27 @@ def launched_kernels() -> set[str]:
     return {f"{module}.{name}" for module, name in functions if name not in called}
 
 
+WRITTEN = Compiled.read(FIXTURE.read_text(encoding="utf-8"))
+
+
 def test_every_kernel_that_is_launched_on_amd_is_compiled_for_both_gpus():
     kernels = launched_kernels()
     assert len(kernels) > 30
     assert kernels >= NVIDIA
-    rows = page_rows(PAGE.read_text(encoding="utf-8"))
     for arch in ("gfx942", "gfx950"):
-        assert {row.kernel for row in rows if row.arch == arch} == kernels - NVIDIA
+        launches = (
+            (kernel, it) for kernel, tests in WRITTEN.kernels.items() for found in tests.values() for it in found
+        )
+        assert {kernel for kernel, it in launches if it.arch == arch} == kernels - NVIDIA
 
 
-def test_the_page_has_the_cases_that_are_compiled_and_no_others():
+def test_the_fixture_has_the_tests_that_compile_and_no_others():
     command = [sys.executable, "-m", "pytest", str(TESTS), "--collect-only", "-q", "-k", "gfx942 or gfx950"]
     listed = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-    cases = {case_of(line.partition("::")[2]) for line in listed.splitlines() if "::" in line}
-    assert len(cases) > 400
-    # Launches of one kernel by one test are numbered.
-    told = {(row.case, row.arch) for row in page_rows(PAGE.read_text(encoding="utf-8"))}
-    assert {(case, arch) for case, arch in told if not case.endswith((" (2)", " (3)", " (4)"))} == cases
+    tests = [line.partition("::")[2] for line in listed.splitlines() if "::" in line]
+    assert len(tests) > 400
+    assert len(set(tests)) == len(tests), "two files have a test of one name"
+    assert WRITTEN.tests == set(tests)
 
 
 SMALL = Resources(
@@ -123,16 +127,39 @@ def test_what_may_not_be_is_said(changes, fault):
     assert replace(SMALL, **changes).faults() == [fault]
 
 
-def test_rows_are_read_as_they_are_written():
-    compiled = [("a.b", SMALL), ("a.b", replace(SMALL, vgprs=300, agprs=44, lanes=5)), ("c.d", SMALL)]
-    rows = list(rows_of("test_products_compile[plain-gfx942-None]", compiled))
-    assert [(row.kernel, row.case) for row in rows] == [
-        ("a.b", "products: plain"),
-        ("a.b", "products: plain (2)"),
-        ("c.d", "products: plain"),
-    ]
-    assert rows[1].figures == "300 (44 AGPRs) | 40 + 5 | 0 | 4 | 1 | 0 | "
-    text = "\n".join(tables(rows, "3.9.0"))
-    assert page_rows(text) == set(rows)
-    assert page_version(text) == "3.9.0"
-    assert Row("a.b", "products: plain", "gfx950", rows[0].figures) not in page_rows(text)
+def test_what_is_written_is_read_again():
+    compiled = Compiled("3.9.0")
+    larger = replace(SMALL, vgprs=300, agprs=44, lanes=5)
+    launches = by_kernel([("a.b", SMALL), ("a.b", larger), ("c.d", SMALL)])
+    assert launches == {"a.b": [SMALL, larger], "c.d": [SMALL]}
+    assert taken_over(handed_over(launches)) == launches
+    compiled.add("test_products[plain-gfx942]", launches)
+    compiled.add("test_sums[gfx942]", by_kernel([("c.d", larger)]))
+    read = Compiled.read(str(compiled))
+    assert read == compiled
+    assert read.of("test_products[plain-gfx942]") == launches
+    assert read.tests == {"test_products[plain-gfx942]", "test_sums[gfx942]"}
+    # A line for each kernel of each test.
+    assert sum('"test_' in line for line in str(compiled).splitlines()) == 3
+
+
+def test_the_table_has_the_most_that_an_op_takes_on_each_gpu():
+    compiled = Compiled("3.9.0")
+    multiplying = replace(SMALL, vgprs=300, agprs=44, lds=70 * 1024, multiplies=True, mfma=True)
+    compiled.add(
+        "test_sums[gfx942]", by_kernel([("sums.few._few", SMALL), ("sums.many._many", replace(SMALL, vgprs=65))])
+    )
+    compiled.add("test_sums[gfx950]", by_kernel([("sums.few._few", replace(multiplying, arch="gfx950"))]))
+    lines = list(table(compiled))
+    assert lines[0].startswith("Compiled by Triton 3.9.0")
+    assert lines[-1] == "| `sums` | 2 | 2 / 1 | 65 / 300 | 0 / 70 | 7 / 1 | 0 |  / yes |"
+
+
+def test_the_table_does_not_hide_products_without_the_matrix_cores():
+    compiled = Compiled("3.9.0")
+    for arch in ("gfx942", "gfx950"):
+        slow = replace(SMALL, arch=arch, multiplies=True, spilled=3)
+        compiled.add(
+            f"test_sums[{arch}]", by_kernel([("sums.few._few", slow), ("sums.few._few", replace(slow, mfma=True))])
+        )
+    assert list(table(compiled))[-1] == "| `sums` | 1 | 2 | 64 | 0 | 8 | 3 | no |"

@@ -1,7 +1,9 @@
-"""The launches of a decoder layer are counted as they are made: what docs/amd-launches.md shows rests on it."""
+"""The launches of a decoder layer are counted as they are made: the table of docs/amd-kernels.md rests on it."""
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
 from pathlib import Path
 
@@ -10,11 +12,20 @@ import torch
 
 from atom_core.kernels.aiter_library import CALLED
 from atom_core.kernels.select import Target
-from benchmarks._launches import IN_PLACE, RESULTS, CountedGroup, Recorder, _TorchOps, count
+from benchmarks._launches import IN_PLACE, RESULTS, CountedGroup, Recorder, _TorchOps, chosen, count
 from benchmarks._launches_elsewhere import ONE_STAGE, atom, vllm
 from benchmarks.launches import CONTEXT, kernels, main, ours, rows, weights_and_cache
 
-GFX942 = Target("rocm", "gfx942")
+GFX942, GFX950 = Target("rocm", "gfx942"), Target("rocm", "gfx950")
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def rows_behind(page, header):
+    """The cells of a page's table, by how its header begins."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    begin = next(at for at, line in enumerate(lines) if line.startswith(header)) + 2
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines[begin:])
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
 
 
 def recorded(run):
@@ -140,7 +151,7 @@ def test_mxfp4_is_multiplied_by_aiter_on_gfx950_and_widened_by_triton_elsewhere(
         found += count("qwen3-30b-a3b-mxfp4", target, batch=2, ranks=1, num_layers=2, context=100)
         return [it.name for it in found]
 
-    ours = names(Target("rocm", "gfx950"))
+    ours = names(GFX950)
     assert ours.count("gemm_a4w4") == ours.count("quant_mxfp4_hip") == 6
     assert [name for name in ours if "moe" in name] == ["moe_sorting", "moe_stage1", "moe_stage2"]
     assert "gemm_a4w4" not in names(GFX942)
@@ -188,12 +199,42 @@ def test_a_dense_layer_in_16_bits_launches_no_more_than_the_others():
 
 
 def test_no_row_has_more_launches_than_both_others_have_unless_it_is_asked_for():
-    lines = (Path(__file__).parents[2] / "docs" / "amd-launches.md").read_text(encoding="utf-8").splitlines()
-    begin = lines.index("## Launches") + 4
-    table = [line.split("|")[1:-1] for line in lines[begin : lines.index("", begin)]]
+    table = rows_behind("amd-kernels.md", "| Model | Batch | TP |")
     assert len(table) == len(list(rows()))
-    for _, _, _, gfx942, gfx950, _, theirs, others, _ in table:
+    for _, _, _, gfx942, gfx950, theirs, others, *_ in table:
         assert max(int(gfx942), int(gfx950)) <= min(int(theirs), int(others))
+
+
+def test_no_row_has_more_bytes_than_both_others_by_more_than_two_percent():
+    for *_, mine, theirs, others in rows_behind("amd-kernels.md", "| Model | Batch | TP |"):
+        assert float(mine) <= 1.02 * min(float(theirs), float(others))
+
+
+def test_the_page_says_which_kernel_runs_each_op_on_each_gpu():
+    told = {
+        op: cells for ops, *cells, _ in rows_behind("amd.md", "| Op | gfx942 |") for op in re.findall(r"`(\w+)`", ops)
+    }
+    found = set()
+    for column, target in enumerate((GFX942, GFX950)):
+        run: dict[str, set[str]] = {}
+        for model, layers, ranks, quantization in (
+            ("qwen3-8b", 2, 8, None),
+            ("qwen3-8b", 2, 1, "fp8"),
+            ("qwen3-8b-fp8", 2, 1, None),
+            ("qwen3-8b-mxfp4", 2, 1, None),
+            ("qwen3-30b-a3b", 2, 1, None),
+            ("qwen3-30b-a3b-fp8", 2, 1, None),
+            ("qwen3-30b-a3b-mxfp4", 2, 1, None),
+            ("gpt-oss-20b", 2, 1, None),
+            ("deepseek-v3", 5, 1, None),
+        ):
+            for op, name in chosen(model, target, ranks, layers, quantization):
+                run.setdefault(op, set()).add(name)
+        # What fuses kernels of Triton's does not run beside aiter's, which the page says behind its table.
+        run = {op: names for op, names in run.items() if names != {"separate"}}
+        assert {op: set(re.findall(r"\b(?:aiter|triton|routed)\b", told[op][column].lower())) for op in run} == run
+        found |= run.keys()
+    assert found == told.keys()
 
 
 def test_no_row_lies_between_the_limits_of_one_kernel_that_reduces():

@@ -1,0 +1,51 @@
+"""Attention over paged keys and values compiles for each GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atom_core.kernels.attention import triton_kernel as attention_kernel
+from tests.contract.triton_compiles.compiling import CPU, FP8_CACHES, GPUS, compiles
+from tests.kernel_cases import AttentionCase, attention_batch, check_attention
+
+#: Tiles are of other sizes where each request has one query than where some have many.
+BATCHES = {"decode": ((9, 1), (15, 1)), "prefill": ((9, 1), (0, 40))}
+
+ATTENTION = {
+    "Qwen3 8B, bfloat16": (AttentionCase("", (), heads=8, kv_heads=2, dim=128), torch.bfloat16),
+    "all features, float16": (
+        AttentionCase("", (), heads=8, kv_heads=1, dim=64, page_size=64, window=128, soft_cap=30.0, sinks=True),
+        torch.float16,
+    ),
+    "the largest head, bfloat16": (AttentionCase("", (), heads=8, kv_heads=4, dim=256), torch.bfloat16),
+    "the largest head, float32": (AttentionCase("", (), heads=8, kv_heads=4, dim=256), torch.float32),
+    "Qwen3 8B, float32": (AttentionCase("", (), heads=8, kv_heads=2, dim=128), torch.float32),
+    "a group of 64, bfloat16": (AttentionCase("", (), heads=64, kv_heads=1, dim=128), torch.bfloat16),
+    "an odd head, one token a page, bfloat16": (AttentionCase("", (), dim=80, page_size=1), torch.bfloat16),
+}
+
+#: FP8 keys and values are widened to the queries' dtype: float32 tiles are the largest, 16-bit ones the usual.
+FP8_ATTENTION = ("Qwen3 8B, bfloat16", "the largest head, float32")
+
+
+@pytest.mark.parametrize(("gpu", "cache_dtype"), [(gpu, None) for gpu in GPUS], ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_compiles(name, batch, gpu, cache_dtype):
+    layer, dtype = ATTENTION[name]
+    case = replace(layer, requests=BATCHES[batch])
+    with compiles(attention_kernel, "_attention", gpu):
+        check_attention(
+            attention_kernel.TritonAttention(case.spec(dtype, cache_dtype), nvidia=gpu.nvidia, overlap=gpu.nvidia),
+            attention_batch(case, dtype, CPU, cache_dtype=cache_dtype),
+        )
+
+
+@pytest.mark.parametrize(("gpu", "cache_dtype"), FP8_CACHES, ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", FP8_ATTENTION)
+def test_attention_over_an_fp8_cache_compiles(name, batch, gpu, cache_dtype):
+    test_attention_compiles(name, batch, gpu, cache_dtype)

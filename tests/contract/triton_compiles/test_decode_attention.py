@@ -1,0 +1,45 @@
+"""A decode's q/k norm, rope, cache write and attention compile in one launch for each GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atom_core.kernels.decode_attention import triton_kernel as decode_kernel
+from tests.contract.triton_compiles.compiling import CPU, FP8_CACHES, GPUS, compiles
+from tests.decode_cases import DecodeCase, check_decode
+from tests.kernel_cases import AttentionCase
+
+_LENGTHS = ((9, 1), (200, 1))
+
+DECODES = (
+    DecodeCase(AttentionCase("Qwen3 8B", _LENGTHS, heads=8, kv_heads=2, dim=128)),
+    DecodeCase(AttentionCase("one of a batch", _LENGTHS * 40, heads=8, kv_heads=8, dim=64)),
+    DecodeCase(AttentionCase("a small head, some of it rotated", _LENGTHS, dim=32), rotary_dim=16),
+    DecodeCase(AttentionCase("the largest head", _LENGTHS, heads=8, kv_heads=4, dim=256), rotary_dim=128),
+    DecodeCase(
+        AttentionCase("an odd head and all features", _LENGTHS, dim=80, window=70, soft_cap=3.0, sinks=True),
+        rotary_dim=32,
+        interleaved=True,
+    ),
+    DecodeCase(AttentionCase("groups of eight in a batch", _LENGTHS * 25, heads=32, kv_heads=4, dim=128)),
+    DecodeCase(AttentionCase("a group of 64", _LENGTHS, heads=64, kv_heads=1, dim=128)),
+    DecodeCase(AttentionCase("GPT OSS", _LENGTHS, heads=16, kv_heads=2, dim=64, window=128, sinks=True), qk_norm=False),
+    DecodeCase(AttentionCase("pages of one's own", _LENGTHS, heads=8, kv_heads=2, dim=128), reads="never"),
+    DecodeCase(AttentionCase("pages filled anywhere", _LENGTHS, heads=8, kv_heads=2, dim=128), reads="anywhere"),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "gpu", "cache_dtype"),
+    [
+        *((case, torch.bfloat16, gpu, None) for case in DECODES for gpu in GPUS),
+        *((case, torch.float32, gpu, None) for case in (DECODES[0], DECODES[3]) for gpu in GPUS),
+        *((DECODES[0], torch.bfloat16, gpu, cache_dtype) for gpu, cache_dtype in FP8_CACHES),
+    ],
+    ids=str,
+)
+def test_decode_attention_compiles(case, dtype, gpu, cache_dtype):
+    spec = case.spec(dtype, cache_dtype)
+    with compiles(decode_kernel, "_decode_attention", gpu):
+        check_decode(case, decode_kernel.TritonDecodeAttention(spec, gpu.nvidia, gpu.nvidia), spec, CPU)
