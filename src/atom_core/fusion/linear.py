@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,9 +15,17 @@ from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivation
 from atom_core.kernels.normed_linear import NORMED_LINEAR, NormedLinearSpec
 from atom_core.kernels.rms_norm import RMS_NORM
 from atom_core.layers.linear import Linear, RowLinear
+from atom_core.layers.linear_methods import UnquantizedMethod
 from atom_core.layers.norm import RMSNorm
 from atom_core.runtime import Runtime
 from atom_core.types import Activation
+
+
+def bound(linear: Linear, bias: torch.Tensor | None) -> Callable[[LinearInput], torch.Tensor]:
+    """The product of a layer as one call, with nothing looked up at each step."""
+    if isinstance(linear.method, UnquantizedMethod):
+        return partial(linear.kernel, weight=linear.weight, bias=bias)
+    return partial(linear.method.apply, linear, bias=bias)
 
 
 class Stream(NamedTuple):
@@ -99,7 +109,7 @@ class NormedLinear:
 
     def __init__(self, norm: StreamNorm, linear: Linear, activation: Activation | None, runtime: Runtime) -> None:
         self.norm, self.linear = norm, linear
-        self.operands, self.apply = linear.method.operands, linear.method.apply
+        self.operands, self.multiply = linear.method.operands, bound(linear, linear.bias)
         kernels = runtime.kernels
         out_features, in_features = linear.out_features, linear.in_features
         separate = []
@@ -136,7 +146,7 @@ class NormedLinear:
     def product(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """``linear(norm(stream))``, without the activation, and the stream summed up."""
         normed, summed = self.norm(stream) if self.norm_and_quantize is None else self._quantized(stream)
-        return self.apply(self.linear, normed, self.linear.bias), summed
+        return self.multiply(normed), summed
 
     def _quantized(self, stream: Stream) -> tuple[LinearInput, torch.Tensor]:
         """What the layer multiplies, quantised where it takes it so, and the stream summed up."""
@@ -160,15 +170,19 @@ class ResidualLinear:
 
     def __init__(self, linear: RowLinear) -> None:
         self.linear, self.is_partial = linear, linear.group.world_size > 1
-        self.add, self.apply = linear.method.add, linear.method.apply
         #: The bias is whole on every rank, and enters the sum over ranks once.
         self.bias = linear.bias if linear.group.rank == 0 else None
+        self.multiply = bound(linear, self.bias)
+        method = linear.method
+        never_adds = self.is_partial or (isinstance(method, UnquantizedMethod) and method.adding is None)
+        #: Adds to the residual within the product, where there is a kernel for these rows.
+        self.add = None if never_adds else method.add
 
     def __call__(self, x: LinearInput, residual: torch.Tensor) -> Stream:
         """The product of ``x`` added to ``residual [T, hidden]``, which is written to."""
         # What is quantised already is added to nothing within the product.
-        if not self.is_partial and isinstance(x, torch.Tensor):
+        if self.add is not None and isinstance(x, torch.Tensor):
             summed = self.add(self.linear, x, self.bias, residual)
             if summed is not None:
                 return Stream(None, summed)
-        return Stream(self.apply(self.linear, x, self.bias), residual, self.is_partial)
+        return Stream(self.multiply(x), residual, self.is_partial)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from atom_core.kernels.attention import PagedAttentionSpec
 
 
+#: Of plans, which are one for all layers.
+PLAN_KEY = "sdpa"
+
+
 class SdpaAttention:
     """See :mod:`atom_core.kernels.attention`; it reads lengths on the host, so no graphs.
 
@@ -32,7 +36,7 @@ class SdpaAttention:
 
     def plan_key(self) -> str:
         """One for all layers."""
-        return "sdpa"
+        return PLAN_KEY
 
     def plan(self, metadata: AttentionMetadata) -> tuple[list[int], list[int]]:
         """On the host: where each request's queries start, and its length."""
@@ -47,21 +51,23 @@ class SdpaAttention:
         out: torch.Tensor,
     ) -> None:
         """Write the attention of every request's queries to ``out``."""
-        planned = metadata.plans.get(self.plan_key())
+        planned = metadata.plans.get(PLAN_KEY)
         starts, lengths = self.plan(metadata) if planned is None else cast(tuple[list[int], list[int]], planned)
         if self._alike(starts, lengths):
             keys, values = _by_slot(cache.key), _by_slot(cache.value)
             if keys is not None and values is not None:
                 self._decode(q, (keys, values), cache, metadata, lengths, out)
                 return
+        page_size = cache.page_size
         for request, length in enumerate(lengths):
             begin, end = starts[request], starts[request + 1]
             if end == begin:
                 continue
-            first = self._first_page(length, end - begin, cache.page_size)
-            used = metadata.page_table[request, first : -(-length // cache.page_size)]
-            left = first * cache.page_size  # tokens that the window has left behind
-            keys, values = (self._gather(side, used, length - left, q.dtype) for side in (cache.key, cache.value))
+            first = self._first_page(length, end - begin, page_size)
+            used = metadata.page_table[request, first : -(-length // page_size)]
+            left = first * page_size  # tokens that the window has left behind
+            keys = self._gather(cache.key, used, length - left, q.dtype)
+            values = self._gather(cache.value, used, length - left, q.dtype)
             attended = self._attend(q[begin:end], keys, values, self.spec.scale * cache.k_scale)
             torch.mul(attended, cache.v_scale, out=out[begin:end])
 
@@ -149,10 +155,9 @@ def _by_slot(side: torch.Tensor) -> torch.Tensor | None:
     by_token = side.transpose(1, 2)
     pages, page_size, heads, dim = by_token.shape
     strides = (page_size * heads * dim, heads * dim, dim, 1)
-    in_order = all(
-        size == 1 or stride == wanted
-        for size, stride, wanted in zip(by_token.shape, by_token.stride(), strides, strict=True)
-    )
-    if not in_order or heads * dim * side.itemsize % 8 or side.storage_offset() * side.itemsize % 8:
+    for size, stride, wanted in zip(by_token.shape, by_token.stride(), strides, strict=True):
+        if size != 1 and stride != wanted:
+            return None
+    if heads * dim * side.itemsize % 8 or side.storage_offset() * side.itemsize % 8:
         return None
     return by_token.as_strided((pages * page_size, heads * dim), (heads * dim, 1)).view(torch.int64)
