@@ -19,7 +19,7 @@ FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 RATIOS, FIGURE = FIGURES / "speedups.json", FIGURES / "speedups.svg"
 
 #: Pixels: the labels' column, a panel and the gap behind it, a row, and the head and foot of the figure.
-LABELS, PANEL, GAP, ROW, HEAD, NOTE = 290, 150, 18, 19, 84, 17
+LABELS, PANEL, GAP, ROW, HEAD, NOTE = 310, 150, 18, 19, 84, 17
 #: The ratios at the two ends of a panel; the rest of its width is for the number behind a bar.
 LEAST, MOST, NUMBER = 0.8, 1.9, 42
 INK, PALE_INK, SLOWER = "#1f2937", "#6b7280", "#b91c1c"
@@ -96,7 +96,8 @@ def _bar(index: int, ratios: Sequence[float], y: int, *, pale: bool) -> Iterator
         yield f'<rect x="{start}" y="{y + 3}" width="{round(end - start, 1)}" height="{ROW - 7}" fill="{ink}"/>'
     if most > least:
         middle = y + (ROW - 1) / 2
-        yield f'<line x1="{_x(index, least)}" y1="{middle}" x2="{last}" y2="{middle}" stroke="{INK}" stroke-width="1.5"/>'
+        ends = f'x1="{_x(index, least)}" y1="{middle}" x2="{last}" y2="{middle}"'
+        yield f'<line {ends} stroke="{INK}" stroke-width="1.5"/>'
     shown = f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
     yield _text(max(end, last) + 4, y + 13, shown, size=11)
 
