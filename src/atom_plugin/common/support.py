@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from atom_core.models.registry import MODELS
@@ -58,6 +59,10 @@ def support_rows() -> tuple[SupportRow, ...]:
     )
 
 
+#: How pages write the names.
+_NAMES: Mapping[str, str] = MappingProxyType({"vllm": "vLLM", "sglang": "SGLang"})
+_WEIGHTS: Mapping[str, str] = MappingProxyType({"none": "16 or 32 bits", "fp8": "FP8", "mxfp4": "MXFP4"})
+
 _HEADINGS = ("Architecture", "Family", "Framework", "Quantisation", "Devices")
 
 
@@ -82,10 +87,35 @@ def as_table(rows: Sequence[SupportRow]) -> Table:
 
 
 def as_markdown(rows: Sequence[SupportRow]) -> str:
-    """For a page."""
-    lines = [_HEADINGS, tuple("---" for _ in _HEADINGS)]
-    lines += [(f"`{architecture}`", *rest) for architecture, *rest in _lines(rows)]
+    """For a page: one line a family, for all its architectures, frameworks, quantisations and devices."""
+    families: dict[str, list[SupportRow]] = {}
+    for row in rows:
+        families.setdefault(row.family, []).append(row)
+    headings = ("Family", "Architectures", "Frameworks", "Weights", "Devices")
+    lines = [headings, tuple("---" for _ in headings), *(_folded(name, found) for name, found in families.items())]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _folded(family: str, rows: Sequence[SupportRow]) -> tuple[str, ...]:
+    """A family's line; a combination of its cells that is not supported is named in brackets."""
+    architectures = dict.fromkeys(row.architecture for row in rows)
+    frameworks = dict.fromkeys(row.framework for row in rows)
+    devices = dict.fromkeys(row.device for row in rows)
+    supported = {(row.architecture, row.framework, row.quantization, row.device) for row in rows}
+    weights = []
+    for name in dict.fromkeys(row.quantization for row in rows):
+        missing = dict.fromkeys(
+            f"not by {_NAMES[framework]} on {device}"
+            for architecture in architectures
+            for framework in frameworks
+            for device in devices
+            if (architecture, framework, name, device) not in supported
+        )
+        shown = _WEIGHTS.get(name, name)
+        weights.append(f"{shown} ({', '.join(missing)})" if missing else shown)
+    shown_architectures = ", ".join(f"`{name}`" for name in architectures)
+    shown_frameworks = ", ".join(_NAMES[name] for name in frameworks)
+    return family, shown_architectures, shown_frameworks, ", ".join(weights), ", ".join(devices)
 
 
 def as_json(rows: Sequence[SupportRow]) -> str:

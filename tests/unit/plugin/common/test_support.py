@@ -27,12 +27,23 @@ def test_json_has_every_combination():
     assert objects[0].keys() == {"architecture", "family", "framework", "quantization", "device"}
 
 
-def test_markdown_has_a_line_an_architecture_and_framework():
+def test_markdown_has_a_line_a_family():
     lines = support.as_markdown(support.support_rows()).splitlines()
-    assert lines[0] == "| Architecture | Family | Framework | Quantisation | Devices |"
-    assert "| `Qwen3ForCausalLM` | Qwen3 | vllm | none, fp8, mxfp4 | cpu, cuda, rocm |" in lines
-    assert "| `GptOssForCausalLM` | GPT-OSS | sglang | none, mxfp4 | cpu, cuda, rocm |" in lines
-    assert len(lines) == 2 + len(MODELS) * len(support.FRAMEWORKS)
+    assert lines[0] == "| Family | Architectures | Frameworks | Weights | Devices |"
+    qwen3 = "| Qwen3 | `Qwen3ForCausalLM` | vLLM, SGLang | 16 or 32 bits, FP8, MXFP4 | cpu, cuda, rocm |"
+    assert qwen3 in lines
+    assert len(lines) == 2 + len({entry.family for entry in MODELS.values()})
+
+
+def test_markdown_names_what_of_a_line_is_not_supported():
+    page = support.as_markdown(support.support_rows())
+    assert "| 16 or 32 bits, MXFP4 (not by SGLang on cpu) | cpu, cuda, rocm |" in page
+
+
+def test_markdown_folds_the_architectures_of_a_family():
+    rows = [support.SupportRow(name, "Twins", "vllm", "none", "cuda") for name in ("OneForCausalLM", "TwoForCausalLM")]
+    lines = support.as_markdown(rows).splitlines()
+    assert lines[2:] == ["| Twins | `OneForCausalLM`, `TwoForCausalLM` | vLLM | 16 or 32 bits | cuda |"]
 
 
 def test_sglang_runs_the_same_models_on_the_same_devices_but_for_what_it_refuses():
