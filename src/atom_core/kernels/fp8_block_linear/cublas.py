@@ -1,7 +1,7 @@
 """More rows than 64 by a weight in blocks through torch, whose cuBLAS scales groups itself on Hopper.
 
 On an H200 it takes 0.30 to 0.77 of the time of :mod:`.many_rows` for products of DeepSeek V3 with 72 to 8,192 rows, and
-reaches 1,000 to 1,210 TFLOP/s for the latter (docs/h200.md).
+reaches 1,000 to 1,210 TFLOP/s for the latter (docs/figures/kernels.json).
 """
 
 from __future__ import annotations
