@@ -3,8 +3,8 @@
     python tools/performance.py H200
 
 `python tools/generated.py` writes it into the page. A row is a model, a framework and what native ran with. A cell is
-`ratio (least to most)` of one comparison; where several comparisons, or several measurements of one, are shown, it is the
-least and the most of their ratios. Below the table stands a command for each row.
+`ratio (least to most)` of one comparison; where several comparisons, or several measurements of one, are shown, it is
+the least and the most of their ratios. Below the table stands a command for each row.
 """
 
 from __future__ import annotations

@@ -69,7 +69,9 @@ def test_what_native_lacks_is_marked_and_explained():
 def test_a_row_has_ratio_spread_native_and_command():
     one = _run({"requests": 1, "ratio": 1.5, "ratio_spread": [1.4, 1.6]}, {"requests": 8, "ratio": 1.25})
     other = _run({"requests": 8, "ratio": 1.1}, model="another", native="Triton's attention", command="measure it")
-    lines = TOOL.table([one, other, _run(machine="two GPUs"), _run(model="hidden", shown=False)], "one GPU").splitlines()
+    lines = TOOL.table(
+        [one, other, _run(machine="two GPUs"), _run(model="hidden", shown=False)], "one GPU"
+    ).splitlines()
     assert lines == [
         "| model | framework | 1 request | 8 requests | native ran with | command |",
         "| --- | --- | --- | --- | --- | --- |",
