@@ -40,31 +40,41 @@ def table(every: Iterable[Run], machine: str) -> str:
         ValueError: nothing is shown for this machine.
     """
     every = list(every)
-    rows = _rows(every, machine)
-    if not rows:
+    shown = rows(every, machine)
+    if not shown:
         raise ValueError(f"machine {machine!r} has no table; those that have: {', '.join(machines(every))}")
-    requests = sorted({result["requests"] for same in rows for run in same for result in run["results"]})
+    requests = sorted({result["requests"] for same in shown for run in same for result in run["results"]})
     counts = ("1 request" if count == 1 else f"{count} requests" for count in requests)
     head = ["model", "framework", *counts, "native ran with", "command"]
     lines = [_line(head), _line("---" for _ in head)]
-    for number, same in enumerate(rows, 1):
+    for number, same in enumerate(shown, 1):
         first = same[0]
         native = first["native_ran_with"]
         mark = f" {MARKS[native]}" if native in MARKS else ""
         framework = f"{first['framework']} {first['version']}"
-        cells = (_cell(_at(same, count)) for count in requests)
+        cells = (_cell(same, count) for count in requests)
         lines.append(_line([first["model"], framework, *cells, native + mark, str(number)]))
-    commands = (_commands(number, same) for number, same in enumerate(rows, 1))
+    commands = (_commands(number, same) for number, same in enumerate(shown, 1))
     return "\n".join([*lines, "", "The commands:", "", *commands])
 
 
-def _rows(every: Iterable[Run], machine: str) -> list[list[Run]]:
-    rows: dict[tuple[str, ...], list[Run]] = {}
+def rows(every: Iterable[Run], machine: str) -> list[list[Run]]:
+    """The comparisons that are one row: of one model, framework and configuration of native."""
+    found: dict[tuple[str, ...], list[Run]] = {}
     for run in every:
         if run["in_table"] and run["machine"] == machine:
             key = (run["model"], run["framework"], run["version"], run["native_ran_with"])
-            rows.setdefault(key, []).append(run)
-    return list(rows.values())
+            found.setdefault(key, []).append(run)
+    return list(found.values())
+
+
+def ratios_at(same: Iterable[Run], requests: int) -> list[float]:
+    """All ratios of a row for a number of requests."""
+    ratios: list[float] = []
+    for result in _at(same, requests):
+        ratio = result["ratio"]
+        ratios += ratio if isinstance(ratio, Sequence) else [ratio]
+    return ratios
 
 
 def _at(same: Iterable[Run], requests: int) -> Iterator[Mapping[str, Any]]:
@@ -72,17 +82,14 @@ def _at(same: Iterable[Run], requests: int) -> Iterator[Mapping[str, Any]]:
         yield from (result for result in run["results"] if result["requests"] == requests)
 
 
-def _cell(results: Iterable[Mapping[str, Any]]) -> str:
-    found = list(results)
-    ratios: list[float] = []
-    for result in found:
-        ratio = result["ratio"]
-        ratios += ratio if isinstance(ratio, Sequence) else [ratio]
+def _cell(same: Sequence[Run], requests: int) -> str:
+    ratios = ratios_at(same, requests)
     if not ratios:
         return ""
     if len(ratios) > 1:
         return _span(min(ratios), max(ratios))
-    spread = found[0].get("ratio_spread")
+    (result,) = _at(same, requests)
+    spread = result.get("ratio_spread")
     return f"{ratios[0]:.2f}" + (f" ({_span(*spread)})" if spread else "")
 
 
