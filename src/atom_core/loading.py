@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from atom_core.attention.base import RadixAttention
 from atom_core.attention.mla import RadixLatentAttention
-from atom_core.attention.radix import RadixAttention
 from atom_core.checkpoint import Checkpoint, config_of
 from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set

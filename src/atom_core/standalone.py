@@ -15,9 +15,8 @@ from typing import Protocol
 
 import torch
 
-from atom_core.attention.base import CachedAttention
+from atom_core.attention.base import CachedAttention, RadixAttention
 from atom_core.attention.mla import CachedLatentAttention, RadixLatentAttention
-from atom_core.attention.radix import RadixAttention
 from atom_core.checkpoint import Checkpoint, config_of
 from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
@@ -161,7 +160,7 @@ class Step:
     caches: Sequence[CacheView]
 
     def attention(self, layer_index: int) -> tuple[AttentionMetadata, KVCacheView]:
-        """See :class:`atom_core.attention.radix.CachedStep`."""
+        """See :class:`atom_core.attention.base.CachedStep`."""
         cache = self.caches[layer_index]
         assert isinstance(cache, KVCacheView)
         return self.metadata, cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -134,3 +135,55 @@ class CachedAttention(BaseAttention):
             return
         q = self.fill_cache(qkv, positions, self.weights, cache, slots[:num_tokens])
         self.kernel(q, cache, metadata, self._sinks[0], out)
+
+
+class PagedAttention(CachedAttention):
+    """Attention whose cache and metadata are found by the layer's name, as in vLLM.
+
+    The framework binds the cache to the layer once and announces each step's metadata beside the model call, so
+    ``step`` carries nothing. An adapter's child says how metadata is found, and wraps :meth:`attend` in whatever its
+    compiler must not look into.
+    """
+
+    @abstractmethod
+    def metadata(self) -> AttentionMetadata | None:
+        """This step's metadata; None in a run without a batch (memory profiling, warm-up)."""
+
+    @abstractmethod
+    def cache(self) -> KVCacheView:
+        """This layer's pages."""
+
+    def attend(self, qkv: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the attention to ``out [T, H, D]``: zeros in a run without a batch, which touches no cache."""
+        metadata = self.metadata()
+        if metadata is None:
+            out.zero_()
+            return
+        self.run(qkv, positions, metadata, self.cache(), out)
+
+    def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: object = None) -> torch.Tensor:
+        """See :meth:`BaseAttention.forward`; ``step`` is not looked at."""
+        out = qkv.new_empty(qkv.shape[0], self.spec.qkv.num_heads, self.spec.qkv.head_dim)
+        self.attend(qkv, positions, out)
+        return out.flatten(1)
+
+
+class CachedStep(Protocol):
+    """A step that brings its batch and the pools along."""
+
+    def attention(self, layer_index: int) -> tuple[AttentionMetadata, KVCacheView]:
+        """The metadata and the pages for one layer (layers with a window may have both of their own)."""
+
+
+class RadixAttention(CachedAttention):
+    """Attention whose cache and metadata come in with the step, as in SGLang and in the standalone runner."""
+
+    def forward(  # type: ignore[override]
+        self, qkv: torch.Tensor, positions: torch.Tensor, step: CachedStep, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :meth:`BaseAttention.forward`; in ``out [T, H * D]`` where there is such."""
+        metadata, cache = step.attention(self.spec.layer_index)
+        heads, dim = self.spec.qkv.num_heads, self.spec.qkv.head_dim
+        out = qkv.new_empty(qkv.shape[0], heads * dim) if out is None else out
+        self.run(qkv, positions, metadata, cache, out.view(-1, heads, dim))
+        return out

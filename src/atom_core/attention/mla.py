@@ -185,7 +185,7 @@ class CachedLatentAttention(BaseLatentAttention):
 
 
 class PagedLatentAttention(CachedLatentAttention):
-    """Where cache and metadata are found by the layer's name; see :mod:`atom_core.attention.paged`."""
+    """Where cache and metadata are found by the layer's name; see :class:`atom_core.attention.base.PagedAttention`."""
 
     @abstractmethod
     def metadata(self) -> AttentionMetadata | None:
@@ -228,7 +228,7 @@ class LatentStep(Protocol):
 
 
 class RadixLatentAttention(CachedLatentAttention):
-    """Where both come in with the step; see :mod:`atom_core.attention.radix`."""
+    """Where both come in with the step; see :class:`atom_core.attention.base.RadixAttention`."""
 
     def forward(  # type: ignore[override]
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from atom_core.fusion.linear import NormedLinear, ResidualLinear, Stream, StreamNorm
@@ -14,30 +16,34 @@ from atom_core.layers.mlp import GatedMLP
 from atom_core.runtime import Runtime
 
 
-class QuantizingActivation:
+def fused_activation(
+    activation: GatedActivation, behind: Linear, runtime: Runtime
+) -> Callable[[torch.Tensor], LinearInput]:
     """``act(gate) * up`` of ``[gate | up]``, quantised where one kernel does both and the layer behind takes it so.
 
     Args:
         activation: the plain one.
         behind: the layer that reads the result.
         runtime: the model's.
+
+    Returns:
+        From ``[T, 2N]`` to ``[T, N]``.
     """
+    spec, method = activation.spec, behind.method
+    form = method.input_form()
+    if form is None:
+        return activation.kernel
+    separate = (("gated_activation", runtime.kernels.chosen(GATED_ACTIVATION, spec)),)
+    quantizing = runtime.kernels.select(
+        FP8_GATED_ACTIVATION, Fp8GatedActivationSpec(spec.activation, spec.size, runtime.dtype, form, separate)
+    )
+    if quantizing is None:
+        return activation.kernel
 
-    def __init__(self, activation: GatedActivation, behind: Linear, runtime: Runtime) -> None:
-        self.kernel, self.method, spec = activation.kernel, behind.method, activation.spec
-        self.quantizing, form = None, behind.method.input_form()
-        if form is not None:
-            separate = (("gated_activation", runtime.kernels.chosen(GATED_ACTIVATION, spec)),)
-            self.quantizing = runtime.kernels.select(
-                FP8_GATED_ACTIVATION,
-                Fp8GatedActivationSpec(spec.activation, spec.size, runtime.dtype, form, separate),
-            )
+    def activate(x: torch.Tensor) -> LinearInput:
+        return quantizing(x) if method.takes_quantized(x.shape[0]) else activation.kernel(x)
 
-    def __call__(self, x: torch.Tensor) -> LinearInput:
-        """``x [T, 2N]`` to ``[T, N]``."""
-        if self.quantizing is None or not self.method.takes_quantized(x.shape[0]):
-            return self.kernel(x)
-        return self.quantizing(x)
+    return activate
 
 
 class GatedLinear:
@@ -54,7 +60,7 @@ class GatedLinear:
     def __init__(
         self, norm: StreamNorm, linear: Linear, activation: GatedActivation, behind: Linear, runtime: Runtime
     ) -> None:
-        self.activate = QuantizingActivation(activation, behind, runtime)
+        self.activate = fused_activation(activation, behind, runtime)
         self.gate_up = NormedLinear(norm, linear, activation.spec.activation, runtime)
 
     def __call__(self, stream: Stream) -> tuple[LinearInput, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from atom_core.fusion.linear import NormedLinear, ResidualLinear, Stream, StreamNorm
-from atom_core.fusion.mlp import QuantizingActivation
+from atom_core.fusion.mlp import fused_activation
 from atom_core.kernels.normed_router import NORMED_ROUTER, NormedRouterSpec
 from atom_core.kernels.rms_norm import RMS_NORM
 from atom_core.layers.moe import MoE, SharedExpert
@@ -17,7 +17,8 @@ class FusedSharedExpert:
 
     def __init__(self, norm: StreamNorm, shared: SharedExpert, runtime: Runtime) -> None:
         self.gate_up_proj = shared.gate_up_proj
-        self.activate = QuantizingActivation(shared.activation, shared.down_proj, runtime)
+        self.plain_activation = shared.activation.kernel
+        self.activate = fused_activation(shared.activation, shared.down_proj, runtime)
         self.normed = NormedLinear(norm, shared.gate_up_proj, shared.activation.spec.activation, runtime)
         self.down_proj, self.down = shared.down_proj, ResidualLinear(shared.down_proj)
 
@@ -32,7 +33,7 @@ class FusedSharedExpert:
     def gated(self, stream: Stream) -> torch.Tensor:
         """``act(gate_up(norm(stream)))`` of a stream that is summed up."""
         y = self.normed.fused(stream)
-        return self.activate.kernel(self.normed.product(stream)[0]) if y is None else y
+        return self.plain_activation(self.normed.product(stream)[0]) if y is None else y
 
 
 class FusedMoE:

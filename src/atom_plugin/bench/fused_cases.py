@@ -13,8 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from atom_core.attention.base import AttentionSpec
-from atom_core.attention.radix import RadixAttention
+from atom_core.attention.base import AttentionSpec, RadixAttention
 from atom_core.config import ModelConfig
 from atom_core.fusion.linear import NormedLinear, Stream, StreamNorm
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec

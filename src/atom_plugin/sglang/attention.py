@@ -13,9 +13,8 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention as HostAttention
 from sglang.srt.runtime_context import attention_backends
 
-from atom_core.attention.base import AttentionSpec, BaseAttention
+from atom_core.attention.base import AttentionSpec, BaseAttention, CachedStep, RadixAttention
 from atom_core.attention.mla import LatentLayerSpec, LatentStep, RadixLatentAttention
-from atom_core.attention.radix import CachedStep, RadixAttention
 from atom_core.kernels.latent_cache import LatentWeights
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE, QkvWeights
 from atom_core.runtime import Runtime

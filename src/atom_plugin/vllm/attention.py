@@ -36,8 +36,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec as VllmAttentionSpec
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from atom_core.attention.base import AttentionSpec, BaseAttention
-from atom_core.attention.paged import PagedAttention
+from atom_core.attention.base import AttentionSpec, BaseAttention, PagedAttention
 from atom_core.kernels.attention import PagedAttentionKernel
 from atom_core.kernels.attention.aiter_choice import PERSISTENT_PAGES
 from atom_core.kernels.cache_dtypes import FP8_DTYPES

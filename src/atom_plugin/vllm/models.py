@@ -92,7 +92,7 @@ class AtomForCausalLM(HeldWeights):
         carried = None
         if intermediate_tensors is not None:
             carried = Carried(intermediate_tensors["hidden_states"], intermediate_tensors["residual"])
-        result: torch.Tensor | Carried = self.core(input_ids, positions, None, inputs_embeds, carried)
+        result: torch.Tensor | Carried = self.model(input_ids, positions, None, inputs_embeds, carried)
         if isinstance(result, Carried):
             return IntermediateTensors({"hidden_states": result.hidden, "residual": result.residual})
         return result

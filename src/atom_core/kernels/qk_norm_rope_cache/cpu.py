@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from atom_core.kernels.cache_dtypes import as_bytes, quantize
+from atom_core.kernels.cache_dtypes import FP8_DTYPES, as_bytes, quantize
 from atom_core.kernels.qk_norm_rope_cache.reference import write_cache
 from atom_core.kernels.rms_norm.cpu import inverse_rms
 from atom_core.metadata import KVCacheView
@@ -61,7 +61,9 @@ def _rotate(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.
 
 def _write_rows(rows: torch.Tensor, side: torch.Tensor, slots: torch.Tensor) -> None:
     """``rows [T, K, D]`` to their slots in ``side [pages, K, page size, D]``."""
-    rows, by_token = as_bytes(rows), as_bytes(side).transpose(1, 2)
+    if side.dtype in FP8_DTYPES:
+        rows, side = as_bytes(rows), as_bytes(side)
+    by_token = side.transpose(1, 2)
     if by_token.stride(0) == by_token.stride(1) * by_token.shape[1]:
         by_token.flatten(0, 1).index_copy_(0, slots, rows)
     else:

@@ -104,7 +104,7 @@ class AtomAttentionBackend(AttentionBackend):
         return PADDED_LENGTH
 
     def attention(self, layer_index: int) -> tuple[AttentionMetadata, KVCacheView]:
-        """See :class:`atom_core.attention.radix.CachedStep`."""
+        """See :class:`atom_core.attention.base.CachedStep`."""
         metadata = self.windowed_metadata if self.pools.is_windowed(layer_index) else self.forward_metadata
         assert metadata is not None, "SGLang plans a batch before it runs it"
         return metadata, self.pools.view(layer_index)

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atom_core.attention.base import AttentionSpec
-from atom_core.attention.paged import PagedAttention
-from atom_core.attention.radix import RadixAttention
+from atom_core.attention.base import AttentionSpec, PagedAttention, RadixAttention
 from atom_core.kernels.qk_norm_rope import QkvWeights
 from atom_core.metadata import KVCacheView
 from atom_core.standalone import Step, build_runtime
