@@ -43,12 +43,12 @@ WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updat
 #: It looks at the parameters of a model, which may have given their memory to kernels: so it is told when they have it.
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
-_registered = False
-
 
 def is_registered() -> bool:
-    """Whether SGLang has run our entry point in this process."""
-    return _registered
+    """Whether SGLang's own registry has our attention backend, which our entry point puts there."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    return ATTENTION_BACKENDS.get(BACKEND) is _build_backend
 
 
 def our_backends() -> tuple[str, ...]:
@@ -67,10 +67,6 @@ def register() -> None:
         SystemExit: our models are asked for, and cannot be served beside this SGLang. SGLang logs any other exception
             from here, goes on without us, and would serve its own model without a word.
     """
-    global _registered  # noqa: PLW0603 - a process registers once, as SGLang loads plug-ins once
-    if _registered:
-        return
-    _registered = True
     package = os.environ.get(PACKAGE_VARIABLE, "")
     asked = package.partition(".")[0] == MODEL_PACKAGE.partition(".")[0]
     asked_by = f"{PACKAGE_VARIABLE}={package}" if asked else f"--attention-backend {BACKEND}"
@@ -78,6 +74,8 @@ def register() -> None:
     if reason and asked:
         raise SystemExit(reason)
     try:
+        if is_registered():
+            return
         _register_backend(reason)
         if reason is None:
             _register_for_drafts()

@@ -122,10 +122,13 @@ def test_a_list_of_plugins_without_ours_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(("registered", "said"), [(True, []), (False, ["has not run the entry point 'atom'"])])
 def test_a_model_without_our_entry_point_says_so_once(registered, said, monkeypatch, caplog):
-    import atom_plugin.sglang
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from atom_plugin.sglang import BACKEND, _build_backend
     from atom_plugin.sglang.causal_lm import check_entry_point
 
-    monkeypatch.setattr(atom_plugin.sglang, "_registered", registered)
+    # Another package's backend of the same name is none of ours.
+    monkeypatch.setitem(ATTENTION_BACKENDS, BACKEND, _build_backend if registered else None)
     monkeypatch.setattr(logging.getLogger("sglang.atom_plugin"), "propagate", True)
     check_entry_point()
     assert [line in record.getMessage() for record, line in zip(caplog.records, said, strict=True)] == [True] * len(
