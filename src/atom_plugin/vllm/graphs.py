@@ -25,8 +25,8 @@ logger = logging.getLogger("vllm.atom_plugin")
 #: vLLM's own, so it cannot be told from one that the user gave.
 _DEFAULT_LEVEL = OptimizationLevel.O2
 
-#: vLLM's variable for breakable graphs. It sets it itself for some of its models, as the processes of an engine have to
-#: have it when they import what breaks graphs.
+#: vLLM's variable for breakable graphs. vLLM sets it for some of its own models: an engine's processes inherit it, and
+#: no field of the configuration stands for it (CONTRIBUTING.md, "Exceptions", says when this ends).
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
 
@@ -124,7 +124,7 @@ def _may_break(vllm_config: VllmConfig) -> bool:
 
     And not where a step goes through several groups of GPUs (pipelines, replicas), which has not been tried.
     """
-    if BREAKABLE in os.environ and not _Ours.is_set:
+    if BREAKABLE in os.environ:
         return False
     if vllm_config.parallel_config.pipeline_parallel_size > 1 or vllm_config.parallel_config.data_parallel_size > 1:
         return False

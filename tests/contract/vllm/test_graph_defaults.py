@@ -6,10 +6,13 @@ vLLM's own configuration is made, on a platform that calls itself CUDA and is ot
 from __future__ import annotations
 
 import os
+from dataclasses import fields, is_dataclass
+from inspect import signature
 from pathlib import Path
 
 import pytest
 from vllm import platforms
+from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 from vllm.config import (
     CompilationConfig,
     CompilationMode,
@@ -19,7 +22,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.config.vllm import OptimizationLevel
+from vllm.config.vllm import OptimizationLevel, default_breakable_cudagraph_architectures
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from atom_plugin.vllm import AtomPlatformMixin, graphs, register_models
@@ -223,3 +226,19 @@ def test_nothing_is_filled_in_on_a_cpu(monkeypatch):
     compilation = VllmConfig(model_config=model).compilation_config
     assert compilation.mode == CompilationMode.DYNAMO_TRACE_ONCE
     assert compilation.cudagraph_mode == CUDAGraphMode.NONE
+
+
+def test_vllm_has_no_other_way_to_breakable_graphs_than_its_variable(configure, monkeypatch):
+    """Red once vLLM has one: then graphs.py needs no variable, and the entry in CONTRIBUTING.md goes."""
+    config = configure(impl="auto")
+    owners = [config, *(value for value in vars(config).values() if is_dataclass(value))]
+    assert [field.name for owner in owners for field in fields(owner) if "breakable" in field.name] == []
+    assert not signature(is_breakable_cudagraph_enabled).parameters
+    assert not is_breakable_cudagraph_enabled()
+    # vLLM writes the variable for its own models, and has no list that another package could add to.
+    assert isinstance(default_breakable_cudagraph_architectures(), frozenset)
+    monkeypatch.setattr(VllmConfig, "_uses_breakable_cudagraph_by_default", lambda config: True)
+    monkeypatch.setattr(graphs, "take_back_graph_defaults", lambda config: None)
+    configure(impl="auto")
+    assert os.environ[graphs.BREAKABLE] == "1"
+    assert is_breakable_cudagraph_enabled()
