@@ -124,7 +124,7 @@ def _may_break(vllm_config: VllmConfig) -> bool:
 
     And not where a step goes through several groups of GPUs (pipelines, replicas), which has not been tried.
     """
-    if BREAKABLE in os.environ:
+    if BREAKABLE in os.environ and not _Ours.is_set:
         return False
     if vllm_config.parallel_config.pipeline_parallel_size > 1 or vllm_config.parallel_config.data_parallel_size > 1:
         return False
