@@ -119,13 +119,9 @@ class FusedLayers:
                 self.observer(index, self._summed(stream))
         if self.norm is not None:
             return self.norm(stream)
-        last, residual, is_partial = stream
-        if last is None:
-            return torch.zeros_like(residual), residual
-        return self.group.all_reduce(last) if is_partial else last, residual
+        last, residual, _ = stream.whole(self.group)
+        return torch.zeros_like(residual) if last is None else last, residual
 
     def _summed(self, stream: Stream) -> torch.Tensor:
-        last, residual, is_partial = stream
-        if last is None:
-            return residual.clone()
-        return residual + (self.group.all_reduce(last) if is_partial else last)
+        last, residual, _ = stream.whole(self.group)
+        return residual.clone() if last is None else residual + last

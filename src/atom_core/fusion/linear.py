@@ -17,7 +17,7 @@ from atom_core.kernels.rms_norm import RMS_NORM
 from atom_core.layers.linear import Linear, RowLinear
 from atom_core.layers.linear_methods import UnquantizedMethod
 from atom_core.layers.norm import RMSNorm
-from atom_core.runtime import Runtime
+from atom_core.runtime import Communicator, Runtime
 from atom_core.types import Activation
 
 
@@ -37,6 +37,12 @@ class Stream(NamedTuple):
     """The sum so far. Whoever has the stream may write to both."""
     is_partial: bool = False
     """Whether ``last`` is this rank's partial sum, which is to be summed over the tensor-parallel group first."""
+
+    def whole(self, group: Communicator) -> Stream:
+        """The same stream, with no sum over ``group``, the tensor-parallel one, left to do."""
+        if self.last is None or not self.is_partial:
+            return self
+        return Stream(group.all_reduce(self.last), self.residual)
 
 
 class StreamNorm:
@@ -76,12 +82,6 @@ class StreamNorm:
             return None
         return kernel.quantized(last, stream.residual, self.weight, self.eps, form)
 
-    def whole(self, stream: Stream) -> Stream:
-        """The same stream, with no sum over ranks left to do."""
-        if stream.last is None or not stream.is_partial:
-            return stream
-        return Stream(self.group.all_reduce(stream.last), stream.residual)
-
     def __call__(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """The normed stream, and the stream summed up, both ``[T, hidden]``."""
         if stream.is_partial:
@@ -89,7 +89,7 @@ class StreamNorm:
                 assert self.reducing is not None
                 assert stream.last is not None
                 return self.reducing(stream.last, stream.residual, self.weight, self.eps)
-            stream = self.whole(stream)
+            stream = stream.whole(self.group)
         if stream.last is None:
             return self.kernel(stream.residual, self.weight, self.eps, None)[0], stream.residual
         normed, summed = self.kernel(stream.last, self.weight, self.eps, stream.residual)
@@ -157,7 +157,7 @@ class NormedLinear:
         if norm.reduces(stream):
             assert self.form is not None
             return norm.quantized(stream, self.form) or norm(stream)
-        last, residual, _ = norm.whole(stream)
+        last, residual, _ = stream.whole(norm.group)
         if last is None:
             return self.norm_and_quantize(residual, norm.weight, norm.eps, None)[0], residual
         quantized, total = self.norm_and_quantize(last, norm.weight, norm.eps, residual)
