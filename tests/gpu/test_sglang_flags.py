@@ -32,7 +32,7 @@ from tests.integration.sglang.test_float32_head import (
     distance,
 )
 from tests.integration.sglang.test_names import DENSE, LAYER, OF_ALL, OF_LAYER, passes_of
-from tests.integration.sglang.test_routed_experts import post
+from tests.integration.sglang.test_routed_experts import counts_of, record
 from tests.unit.core.hugging_face import routed_experts
 
 #: A stated pool: measuring what is free makes no sense while others start on it.
@@ -117,20 +117,9 @@ def test_the_recorder_counts_experts_between_start_and_stop(tmp_path: Path, mode
     family, environ = "glm4_moe", {"SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(tmp_path)}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SHARED.items()]
     flags += [f"--expert-distribution-recorder-mode={mode}"]
-    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     with SglangServer(checkpoint(family), *flags, environ=environ) as server:
-        post(server, "/start_expert_distribution_record")
-        tokens = post(server, "/generate", {"text": PROMPTS[1], "sampling_params": sampling})["output_ids"]
-        post(server, "/stop_expert_distribution_record")
-        post(server, "/generate", {"text": PROMPTS[0], "sampling_params": sampling})
-        post(server, "/dump_expert_distribution_record")
-        server.wait_for(lambda: bool(list(tmp_path.glob("*.pt"))), "a dump")
-    (written,) = tmp_path.glob("*.pt")
-    found = torch.load(written, weights_only=True, map_location="cpu")
-    if mode == "stat":
-        counts = found["logical_count"].sum(0)
-    else:
-        counts = torch.stack([record["global_physical_count"].cpu() for record in found["records"]]).sum(0)
+        found, tokens = record(server, tmp_path, PROMPTS[1], PROMPTS[0])
+    counts = counts_of(found, mode)
     model = AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=torch.float32).eval()
     prompt = AutoTokenizer.from_pretrained(checkpoint(family)).encode(PROMPTS[1])
     for layer, experts in routed_experts(model, [*prompt, *tokens[:-1]]).items():

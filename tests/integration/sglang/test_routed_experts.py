@@ -123,20 +123,32 @@ def post(server: SglangServer, path: str, body: Mapping[str, Any] | None = None)
         return json.loads(content) if body is not None else content
 
 
+def record(server: SglangServer, folder: Path, prompt: str, other: str) -> tuple[Any, list[int]]:
+    """What ``server`` has written to ``folder`` of one prompt and not of the next, and the tokens it answered with."""
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    post(server, "/start_expert_distribution_record")
+    tokens = post(server, "/generate", {"text": prompt, "sampling_params": sampling})["output_ids"]
+    post(server, "/stop_expert_distribution_record")
+    post(server, "/generate", {"text": other, "sampling_params": sampling})
+    post(server, "/dump_expert_distribution_record")
+    server.wait_for(lambda: bool(list(folder.glob("*.pt"))), "a dump")
+    (written,) = folder.glob("*.pt")
+    return torch.load(written, weights_only=True, map_location="cpu"), tokens
+
+
+def counts_of(found: Any, mode: str) -> torch.Tensor:
+    """How often each expert was chosen, ``[layers, experts]``."""
+    if mode == "stat":
+        return found["logical_count"].sum(0)
+    return torch.stack([it["global_physical_count"] for it in found["records"]]).sum(0)
+
+
 def recorded(folder: Path, model: Path, mode: str, *flags: str, **environ: str) -> tuple[Any, list[int]]:
     """What a server has written of one request, and the tokens that it answered with."""
     flags = ("--expert-distribution-recorder-mode", mode, "--dtype", "float32", "--sleep-on-idle", *flags)
     environ = {"SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(folder), **COUNTING, **environ}
     with SglangServer(model, *flags, "--max-total-tokens", "4096", environ=environ) as server:
-        post(server, "/start_expert_distribution_record")
-        sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-        tokens = post(server, "/generate", {"text": PROMPTS[2], "sampling_params": sampling})["output_ids"]
-        post(server, "/stop_expert_distribution_record")
-        post(server, "/generate", {"text": PROMPTS[0], "sampling_params": sampling})
-        post(server, "/dump_expert_distribution_record")
-        server.wait_for(lambda: bool(list(folder.glob("*.pt"))), "a dump")
-    (written,) = folder.glob("*.pt")
-    return torch.load(written, weights_only=True), tokens
+        return record(server, folder, PROMPTS[2], PROMPTS[0])
 
 
 @pytest.mark.parametrize("mode", ["stat", pytest.param("per_pass", marks=pytest.mark.slow), "per_token"])
@@ -150,11 +162,7 @@ def test_the_recorder_counts_them_between_start_and_stop(tmp_path, mode):
     counts = torch.zeros(NUM_LAYERS, NUM_EXPERTS, dtype=torch.int64)
     for layer, experts in expected.items():
         counts[layer] = torch.bincount(torch.tensor(experts).flatten(), minlength=NUM_EXPERTS)
-    if mode == "stat":
-        assert found["logical_count"].sum(0).tolist() == counts.tolist()
-    else:
-        passes = torch.stack([record["global_physical_count"] for record in found["records"]])
-        assert passes.sum(0).tolist() == counts.tolist()
+    assert counts_of(found, mode).tolist() == counts.tolist()
     if mode == "per_token":
         first = found["records"][0]["topk_ids_of_layer"][..., :TOP_K].sort(-1).values
         for layer, experts in expected.items():
