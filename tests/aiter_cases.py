@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from atom_core.cache import SHUFFLED
 from atom_core.kernels import kernel_set
 from atom_core.kernels.aiter_library import FP8
 from atom_core.kernels.attention import ATTENTION
@@ -36,7 +37,6 @@ from atom_core.kernels.mxfp4_linear.reference import dequantize
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
 from atom_core.kernels.select import Op, Target
-from atom_core.metadata import SHUFFLED
 from atom_core.types import RoutingConfig
 from tests.kernel_cases import (
     ATTENTION_CASES,
@@ -320,11 +320,11 @@ def attention_cases() -> list[AttentionCase]:
     return cases
 
 
-def attention_call(case: AttentionCase, target: Target, batch: AttentionBatch, order: str, cache_dtype: Any) -> Any:
+def attention_call(case: AttentionCase, target: Target, inputs: AttentionBatch, order: str, cache_dtype: Any) -> Any:
     """The kernel of a case, and the one of aiter's that it takes for it."""
     name = "aiter_shuffled" if order == SHUFFLED else "aiter"
-    kernel = chosen(ATTENTION, case.spec(batch.q.dtype, cache_dtype), target, name)
-    return kernel, kernel.chosen(batch.cache, batch.metadata, len(batch.q)).kernel
+    kernel = chosen(ATTENTION, case.spec(inputs.q.dtype, cache_dtype), target, name)
+    return kernel, kernel.chosen(inputs.cache, inputs.batch, len(inputs.q)).kernel
 
 
 def run_attention(target: Target, device: torch.device, order: str) -> dict[str, int]:
@@ -333,17 +333,15 @@ def run_attention(target: Target, device: torch.device, order: str) -> dict[str,
     for it in attention_cases():
         case = replace(it, storage=order if order == SHUFFLED else it.storage)
         for dtype, cache_dtype in ((torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, FP8[target.arch])):
-            batch = attention_batch(case, dtype, device, cache_dtype=cache_dtype)
-            kernel, name = attention_call(case, target, batch, order, cache_dtype)
-            check_attention(kernel, batch)
+            inputs = attention_batch(case, dtype, device, cache_dtype=cache_dtype)
+            kernel, name = attention_call(case, target, inputs, order, cache_dtype)
+            check_attention(kernel, inputs)
             taken[name] += 1
     # Requests that decode, counted, and prompts behind them.
     case = AttentionCase("", ((9, 1), (20, 1), (0, 5), (7, 6)), dim=128, storage=order if order == SHUFFLED else "PNH")
-    batch = attention_batch(case, torch.bfloat16, device)
-    kernel, _ = attention_call(case, target, batch, order, None)
-    check_attention(
-        kernel, replace(batch, metadata=replace(batch.metadata, num_decode_requests=2, num_decode_tokens=2))
-    )
+    inputs = attention_batch(case, torch.bfloat16, device)
+    kernel, _ = attention_call(case, target, inputs, order, None)
+    check_attention(kernel, replace(inputs, batch=replace(inputs.batch, num_decode_requests=2, num_decode_tokens=2)))
     return taken
 
 
@@ -359,9 +357,9 @@ def attention_by_token(target: Target, device: torch.device) -> None:
     taken = set()
     for it in attention_cases():
         case = replace(it, storage="PNH", packed=True)
-        batch = attention_batch(case, torch.bfloat16, device)
-        kernel, name = attention_call(case, target, batch, "plain", None)
-        check_attention(kernel, batch)
+        inputs = attention_batch(case, torch.bfloat16, device)
+        kernel, name = attention_call(case, target, inputs, "plain", None)
+        check_attention(kernel, inputs)
         taken.add(name)
     assert taken == {"unified_attention", "mha_batch_prefill"}
 
@@ -385,10 +383,10 @@ def attention_over_large_shuffled_pages(target: Target, device: torch.device) ->
     ]
     for it, page_size in ((it, size) for it in cases for size in (256, 1024)):
         case = replace(it, storage=SHUFFLED, page_size=page_size)
-        batch = attention_batch(case, torch.bfloat16, device, cache_dtype=FP8[target.arch])
-        kernel, name = attention_call(case, target, batch, SHUFFLED, FP8[target.arch])
+        inputs = attention_batch(case, torch.bfloat16, device, cache_dtype=FP8[target.arch])
+        kernel, name = attention_call(case, target, inputs, SHUFFLED, FP8[target.arch])
         assert name == "pa_persistent_fwd"
-        check_attention(kernel, batch)
+        check_attention(kernel, inputs)
 
 
 @case
@@ -557,15 +555,15 @@ def latent_attention(target: Target, device: torch.device) -> None:
     """One token of each request, and several; all numbers of heads, pages and caches; and beside other requests."""
 
     def check(shape: LatentCase, cache_dtype: Any = None, decodes: int = 0, **options: Any) -> None:
-        batch = latent_batch(shape, torch.bfloat16, device, cache_dtype=cache_dtype)
+        inputs = latent_batch(shape, torch.bfloat16, device, cache_dtype=cache_dtype)
         spec = shape.spec(torch.bfloat16, cache_dtype)
         kernel = chosen(LATENT_ATTENTION, spec, target)
-        counted = replace(batch.metadata, num_decode_requests=decodes, num_decode_tokens=decodes)
-        batch = replace(batch, metadata=counted)
+        counted = replace(inputs.batch, num_decode_requests=decodes, num_decode_tokens=decodes)
+        inputs = replace(inputs, batch=counted)
         if device.type == "cpu":
             # Batches that aiter decodes are never Triton's.
             kernel.others = ReferenceLatentAttention(spec) if decodes else None
-        check_absorbed(shape, kernel, batch, **options)
+        check_absorbed(shape, kernel, inputs, **options)
 
     sizes = {"rank": 512, "rope_dim": 64}
     for heads, most in AITER_HEADS[target.arch].items():
@@ -656,7 +654,7 @@ def latent_prefill(target: Target, device: torch.device) -> None:
                 continue  # other sizes than these kernels have
             shape = replace(it, nope_dim=128, rope_dim=64, value_dim=128, heads=min(it.heads, 3))
             for cache_dtype in (None, FP8[target.arch]):
-                batch = latent_batch(shape, torch.bfloat16, device, cache_dtype=cache_dtype)
+                inputs = latent_batch(shape, torch.bfloat16, device, cache_dtype=cache_dtype)
                 kernel = chosen(LATENT_PREFILL, shape.spec(torch.bfloat16, cache_dtype), target)
                 with of_all, some:
-                    check_expanded(shape, kernel, batch, ulps=2)
+                    check_expanded(shape, kernel, inputs, ulps=2)

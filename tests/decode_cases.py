@@ -12,7 +12,7 @@ from atom_core.kernels.cache_dtypes import as_bytes
 from atom_core.kernels.decode_attention import DecodeAttentionKernel, DecodeAttentionSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
-from atom_core.metadata import SameStepReads
+from atom_core.types import SameStepReads
 from tests.kernel_cases import NAN, AttentionCase, assert_close, assert_stored, attention_batch
 
 
@@ -133,20 +133,20 @@ def check_decode(
 ) -> None:
     """Run ``kernel`` into a NaN-filled output over a cache whose new slots are NaN; compare with the references."""
     dtype, cache_dtype = spec.qkv.dtype, spec.attention.cache_dtype
-    batch = attention_batch(case.attention, dtype, device, cache_dtype=cache_dtype)
-    metadata, cache = batch.metadata, batch.cache
+    inputs = attention_batch(case.attention, dtype, device, cache_dtype=cache_dtype)
+    batch, cache = inputs.batch, inputs.cache
     for reader, writer in case.readers:
         shared = -(-(case.attention.requests[writer][0] + 1) // cache.page_size)
-        metadata.page_table[reader, :shared] = metadata.page_table[writer, :shared]
+        batch.page_table[reader, :shared] = batch.page_table[writer, :shared]
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype).to(device)
 
-    layer, num_tokens, num_real = case.attention, batch.q.shape[0], len(case.attention.requests)
+    layer, num_tokens, num_real = case.attention, inputs.q.shape[0], len(case.attention.requests)
     qkv = random(num_tokens, (layer.heads + 2 * layer.kv_heads) * layer.dim)
     qkv[num_real:] = NAN
-    lengths = metadata.seq_lens.long()
+    lengths = batch.seq_lens.long()
     positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     positions[:num_real] = lengths[:num_real] - 1
     angles = torch.randn(int(lengths.max()), spec.qkv.rotary_dim // 2, generator=generator)
@@ -154,16 +154,16 @@ def check_decode(
     norms = (random(layer.dim), random(layer.dim)) if case.qk_norm else (None, None)
     weights = QkvWeights(cos_sin, *norms, 1e-6)
 
-    real = metadata.slot_mapping[:num_real]
+    real = batch.slot_mapping[:num_real]
     page, offset = real // cache.page_size, real % cache.page_size
     for side in (cache.key, cache.value):
         as_bytes(side)[page, :, offset] = 0x7F if side.element_size() == 1 else NAN
     before = cache.key.isnan(), cache.value.isnan()
     q, k, v = qk_norm_rope(qkv[:num_real], positions[:num_real], weights, spec=spec.qkv)
 
-    out = torch.full_like(batch.q, NAN)
-    assert kernel.takes(metadata)
-    kernel(qkv, positions, weights, cache, metadata, batch.sinks, out)
+    out = torch.full_like(inputs.q, NAN)
+    assert kernel.takes(batch)
+    kernel(qkv, positions, weights, cache, batch, inputs.sinks, out)
     for side, scale, wanted in ((cache.key, cache.k_scale, k), (cache.value, cache.v_scale, v)):
         found = side[page, :, offset]
         if side.element_size() == 1:
@@ -175,6 +175,6 @@ def check_decode(
         assert torch.equal(side.isnan(), was), "something else was written"
     # The answer to what is in the cache now: the new numbers may be rounded up where the reference rounds down.
     expected = torch.empty(num_real, layer.heads, layer.dim, device=device)
-    ReferenceAttention(replace(spec.attention, dtype=torch.float32))(q.float(), cache, metadata, batch.sinks, expected)
+    ReferenceAttention(replace(spec.attention, dtype=torch.float32))(q.float(), cache, batch, inputs.sinks, expected)
     assert_close(out[:num_real], expected.double().cpu())
     assert out[num_real:].isnan().all(), "rows of padding were written"

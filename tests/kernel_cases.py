@@ -17,12 +17,13 @@ from itertools import accumulate, permutations
 
 import torch
 
+from atom_core.batch import Batch, Pages
+from atom_core.cache import SHUFFLED, KVCacheView
 from atom_core.kernels.attention import PagedAttentionKernel, PagedAttentionSpec
 from atom_core.kernels.attention.reference import ReferenceAttention
 from atom_core.kernels.cache_dtypes import FP8_DTYPES, as_bytes
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache import QkNormRopeCacheKernel
-from atom_core.metadata import SHUFFLED, AttentionMetadata, KVCacheView
 
 NAN = float("nan")
 
@@ -84,7 +85,7 @@ class AttentionBatch:
 
     q: torch.Tensor
     cache: KVCacheView
-    metadata: AttentionMetadata
+    batch: Batch
     sinks: torch.Tensor | None
     answer: Callable[[], torch.Tensor]
     """Reads nothing that a kernel writes to."""
@@ -165,30 +166,29 @@ def attention_batch(
         slots[starts[request] : starts[request + 1]] = pages * case.page_size + positions % case.page_size
     starts += [num_real] * case.padded_requests
     lengths += [0] * case.padded_requests
-    metadata = AttentionMetadata(
+    batch = Batch(
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        page_table=page_table.to(device),
-        slot_mapping=slots.to(device),
+        pages=Pages(page_table.to(device), slots.to(device)),
         num_requests=len(lengths),
         num_tokens=q.shape[0],
         max_query_len=max(new for _, new in case.requests),
         max_seq_len=max(lengths),
     )
     answer = partial(_attention_by_token, case, q, keys, values, sinks)
-    batch = AttentionBatch(q.to(device), cache, metadata, None if sinks is None else sinks.to(device), answer)
+    inputs = AttentionBatch(q.to(device), cache, batch, None if sinks is None else sinks.to(device), answer)
     if by_token:
-        return batch
-    found = _attention_by_reference(case, batch)  # now, since it reads the cache
-    return replace(batch, answer=lambda: found)
+        return inputs
+    found = _attention_by_reference(case, inputs)  # now, since it reads the cache
+    return replace(inputs, answer=lambda: found)
 
 
-def check_attention(kernel: PagedAttentionKernel, batch: AttentionBatch) -> None:
+def check_attention(kernel: PagedAttentionKernel, inputs: AttentionBatch) -> None:
     """Run ``kernel`` into a NaN-filled output and compare; padding must stay as it was."""
-    out = torch.full_like(batch.q, NAN)
-    kernel(batch.q, batch.cache, batch.metadata, batch.sinks, out)
-    num_real = batch.expected.shape[0]
-    assert_close(out[:num_real], batch.expected)
+    out = torch.full_like(inputs.q, NAN)
+    kernel(inputs.q, inputs.cache, inputs.batch, inputs.sinks, out)
+    num_real = inputs.expected.shape[0]
+    assert_close(out[:num_real], inputs.expected)
     assert out[num_real:].isnan().all(), "rows of padding were written"
 
 
@@ -238,12 +238,14 @@ def _attention_by_token(
     return torch.stack(rows)
 
 
-def _attention_by_reference(case: AttentionCase, batch: AttentionBatch) -> torch.Tensor:
+def _attention_by_reference(case: AttentionCase, inputs: AttentionBatch) -> torch.Tensor:
     """The reference's answer to the same numbers in float32."""
-    wide = KVCacheView(batch.cache.key.float() * batch.cache.k_scale, batch.cache.value.float() * batch.cache.v_scale)
+    wide = KVCacheView(
+        inputs.cache.key.float() * inputs.cache.k_scale, inputs.cache.value.float() * inputs.cache.v_scale
+    )
     num_real = sum(new for _, new in case.requests)
-    out = torch.empty(batch.q.shape, dtype=torch.float32, device=batch.q.device)
-    ReferenceAttention(case.spec(torch.float32))(batch.q.float(), wide, batch.metadata, batch.sinks, out)
+    out = torch.empty(inputs.q.shape, dtype=torch.float32, device=inputs.q.device)
+    ReferenceAttention(case.spec(torch.float32))(inputs.q.float(), wide, inputs.batch, inputs.sinks, out)
     return out[:num_real].double().cpu()
 
 

@@ -13,6 +13,8 @@ from itertools import accumulate
 
 import torch
 
+from atom_core.batch import Batch, HostLengths, Pages
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.head_linear import HeadLinearKernel
 from atom_core.kernels.latent_attention import LatentAttentionKernel, LatentAttentionSpec
@@ -22,7 +24,6 @@ from atom_core.kernels.latent_prefill.plan import plan_prefill
 from atom_core.kernels.latent_queries import LatentQueriesKernel
 from atom_core.kernels.latent_token import LatentTokenKernel
 from atom_core.kernels.latent_values import LatentValuesKernel
-from atom_core.metadata import AttentionMetadata, HostLengths, LatentCacheView
 from tests.kernel_cases import NAN, assert_close, assert_stored, stored
 
 #: Of an FP8 cache.
@@ -101,14 +102,14 @@ class LatentBatch:
     """``[T, H, L + R]``: other queries, that meet latents."""
     expand: torch.Tensor
     cache: LatentCacheView
-    metadata: AttentionMetadata
+    batch: Batch
     rows: list[torch.Tensor]
     """float64, of each request: what the cache stands for."""
 
     @property
     def num_real(self) -> int:
         """Tokens that are not padding."""
-        return int(self.metadata.host.starts[-1])
+        return int(self.batch.host.starts[-1])
 
 
 def latent_batch(
@@ -148,11 +149,10 @@ def latent_batch(
         slots[starts[request] : starts[request + 1]] = of_token * case.page_size + positions % case.page_size
     starts += [num_real] * case.padded_requests
     lengths += [0] * case.padded_requests
-    metadata = AttentionMetadata(
+    batch = Batch(
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        page_table=page_table.to(device),
-        slot_mapping=slots.to(device),
+        pages=Pages(page_table.to(device), slots.to(device)),
         num_requests=len(lengths),
         num_tokens=q.shape[0],
         max_query_len=max(new for _, new in case.requests),
@@ -161,65 +161,65 @@ def latent_batch(
     )
     wide = [found.double() * scale for found in rows]
     cache = LatentCacheView(pages, scale)
-    return LatentBatch(q.to(device), folded.to(device), expand.to(device), cache, metadata, wide)
+    return LatentBatch(q.to(device), folded.to(device), expand.to(device), cache, batch, wide)
 
 
 def _by_token(
-    case: LatentCase, batch: LatentBatch, answer: Callable[[int, torch.Tensor], torch.Tensor]
+    case: LatentCase, inputs: LatentBatch, answer: Callable[[int, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """``answer`` to each token and the rows that it sees."""
     found = []
-    for (before, new), rows in zip(case.requests, batch.rows, strict=True):
+    for (before, new), rows in zip(case.requests, inputs.rows, strict=True):
         found += [answer(len(found) + index, rows[: before + index + 1]) for index in range(new)]
     return torch.stack(found)
 
 
 def check_absorbed(
-    case: LatentCase, kernel: LatentAttentionKernel, batch: LatentBatch, ulps: int = 1, *, fills_padding: bool = False
+    case: LatentCase, kernel: LatentAttentionKernel, inputs: LatentBatch, ulps: int = 1, *, fills_padding: bool = False
 ) -> None:
     """Run ``kernel`` into a NaN-filled output and compare; padding must stay as it was, or may be anything."""
-    folded, scale = batch.folded.double().cpu(), (case.nope_dim + case.rope_dim) ** -0.5
-    out = torch.full((*batch.folded.shape[:2], case.rank), NAN, dtype=batch.q.dtype, device=batch.q.device)
-    kernel(batch.folded, batch.cache, batch.metadata, out)
+    folded, scale = inputs.folded.double().cpu(), (case.nope_dim + case.rope_dim) ** -0.5
+    out = torch.full((*inputs.folded.shape[:2], case.rank), NAN, dtype=inputs.q.dtype, device=inputs.q.device)
+    kernel(inputs.folded, inputs.cache, inputs.batch, out)
 
     def answer(token: int, rows: torch.Tensor) -> torch.Tensor:
         weights = (folded[token] @ rows.T * scale).softmax(-1)
         return weights @ rows[:, : case.rank]
 
-    assert_close(out[: batch.num_real], _by_token(case, batch, answer), ulps)
-    assert fills_padding or out[batch.num_real :].isnan().all(), "rows of padding were written"
+    assert_close(out[: inputs.num_real], _by_token(case, inputs, answer), ulps)
+    assert fills_padding or out[inputs.num_real :].isnan().all(), "rows of padding were written"
 
 
-def check_values(case: LatentCase, kernel: LatentValuesKernel, batch: LatentBatch, ulps: int = 1) -> None:
+def check_values(case: LatentCase, kernel: LatentValuesKernel, inputs: LatentBatch, ulps: int = 1) -> None:
     """The same of a kernel that goes on to each head's values, with what lies between tokens and heads NaN."""
-    folded, scale = batch.folded.double().cpu(), (case.nope_dim + case.rope_dim) ** -0.5
-    into = batch.expand[:, case.nope_dim :].transpose(1, 2)
+    folded, scale = inputs.folded.double().cpu(), (case.nope_dim + case.rope_dim) ** -0.5
+    into = inputs.expand[:, case.nope_dim :].transpose(1, 2)
     wide = into.double().cpu()
-    shape = (batch.folded.shape[0], case.heads + 1, case.value_dim + 8)
-    room = torch.full(shape, NAN, dtype=batch.q.dtype, device=batch.q.device)
+    shape = (inputs.folded.shape[0], case.heads + 1, case.value_dim + 8)
+    room = torch.full(shape, NAN, dtype=inputs.q.dtype, device=inputs.q.device)
     out = room[:, : case.heads, : case.value_dim]
-    assert kernel.takes(len(batch.folded), batch.cache, batch.metadata)
-    kernel(batch.folded, batch.cache, batch.metadata, into, out)
+    assert kernel.takes(len(inputs.folded), inputs.cache, inputs.batch)
+    kernel(inputs.folded, inputs.cache, inputs.batch, into, out)
 
     def answer(token: int, rows: torch.Tensor) -> torch.Tensor:
         weights = (folded[token] @ rows.T * scale).softmax(-1)
         return torch.einsum("hl,hlv->hv", weights @ rows[:, : case.rank], wide)
 
-    assert_close(out[: batch.num_real], _by_token(case, batch, answer), ulps)
-    assert out[batch.num_real :].isnan().all(), "rows of padding were written"
+    assert_close(out[: inputs.num_real], _by_token(case, inputs, answer), ulps)
+    assert out[inputs.num_real :].isnan().all(), "rows of padding were written"
     assert room[:, case.heads :].isnan().all(), "what is nobody's was written"
     assert room[..., case.value_dim :].isnan().all(), "what is nobody's was written"
 
 
-def check_expanded(case: LatentCase, kernel: LatentPrefillKernel, batch: LatentBatch, ulps: int = 1) -> None:
+def check_expanded(case: LatentCase, kernel: LatentPrefillKernel, inputs: LatentBatch, ulps: int = 1) -> None:
     """Run ``kernel`` on all requests that have tokens, whatever it costs, and compare."""
-    queries, expand = batch.q.double().cpu(), batch.expand.double().cpu()
+    queries, expand = inputs.q.double().cpu(), inputs.expand.double().cpu()
     scale = (case.nope_dim + case.rope_dim) ** -0.5
-    plan = plan_prefill(batch.metadata, case.spec(batch.q.dtype).latent)
+    plan = plan_prefill(inputs.batch, case.spec(inputs.q.dtype).latent)
     assert plan is not None
     assert not plan.absorbed
-    out = torch.full((*batch.q.shape[:2], case.value_dim), NAN, dtype=batch.q.dtype, device=batch.q.device)
-    kernel(batch.q, batch.expand, batch.cache, batch.metadata, plan, out)
+    out = torch.full((*inputs.q.shape[:2], case.value_dim), NAN, dtype=inputs.q.dtype, device=inputs.q.device)
+    kernel(inputs.q, inputs.expand, inputs.cache, inputs.batch, plan, out)
 
     def answer(token: int, rows: torch.Tensor) -> torch.Tensor:
         latents, turned = rows[:, : case.rank], rows[:, case.rank :]
@@ -229,8 +229,8 @@ def check_expanded(case: LatentCase, kernel: LatentPrefillKernel, batch: LatentB
         scores = torch.einsum("hd,hkd->hk", plain, keys) + rotated @ turned.T
         return torch.einsum("hk,hkd->hd", (scores * scale).softmax(-1), values)
 
-    assert_close(out[: batch.num_real], _by_token(case, batch, answer), ulps)
-    assert out[batch.num_real :].isnan().all(), "rows of padding were written"
+    assert_close(out[: inputs.num_real], _by_token(case, inputs, answer), ulps)
+    assert out[inputs.num_real :].isnan().all(), "rows of padding were written"
 
 
 _MAX_POSITION = 50
@@ -340,8 +340,8 @@ def check_latent_token(
 ) -> None:
     """Run ``kernel`` on the only token of the only request, whose row is not in the cache yet, and compare."""
     ((before, _),) = case.requests
-    batch = latent_batch(case, dtype, device, seed)
-    metadata = replace(batch.metadata, max_seq_len=max_seq_len or before + 1)
+    inputs = latent_batch(case, dtype, device, seed)
+    batch = replace(inputs.batch, max_seq_len=max_seq_len or before + 1)
     generator = torch.Generator().manual_seed(seed + 1)
     width = case.rank + case.rope_dim
     q = torch.randn(1, case.heads, case.nope_dim + case.rope_dim + 8, generator=generator).to(dtype)[..., :-8]
@@ -349,16 +349,16 @@ def check_latent_token(
     angles = torch.rand(before + 1, case.rope_dim // 2, generator=generator) * 6.28
     norm = torch.rand(case.rank, generator=generator).to(dtype) + 0.5
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to(device)
-    weights = LatentWeights(cos_sin, norm.to(device), 1e-6, batch.expand)
-    page, offset = divmod(int(metadata.slot_mapping[0]), case.page_size)
-    pages = batch.cache.rows
+    weights = LatentWeights(cos_sin, norm.to(device), 1e-6, inputs.expand)
+    page, offset = divmod(int(batch.slot_mapping[0]), case.page_size)
+    pages = inputs.cache.rows
     pages[page, offset] = NAN
     others = pages.clone()
     room = torch.full((1, case.heads + 1, case.value_dim + 8), NAN, dtype=dtype, device=device)
     given, out = q.to(device), room[:, : case.heads, : case.value_dim]
-    assert kernel.takes(1, batch.cache, metadata)
+    assert kernel.takes(1, inputs.cache, batch)
     positions = torch.tensor([before], device=device)
-    kernel(given, latent.to(device), positions, weights, batch.cache, metadata.slot_mapping, metadata, out)
+    kernel(given, latent.to(device), positions, weights, inputs.cache, batch.slot_mapping, batch, out)
 
     def turn(x: torch.Tensor) -> torch.Tensor:
         return _turned(case, x, angles[before])
@@ -370,8 +370,8 @@ def check_latent_token(
     pages[page, offset] = NAN
     assert torch.equal(pages.float().nan_to_num(7.0), others.float().nan_to_num(7.0)), "other rows were written"
     assert torch.equal(given.cpu(), q)
-    rows = torch.cat((batch.rows[0][:-1], own[None]))
-    expand = batch.expand.double().cpu()
+    rows = torch.cat((inputs.rows[0][:-1], own[None]))
+    expand = inputs.expand.double().cpu()
     folded = torch.einsum("hn,hnl->hl", wide[:, : case.nope_dim], expand[:, : case.nope_dim])
     scores = torch.cat((folded, turn(wide[:, case.nope_dim :])), -1) @ rows.T
     shares = (scores * (case.nope_dim + case.rope_dim) ** -0.5).softmax(-1)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from atom_core.kernels.select import KernelSet
-from atom_core.metadata import SameStepReads
 from atom_core.quant import QuantConfig, Unquantized
+from atom_core.types import SameStepReads
 
 if TYPE_CHECKING:
     from atom_core.attention.base import AttentionSpec, BaseAttention

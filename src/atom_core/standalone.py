@@ -17,13 +17,14 @@ import torch
 
 from atom_core.attention.base import CachedAttention, RadixAttention
 from atom_core.attention.mla import CachedLatentAttention, RadixLatentAttention
+from atom_core.batch import Batch, HostLengths, Pages
+from atom_core.cache import SHUFFLED, CacheOrder, KVCacheView, LatentCacheView
 from atom_core.checkpoint import Checkpoint, config_of
 from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.layers.parameters import ParameterLayer
 from atom_core.loading import UNQUANTIZED, check_files, check_update
-from atom_core.metadata import SHUFFLED, AttentionMetadata, CacheOrder, HostLengths, KVCacheView, LatentCacheView
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
@@ -42,7 +43,7 @@ RANDOM_SPREAD = 0.02
 class Planner(Protocol):
     """Whoever works something out once a step for all layers of its key."""
 
-    def plan(self, metadata: AttentionMetadata) -> object:
+    def plan(self, batch: Batch) -> object:
         """It."""
 
 
@@ -134,7 +135,7 @@ def cache_order(model: torch.nn.Module) -> CacheOrder:
     return next(iter(orders), "plain")
 
 
-def plan(model: torch.nn.Module, metadata: AttentionMetadata) -> AttentionMetadata:
+def plan(model: torch.nn.Module, batch: Batch) -> Batch:
     """The step with what the model's attention kernels work out once for all of their layers."""
     planners: dict[Hashable, Planner] = {}
     for module in model.modules():
@@ -142,7 +143,7 @@ def plan(model: torch.nn.Module, metadata: AttentionMetadata) -> AttentionMetada
             planners[module.kernel.plan_key()] = module.kernel
         elif isinstance(module, CachedLatentAttention):
             planners[module.plan_key()] = module
-    return metadata.with_plans({key: it.plan(metadata) for key, it in planners.items() if key is not None})
+    return batch.with_plans({key: it.plan(batch) for key, it in planners.items() if key is not None})
 
 
 def finalize(model: torch.nn.Module) -> None:
@@ -156,20 +157,20 @@ def finalize(model: torch.nn.Module) -> None:
 class Step:
     """One step of the runner: the batch, and every layer's pages."""
 
-    metadata: AttentionMetadata
+    batch: Batch
     caches: Sequence[CacheView]
 
-    def attention(self, layer_index: int) -> tuple[AttentionMetadata, KVCacheView]:
+    def attention(self, layer_index: int) -> tuple[Batch, KVCacheView]:
         """See :class:`atom_core.attention.base.CachedStep`."""
         cache = self.caches[layer_index]
         assert isinstance(cache, KVCacheView)
-        return self.metadata, cache
+        return self.batch, cache
 
-    def latents(self, layer: CachedLatentAttention) -> tuple[AttentionMetadata, LatentCacheView]:
+    def latents(self, layer: CachedLatentAttention) -> tuple[Batch, LatentCacheView]:
         """See :class:`atom_core.attention.mla.LatentStep`."""
         cache = self.caches[layer.layer_index]
         assert isinstance(cache, LatentCacheView)
-        return self.metadata, cache
+        return self.batch, cache
 
 
 class Runner:
@@ -235,7 +236,7 @@ class Runner:
         pages = num_requests * -(-self.max_model_len // self.page_size)
         return page_pools(self.config, self.runtime, pages, self.page_size, order=cache_order(self.model))
 
-    def metadata(self, cached: Sequence[int], new: Sequence[int]) -> AttentionMetadata:
+    def batch(self, cached: Sequence[int], new: Sequence[int]) -> Batch:
         """The batch in which request ``r`` has ``cached[r]`` tokens in the cache and brings ``new[r]``."""
         per_request = -(-self.max_model_len // self.page_size)
         device = self.runtime.device
@@ -246,11 +247,13 @@ class Runner:
         ]
         lengths = [before + count for before, count in zip(cached, new, strict=True)]
         starts = [0, *accumulate(new)]
-        return AttentionMetadata(
+        return Batch(
             query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
             seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-            page_table=torch.arange(len(new) * per_request, dtype=torch.int32, device=device).view(len(new), -1),
-            slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+            pages=Pages(
+                torch.arange(len(new) * per_request, dtype=torch.int32, device=device).view(len(new), -1),
+                torch.tensor(slots, dtype=torch.int64, device=device),
+            ),
             num_requests=len(new),
             num_tokens=sum(new),
             max_query_len=max(new),
@@ -262,7 +265,7 @@ class Runner:
     def step(self, caches: Sequence[CacheView], cached: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Run each request's new ``tokens`` behind its ``cached`` ones: hidden states ``[T, hidden]``."""
         new = [len(row) for row in tokens]
-        metadata = plan(self.model, self.metadata(cached, new))
+        batch = plan(self.model, self.batch(cached, new))
         positions = [
             position for before, count in zip(cached, new, strict=True) for position in range(before, before + count)
         ]
@@ -270,7 +273,7 @@ class Runner:
         hidden = self.model(
             torch.tensor([token for row in tokens for token in row], device=device),
             torch.tensor(positions, device=device),
-            Step(metadata, caches),
+            Step(batch, caches),
         )
         assert isinstance(hidden, torch.Tensor)
         return hidden

@@ -45,3 +45,13 @@ class RoutingConfig:
         assert self.num_experts % self.num_groups == 0
         assert 0 < self.top_groups <= self.num_groups
         assert 0 < self.top_k <= self.top_groups * (self.num_experts // self.num_groups)
+
+
+SameStepReads = Literal["never", "at page starts", "anywhere"]
+"""Where a request's new token stands that has another request's token of the very same step among its cached ones.
+
+"never": there are no such requests. "at page starts": at the start of a page, as whole pages are shared.
+"""
+
+GraphSupport = Literal["none", "always"]
+"""Whether a kernel may run inside a captured graph: without host syncs, and at one launch shape for any lengths."""

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from atom_core.metadata import AttentionMetadata, HostLengths
+from atom_core.batch import Batch, HostLengths, Pages
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.models.draft import DraftModel
 from atom_core.runtime import Runtime
@@ -35,7 +35,7 @@ _TOKENS = (3, 9, 17, 33, 65, 101, 129, 174, 229, 258, 292, 513, 516, 577, 768, 1
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchShape:
     """What the host knows of a batch."""
 
     queries: tuple[int, ...]
@@ -46,28 +46,28 @@ class Batch:
     """Tokens of each request that are there already."""
 
 
-def batches_to_serve(max_requests: int, max_tokens: int, max_seq_len: int) -> list[Batch]:
+def batches_to_serve(max_requests: int, max_tokens: int, max_seq_len: int) -> list[BatchShape]:
     """Batches of every kind that an engine with these limits can make.
 
     Decodes, prefills, both in one, and prompts of which all but a few tokens are cached.
     """
     longest = min(_LONGEST_PROMPT, max_seq_len)
-    found = [Batch((1,) * size, max_seq_len) for size in sorted({1, 2, 8, 16, 32, 64, 128, max_requests})]
+    found = [BatchShape((1,) * size, max_seq_len) for size in sorted({1, 2, 8, 16, 32, 64, 128, max_requests})]
     for length in (_SHORT, _SHARED):
-        found += [Batch((new,) * size, length) for size in (1, 3) for new in (1, 2)]
+        found += [BatchShape((new,) * size, length) for size in (1, 3) for new in (1, 2)]
     for prompt in _PROMPTS:
-        found += [Batch((prompt,), max_seq_len), Batch((1, 1, prompt), max_seq_len)]
-    found += [Batch(_prompts(tokens, longest), max_seq_len) for tokens in (*_TOKENS, max_tokens)]
-    found += [Batch((*(1,) * 8, new), max_seq_len, _CACHED) for new in _FEW_TOKENS]
+        found += [BatchShape((prompt,), max_seq_len), BatchShape((1, 1, prompt), max_seq_len)]
+    found += [BatchShape(_prompts(tokens, longest), max_seq_len) for tokens in (*_TOKENS, max_tokens)]
+    found += [BatchShape((*(1,) * 8, new), max_seq_len, _CACHED) for new in _FEW_TOKENS]
     for size in _REQUESTS:
-        found += [Batch((new,) * size, _SHORT, _SHORT - new) for new in (1, *_FEW_TOKENS)]
-        found += [Batch((new,) * size, max_seq_len, _CACHED) for new in _FEW_TOKENS]
+        found += [BatchShape((new,) * size, _SHORT, _SHORT - new) for new in (1, *_FEW_TOKENS)]
+        found += [BatchShape((new,) * size, max_seq_len, _CACHED) for new in _FEW_TOKENS]
     possible = (
-        batch
-        for batch in found
-        if len(batch.queries) <= max_requests
-        and sum(batch.queries) <= max_tokens
-        and max(batch.queries) + batch.cached <= batch.max_seq_len <= max_seq_len
+        shape
+        for shape in found
+        if len(shape.queries) <= max_requests
+        and sum(shape.queries) <= max_tokens
+        and max(shape.queries) + shape.cached <= shape.max_seq_len <= max_seq_len
     )
     return list(dict.fromkeys(possible))
 
@@ -79,36 +79,38 @@ def _prompts(tokens: int, longest: int) -> tuple[int, ...]:
 
 
 def metadata_of(
-    batch: Batch, model: DecoderForCausalLM | DraftModel, table_width: int, device: torch.device
-) -> AttentionMetadata:
+    shape: BatchShape, model: DecoderForCausalLM | DraftModel, table_width: int, device: torch.device
+) -> Batch:
     """``batch`` as ``model``'s kernels are told of it: no token has a slot, and all pages are page 0."""
-    num_requests, num_tokens = len(batch.queries), sum(batch.queries)
-    decodes = next((at for at, new in enumerate(batch.queries) if new > 1), num_requests)
-    starts = [0, *accumulate(batch.queries)]
-    lengths = tuple(batch.cached + new for new in batch.queries)
-    metadata = AttentionMetadata(
+    num_requests, num_tokens = len(shape.queries), sum(shape.queries)
+    decodes = next((at for at, new in enumerate(shape.queries) if new > 1), num_requests)
+    starts = [0, *accumulate(shape.queries)]
+    lengths = tuple(shape.cached + new for new in shape.queries)
+    batch = Batch(
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        page_table=torch.zeros(num_requests, table_width, dtype=torch.int32, device=device),
-        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        pages=Pages(
+            torch.zeros(num_requests, table_width, dtype=torch.int32, device=device),
+            torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        ),
         num_requests=num_requests,
         num_tokens=num_tokens,
-        max_query_len=max(batch.queries),
-        max_seq_len=batch.max_seq_len,
+        max_query_len=max(shape.queries),
+        max_seq_len=shape.max_seq_len,
         num_decode_requests=decodes,
         num_decode_tokens=decodes,
         host=HostLengths(starts, lengths),
     )
-    return plan(model, metadata)
+    return plan(model, batch)
 
 
 @torch.inference_mode()
 def run_batch(
-    batch: Batch,
+    shape: BatchShape,
     model: DecoderForCausalLM | DraftModel,
     runtime: Runtime,
     table_width: int,
-    announce: Callable[[AttentionMetadata], AbstractContextManager[object]],
+    announce: Callable[[Batch], AbstractContextManager[object]],
 ) -> None:
     """Run ``model`` on ``batch``; all ranks of a parallel group have to.
 
@@ -117,19 +119,19 @@ def run_batch(
         model: loaded and finalized.
         runtime: what the model was built with.
         table_width: pages that the framework's table has for a request, which kernels are compiled for.
-        announce: makes a step's metadata known as the framework does, and gives what it passes through as ``step``.
+        announce: makes a step's batch known as the framework does, and gives what it passes through as ``step``.
     """
-    device, num_tokens = runtime.device, sum(batch.queries)
+    device, num_tokens = runtime.device, sum(shape.queries)
     positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-    shape = (num_tokens, model.config.hidden_size)
-    with announce(metadata_of(batch, model, table_width, device)) as step:
+    rows = (num_tokens, model.config.hidden_size)
+    with announce(metadata_of(shape, model, table_width, device)) as step:
         if isinstance(model, DraftModel):
-            hidden = model(input_ids, positions, torch.zeros(shape, dtype=runtime.dtype, device=device), step)
+            hidden = model(input_ids, positions, torch.zeros(rows, dtype=runtime.dtype, device=device), step)
         elif model.model.is_first:
             hidden = model(input_ids, positions, step)
         else:
-            carried = Carried(*(torch.zeros(shape, dtype=runtime.dtype, device=device) for _ in range(2)))
+            carried = Carried(*(torch.zeros(rows, dtype=runtime.dtype, device=device) for _ in range(2)))
             hidden = model(None, positions, step, carried=carried)
         if isinstance(hidden, torch.Tensor):
-            model.logits(hidden[: len(batch.queries)])
+            model.logits(hidden[: len(shape.queries)])

@@ -27,10 +27,10 @@ def test_it_is_attention(case: AttentionCase, dtype: torch.dtype) -> None:
     if case.sinks and dtype != torch.bfloat16:
         assert why_no_flash_attention(case.spec(dtype), Target.of(GPU)) is not None
         return
-    batch = attention_batch(case, dtype, GPU)
-    if batch.sinks is not None:
-        batch.sinks.data = batch.sinks.to(dtype)
-    check_attention(FlashAttention3(case.spec(dtype)), batch)
+    inputs = attention_batch(case, dtype, GPU)
+    if inputs.sinks is not None:
+        inputs.sinks.data = inputs.sinks.to(dtype)
+    check_attention(FlashAttention3(case.spec(dtype)), inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -49,22 +49,22 @@ def test_a_captured_graph_answers_batches_of_other_lengths() -> None:
     case = AttentionCase("captured", ((1040, 4), (700, 4), (0, 4)), heads=32, kv_heads=8, dim=128)
     other = AttentionCase("replayed", ((3, 4), (1000, 4), (500, 4)), heads=32, kv_heads=8, dim=128)
     kernel = FlashAttention3(case.spec(torch.bfloat16))
-    batch, later = (attention_batch(it, torch.bfloat16, GPU) for it in (case, other))
-    out = torch.full_like(batch.q, NAN)
-    kernel(batch.q, batch.cache, batch.metadata, None, out)
+    inputs, later = (attention_batch(it, torch.bfloat16, GPU) for it in (case, other))
+    out = torch.full_like(inputs.q, NAN)
+    kernel(inputs.q, inputs.cache, inputs.batch, None, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel(batch.q, batch.cache, batch.metadata, None, out)
+        kernel(inputs.q, inputs.cache, inputs.batch, None, out)
     graph.replay()
-    assert_close(out, batch.expected)
-    pages = min(batch.cache.key.shape[0], later.cache.key.shape[0])
+    assert_close(out, inputs.expected)
+    pages = min(inputs.cache.key.shape[0], later.cache.key.shape[0])
     assert pages == later.cache.key.shape[0], "the captured batch has room for the other's pages"
-    for mine, theirs in ((batch.cache.key, later.cache.key), (batch.cache.value, later.cache.value)):
+    for mine, theirs in ((inputs.cache.key, later.cache.key), (inputs.cache.value, later.cache.value)):
         mine[:pages].copy_(theirs)
-    width = later.metadata.page_table.shape[1]
-    batch.metadata.page_table[:, :width].copy_(later.metadata.page_table)
-    batch.metadata.seq_lens.copy_(later.metadata.seq_lens)
-    batch.metadata.query_start_loc.copy_(later.metadata.query_start_loc)
-    batch.q.copy_(later.q)
+    width = later.batch.page_table.shape[1]
+    inputs.batch.page_table[:, :width].copy_(later.batch.page_table)
+    inputs.batch.seq_lens.copy_(later.batch.seq_lens)
+    inputs.batch.query_start_loc.copy_(later.batch.query_start_loc)
+    inputs.q.copy_(later.q)
     graph.replay()
     assert_close(out, later.expected)

@@ -12,12 +12,13 @@ from functools import partial
 import pytest
 import torch
 
+from atom_core.batch import Pages
+from atom_core.cache import KVCacheView
 from atom_core.kernels.attention.triton_kernel import TritonAttention
 from atom_core.kernels.qk_norm_rope import QkvWeights
 from atom_core.kernels.qk_norm_rope_cache import reference, triton_kernel
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps
-from atom_core.metadata import KVCacheView
 from tests.kernel_cases import NAN, AttentionCase, QkvCase, assert_close, attention_batch
 
 GPU = torch.device("cuda")
@@ -62,37 +63,37 @@ def test_attention_is_replayed_for_other_lengths(captured, layer, dtype):
     case, first = padded_batch(BATCHES[captured], dtype, **layer)
     pool = torch.full((PAGES, case.kv_heads, case.page_size, 2 * case.dim), NAN, dtype=dtype, device=GPU)
     cache = KVCacheView.of_packed(pool, case.dim)
-    metadata = replace(
-        first.metadata,
-        page_table=torch.zeros(REQUESTS, PAGES_EACH, dtype=torch.int32, device=GPU),
+    batch = replace(
+        first.batch,
+        pages=Pages(torch.zeros(REQUESTS, PAGES_EACH, dtype=torch.int32, device=GPU), first.batch.slot_mapping),
         max_seq_len=PAGES_EACH * case.page_size,
     )
     q, out = torch.empty_like(first.q), torch.empty_like(first.q)
     sinks = first.sinks
     kernel = TritonAttention(case.spec(dtype), torch.version.hip is None, overlaps(Target.of(GPU)))
 
-    def fill(batch):
+    def fill(inputs):
         pool.fill_(NAN)
-        pages = batch.cache.key.shape[0]
-        cache.key[:pages] = batch.cache.key
-        cache.value[:pages] = batch.cache.value
+        pages = inputs.cache.key.shape[0]
+        cache.key[:pages] = inputs.cache.key
+        cache.value[:pages] = inputs.cache.value
         for name in ("query_start_loc", "seq_lens", "slot_mapping"):
-            getattr(metadata, name).copy_(getattr(batch.metadata, name))
-        metadata.page_table.zero_()[:, : batch.metadata.page_table.shape[1]] = batch.metadata.page_table
-        q.copy_(batch.q)
+            getattr(batch, name).copy_(getattr(inputs.batch, name))
+        batch.page_table.zero_()[:, : inputs.batch.page_table.shape[1]] = inputs.batch.page_table
+        q.copy_(inputs.q)
         out.fill_(NAN)
         if sinks is not None:
-            sinks.copy_(batch.sinks)
+            sinks.copy_(inputs.sinks)
 
     fill(first)
-    graph = capture(lambda: kernel(q, cache, metadata, sinks, out))
+    graph = capture(lambda: kernel(q, cache, batch, sinks, out))
     for requests in (*BATCHES, *reversed(BATCHES)):
-        _, batch = padded_batch(requests, dtype, **layer)
-        fill(batch)
+        _, inputs = padded_batch(requests, dtype, **layer)
+        fill(inputs)
         graph.replay()
         torch.cuda.synchronize()
-        num_real = batch.expected.shape[0]
-        assert_close(out[:num_real], batch.expected)
+        num_real = inputs.expected.shape[0]
+        assert_close(out[:num_real], inputs.expected)
         assert out[num_real:].isnan().all(), "rows of padding were written"
 
 

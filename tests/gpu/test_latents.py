@@ -181,21 +181,21 @@ def test_the_expanded_form(case, dtype, keys, monkeypatch):
 @every_cache
 @torch.inference_mode()
 def test_both_forms_over_large_batches(case, cache_dtype):
-    batch = latent_batch(case, torch.bfloat16, GPU, cache_dtype=cache_dtype)
+    inputs = latent_batch(case, torch.bfloat16, GPU, cache_dtype=cache_dtype)
     spec, truth = case.spec(torch.bfloat16, cache_dtype), case.spec(torch.float32)
-    found = torch.full((*batch.q.shape[:2], case.rank), NAN, dtype=torch.bfloat16, device=GPU)
+    found = torch.full((*inputs.q.shape[:2], case.rank), NAN, dtype=torch.bfloat16, device=GPU)
     expected = found.float()
-    TritonLatentAttention(spec, **ATTENTION)(batch.folded, batch.cache, batch.metadata, found)
-    ReferenceLatentAttention(truth)(batch.folded.float(), batch.cache, batch.metadata, expected)
+    TritonLatentAttention(spec, **ATTENTION)(inputs.folded, inputs.cache, inputs.batch, found)
+    ReferenceLatentAttention(truth)(inputs.folded.float(), inputs.cache, inputs.batch, expected)
     assert_close(found, expected.double().cpu())
-    plan = plan_prefill(batch.metadata, spec.latent)
+    plan = plan_prefill(inputs.batch, spec.latent)
     if plan is None:
         return
-    found = torch.full((*batch.q.shape[:2], case.value_dim), NAN, dtype=torch.bfloat16, device=GPU)
+    found = torch.full((*inputs.q.shape[:2], case.value_dim), NAN, dtype=torch.bfloat16, device=GPU)
     expected = found.float()
-    TritonLatentPrefill(spec, **HERE)(batch.q, batch.expand, batch.cache, batch.metadata, plan, found)
-    wide = (batch.q.float(), batch.expand.float())
-    ReferenceLatentPrefill(truth)(*wide, batch.cache, batch.metadata, plan, expected)
+    TritonLatentPrefill(spec, **HERE)(inputs.q, inputs.expand, inputs.cache, inputs.batch, plan, found)
+    wide = (inputs.q.float(), inputs.expand.float())
+    ReferenceLatentPrefill(truth)(*wide, inputs.cache, inputs.batch, plan, expected)
     written = ~expected.isnan()
     assert torch.equal(written, ~found.isnan())
     assert_close(found[written], expected[written].double().cpu(), ulps=2)
@@ -232,7 +232,7 @@ def test_a_graph_that_decodes_to_values_replays_for_other_lengths(heads):
 
     def build(spec):
         kernel = TritonLatentValues(spec, **OVERLAP)
-        return lambda q, cache, metadata, out: kernel(q, cache, metadata, weight.transpose(1, 2), out)
+        return lambda q, cache, batch, out: kernel(q, cache, batch, weight.transpose(1, 2), out)
 
     check_replays(build, heads)
 
@@ -243,22 +243,22 @@ def check_replays(build, heads):
     case = LatentCase("", many, heads=heads, **_SIZES)
     kernel = build(case.spec(torch.bfloat16))
     first = latent_batch(case, torch.bfloat16, GPU)
-    metadata = replace(first.metadata, max_seq_len=4096, host=None)
+    batch = replace(first.batch, max_seq_len=4096, host=None)
     out = torch.empty(len(many), heads, case.rank, dtype=torch.bfloat16, device=GPU)
-    graph = capture(lambda: kernel(first.folded, first.cache, metadata, out))
+    graph = capture(lambda: kernel(first.folded, first.cache, batch, out))
     for requests in (many, tuple((90 * at + 3, 1) for at in range(8))):
         other = replace(case, requests=requests)
-        batch = latent_batch(other, torch.bfloat16, GPU, seed=1)
-        pages = len(batch.cache.rows)
-        first.cache.rows[:pages] = batch.cache.rows
-        first.folded.copy_(batch.folded)
-        metadata.seq_lens.copy_(batch.metadata.seq_lens)
-        width = min(metadata.page_table.shape[1], batch.metadata.page_table.shape[1])
-        metadata.page_table[:, :width] = batch.metadata.page_table[:, :width]
+        inputs = latent_batch(other, torch.bfloat16, GPU, seed=1)
+        pages = len(inputs.cache.rows)
+        first.cache.rows[:pages] = inputs.cache.rows
+        first.folded.copy_(inputs.folded)
+        batch.seq_lens.copy_(inputs.batch.seq_lens)
+        width = min(batch.page_table.shape[1], inputs.batch.page_table.shape[1])
+        batch.page_table[:, :width] = inputs.batch.page_table[:, :width]
         out.fill_(NAN)
         graph.replay()
         expected = torch.empty_like(out)
-        kernel(batch.folded, batch.cache, replace(batch.metadata, max_seq_len=4096), expected)
+        kernel(inputs.folded, inputs.cache, replace(inputs.batch, max_seq_len=4096), expected)
         assert torch.equal(out, expected)
 
 

@@ -1,7 +1,7 @@
 """What every attention layer does, whoever owns the cache.
 
 A model calls ``attention(qkv, positions, step)`` and knows nothing of caches. :class:`BaseAttention` chooses the
-kernels once and, given a step's metadata and a view of the layer's cache, runs them; its children differ only in where
+kernels once and, given a step's batch and a view of the layer's cache, runs them; its children differ only in where
 these two come from.
 """
 
@@ -14,11 +14,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from atom_core.batch import Batch
+from atom_core.cache import KVCacheView
 from atom_core.kernels.attention import ATTENTION, PagedAttentionKernel, PagedAttentionSpec
 from atom_core.kernels.decode_attention import DECODE_ATTENTION, DecodeAttentionSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
-from atom_core.metadata import AttentionMetadata, KVCacheView
 from atom_core.runtime import Runtime
 
 
@@ -111,43 +112,43 @@ class CachedAttention(BaseAttention):
         self,
         qkv: torch.Tensor,
         positions: torch.Tensor,
-        metadata: AttentionMetadata,
+        batch: Batch,
         cache: KVCacheView,
         out: torch.Tensor,
     ) -> None:
         """Fill the cache with the new tokens and attend.
 
         Args:
-            qkv: ``[T, (H + 2K) * D]``; rows past ``metadata.num_tokens`` are padding.
+            qkv: ``[T, (H + 2K) * D]``; rows past ``batch.num_tokens`` are padding.
             positions: ``[T]``.
-            metadata: the step.
+            batch: the step.
             cache: this layer's pages, in the order that ``self.kernel.order`` names; the scales are the layer's own.
-            out: ``[T, H, D]``, written in its first ``metadata.num_tokens`` rows.
+            out: ``[T, H, D]``, written in its first ``batch.num_tokens`` rows.
         """
         if (self.k_scale, self.v_scale) != (cache.k_scale, cache.v_scale):
             cache = replace(cache, k_scale=self.k_scale, v_scale=self.v_scale)
         assert (cache.order, cache.key.dtype) == (self.kernel.order, self.cache_dtype), "pages of another layout"
-        slots = metadata.slot_mapping
-        if (num_tokens := metadata.num_tokens) < qkv.shape[0]:
+        slots = batch.slot_mapping
+        if (num_tokens := batch.num_tokens) < qkv.shape[0]:
             qkv, positions, out = qkv[:num_tokens], positions[:num_tokens], out[:num_tokens]
-        if self.decode is not None and self.decode.takes(metadata):
-            self.decode(qkv, positions, self.weights, cache, metadata, self._sinks[0], out)
+        if self.decode is not None and self.decode.takes(batch):
+            self.decode(qkv, positions, self.weights, cache, batch, self._sinks[0], out)
             return
         q = self.fill_cache(qkv, positions, self.weights, cache, slots[:num_tokens])
-        self.kernel(q, cache, metadata, self._sinks[0], out)
+        self.kernel(q, cache, batch, self._sinks[0], out)
 
 
 class PagedAttention(CachedAttention):
-    """Attention whose cache and metadata are found by the layer's name, as in vLLM.
+    """Attention whose cache and batch are found by the layer's name, as in vLLM.
 
-    The framework binds the cache to the layer once and announces each step's metadata beside the model call, so
-    ``step`` carries nothing. An adapter's child says how metadata is found, and wraps :meth:`attend` in whatever its
+    The framework binds the cache to the layer once and announces each step's batch beside the model call, so
+    ``step`` carries nothing. An adapter's child says how batch is found, and wraps :meth:`attend` in whatever its
     compiler must not look into.
     """
 
     @abstractmethod
-    def metadata(self) -> AttentionMetadata | None:
-        """This step's metadata; None in a run without a batch (memory profiling, warm-up)."""
+    def batch(self) -> Batch | None:
+        """This step's batch; None in a run without a batch (memory profiling, warm-up)."""
 
     @abstractmethod
     def cache(self) -> KVCacheView:
@@ -155,11 +156,11 @@ class PagedAttention(CachedAttention):
 
     def attend(self, qkv: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         """Write the attention to ``out [T, H, D]``: zeros in a run without a batch, which touches no cache."""
-        metadata = self.metadata()
-        if metadata is None:
+        batch = self.batch()
+        if batch is None:
             out.zero_()
             return
-        self.run(qkv, positions, metadata, self.cache(), out)
+        self.run(qkv, positions, batch, self.cache(), out)
 
     def forward(self, qkv: torch.Tensor, positions: torch.Tensor, step: object = None) -> torch.Tensor:
         """See :meth:`BaseAttention.forward`; ``step`` is not looked at."""
@@ -171,19 +172,19 @@ class PagedAttention(CachedAttention):
 class CachedStep(Protocol):
     """A step that brings its batch and the pools along."""
 
-    def attention(self, layer_index: int) -> tuple[AttentionMetadata, KVCacheView]:
-        """The metadata and the pages for one layer (layers with a window may have both of their own)."""
+    def attention(self, layer_index: int) -> tuple[Batch, KVCacheView]:
+        """The batch and the pages for one layer (layers with a window may have both of their own)."""
 
 
 class RadixAttention(CachedAttention):
-    """Attention whose cache and metadata come in with the step, as in SGLang and in the standalone runner."""
+    """Attention whose cache and batch come in with the step, as in SGLang and in the standalone runner."""
 
     def forward(  # type: ignore[override]
         self, qkv: torch.Tensor, positions: torch.Tensor, step: CachedStep, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See :meth:`BaseAttention.forward`; in ``out [T, H * D]`` where there is such."""
-        metadata, cache = step.attention(self.spec.layer_index)
+        batch, cache = step.attention(self.spec.layer_index)
         heads, dim = self.spec.qkv.num_heads, self.spec.qkv.head_dim
         out = qkv.new_empty(qkv.shape[0], heads * dim) if out is None else out
-        self.run(qkv, positions, metadata, cache, out.view(-1, heads, dim))
+        self.run(qkv, positions, batch, cache, out.view(-1, heads, dim))
         return out

@@ -15,6 +15,8 @@ from typing import Protocol, cast
 import torch
 
 from atom_core.attention.base import AttentionLayer
+from atom_core.batch import Batch
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.head_linear import HEAD_LINEAR, HeadLinearSpec
 from atom_core.kernels.latent_attention import LATENT_ATTENTION, LatentAttentionKernel, LatentAttentionSpec
 from atom_core.kernels.latent_cache import LATENT_CACHE, LatentSpec, LatentWeights
@@ -23,8 +25,8 @@ from atom_core.kernels.latent_prefill.plan import PrefillPlan, keys_at_a_time, p
 from atom_core.kernels.latent_queries import LATENT_QUERIES, LatentQueriesSpec
 from atom_core.kernels.latent_token import LATENT_TOKEN, LatentTokenSpec
 from atom_core.kernels.latent_values import LATENT_VALUES, LatentValuesSpec
-from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
 from atom_core.runtime import Runtime
+from atom_core.types import GraphSupport
 
 
 @dataclass(frozen=True)
@@ -110,73 +112,69 @@ class CachedLatentAttention(BaseLatentAttention):
         """As :meth:`atom_core.kernels.attention.PagedAttentionKernel.plan_key`: one for layers of one shape."""
         return self.spec.latent
 
-    def plan(self, metadata: AttentionMetadata) -> PrefillPlan | None:
+    def plan(self, batch: Batch) -> PrefillPlan | None:
         """Which requests of the step have their latents expanded."""
-        return plan_prefill(metadata, self.spec.latent)
+        return plan_prefill(batch, self.spec.latent)
 
     def run(
         self,
         q: torch.Tensor,
         latent: torch.Tensor,
         positions: torch.Tensor,
-        metadata: AttentionMetadata,
+        batch: Batch,
         cache: LatentCacheView,
         out: torch.Tensor,
     ) -> None:
         """Fill the cache with the new tokens and attend.
 
         Args:
-            q: ``[T, H * (N + R)]``; rows past ``metadata.num_tokens`` are padding.
+            q: ``[T, H * (N + R)]``; rows past ``batch.num_tokens`` are padding.
             latent: ``[T, L + R]``.
             positions: ``[T]``.
-            metadata: the step.
+            batch: the step.
             cache: this layer's pages; the scale is the layer's own.
-            out: ``[T, H, V]``, written in its first ``metadata.num_tokens`` rows.
+            out: ``[T, H, V]``, written in its first ``batch.num_tokens`` rows.
         """
         if self.k_scale != cache.scale:
             cache = replace(cache, scale=self.k_scale)
-        num_tokens = metadata.num_tokens
+        num_tokens = batch.num_tokens
         queries = torch.unflatten(q[:num_tokens], -1, (self.spec.latent.num_heads, -1))
         out = out[:num_tokens]
         tokens = latent[:num_tokens], positions[:num_tokens]
-        slots = metadata.slot_mapping[:num_tokens]
-        plan = cast("PrefillPlan | None", metadata.plans.get(self.plan_key()))
-        if plan is None and self.alone is not None and self.alone.takes(num_tokens, cache, metadata):
-            self.alone(queries, *tokens, self.weights, cache, slots, metadata, out)
+        slots = batch.slot_mapping[:num_tokens]
+        plan = cast("PrefillPlan | None", batch.plans.get(self.plan_key()))
+        if plan is None and self.alone is not None and self.alone.takes(num_tokens, cache, batch):
+            self.alone(queries, *tokens, self.weights, cache, slots, batch, out)
             return
         if plan is None and self.enter is not None and num_tokens <= self.enter.max_tokens:
             folded = self._room(queries, self.spec.latent.row)
             self.enter(queries, *tokens, self.weights, cache, slots, folded)
-            self._attend(folded, cache, metadata, out)
+            self._attend(folded, cache, batch, out)
             return
         self.fill_cache(queries, *tokens, self.weights, cache, slots)
         if plan is None:
-            self._absorbed(queries, cache, metadata, out)
+            self._absorbed(queries, cache, batch, out)
             return
         for run in plan.absorbed:
-            self._absorbed(queries[run.begin : run.end], cache, run.metadata, out[run.begin : run.end])
-        self.prefill(queries, self.weights.expand, cache, metadata, plan, out)
+            self._absorbed(queries[run.begin : run.end], cache, run.batch, out[run.begin : run.end])
+        self.prefill(queries, self.weights.expand, cache, batch, plan, out)
 
-    def _absorbed(
-        self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor
-    ) -> None:
+    def _absorbed(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """``q [T, H, N + R]``, rotated, to ``out [T, H, V]``."""
         shape = self.spec.latent
         folded = self._room(q, shape.row)
         self.into_latents(q, self.weights.expand[:, : shape.nope_dim], folded)
-        self._attend(folded, cache, metadata, out)
+        self._attend(folded, cache, batch, out)
 
-    def _attend(
-        self, folded: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor
-    ) -> None:
+    def _attend(self, folded: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """``folded [T, H, L + R]``, queries that meet latents, to ``out [T, H, V]``."""
         shape = self.spec.latent
         expand = self.weights.expand[:, shape.nope_dim :].transpose(1, 2)
-        if self.values is not None and self.values.takes(len(folded), cache, metadata):
-            self.values(folded, cache, metadata, expand, out)
+        if self.values is not None and self.values.takes(len(folded), cache, batch):
+            self.values(folded, cache, batch, expand, out)
             return
         summed = self._room(folded, shape.rank)
-        self.kernel(folded, cache, metadata, summed)
+        self.kernel(folded, cache, batch, summed)
         self.out_of_latents(summed, expand, out)
 
     def _room(self, q: torch.Tensor, width: int) -> torch.Tensor:
@@ -185,11 +183,11 @@ class CachedLatentAttention(BaseLatentAttention):
 
 
 class PagedLatentAttention(CachedLatentAttention):
-    """Where cache and metadata are found by the layer's name; see :class:`atom_core.attention.base.PagedAttention`."""
+    """Where cache and batch are found by the layer's name; see :class:`atom_core.attention.base.PagedAttention`."""
 
     @abstractmethod
-    def metadata(self) -> AttentionMetadata | None:
-        """This step's metadata; None in a run without a batch (memory profiling, warm-up)."""
+    def batch(self) -> Batch | None:
+        """This step's batch; None in a run without a batch (memory profiling, warm-up)."""
 
     @abstractmethod
     def cache(self) -> LatentCacheView:
@@ -197,12 +195,12 @@ class PagedLatentAttention(CachedLatentAttention):
 
     def attend(self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         """Write the attention to ``out [T, H, V]``: zeros in a run without a batch, which touches no cache."""
-        metadata = self.metadata()
-        if metadata is None:
+        batch = self.batch()
+        if batch is None:
             self._take_room(out)
             out.zero_()
             return
-        self.run(q, latent, positions, metadata, self.cache(), out)
+        self.run(q, latent, positions, batch, self.cache(), out)
 
     def _take_room(self, out: torch.Tensor) -> None:
         """Have for a moment what prompts need beside ``out``: by such runs engines measure how much memory is left."""
@@ -223,8 +221,8 @@ class PagedLatentAttention(CachedLatentAttention):
 class LatentStep(Protocol):
     """A step that brings its batch and the pools along."""
 
-    def latents(self, layer: CachedLatentAttention) -> tuple[AttentionMetadata, LatentCacheView]:
-        """The metadata, planned, and the pages for one layer."""
+    def latents(self, layer: CachedLatentAttention) -> tuple[Batch, LatentCacheView]:
+        """The batch, planned, and the pages for one layer."""
 
 
 class RadixLatentAttention(CachedLatentAttention):
@@ -239,8 +237,8 @@ class RadixLatentAttention(CachedLatentAttention):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :meth:`BaseLatentAttention.forward`; in ``out [T, H * V]`` where there is such."""
-        metadata, cache = step.latents(self)
+        batch, cache = step.latents(self)
         shape = self.spec.latent
         out = self.empty(q).flatten(1) if out is None else out
-        self.run(q, latent, positions, metadata, cache, out.view(-1, shape.num_heads, shape.value_dim))
+        self.run(q, latent, positions, batch, cache, out.view(-1, shape.num_heads, shape.value_dim))
         return out

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from atom_core.batch import Batch, Pages
+from atom_core.cache import KVCacheView
 from atom_core.config import LatentConfig, ModelConfig
 from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
@@ -26,7 +28,6 @@ from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
 from atom_core.kernels.select import KernelSet
-from atom_core.metadata import AttentionMetadata, KVCacheView
 from atom_core.rope import cos_sin_table
 from atom_plugin.bench import vllm_kernels
 
@@ -434,11 +435,10 @@ def _our_attention(layer: _Attention, bench: Bench, copies: int) -> Run:
     pools = [packed, *(packed.clone() for _ in range(copies - 1))]
     caches = [KVCacheView.of_packed(pool, layer.head_dim) for pool in pools]
     decoding = layer.requests if layer.queries == 1 else 0
-    metadata = AttentionMetadata(
+    batch = Batch(
         query_start_loc=layer.starts_of(bench),
         seq_lens=layer.lengths_of(bench),
-        page_table=table,
-        slot_mapping=torch.full((len(q),), -1, device=bench.device),
+        pages=Pages(table, torch.full((len(q),), -1, device=bench.device)),
         num_requests=layer.requests,
         num_tokens=len(q),
         max_query_len=layer.queries,
@@ -447,10 +447,10 @@ def _our_attention(layer: _Attention, bench: Bench, copies: int) -> Run:
         num_decode_tokens=decoding,
     )
     if (key := kernel.plan_key()) is not None:
-        metadata = metadata.with_plans({key: kernel.plan(metadata)})
+        batch = batch.with_plans({key: kernel.plan(batch)})
 
     def run(index: int) -> torch.Tensor:
-        kernel(q, caches[index], metadata, None, out)
+        kernel(q, caches[index], batch, None, out)
         return out
 
     return run

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from atom_core.attention.base import AttentionSpec, RadixAttention
+from atom_core.cache import KVCacheView
 from atom_core.config import ModelConfig
 from atom_core.fusion.linear import NormedLinear, Stream, StreamNorm
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
@@ -25,7 +26,6 @@ from atom_core.kernels.select import Target
 from atom_core.layers.gated_activation import GatedActivation
 from atom_core.layers.linear import Column, MergedColumnLinear
 from atom_core.layers.norm import RMSNorm
-from atom_core.metadata import KVCacheView
 from atom_core.runtime import Runtime
 from atom_core.standalone import Step, build_runtime
 from atom_plugin.bench.cases import MAX_MODEL_LEN, PAGE_SIZE, Bench, Case, Product, Run, products, qkv_spec, qkv_weights
@@ -181,7 +181,7 @@ class _Decode:
         self.spec, self.weights = qkv_spec(config, bench), qkv_weights(config, bench)
         self.qkv = bench.random(requests, (H + 2 * K) * D, seed=0)
         self.positions = torch.full((requests,), tokens - 1, device=bench.device)
-        self.metadata, num_pages = decode_batch(requests, tokens - 1, bench.device)
+        self.batch, num_pages = decode_batch(requests, tokens - 1, bench.device)
         # In whole pages; what is past the requests' tokens is never read.
         self.pages_each = num_pages // requests
         shape = (requests, self.pages_each * PAGE_SIZE, K, D)
@@ -192,18 +192,18 @@ def _our_decode(config: ModelConfig, requests: int, tokens: int, bench: Bench, c
     it = _Decode(config, requests, tokens, bench)
     scale = config.head_dim**-0.5
     layer = RadixAttention(AttentionSpec("bench", 0, it.spec, scale), it.weights, None, _runtime(bench))
-    metadata = it.metadata
+    batch = it.batch
     if (key := layer.kernel.plan_key()) is not None:
-        metadata = metadata.with_plans({key: layer.kernel.plan(metadata)})
+        batch = batch.with_plans({key: layer.kernel.plan(batch)})
     pages = (
         torch.cat((it.keys, it.values), -1)
         .view(-1, PAGE_SIZE, *it.keys.shape[2:-1], 2 * config.head_dim)
         .transpose(1, 2)
     )
     pool = torch.empty_like(pages, memory_format=torch.contiguous_format)
-    pool[metadata.page_table[:, : it.pages_each].flatten().long()] = pages
+    pool[batch.page_table[:, : it.pages_each].flatten().long()] = pages
     pools = [pool, *(pool.clone() for _ in range(copies - 1))]
-    steps = [Step(metadata, [KVCacheView.of_packed(each, config.head_dim)]) for each in pools]
+    steps = [Step(batch, [KVCacheView.of_packed(each, config.head_dim)]) for each in pools]
     return lambda index: layer(it.qkv, it.positions, steps[index])
 
 

@@ -10,13 +10,14 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
+from atom_core.batch import Batch, HostLengths, Pages
+from atom_core.cache import LatentCacheView
 from atom_core.config import LatentConfig, ModelConfig
 from atom_core.kernels.head_linear import HEAD_LINEAR, HeadLinearSpec
 from atom_core.kernels.latent_attention import LATENT_ATTENTION, LatentAttentionSpec
 from atom_core.kernels.latent_cache import LatentSpec
 from atom_core.kernels.latent_prefill import LATENT_PREFILL
 from atom_core.kernels.latent_prefill.plan import plan_prefill
-from atom_core.metadata import AttentionMetadata, HostLengths, LatentCacheView
 from atom_plugin.bench import vllm_kernels
 from atom_plugin.bench.cases import MAX_MODEL_LEN, PREFILLS, Bench, Case, Run
 
@@ -61,14 +62,13 @@ class _Batch:
         pool[self.table(bench).flatten().long()] = pages
         return [LatentCacheView(it) for it in (pool, *(pool.clone() for _ in range(copies - 1)))]
 
-    def metadata(self, bench: Bench) -> AttentionMetadata:
+    def batch(self, bench: Bench) -> Batch:
         starts, lengths = [0, *accumulate([self.queries] * self.requests)], [self.tokens] * self.requests
         decoding = self.requests if self.queries == 1 else 0
-        return AttentionMetadata(
+        return Batch(
             query_start_loc=torch.tensor(starts, dtype=torch.int32, device=bench.device),
             seq_lens=torch.tensor(lengths, dtype=torch.int32, device=bench.device),
-            page_table=self.table(bench),
-            slot_mapping=torch.full((starts[-1],), -1, device=bench.device),
+            pages=Pages(self.table(bench), torch.full((starts[-1],), -1, device=bench.device)),
             num_requests=self.requests,
             num_tokens=starts[-1],
             max_query_len=self.queries,
@@ -84,81 +84,81 @@ def latent_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]
     if (latent := config.latent) is None:
         return
     for requests, tokens in DECODES:
-        batch = _Batch(latent, config.num_heads, requests, tokens, 1)
+        inputs = _Batch(latent, config.num_heads, requests, tokens, 1)
         yield Case(
             "latent_attention",
             f"decode {requests} x {tokens}, {config.num_heads} heads",
             num_bytes=requests * (tokens * latent.row + config.num_heads * (latent.row + latent.rank)) * itemsize,
             num_operations=2 * requests * tokens * config.num_heads * (latent.row + latent.rank),
             contenders={
-                "atom": partial(_absorbed, batch),
-                "torch": partial(_torch_absorbed, batch),
-                "FlashAttention 3": partial(_flash_attention, batch),
-                "FlashMLA": partial(_flash_mla, batch),
+                "atom": partial(_absorbed, inputs),
+                "torch": partial(_torch_absorbed, inputs),
+                "FlashAttention 3": partial(_flash_attention, inputs),
+                "FlashMLA": partial(_flash_mla, inputs),
             },
-            exact=(partial(_torch_absorbed, batch, exact=True),),
+            exact=(partial(_torch_absorbed, inputs, exact=True),),
         )
 
 
-def _absorbed(batch: _Batch, bench: Bench, copies: int) -> Run:
-    kernel = bench.kernels.select(LATENT_ATTENTION, batch.spec(bench))
-    q = bench.random(batch.requests, batch.num_heads, batch.latent.row, seed=0)
-    out = q.new_empty(batch.requests, batch.num_heads, batch.latent.rank)
-    caches, metadata = batch.caches(bench, copies), batch.metadata(bench)
+def _absorbed(inputs: _Batch, bench: Bench, copies: int) -> Run:
+    kernel = bench.kernels.select(LATENT_ATTENTION, inputs.spec(bench))
+    q = bench.random(inputs.requests, inputs.num_heads, inputs.latent.row, seed=0)
+    out = q.new_empty(inputs.requests, inputs.num_heads, inputs.latent.rank)
+    caches, batch = inputs.caches(bench, copies), inputs.batch(bench)
 
     def run(index: int) -> torch.Tensor:
-        kernel(q, caches[index], metadata, out)
+        kernel(q, caches[index], batch, out)
         return out
 
     return run
 
 
-def _torch_absorbed(batch: _Batch, bench: Bench, copies: int, exact: bool = False) -> Run:
+def _torch_absorbed(inputs: _Batch, bench: Bench, copies: int, exact: bool = False) -> Run:
     """In the model's dtype, to which torch rounds scores too, or in float32."""
-    q = bench.random(batch.requests, batch.num_heads, batch.latent.row, seed=0)
-    rows = batch.rows(bench)
+    q = bench.random(inputs.requests, inputs.num_heads, inputs.latent.row, seed=0)
+    rows = inputs.rows(bench)
     if exact:
         q, rows = q.float(), rows.float()
     sets = [rows, *(rows.clone() for _ in range(copies - 1))]
 
     def run(index: int) -> torch.Tensor:
         keys = sets[index]
-        scores = torch.bmm(q, keys.transpose(1, 2)).float() * batch.latent.scale
-        return torch.bmm(scores.softmax(-1).to(q.dtype), keys[..., : batch.latent.rank])
+        scores = torch.bmm(q, keys.transpose(1, 2)).float() * inputs.latent.scale
+        return torch.bmm(scores.softmax(-1).to(q.dtype), keys[..., : inputs.latent.rank])
 
     return run
 
 
-def _flash_attention(batch: _Batch, bench: Bench, copies: int) -> Run:
-    metadata, latent = batch.metadata(bench), batch.latent
+def _flash_attention(inputs: _Batch, bench: Bench, copies: int) -> Run:
+    batch, latent = inputs.batch(bench), inputs.latent
     attend = vllm_kernels.flash_attention_3_of_latents(
-        query_start_loc=metadata.query_start_loc,
-        seq_lens=metadata.seq_lens,
-        page_table=metadata.page_table,
-        max_seq_len=metadata.max_seq_len,
-        num_heads=batch.num_heads,
+        query_start_loc=batch.query_start_loc,
+        seq_lens=batch.seq_lens,
+        page_table=batch.page_table,
+        max_seq_len=batch.max_seq_len,
+        num_heads=inputs.num_heads,
         rank=latent.rank,
         rope_dim=latent.rope_dim,
         page_size=PAGE_SIZE,
         scale=latent.scale,
         dtype=bench.dtype,
     )
-    q = bench.random(batch.requests, batch.num_heads, latent.row, seed=0)
-    caches = batch.caches(bench, copies)
+    q = bench.random(inputs.requests, inputs.num_heads, latent.row, seed=0)
+    caches = inputs.caches(bench, copies)
     return lambda index: attend(q, caches[index].rows)
 
 
-def _flash_mla(batch: _Batch, bench: Bench, copies: int) -> Run:
-    metadata = batch.metadata(bench)
+def _flash_mla(inputs: _Batch, bench: Bench, copies: int) -> Run:
+    batch = inputs.batch(bench)
     attend = vllm_kernels.flash_mla(
-        seq_lens=metadata.seq_lens,
-        page_table=metadata.page_table,
-        num_heads=batch.num_heads,
-        rank=batch.latent.rank,
-        scale=batch.latent.scale,
+        seq_lens=batch.seq_lens,
+        page_table=batch.page_table,
+        num_heads=inputs.num_heads,
+        rank=inputs.latent.rank,
+        scale=inputs.latent.scale,
     )
-    q = bench.random(batch.requests, batch.num_heads, batch.latent.row, seed=0)
-    caches = batch.caches(bench, copies)
+    q = bench.random(inputs.requests, inputs.num_heads, inputs.latent.row, seed=0)
+    caches = inputs.caches(bench, copies)
     return lambda index: attend(q, caches[index].rows)
 
 
@@ -169,7 +169,7 @@ def latent_prefill_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     H, L = config.num_heads, latent.rank
     widths = latent.query_dim + latent.value_dim
     for requests, tokens in PREFILLS:
-        batch = _Batch(latent, H, requests, tokens, tokens)
+        inputs = _Batch(latent, H, requests, tokens, tokens)
         each = latent.nope_dim + latent.value_dim
         pairs = tokens * (tokens + 1) // 2
         yield Case(
@@ -177,39 +177,39 @@ def latent_prefill_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
             f"prefill {requests} x {tokens}, {H} heads",
             num_bytes=(requests * tokens * (latent.row + H * widths) + H * each * L) * itemsize,
             num_operations=2 * requests * H * (pairs * widths + tokens * L * each),
-            contenders={"atom": partial(_expanded, batch), "torch": partial(_torch_expanded, batch)},
+            contenders={"atom": partial(_expanded, inputs), "torch": partial(_torch_expanded, inputs)},
         )
 
 
-def _expanded(batch: _Batch, bench: Bench, copies: int) -> Run:
-    spec = batch.spec(bench)
+def _expanded(inputs: _Batch, bench: Bench, copies: int) -> Run:
+    spec = inputs.spec(bench)
     kernel = bench.kernels.select(LATENT_PREFILL, spec)
-    q, expand = _prompt(batch, bench)
-    out = q.new_empty(*q.shape[:2], batch.latent.value_dim)
-    caches, metadata = batch.caches(bench, copies), batch.metadata(bench)
-    plan = plan_prefill(metadata, spec.latent)
+    q, expand = _prompt(inputs, bench)
+    out = q.new_empty(*q.shape[:2], inputs.latent.value_dim)
+    caches, batch = inputs.caches(bench, copies), inputs.batch(bench)
+    plan = plan_prefill(batch, spec.latent)
     assert plan is not None
 
     def run(index: int) -> torch.Tensor:
-        kernel(q, expand, caches[index], metadata, plan, out)
+        kernel(q, expand, caches[index], batch, plan, out)
         return out
 
     return run
 
 
-def _prompt(batch: _Batch, bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
+def _prompt(inputs: _Batch, bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries ``[T, H, N + R]``, and what latents are expanded by."""
-    it = batch.latent
-    q = bench.random(batch.requests * batch.queries, batch.num_heads, it.query_dim, seed=0)
-    expand = bench.random(batch.num_heads, it.nope_dim + it.value_dim, it.rank, seed=2, scale=it.rank**-0.5)
+    it = inputs.latent
+    q = bench.random(inputs.requests * inputs.queries, inputs.num_heads, it.query_dim, seed=0)
+    expand = bench.random(inputs.num_heads, it.nope_dim + it.value_dim, it.rank, seed=2, scale=it.rank**-0.5)
     return q, expand
 
 
-def _torch_expanded(batch: _Batch, bench: Bench, copies: int) -> Run:
-    it, heads = batch.latent, batch.num_heads
-    q, expand = _prompt(batch, bench)
-    queries = q.view(batch.requests, batch.queries, heads, -1).transpose(1, 2)
-    rows = batch.rows(bench)
+def _torch_expanded(inputs: _Batch, bench: Bench, copies: int) -> Run:
+    it, heads = inputs.latent, inputs.num_heads
+    q, expand = _prompt(inputs, bench)
+    queries = q.view(inputs.requests, inputs.queries, heads, -1).transpose(1, 2)
+    rows = inputs.rows(bench)
     sets = [rows, *(rows.clone() for _ in range(copies - 1))]
 
     def run(index: int) -> torch.Tensor:

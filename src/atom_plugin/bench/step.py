@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from atom_core.batch import Batch, Pages
 from atom_core.config import ModelConfig
-from atom_core.metadata import AttentionMetadata
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
@@ -190,7 +190,7 @@ def cache_torch_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return _CACHE_DTYPES[name]
 
 
-def decode_batch(batch: int, context: int, device: torch.device, seed: int = 0) -> tuple[AttentionMetadata, int]:
+def decode_batch(batch: int, context: int, device: torch.device, seed: int = 0) -> tuple[Batch, int]:
     """The batch in which each request has `context` tokens cached and brings one, and how many pages it needs."""
     pages_each = context // PAGE_SIZE + 1
     num_pages = batch * pages_each
@@ -198,11 +198,10 @@ def decode_batch(batch: int, context: int, device: torch.device, seed: int = 0) 
     table = torch.zeros(batch, MAX_MODEL_LEN // PAGE_SIZE, dtype=torch.int32)
     table[:, :pages_each] = torch.randperm(num_pages, generator=generator).view(batch, pages_each)
     slots = table[:, context // PAGE_SIZE].long() * PAGE_SIZE + context % PAGE_SIZE
-    metadata = AttentionMetadata(
+    metadata = Batch(
         query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device),
         seq_lens=torch.full((batch,), context + 1, dtype=torch.int32, device=device),
-        page_table=table.to(device),
-        slot_mapping=slots.to(device),
+        pages=Pages(table.to(device), slots.to(device)),
         num_requests=batch,
         num_tokens=batch,
         max_query_len=1,

@@ -1,4 +1,4 @@
-"""The core's PagedAttention as a vLLM attention layer: own layer, backend, metadata builder and custom op.
+"""The core's PagedAttention as a vLLM attention layer: own layer, backend, batch builder and custom op.
 
 The op ``atom::attention`` takes raw qkv; q/k norm, rope, the cache write and attention happen inside it, where the
 layer's cache is known. It is on the list of ops that piecewise graphs split on, and finds its layer by name in vLLM's
@@ -37,11 +37,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from atom_core.attention.base import AttentionSpec, BaseAttention, PagedAttention
+from atom_core.batch import Batch, HostLengths, Pages
+from atom_core.cache import SHUFFLED, KVCacheView
 from atom_core.kernels.attention import PagedAttentionKernel
 from atom_core.kernels.attention.aiter_choice import PERSISTENT_PAGES
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE, QkvWeights
-from atom_core.metadata import SHUFFLED, AttentionMetadata, HostLengths, KVCacheView
 from atom_core.runtime import Runtime
 from atom_plugin.vllm.cpu_kernels import PAGE_ORDER as CPU_PAGE_ORDER
 from atom_plugin.vllm.cpu_kernels import view_pages
@@ -64,7 +65,7 @@ def is_compiled(vllm_config: VllmConfig) -> bool:
     return vllm_config.compilation_config.mode != CompilationMode.NONE
 
 
-class AtomMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
+class AtomMetadataBuilder(AttentionMetadataBuilder[Batch]):
     """vLLM's batch description in the core's form, once a step for each group of like layers."""
 
     def __init__(
@@ -93,15 +94,14 @@ class AtomMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> AttentionMetadata:
+    ) -> Batch:
         """See vLLM's AttentionMetadataBuilder; tensors are vLLM's own, which it refills in place under graphs."""
         common = common_attn_metadata
         decodes, _, decode_tokens, _ = split_decodes_and_prefills(common, self.decode_threshold)
-        metadata = AttentionMetadata(
+        batch = Batch(
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
-            page_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
+            pages=Pages(common.block_table_tensor, common.slot_mapping),
             num_requests=common.num_reqs,
             num_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -111,9 +111,9 @@ class AtomMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
             host=self.host_lengths(common),
         )
         if self.planners:
-            plans = {key: planner.plan(metadata) for key, planner in self.planners.items()}
-            metadata = metadata.with_plans(plans)
-        return metadata
+            plans = {key: planner.plan(batch) for key, planner in self.planners.items()}
+            batch = batch.with_plans(plans)
+        return batch
 
 
 class AtomGraphMetadataBuilder(AtomMetadataBuilder):
@@ -238,13 +238,13 @@ def announce(layer: AttentionLayerBase, name: str, op: str, vllm_config: VllmCon
     return _encode_layer_name(name), is_compiled(vllm_config)
 
 
-def metadata_of(layer_name: str) -> AttentionMetadata | None:
-    """This step's metadata for a layer; None in a run without a batch."""
-    metadata = get_forward_context().attn_metadata
-    if isinstance(metadata, list):
+def metadata_of(layer_name: str) -> Batch | None:
+    """This step's batch for a layer; None in a run without a batch."""
+    batch = get_forward_context().attn_metadata
+    if isinstance(batch, list):
         # Model runner V1 (goes with vLLM 0.32's support): one entry a micro-batch, and ours is never split.
-        metadata = metadata[0]
-    return metadata.get(layer_name) if isinstance(metadata, Mapping) else None
+        batch = batch[0]
+    return batch.get(layer_name) if isinstance(batch, Mapping) else None
 
 
 class VllmPagedAttention(PagedAttention, AttentionLayerBase):
@@ -285,7 +285,7 @@ class VllmPagedAttention(PagedAttention, AttentionLayerBase):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """See vLLM; the model finalizes all its weights itself."""
 
-    def metadata(self) -> AttentionMetadata | None:
+    def batch(self) -> Batch | None:
         """See :class:`PagedAttention`."""
         return metadata_of(self.layer_name)
 

@@ -19,6 +19,8 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import current_platform
 
+from atom_core.batch import Batch
+from atom_core.cache import CacheOrder, KVCacheView
 from atom_core.kernels.attention import PagedAttentionSpec
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.linear import LinearKernel, LinearSpec
@@ -28,7 +30,7 @@ from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache import QkvCacheSpec
 from atom_core.kernels.rms_norm import RmsNormSpec
 from atom_core.kernels.select import Implementation, Target
-from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
+from atom_core.types import GraphSupport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -326,19 +328,19 @@ class CpuAttention:
         """Work is split by window and head counts."""
         return ("cpu", self.window, self.spec.num_heads, self.spec.num_kv_heads)
 
-    def plan(self, metadata: AttentionMetadata) -> torch.Tensor:
+    def plan(self, batch: Batch) -> torch.Tensor:
         """How vLLM's kernel spreads a batch over threads."""
         from vllm import envs
 
         return ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=metadata.num_requests,
+            num_reqs=batch.num_requests,
             num_heads=self.spec.num_heads,
             num_kv_heads=self.spec.num_kv_heads,
             head_dim=self.spec.head_dim,
-            seq_lens=metadata.seq_lens,
+            seq_lens=batch.seq_lens,
             dtype=self.spec.dtype,
-            query_start_loc=metadata.query_start_loc,
-            causal=metadata.causal,
+            query_start_loc=batch.query_start_loc,
+            causal=batch.causal,
             sliding_window_size=self.window,
             isa=self.isa,
             enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
@@ -348,7 +350,7 @@ class CpuAttention:
         self,
         q: torch.Tensor,
         cache: KVCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
@@ -358,14 +360,14 @@ class CpuAttention:
             key_cache=cache.key,
             value_cache=cache.value,
             output=out,
-            query_start_loc=metadata.query_start_loc,
-            seq_lens=metadata.seq_lens,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
             scale=self.spec.scale,
-            causal=metadata.causal,
+            causal=batch.causal,
             alibi_slopes=None,
             sliding_window=self.window,
-            block_table=metadata.page_table,
+            block_table=batch.page_table,
             softcap=self.spec.soft_cap or 0.0,
-            scheduler_metadata=metadata.plans[self.plan_key()],
+            scheduler_metadata=batch.plans[self.plan_key()],
             s_aux=sinks,
         )

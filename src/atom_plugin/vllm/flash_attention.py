@@ -15,13 +15,15 @@ from typing import cast
 
 import torch
 
+from atom_core.batch import Batch
+from atom_core.cache import CacheOrder, KVCacheView
 from atom_core.kernels.attention import (
     TRITON_ATTENTION,
     PagedAttentionKernel,
     PagedAttentionSpec,
 )
 from atom_core.kernels.select import Target
-from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
+from atom_core.types import GraphSupport
 
 #: New tokens of a batch's longest prompt from which on it is read by FlashAttention 3: what was measured, and won.
 LONG_PROMPT = 4000
@@ -109,7 +111,7 @@ class FlashAttention3:
         """It plans nothing."""
         return None
 
-    def plan(self, metadata: AttentionMetadata) -> object:
+    def plan(self, batch: Batch) -> object:
         """See :meth:`plan_key`."""
         raise AssertionError("without a key nothing is planned")
 
@@ -117,7 +119,7 @@ class FlashAttention3:
         self,
         q: torch.Tensor,
         cache: KVCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
@@ -129,15 +131,15 @@ class FlashAttention3:
             k=cache.key.transpose(1, 2),
             v=cache.value.transpose(1, 2),
             out=out,
-            max_seqlen_q=metadata.max_query_len,
-            cu_seqlens_q=metadata.query_start_loc,
-            max_seqlen_k=metadata.max_seq_len,
-            seqused_k=metadata.seq_lens,
+            max_seqlen_q=batch.max_query_len,
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_k=batch.max_seq_len,
+            seqused_k=batch.seq_lens,
             softmax_scale=self.spec.scale,
-            causal=metadata.causal,
+            causal=batch.causal,
             window_size=list(self.window),
             softcap=self.spec.soft_cap or 0.0,
-            block_table=metadata.page_table,
+            block_table=batch.page_table,
             fa_version=3,
             s_aux=sinks,
         )
@@ -158,18 +160,18 @@ class LongPromptsElsewhere:
         """See :class:`atom_core.kernels.attention.PagedAttentionKernel`."""
         return self.kernel.plan_key()
 
-    def plan(self, metadata: AttentionMetadata) -> object:
+    def plan(self, batch: Batch) -> object:
         """See :class:`atom_core.kernels.attention.PagedAttentionKernel`."""
-        return self.kernel.plan(metadata)
+        return self.kernel.plan(batch)
 
     def __call__(
         self,
         q: torch.Tensor,
         cache: KVCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """Write the attention of every request's queries to ``out``."""
-        kernel = self.long if metadata.max_query_len >= LONG_PROMPT else self.kernel
-        kernel(q, cache, metadata, sinks, out)
+        kernel = self.long if batch.max_query_len >= LONG_PROMPT else self.kernel
+        kernel(q, cache, batch, sinks, out)

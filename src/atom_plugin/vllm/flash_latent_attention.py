@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from atom_core.batch import Batch, capturing
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.latent_attention import (
     LatentAttentionKernel,
     LatentAttentionSpec,
@@ -17,7 +19,7 @@ from atom_core.kernels.latent_attention import (
     triton_supports,
 )
 from atom_core.kernels.select import Target
-from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView, capturing
+from atom_core.types import GraphSupport
 from atom_plugin.vllm.flash_attention import aligned, binding, why_no_dtypes, why_not_here
 
 #: Rows (heads of a request's tokens) and requests from which on it decodes, and up to how many tokens of a request:
@@ -61,12 +63,12 @@ class ManyRowsElsewhere:
         self.spec, self.kernel, self.many = spec, kernel, many
         self.room, self.graph_support = kernel.room, kernel.graph_support
 
-    def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+    def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
-        queries = metadata.max_query_len
-        rows, requests = self.spec.latent.num_heads * queries, metadata.seq_lens.shape[0]
+        queries = batch.max_query_len
+        rows, requests = self.spec.latent.num_heads * queries, batch.seq_lens.shape[0]
         many = queries <= MOST_QUERIES and rows >= MANY_ROWS and requests >= FEW_REQUESTS
-        (self.many if many else self.kernel)(q, cache, metadata, out)
+        (self.many if many else self.kernel)(q, cache, batch, out)
 
 
 class FlashLatentAttention3:
@@ -84,11 +86,11 @@ class FlashLatentAttention3:
         self.spec = spec
         self.room = spec.latent.num_heads
 
-    def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+    def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
         assert aligned(cache.rows), "it copies by tensor descriptors, whose strides are multiples of 16 bytes"
         rank = self.spec.latent.rank
-        schedule, parts = self._scheduled(q, cache, metadata)
+        schedule, parts = self._scheduled(q, cache, batch)
         rows = cache.rows.unsqueeze(2)  # [pages, page size, one head, L + R]
         self.attend(
             q=q[..., rank:],
@@ -96,42 +98,40 @@ class FlashLatentAttention3:
             v=rows[..., :rank],
             q_v=q[..., :rank],
             out=out,
-            max_seqlen_q=metadata.max_query_len,
-            cu_seqlens_q=metadata.query_start_loc,
-            max_seqlen_k=metadata.max_seq_len,
-            seqused_k=metadata.seq_lens,
+            max_seqlen_q=batch.max_query_len,
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_k=batch.max_seq_len,
+            seqused_k=batch.seq_lens,
             softmax_scale=self.spec.scale,
-            causal=metadata.causal,
-            block_table=metadata.page_table,
+            causal=batch.causal,
+            block_table=batch.page_table,
             scheduler_metadata=schedule,
             num_splits=parts,
             fa_version=3,
         )
 
-    def _scheduled(
-        self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata
-    ) -> tuple[torch.Tensor, int]:
+    def _scheduled(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch) -> tuple[torch.Tensor, int]:
         """The step's schedule, and at most how many parts a request has in it."""
         shape = self.spec.latent
         key = ("flash_attention_3", shape, cache.page_size, capturing(q.device))
-        if key not in metadata.kept:
+        if key not in batch.scratch:
             part_bytes = q.shape[0] * shape.num_heads * shape.rank * torch.float32.itemsize
             parts = max(1, min(_MOST_PARTS, _PARTS_BYTES // max(1, part_bytes)))
             schedule = self.schedule(
-                batch_size=metadata.seq_lens.shape[0],
-                max_seqlen_q=metadata.max_query_len,
-                max_seqlen_k=metadata.max_seq_len,
+                batch_size=batch.seq_lens.shape[0],
+                max_seqlen_q=batch.max_query_len,
+                max_seqlen_k=batch.max_seq_len,
                 num_heads_q=shape.num_heads,
                 num_heads_kv=1,
                 headdim=shape.rope_dim,
-                cache_seqlens=metadata.seq_lens,
+                cache_seqlens=batch.seq_lens,
                 qkv_dtype=shape.dtype,
                 headdim_v=shape.rank,
-                cu_seqlens_q=metadata.query_start_loc,
+                cu_seqlens_q=batch.query_start_loc,
                 page_size=cache.page_size,
-                causal=metadata.causal,
+                causal=batch.causal,
                 num_splits=parts,
             )
-            metadata.kept[key] = schedule, parts
-        found: tuple[torch.Tensor, int] = metadata.kept[key]
+            batch.scratch[key] = schedule, parts
+        found: tuple[torch.Tensor, int] = batch.scratch[key]
         return found

@@ -20,9 +20,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec as VllmAttentionSpec
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, get_kv_quant_mode
 
 from atom_core.attention.mla import LatentLayerSpec, PagedLatentAttention
+from atom_core.batch import Batch, HostLengths
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.latent_cache import LatentWeights
-from atom_core.metadata import AttentionMetadata, HostLengths, LatentCacheView
 from atom_core.runtime import Runtime
 from atom_plugin.vllm.attention import AtomAttentionBackend, AtomMetadataBuilder, announce, library, metadata_of
 
@@ -130,7 +131,7 @@ class VllmLatentAttention(PagedLatentAttention, AttentionLayerBase):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """See vLLM; the model finalizes all its weights itself."""
 
-    def metadata(self) -> AttentionMetadata | None:
+    def batch(self) -> Batch | None:
         """See :class:`PagedLatentAttention`."""
         return metadata_of(self.layer_name)
 

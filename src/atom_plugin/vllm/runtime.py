@@ -10,8 +10,8 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from atom_core.kernels.select import Target
-from atom_core.metadata import SameStepReads
 from atom_core.runtime import AttentionFactory, OneReplica, PipelineStage, RoutedExperts, Runtime
+from atom_core.types import SameStepReads
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings

@@ -17,11 +17,11 @@ from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 from vllm.utils.math_utils import cdiv
 from vllm.v1.worker.block_table import get_block_table_width
 
-from atom_core.metadata import AttentionMetadata
+from atom_core.batch import Batch
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.draft import DraftModel
 from atom_core.runtime import Runtime
-from atom_core.warmup import Batch, batches_to_serve, run_batch
+from atom_core.warmup import BatchShape, batches_to_serve, run_batch
 from atom_plugin.vllm.attention import VllmPagedAttention
 from atom_plugin.vllm.mla import VllmLatentAttention
 
@@ -29,37 +29,37 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class ModelWarmUp(VllmJitKernel[Batch]):
+class ModelWarmUp(VllmJitKernel[BatchShape]):
     """Every batch of :func:`atom_core.warmup.batches_to_serve`, each as one key of vLLM's registry."""
 
-    CompileKey = Batch
+    CompileKey = BatchShape
 
     def __init__(self, model: DecoderForCausalLM | DraftModel, runtime: Runtime, vllm_config: VllmConfig) -> None:
         super().__init__()
         self.model, self.runtime, self.vllm_config = model, runtime, vllm_config
 
-    def get_warmup_keys(self) -> list[Batch]:
+    def get_warmup_keys(self) -> list[BatchShape]:
         """See vLLM."""
         scheduler = self.vllm_config.scheduler_config
         return batches_to_serve(
             scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.vllm_config.model_config.max_model_len
         )
 
-    def compile(self, compile_key: Batch) -> None:
+    def compile(self, compile_key: BatchShape) -> None:
         """See vLLM."""
         page_size, longest = self.vllm_config.cache_config.block_size, self.vllm_config.model_config.max_model_len
         table_width = get_block_table_width(cdiv(longest, page_size), page_size)
         run_batch(compile_key, self.model, self.runtime, table_width, self._announce)
 
     @contextmanager
-    def _announce(self, metadata: AttentionMetadata) -> Iterator[None]:
+    def _announce(self, batch: Batch) -> Iterator[None]:
         layers = [
             layer for layer in self.model.modules() if isinstance(layer, (VllmPagedAttention, VllmLatentAttention))
         ]
-        # vLLM's own attention layers have metadata of their own; without any they give zeros, as when profiling.
-        known = {layer.layer_name: metadata for layer in layers if layer.kv_cache.numel()}
+        # vLLM's own attention layers have batch of their own; without any they give zeros, as when profiling.
+        known = {layer.layer_name: batch for layer in layers if layer.kv_cache.numel()}
         # Replicas that share experts exchange tokens here as well: all of them go through the same batches.
-        tokens, replicas = metadata.num_tokens, self.vllm_config.parallel_config.data_parallel_size
+        tokens, replicas = batch.num_tokens, self.vllm_config.parallel_config.data_parallel_size
         each = torch.full((replicas,), tokens, dtype=torch.int32, device="cpu")
         with set_forward_context(known or None, self.vllm_config, num_tokens=tokens, num_tokens_across_dp=each):
             yield

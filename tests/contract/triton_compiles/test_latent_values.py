@@ -18,10 +18,10 @@ def test_decoding_to_values_compiles_for_hopper(monkeypatch, heads, requests):
     kept = keep(monkeypatch, (latent_hopper, "latent_decode_hopper"), (latent_values_kernel, "_values_of_parts"))
     monkeypatch.setattr(splits, "multiprocessors", lambda device: 132)
     launch = latent_values_kernel.TritonLatentValues(case.spec(torch.bfloat16), overlap=True)
-    batch = latent_batch(case, torch.bfloat16, CPU)
+    inputs = latent_batch(case, torch.bfloat16, CPU)
     out = torch.empty(requests, heads, case.value_dim, dtype=torch.bfloat16)
-    assert launch.takes(requests, batch.cache, batch.metadata)
-    launch(batch.folded, batch.cache, batch.metadata, batch.expand[:, case.nope_dim :].transpose(1, 2), out)
+    assert launch.takes(requests, inputs.cache, inputs.batch)
+    launch(inputs.folded, inputs.cache, inputs.batch, inputs.expand[:, case.nope_dim :].transpose(1, 2), out)
     launched = kept()
     assert len(launched) == 2
     for kernel, arguments in launched:

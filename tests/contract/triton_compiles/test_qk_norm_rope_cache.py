@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
+from atom_core.cache import SHUFFLED
 from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qkv_kernel
-from atom_core.metadata import SHUFFLED
 from tests.contract.triton_compiles.compiling import CPU, FP8_CACHES, GPUS, compiles
 from tests.kernel_cases import QkvCase, check_qkv
 

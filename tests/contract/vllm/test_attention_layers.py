@@ -13,8 +13,8 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from atom_core.attention.base import AttentionSpec
+from atom_core.batch import Batch, Pages
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
-from atom_core.metadata import AttentionMetadata
 from atom_core.standalone import build_runtime
 from atom_plugin.vllm.attention import AtomShuffledAttentionBackend, FrameworkAttention, VllmPagedAttention
 from atom_plugin.vllm.runtime import cache_dtype, same_step_reads
@@ -107,17 +107,16 @@ def test_what_is_written_is_read_with_the_layer_s_scales(name):
     tokens, first = 5, 2 * BLOCK
     qkv = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * DIM, generator=torch.Generator().manual_seed(0))
     k, v = qkv[:, HEADS * DIM :].unflatten(1, (2, KV_HEADS, DIM)).unbind(1)
-    metadata = AttentionMetadata(
+    batch = Batch(
         query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
         seq_lens=torch.tensor([tokens], dtype=torch.int32),
-        page_table=torch.tensor([[2]], dtype=torch.int32),
-        slot_mapping=torch.arange(first, first + tokens),
+        pages=Pages(torch.tensor([[2]], dtype=torch.int32), torch.arange(first, first + tokens)),
         num_requests=1,
         num_tokens=tokens,
         max_query_len=tokens,
         max_seq_len=tokens,
     )
-    with override_forward_context(create_forward_context({NAME: metadata}, config)):
+    with override_forward_context(create_forward_context({NAME: batch}, config)):
         out = layer(qkv.bfloat16(), torch.arange(tokens))
     view = layer.cache()
     assert view.key.dtype == view.value.dtype == DTYPES[name]

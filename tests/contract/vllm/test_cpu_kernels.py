@@ -47,21 +47,21 @@ def test_attention_over_pages_in_its_own_order(layer, dtype):
     case = AttentionCase("", BATCH, page_size=PAGE, **layer)
     spec = case.spec(dtype)
     assert reason_against(spec) is None
-    batch = attention_batch(case, dtype, CPU)
-    if batch.sinks is not None:
-        batch = replace(batch, sinks=batch.sinks.bfloat16())  # vLLM 0.30 takes no other dtype
+    inputs = attention_batch(case, dtype, CPU)
+    if inputs.sinks is not None:
+        inputs = replace(inputs, sinks=inputs.sinks.bfloat16())  # vLLM 0.30 takes no other dtype
     kernel = cpu_kernels.CpuAttention(spec, PAGE)
-    shape = (batch.cache.key.shape[0], case.kv_heads, PAGE, 2 * case.dim)
+    shape = (inputs.cache.key.shape[0], case.kv_heads, PAGE, 2 * case.dim)
     cache = cpu_kernels.view_pages(torch.zeros(shape, dtype=dtype), case.dim)
-    for request, length in enumerate(batch.metadata.seq_lens.tolist()):
+    for request, length in enumerate(inputs.batch.seq_lens.tolist()):
         positions = torch.arange(length)
-        pages = batch.metadata.page_table[request, positions // PAGE].long()
-        keys, values = (side[pages, :, positions % PAGE] for side in (batch.cache.key, batch.cache.value))
+        pages = inputs.batch.page_table[request, positions // PAGE].long()
+        keys, values = (side[pages, :, positions % PAGE] for side in (inputs.cache.key, inputs.cache.value))
         ops.cpu_attn_reshape_and_cache(
             keys, values, cache.key, cache.value, pages * PAGE + positions % PAGE, kernel.isa
         )
-    metadata = batch.metadata.with_plans({kernel.plan_key(): kernel.plan(batch.metadata)})
-    check_attention(kernel, replace(batch, cache=cache, metadata=metadata))
+    batch = inputs.batch.with_plans({kernel.plan_key(): kernel.plan(inputs.batch)})
+    check_attention(kernel, replace(inputs, cache=cache, batch=batch))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ import pytest
 import torch
 import vllm
 
+from atom_core.batch import Batch, Pages
+from atom_core.cache import KVCacheView, LatentCacheView
 from atom_core.kernels import OPS
 from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3
 from atom_core.kernels.attention.reference import ReferenceAttention
@@ -26,7 +28,6 @@ from atom_core.kernels.latent_attention import LATENT_ATTENTION
 from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
 from atom_core.kernels.latent_values import LATENT_VALUES, LatentValuesSpec
 from atom_core.kernels.select import KernelSet, Target
-from atom_core.metadata import AttentionMetadata, KVCacheView, LatentCacheView
 from atom_plugin.vllm.flash_attention import (
     LONG_PROMPT,
     FlashAttention3,
@@ -118,13 +119,12 @@ def stand_in_of_latents(signature: inspect.Signature, **given: Any) -> torch.Ten
     return out
 
 
-def _metadata(arguments: dict[str, Any]) -> AttentionMetadata:
+def _metadata(arguments: dict[str, Any]) -> Batch:
     starts = arguments["cu_seqlens_q"]
-    return AttentionMetadata(
+    return Batch(
         query_start_loc=starts,
         seq_lens=arguments["seqused_k"],
-        page_table=arguments["block_table"],
-        slot_mapping=torch.empty(0, dtype=torch.int64),
+        pages=Pages(arguments["block_table"], torch.empty(0, dtype=torch.int64)),
         num_requests=len(starts) - 1,
         num_tokens=len(arguments["q"]),
         max_query_len=arguments["max_seqlen_q"],
@@ -164,8 +164,8 @@ def test_its_arguments_mean_what_is_meant_of_latents(case: LatentCase) -> None:
 def test_the_layers_of_a_step_are_scheduled_once(scheduler: Mock) -> None:
     (case,) = (case for case in LATENT_CASES if case.name == "decode")
     one, other = (latent_batch(case, torch.bfloat16, torch.device("cpu"), seed) for seed in (0, 1))
-    for batch in (one, one, other):
-        check_absorbed(case, FlashLatentAttention3(case.spec(torch.bfloat16)), batch)
+    for inputs in (one, one, other):
+        check_absorbed(case, FlashLatentAttention3(case.spec(torch.bfloat16)), inputs)
     assert scheduler.call_count == 2
 
 
@@ -173,9 +173,9 @@ def test_the_layers_of_a_step_are_scheduled_once(scheduler: Mock) -> None:
 def test_parts_of_answers_stay_small(scheduler: Mock, heads: int, tokens: int, parts: int) -> None:
     shape = replace(LATENT_SPEC.latent, num_heads=heads)
     case = LatentCase("", ((3, 1),), rank=512, rope_dim=64)
-    batch = latent_batch(case, torch.bfloat16, torch.device("cpu"))
+    inputs = latent_batch(case, torch.bfloat16, torch.device("cpu"))
     kernel = FlashLatentAttention3(replace(LATENT_SPEC, latent=shape))
-    _, found = kernel._scheduled(torch.empty(tokens, 0), batch.cache, batch.metadata)
+    _, found = kernel._scheduled(torch.empty(tokens, 0), inputs.cache, inputs.batch)
     assert found == scheduler.call_args.kwargs["num_splits"] == parts
 
 
@@ -223,11 +223,11 @@ def test_what_latents_it_cannot_run_it_says(changes: dict[str, Any], target: Tar
 @pytest.mark.parametrize(("tokens", "long"), [(LONG_PROMPT - 1, False), (LONG_PROMPT, True)])
 def test_long_prompts_are_read_elsewhere(tokens: int, long: bool) -> None:
     case = AttentionCase("", ((3, tokens), (9, 1)), dim=8)
-    batch = attention_batch(case, torch.float32, torch.device("cpu"))
+    inputs = attention_batch(case, torch.float32, torch.device("cpu"))
     one, other = (Mock(wraps=ReferenceAttention(case.spec(torch.float32)), order="plain") for _ in range(2))
     other.plan_key.return_value = None
     kernel = LongPromptsElsewhere(one, other)
-    kernel(batch.q, batch.cache, batch.metadata, None, batch.q.new_empty(batch.q.shape))
+    kernel(inputs.q, inputs.cache, inputs.batch, None, inputs.q.new_empty(inputs.q.shape))
     assert (one.called, other.called) == (not long, long)
 
 

@@ -47,8 +47,8 @@ def layer_of(name="auto", speculative=None):
 
 def common(requests):
     """vLLM's description of a batch: (tokens cached before, new tokens) of each request."""
-    batch = latent_batch(LatentCase("", requests, page_size=BLOCK), torch.bfloat16, CPU)
-    found = batch.metadata
+    inputs = latent_batch(LatentCase("", requests, page_size=BLOCK), torch.bfloat16, CPU)
+    found = inputs.batch
     return CommonAttentionMetadata(
         query_start_loc=found.query_start_loc,
         query_start_loc_cpu=found.query_start_loc,
@@ -91,19 +91,19 @@ def test_what_is_written_is_read_with_the_layer_s_scale(name, dims):
     stored = layer.get_kv_cache_spec(config).dtype
     pages = torch.zeros(4, BLOCK, CASE.rank + CASE.rope_dim, dtype=stored)
     layer.kv_cache = pages[:, None] if dims == 4 else pages
-    batch = common(((0, 20),))
+    inputs = common(((0, 20),))
     builder = LatentMetadataBuilder(layer.get_kv_cache_spec(config), [NAME], config, CPU)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(20, CASE.heads * (CASE.nope_dim + CASE.rope_dim), generator=generator).bfloat16()
     latent = torch.randn(20, CASE.rank + CASE.rope_dim, generator=generator).bfloat16()
-    metadata = builder.build(0, batch)
-    with override_forward_context(create_forward_context({NAME: metadata}, config)):
+    batch = builder.build(0, inputs)
+    with override_forward_context(create_forward_context({NAME: batch}, config)):
         out = layer(q.clone(), latent, torch.arange(20))
     assert out.shape == (20, CASE.heads * CASE.value_dim)
     view = layer.cache()
     assert view.rows.dtype == DTYPES[name]
     assert view.scale == scale
-    found = view.rows.float().flatten(0, 1)[batch.slot_mapping] * scale
+    found = view.rows.float().flatten(0, 1)[inputs.slot_mapping] * scale
     wide = latent.float()
     normed = wide[:, : CASE.rank] / wide[:, : CASE.rank].square().mean(-1, keepdim=True).sqrt()
     close = {"rtol": 0.1 if name in FP8 else 0.02, "atol": 0.02}

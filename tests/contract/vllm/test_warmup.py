@@ -10,7 +10,7 @@ from torch import nn
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 
-from atom_core.warmup import Batch
+from atom_core.warmup import BatchShape
 from atom_plugin.vllm import warmup
 from atom_plugin.vllm.attention import VllmPagedAttention
 
@@ -53,21 +53,21 @@ def test_a_model_on_a_gpu_is_announced_and_one_on_a_cpu_is_not():
 def test_vllm_runs_every_batch_with_its_metadata_where_layers_look_for_it(cache, known, monkeypatch):
     seen = []
 
-    metadata = SimpleNamespace(num_tokens=3)
+    batch = SimpleNamespace(num_tokens=3)
 
-    def run_batch(batch, model, runtime, table_width, announce):
-        with announce(metadata):
+    def run_batch(shape, model, runtime, table_width, announce):
+        with announce(batch):
             context = get_forward_context()
             assert context.dp_metadata is None
-            seen.append((batch, table_width, context.attn_metadata))
+            seen.append((shape, table_width, context.attn_metadata))
 
     monkeypatch.setattr(warmup, "run_batch", run_batch)
     monkeypatch.setattr("vllm.distributed.is_global_first_rank", lambda: False)
     registered("cuda", cache).warmup()
     batches = warmup.batches_to_serve(8, 64, 200)
-    assert [batch for batch, _, _ in seen] == batches
-    assert Batch((1,) * 8, 200) in batches
-    expected = {"model.layers.0.self_attn.attn": metadata} if known else None
+    assert [shape for shape, _, _ in seen] == batches
+    assert BatchShape((1,) * 8, 200) in batches
+    expected = {"model.layers.0.self_attn.attn": batch} if known else None
     # 13 pages hold the longest request; vLLM's tables are as wide as a multiple of 128 tokens.
     assert all((table_width, given) == (16, expected) for _, table_width, given in seen)
     assert not is_forward_context_available()
@@ -77,9 +77,9 @@ def test_replicas_that_share_experts_know_what_each_other_brings(monkeypatch):
     """Else a server of several, on GPUs, ends while it warms up."""
     seen = []
 
-    def run_batch(batch, model, runtime, table_width, announce):
-        with announce(SimpleNamespace(num_tokens=sum(batch.queries))):
-            seen.append((batch, get_forward_context().dp_metadata.num_tokens_across_dp_cpu.tolist()))
+    def run_batch(shape, model, runtime, table_width, announce):
+        with announce(SimpleNamespace(num_tokens=sum(shape.queries))):
+            seen.append((shape, get_forward_context().dp_metadata.num_tokens_across_dp_cpu.tolist()))
 
     monkeypatch.setattr(warmup, "run_batch", run_batch)
     monkeypatch.setattr("vllm.distributed.is_global_first_rank", lambda: False)
@@ -87,8 +87,8 @@ def test_replicas_that_share_experts_know_what_each_other_brings(monkeypatch):
         **{**vars(CONFIG.parallel_config), "data_parallel_size": 2, "data_parallel_rank": 1}, is_moe_model=True
     )
     registered("cuda", config=SimpleNamespace(**{**vars(CONFIG), "parallel_config": parallel})).warmup()
-    assert [batch for batch, _ in seen] == warmup.batches_to_serve(8, 64, 200)
-    assert all(counts == [sum(batch.queries)] * 2 for batch, counts in seen)
+    assert [shape for shape, _ in seen] == warmup.batches_to_serve(8, 64, 200)
+    assert all(counts == [sum(shape.queries)] * 2 for shape, counts in seen)
 
 
 def test_a_model_built_outside_of_a_runner_is_announced_to_nobody():

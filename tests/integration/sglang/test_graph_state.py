@@ -1,4 +1,4 @@
-"""What a captured graph begins with, on SGLang's real pools: the metadata of an eager step, at each replay anew.
+"""What a captured graph begins with, on SGLang's real pools: the batch of an eager step, at each replay anew.
 
 A graph is what is called again: with the tensors that it was captured with, and whatever they hold by then.
 """
@@ -78,7 +78,7 @@ class Batch:
         slots = torch.randperm(SIZE, generator=generator)[: self.count * self.new]
         self.fields["out_cache_loc"].copy_(slots)
 
-    def batch(self, **others):
+    def forward_batch(self, **others):
         spec = SimpleNamespace(draft_token_num=self.new)
         return SimpleNamespace(
             forward_mode=self.mode, batch_size=self.count, spec_info=spec, seq_lens_cpu=None, **self.fields, **others
@@ -110,15 +110,15 @@ def test_each_replay_begins_with_the_metadata_of_an_eager_step(runner, page_size
     new = 1 if mode == "DECODE" else 4
     backend.init_cuda_graph_state(REQUESTS, REQUESTS * new)
     graphs = {count: Batch(made, count, ForwardMode[mode], new) for count in (REQUESTS, 3, 1)}
-    for batch in graphs.values():
-        backend.init_forward_metadata_out_graph(batch.batch(), in_capture=True)
-        backend.init_forward_metadata_in_graph(batch.batch())
+    for forward_batch in graphs.values():
+        backend.init_forward_metadata_out_graph(forward_batch.forward_batch(), in_capture=True)
+        backend.init_forward_metadata_in_graph(forward_batch.forward_batch())
     for seed, count in enumerate((3, 1, REQUESTS, 3)):
-        batch = graphs[count]
-        batch.fill(seed)
-        backend.init_forward_metadata_out_graph(batch.batch())
-        backend.init_forward_metadata_in_graph(batch.batch())
-        eager.init_forward_metadata(batch.batch())
+        forward_batch = graphs[count]
+        forward_batch.fill(seed)
+        backend.init_forward_metadata_out_graph(forward_batch.forward_batch())
+        backend.init_forward_metadata_in_graph(forward_batch.forward_batch())
+        eager.init_forward_metadata(forward_batch.forward_batch())
         same(backend.forward_metadata, eager.forward_metadata, page_size)
         same(backend.windowed_metadata, eager.windowed_metadata, page_size)
         assert (backend.windowed_metadata is backend.forward_metadata) == (not backend.pools.hybrid)
@@ -131,15 +131,17 @@ def test_behind_drafts_nothing_is_asked_of_the_device(runner):
     from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
 
     made = runner(16)
-    backend, batch = AtomAttentionBackend(made), Batch(made, 3, ForwardMode.DRAFT_EXTEND_V2, 4)
-    batch.fill(0)
+    backend, forward_batch = AtomAttentionBackend(made), Batch(made, 3, ForwardMode.DRAFT_EXTEND_V2, 4)
+    forward_batch.fill(0)
     lengths = torch.full((3,), 4, dtype=torch.int32)
-    backend.init_forward_metadata(batch.batch(extend_seq_lens=lengths, extend_seq_lens_cpu=lengths.tolist()))
+    backend.init_forward_metadata(
+        forward_batch.forward_batch(extend_seq_lens=lengths, extend_seq_lens_cpu=lengths.tolist())
+    )
     found = backend.forward_metadata
     assert (found.num_tokens, found.max_query_len, found.max_seq_len, found.host) == (12, 4, CONTEXT, None)
     assert found.query_start_loc.tolist() == [0, 4, 8, 12]
-    assert found.seq_lens.tolist() == batch.fields["seq_lens"].tolist()
-    slots = made.req_to_token_pool.req_to_token[batch.fields["req_pool_indices"]]
+    assert found.seq_lens.tolist() == forward_batch.fields["seq_lens"].tolist()
+    slots = made.req_to_token_pool.req_to_token[forward_batch.fields["req_pool_indices"]]
     assert found.page_table.tolist() == (slots[:, ::16] // 16).tolist()
 
 
@@ -149,13 +151,13 @@ def test_padded_requests_have_the_page_of_nobody(runner):
     from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
 
     made = runner(1)
-    backend, batch = AtomAttentionBackend(made), Batch(made, 4, ForwardMode.DECODE, 1)
+    backend, forward_batch = AtomAttentionBackend(made), Batch(made, 4, ForwardMode.DECODE, 1)
     backend.init_cuda_graph_state(4, 4)
-    backend.init_forward_metadata_out_graph(batch.batch(), in_capture=True)
-    batch.fill(0)
-    batch.fields["req_pool_indices"][2:] = 0
-    batch.fields["seq_lens"][2:] = backend.get_cuda_graph_seq_len_fill_value()
-    backend.init_forward_metadata_in_graph(batch.batch())
+    backend.init_forward_metadata_out_graph(forward_batch.forward_batch(), in_capture=True)
+    forward_batch.fill(0)
+    forward_batch.fields["req_pool_indices"][2:] = 0
+    forward_batch.fields["seq_lens"][2:] = backend.get_cuda_graph_seq_len_fill_value()
+    backend.init_forward_metadata_in_graph(forward_batch.forward_batch())
     assert backend.forward_metadata.seq_lens[2:].tolist() == [1, 1]
     assert backend.forward_metadata.page_table[2:, 0].tolist() == [0, 0]
 
@@ -170,9 +172,9 @@ def captured_chain(steps, count):
     made.spec_algorithm = None
     chain = ChainDraftBackend(made, steps)
     chain.init_cuda_graph_state(REQUESTS, REQUESTS)
-    batch = Batch(made, count, ForwardMode.DECODE, steps)
-    chain.init_forward_metadata_out_graph(batch.batch(), in_capture=True)
-    return chain, batch
+    forward_batch = Batch(made, count, ForwardMode.DECODE, steps)
+    chain.init_forward_metadata_out_graph(forward_batch.forward_batch(), in_capture=True)
+    return chain, forward_batch
 
 
 def test_a_rank_without_requests_replays_what_others_decode():
@@ -180,13 +182,15 @@ def test_a_rank_without_requests_replays_what_others_decode():
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     count = 3
-    chain, batch = captured_chain(4, count)
+    chain, forward_batch = captured_chain(4, count)
     captured = [backend.forward_metadata for backend in chain.attn_backends]
-    idle = SimpleNamespace(**{**vars(batch.batch()), "forward_mode": ForwardMode.IDLE}, num_padding=count)
+    idle = SimpleNamespace(
+        **{**vars(forward_batch.forward_batch()), "forward_mode": ForwardMode.IDLE}, num_padding=count
+    )
     chain.init_forward_metadata_out_graph(idle)
-    chain.init_forward_metadata_in_graph(batch.batch())
-    for step, (backend, metadata) in enumerate(zip(chain.attn_backends, captured, strict=True)):
-        assert backend.forward_metadata.seq_lens.data_ptr() == metadata.seq_lens.data_ptr()
+    chain.init_forward_metadata_in_graph(forward_batch.forward_batch())
+    for step, (backend, batch) in enumerate(zip(chain.attn_backends, captured, strict=True)):
+        assert backend.forward_metadata.seq_lens.data_ptr() == batch.seq_lens.data_ptr()
         assert backend.forward_metadata.seq_lens.tolist() == [step + 2] * count
         assert backend.forward_metadata.slot_mapping.tolist() == [0] * count
 
@@ -208,28 +212,28 @@ def test_no_graph_is_replayed_whose_weights_are_incomplete():
     made.model = SimpleNamespace(weights=weights)
     backend = AtomAttentionBackend(made)
     backend.init_cuda_graph_state(REQUESTS, REQUESTS)
-    batch = Batch(made, 1, ForwardMode.DECODE, 1)
-    backend.init_forward_metadata_out_graph(batch.batch(), in_capture=True)
-    batch.fill(0)
-    backend.init_forward_metadata_out_graph(batch.batch())
+    forward_batch = Batch(made, 1, ForwardMode.DECODE, 1)
+    backend.init_forward_metadata_out_graph(forward_batch.forward_batch(), in_capture=True)
+    forward_batch.fill(0)
+    backend.init_forward_metadata_out_graph(forward_batch.forward_batch())
     weights.missing = True
     with pytest.raises(IncompleteWeights):
-        backend.init_forward_metadata_out_graph(batch.batch())
+        backend.init_forward_metadata_out_graph(forward_batch.forward_batch())
 
 
 def test_steps_of_a_chain_begin_with_slots_of_their_own():
     steps = 4
-    chain, batch = captured_chain(steps, 3)
+    chain, forward_batch = captured_chain(steps, 3)
     assert not chain.needs_cpu_seq_lens
     for seed in (1, 2):
-        batch.fill(seed)
-        chain.init_forward_metadata_out_graph(batch.batch())
-        chain.init_forward_metadata_in_graph(batch.batch())
+        forward_batch.fill(seed)
+        chain.init_forward_metadata_out_graph(forward_batch.forward_batch())
+        chain.init_forward_metadata_in_graph(forward_batch.forward_batch())
         # A request's slots lie together, one for each step.
-        slots = batch.fields["out_cache_loc"].view(3, steps)
+        slots = forward_batch.fields["out_cache_loc"].view(3, steps)
         for step, backend in enumerate(chain.attn_backends):
             assert backend.forward_metadata.slot_mapping.tolist() == slots[:, step].tolist()
-            lengths = batch.fields["seq_lens"] + step + 1
+            lengths = forward_batch.fields["seq_lens"] + step + 1
             assert backend.forward_metadata.seq_lens.tolist() == lengths.tolist()
 
 
@@ -259,18 +263,18 @@ def test_answers_go_where_sglang_wants_them(monkeypatch, ours):
     from atom_plugin.sglang.attention import SglangRadixAttention
     from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
 
-    def run(self, qkv, positions, metadata, cache, out):
+    def run(self, qkv, positions, batch, cache, out):
         out.copy_(2 * qkv.view_as(out))
 
     monkeypatch.setattr(SglangRadixAttention, "run", run)
     made = make_runner(1, hybrid=False)
-    backend, batch = AtomAttentionBackend(made), Batch(made, 3, ForwardMode.DECODE, 1)
-    batch.fill(0)
+    backend, forward_batch = AtomAttentionBackend(made), Batch(made, 3, ForwardMode.DECODE, 1)
+    forward_batch.fill(0)
     for layer in range(2):
         for rows in made.token_to_kv_pool.get_kv_buffer(layer):
             rows.normal_()
     q = torch.randn(3, 16)
-    backend.init_forward_metadata(batch.batch())
+    backend.init_forward_metadata(forward_batch.forward_batch())
     host = HostAttention(1, 16, 0.25, 1, layer_id=1)
     given = {}
     if ours:
@@ -279,7 +283,9 @@ def test_answers_go_where_sglang_wants_them(monkeypatch, ours):
         given = {"atom_layer": layer, "atom_inputs": (q, torch.zeros(3))}
 
     def attend(**others):
-        return backend.forward_extend(q, None, None, host, batch.batch(**others), save_kv_cache=False, **given)
+        return backend.forward_extend(
+            q, None, None, host, forward_batch.forward_batch(**others), save_kv_cache=False, **given
+        )
 
     wanted = attend()
     padded = torch.full((5, 16), 7.0)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from atom_core.cache import KVCacheView
 from atom_core.checkpoint import Checkpoint
-from atom_core.metadata import KVCacheView
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.models.registry import load_model_class
 from atom_core.runtime import Communicator, PipelineStage
@@ -113,7 +113,7 @@ def run(
         else cache
         for cache in runner.caches(1)
     ]
-    step = Step(plan(model, runner.metadata([0], [len(tokens)])), caches)
+    step = Step(plan(model, runner.batch([0], [len(tokens)])), caches)
     ids = None if carried is not None else torch.tensor(tokens)
     return model(ids, torch.arange(len(tokens)), step, carried=carried)
 

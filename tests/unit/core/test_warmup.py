@@ -14,7 +14,7 @@ from atom_core.config import ModelConfig
 from atom_core.models.read_config import read_model_config
 from atom_core.runtime import PipelineStage
 from atom_core.standalone import Step, build_runtime, page_pools, random_model
-from atom_core.warmup import Batch, batches_to_serve, metadata_of, run_batch
+from atom_core.warmup import BatchShape, batches_to_serve, metadata_of, run_batch
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "qwen3"
 PAGE_SIZE, TABLE_WIDTH = 16, 24
@@ -26,23 +26,23 @@ PAGE_SIZE, TABLE_WIDTH = 16, 24
 def test_batches_are_within_the_limits_and_none_comes_twice(max_requests, max_tokens, max_seq_len):
     batches = batches_to_serve(max_requests, max_tokens, max_seq_len)
     assert len(set(batches)) == len(batches) < 120
-    for batch in batches:
-        assert 1 <= len(batch.queries) <= max_requests
-        assert sum(batch.queries) <= max_tokens
-        assert max(batch.queries) + batch.cached <= batch.max_seq_len <= max_seq_len
+    for shape in batches:
+        assert 1 <= len(shape.queries) <= max_requests
+        assert sum(shape.queries) <= max_tokens
+        assert max(shape.queries) + shape.cached <= shape.max_seq_len <= max_seq_len
 
 
 def test_batches_are_of_every_kind():
     batches = batches_to_serve(200, 8192, 40960)
-    assert Batch((1,), 40960) in batches, "one request that decodes"
-    assert Batch((1,) * 200, 40960) in batches, "as many as there may be"
-    assert {len(batch.queries) for batch in batches} >= {1, 2, 3, 8, 200}
-    assert any(len(set(batch.queries)) == 2 for batch in batches), "decodes beside a prompt"
-    prompts = {sum(batch.queries) for batch in batches if min(batch.queries) > 1}
+    assert BatchShape((1,), 40960) in batches, "one request that decodes"
+    assert BatchShape((1,) * 200, 40960) in batches, "as many as there may be"
+    assert {len(shape.queries) for shape in batches} >= {1, 2, 3, 8, 200}
+    assert any(len(set(shape.queries)) == 2 for shape in batches), "decodes beside a prompt"
+    prompts = {sum(shape.queries) for shape in batches if min(shape.queries) > 1}
     assert any(tokens % 16 == 0 for tokens in prompts)
     assert any(tokens % 2 for tokens in prompts)
-    assert Batch((8,), 40960, 64) in batches, "a prompt that is cached but for a few tokens"
-    assert {batch.max_seq_len for batch in batches if batch.queries == (1,)} >= {64, 4096, 40960}
+    assert BatchShape((8,), 40960, 64) in batches, "a prompt that is cached but for a few tokens"
+    assert {shape.max_seq_len for shape in batches if shape.queries == (1,)} >= {64, 4096, 40960}
 
 
 @pytest.mark.parametrize(
@@ -50,29 +50,29 @@ def test_batches_are_of_every_kind():
 )
 def test_as_many_tokens_as_there_may_be_are_prompts_of_lengths_that_there_may_be(max_seq_len, prompts):
     """However short requests are: experts of many tokens have kernels of their own."""
-    whole = [batch.queries for batch in batches_to_serve(200, 8192, max_seq_len) if sum(batch.queries) == 8192]
+    whole = [shape.queries for shape in batches_to_serve(200, 8192, max_seq_len) if sum(shape.queries) == 8192]
     assert whole == [prompts]
 
 
 def test_a_batch_has_no_slots_and_only_the_first_page(config):
     runtime = build_runtime(torch.device("cpu"), torch.float32, 256)
     model = random_model(config, runtime)
-    metadata = metadata_of(Batch((1, 1, 40), 256), model, TABLE_WIDTH, runtime.device)
-    assert metadata.query_start_loc.tolist() == [0, 1, 2, 42]
-    assert metadata.seq_lens.tolist() == [1, 1, 40]
-    behind = metadata_of(Batch((2,), 256, 64), model, TABLE_WIDTH, runtime.device)
+    batch = metadata_of(BatchShape((1, 1, 40), 256), model, TABLE_WIDTH, runtime.device)
+    assert batch.query_start_loc.tolist() == [0, 1, 2, 42]
+    assert batch.seq_lens.tolist() == [1, 1, 40]
+    behind = metadata_of(BatchShape((2,), 256, 64), model, TABLE_WIDTH, runtime.device)
     assert (behind.seq_lens.tolist(), behind.host.lengths) == ([66], (66,))
-    assert (metadata.slot_mapping == -1).all()
-    assert not metadata.page_table.any()
-    assert metadata.page_table.shape == (3, TABLE_WIDTH)
-    assert (metadata.num_decode_requests, metadata.num_decode_tokens) == (2, 2)
-    assert (metadata.num_requests, metadata.num_tokens, metadata.max_query_len, metadata.max_seq_len) == (
+    assert (batch.slot_mapping == -1).all()
+    assert not batch.page_table.any()
+    assert batch.page_table.shape == (3, TABLE_WIDTH)
+    assert (batch.num_decode_requests, batch.num_decode_tokens) == (2, 2)
+    assert (batch.num_requests, batch.num_tokens, batch.max_query_len, batch.max_seq_len) == (
         3,
         42,
         40,
         256,
     )
-    assert set(metadata.plans) == {layer.self_attn.attn.kernel.plan_key() for layer in model.model.layers} - {None}
+    assert set(batch.plans) == {layer.self_attn.attn.kernel.plan_key() for layer in model.model.layers} - {None}
 
 
 @pytest.mark.parametrize("kernels", [{}, {"attention": "reference", "qk_norm_rope_cache": "reference"}])
@@ -83,13 +83,13 @@ def test_all_of_them_run_and_leave_no_trace_in_the_cache(config, kernels):
     before = [(cache.key.clone(), cache.value.clone()) for cache in caches]
     announced = []
 
-    def announce(metadata):
-        announced.append(metadata)
-        return nullcontext(Step(metadata, caches))
+    def announce(batch):
+        announced.append(batch)
+        return nullcontext(Step(batch, caches))
 
     batches = batches_to_serve(20, 512, 256)
-    for batch in batches:
-        run_batch(batch, model, runtime, TABLE_WIDTH, announce)
+    for shape in batches:
+        run_batch(shape, model, runtime, TABLE_WIDTH, announce)
     assert len(announced) == len(batches)
     for cache, (key, value) in zip(caches, before, strict=True):
         assert torch.equal(cache.key, key)
@@ -104,13 +104,13 @@ def test_prompts_over_latents_are_expanded_and_decodes_and_few_tokens_behind_cac
     key = model.model.layers[0].self_attn.attn.plan_key()
     expanded = {}
 
-    def announce(metadata):
-        plan = metadata.plans[key]
-        expanded[metadata.host.lengths] = () if plan is None else plan.expanded
-        return nullcontext(Step(metadata, caches))
+    def announce(batch):
+        plan = batch.plans[key]
+        expanded[batch.host.lengths] = () if plan is None else plan.expanded
+        return nullcontext(Step(batch, caches))
 
-    for batch in batches_to_serve(20, 512, 256):
-        run_batch(batch, model, runtime, TABLE_WIDTH, announce)
+    for shape in batches_to_serve(20, 512, 256):
+        run_batch(shape, model, runtime, TABLE_WIDTH, announce)
     assert (expanded[(1, 1)], expanded[(64,)], expanded[(1, 1, 64)]) == ((), (0,), (2,))
     assert {expanded[lengths] for lengths in ((66,), (68,), (72,), (72,) * 16)} == {()}
     for cache, rows in zip(caches, before, strict=True):
@@ -123,9 +123,7 @@ def test_a_later_stage_runs_on_what_an_earlier_one_carries(config):
     for stage in (PipelineStage(0, 1), PipelineStage(1)):
         runtime = replace(whole, pipeline=stage)
         model = random_model(config, runtime)
-        run_batch(
-            Batch((1, 20), 256), model, runtime, TABLE_WIDTH, lambda metadata: nullcontext(Step(metadata, caches))
-        )
+        run_batch(BatchShape((1, 20), 256), model, runtime, TABLE_WIDTH, lambda batch: nullcontext(Step(batch, caches)))
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,15 @@ from typing import Protocol
 
 import torch
 
+from atom_core.batch import Batch
+from atom_core.cache import SHUFFLED, CacheOrder, KVCacheView
 from atom_core.kernels.aiter_library import FP8, why_no_aiter
 from atom_core.kernels.attention.reference import ReferenceAttention
 from atom_core.kernels.attention.sdpa import SdpaAttention
 from atom_core.kernels.cache_dtypes import FP8_DTYPES, why_unreadable
 from atom_core.kernels.select import Implementation, Op, Target, only_on_cpu
 from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
-from atom_core.metadata import SHUFFLED, AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
+from atom_core.types import GraphSupport
 
 #: An implementation that adapters contribute: Triton's, but for batches with long prompts. See
 #: :data:`atom_core.kernels.select.PRIORITY`.
@@ -57,14 +59,14 @@ class PagedAttentionKernel(Protocol):
     def plan_key(self) -> Hashable | None:
         """Under which key :meth:`plan`'s result is kept; layers of one key share it. None: it plans nothing."""
 
-    def plan(self, metadata: AttentionMetadata) -> object:
+    def plan(self, batch: Batch) -> object:
         """What can be worked out once a step for all layers of the same key."""
 
     def __call__(
         self,
         q: torch.Tensor,
         cache: KVCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None: ...

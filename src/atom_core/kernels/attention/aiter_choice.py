@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from atom_core.cache import SHUFFLED, CacheOrder
 from atom_core.kernels.attention import PagedAttentionSpec
-from atom_core.metadata import SHUFFLED, CacheOrder
 
 PA_FWD_ASM = "pa_fwd_asm"
 PA_PERSISTENT = "pa_persistent_fwd"

@@ -11,6 +11,8 @@ import functools
 
 import torch
 
+from atom_core.batch import Batch, capturing
+from atom_core.cache import SHUFFLED, CacheOrder, KVCacheView
 from atom_core.kernels.aiter_library import aiter_function, require
 from atom_core.kernels.attention import PagedAttentionSpec
 from atom_core.kernels.attention.aiter_choice import (
@@ -26,7 +28,7 @@ from atom_core.kernels.attention.aiter_choice import (
 )
 from atom_core.kernels.attention.aiter_persistent import PersistentDecode
 from atom_core.kernels.opaque import opaque
-from atom_core.metadata import SHUFFLED, AttentionMetadata, CacheOrder, GraphSupport, KVCacheView, capturing
+from atom_core.types import GraphSupport
 
 #: Tokens of a request that a program of the Gluon kernel goes through; those of a window are one program's.
 _PARTITION, _WINDOWED_PARTITION = 256, 128
@@ -53,7 +55,7 @@ class AiterAttention:
         """It plans nothing."""
         return
 
-    def plan(self, metadata: AttentionMetadata) -> object:
+    def plan(self, batch: Batch) -> object:
         """Never called."""
         raise AssertionError("aiter's attention has no plan")
 
@@ -73,25 +75,25 @@ class AiterAttention:
         self,
         q: torch.Tensor,
         cache: KVCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """Write the attention of every request's queries to ``out``."""
         cache.expect(self.order, self.spec.cache_dtype)
-        if not 0 < metadata.num_decode_requests < metadata.num_requests:
-            self._run(q, cache, metadata, sinks, out)
+        if not 0 < batch.num_decode_requests < batch.num_requests:
+            self._run(q, cache, batch, sinks, out)
             return
-        decodes, others = metadata.decodes_and_others()
-        tokens = metadata.num_decode_tokens
+        decodes, others = batch.decodes_and_others()
+        tokens = batch.num_decode_tokens
         self._run(q[:tokens], cache, decodes, sinks, out[:tokens])
         self._run(q[tokens:], cache, others, sinks, out[tokens:])
 
-    def call_for(self, cache: KVCacheView, metadata: AttentionMetadata, num_tokens: int) -> Call:
+    def call_for(self, cache: KVCacheView, batch: Batch, num_tokens: int) -> Call:
         """What decides who takes a batch."""
-        longest = metadata.max_query_len
+        longest = batch.max_query_len
         # None has more than the longest, so they have as many each if they have that together.
-        uniform = num_tokens == metadata.num_requests * longest
+        uniform = num_tokens == batch.num_requests * longest
         by_token = True
         if self.order != SHUFFLED:
             by_token = all(
@@ -100,30 +102,30 @@ class AiterAttention:
             )
         return Call(self.spec, self.order, cache.page_size, longest, uniform, by_token)
 
-    def chosen(self, cache: KVCacheView, metadata: AttentionMetadata, num_tokens: int) -> Choice:
+    def chosen(self, cache: KVCacheView, batch: Batch, num_tokens: int) -> Choice:
         """Who takes a batch."""
-        return self.choose(self.call_for(cache, metadata, num_tokens))
+        return self.choose(self.call_for(cache, batch, num_tokens))
 
     def _run(
         self,
         q: torch.Tensor,
         cache: KVCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         spec = self.spec
         if not len(q):
             return
-        longest, lengths, table = metadata.max_query_len, metadata.seq_lens, metadata.page_table
-        starts = metadata.query_start_loc
-        kernel = self.chosen(cache, metadata, len(q)).kernel
+        longest, lengths, table = batch.max_query_len, batch.seq_lens, batch.page_table
+        starts = batch.query_start_loc
+        kernel = self.chosen(cache, batch, len(q)).kernel
         if kernel == PA_FWD_ASM:
             _pa_fwd_asm(q, cache.key, cache.value, table, lengths, starts, longest, out)
             return
         if kernel == PA_PERSISTENT:
             assert self._persistent is not None, "it is for shuffled pages in FP8"
-            self._persistent(q, cache, metadata, out)
+            self._persistent(q, cache, batch, out)
             return
         k_scale, v_scale = self.scales(cache)
         if kernel == PA_DECODE_GLUON:
@@ -136,13 +138,13 @@ class AiterAttention:
         keys, values = cache.key, cache.value
         if self.order != SHUFFLED:
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-        most, cap = metadata.max_seq_len, spec.soft_cap or 0.0
+        most, cap = batch.max_seq_len, spec.soft_cap or 0.0
         if kernel == MHA_BATCH_PREFILL:
             _mha_batch_prefill(
                 q, keys, values, starts, table, lengths, longest, most, spec.scale, cap, left, right, out
             )
             return
-        if len(q) < metadata.num_requests:
+        if len(q) < batch.num_requests:
             # With one token each the kernel takes row i for request i's, padded ones too, and writes past the end.
             longest = max(longest, 2)
         _unified_attention(

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from atom_core.batch import Batch, capturing
+from atom_core.cache import KVCacheView
 from atom_core.kernels.aiter_library import aiter_enum, aiter_function, require
 from atom_core.kernels.aiter_work import Sizes, Work
 from atom_core.kernels.opaque import opaque
-from atom_core.metadata import AttentionMetadata, KVCacheView, capturing
 
 #: The kinds of scales that there are kernels for, by the tokens of a page.
 _QUANTIZED = {256: "per_256x128", 1024: "per_1024x128"}
@@ -39,34 +40,34 @@ class PersistentDecode:
         self.heads = heads
         self._scales: tuple[KVCacheView, torch.Tensor, torch.Tensor] | None = None
 
-    def __call__(self, q: torch.Tensor, cache: KVCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+    def __call__(self, q: torch.Tensor, cache: KVCacheView, batch: Batch, out: torch.Tensor) -> None:
         """Write to ``out``; the batch is one that :mod:`.aiter_choice` has named it for."""
         if self._scales is None or self._scales[0] is not cache:
             self._scales = (cache, *_scales_of_pages(cache))
-        it = _shares(metadata, cache, self.heads)
+        it = _shares(batch, cache, self.heads)
         _pa_persistent(
             q,
             cache.key,
             cache.value,
             *self._scales[1:],
-            metadata.query_start_loc,
+            batch.query_start_loc,
             it.page_starts,
             it.pages,
-            metadata.seq_lens,
+            batch.seq_lens,
             *it.work[1:],
-            metadata.max_query_len,
+            batch.max_query_len,
             _QUANTIZED[cache.page_size],
             out,
         )
 
 
-def _packed_pages(metadata: AttentionMetadata, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed_pages(batch: Batch, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``page_starts`` and ``pages`` of :class:`Shares`: the page table without what is behind each request's last page.
 
     Nothing of it waits for the host, and shapes are those of the table, so a graph may replay it.
     """
-    table = metadata.page_table
-    counts = (metadata.seq_lens + (page_size - 1)) // page_size
+    table = batch.page_table
+    counts = (batch.seq_lens + (page_size - 1)) // page_size
     starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=table.device)
     torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
     place = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
@@ -76,27 +77,27 @@ def _packed_pages(metadata: AttentionMetadata, page_size: int) -> tuple[torch.Te
     return starts, pages.scatter_(0, to.flatten().long(), table.flatten())[:-1]
 
 
-def _shares(metadata: AttentionMetadata, cache: KVCacheView, heads: int) -> Shares:
+def _shares(batch: Batch, cache: KVCacheView, heads: int) -> Shares:
     """Those of the step, made by its first layer; ``heads`` are queries'."""
     kv_heads = cache.key.shape[1]
     key = ("pa_persistent_fwd", heads, kv_heads, cache.page_size, capturing(cache.key.device))
-    if key not in metadata.kept:
-        metadata.kept[key] = _shared_out(metadata, cache.page_size, heads // kv_heads, kv_heads)
-    found: Shares = metadata.kept[key]
+    if key not in batch.scratch:
+        batch.scratch[key] = _shared_out(batch, cache.page_size, heads // kv_heads, kv_heads)
+    found: Shares = batch.scratch[key]
     return found
 
 
-def _shared_out(metadata: AttentionMetadata, page_size: int, group: int, kv_heads: int) -> Shares:
-    requests, device = len(metadata.seq_lens), metadata.seq_lens.device
-    made = Shares(*_packed_pages(metadata, page_size), Work.empty(_sizes(requests, kv_heads), device))
+def _shared_out(batch: Batch, page_size: int, group: int, kv_heads: int) -> Shares:
+    requests, device = len(batch.seq_lens), batch.seq_lens.device
+    made = Shares(*_packed_pages(batch, page_size), Work.empty(_sizes(requests, kv_heads), device))
     _share_out(
-        metadata.query_start_loc,
+        batch.query_start_loc,
         made.page_starts,
-        metadata.seq_lens,
+        batch.seq_lens,
         group,
         kv_heads,
         page_size,
-        metadata.max_query_len,
+        batch.max_query_len,
         *made.work,
     )
     return made

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atom_core.batch import Batch
+from atom_core.cache import CacheOrder, KVCacheView
 from atom_core.kernels.cache_dtypes import as_bytes
-from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
+from atom_core.types import GraphSupport
 
 if TYPE_CHECKING:
     from atom_core.kernels.attention import PagedAttentionSpec
@@ -26,7 +28,7 @@ class ReferenceAttention:
         """It plans nothing."""
         return
 
-    def plan(self, metadata: AttentionMetadata) -> object:
+    def plan(self, batch: Batch) -> object:
         """Never called."""
         raise AssertionError("the reference attention has no plan")
 
@@ -34,19 +36,19 @@ class ReferenceAttention:
         self,
         q: torch.Tensor,
         cache: KVCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """Write the attention of every request's queries to ``out``."""
         cache = cache.as_plain()
-        starts = metadata.query_start_loc.tolist()
-        for request, length in enumerate(metadata.seq_lens.tolist()):
+        starts = batch.query_start_loc.tolist()
+        for request, length in enumerate(batch.seq_lens.tolist()):
             begin, end = starts[request], starts[request + 1]
             if end <= begin:
                 continue
             num_pages = -(-length // cache.page_size)
-            pages = metadata.page_table[request, :num_pages].long()
+            pages = batch.page_table[request, :num_pages].long()
             keys = self._gather(cache.key, pages, length) * cache.k_scale
             values = self._gather(cache.value, pages, length) * cache.v_scale
             out[begin:end] = self._attend(q[begin:end], keys, values, sinks).to(out.dtype)

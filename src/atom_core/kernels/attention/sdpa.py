@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.nn.functional as F
 
+from atom_core.batch import Batch
+from atom_core.cache import CacheOrder, KVCacheView
 from atom_core.kernels.cache_dtypes import as_bytes
-from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
+from atom_core.types import GraphSupport
 
 if TYPE_CHECKING:
     from atom_core.kernels.attention import PagedAttentionSpec
@@ -38,25 +40,25 @@ class SdpaAttention:
         """One for all layers."""
         return PLAN_KEY
 
-    def plan(self, metadata: AttentionMetadata) -> tuple[list[int], list[int]]:
+    def plan(self, batch: Batch) -> tuple[list[int], list[int]]:
         """On the host: where each request's queries start, and its length."""
-        return metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        return batch.query_start_loc.tolist(), batch.seq_lens.tolist()
 
     def __call__(
         self,
         q: torch.Tensor,
         cache: KVCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """Write the attention of every request's queries to ``out``."""
-        planned = metadata.plans.get(PLAN_KEY)
-        starts, lengths = self.plan(metadata) if planned is None else cast(tuple[list[int], list[int]], planned)
+        planned = batch.plans.get(PLAN_KEY)
+        starts, lengths = self.plan(batch) if planned is None else cast(tuple[list[int], list[int]], planned)
         if self._alike(starts, lengths):
             keys, values = _by_slot(cache.key), _by_slot(cache.value)
             if keys is not None and values is not None:
-                self._decode(q, (keys, values), cache, metadata, lengths, out)
+                self._decode(q, (keys, values), cache, batch, lengths, out)
                 return
         page_size = cache.page_size
         for request, length in enumerate(lengths):
@@ -64,7 +66,7 @@ class SdpaAttention:
             if end == begin:
                 continue
             first = self._first_page(length, end - begin, page_size)
-            used = metadata.page_table[request, first : -(-length // page_size)]
+            used = batch.page_table[request, first : -(-length // page_size)]
             left = first * page_size  # tokens that the window has left behind
             keys = self._gather(cache.key, used, length - left, q.dtype)
             values = self._gather(cache.value, used, length - left, q.dtype)
@@ -85,17 +87,17 @@ class SdpaAttention:
         q: torch.Tensor,
         sides: tuple[torch.Tensor, torch.Tensor],
         cache: KVCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         lengths: list[int],
         out: torch.Tensor,
     ) -> None:
         """One query of each request, all at once: shorter ones look at their last key again, masked."""
         count, width = len(lengths), self._width(lengths)
-        ends = metadata.seq_lens[:, None].long()
+        ends = batch.seq_lens[:, None].long()
         position = (ends - width).clamp(min=0) + torch.arange(width)
         known = position < ends
         position = torch.minimum(position, ends - 1)
-        slots = metadata.page_table.long().gather(1, position // cache.page_size) * cache.page_size
+        slots = batch.page_table.long().gather(1, position // cache.page_size) * cache.page_size
         slots = (slots + position % cache.page_size).flatten()
         keys, values = (
             side.index_select(0, slots).view(cache.key.dtype).view(count, width, -1, self.spec.head_dim).to(q.dtype)

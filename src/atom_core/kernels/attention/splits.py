@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from atom_core.batch import capturing
 from atom_core.kernels.triton_support import multiprocessors
-from atom_core.metadata import capturing
 
 #: Programs that keep a large GPU busy, at most how many share a request's keys, and the fewest keys that are shared.
 _PROGRAMS, MAX_SPLITS, _KEYS = 512, 32, 64

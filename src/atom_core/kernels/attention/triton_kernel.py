@@ -20,9 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.batch import Batch
+from atom_core.cache import CacheOrder, KVCacheView
 from atom_core.kernels.attention.splits import SplitBuffers, Splits
 from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
-from atom_core.metadata import AttentionMetadata, CacheOrder, GraphSupport, KVCacheView
+from atom_core.types import GraphSupport
 
 if TYPE_CHECKING:
     from atom_core.kernels.attention import PagedAttentionSpec
@@ -336,7 +338,7 @@ class TritonAttention:
         """It plans nothing."""
         return
 
-    def plan(self, metadata: AttentionMetadata) -> object:
+    def plan(self, batch: Batch) -> object:
         """Never called."""
         raise AssertionError("the Triton attention has no plan")
 
@@ -344,16 +346,16 @@ class TritonAttention:
         self,
         q: torch.Tensor,
         cache: KVCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """Write the attention of every request's queries to ``out``."""
         spec = self.spec
         assert q.stride(-1) == cache.key.stride(-1) == cache.value.stride(-1) == out.stride(-1) == 1
-        num_requests = metadata.seq_lens.shape[0]
+        num_requests = batch.seq_lens.shape[0]
         d_padded = max(16, triton.next_power_of_2(spec.head_dim))
-        block_m = self._rows(metadata.max_query_len, d_padded)
+        block_m = self._rows(batch.max_query_len, d_padded)
         block_q = max(1, block_m // self.group)
         num_tokens = q.shape[0]
         blocks = num_tokens // block_q + num_requests
@@ -362,7 +364,7 @@ class TritonAttention:
         splits = Splits(1)
         if few_queries:
             rows = num_tokens * spec.num_heads
-            splits = self.split_buffers.share(programs, metadata.max_seq_len, rows, spec.head_dim, q.device)
+            splits = self.split_buffers.share(programs, batch.max_seq_len, rows, spec.head_dim, q.device)
         _attention[blocks, spec.num_kv_heads, splits.count](
             q,
             cache.key,
@@ -372,9 +374,9 @@ class TritonAttention:
             splits.parts,
             splits.sums,
             splits.arrivals,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.page_table,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.page_table,
             num_requests,
             num_tokens,
             spec.scale,
@@ -385,7 +387,7 @@ class TritonAttention:
             *cache.key.stride()[:3],
             *cache.value.stride()[:3],
             *out.stride()[:2],
-            metadata.page_table.stride(0),
+            batch.page_table.stride(0),
             PAGE=cache.page_size,
             GROUP=self.group,
             D=spec.head_dim,

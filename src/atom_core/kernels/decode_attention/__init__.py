@@ -11,11 +11,13 @@ from typing import Protocol
 
 import torch
 
+from atom_core.batch import Batch
+from atom_core.cache import KVCacheView
 from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3, PagedAttentionSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_not_fused
-from atom_core.metadata import AttentionMetadata, KVCacheView, SameStepReads
+from atom_core.types import SameStepReads
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class DecodeAttentionSpec:
 class DecodeAttentionKernel(Protocol):
     """The call; :meth:`takes` says whether it may be made for a batch."""
 
-    def takes(self, metadata: AttentionMetadata) -> bool:
+    def takes(self, batch: Batch) -> bool:
         """Whether it can run this batch, and in a captured graph every batch that the graph may replay."""
 
     def __call__(
@@ -44,7 +46,7 @@ class DecodeAttentionKernel(Protocol):
         positions: torch.Tensor,
         weights: QkvWeights,
         cache: KVCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None: ...

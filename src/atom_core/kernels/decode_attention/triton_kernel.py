@@ -5,7 +5,7 @@ the cache: they open the running softmax (arXiv 2205.14135), as a sink does. Wha
 earlier steps, so the first tile of it is loaded before the product in front has ended.
 
 One cached token may be written in this very launch: a framework that shares pages hands one on in the step that fills
-it, to a request with one token left (:data:`atom_core.metadata.SameStepReads`). Nothing orders a launch's programs, so
+it, to a request with one token left (:data:`atom_core.batch.SameStepReads`). Nothing orders a launch's programs, so
 one that reads such a page writes the token itself first, as the token's own program does. Whole pages are shared, so
 only where the new token opens a page is there something to look for: a token of the step that fills a page of the
 request's. There is one at most, as whoever writes further on has the page filled already.
@@ -25,6 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.batch import Batch
+from atom_core.cache import KVCacheView
 from atom_core.kernels.attention.splits import SplitBuffers
 from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joined, scaled, wait_for_stores
 from atom_core.kernels.cache_dtypes import saturation_limit
@@ -32,7 +34,6 @@ from atom_core.kernels.kept import KEPT
 from atom_core.kernels.qk_norm_rope import QkvWeights
 from atom_core.kernels.qk_norm_rope_cache.triton_kernel import stored
 from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
-from atom_core.metadata import AttentionMetadata, KVCacheView
 
 if TYPE_CHECKING:
     from atom_core.kernels.decode_attention import DecodeAttentionSpec
@@ -697,9 +698,9 @@ class TritonDecodeAttention:
         self.rows: int = max(16, triton.next_power_of_2(self.group))  # tl.dot wants at least 16
         self.split_buffers = SplitBuffers()
 
-    def takes(self, metadata: AttentionMetadata) -> bool:
+    def takes(self, batch: Batch) -> bool:
         """One new token a request. In a graph ``max_query_len`` bounds every batch that it may replay."""
-        return metadata.max_query_len == 1
+        return batch.max_query_len == 1
 
     def tile(self, programs: int) -> Tile:
         """As many keys as keep two tiles of keys and values within the 64 KiB of shared memory of gfx942.
@@ -726,22 +727,22 @@ class TritonDecodeAttention:
         positions: torch.Tensor,
         weights: QkvWeights,
         cache: KVCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """Write the attention of every request's token to ``out``, and its key and value to the cache."""
         spec, heads = self.spec.attention, self.spec.qkv
         assert qkv.stride(-1) == cache.key.stride(-1) == cache.value.stride(-1) == out.stride(-1) == 1
-        num_requests, num_tokens = metadata.seq_lens.shape[0], qkv.shape[0]
+        num_requests, num_tokens = batch.seq_lens.shape[0], qkv.shape[0]
         programs, rows = num_requests * spec.num_kv_heads, num_tokens * spec.num_heads
-        splits = self.split_buffers.share(programs, metadata.max_seq_len, rows, spec.head_dim, qkv.device)
+        splits = self.split_buffers.share(programs, batch.max_seq_len, rows, spec.head_dim, qkv.device)
         tile = self.tile(programs)
         rest = spec.head_dim - heads.rotary_dim
         _decode_attention[num_requests, spec.num_kv_heads, splits.count](
             qkv,
             positions,
-            metadata.slot_mapping,
+            batch.slot_mapping,
             weights.cos_sin,
             weights.q_norm,
             weights.k_norm,
@@ -752,9 +753,9 @@ class TritonDecodeAttention:
             splits.parts,
             splits.sums,
             splits.arrivals,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.page_table,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.page_table,
             num_tokens,
             weights.eps,
             spec.scale,
@@ -765,7 +766,7 @@ class TritonDecodeAttention:
             *cache.key.stride()[:3],
             *cache.value.stride()[:3],
             *out.stride()[:2],
-            metadata.page_table.stride(0),
+            batch.page_table.stride(0),
             PAGE=cache.page_size,
             SAME_STRIDES=cache.key.stride() == cache.value.stride(),
             H=spec.num_heads,

@@ -16,13 +16,15 @@ from typing import Protocol
 
 import torch
 
+from atom_core.batch import Batch
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.aiter_library import FP8, why_no_aiter
 from atom_core.kernels.cache_dtypes import FP8_DTYPES, is_foreign, why_unreadable
 from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.select import Implementation, Op, Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
-from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
+from atom_core.types import GraphSupport
 
 __all__ = ["LATENT_ATTENTION", "LatentAttentionKernel", "LatentAttentionSpec", "build_triton", "triton_supports"]
 
@@ -35,9 +37,7 @@ class LatentAttentionKernel(Protocol):
     """Heads for which a token's queries and results best have room: where they have, what is behind the layer's own is
     nobody's, and may be written to."""
 
-    def __call__(
-        self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor
-    ) -> None: ...
+    def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None: ...
 
 
 def _reference_supports(spec: LatentAttentionSpec, target: Target) -> str | None:

@@ -13,20 +13,22 @@ from dataclasses import dataclass
 
 import torch
 
+from atom_core.batch import Batch, capturing
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.aiter_library import aiter_function, require
 from atom_core.kernels.aiter_work import Sizes, Work
 from atom_core.kernels.latent_attention import LatentAttentionKernel
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.latent_attention.token_slots import TokenSlots, token_slots
 from atom_core.kernels.opaque import opaque
-from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView, capturing
+from atom_core.types import GraphSupport
 
 
 @dataclass(frozen=True, eq=False)
 class Shares:
     """Who reads what, for layers of one shape in one step; see aiter's ``get_mla_metadata_v1``."""
 
-    batch: TokenSlots
+    slots: TokenSlots
     work: Work
 
 
@@ -47,23 +49,23 @@ class AiterLatentAttention:
         self.spec, self.room, self.most_queries, self.others = spec, room, most_queries, others
         self._scales: dict[tuple[float, torch.device], torch.Tensor] = {}
 
-    def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+    def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``; also in rows of padded requests that decode."""
-        if not 0 < metadata.num_decode_requests < metadata.num_requests:
-            self._run(q, cache, metadata, out)
+        if not 0 < batch.num_decode_requests < batch.num_requests:
+            self._run(q, cache, batch, out)
             return
-        decodes, others = metadata.decodes_and_others()
-        tokens = metadata.num_decode_tokens
+        decodes, others = batch.decodes_and_others()
+        tokens = batch.num_decode_tokens
         self._run(q[:tokens], cache, decodes, out[:tokens])
         self._run(q[tokens:], cache, others, out[tokens:])
 
-    def _run(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+    def _run(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         if not q.shape[0]:
             return
-        longest = metadata.max_query_len
+        longest = batch.max_query_len
         # None has more than the longest, so they have as many each if they have that together.
-        if longest > self.most_queries or q.shape[0] != metadata.seq_lens.shape[0] * longest:
-            self.others(q, cache, metadata, out)
+        if longest > self.most_queries or q.shape[0] != batch.seq_lens.shape[0] * longest:
+            self.others(q, cache, batch, out)
             return
         heads = self.spec.latent.num_heads
         queries, answers = self._with_room(q), self._with_room(out)
@@ -72,16 +74,16 @@ class AiterLatentAttention:
             queries[:, :heads] = q
         kept = out.new_empty(out.shape[0], self.room, out.shape[2]) if answers is None else answers
         assert cache.rows.is_contiguous(), "to aiter a token is a page, behind the one before"
-        shares = self._shares(metadata, cache)
-        batch = shares.batch
+        shares = self._shares(batch, cache)
+        slots = shares.slots
         _decode(
             queries,
             cache.rows.view(-1, 1, 1, self.spec.latent.row),
             kept,
-            batch.query_starts,
-            batch.key_starts,
-            batch.slots,
-            batch.ones,
+            slots.query_starts,
+            slots.key_starts,
+            slots.slots,
+            slots.ones,
             *shares.work,
             self._scale(cache),
             longest,
@@ -95,27 +97,27 @@ class AiterLatentAttention:
         strides = (self.room * x.shape[2], x.shape[2], 1)
         return x.as_strided((x.shape[0], self.room, x.shape[2]), strides) if x.stride() == strides else None
 
-    def _shares(self, metadata: AttentionMetadata, cache: LatentCacheView) -> Shares:
+    def _shares(self, batch: Batch, cache: LatentCacheView) -> Shares:
         """Those of the step, made by its first layer."""
         shape = self.spec.latent
         key = (self.room, shape.dtype, shape.cache_dtype, cache.rows.shape[:2], capturing(cache.rows.device))
-        if key not in metadata.kept:
-            batch = token_slots(metadata, metadata.max_query_len, cache.rows.shape[0], cache.page_size)
-            metadata.kept[key] = self._shared_out(batch)
-        shares: Shares = metadata.kept[key]
+        if key not in batch.scratch:
+            slots = token_slots(batch, batch.max_query_len, cache.rows.shape[0], cache.page_size)
+            batch.scratch[key] = self._shared_out(slots)
+        shares: Shares = batch.scratch[key]
         return shares
 
-    def _shared_out(self, batch: TokenSlots) -> Shares:
+    def _shared_out(self, slots: TokenSlots) -> Shares:
         shape = self.spec.latent
-        requests = batch.ones.shape[0]
-        sizes = _sizes(requests, batch.queries_each, self.room, shape.dtype, shape.cache_dtype)
-        shares = Shares(batch, Work.empty(sizes, batch.ones.device))
+        requests = slots.ones.shape[0]
+        sizes = _sizes(requests, slots.queries_each, self.room, shape.dtype, shape.cache_dtype)
+        shares = Shares(slots, Work.empty(sizes, slots.ones.device))
         _share_out(
-            batch.query_starts,
-            batch.key_starts,
-            batch.ones,
+            slots.query_starts,
+            slots.key_starts,
+            slots.ones,
             self.room,
-            batch.queries_each,
+            slots.queries_each,
             shape.dtype,
             shape.cache_dtype,
             *shares.work,

@@ -17,6 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from atom_core.batch import Batch
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_parts
 from atom_core.kernels.attention.triton_kernel import LOG2_E
 from atom_core.kernels.kept import kept_of
@@ -25,7 +27,6 @@ from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, read
 from atom_core.kernels.linear.parts import FETCH_ROWS
 from atom_core.kernels.linear.tiles import why_no_gluon
 from atom_core.kernels.triton_support import launch_options
-from atom_core.metadata import AttentionMetadata, LatentCacheView
 
 #: Keys of a tile: as many as ``wgmma`` takes.
 KEYS = 64
@@ -371,33 +372,33 @@ class LatentDecode:
         sizes = shape.rank in (64, 128, 256, 512) and shape.rope_dim in (16, 32, 64)
         return sizes and shape.dtype.itemsize == 2 and shape.cache_dtype == shape.dtype and why_no_gluon() is None
 
-    def takes(self, cache: LatentCacheView, metadata: AttentionMetadata) -> bool:
+    def takes(self, cache: LatentCacheView, batch: Batch) -> bool:
         """Whether it can run this batch, and in a captured graph every batch that the graph may replay."""
         rows = cache.rows
         apart = rows.data_ptr() | rows.stride(0) * rows.itemsize | rows.stride(1) * rows.itemsize
-        return metadata.max_query_len <= MAX_QUERIES and cache.scale == 1.0 and apart % _VECTOR == 0
+        return batch.max_query_len <= MAX_QUERIES and cache.scale == 1.0 and apart % _VECTOR == 0
 
-    def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+    def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """As :meth:`atom_core.kernels.latent_attention.triton_kernel.TritonLatentAttention.__call__`."""
-        shape, num_requests = self.spec.latent, metadata.seq_lens.shape[0]
+        shape, num_requests = self.spec.latent, batch.seq_lens.shape[0]
         splits = self.split_buffers.share(
-            num_requests * self.groups(num_requests, metadata.max_query_len),
-            metadata.max_seq_len,
+            num_requests * self.groups(num_requests, batch.max_query_len),
+            batch.max_seq_len,
             q.shape[0] * shape.num_heads,
             shape.rank,
             q.device,
         )
-        self.launch(q, cache, metadata, out, splits, FEWEST_TILES)
+        self.launch(q, cache, batch, out, splits, FEWEST_TILES)
 
     def groups(self, num_requests: int, max_query_len: int) -> int:
         """Programs of a request that is not shared out."""
         return int(triton.cdiv(self.spec.latent.num_heads, self._heads(num_requests, max_query_len)))
 
-    def most_parts(self, metadata: AttentionMetadata) -> int:
+    def most_parts(self, batch: Batch) -> int:
         """Parts in which a request is left, where they are not joined, at most; 1: it is not shared out."""
-        requests = len(metadata.seq_lens)
-        programs = requests * self.groups(requests, metadata.max_query_len)
-        return count_parts(programs, metadata.max_seq_len, metadata.seq_lens.device, fill_once=True)
+        requests = len(batch.seq_lens)
+        programs = requests * self.groups(requests, batch.max_query_len)
+        return count_parts(programs, batch.max_seq_len, batch.seq_lens.device, fill_once=True)
 
     def _heads(self, num_requests: int, max_query_len: int) -> int:
         fitting = next((heads for most, heads in _HEADS if num_requests <= most), _MOST_HEADS)
@@ -407,7 +408,7 @@ class LatentDecode:
         self,
         q: torch.Tensor,
         cache: LatentCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         out: torch.Tensor | None,
         splits: Splits,
         least: int,
@@ -418,8 +419,8 @@ class LatentDecode:
         Requests of up to ``beyond`` tiles are left alone.
         """
         assert out is not None or splits.count > 1
-        shape, num_requests = self.spec.latent, metadata.seq_lens.shape[0]
-        queries = triton.next_power_of_2(metadata.max_query_len)
+        shape, num_requests = self.spec.latent, batch.seq_lens.shape[0]
+        queries = triton.next_power_of_2(batch.max_query_len)
         heads = self._heads(num_requests, queries)
         tile_rows = max(16, triton.next_power_of_2(queries * heads))
         latent_decode_hopper[num_requests, self.groups(num_requests, queries), splits.count](
@@ -429,16 +430,16 @@ class LatentDecode:
             splits.parts,
             splits.sums,
             splits.arrivals,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.page_table,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.page_table,
             q.shape[0],
             beyond,
             self.spec.scale,
             *q.stride()[:2],
             *cache.rows.stride()[:2],
             *(out.stride()[:2] if out is not None else (0, 0)),
-            metadata.page_table.stride(0),
+            batch.page_table.stride(0),
             PAGE=cache.page_size,
             H=shape.num_heads,
             HEADS=heads,

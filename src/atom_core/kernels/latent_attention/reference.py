@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from atom_core.batch import Batch
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import as_bytes
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
-from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
+from atom_core.types import GraphSupport
 
 
 class ReferenceLatentAttention:
@@ -18,14 +20,14 @@ class ReferenceLatentAttention:
         self.spec = spec
         self.room = spec.latent.num_heads
 
-    def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+    def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
-        starts = metadata.query_start_loc.tolist()
-        for request, length in enumerate(metadata.seq_lens.tolist()):
+        starts = batch.query_start_loc.tolist()
+        for request, length in enumerate(batch.seq_lens.tolist()):
             begin, end = starts[request], starts[request + 1]
             if end <= begin:
                 continue
-            rows = cached_rows(cache, metadata.page_table[request], length)
+            rows = cached_rows(cache, batch.page_table[request], length)
             scores = torch.einsum("qhd,kd->hqk", q[begin:end].float(), rows) * self.spec.scale
             weights = scores.masked_fill(unseen(end - begin, length, q.device), float("-inf")).softmax(-1)
             summed = torch.einsum("hqk,kl->qhl", weights, rows[:, : self.spec.latent.rank])

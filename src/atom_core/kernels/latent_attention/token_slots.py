@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.metadata import AttentionMetadata
+from atom_core.batch import Batch
 
 #: Keys that a program looks up, and lengths that it adds up at a time.
 _KEYS, _LENGTHS = 1024, 1024
@@ -76,16 +76,16 @@ def _token_slots(
     tl.store(slots + begin + key, page * PAGE + key % PAGE, mask=known)
 
 
-def token_slots(metadata: AttentionMetadata, queries_each: int, num_pages: int, page_size: int) -> TokenSlots:
+def token_slots(batch: Batch, queries_each: int, num_pages: int, page_size: int) -> TokenSlots:
     """The slots of a batch's keys.
 
     Args:
-        metadata: the batch; its table is wide enough for the longest request that may come.
+        batch: the batch; its table is wide enough for the longest request that may come.
         queries_each: tokens of each request. There are ``R * queries_each`` rows of queries, padded ones among them.
         num_pages: of the cache.
         page_size: tokens a page.
     """
-    lengths, table = metadata.seq_lens, metadata.page_table
+    lengths, table = batch.seq_lens, batch.page_table
     requests, most = lengths.shape[0], table.shape[1] * page_size
     assert lengths.dtype == table.dtype == torch.int32
     assert lengths.stride(0) == table.stride(1) == 1

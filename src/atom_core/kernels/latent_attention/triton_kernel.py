@@ -14,12 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.batch import Batch
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import SplitBuffers
 from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joined, place_of
 from atom_core.kernels.latent_attention.hopper import LatentDecode
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
-from atom_core.metadata import AttentionMetadata, GraphSupport, LatentCacheView
+from atom_core.types import GraphSupport
 
 #: Batches differ in these: one kernel must do for all.
 _VARYING = ["num_requests", "num_tokens"]
@@ -202,21 +204,21 @@ class TritonLatentAttention:
         keys = max(16, keys // (2 if shape.dtype == torch.float32 else 1))  # tl.dot wants at least 16
         return (keys, 8, 2) if self.nvidia else (keys, 4, 1)
 
-    def __call__(self, q: torch.Tensor, cache: LatentCacheView, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+    def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
         shape = self.spec.latent
         assert q.stride(-1) == cache.rows.stride(-1) == out.stride(-1) == 1
-        if self.decode is not None and self.decode.takes(cache, metadata):
-            self.decode(q, cache, metadata, out)
+        if self.decode is not None and self.decode.takes(cache, batch):
+            self.decode(q, cache, batch, out)
             return
-        num_tokens, num_requests = q.shape[0], metadata.seq_lens.shape[0]
-        few_queries = metadata.max_query_len * self.heads <= self.decode_rows
+        num_tokens, num_requests = q.shape[0], batch.seq_lens.shape[0]
+        few_queries = batch.max_query_len * self.heads <= self.decode_rows
         block_m = self.decode_rows if few_queries else max(self.decode_rows, self.most_rows)
         block_q = max(1, block_m // self.heads)
         blocks, groups = num_tokens // block_q + num_requests, triton.cdiv(shape.num_heads, self.heads)
         row_count = num_tokens * shape.num_heads
         keys, warps, stages = self._tile(block_m)
-        splits = self.split_buffers.share(blocks * groups, metadata.max_seq_len, row_count, shape.rank, q.device)
+        splits = self.split_buffers.share(blocks * groups, batch.max_seq_len, row_count, shape.rank, q.device)
         _latent_attention[blocks, groups, splits.count](
             q,
             cache.rows,
@@ -224,9 +226,9 @@ class TritonLatentAttention:
             splits.parts,
             splits.sums,
             splits.arrivals,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.page_table,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.page_table,
             num_requests,
             num_tokens,
             self.spec.scale,
@@ -234,7 +236,7 @@ class TritonLatentAttention:
             *q.stride()[:2],
             *cache.rows.stride()[:2],
             *out.stride()[:2],
-            metadata.page_table.stride(0),
+            batch.page_table.stride(0),
             PAGE=cache.page_size,
             H=shape.num_heads,
             HEADS=self.heads,

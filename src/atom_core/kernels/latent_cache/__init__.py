@@ -18,11 +18,11 @@ from typing import Protocol
 
 import torch
 
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import why_unreadable
 from atom_core.kernels.latent_cache.reference import latent_cache
 from atom_core.kernels.select import Implementation, Op, Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
-from atom_core.metadata import LatentCacheView
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import as_bytes, quantize
-from atom_core.metadata import LatentCacheView
 
 if TYPE_CHECKING:
     from atom_core.kernels.latent_cache import LatentSpec, LatentWeights

@@ -17,6 +17,8 @@ from typing import Protocol
 
 import torch
 
+from atom_core.batch import Batch
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.cache_dtypes import why_unreadable
 from atom_core.kernels.latent_attention import LatentAttentionSpec, triton_supports
@@ -24,7 +26,6 @@ from atom_core.kernels.latent_prefill.plan import PrefillPlan
 from atom_core.kernels.latent_prefill.reference import ReferenceLatentPrefill
 from atom_core.kernels.select import Implementation, Op, Target
 from atom_core.kernels.triton_support import overlaps
-from atom_core.metadata import AttentionMetadata, LatentCacheView
 
 
 class LatentPrefillKernel(Protocol):
@@ -38,7 +39,7 @@ class LatentPrefillKernel(Protocol):
         q: torch.Tensor,
         expand: torch.Tensor,
         cache: LatentCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         plan: PrefillPlan,
         out: torch.Tensor,
     ) -> None: ...

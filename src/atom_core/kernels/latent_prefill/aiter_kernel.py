@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from atom_core.batch import Batch
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.aiter_library import aiter_function, require
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.latent_prefill.plan import PrefillPlan, gathered
 from atom_core.kernels.latent_prefill.ranges import RangesCall, calls_of
 from atom_core.kernels.opaque import opaque
-from atom_core.metadata import AttentionMetadata, LatentCacheView
 
 
 class AiterLatentPrefill:
@@ -30,7 +31,7 @@ class AiterLatentPrefill:
         q: torch.Tensor,
         expand: torch.Tensor,
         cache: LatentCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         plan: PrefillPlan,
         out: torch.Tensor,
     ) -> None:
@@ -38,7 +39,7 @@ class AiterLatentPrefill:
         shape = self.spec.latent
         sums = _Sums(out)
         for chunk in plan.chunks:
-            rows = gathered(chunk, cache, metadata, q.dtype)
+            rows = gathered(chunk, cache, batch, q.dtype)
             expanded = F.linear(rows[:, : shape.rank], expand.flatten(0, 1))
             expanded = torch.unflatten(expanded, -1, (shape.num_heads, -1))
             turned = rows[:, None, shape.rank :].expand(-1, shape.num_heads, -1)

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from atom_core.batch import Batch, HostLengths, Pages
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import as_bytes
 from atom_core.kernels.latent_cache import LatentSpec
-from atom_core.metadata import AttentionMetadata, HostLengths, LatentCacheView
 
 #: Of expanded keys and values at a time, at least as many as :data:`FEWEST_KEYS` take.
 BUFFER_BYTES = 256 * 2**20
@@ -54,7 +55,7 @@ class Chunk:
     positions: torch.Tensor
     """int64 ``[keys]``: and where in it."""
     num_queries: int
-    kept: dict[str, Any] = field(default_factory=dict)
+    scratch: dict[str, Any] = field(default_factory=dict)
     """What kernels work out once a step."""
     _found: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -72,7 +73,7 @@ class Run:
 
     begin: int
     end: int
-    metadata: AttentionMetadata
+    batch: Batch
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,14 @@ class PrefillPlan:
     absorbed: tuple[Run, ...]
 
 
-def plan_prefill(metadata: AttentionMetadata, spec: LatentSpec) -> PrefillPlan | None:
+def plan_prefill(batch: Batch, spec: LatentSpec) -> PrefillPlan | None:
     """How the step runs; None: no latents are expanded."""
-    host = metadata.host
+    host = batch.host
     if host is None:
         return None
     new = [end - begin for begin, end in zip(host.starts, host.starts[1:], strict=False)]
     chosen = [
-        request >= metadata.num_decode_requests and expanding_is_cheaper(count, length, spec)
+        request >= batch.num_decode_requests and expanding_is_cheaper(count, length, spec)
         for request, (count, length) in enumerate(zip(new, host.lengths, strict=True))
     ]
     expanded = tuple(request for request, is_chosen in enumerate(chosen) if is_chosen)
@@ -104,14 +105,14 @@ def plan_prefill(metadata: AttentionMetadata, spec: LatentSpec) -> PrefillPlan |
     return PrefillPlan(
         host=host,
         expanded=expanded,
-        chunks=tuple(_on_device(pieces, host, new, metadata.page_table.device) for pieces in chunks),
-        absorbed=tuple(_run(metadata, host, run) for run in others if any(new[request] for request in run)),
+        chunks=tuple(_on_device(pieces, host, new, batch.page_table.device) for pieces in chunks),
+        absorbed=tuple(_run(batch, host, run) for run in others if any(new[request] for request in run)),
     )
 
 
-def gathered(chunk: Chunk, cache: LatentCacheView, metadata: AttentionMetadata, dtype: torch.dtype) -> torch.Tensor:
+def gathered(chunk: Chunk, cache: LatentCacheView, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
     """The chunk's rows ``[keys, L + R]``, scaled."""
-    pages, offsets = chunk.places(metadata.page_table, cache.page_size)
+    pages, offsets = chunk.places(batch.page_table, cache.page_size)
     rows = as_bytes(cache.rows)[pages, offsets].view(cache.rows.dtype).to(dtype)
     return rows if cache.scale == 1.0 else rows * cache.scale
 
@@ -171,20 +172,22 @@ def _copied(numbers: Sequence[object], dtype: torch.dtype, device: torch.device)
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
-def _run(metadata: AttentionMetadata, host: HostLengths, requests: list[int]) -> Run:
+def _run(batch: Batch, host: HostLengths, requests: list[int]) -> Run:
     first, last = requests[0], requests[-1] + 1
     begin, end = host.starts[first], host.starts[last]
-    decodes = min(max(metadata.num_decode_requests - first, 0), len(requests))
+    decodes = min(max(batch.num_decode_requests - first, 0), len(requests))
     return Run(
         begin,
         end,
         replace(
-            metadata,
-            query_start_loc=metadata.query_start_loc[first : last + 1] - begin,
+            batch,
+            query_start_loc=batch.query_start_loc[first : last + 1] - begin,
             # Copies, as kernels are compiled anew for pointers that are aligned otherwise.
-            seq_lens=metadata.seq_lens[first:last].clone() if first else metadata.seq_lens[:last],
-            page_table=metadata.page_table[first:last].clone() if first else metadata.page_table[:last],
-            slot_mapping=metadata.slot_mapping[begin:end],
+            seq_lens=batch.seq_lens[first:last].clone() if first else batch.seq_lens[:last],
+            pages=Pages(
+                batch.page_table[first:last].clone() if first else batch.page_table[:last],
+                batch.slot_mapping[begin:end],
+            ),
             num_requests=len(requests),
             num_tokens=end - begin,
             max_query_len=max(host.starts[it + 1] - host.starts[it] for it in requests),

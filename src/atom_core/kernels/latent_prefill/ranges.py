@@ -37,9 +37,9 @@ class RangesCall:
 def calls_of(chunk: Chunk, plan: PrefillPlan, device: torch.device) -> tuple[RangesCall, ...]:
     """The calls of a chunk, worked out once a step for all layers."""
     key = "ranges"
-    if key not in chunk.kept:
-        chunk.kept[key] = tuple(_calls(chunk.pieces, plan, device))
-    found: tuple[RangesCall, ...] = chunk.kept[key]
+    if key not in chunk.scratch:
+        chunk.scratch[key] = tuple(_calls(chunk.pieces, plan, device))
+    found: tuple[RangesCall, ...] = chunk.scratch[key]
     return found
 
 

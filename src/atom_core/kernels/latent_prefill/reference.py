@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from atom_core.batch import Batch
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.latent_attention.reference import cached_rows, unseen
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.latent_prefill.plan import PrefillPlan
-from atom_core.metadata import AttentionMetadata, LatentCacheView
 
 
 class ReferenceLatentPrefill:
@@ -23,7 +24,7 @@ class ReferenceLatentPrefill:
         q: torch.Tensor,
         expand: torch.Tensor,
         cache: LatentCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         plan: PrefillPlan,
         out: torch.Tensor,
     ) -> None:
@@ -31,7 +32,7 @@ class ReferenceLatentPrefill:
         shape = self.spec.latent
         for request in plan.expanded:
             begin, end, length = plan.host.starts[request], plan.host.starts[request + 1], plan.host.lengths[request]
-            rows = cached_rows(cache, metadata.page_table[request], length)
+            rows = cached_rows(cache, batch.page_table[request], length)
             latents, turned = torch.split(rows, [shape.rank, shape.rope_dim], -1)
             expanded = torch.einsum("kl,hdl->khd", latents, expand.float())
             keys, values = torch.split(expanded, [shape.nope_dim, shape.value_dim], -1)

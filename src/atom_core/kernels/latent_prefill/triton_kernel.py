@@ -15,11 +15,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from atom_core.batch import Batch
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.triton_kernel import LOG2_E, place_of
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.latent_prefill.plan import PrefillPlan, gathered
 from atom_core.kernels.triton_support import launch_options
-from atom_core.metadata import AttentionMetadata, LatentCacheView
 
 
 @triton.jit
@@ -208,7 +209,7 @@ class TritonLatentPrefill:
         q: torch.Tensor,
         expand: torch.Tensor,
         cache: LatentCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         plan: PrefillPlan,
         out: torch.Tensor,
     ) -> None:
@@ -220,7 +221,7 @@ class TritonLatentPrefill:
         sums = torch.empty(*kept, shape.value_dim, dtype=torch.float32, device=q.device)
         logarithms = torch.empty(kept, dtype=torch.float32, device=q.device)
         for chunk in plan.chunks:
-            rows = gathered(chunk, cache, metadata, q.dtype)
+            rows = gathered(chunk, cache, batch, q.dtype)
             expanded = F.linear(rows[:, : shape.rank], expand.flatten(0, 1))
             num_pieces = len(chunk.pieces)
             _latent_prefill[chunk.num_queries // self.block_q + num_pieces, shape.num_heads](

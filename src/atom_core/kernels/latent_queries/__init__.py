@@ -16,10 +16,10 @@ from typing import Protocol
 
 import torch
 
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.latent_cache import LatentSpec, LatentWeights
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_not_fused
-from atom_core.metadata import LatentCacheView
 
 
 @dataclass(frozen=True)

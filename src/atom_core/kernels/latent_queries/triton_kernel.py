@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.kept import kept_of
 from atom_core.kernels.latent_cache.triton_kernel import angles_of, turn, write_rows
 from atom_core.kernels.triton_support import launch_options
-from atom_core.metadata import LatentCacheView
 
 if TYPE_CHECKING:
     from atom_core.kernels.latent_cache import LatentSpec, LatentWeights

@@ -15,11 +15,12 @@ from typing import Protocol
 
 import torch
 
+from atom_core.batch import Batch
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.latent_cache import LatentWeights
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_not_fused
-from atom_core.metadata import AttentionMetadata, LatentCacheView
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class LatentTokenSpec:
 
 
 class LatentTokenKernel(Protocol):
-    """The call: ``(q, latent, positions [1], weights, cache, slots [1], metadata, out)``."""
+    """The call: ``(q, latent, positions [1], weights, cache, slots [1], batch, out)``."""
 
-    def takes(self, num_tokens: int, cache: LatentCacheView, metadata: AttentionMetadata) -> bool:
+    def takes(self, num_tokens: int, cache: LatentCacheView, batch: Batch) -> bool:
         """Whether it is to be called for this batch, and in a captured graph for every batch that it may replay."""
 
     def __call__(
@@ -47,7 +48,7 @@ class LatentTokenKernel(Protocol):
         weights: LatentWeights,
         cache: LatentCacheView,
         slots: torch.Tensor,
-        metadata: AttentionMetadata,
+        batch: Batch,
         out: torch.Tensor,
     ) -> None: ...
 

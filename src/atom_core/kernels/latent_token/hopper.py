@@ -18,6 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from atom_core.batch import Batch
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import Splits, empty_parts
 from atom_core.kernels.attention.triton_kernel import LOG2_E
 from atom_core.kernels.kept import KEPT
@@ -27,7 +29,6 @@ from atom_core.kernels.latent_cache import LatentWeights
 from atom_core.kernels.latent_values.triton_kernel import join_parts
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready
 from atom_core.kernels.triton_support import launch_options
-from atom_core.metadata import AttentionMetadata, LatentCacheView
 
 #: Programs that run at once, one on a multiprocessor. Each reads a head's weight, so that of more than so many tiles a
 #: program a head folds the query for all, and so it does where heads leave room for fewer than so many.
@@ -236,10 +237,10 @@ class LatentToken:
         """Whether there is such a kernel for a layer, on Hopper."""
         return LatentDecode.fits(spec) and spec.latent.nope_dim <= _WEIGHT_TILES * KEYS
 
-    def takes(self, num_tokens: int, cache: LatentCacheView, metadata: AttentionMetadata) -> bool:
+    def takes(self, num_tokens: int, cache: LatentCacheView, batch: Batch) -> bool:
         """See :class:`atom_core.kernels.latent_token.LatentTokenKernel`."""
-        alone = num_tokens == len(metadata.seq_lens) == 1
-        return alone and self.decode.takes(cache, metadata) and self.decode.most_parts(metadata) > 1
+        alone = num_tokens == len(batch.seq_lens) == 1
+        return alone and self.decode.takes(cache, batch) and self.decode.most_parts(batch) > 1
 
     def __call__(
         self,
@@ -249,11 +250,11 @@ class LatentToken:
         weights: LatentWeights,
         cache: LatentCacheView,
         slots: torch.Tensor,
-        metadata: AttentionMetadata,
+        batch: Batch,
         out: torch.Tensor,
     ) -> None:
         """Launch them."""
-        shape, count = self.spec.latent, self.decode.most_parts(metadata)
+        shape, count = self.spec.latent, self.decode.most_parts(batch)
         assert q.stride(-1) == latent.stride(-1) == cache.rows.stride(-1) == weights.expand.stride(-1) == 1
         parts, sums = empty_parts(count, shape.num_heads, shape.rank, q.device)
         folded = q.new_empty(1, shape.num_heads, shape.row)
@@ -270,8 +271,8 @@ class LatentToken:
             folded,
             parts,
             sums,
-            metadata.seq_lens,
-            metadata.page_table,
+            batch.seq_lens,
+            batch.page_table,
             most,
             weights.eps,
             self.spec.scale,
@@ -292,6 +293,6 @@ class LatentToken:
             num_warps=4,
             **launch_options(self.overlap),
         )
-        self.decode.launch(folded, cache, metadata, None, Splits(count, parts, sums), 1, beyond=most)
+        self.decode.launch(folded, cache, batch, None, Splits(count, parts, sums), 1, beyond=most)
         into = weights.expand[:, shape.nope_dim :].transpose(1, 2)
-        join_parts(parts, sums, metadata, into, out, overlap=self.overlap)
+        join_parts(parts, sums, batch, into, out, overlap=self.overlap)

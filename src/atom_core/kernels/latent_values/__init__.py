@@ -16,12 +16,13 @@ from typing import Protocol
 
 import torch
 
+from atom_core.batch import Batch
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention import TRITON_AND_FLASH_ATTENTION_3
 from atom_core.kernels.latent_attention import LATENT_ATTENTION
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_not_fused
-from atom_core.metadata import AttentionMetadata, LatentCacheView
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,16 @@ class LatentValuesSpec:
 
 
 class LatentValuesKernel(Protocol):
-    """The call: ``(q, cache, metadata, expand, out)``."""
+    """The call: ``(q, cache, batch, expand, out)``."""
 
-    def takes(self, num_tokens: int, cache: LatentCacheView, metadata: AttentionMetadata) -> bool:
+    def takes(self, num_tokens: int, cache: LatentCacheView, batch: Batch) -> bool:
         """Whether it is to be called for this batch, and in a captured graph for every batch that it may replay."""
 
     def __call__(
         self,
         q: torch.Tensor,
         cache: LatentCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         expand: torch.Tensor,
         out: torch.Tensor,
     ) -> None: ...

@@ -11,12 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.batch import Batch
+from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import MAX_SPLITS, Splits, empty_parts
 from atom_core.kernels.kept import KEPT
 from atom_core.kernels.latent_attention.hopper import KEYS, LatentDecode
 from atom_core.kernels.latent_attention.spec import LatentAttentionSpec
 from atom_core.kernels.triton_support import launch_options
-from atom_core.metadata import AttentionMetadata, LatentCacheView
 
 #: Tokens, and heads of them all, up to which parts are left for the product, and of how many heads of one token alone:
 #: with 128 that token gains, and 8 lose.
@@ -124,33 +125,33 @@ class TritonLatentValues:
     def __init__(self, spec: LatentAttentionSpec, overlap: bool) -> None:
         self.decode = LatentDecode(spec, overlap)
 
-    def takes(self, num_tokens: int, cache: LatentCacheView, metadata: AttentionMetadata) -> bool:
+    def takes(self, num_tokens: int, cache: LatentCacheView, batch: Batch) -> bool:
         """See :class:`atom_core.kernels.latent_values.LatentValuesKernel`."""
         heads = self.decode.spec.latent.num_heads
         most = 1 if heads >= _MANY_HEADS else min(_MAX_TOKENS, _MAX_ROWS // heads)
-        few = 0 < num_tokens <= most and len(metadata.seq_lens) <= _MAX_TOKENS
-        return few and self.decode.takes(cache, metadata) and self.decode.most_parts(metadata) > 1
+        few = 0 < num_tokens <= most and len(batch.seq_lens) <= _MAX_TOKENS
+        return few and self.decode.takes(cache, batch) and self.decode.most_parts(batch) > 1
 
     def __call__(
         self,
         q: torch.Tensor,
         cache: LatentCacheView,
-        metadata: AttentionMetadata,
+        batch: Batch,
         expand: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
         """Launch them."""
         shape, num_tokens = self.decode.spec.latent, q.shape[0]
-        count = self.decode.most_parts(metadata)
+        count = self.decode.most_parts(batch)
         parts, sums = empty_parts(count, num_tokens * shape.num_heads, shape.rank, q.device)
-        self.decode.launch(q, cache, metadata, None, Splits(count, parts, sums), _FEWEST_TILES)
-        join_parts(parts, sums, metadata, expand, out, overlap=self.decode.overlap)
+        self.decode.launch(q, cache, batch, None, Splits(count, parts, sums), _FEWEST_TILES)
+        join_parts(parts, sums, batch, expand, out, overlap=self.decode.overlap)
 
 
 def join_parts(
     parts: torch.Tensor,
     sums: torch.Tensor,
-    metadata: AttentionMetadata,
+    batch: Batch,
     expand: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -161,13 +162,13 @@ def join_parts(
     Args:
         parts: float32 ``[parts, T * H, L]``, sums that are not divided by.
         sums: float32 ``[parts, T * H, 2]``: the highest score, in powers of two, and what to divide by.
-        metadata: the batch.
+        batch: the batch.
         expand: ``[H, L, V]``.
         out: ``[T, H, V]``, written where there is a request's token.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
     heads, rank, values = expand.shape
-    num_tokens, num_requests = out.shape[0], metadata.seq_lens.shape[0]
+    num_tokens, num_requests = out.shape[0], batch.seq_lens.shape[0]
     assert out.stride(-1) == 1
     assert 1 in expand.stride()[1:]
     assert rank == triton.next_power_of_2(rank)
@@ -178,8 +179,8 @@ def join_parts(
         sums,
         expand,
         out,
-        metadata.query_start_loc,
-        metadata.seq_lens,
+        batch.query_start_loc,
+        batch.seq_lens,
         num_tokens,
         num_requests,
         len(parts),

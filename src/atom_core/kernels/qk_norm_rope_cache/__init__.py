@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from atom_core.cache import SHUFFLED, CacheOrder, KVCacheView
 from atom_core.kernels.aiter_library import FP8, why_no_aiter
 from atom_core.kernels.cache_dtypes import why_unreadable
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
@@ -20,7 +21,6 @@ from atom_core.kernels.qk_norm_rope_cache.cpu import qk_norm_rope_cache as qk_no
 from atom_core.kernels.qk_norm_rope_cache.reference import qk_norm_rope_cache
 from atom_core.kernels.select import Implementation, Op, Target, only_on_cpu
 from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
-from atom_core.metadata import SHUFFLED, CacheOrder, KVCacheView
 
 
 @dataclass(frozen=True)

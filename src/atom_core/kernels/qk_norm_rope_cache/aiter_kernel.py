@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from atom_core.batch import capturing
+from atom_core.cache import SHUFFLED, KVCacheView
 from atom_core.kernels.aiter_library import aiter_function, require
 from atom_core.kernels.opaque import opaque
-from atom_core.metadata import SHUFFLED, KVCacheView, capturing
 
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvWeights

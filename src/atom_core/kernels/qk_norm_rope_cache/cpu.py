@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atom_core.cache import KVCacheView
 from atom_core.kernels.cache_dtypes import FP8_DTYPES, as_bytes, quantize
 from atom_core.kernels.qk_norm_rope_cache.reference import write_cache
 from atom_core.kernels.rms_norm.cpu import inverse_rms
-from atom_core.metadata import KVCacheView
 
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atom_core.cache import SHUFFLED, KVCacheView
 from atom_core.kernels.cache_dtypes import as_bytes, quantize
 from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
-from atom_core.metadata import SHUFFLED, KVCacheView
 
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights

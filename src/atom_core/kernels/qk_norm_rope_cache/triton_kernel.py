@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.cache import SHUFFLED, KVCacheView
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.kept import KEPT
 from atom_core.kernels.triton_support import launch_options
-from atom_core.metadata import SHUFFLED, KVCacheView
 
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights

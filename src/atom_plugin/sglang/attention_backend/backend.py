@@ -14,9 +14,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from atom_core.batch import Batch
+from atom_core.cache import KVCacheView, LatentCacheView
 from atom_core.kernels.attention import ATTENTION, PagedAttentionKernel, PagedAttentionSpec
 from atom_core.kernels.select import Target
-from atom_core.metadata import AttentionMetadata, KVCacheView, LatentCacheView
 from atom_core.updates import ModelWeights
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
@@ -57,8 +58,8 @@ class AtomAttentionBackend(AttentionBackend):
         self.kernels = chosen_kernels(target, settings, excluded=unfit_pages(self.pools.page_size))
         self.step = step
         self.graphs: GraphState | None = None
-        self.forward_metadata: AttentionMetadata | None = None
-        self.windowed_metadata: AttentionMetadata | None = None
+        self.forward_metadata: Batch | None = None
+        self.windowed_metadata: Batch | None = None
         self._kernels_by_layer: dict[int, PagedAttentionKernel] = {}
         self._plans: dict[Hashable, object] = {}
         if self.pools.latent:
@@ -72,9 +73,9 @@ class AtomAttentionBackend(AttentionBackend):
             self.forward_metadata = self.windowed_metadata = None
             return
         self._plans = {}
-        metadata = eager_metadata(forward_batch, self.pools, self.max_context_len, self.step)
-        self.forward_metadata = metadata
-        self.windowed_metadata = windowed(metadata, self.pools) if self.pools.hybrid else metadata
+        batch = eager_metadata(forward_batch, self.pools, self.max_context_len, self.step)
+        self.forward_metadata = batch
+        self.windowed_metadata = windowed(batch, self.pools) if self.pools.hybrid else batch
 
     def _check_weights(self) -> None:
         """A graph that is replayed asks no model of ours whether its weights are complete."""
@@ -103,19 +104,19 @@ class AtomAttentionBackend(AttentionBackend):
         """The length of a padded request."""
         return PADDED_LENGTH
 
-    def attention(self, layer_index: int) -> tuple[AttentionMetadata, KVCacheView]:
+    def attention(self, layer_index: int) -> tuple[Batch, KVCacheView]:
         """See :class:`atom_core.attention.base.CachedStep`."""
-        metadata = self.windowed_metadata if self.pools.is_windowed(layer_index) else self.forward_metadata
-        assert metadata is not None, "SGLang plans a batch before it runs it"
-        return metadata, self.pools.view(layer_index)
+        batch = self.windowed_metadata if self.pools.is_windowed(layer_index) else self.forward_metadata
+        assert batch is not None, "SGLang plans a batch before it runs it"
+        return batch, self.pools.view(layer_index)
 
-    def latents(self, layer: CachedLatentAttention) -> tuple[AttentionMetadata, LatentCacheView]:
+    def latents(self, layer: CachedLatentAttention) -> tuple[Batch, LatentCacheView]:
         """See :class:`atom_core.attention.mla.LatentStep`; the first layer of a step plans it."""
-        metadata = self.forward_metadata
-        assert metadata is not None, "SGLang plans a batch before it runs it"
+        batch = self.forward_metadata
+        assert batch is not None, "SGLang plans a batch before it runs it"
         if (key := layer.plan_key()) not in self._plans:
-            self._plans[key] = layer.plan(metadata)
-        return metadata.with_plans(self._plans), self.pools.latents(layer.layer_index)
+            self._plans[key] = layer.plan(batch)
+        return batch.with_plans(self._plans), self.pools.latents(layer.layer_index)
 
     def forward_extend(
         self,
@@ -153,18 +154,18 @@ class AtomAttentionBackend(AttentionBackend):
         """A layer of SGLang's own."""
         sinks = others.pop("sinks", None)
         self._refuse(layer, others)
-        metadata, _ = self.attention(layer.layer_id)
+        batch, _ = self.attention(layer.layer_id)
         if save_kv_cache and k is not None:
             slots = self.windowed_metadata.slot_mapping if self.pools.hybrid and self.windowed_metadata else None
             target = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=slots)
             self.token_to_kv_pool.set_kv_buffer(layer, target, k, v, layer.k_scale, layer.v_scale)
         k_scale, v_scale = _scale(layer.k_scale, layer.k_scale_float), _scale(layer.v_scale, layer.v_scale_float)
         view = self.pools.view(layer.layer_id, k_scale, v_scale)
-        heads, dim, rows = layer.tp_q_head_num, layer.head_dim, metadata.num_tokens
+        heads, dim, rows = layer.tp_q_head_num, layer.head_dim, batch.num_tokens
         wanted = _wanted(forward_batch)
         out = q.new_empty(q.shape[0], heads * dim) if wanted is None else wanted
         queries, answers = q.view(-1, heads, dim), out.view(-1, heads, dim)
-        self._kernel(layer, sinks is not None)(queries[:rows], view, metadata, sinks, answers[:rows])
+        self._kernel(layer, sinks is not None)(queries[:rows], view, batch, sinks, answers[:rows])
         return out
 
     def _refuse(self, layer: HostAttention, others: dict[str, Any]) -> None:

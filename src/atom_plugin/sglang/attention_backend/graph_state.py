@@ -1,4 +1,4 @@
-"""The metadata of steps inside captured graphs: the same tensors for every replay, which each graph begins by filling.
+"""The batch of steps inside captured graphs: the same tensors for every replay, which each graph begins by filling.
 
 So nothing is left for the host to do before a replay, and it need not know how long requests are. What a graph reads
 are SGLang's own static tensors and its table of slots.
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atom_core.batch import Batch, Pages
 from atom_core.kernels.request_pages import REQUEST_PAGES, RequestPagesSpec
 from atom_core.kernels.select import KernelSet
-from atom_core.metadata import AttentionMetadata
 from atom_plugin.sglang.attention_backend.metadata import Shape
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PADDED_LENGTH = 1
 
 #: Metadata for full and for windowed layers.
-Plan = tuple[AttentionMetadata, AttentionMetadata]
+Plan = tuple[Batch, Batch]
 
 
 class GraphState:
@@ -59,20 +59,20 @@ class GraphState:
             self.windowed_table = torch.zeros_like(self.page_table)
         self._plans: dict[Shape, Plan] = {}
 
-    def plan(self, batch: ForwardBatch, in_capture: bool) -> Plan:
-        """The metadata of a graph, when it is captured and before each replay."""
-        shape = Shape.of(batch, self.step)
+    def plan(self, forward_batch: ForwardBatch, in_capture: bool) -> Plan:
+        """The batch of a graph, when it is captured and before each replay."""
+        shape = Shape.of(forward_batch, self.step)
         if in_capture:
-            self._plans[shape] = self._plan(shape, batch)
+            self._plans[shape] = self._plan(shape, forward_batch)
         full, windowed = self._plans[shape]
         full = replace(full)  # what kernels keep for a step's other layers is of that step alone
         return full, replace(windowed) if self.pools.hybrid else full
 
-    def fill(self, batch: ForwardBatch) -> None:
+    def fill(self, forward_batch: ForwardBatch) -> None:
         """What the graph of ``batch``, whose tensors are the runner's static ones, begins with."""
-        shape = Shape.of(batch, self.step)
+        shape = Shape.of(forward_batch, self.step)
         count, num_tokens = shape.num_requests, shape.num_tokens
-        slots = batch.out_cache_loc[:num_tokens]
+        slots = forward_batch.out_cache_loc[:num_tokens]
         if self.slots is not None:
             self.slots[:num_tokens].copy_(slots)
         windowed = None
@@ -81,8 +81,8 @@ class GraphState:
             self.windowed_slots[:num_tokens].copy_(self.pools.windowed_slots(slots))
         self.request_pages(
             self.pools.req_to_token,
-            batch.req_pool_indices[:count],
-            batch.seq_lens[:count],
+            forward_batch.req_pool_indices[:count],
+            forward_batch.seq_lens[:count],
             shape.added_tokens,
             self.seq_lens[:count],
             self.page_table[:count],
@@ -90,15 +90,17 @@ class GraphState:
             windowed,
         )
 
-    def _plan(self, shape: Shape, batch: ForwardBatch) -> Plan:
+    def _plan(self, shape: Shape, forward_batch: ForwardBatch) -> Plan:
         count, num_tokens, queries_each = shape.num_requests, shape.num_tokens, shape.queries_each
         assert queries_each is not None, "only batches of equal requests are captured"
         decodes = count if queries_each == 1 else 0
-        full = AttentionMetadata(
+        full = Batch(
             query_start_loc=self._query_start_loc(queries_each)[: count + 1],
             seq_lens=self.seq_lens[:count],
-            page_table=self.page_table[:count],
-            slot_mapping=(batch.out_cache_loc if self.slots is None else self.slots)[:num_tokens],
+            pages=Pages(
+                self.page_table[:count],
+                (forward_batch.out_cache_loc if self.slots is None else self.slots)[:num_tokens],
+            ),
             num_requests=count,
             num_tokens=num_tokens,
             max_query_len=queries_each,
@@ -109,7 +111,7 @@ class GraphState:
         if self.windowed_table is None or self.windowed_slots is None:
             return full, full
         table, slots = self.windowed_table[:count], self.windowed_slots[:num_tokens]
-        return full, replace(full, page_table=table, slot_mapping=slots)
+        return full, replace(full, pages=Pages(table, slots))
 
     def _query_start_loc(self, queries_each: int) -> torch.Tensor:
         if queries_each not in self._starts:

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from atom_core.metadata import KVCacheView, LatentCacheView
+from atom_core.cache import KVCacheView, LatentCacheView
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

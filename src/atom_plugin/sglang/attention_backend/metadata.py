@@ -1,4 +1,4 @@
-"""SGLang's ForwardBatch as the core's AttentionMetadata.
+"""SGLang's ForwardBatch as the core's Batch.
 
 What ``seq_lens`` counts, and how many query tokens a request has, depends on the mode:
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from atom_core.metadata import AttentionMetadata, HostLengths
+from atom_core.batch import Batch, HostLengths, Pages
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -41,30 +41,30 @@ class Shape:
         return self.num_requests * self.queries_each
 
     @classmethod
-    def of(cls, batch: ForwardBatch, step: int = 0) -> Shape:
+    def of(cls, forward_batch: ForwardBatch, step: int = 0) -> Shape:
         """The shape of ``batch``; ``step`` counts the tokens that a draft has decoded since its lengths were taken."""
-        mode = batch.forward_mode
+        mode = forward_batch.forward_mode
         if mode.is_target_verify():
-            draft_tokens = int(batch.spec_info.draft_token_num)
-            return cls(batch.batch_size, draft_tokens, draft_tokens)
+            draft_tokens = int(forward_batch.spec_info.draft_token_num)
+            return cls(forward_batch.batch_size, draft_tokens, draft_tokens)
         if mode.is_decode_or_idle():  # a rank without requests replays the others' graph, all of its own padded
-            return cls(batch.batch_size, 1, step)
-        return cls(batch.batch_size, None, 0)
+            return cls(forward_batch.batch_size, 1, step)
+        return cls(forward_batch.batch_size, None, 0)
 
 
-def longest(batch: ForwardBatch, shape: Shape, fallback: int) -> int:
+def longest(forward_batch: ForwardBatch, shape: Shape, fallback: int) -> int:
     """An upper bound of the requests' lengths after this step, from the host's copy where there is one.
 
     Behind drafts there is none: SGLang would have to wait for the GPU to count those that were right.
     """
-    lengths = batch.seq_lens_cpu
+    lengths = forward_batch.seq_lens_cpu
     if lengths is None or lengths.numel() == 0:
         return fallback
     return min(int(lengths.max()) + shape.added_tokens, fallback)
 
 
-def eager_metadata(batch: ForwardBatch, pools: Pools, max_context: int, step: int = 0) -> AttentionMetadata:
-    """The metadata of a step that runs outside captured graphs, in tensors of its own.
+def eager_metadata(forward_batch: ForwardBatch, pools: Pools, max_context: int, step: int = 0) -> Batch:
+    """The batch of a step that runs outside captured graphs, in tensors of its own.
 
     Args:
         batch: any mode but idle.
@@ -72,27 +72,26 @@ def eager_metadata(batch: ForwardBatch, pools: Pools, max_context: int, step: in
         max_context: the longest sequence that is served.
         step: see :meth:`Shape.of`.
     """
-    shape = Shape.of(batch, step)
-    device, host = batch.seq_lens.device, None
+    shape = Shape.of(forward_batch, step)
+    device, host = forward_batch.seq_lens.device, None
     if shape.queries_each is not None:
         starts = torch.arange(shape.num_requests + 1, dtype=torch.int32, device=device) * shape.queries_each
         num_tokens, max_query_len = shape.num_tokens, shape.queries_each
     else:
         starts = torch.zeros(shape.num_requests + 1, dtype=torch.int32, device=device)
-        starts[1:] = batch.extend_seq_lens.cumsum(0)
-        on_host = batch.extend_seq_lens_cpu
-        new = list(on_host) if on_host is not None else batch.extend_seq_lens.tolist()
+        starts[1:] = forward_batch.extend_seq_lens.cumsum(0)
+        on_host = forward_batch.extend_seq_lens_cpu
+        new = list(on_host) if on_host is not None else forward_batch.extend_seq_lens.tolist()
         num_tokens, max_query_len = sum(map(int, new)), max(map(int, new))
         # Behind drafts the host does not know how many of them were right.
-        if batch.seq_lens_cpu is not None and not batch.forward_mode.is_draft_extend_v2():
-            host = HostLengths([0, *accumulate(map(int, new))], batch.seq_lens_cpu.tolist())
-    max_seq_len = longest(batch, shape, max_context)
-    decodes = shape.num_requests if batch.forward_mode.is_decode() else 0
-    return AttentionMetadata(
+        if forward_batch.seq_lens_cpu is not None and not forward_batch.forward_mode.is_draft_extend_v2():
+            host = HostLengths([0, *accumulate(map(int, new))], forward_batch.seq_lens_cpu.tolist())
+    max_seq_len = longest(forward_batch, shape, max_context)
+    decodes = shape.num_requests if forward_batch.forward_mode.is_decode() else 0
+    return Batch(
         query_start_loc=starts,
-        seq_lens=(batch.seq_lens + shape.added_tokens).to(torch.int32),
-        page_table=pools.page_table(batch.req_pool_indices, max_seq_len),
-        slot_mapping=batch.out_cache_loc,
+        seq_lens=(forward_batch.seq_lens + shape.added_tokens).to(torch.int32),
+        pages=Pages(pools.page_table(forward_batch.req_pool_indices, max_seq_len), forward_batch.out_cache_loc),
         num_requests=shape.num_requests,
         num_tokens=num_tokens,
         max_query_len=max_query_len,
@@ -103,10 +102,9 @@ def eager_metadata(batch: ForwardBatch, pools: Pools, max_context: int, step: in
     )
 
 
-def windowed(metadata: AttentionMetadata, pools: Pools) -> AttentionMetadata:
+def windowed(batch: Batch, pools: Pools) -> Batch:
     """The same step for layers whose tokens are in the windowed pool."""
     return replace(
-        metadata,
-        page_table=pools.windowed_table(metadata.page_table),
-        slot_mapping=pools.windowed_slots(metadata.slot_mapping),
+        batch,
+        pages=Pages(pools.windowed_table(batch.page_table), pools.windowed_slots(batch.slot_mapping)),
     )

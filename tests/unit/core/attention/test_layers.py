@@ -1,4 +1,4 @@
-"""Attention layers: where the cache and the metadata come from, and what becomes of padding."""
+"""Attention layers: where the cache and the batch come from, and what becomes of padding."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from atom_core.attention.base import AttentionSpec, PagedAttention, RadixAttention
+from atom_core.batch import Pages
+from atom_core.cache import KVCacheView
 from atom_core.kernels.qk_norm_rope import QkvWeights
-from atom_core.metadata import KVCacheView
 from atom_core.standalone import Step, build_runtime
 from tests.kernel_cases import NAN, AttentionCase, QkvCase, attention_batch
 
@@ -19,11 +20,11 @@ STILL = QkvWeights(torch.cat((torch.ones(64, 8), torch.zeros(64, 8)), -1))
 
 
 class NamedAttention(PagedAttention):
-    """As an adapter's: metadata and cache are bound to the layer."""
+    """As an adapter's: batch and cache are bound to the layer."""
 
     bound = None
 
-    def metadata(self):
+    def batch(self):
         return self.bound[0]
 
     def cache(self):
@@ -39,12 +40,12 @@ def layer_of(kind, case):
 def prefill():
     """A prompt's qkv, its step over an empty cache, and the answer."""
     case = AttentionCase("", ((0, 11), (0, 3)))
-    batch = attention_batch(case, torch.float32, CPU)
-    keys, values = (_rows(side, batch.metadata.slot_mapping) for side in (batch.cache.key, batch.cache.value))
-    qkv = torch.cat((batch.q.flatten(1), keys, values), -1)
-    for side in (batch.cache.key, batch.cache.value):
+    inputs = attention_batch(case, torch.float32, CPU)
+    keys, values = (_rows(side, inputs.batch.slot_mapping) for side in (inputs.cache.key, inputs.cache.value))
+    qkv = torch.cat((inputs.q.flatten(1), keys, values), -1)
+    for side in (inputs.cache.key, inputs.cache.value):
         side.fill_(NAN)
-    return case, qkv, torch.arange(14), batch
+    return case, qkv, torch.arange(14), inputs
 
 
 def _rows(side, slots):
@@ -52,37 +53,40 @@ def _rows(side, slots):
 
 
 def test_radix_attention_takes_both_from_the_step(prefill):
-    case, qkv, positions, batch = prefill
-    found = layer_of(RadixAttention, case)(qkv, positions, Step(batch.metadata, [batch.cache]))
-    torch.testing.assert_close(found.view(14, 4, 16).double(), batch.expected, rtol=1e-5, atol=1e-6)
+    case, qkv, positions, inputs = prefill
+    found = layer_of(RadixAttention, case)(qkv, positions, Step(inputs.batch, [inputs.cache]))
+    torch.testing.assert_close(found.view(14, 4, 16).double(), inputs.expected, rtol=1e-5, atol=1e-6)
 
 
 def test_paged_attention_takes_both_from_its_adapter_and_looks_at_no_step(prefill):
-    case, qkv, positions, batch = prefill
+    case, qkv, positions, inputs = prefill
     layer = layer_of(NamedAttention, case)
-    layer.bound = batch.metadata, batch.cache
+    layer.bound = inputs.batch, inputs.cache
     found = layer(qkv, positions, step=object())
-    torch.testing.assert_close(found.view(14, 4, 16).double(), batch.expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.view(14, 4, 16).double(), inputs.expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_run_without_a_batch_gives_zeros_and_touches_no_cache(prefill):
-    case, qkv, positions, batch = prefill
+    case, qkv, positions, inputs = prefill
     layer = layer_of(NamedAttention, case)
-    layer.bound = None, batch.cache
+    layer.bound = None, inputs.cache
     assert not layer(qkv, positions).any()
-    assert batch.cache.key.isnan().all()
+    assert inputs.cache.key.isnan().all()
 
 
 def test_rows_past_the_batch_are_padding_that_reaches_no_cache(prefill):
-    case, qkv, positions, batch = prefill
+    case, qkv, positions, inputs = prefill
     layer = layer_of(NamedAttention, case)
-    metadata = replace(batch.metadata, slot_mapping=torch.cat((batch.metadata.slot_mapping, torch.zeros(5).long())))
-    layer.bound = metadata, batch.cache
+    batch = replace(
+        inputs.batch,
+        pages=Pages(inputs.batch.page_table, torch.cat((inputs.batch.slot_mapping, torch.zeros(5).long()))),
+    )
+    layer.bound = batch, inputs.cache
     padded = torch.cat((qkv, torch.full((5, qkv.shape[1]), 7.0)))
     found = layer(padded, torch.cat((positions, torch.zeros(5).long())))
     assert found.shape[0] == 19
-    torch.testing.assert_close(found[:14].view(14, 4, 16).double(), batch.expected, rtol=1e-5, atol=1e-6)
-    assert not (batch.cache.key == 7.0).any()
+    torch.testing.assert_close(found[:14].view(14, 4, 16).double(), inputs.expected, rtol=1e-5, atol=1e-6)
+    assert not (inputs.cache.key == 7.0).any()
 
 
 def test_the_norms_weights_stay_the_models_and_are_no_second_parameters(prefill):

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from atom_core.cache import SHUFFLED, KVCacheView
 from atom_core.kernels import OPS, kernel_set
 from atom_core.kernels.aiter_library import aiter_function, why_no_aiter
 from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
@@ -36,7 +37,6 @@ from atom_core.kernels.qk_norm_rope import QkvSpec
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
 from atom_core.kernels.select import Target
-from atom_core.metadata import SHUFFLED, KVCacheView
 from atom_core.types import RoutingConfig
 from tests.aiter_cases import assert_near, cases_on, mxfp4, random, routed
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter

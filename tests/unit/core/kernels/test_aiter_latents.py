@@ -29,20 +29,20 @@ class Others:
     def __init__(self):
         self.seen = []
 
-    def __call__(self, q, cache, metadata, out):
-        self.seen.append(metadata.num_requests)
+    def __call__(self, q, cache, batch, out):
+        self.seen.append(batch.num_requests)
 
 
-def run(case, arch, layers=1, decodes=0, metadata=None):
+def run(case, arch, layers=1, decodes=0, batch=None):
     """The calls of aiter's functions, by name, and the requests of the batches that were others'."""
-    batch = latent_batch(case, torch.bfloat16, CPU)
-    metadata = metadata or replace(batch.metadata, num_decode_requests=decodes, num_decode_tokens=decodes)
+    inputs = latent_batch(case, torch.bfloat16, CPU)
+    batch = batch or replace(inputs.batch, num_decode_requests=decodes, num_decode_tokens=decodes)
     others = Others()
     before = len(calls())
     for _ in range(layers):
         kernel = kernel_set(Target("rocm", arch)).select(LATENT_ATTENTION, case.spec(torch.bfloat16))
         kernel.others = others
-        kernel(batch.folded, batch.cache, metadata, torch.empty(*batch.folded.shape[:2], 512, dtype=torch.bfloat16))
+        kernel(inputs.folded, inputs.cache, batch, torch.empty(*inputs.folded.shape[:2], 512, dtype=torch.bfloat16))
     return Counter(call.path.rpartition(".")[2] for call in calls()[before:]), others.seen
 
 
@@ -84,31 +84,31 @@ def test_requests_that_decode_are_told_from_those_behind_them():
 
 def test_work_is_shared_out_once_a_step_and_again_for_a_graph(monkeypatch):
     case = case_of((9, 1), (3, 1))
-    metadata = latent_batch(case, torch.bfloat16, CPU).metadata
+    batch = latent_batch(case, torch.bfloat16, CPU).batch
     with fake_aiter("gfx950"):
-        assert run(case, "gfx950", layers=3, metadata=metadata)[0]["get_mla_metadata_v1"] == 1
+        assert run(case, "gfx950", layers=3, batch=batch)[0]["get_mla_metadata_v1"] == 1
         # Adapters add plans to a step while it runs; the batch is the same.
-        assert run(case, "gfx950", metadata=metadata.with_plans({"other": 1}))[0]["get_mla_metadata_v1"] == 0
-        assert run(case, "gfx950", metadata=replace(metadata, max_seq_len=99))[0]["get_mla_metadata_v1"] == 1
+        assert run(case, "gfx950", batch=batch.with_plans({"other": 1}))[0]["get_mla_metadata_v1"] == 0
+        assert run(case, "gfx950", batch=replace(batch, max_seq_len=99))[0]["get_mla_metadata_v1"] == 1
         monkeypatch.setattr(aiter_kernel, "capturing", lambda tensor: True)
         # What a run before the capture made would not be refilled by replays.
-        assert run(case, "gfx950", layers=2, metadata=metadata)[0]["get_mla_metadata_v1"] == 1
+        assert run(case, "gfx950", layers=2, batch=batch)[0]["get_mla_metadata_v1"] == 1
 
 
 def test_what_a_step_keeps_goes_with_it():
     case = case_of((9, 1), (3, 1))
-    metadata = latent_batch(case, torch.bfloat16, CPU).metadata
+    batch = latent_batch(case, torch.bfloat16, CPU).batch
     with fake_aiter("gfx942"):
-        run(case, "gfx942", metadata=metadata)
-    (shares,) = metadata.kept.values()
+        run(case, "gfx942", batch=batch)
+    (shares,) = batch.scratch.values()
     gone = weakref.ref(shares)
-    del shares, metadata
+    del shares, batch
     assert gone() is None, "tables as large as the longest requests wait for the garbage collector"
 
 
 def test_a_scale_is_not_made_inside_a_graph(monkeypatch):
     case = case_of((9, 1))
-    batch = latent_batch(case, torch.bfloat16, CPU, cache_dtype=FP8["gfx942"])
+    inputs = latent_batch(case, torch.bfloat16, CPU, cache_dtype=FP8["gfx942"])
     out = torch.empty(1, 16, 512, dtype=torch.bfloat16)
     with fake_aiter("gfx942"):
         spec = case.spec(torch.bfloat16, FP8["gfx942"])
@@ -116,10 +116,10 @@ def test_a_scale_is_not_made_inside_a_graph(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(aiter_kernel, "capturing", lambda tensor: True)
             with pytest.raises(AssertionError, match="warm up before capturing"):
-                kernel(batch.folded, batch.cache, batch.metadata, out)
-        kernel(batch.folded, batch.cache, batch.metadata, out)
+                kernel(inputs.folded, inputs.cache, inputs.batch, out)
+        kernel(inputs.folded, inputs.cache, inputs.batch, out)
         monkeypatch.setattr(aiter_kernel, "capturing", lambda tensor: True)
-        kernel(batch.folded, batch.cache, batch.metadata, out)
+        kernel(inputs.folded, inputs.cache, inputs.batch, out)
 
 
 def test_rows_with_gaps_are_no_pages_of_aiters():
@@ -129,18 +129,18 @@ def test_rows_with_gaps_are_no_pages_of_aiters():
 
 def test_fewer_heads_are_decoded_in_the_room_that_their_queries_have():
     case = case_of((9, 1), (30, 1), heads=5)
-    batch = latent_batch(case, torch.bfloat16, CPU)
+    inputs = latent_batch(case, torch.bfloat16, CPU)
     with fake_aiter("gfx942"):
         kernel = kernel_set(Target("rocm", "gfx942")).select(LATENT_ATTENTION, case.spec(torch.bfloat16))
         assert kernel.room == 16
-        check_absorbed(case, kernel, batch)  # without room they are copied
+        check_absorbed(case, kernel, inputs)  # without room they are copied
         q = torch.full((2, 16, 576), float("nan"), dtype=torch.bfloat16)[:, :5]
-        q.copy_(batch.folded)
+        q.copy_(inputs.folded)
         out = torch.empty(2, 16, 512, dtype=torch.bfloat16)[:, :5]
-        kernel(q, batch.cache, batch.metadata, out)
+        kernel(q, inputs.cache, inputs.batch, out)
         given = calls()[-1].arguments
         expected = torch.empty(2, 5, 512, dtype=torch.bfloat16)
-        kernel(batch.folded, batch.cache, batch.metadata, expected)
+        kernel(inputs.folded, inputs.cache, inputs.batch, expected)
     assert given["q"].data_ptr() == q.data_ptr()
     assert given["o"].data_ptr() == out.data_ptr()
     assert torch.equal(out, expected)
@@ -191,6 +191,6 @@ def test_the_slots_of_a_batch(lengths, queries, page_size, width):
 
 
 def test_there_is_room_for_the_longest_requests_that_may_come():
-    batch = latent_batch(case_of((9, 1), (100, 1)), torch.bfloat16, CPU)
-    found = token_slots(batch.metadata, 1, batch.cache.rows.shape[0], 16)
-    assert found.slots.shape == (2 * batch.metadata.page_table.shape[1] * 16,)
+    inputs = latent_batch(case_of((9, 1), (100, 1)), torch.bfloat16, CPU)
+    found = token_slots(inputs.batch, 1, inputs.cache.rows.shape[0], 16)
+    assert found.slots.shape == (2 * inputs.batch.page_table.shape[1] * 16,)

@@ -61,10 +61,10 @@ def test_the_reference_of_the_expanded_form_answers_as_token_by_token(case, dtyp
 @every_fp8_dtype
 @pytest.mark.usefixtures("all_expanded")
 def test_the_references_read_an_fp8_cache(case, cache_dtype):
-    batch = latent_batch(case, torch.bfloat16, CPU, cache_dtype=cache_dtype)
+    inputs = latent_batch(case, torch.bfloat16, CPU, cache_dtype=cache_dtype)
     spec = case.spec(torch.bfloat16, cache_dtype)
-    check_absorbed(case, ReferenceLatentAttention(spec), batch)
-    check_expanded(case, ReferenceLatentPrefill(spec), batch)
+    check_absorbed(case, ReferenceLatentAttention(spec), inputs)
+    check_expanded(case, ReferenceLatentPrefill(spec), inputs)
 
 
 @every_case
@@ -179,14 +179,14 @@ def test_it_fills_an_fp8_cache_as_well(exact_fp8_casts, case, cache_dtype):
     check_latent_queries(case, TritonLatentQueries(spec, overlap=False), torch.float16, CPU, cache_dtype)
 
 
-def leave_parts(q, cache, metadata, spec, parts, sums, least, keys):
+def leave_parts(q, cache, batch, spec, parts, sums, least, keys):
     """What :class:`atom_core.kernels.latent_attention.hopper.LatentDecode` leaves, by its definition."""
-    heads, starts = q.shape[1], metadata.query_start_loc.tolist()
-    for request, length in enumerate(metadata.seq_lens.tolist()):
+    heads, starts = q.shape[1], batch.query_start_loc.tolist()
+    for request, length in enumerate(batch.seq_lens.tolist()):
         token = starts[request]
         if starts[request + 1] == token:
             continue
-        rows = cached_rows(cache, metadata.page_table[request], length)
+        rows = cached_rows(cache, batch.page_table[request], length)
         tiles = -(-length // keys)
         each = max(-(-tiles // len(parts)), least) * keys
         scores = q[token].float() @ rows.T * (spec.scale * 1.4426950408889634)
@@ -218,15 +218,15 @@ def test_the_triton_kernel_joins_parts_to_values(monkeypatch, case, dtype, count
     monkeypatch.setattr(triton_kernel, "_FEWEST_TILES", least)
 
     class Parted:
-        def takes(self, *batch):
+        def takes(self, *inputs):
             return True
 
-        def __call__(self, q, cache, metadata, expand, out):
+        def __call__(self, q, cache, batch, expand, out):
             heads = q.shape[1]
             parts = torch.full((count, len(q) * heads, case.rank), float("nan"))
             sums = torch.full((count, len(q) * heads, 2), float("nan"))
-            leave_parts(q, cache, metadata, case.spec(dtype), parts, sums, least, KEYS)
-            triton_kernel.join_parts(parts, sums, metadata, expand, out, overlap=False)
+            leave_parts(q, cache, batch, case.spec(dtype), parts, sums, least, KEYS)
+            triton_kernel.join_parts(parts, sums, batch, expand, out, overlap=False)
 
     check_values(case, Parted(), latent_batch(case, dtype, CPU))
 
@@ -269,18 +269,18 @@ def test_keys_are_cut_into_chunks_in_order():
 
 def test_a_plan_says_who_goes_which_way():
     case = LatentCase("", ((300, 1), (0, 40), (299, 2), (300, 1), (0, 9)), padded_requests=1)
-    metadata = latent_batch(case, torch.float32, CPU).metadata
-    plan = plan_prefill(metadata, case.spec(torch.float32).latent)
+    batch = latent_batch(case, torch.float32, CPU).batch
+    plan = plan_prefill(batch, case.spec(torch.float32).latent)
     assert plan.expanded == (1, 4)
-    assert [(run.begin, run.end, run.metadata.num_requests) for run in plan.absorbed] == [(0, 1, 1), (41, 44, 2)]
-    run = plan.absorbed[1].metadata
+    assert [(run.begin, run.end, run.batch.num_requests) for run in plan.absorbed] == [(0, 1, 1), (41, 44, 2)]
+    run = plan.absorbed[1].batch
     assert run.query_start_loc.tolist() == [0, 2, 3]
     assert (run.seq_lens.tolist(), run.max_query_len, run.num_tokens) == ([301, 301], 2, 3)
     (chunk,) = plan.chunks
     assert chunk.table.tolist() == [[1, 40, 0, 0, 0, 40], [44, 9, 0, 0, 40, 9]]
     assert (chunk.tile_starts.tolist(), chunk.num_queries) == ([0, 40], 49)
-    pages, offsets = chunk.places(metadata.page_table, 16)
-    assert pages[40] == metadata.page_table[4, 0]
+    pages, offsets = chunk.places(batch.page_table, 16)
+    assert pages[40] == batch.page_table[4, 0]
     assert offsets[:18].tolist() == [*range(16), 0, 1]
 
 
@@ -288,16 +288,16 @@ def test_without_lengths_on_the_host_nothing_is_expanded():
     from dataclasses import replace
 
     case = LATENT_CASES[0]
-    metadata = latent_batch(case, torch.float32, CPU).metadata
-    assert plan_prefill(replace(metadata, host=None), case.spec(torch.float32).latent) is None
+    batch = latent_batch(case, torch.float32, CPU).batch
+    assert plan_prefill(replace(batch, host=None), case.spec(torch.float32).latent) is None
 
 
 def test_requests_that_decode_are_not_expanded():
     from dataclasses import replace
 
     case = LatentCase("", ((0, 1), (0, 1)))
-    metadata = replace(latent_batch(case, torch.float32, CPU).metadata, num_decode_requests=2)
-    assert plan_prefill(metadata, case.spec(torch.float32).latent) is None
+    batch = replace(latent_batch(case, torch.float32, CPU).batch, num_decode_requests=2)
+    assert plan_prefill(batch, case.spec(torch.float32).latent) is None
 
 
 def test_triton_says_which_latents_are_too_long():

@@ -53,6 +53,6 @@ def test_decoding(modules, request, case, shared):
         request.getfixturevalue("sharing")
     case = LatentCase(**{**vars(case), "rank": 64})
     kernel = modules["atom_core.kernels.latent_attention.hopper"].LatentDecode(case.spec(torch.float16), overlap=False)
-    batch = latent_batch(case, torch.float16, CPU)
-    assert kernel.takes(batch.cache, batch.metadata) or case.gap
-    check_absorbed(case, kernel, batch)
+    inputs = latent_batch(case, torch.float16, CPU)
+    assert kernel.takes(inputs.cache, inputs.batch) or case.gap
+    check_absorbed(case, kernel, inputs)

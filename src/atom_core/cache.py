@@ -1,14 +1,13 @@
-"""What an attention kernel is told of a step: which tokens are whose, and where the cached keys and values lie.
+"""What a model keeps of a sequence between steps: paged keys and values, or paged latents (MLA).
 
-``R`` requests, ``T`` tokens. Requests that decode (few query tokens each) come first. A padded row has no query
-tokens; a padded token's slot is negative.
+A token mixer states a :data:`CacheSpec`; an adapter turns it into the framework's own and gives each layer a view of
+the framework's memory. The core allocates nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -32,90 +31,6 @@ class CacheLayout:
     dtype: torch.dtype
     scales: Literal["none", "layer"]
     """"layer": each side of an FP8 cache has one number that what is stored is multiplied by."""
-
-
-@dataclass(frozen=True)
-class HostLengths:
-    """What the host knows of a batch without asking the device."""
-
-    starts: Sequence[int]
-    """``R + 1``: as ``query_start_loc``."""
-    lengths: Sequence[int]
-    """``R``: as ``seq_lens``; exact for requests that are still in their prompt, and upper bounds for others."""
-
-
-@dataclass(frozen=True)
-class AttentionMetadata:
-    """One step's batch, in the one form that all kernels read."""
-
-    query_start_loc: torch.Tensor
-    """int32 ``[R + 1]``: request ``r`` has the tokens ``query_start_loc[r] .. query_start_loc[r + 1] - 1``."""
-    seq_lens: torch.Tensor
-    """int32 ``[R]``: tokens of each request after this step, cached and new."""
-    page_table: torch.Tensor
-    """int32 ``[R, max pages]``: the pages of each request, in order."""
-    slot_mapping: torch.Tensor
-    """int64 ``[T]``: where each new token's key and value go: page * page size + offset; negative: nowhere."""
-    num_requests: int
-    num_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    """An upper bound of ``seq_lens``; the host may not know it exactly."""
-    num_decode_requests: int = 0
-    num_decode_tokens: int = 0
-    causal: bool = True
-    host: HostLengths | None = None
-    """None: it does not know, or a graph will replay the step with other lengths."""
-    plans: Mapping[Hashable, object] = field(default_factory=dict)
-    """What implementations worked out for this step, by their ``plan_key``."""
-    kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What the first layer's kernel worked out on the device for all others; another batch starts without."""
-
-    def with_plans(self, plans: Mapping[Hashable, object]) -> AttentionMetadata:
-        """This step with ``plans``."""
-        planned = replace(self, plans=plans)
-        object.__setattr__(planned, "kept", self.kept)  # it is the same batch
-        return planned
-
-    def decodes_and_others(self) -> tuple[AttentionMetadata, AttentionMetadata]:
-        """The requests that decode, which come first, and those behind them, each as a batch of its own; kept."""
-        key = ("decodes and others", capturing(self.seq_lens.device))
-        if key not in self.kept:
-            self.kept[key] = self._decodes(), self._others()
-        found: tuple[AttentionMetadata, AttentionMetadata] = self.kept[key]
-        return found
-
-    def _decodes(self) -> AttentionMetadata:
-        requests, tokens = self.num_decode_requests, self.num_decode_tokens
-        return replace(
-            self,
-            query_start_loc=self.query_start_loc[: requests + 1],
-            seq_lens=self.seq_lens[:requests],
-            page_table=self.page_table[:requests],
-            num_requests=requests,
-            num_tokens=tokens,
-            max_query_len=1 if tokens == requests else self.max_query_len,
-        )
-
-    def _others(self) -> AttentionMetadata:
-        requests, tokens = self.num_decode_requests, self.num_decode_tokens
-        return replace(
-            self,
-            query_start_loc=self.query_start_loc[requests:] - tokens,
-            # Copies, as kernels are compiled anew for pointers that are aligned otherwise.
-            seq_lens=self.seq_lens[requests:].clone(),
-            page_table=self.page_table[requests:].clone(),
-            slot_mapping=self.slot_mapping[tokens:],
-            num_requests=self.num_requests - requests,
-            num_tokens=self.num_tokens - tokens,
-            num_decode_requests=0,
-            num_decode_tokens=0,
-        )
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a graph is captured: what is made then is the graph's, and what was kept before is not in it."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)
@@ -205,13 +120,3 @@ class LatentCacheView:
     def page_size(self) -> int:
         """Tokens a page."""
         return self.rows.shape[1]
-
-
-SameStepReads = Literal["never", "at page starts", "anywhere"]
-"""Where a request's new token stands that has another request's token of the very same step among its cached ones.
-
-"never": there are no such requests. "at page starts": at the start of a page, as whole pages are shared.
-"""
-
-GraphSupport = Literal["none", "always"]
-"""Whether a kernel may run inside a captured graph: without host syncs, and at one launch shape for any lengths."""

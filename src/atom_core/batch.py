@@ -1,0 +1,116 @@
+"""What a token mixer is told of a step: which tokens belong to which request, and where the cache holds them.
+
+``R`` requests, ``T`` tokens. Requests that decode (few query tokens each) come first. A padded row has no query
+tokens; a padded token's slot is negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class HostLengths:
+    """What the host knows of a batch without asking the device."""
+
+    starts: Sequence[int]
+    """``R + 1``: as ``query_start_loc``."""
+    lengths: Sequence[int]
+    """``R``: as ``seq_lens``; exact for requests that are still in their prompt, and upper bounds for others."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Where the step's tokens lie in a paged cache."""
+
+    table: torch.Tensor
+    """int32 ``[R, max pages]``: the pages of each request, in order."""
+    slots: torch.Tensor
+    """int64 ``[T]``: where each new token is written: page * page size + offset; negative: nowhere."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's batch, in the one form that all token mixers and their kernels read."""
+
+    query_start_loc: torch.Tensor
+    """int32 ``[R + 1]``: request ``r`` has the tokens ``query_start_loc[r] .. query_start_loc[r + 1] - 1``."""
+    seq_lens: torch.Tensor
+    """int32 ``[R]``: tokens of each request after this step, cached and new."""
+    num_requests: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    """An upper bound of ``seq_lens``; the host may not know it exactly."""
+    num_decode_requests: int = 0
+    num_decode_tokens: int = 0
+    causal: bool = True
+    pages: Pages | None = None
+    """None: of a batch for mixers that keep a state for each request and no pages."""
+    host: HostLengths | None = None
+    """None: it does not know, or a graph will replay the step with other lengths."""
+    plans: Mapping[Hashable, object] = field(default_factory=dict)
+    """What implementations worked out for this step, by their ``plan_key``."""
+    scratch: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What the first layer's kernel worked out on the device for all others; another batch starts with an empty one."""
+
+    @property
+    def page_table(self) -> torch.Tensor:
+        """See :attr:`Pages.table`."""
+        assert self.pages is not None, "this batch has no pages"
+        return self.pages.table
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """See :attr:`Pages.slots`."""
+        assert self.pages is not None, "this batch has no pages"
+        return self.pages.slots
+
+    def with_plans(self, plans: Mapping[Hashable, object]) -> Batch:
+        """This step with ``plans``."""
+        planned = replace(self, plans=plans)
+        object.__setattr__(planned, "scratch", self.scratch)  # it is the same batch
+        return planned
+
+    def decodes_and_others(self) -> tuple[Batch, Batch]:
+        """The requests that decode, which come first, and those behind them, each as a batch of its own; scratch."""
+        key = ("decodes and others", capturing(self.seq_lens.device))
+        if key not in self.scratch:
+            self.scratch[key] = self._decodes(), self._others()
+        found: tuple[Batch, Batch] = self.scratch[key]
+        return found
+
+    def _decodes(self) -> Batch:
+        requests, tokens = self.num_decode_requests, self.num_decode_tokens
+        return replace(
+            self,
+            query_start_loc=self.query_start_loc[: requests + 1],
+            seq_lens=self.seq_lens[:requests],
+            pages=Pages(self.page_table[:requests], self.slot_mapping),
+            num_requests=requests,
+            num_tokens=tokens,
+            max_query_len=1 if tokens == requests else self.max_query_len,
+        )
+
+    def _others(self) -> Batch:
+        requests, tokens = self.num_decode_requests, self.num_decode_tokens
+        return replace(
+            self,
+            query_start_loc=self.query_start_loc[requests:] - tokens,
+            # Copies, as kernels are compiled anew for pointers that are aligned otherwise.
+            seq_lens=self.seq_lens[requests:].clone(),
+            pages=Pages(self.page_table[requests:].clone(), self.slot_mapping[tokens:]),
+            num_requests=self.num_requests - requests,
+            num_tokens=self.num_tokens - tokens,
+            num_decode_requests=0,
+            num_decode_tokens=0,
+        )
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a graph is captured: what is made then is the graph's, and what was scratch before is not in it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
