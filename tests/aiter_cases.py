@@ -26,10 +26,10 @@ from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM, Fp8RmsNormSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
-from atom_core.kernels.latent_attention import AITER_HEADS, LATENT_ATTENTION
-from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
-from atom_core.kernels.latent_prefill import LATENT_PREFILL, plan
 from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.kernels.mla_attention import AITER_HEADS, MLA_ATTENTION
+from atom_core.kernels.mla_attention.reference import ReferenceMlaAttention
+from atom_core.kernels.mla_prefill import MLA_PREFILL, plan
 from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.mxfp4_experts import MXFP4_EXPERTS, Mxfp4ExpertsSpec, Mxfp4Weights, empty_scales
 from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR, Mxfp4LinearSpec
@@ -551,18 +551,18 @@ DECODES: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (
 
 
 @case
-def latent_attention(target: Target, device: torch.device) -> None:
+def mla_attention(target: Target, device: torch.device) -> None:
     """One token of each request, and several; all numbers of heads, pages and caches; and beside other requests."""
 
     def check(shape: LatentCase, cache_dtype: Any = None, decodes: int = 0, **options: Any) -> None:
         inputs = latent_batch(shape, torch.bfloat16, device, cache_dtype=cache_dtype)
         spec = shape.spec(torch.bfloat16, cache_dtype)
-        kernel = chosen(LATENT_ATTENTION, spec, target)
+        kernel = chosen(MLA_ATTENTION, spec, target)
         counted = replace(inputs.batch, num_decode_requests=decodes, num_decode_tokens=decodes)
         inputs = replace(inputs, batch=counted)
         if device.type == "cpu":
             # Batches that aiter decodes are never Triton's.
-            kernel.others = ReferenceLatentAttention(spec) if decodes else None
+            kernel.others = ReferenceMlaAttention(spec) if decodes else None
         check_absorbed(shape, kernel, inputs, **options)
 
     sizes = {"rank": 512, "rope_dim": 64}
@@ -644,7 +644,7 @@ def mxfp4_experts(target: Target, device: torch.device) -> None:
 
 
 @case
-def latent_prefill(target: Target, device: torch.device) -> None:
+def mla_prefill(target: Target, device: torch.device) -> None:
     """All requests expanded, with all keys at a time, and so few that requests go on from chunk to chunk."""
     of_all = mock.patch.object(plan, "expanding_is_cheaper", lambda new, *_: new > 0)
     for most in (1024, 24):
@@ -655,6 +655,6 @@ def latent_prefill(target: Target, device: torch.device) -> None:
             shape = replace(it, nope_dim=128, rope_dim=64, value_dim=128, heads=min(it.heads, 3))
             for cache_dtype in (None, FP8[target.arch]):
                 inputs = latent_batch(shape, torch.bfloat16, device, cache_dtype=cache_dtype)
-                kernel = chosen(LATENT_PREFILL, shape.spec(torch.bfloat16, cache_dtype), target)
+                kernel = chosen(MLA_PREFILL, shape.spec(torch.bfloat16, cache_dtype), target)
                 with of_all, some:
                     check_expanded(shape, kernel, inputs, ulps=2)

@@ -21,8 +21,8 @@ _LANGUAGE = "triton.experimental.gluon"
 #: Modules that are run so: each is imported anew, with the language below in Gluon's place.
 _MODULES = (
     "atom_core.kernels.linear.few_rows_hopper",
-    "atom_core.kernels.latent_attention.hopper",
-    "atom_core.kernels.latent_token.hopper",
+    "atom_core.kernels.mla_attention.hopper",
+    "atom_core.kernels.mla_fused_decode.hopper",
 )
 
 

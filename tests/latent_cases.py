@@ -17,13 +17,13 @@ from atom_core.batch import Batch, HostLengths, Pages
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.head_linear import HeadLinearKernel
-from atom_core.kernels.latent_attention import LatentAttentionKernel, LatentAttentionSpec
-from atom_core.kernels.latent_cache import LatentCacheKernel, LatentSpec, LatentWeights
-from atom_core.kernels.latent_prefill import LatentPrefillKernel
-from atom_core.kernels.latent_prefill.plan import plan_prefill
-from atom_core.kernels.latent_queries import LatentQueriesKernel
-from atom_core.kernels.latent_token import LatentTokenKernel
-from atom_core.kernels.latent_values import LatentValuesKernel
+from atom_core.kernels.mla_absorbed_queries import MlaAbsorbedQueriesKernel
+from atom_core.kernels.mla_absorbed_values import MlaAbsorbedValuesKernel
+from atom_core.kernels.mla_attention import MlaAttentionKernel, MlaAttentionSpec
+from atom_core.kernels.mla_cache import MlaCacheKernel, MlaSpec, MlaWeights
+from atom_core.kernels.mla_fused_decode import MlaFusedDecodeKernel
+from atom_core.kernels.mla_prefill import MlaPrefillKernel
+from atom_core.kernels.mla_prefill.plan import plan_prefill
 from tests.kernel_cases import NAN, assert_close, assert_stored, stored
 
 #: Of an FP8 cache.
@@ -52,9 +52,9 @@ class LatentCase:
     def __str__(self) -> str:
         return self.name
 
-    def spec(self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> LatentAttentionSpec:
+    def spec(self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> MlaAttentionSpec:
         """What a kernel is built with; no ``cache_dtype`` is ``dtype``."""
-        shape = LatentSpec(
+        shape = MlaSpec(
             self.heads,
             self.rank,
             self.nope_dim,
@@ -64,7 +64,7 @@ class LatentCase:
             dtype,
             cache_dtype or dtype,
         )
-        return LatentAttentionSpec(shape, (self.nope_dim + self.rope_dim) ** -0.5)
+        return MlaAttentionSpec(shape, (self.nope_dim + self.rope_dim) ** -0.5)
 
 
 _MIXED = ((9, 1), (20, 1), (0, 5), (7, 6))
@@ -175,7 +175,7 @@ def _by_token(
 
 
 def check_absorbed(
-    case: LatentCase, kernel: LatentAttentionKernel, inputs: LatentBatch, ulps: int = 1, *, fills_padding: bool = False
+    case: LatentCase, kernel: MlaAttentionKernel, inputs: LatentBatch, ulps: int = 1, *, fills_padding: bool = False
 ) -> None:
     """Run ``kernel`` into a NaN-filled output and compare; padding must stay as it was, or may be anything."""
     folded, scale = inputs.folded.double().cpu(), (case.nope_dim + case.rope_dim) ** -0.5
@@ -190,7 +190,7 @@ def check_absorbed(
     assert fills_padding or out[inputs.num_real :].isnan().all(), "rows of padding were written"
 
 
-def check_values(case: LatentCase, kernel: LatentValuesKernel, inputs: LatentBatch, ulps: int = 1) -> None:
+def check_values(case: LatentCase, kernel: MlaAbsorbedValuesKernel, inputs: LatentBatch, ulps: int = 1) -> None:
     """The same of a kernel that goes on to each head's values, with what lies between tokens and heads NaN."""
     folded, scale = inputs.folded.double().cpu(), (case.nope_dim + case.rope_dim) ** -0.5
     into = inputs.expand[:, case.nope_dim :].transpose(1, 2)
@@ -211,7 +211,7 @@ def check_values(case: LatentCase, kernel: LatentValuesKernel, inputs: LatentBat
     assert room[..., case.value_dim :].isnan().all(), "what is nobody's was written"
 
 
-def check_expanded(case: LatentCase, kernel: LatentPrefillKernel, inputs: LatentBatch, ulps: int = 1) -> None:
+def check_expanded(case: LatentCase, kernel: MlaPrefillKernel, inputs: LatentBatch, ulps: int = 1) -> None:
     """Run ``kernel`` on all requests that have tokens, whatever it costs, and compare."""
     queries, expand = inputs.q.double().cpu(), inputs.expand.double().cpu()
     scale = (case.nope_dim + case.rope_dim) ** -0.5
@@ -245,9 +245,9 @@ def _turned(case: LatentCase, x: torch.Tensor, angles: torch.Tensor) -> torch.Te
     return (result if case.interleaved else result.transpose(-1, -2)).flatten(-2)
 
 
-def check_latent_cache(
+def check_mla_cache(
     case: LatentCase,
-    kernel: LatentCacheKernel,
+    kernel: MlaCacheKernel,
     dtype: torch.dtype,
     device: torch.device,
     cache_dtype: torch.dtype | None = None,
@@ -273,7 +273,7 @@ def check_latent_cache(
     slots[tokens // 2] = slots[-1] = -1
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to(device)
     expand = torch.randn(case.heads, case.nope_dim + case.value_dim, case.rank, generator=generator).to(dtype)
-    weights = LatentWeights(cos_sin, norm.to(device), 1e-6, expand.to(device))
+    weights = MlaWeights(cos_sin, norm.to(device), 1e-6, expand.to(device))
     found = q.clone().to(device)
     kernel(found, latent.to(device), positions.to(device), weights, LatentCacheView(pages, scale), slots.to(device))
 
@@ -298,9 +298,9 @@ def check_latent_cache(
     assert pages.float().cpu()[~written].isnan().all(), "a slot of nobody was written"
 
 
-def check_latent_queries(
+def check_mla_absorbed_queries(
     case: LatentCase,
-    kernel: LatentQueriesKernel,
+    kernel: MlaAbsorbedQueriesKernel,
     dtype: torch.dtype,
     device: torch.device,
     cache_dtype: torch.dtype | None = None,
@@ -312,7 +312,7 @@ def check_latent_queries(
         q: torch.Tensor,
         latent: torch.Tensor,
         positions: torch.Tensor,
-        weights: LatentWeights,
+        weights: MlaWeights,
         cache: LatentCacheView,
         slots: torch.Tensor,
     ) -> None:
@@ -327,12 +327,12 @@ def check_latent_queries(
         assert_close(queries[..., : case.rank], torch.einsum("mhn,hnl->mhl", plain, into))
         q[..., case.nope_dim :] = queries[..., case.rank :]
 
-    check_latent_cache(case, in_place, dtype, device, cache_dtype, tokens)
+    check_mla_cache(case, in_place, dtype, device, cache_dtype, tokens)
 
 
-def check_latent_token(
+def check_mla_fused_decode(
     case: LatentCase,
-    kernel: LatentTokenKernel,
+    kernel: MlaFusedDecodeKernel,
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
@@ -349,7 +349,7 @@ def check_latent_token(
     angles = torch.rand(before + 1, case.rope_dim // 2, generator=generator) * 6.28
     norm = torch.rand(case.rank, generator=generator).to(dtype) + 0.5
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to(device)
-    weights = LatentWeights(cos_sin, norm.to(device), 1e-6, inputs.expand)
+    weights = MlaWeights(cos_sin, norm.to(device), 1e-6, inputs.expand)
     page, offset = divmod(int(batch.slot_mapping[0]), case.page_size)
     pages = inputs.cache.rows
     pages[page, offset] = NAN

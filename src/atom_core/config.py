@@ -55,7 +55,7 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class LatentConfig:
+class MlaConfig:
     """Attention over a latent that all heads share: a token's keys and values, compressed (MLA, arXiv 2405.04434)."""
 
     query_rank: int | None
@@ -126,7 +126,7 @@ class ModelConfig:
     qk_norm: bool = False
     sinks: bool = False
     """Whether each head of attention has a sink: a logit that takes its share of the softmax and has no value."""
-    latent: LatentConfig | None = None
+    latent: MlaConfig | None = None
     """None: heads have keys and values of their own in the cache. Else ``head_dim`` is that of queries."""
     draft_layers: int = 0
     """Layers behind the last that checkpoints have to draft further tokens with; they are not part of this model."""

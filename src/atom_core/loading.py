@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from atom_core.attention.base import RadixAttention
-from atom_core.attention.mla import RadixLatentAttention
+from atom_core.attention.mla import RadixMlaAttention
 from atom_core.checkpoint import Checkpoint, config_of
 from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
@@ -153,7 +153,7 @@ def _without_memory(
             dtype=dtype,
             kernels=kernel_set(Target("cpu", "")),
             attention=RadixAttention,
-            latent_attention=RadixLatentAttention,
+            mla_attention=RadixMlaAttention,
             max_model_len=1,
             cache_dtype=dtype,
             quant=quant,

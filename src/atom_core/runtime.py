@@ -18,9 +18,9 @@ from atom_core.types import SameStepReads
 
 if TYPE_CHECKING:
     from atom_core.attention.base import AttentionSpec, BaseAttention
-    from atom_core.attention.mla import BaseLatentAttention, LatentLayerSpec
+    from atom_core.attention.mla import BaseMlaAttention, MlaLayerSpec
     from atom_core.kernels.all_reduce_norm.peer_memory import PeerMemory
-    from atom_core.kernels.latent_cache import LatentWeights
+    from atom_core.kernels.mla_cache import MlaWeights
     from atom_core.kernels.qk_norm_rope import QkvWeights
 
 
@@ -152,7 +152,7 @@ class PipelineStage:
 AttentionFactory = Callable[["AttentionSpec", "QkvWeights", "torch.Tensor | None", "Runtime"], "BaseAttention"]
 """Makes a layer's attention from its spec, what q and k are transformed with, its sinks, and the runtime."""
 
-LatentAttentionFactory = Callable[["LatentLayerSpec", "LatentWeights", "Runtime"], "BaseLatentAttention"]
+MlaAttentionFactory = Callable[["MlaLayerSpec", "MlaWeights", "Runtime"], "BaseMlaAttention"]
 """The same of a layer over latents."""
 
 RoutedExperts = Callable[[int, torch.Tensor], None]
@@ -171,7 +171,7 @@ class Runtime:
     dtype: torch.dtype
     kernels: KernelSet
     attention: AttentionFactory
-    latent_attention: LatentAttentionFactory
+    mla_attention: MlaAttentionFactory
     max_model_len: int
     """The longest sequence that will be served: rows of the rope table."""
     cache_dtype: torch.dtype

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from atom_core.attention.base import CachedAttention, RadixAttention
-from atom_core.attention.mla import CachedLatentAttention, RadixLatentAttention
+from atom_core.attention.mla import CachedMlaAttention, RadixMlaAttention
 from atom_core.batch import Batch, HostLengths, Pages
 from atom_core.cache import SHUFFLED, CacheOrder, KVCacheView, LatentCacheView
 from atom_core.checkpoint import Checkpoint, config_of
@@ -74,7 +74,7 @@ def build_runtime(
         dtype=dtype,
         kernels=kernel_set(target or Target.of(device), kernels, with_aiter=with_aiter),
         attention=RadixAttention,
-        latent_attention=RadixLatentAttention,
+        mla_attention=RadixMlaAttention,
         max_model_len=max_model_len,
         cache_dtype=cache_dtype or dtype,
         quant=quant,
@@ -141,7 +141,7 @@ def plan(model: torch.nn.Module, batch: Batch) -> Batch:
     for module in model.modules():
         if isinstance(module, CachedAttention):
             planners[module.kernel.plan_key()] = module.kernel
-        elif isinstance(module, CachedLatentAttention):
+        elif isinstance(module, CachedMlaAttention):
             planners[module.plan_key()] = module
     return batch.with_plans({key: it.plan(batch) for key, it in planners.items() if key is not None})
 
@@ -166,7 +166,7 @@ class Step:
         assert isinstance(cache, KVCacheView)
         return self.batch, cache
 
-    def latents(self, layer: CachedLatentAttention) -> tuple[Batch, LatentCacheView]:
+    def latents(self, layer: CachedMlaAttention) -> tuple[Batch, LatentCacheView]:
         """See :class:`atom_core.attention.mla.LatentStep`."""
         cache = self.caches[layer.layer_index]
         assert isinstance(cache, LatentCacheView)

@@ -9,7 +9,7 @@ import torch
 
 from atom_core.kernels.select import Target
 from atom_plugin.vllm.flash_attention import FlashAttention3, why_no_flash_attention
-from atom_plugin.vllm.flash_latent_attention import FlashLatentAttention3, why_no_flash_latent_attention
+from atom_plugin.vllm.flash_mla_attention import FlashMlaAttention3, why_no_flash_mla_attention
 from tests.gpu.test_latents import check_replays
 from tests.kernel_cases import ATTENTION_CASES, NAN, AttentionCase, assert_close, attention_batch, check_attention
 from tests.latent_cases import LATENT_CASES, LatentCase, check_absorbed, latent_batch
@@ -36,13 +36,13 @@ def test_it_is_attention(case: AttentionCase, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", LATENTS, ids=str)
 def test_it_is_attention_over_latents(case: LatentCase, dtype: torch.dtype) -> None:
-    assert why_no_flash_latent_attention(case.spec(dtype), Target.of(GPU)) is None
-    check_absorbed(case, FlashLatentAttention3(case.spec(dtype)), latent_batch(case, dtype, GPU))
+    assert why_no_flash_mla_attention(case.spec(dtype), Target.of(GPU)) is None
+    check_absorbed(case, FlashMlaAttention3(case.spec(dtype)), latent_batch(case, dtype, GPU))
 
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_captured_graph_over_latents_answers_batches_of_other_lengths(heads: int) -> None:
-    check_replays(FlashLatentAttention3, heads)
+    check_replays(FlashMlaAttention3, heads)
 
 
 def test_a_captured_graph_answers_batches_of_other_lengths() -> None:

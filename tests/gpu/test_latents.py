@@ -10,15 +10,15 @@ import torch
 
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.head_linear.triton_kernel import head_linear
-from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
-from atom_core.kernels.latent_attention.triton_kernel import TritonLatentAttention
-from atom_core.kernels.latent_cache.triton_kernel import latent_cache
-from atom_core.kernels.latent_prefill.plan import plan_prefill
-from atom_core.kernels.latent_prefill.reference import ReferenceLatentPrefill
-from atom_core.kernels.latent_prefill.triton_kernel import TritonLatentPrefill
-from atom_core.kernels.latent_queries.triton_kernel import TritonLatentQueries
-from atom_core.kernels.latent_token.hopper import LatentToken
-from atom_core.kernels.latent_values.triton_kernel import TritonLatentValues
+from atom_core.kernels.mla_absorbed_queries.triton_kernel import TritonMlaAbsorbedQueries
+from atom_core.kernels.mla_absorbed_values.triton_kernel import TritonMlaAbsorbedValues
+from atom_core.kernels.mla_attention.reference import ReferenceMlaAttention
+from atom_core.kernels.mla_attention.triton_kernel import TritonMlaAttention
+from atom_core.kernels.mla_cache.triton_kernel import mla_cache
+from atom_core.kernels.mla_fused_decode.hopper import MlaFusedDecode
+from atom_core.kernels.mla_prefill.plan import plan_prefill
+from atom_core.kernels.mla_prefill.reference import ReferenceMlaPrefill
+from atom_core.kernels.mla_prefill.triton_kernel import TritonMlaPrefill
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton_cache
 from atom_core.standalone import Runner
@@ -30,9 +30,9 @@ from tests.latent_cases import (
     check_absorbed,
     check_expanded,
     check_head_linear,
-    check_latent_cache,
-    check_latent_queries,
-    check_latent_token,
+    check_mla_absorbed_queries,
+    check_mla_cache,
+    check_mla_fused_decode,
     check_values,
     latent_batch,
 )
@@ -127,19 +127,19 @@ hopper = pytest.mark.skipif(not ATTENTION["hopper"], reason="there are parts on 
 
 @pytest.fixture
 def all_expanded(monkeypatch):
-    monkeypatch.setattr("atom_core.kernels.latent_prefill.plan.expanding_is_cheaper", lambda new, *_: new > 0)
+    monkeypatch.setattr("atom_core.kernels.mla_prefill.plan.expanding_is_cheaper", lambda new, *_: new > 0)
 
 
 @every_case
 @every_dtype
 def test_the_absorbed_form(case, dtype):
-    check_absorbed(case, TritonLatentAttention(case.spec(dtype), **ATTENTION), latent_batch(case, dtype, GPU))
+    check_absorbed(case, TritonMlaAttention(case.spec(dtype), **ATTENTION), latent_batch(case, dtype, GPU))
 
 
 @pytest.mark.parametrize("case", DECODES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_decoding_alone(case, dtype):
-    kernel = TritonLatentAttention(case.spec(dtype), **ATTENTION)
+    kernel = TritonMlaAttention(case.spec(dtype), **ATTENTION)
     for seed in range(2):  # what a launch leaves for the next must be as it was
         check_absorbed(case, kernel, latent_batch(case, dtype, GPU, seed))
 
@@ -148,7 +148,7 @@ def test_decoding_alone(case, dtype):
 @pytest.mark.parametrize("case", VALUES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_decoding_to_values(case, dtype):
-    kernel = TritonLatentValues(case.spec(dtype), **OVERLAP)
+    kernel = TritonMlaAbsorbedValues(case.spec(dtype), **OVERLAP)
     for seed in range(2):
         check_values(case, kernel, latent_batch(case, dtype, GPU, seed), ulps=2)
 
@@ -162,9 +162,9 @@ def test_one_token_alone(before, heads, dtype):
         case = LatentCase(
             "", ((before, 1),), heads=heads, page_size=page_size, interleaved=interleaved, gap=64, **_SIZES
         )
-        kernel = LatentToken(case.spec(dtype), **OVERLAP)
+        kernel = MlaFusedDecode(case.spec(dtype), **OVERLAP)
         for seed in range(2):
-            check_latent_token(case, kernel, dtype, GPU, seed, max_seq_len=4096)
+            check_mla_fused_decode(case, kernel, dtype, GPU, seed, max_seq_len=4096)
 
 
 @every_case
@@ -172,9 +172,9 @@ def test_one_token_alone(before, heads, dtype):
 @pytest.mark.usefixtures("all_expanded")
 @pytest.mark.parametrize("keys", [1024, 24])
 def test_the_expanded_form(case, dtype, keys, monkeypatch):
-    monkeypatch.setattr("atom_core.kernels.latent_prefill.plan.BUFFER_BYTES", 0)
-    monkeypatch.setattr("atom_core.kernels.latent_prefill.plan.FEWEST_KEYS", keys)
-    check_expanded(case, TritonLatentPrefill(case.spec(dtype), **HERE), latent_batch(case, dtype, GPU), ulps=2)
+    monkeypatch.setattr("atom_core.kernels.mla_prefill.plan.BUFFER_BYTES", 0)
+    monkeypatch.setattr("atom_core.kernels.mla_prefill.plan.FEWEST_KEYS", keys)
+    check_expanded(case, TritonMlaPrefill(case.spec(dtype), **HERE), latent_batch(case, dtype, GPU), ulps=2)
 
 
 @pytest.mark.parametrize("case", LARGE, ids=str)
@@ -185,17 +185,17 @@ def test_both_forms_over_large_batches(case, cache_dtype):
     spec, truth = case.spec(torch.bfloat16, cache_dtype), case.spec(torch.float32)
     found = torch.full((*inputs.q.shape[:2], case.rank), NAN, dtype=torch.bfloat16, device=GPU)
     expected = found.float()
-    TritonLatentAttention(spec, **ATTENTION)(inputs.folded, inputs.cache, inputs.batch, found)
-    ReferenceLatentAttention(truth)(inputs.folded.float(), inputs.cache, inputs.batch, expected)
+    TritonMlaAttention(spec, **ATTENTION)(inputs.folded, inputs.cache, inputs.batch, found)
+    ReferenceMlaAttention(truth)(inputs.folded.float(), inputs.cache, inputs.batch, expected)
     assert_close(found, expected.double().cpu())
     plan = plan_prefill(inputs.batch, spec.latent)
     if plan is None:
         return
     found = torch.full((*inputs.q.shape[:2], case.value_dim), NAN, dtype=torch.bfloat16, device=GPU)
     expected = found.float()
-    TritonLatentPrefill(spec, **HERE)(inputs.q, inputs.expand, inputs.cache, inputs.batch, plan, found)
+    TritonMlaPrefill(spec, **HERE)(inputs.q, inputs.expand, inputs.cache, inputs.batch, plan, found)
     wide = (inputs.q.float(), inputs.expand.float())
-    ReferenceLatentPrefill(truth)(*wide, inputs.cache, inputs.batch, plan, expected)
+    ReferenceMlaPrefill(truth)(*wide, inputs.cache, inputs.batch, plan, expected)
     written = ~expected.isnan()
     assert torch.equal(written, ~found.isnan())
     assert_close(found[written], expected[written].double().cpu(), ulps=2)
@@ -205,8 +205,8 @@ def test_both_forms_over_large_batches(case, cache_dtype):
 @every_cache
 @every_dtype
 def test_norm_rope_and_cache(case, dtype, cache_dtype):
-    launch = partial(latent_cache, spec=case.spec(dtype, cache_dtype).latent, **OVERLAP)
-    check_latent_cache(case, launch, dtype, GPU, cache_dtype)
+    launch = partial(mla_cache, spec=case.spec(dtype, cache_dtype).latent, **OVERLAP)
+    check_mla_cache(case, launch, dtype, GPU, cache_dtype)
 
 
 @every_case
@@ -214,8 +214,8 @@ def test_norm_rope_and_cache(case, dtype, cache_dtype):
 @every_dtype
 @pytest.mark.parametrize("tokens", [1, 16, 64, 65, 256])
 def test_norm_rope_cache_and_folded_queries(case, dtype, cache_dtype, tokens):
-    launch = TritonLatentQueries(case.spec(dtype, cache_dtype).latent, **OVERLAP)
-    check_latent_queries(case, launch, dtype, GPU, cache_dtype, min(tokens, launch.max_tokens))
+    launch = TritonMlaAbsorbedQueries(case.spec(dtype, cache_dtype).latent, **OVERLAP)
+    check_mla_absorbed_queries(case, launch, dtype, GPU, cache_dtype, min(tokens, launch.max_tokens))
 
 
 @every_dtype
@@ -231,7 +231,7 @@ def test_a_graph_that_decodes_to_values_replays_for_other_lengths(heads):
     weight = torch.randn(heads, _SIZES["rank"], _SIZES["rank"], dtype=torch.bfloat16, device=GPU)
 
     def build(spec):
-        kernel = TritonLatentValues(spec, **OVERLAP)
+        kernel = TritonMlaAbsorbedValues(spec, **OVERLAP)
         return lambda q, cache, batch, out: kernel(q, cache, batch, weight.transpose(1, 2), out)
 
     check_replays(build, heads)
@@ -264,7 +264,7 @@ def check_replays(build, heads):
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_graph_replays_for_other_lengths(heads):
-    check_replays(partial(TritonLatentAttention, **ATTENTION), heads)
+    check_replays(partial(TritonMlaAttention, **ATTENTION), heads)
 
 
 @pytest.mark.parametrize(("family", "settings"), [(V3, {}), (V2, LITE)], ids=str)
@@ -272,7 +272,7 @@ def test_logits_and_greedy_tokens_are_hugging_faces(tmp_path, family, settings):
     model = make_model(tmp_path, make_config(family, **settings))
     runner = Runner(tmp_path, device=GPU)
     chosen = {choice.op: choice.implementation for choice in runner.runtime.kernels.choices()}
-    ops = ("latent_cache", "head_linear", "latent_attention", "latent_prefill")
+    ops = ("mla_cache", "head_linear", "mla_attention", "mla_prefill")
     assert {chosen[op] for op in ops} == {"triton"}
     assert distance(runner.logits(TOKENS).cpu(), logits(model, TOKENS)) <= LOGITS_TOLERANCE
     prompts = [TOKENS[:20], TOKENS[3:4], TOKENS[5:21]]

@@ -36,9 +36,9 @@ def simulate() -> None:
 
     from aiter import _recorded
 
-    from atom_core.kernels import OPS, latent_attention
-    from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
+    from atom_core.kernels import OPS, mla_attention
     from atom_core.kernels.linear import tiles
+    from atom_core.kernels.mla_attention.reference import ReferenceMlaAttention
     from atom_core.kernels.select import KernelSet, Target
     from atom_plugin.common import kernels
 
@@ -56,7 +56,7 @@ def simulate() -> None:
 
     # What aiter's implementations leave to Triton: few rows with a result in float32, and uneven batches of latents.
     tiles.MAX_ROWS = 0
-    latent_attention._build_triton = lambda spec, target: ReferenceLatentAttention(spec)
+    mla_attention._build_triton = lambda spec, target: ReferenceMlaAttention(spec)
     _recorded.CALLS = Announced()
     kernels.kernel_set = kernel_set
     Target.of = classmethod(lambda cls, device: cls("rocm", os.environ["GPU_ARCHS"]))

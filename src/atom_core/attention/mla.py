@@ -1,7 +1,7 @@
 """Attention over latents that all heads share (MLA, arXiv 2405.04434), whoever owns the cache.
 
 Two forms give one answer: queries meet the latents themselves (absorbed), or keys and values are made of them for each
-head (expanded). A step's plan says which requests go which way; see :mod:`atom_core.kernels.latent_prefill.plan`.
+head (expanded). A step's plan says which requests go which way; see :mod:`atom_core.kernels.mla_prefill.plan`.
 Without a plan, as in a captured graph, all go by the absorbed form, whose launches depend on no length.
 """
 
@@ -18,36 +18,36 @@ from atom_core.attention.base import AttentionLayer
 from atom_core.batch import Batch
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.head_linear import HEAD_LINEAR, HeadLinearSpec
-from atom_core.kernels.latent_attention import LATENT_ATTENTION, LatentAttentionKernel, LatentAttentionSpec
-from atom_core.kernels.latent_cache import LATENT_CACHE, LatentSpec, LatentWeights
-from atom_core.kernels.latent_prefill import LATENT_PREFILL
-from atom_core.kernels.latent_prefill.plan import PrefillPlan, keys_at_a_time, plan_prefill
-from atom_core.kernels.latent_queries import LATENT_QUERIES, LatentQueriesSpec
-from atom_core.kernels.latent_token import LATENT_TOKEN, LatentTokenSpec
-from atom_core.kernels.latent_values import LATENT_VALUES, LatentValuesSpec
+from atom_core.kernels.mla_absorbed_queries import MLA_ABSORBED_QUERIES, MlaAbsorbedQueriesSpec
+from atom_core.kernels.mla_absorbed_values import MLA_ABSORBED_VALUES, MlaAbsorbedValuesSpec
+from atom_core.kernels.mla_attention import MLA_ATTENTION, MlaAttentionKernel, MlaAttentionSpec
+from atom_core.kernels.mla_cache import MLA_CACHE, MlaSpec, MlaWeights
+from atom_core.kernels.mla_fused_decode import MLA_FUSED_DECODE, MlaFusedDecodeSpec
+from atom_core.kernels.mla_prefill import MLA_PREFILL
+from atom_core.kernels.mla_prefill.plan import PrefillPlan, keys_at_a_time, plan_prefill
 from atom_core.runtime import Runtime
 from atom_core.types import GraphSupport
 
 
 @dataclass(frozen=True)
-class LatentLayerSpec:
+class MlaLayerSpec:
     """One attention layer over latents, as this rank holds it."""
 
     name: str
     """The layer's full name, unique in the process: "model.layers.0.self_attn.attn"."""
     layer_index: int
-    attention: LatentAttentionSpec
+    attention: MlaAttentionSpec
 
     @property
-    def latent(self) -> LatentSpec:
+    def latent(self) -> MlaSpec:
         """Its shapes."""
         return self.attention.latent
 
 
-class BaseLatentAttention(AttentionLayer, ABC):
+class BaseMlaAttention(AttentionLayer, ABC):
     """An attention layer over cached latents."""
 
-    def __init__(self, spec: LatentLayerSpec) -> None:
+    def __init__(self, spec: MlaLayerSpec) -> None:
         super().__init__(spec.name, spec.layer_index)
         self.spec = spec
 
@@ -66,38 +66,38 @@ class BaseLatentAttention(AttentionLayer, ABC):
         """
 
 
-class CachedLatentAttention(BaseLatentAttention):
+class CachedMlaAttention(BaseMlaAttention):
     """An attention layer over latents that runs on our kernels, over a cache that the framework owns."""
 
-    def __init__(self, spec: LatentLayerSpec, weights: LatentWeights, runtime: Runtime) -> None:
+    def __init__(self, spec: MlaLayerSpec, weights: MlaWeights, runtime: Runtime) -> None:
         super().__init__(spec)
         # Parameters of the model, referred to and not registered again under this module.
         self.weights = weights
         shape, kernels = spec.latent, runtime.kernels
-        self.fill_cache = kernels.select(LATENT_CACHE, shape)
-        self.kernel: LatentAttentionKernel = kernels.select(LATENT_ATTENTION, spec.attention)
-        self.prefill = kernels.select(LATENT_PREFILL, spec.attention)
+        self.fill_cache = kernels.select(MLA_CACHE, shape)
+        self.kernel: MlaAttentionKernel = kernels.select(MLA_ATTENTION, spec.attention)
+        self.prefill = kernels.select(MLA_PREFILL, spec.attention)
         into = HeadLinearSpec(shape.num_heads, shape.nope_dim, shape.rank, shape.dtype)
         out_of = HeadLinearSpec(shape.num_heads, shape.rank, shape.value_dim, shape.dtype)
         self.into_latents = kernels.select(HEAD_LINEAR, into)
         separate = (
-            (LATENT_CACHE.name, kernels.chosen(LATENT_CACHE, shape)),
+            (MLA_CACHE.name, kernels.chosen(MLA_CACHE, shape)),
             (HEAD_LINEAR.name, kernels.chosen(HEAD_LINEAR, into)),
         )
-        queries = LatentQueriesSpec(shape, separate)
-        self.enter = kernels.select(LATENT_QUERIES, queries)
+        queries = MlaAbsorbedQueriesSpec(shape, separate)
+        self.enter = kernels.select(MLA_ABSORBED_QUERIES, queries)
         self.out_of_latents = kernels.select(HEAD_LINEAR, out_of)
         separate = (
-            (LATENT_ATTENTION.name, kernels.chosen(LATENT_ATTENTION, spec.attention)),
+            (MLA_ATTENTION.name, kernels.chosen(MLA_ATTENTION, spec.attention)),
             (HEAD_LINEAR.name, kernels.chosen(HEAD_LINEAR, out_of)),
         )
-        values = LatentValuesSpec(spec.attention, separate)
-        self.values = kernels.select(LATENT_VALUES, values)
+        values = MlaAbsorbedValuesSpec(spec.attention, separate)
+        self.values = kernels.select(MLA_ABSORBED_VALUES, values)
         separate = (
-            (LATENT_QUERIES.name, kernels.chosen(LATENT_QUERIES, queries)),
-            (LATENT_VALUES.name, kernels.chosen(LATENT_VALUES, values)),
+            (MLA_ABSORBED_QUERIES.name, kernels.chosen(MLA_ABSORBED_QUERIES, queries)),
+            (MLA_ABSORBED_VALUES.name, kernels.chosen(MLA_ABSORBED_VALUES, values)),
         )
-        self.alone = kernels.select(LATENT_TOKEN, LatentTokenSpec(spec.attention, separate))
+        self.alone = kernels.select(MLA_FUSED_DECODE, MlaFusedDecodeSpec(spec.attention, separate))
 
     @property
     def graph_support(self) -> GraphSupport:
@@ -182,7 +182,7 @@ class CachedLatentAttention(BaseLatentAttention):
         return q.new_empty(q.shape[0], self.kernel.room, width)[:, : self.spec.latent.num_heads]
 
 
-class PagedLatentAttention(CachedLatentAttention):
+class PagedMlaAttention(CachedMlaAttention):
     """Where cache and batch are found by the layer's name; see :class:`atom_core.attention.base.PagedAttention`."""
 
     @abstractmethod
@@ -212,7 +212,7 @@ class PagedLatentAttention(CachedLatentAttention):
     def forward(
         self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: object = None
     ) -> torch.Tensor:
-        """See :meth:`BaseLatentAttention.forward`; ``step`` is not looked at."""
+        """See :meth:`BaseMlaAttention.forward`; ``step`` is not looked at."""
         out = self.empty(q)
         self.attend(q, latent, positions, out)
         return out.flatten(1)
@@ -221,11 +221,11 @@ class PagedLatentAttention(CachedLatentAttention):
 class LatentStep(Protocol):
     """A step that brings its batch and the pools along."""
 
-    def latents(self, layer: CachedLatentAttention) -> tuple[Batch, LatentCacheView]:
+    def latents(self, layer: CachedMlaAttention) -> tuple[Batch, LatentCacheView]:
         """The batch, planned, and the pages for one layer."""
 
 
-class RadixLatentAttention(CachedLatentAttention):
+class RadixMlaAttention(CachedMlaAttention):
     """Where both come in with the step; see :class:`atom_core.attention.base.RadixAttention`."""
 
     def forward(  # type: ignore[override]
@@ -236,7 +236,7 @@ class RadixLatentAttention(CachedLatentAttention):
         step: LatentStep,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See :meth:`BaseLatentAttention.forward`; in ``out [T, H * V]`` where there is such."""
+        """See :meth:`BaseMlaAttention.forward`; in ``out [T, H * V]`` where there is such."""
         batch, cache = step.latents(self)
         shape = self.spec.latent
         out = self.empty(q).flatten(1) if out is None else out

@@ -13,7 +13,7 @@ from atom_core.fusion.mlp import FusedMLP
 from atom_core.fusion.moe import FusedMoE
 from atom_core.layers.attention import Attention
 from atom_core.layers.decoder_layer import DecoderLayer
-from atom_core.layers.mla import LatentAttention
+from atom_core.layers.mla import MlaAttention
 from atom_core.layers.mlp import GatedMLP
 from atom_core.layers.moe import MoE
 from atom_core.layers.norm import RMSNorm
@@ -33,10 +33,10 @@ class FusedAttention:
         return self.out(self.attn(qkv, positions, step), residual)
 
 
-class FusedLatentAttention:
+class FusedMlaAttention:
     """The same over latents (MLA)."""
 
-    def __init__(self, norm: StreamNorm, attention: LatentAttention, runtime: Runtime) -> None:
+    def __init__(self, norm: StreamNorm, attention: MlaAttention, runtime: Runtime) -> None:
         self.down = NormedLinear(norm, attention.fused_qkv_a_proj_with_mqa, None, runtime)
         self.widths = attention.widths
         #: From compressed queries to queries; None: they are not compressed.
@@ -56,7 +56,7 @@ class FusedLatentAttention:
         return self.out(self.attn(q, latent, positions, step), residual)
 
 
-FusedMixer: TypeAlias = FusedAttention | FusedLatentAttention
+FusedMixer: TypeAlias = FusedAttention | FusedMlaAttention
 FusedFeedForward: TypeAlias = FusedMLP | FusedMoE
 
 
@@ -64,8 +64,8 @@ def fused_mixer(norm: RMSNorm, mixer: nn.Module, runtime: Runtime) -> FusedMixer
     """``norm`` and the token mixer behind it."""
     if isinstance(mixer, Attention):
         return FusedAttention(StreamNorm(norm, runtime), mixer, runtime)
-    assert isinstance(mixer, LatentAttention)
-    return FusedLatentAttention(StreamNorm(norm, runtime), mixer, runtime)
+    assert isinstance(mixer, MlaAttention)
+    return FusedMlaAttention(StreamNorm(norm, runtime), mixer, runtime)
 
 
 def fused_feed_forward(norm: RMSNorm, network: nn.Module, runtime: Runtime) -> FusedFeedForward:

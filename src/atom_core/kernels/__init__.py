@@ -23,13 +23,13 @@ from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM
 from atom_core.kernels.gated_activation import GATED_ACTIVATION
 from atom_core.kernels.greedy_tokens import GREEDY_TOKENS
 from atom_core.kernels.head_linear import HEAD_LINEAR
-from atom_core.kernels.latent_attention import LATENT_ATTENTION
-from atom_core.kernels.latent_cache import LATENT_CACHE
-from atom_core.kernels.latent_prefill import LATENT_PREFILL
-from atom_core.kernels.latent_queries import LATENT_QUERIES
-from atom_core.kernels.latent_token import LATENT_TOKEN
-from atom_core.kernels.latent_values import LATENT_VALUES
 from atom_core.kernels.linear import LINEAR
+from atom_core.kernels.mla_absorbed_queries import MLA_ABSORBED_QUERIES
+from atom_core.kernels.mla_absorbed_values import MLA_ABSORBED_VALUES
+from atom_core.kernels.mla_attention import MLA_ATTENTION
+from atom_core.kernels.mla_cache import MLA_CACHE
+from atom_core.kernels.mla_fused_decode import MLA_FUSED_DECODE
+from atom_core.kernels.mla_prefill import MLA_PREFILL
 from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.mxfp4_experts import MXFP4_EXPERTS
 from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR
@@ -60,13 +60,13 @@ OPS = cast(
         QK_NORM_ROPE_CACHE,
         ATTENTION,
         DECODE_ATTENTION,
-        LATENT_CACHE,
+        MLA_CACHE,
         HEAD_LINEAR,
-        LATENT_QUERIES,
-        LATENT_VALUES,
-        LATENT_TOKEN,
-        LATENT_ATTENTION,
-        LATENT_PREFILL,
+        MLA_ABSORBED_QUERIES,
+        MLA_ABSORBED_VALUES,
+        MLA_FUSED_DECODE,
+        MLA_ATTENTION,
+        MLA_PREFILL,
         GATED_ACTIVATION,
         FP8_GATED_ACTIVATION,
         SHARED_EXPERTS,

@@ -62,12 +62,12 @@ CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "aiter.grouped_topk",
             "aiter.biased_grouped_topk_hip",
         ),
-        "latent_attention": (
+        "mla_attention": (
             "aiter.get_mla_metadata_info_v1",
             "aiter.get_mla_metadata_v1",
             "aiter.mla.mla_decode_fwd",
         ),
-        "latent_prefill": ("aiter.flash_attn_varlen_func",),
+        "mla_prefill": ("aiter.flash_attn_varlen_func",),
         "experts": ("aiter.fused_moe.fused_moe",),
         "fp8_experts": ("aiter.fused_moe.fused_moe",),
         "mxfp4_linear": (

@@ -7,7 +7,7 @@ from torch import nn
 
 from atom_core.config import ModelConfig
 from atom_core.layers.attention import Attention
-from atom_core.layers.mla import LatentAttention
+from atom_core.layers.mla import MlaAttention
 from atom_core.layers.mlp import GatedMLP
 from atom_core.layers.moe import MoE
 from atom_core.layers.norm import RMSNorm
@@ -25,7 +25,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = (
             Attention(config, layer, index, rotary, runtime, f"{name}.self_attn")
             if config.latent is None
-            else LatentAttention(config, index, rotary, runtime, f"{name}.self_attn")
+            else MlaAttention(config, index, rotary, runtime, f"{name}.self_attn")
         )
         self.post_attention_layernorm = RMSNorm(size, eps, runtime)
         #: What checkpoints call the feed-forward network.

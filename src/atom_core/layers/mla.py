@@ -12,11 +12,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from atom_core.attention.mla import LatentLayerSpec
-from atom_core.config import LatentConfig, ModelConfig
+from atom_core.attention.mla import MlaLayerSpec
+from atom_core.config import MlaConfig, ModelConfig
 from atom_core.kernels.fp8_linear.reference import E4M3, LIMIT
-from atom_core.kernels.latent_attention import LatentAttentionSpec
-from atom_core.kernels.latent_cache import LatentSpec, LatentWeights
+from atom_core.kernels.mla_attention import MlaAttentionSpec
+from atom_core.kernels.mla_cache import MlaSpec, MlaWeights
 from atom_core.kernels.mxfp4_linear.reference import dequantize, requantize
 from atom_core.layers.block_fp8 import check_blocks, num_blocks, place_scales
 from atom_core.layers.cache_scales import CacheScales
@@ -45,7 +45,7 @@ class Expansion(ParameterLayer):
     stored: nn.Parameter
     weight_scale: nn.Parameter
 
-    def __init__(self, latent: LatentConfig, num_heads: int, mine: range, runtime: Runtime, name: str) -> None:
+    def __init__(self, latent: MlaConfig, num_heads: int, mine: range, runtime: Runtime, name: str) -> None:
         """``num_heads`` are the checkpoint's; of ``mine``, this rank's, those behind them are zeros."""
         super().__init__()
         each = latent.nope_dim + latent.value_dim
@@ -127,7 +127,7 @@ class Expansion(ParameterLayer):
         return scale
 
 
-class LatentAttention(nn.Module):
+class MlaAttention(nn.Module):
     """See the module's text; the attention op norms, rotates, caches and attends."""
 
     def __init__(self, config: ModelConfig, index: int, rotary: RotaryTable, runtime: Runtime, name: str) -> None:
@@ -163,7 +163,7 @@ class LatentAttention(nn.Module):
             f"{name}.o_proj",
             config.padding.heads * latent.value_dim,
         )
-        shape = LatentSpec(
+        shape = MlaSpec(
             num_heads=len(mine),
             rank=latent.rank,
             nope_dim=latent.nope_dim,
@@ -174,9 +174,9 @@ class LatentAttention(nn.Module):
             cache_dtype=runtime.cache_dtype,
         )
         expand = self.kv_b_proj.weight.view(len(mine), -1, latent.rank)
-        weights = LatentWeights(rotary.cos_sin, self.kv_a_layernorm.weight, LATENT_EPS, expand)
-        spec = LatentLayerSpec(f"{name}.attn", index, LatentAttentionSpec(shape, latent.scale))
-        self.attn = runtime.latent_attention(spec, weights, runtime)
+        weights = MlaWeights(rotary.cos_sin, self.kv_a_layernorm.weight, LATENT_EPS, expand)
+        spec = MlaLayerSpec(f"{name}.attn", index, MlaAttentionSpec(shape, latent.scale))
+        self.attn = runtime.mla_attention(spec, weights, runtime)
         self.cache_scales = CacheScales(self.attn, runtime.cache_dtype)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:

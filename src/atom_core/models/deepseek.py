@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from atom_core.config import LatentConfig, ModelConfig, MoEConfig, check_experts, check_groups, read_decoder
+from atom_core.config import MlaConfig, ModelConfig, MoEConfig, check_experts, check_groups, read_decoder
 from atom_core.hf_config import DraftLayers, Experts, HfConfig, Index, Number, Size
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.rope import read_score_factor
@@ -114,8 +114,8 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     schema = DeepseekV3Keys
 
 
-def _latent(hf: DeepseekKeys) -> LatentConfig:
-    return LatentConfig(
+def _latent(hf: DeepseekKeys) -> MlaConfig:
+    return MlaConfig(
         query_rank=hf.q_lora_rank,
         rank=hf.kv_lora_rank,
         nope_dim=hf.qk_nope_head_dim,

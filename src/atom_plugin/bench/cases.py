@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from atom_core.batch import Batch, Pages
 from atom_core.cache import KVCacheView
-from atom_core.config import LatentConfig, ModelConfig
+from atom_core.config import MlaConfig, ModelConfig
 from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
@@ -122,7 +122,7 @@ def _around_heads(config: ModelConfig) -> list[Product]:
     ]
 
 
-def _around_latents(config: ModelConfig, latent: LatentConfig) -> list[Product]:
+def _around_latents(config: ModelConfig, latent: MlaConfig) -> list[Product]:
     hidden, queries, rank = config.hidden_size, config.num_heads * latent.query_dim, latent.query_rank
     found = [
         Product("q_a and latent", (rank or queries) + latent.row, hidden),

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 
 from atom_core.batch import Batch, HostLengths, Pages
 from atom_core.cache import LatentCacheView
-from atom_core.config import LatentConfig, ModelConfig
+from atom_core.config import MlaConfig, ModelConfig
 from atom_core.kernels.head_linear import HEAD_LINEAR, HeadLinearSpec
-from atom_core.kernels.latent_attention import LATENT_ATTENTION, LatentAttentionSpec
-from atom_core.kernels.latent_cache import LatentSpec
-from atom_core.kernels.latent_prefill import LATENT_PREFILL
-from atom_core.kernels.latent_prefill.plan import plan_prefill
+from atom_core.kernels.mla_attention import MLA_ATTENTION, MlaAttentionSpec
+from atom_core.kernels.mla_cache import MlaSpec
+from atom_core.kernels.mla_prefill import MLA_PREFILL
+from atom_core.kernels.mla_prefill.plan import plan_prefill
 from atom_plugin.bench import vllm_kernels
 from atom_plugin.bench.cases import MAX_MODEL_LEN, PREFILLS, Bench, Case, Run
 
@@ -33,18 +33,16 @@ PRODUCT_TOKENS = (1, 8, 64, 256)
 class _Batch:
     """Equal requests: so many tokens each, of which the last so many are queries."""
 
-    latent: LatentConfig
+    latent: MlaConfig
     num_heads: int
     requests: int
     tokens: int
     queries: int
 
-    def spec(self, bench: Bench) -> LatentAttentionSpec:
+    def spec(self, bench: Bench) -> MlaAttentionSpec:
         it = self.latent
-        shape = LatentSpec(
-            self.num_heads, it.rank, it.nope_dim, it.rope_dim, it.value_dim, True, bench.dtype, bench.dtype
-        )
-        return LatentAttentionSpec(shape, it.scale)
+        shape = MlaSpec(self.num_heads, it.rank, it.nope_dim, it.rope_dim, it.value_dim, True, bench.dtype, bench.dtype)
+        return MlaAttentionSpec(shape, it.scale)
 
     def rows(self, bench: Bench) -> torch.Tensor:
         """``[R, tokens, L + R]``."""
@@ -79,14 +77,14 @@ class _Batch:
         )
 
 
-def latent_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
+def mla_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     """Requests that decode; nothing of layers with keys and values of their own."""
     if (latent := config.latent) is None:
         return
     for requests, tokens in DECODES:
         inputs = _Batch(latent, config.num_heads, requests, tokens, 1)
         yield Case(
-            "latent_attention",
+            "mla_attention",
             f"decode {requests} x {tokens}, {config.num_heads} heads",
             num_bytes=requests * (tokens * latent.row + config.num_heads * (latent.row + latent.rank)) * itemsize,
             num_operations=2 * requests * tokens * config.num_heads * (latent.row + latent.rank),
@@ -101,7 +99,7 @@ def latent_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]
 
 
 def _absorbed(inputs: _Batch, bench: Bench, copies: int) -> Run:
-    kernel = bench.kernels.select(LATENT_ATTENTION, inputs.spec(bench))
+    kernel = bench.kernels.select(MLA_ATTENTION, inputs.spec(bench))
     q = bench.random(inputs.requests, inputs.num_heads, inputs.latent.row, seed=0)
     out = q.new_empty(inputs.requests, inputs.num_heads, inputs.latent.rank)
     caches, batch = inputs.caches(bench, copies), inputs.batch(bench)
@@ -162,7 +160,7 @@ def _flash_mla(inputs: _Batch, bench: Bench, copies: int) -> Run:
     return lambda index: attend(q, caches[index].rows)
 
 
-def latent_prefill_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
+def mla_prefill_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     """Whole prompts, their latents expanded; nothing of layers with keys and values of their own."""
     if (latent := config.latent) is None:
         return
@@ -173,7 +171,7 @@ def latent_prefill_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
         each = latent.nope_dim + latent.value_dim
         pairs = tokens * (tokens + 1) // 2
         yield Case(
-            "latent_prefill",
+            "mla_prefill",
             f"prefill {requests} x {tokens}, {H} heads",
             num_bytes=(requests * tokens * (latent.row + H * widths) + H * each * L) * itemsize,
             num_operations=2 * requests * H * (pairs * widths + tokens * L * each),
@@ -183,7 +181,7 @@ def latent_prefill_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
 
 def _expanded(inputs: _Batch, bench: Bench, copies: int) -> Run:
     spec = inputs.spec(bench)
-    kernel = bench.kernels.select(LATENT_PREFILL, spec)
+    kernel = bench.kernels.select(MLA_PREFILL, spec)
     q, expand = _prompt(inputs, bench)
     out = q.new_empty(*q.shape[:2], inputs.latent.value_dim)
     caches, batch = inputs.caches(bench, copies), inputs.batch(bench)
@@ -260,7 +258,7 @@ def _head_linear(shape: tuple[int, int, int, int, int], ours: bool, bench: Bench
 
 #: See :data:`atom_plugin.bench.cases.CASES`.
 LATENT_CASES: Mapping[str, Callable[[ModelConfig, int], Iterator[Case]]] = {
-    "latent_attention": latent_attention_cases,
-    "latent_prefill": latent_prefill_cases,
+    "mla_attention": mla_attention_cases,
+    "mla_prefill": mla_prefill_cases,
     "head_linear": head_linear_cases,
 }

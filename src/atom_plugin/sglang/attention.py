@@ -14,8 +14,8 @@ from sglang.srt.layers.radix_attention import RadixAttention as HostAttention
 from sglang.srt.runtime_context import attention_backends
 
 from atom_core.attention.base import AttentionSpec, BaseAttention, CachedStep, RadixAttention
-from atom_core.attention.mla import LatentLayerSpec, LatentStep, RadixLatentAttention
-from atom_core.kernels.latent_cache import LatentWeights
+from atom_core.attention.mla import LatentStep, MlaLayerSpec, RadixMlaAttention
+from atom_core.kernels.mla_cache import MlaWeights
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE, QkvWeights
 from atom_core.runtime import Runtime
 
@@ -91,10 +91,10 @@ class SglangRadixAttention(Hosted, RadixAttention):
         return RadixAttention.forward(self, qkv, positions, step, out)
 
 
-class SglangLatentAttention(Hosted, RadixLatentAttention):
+class SglangMlaAttention(Hosted, RadixMlaAttention):
     """An attention layer over latents, on our backend."""
 
-    def __init__(self, spec: LatentLayerSpec, weights: LatentWeights, runtime: Runtime) -> None:
+    def __init__(self, spec: MlaLayerSpec, weights: MlaWeights, runtime: Runtime) -> None:
         super().__init__(spec, weights, runtime)
         shape = spec.latent
         host = HostAttention(
@@ -111,7 +111,7 @@ class SglangLatentAttention(Hosted, RadixLatentAttention):
     def forward(  # type: ignore[override]
         self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: ForwardBatch
     ) -> torch.Tensor:
-        """See :class:`BaseLatentAttention`; ``step`` is SGLang's batch."""
+        """See :class:`BaseMlaAttention`; ``step`` is SGLang's batch."""
         if has_no_token(step):
             return self.empty(q).zero_().flatten(1)
         inputs = (q, latent, positions)
@@ -121,7 +121,7 @@ class SglangLatentAttention(Hosted, RadixLatentAttention):
     def attend(self, inputs: Sequence[torch.Tensor], step: LatentStep, out: torch.Tensor | None) -> torch.Tensor:
         """See :class:`SglangRadixAttention`."""
         q, latent, positions = inputs
-        return RadixLatentAttention.forward(self, q, latent, positions, step, out)
+        return RadixMlaAttention.forward(self, q, latent, positions, step, out)
 
 
 class FrameworkAttention(Hosted, BaseAttention):

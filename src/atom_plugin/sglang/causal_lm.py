@@ -111,7 +111,7 @@ class AtomForCausalLM(AtomModel):
         if get_model().load_format == SHARDED_STATE and Path(self.checkpoint).is_dir():
             check_shards(self, Path(self.checkpoint), _files_of_rank())
         if self.runtime.tensor_parallel.rank == self.runtime.data_parallel.rank == 0:
-            layer = attention if model_config.latent is None else self.runtime.latent_attention
+            layer = attention if model_config.latent is None else self.runtime.mla_attention
             table = startup_table(framework_line("sglang"), type(core).__name__, layer.__name__, self.runtime)
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
 

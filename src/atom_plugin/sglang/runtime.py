@@ -16,7 +16,7 @@ from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
 from atom_plugin.sglang.all_reduce import aiter_all_reduce_norm
-from atom_plugin.sglang.attention import SglangLatentAttention
+from atom_plugin.sglang.attention import SglangMlaAttention
 from atom_plugin.sglang.checkpoint_config import FLOAT32_HEAD
 from atom_plugin.sglang.kernels import unfit_pages
 from atom_plugin.sglang.quantization import quantization_of
@@ -59,7 +59,7 @@ def build_runtime(
             excluded=unfit_pages(get_server_args().page_size or 1),
         ),
         attention=attention,
-        latent_attention=SglangLatentAttention,
+        mla_attention=SglangMlaAttention,
         max_model_len=int(config.context_len),
         cache_dtype=_cache_dtype(dtype, quant_config),
         tensor_parallel=GroupCommunicator(group, reads_peers=not get_exec().comm.disable_custom_all_reduce),

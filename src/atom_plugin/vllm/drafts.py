@@ -60,7 +60,7 @@ class AtomDraft(HeldWeights):
         register_warm_up(core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
             table = startup_table(
-                framework_line("vllm"), type(core).__name__, self.runtime.latent_attention.__name__, self.runtime
+                framework_line("vllm"), type(core).__name__, self.runtime.mla_attention.__name__, self.runtime
             )
             logger.info("atom-plugin drafts for %s\n%s", self.checkpoint, table)
 

@@ -35,7 +35,7 @@ EXCHANGES = ("allgather_reducescatter", "naive")
 #: Our attention takes the place of vLLM's attention layer and its backend, but for this variable.
 _VLLMS_ATTENTION = "ATOM_DISABLE_VLLM_ATTENTION"
 _INSTEAD_OF_BACKENDS = (
-    "Our models run on our own attention, whose kernels ATOM_KERNELS=attention=... and latent_attention=... choose; "
+    "Our models run on our own attention, whose kernels ATOM_KERNELS=attention=... and mla_attention=... choose; "
     f"{_VLLMS_ATTENTION}=1 has vLLM's attention in its place, but for DeepSeek models."
 )
 _INSTEAD_OF_KERNELS = "ATOM_KERNELS chooses the kernels of our models, op by op; the log's table names the ops."

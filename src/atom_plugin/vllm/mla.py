@@ -1,6 +1,6 @@
-"""The core's PagedLatentAttention as a vLLM attention layer, over vLLM's cache of latents: one row a token, no heads.
+"""The core's PagedMlaAttention as a vLLM attention layer, over vLLM's cache of latents: one row a token, no heads.
 
-The op ``atom::latent_attention`` takes queries and latents raw: norm, rope, the cache write and attention happen inside
+The op ``atom::mla_attention`` takes queries and latents raw: norm, rope, the cache write and attention happen inside
 it. What else there is to such a layer is as for one with keys and values; see :mod:`atom_plugin.vllm.attention`.
 
 No ``from __future__ import annotations`` here: an op's schema is read from its real annotations.
@@ -19,15 +19,15 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Comm
 from vllm.v1.kv_cache_interface import AttentionSpec as VllmAttentionSpec
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, get_kv_quant_mode
 
-from atom_core.attention.mla import LatentLayerSpec, PagedLatentAttention
+from atom_core.attention.mla import MlaLayerSpec, PagedMlaAttention
 from atom_core.batch import Batch, HostLengths
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
-from atom_core.kernels.latent_cache import LatentWeights
+from atom_core.kernels.mla_cache import MlaWeights
 from atom_core.runtime import Runtime
 from atom_plugin.vllm.attention import AtomAttentionBackend, AtomMetadataBuilder, announce, library, metadata_of
 
-OP_NAME = "atom::latent_attention"
+OP_NAME = "atom::mla_attention"
 
 
 class LatentMetadataBuilder(AtomMetadataBuilder):
@@ -92,10 +92,10 @@ class LatentGraphBackend(LatentBackend):
         return LatentGraphMetadataBuilder
 
 
-class VllmLatentAttention(PagedLatentAttention, AttentionLayerBase):
+class VllmMlaAttention(PagedMlaAttention, AttentionLayerBase):
     """An attention layer of ours over latents in vLLM's eyes."""
 
-    def __init__(self, spec: LatentLayerSpec, weights: LatentWeights, runtime: Runtime) -> None:
+    def __init__(self, spec: MlaLayerSpec, weights: MlaWeights, runtime: Runtime) -> None:
         super().__init__(spec, weights, runtime)
         self.layer_name = spec.name
         self.num_heads = spec.latent.num_heads  # vLLM groups layers by it
@@ -105,7 +105,7 @@ class VllmLatentAttention(PagedLatentAttention, AttentionLayerBase):
         self._encoded_name, self._through_op = announce(self, spec.name, OP_NAME, get_current_vllm_config())
 
     @property
-    def planner(self) -> "VllmLatentAttention":
+    def planner(self) -> "VllmMlaAttention":
         """What plans a step for all layers like this one."""
         return self
 
@@ -132,11 +132,11 @@ class VllmLatentAttention(PagedLatentAttention, AttentionLayerBase):
         """See vLLM; the model finalizes all its weights itself."""
 
     def batch(self) -> Batch | None:
-        """See :class:`PagedLatentAttention`."""
+        """See :class:`PagedMlaAttention`."""
         return metadata_of(self.layer_name)
 
     def cache(self) -> LatentCacheView:
-        """See :class:`PagedLatentAttention`; vLLM's pages have one head."""
+        """See :class:`PagedMlaAttention`; vLLM's pages have one head."""
         if self._view is None or self._view[0] is not self.kv_cache:
             rows = self.kv_cache.view(self.cache_dtype)
             view = LatentCacheView(rows.squeeze(1) if rows.dim() == 4 else rows)
@@ -146,32 +146,32 @@ class VllmLatentAttention(PagedLatentAttention, AttentionLayerBase):
     def forward(
         self, q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, step: object = None
     ) -> torch.Tensor:
-        """See :class:`BaseLatentAttention`; a compiler sees one op, an eager run calls straight through."""
+        """See :class:`BaseMlaAttention`; a compiler sees one op, an eager run calls straight through."""
         out = self.empty(q)
-        call = torch.ops.atom.latent_attention if self._through_op else _latent_attention
+        call = torch.ops.atom.mla_attention if self._through_op else _mla_attention
         call(q, latent, positions, out, self._encoded_name)
         return out.flatten(1)
 
 
 @eager_break_during_capture
 @maybe_transfer_kv_layer
-def _latent_attention(
+def _mla_attention(
     q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, layer_name: LayerNameType
 ) -> None:
-    layer: VllmLatentAttention = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
+    layer: VllmMlaAttention = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
     layer.attend(q, latent, positions, out)
 
 
-def _latent_attention_fake(
+def _mla_attention_fake(
     q: torch.Tensor, latent: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, layer_name: LayerNameType
 ) -> None:
     return None
 
 
 direct_register_custom_op(
-    "latent_attention",
-    _latent_attention,
+    "mla_attention",
+    _mla_attention,
     mutates_args=["q", "out"],
-    fake_impl=_latent_attention_fake,
+    fake_impl=_mla_attention_fake,
     target_lib=library,
 )

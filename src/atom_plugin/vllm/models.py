@@ -66,7 +66,7 @@ class AtomForCausalLM(HeldWeights):
             check_files_of_rank(self, Path(self.checkpoint), vllm_config.load_config)
         register_warm_up(core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
-            layer = attention if config.latent is None else self.runtime.latent_attention
+            layer = attention if config.latent is None else self.runtime.mla_attention
             table = startup_table(framework_line("vllm"), type(core).__name__, layer.__name__, self.runtime)
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
 

@@ -19,7 +19,7 @@ from atom_plugin.vllm.all_reduce import aiter_all_reduce_norm
 from atom_plugin.vllm.attention import is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
 from atom_plugin.vllm.gpu_kernels import gpu_kernels
-from atom_plugin.vllm.mla import VllmLatentAttention
+from atom_plugin.vllm.mla import VllmMlaAttention
 from atom_plugin.vllm.quantization import quantization_of
 from atom_plugin.vllm.replicas import VllmReplicas
 
@@ -98,7 +98,7 @@ def build_runtime(
         dtype=model_config.dtype,
         kernels=chosen_kernels(target, settings, contributed, excluded),
         attention=attention,
-        latent_attention=VllmLatentAttention,
+        mla_attention=VllmMlaAttention,
         max_model_len=model_config.max_model_len,
         cache_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, model_config),
         tensor_parallel=VllmCommunicator(

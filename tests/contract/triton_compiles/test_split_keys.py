@@ -10,7 +10,7 @@ import torch
 
 from atom_core.kernels.attention import triton_kernel as attention_kernel
 from atom_core.kernels.decode_attention import triton_kernel as decode_kernel
-from atom_core.kernels.latent_attention import triton_kernel as latent_kernel
+from atom_core.kernels.mla_attention import triton_kernel as latent_kernel
 from tests.contract.triton_compiles.compiling import CPU, GPUS, LATENTS, Gpu, amd_instructions, compiles
 from tests.decode_cases import DecodeCase, check_decode
 from tests.kernel_cases import AttentionCase, attention_batch, check_attention
@@ -21,9 +21,9 @@ def attend_in_parts(op: str, gpu: Gpu) -> None:
     """Attend to a request that is so long that programs share out its keys."""
     dtype, requests, how = torch.bfloat16, ((9, 1), (3000, 1)), {"nvidia": gpu.nvidia, "overlap": gpu.nvidia}
     layer = AttentionCase("Qwen3 8B", requests, heads=8, kv_heads=2, dim=128)
-    if op == "latent_attention":
+    if op == "mla_attention":
         case = replace(LATENTS["16 heads, bfloat16"][0], requests=requests)
-        absorbed = latent_kernel.TritonLatentAttention(case.spec(dtype), **how)
+        absorbed = latent_kernel.TritonMlaAttention(case.spec(dtype), **how)
         check_absorbed(case, absorbed, latent_batch(case, dtype, CPU))
     elif op == "attention":
         attention = attention_kernel.TritonAttention(layer.spec(dtype), **how)
@@ -47,7 +47,7 @@ RELEASE = re.compile(
 @pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if not gpu.nvidia], ids=str)
 @pytest.mark.parametrize(
     ("op", "module"),
-    [("attention", attention_kernel), ("decode_attention", decode_kernel), ("latent_attention", latent_kernel)],
+    [("attention", attention_kernel), ("decode_attention", decode_kernel), ("mla_attention", latent_kernel)],
     ids=["attention", "decode", "latents"],
 )
 def test_parts_are_there_for_programs_on_other_xcds(op, module, gpu):

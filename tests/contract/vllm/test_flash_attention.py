@@ -24,9 +24,9 @@ from atom_core.cache import KVCacheView, LatentCacheView
 from atom_core.kernels import OPS
 from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3
 from atom_core.kernels.attention.reference import ReferenceAttention
-from atom_core.kernels.latent_attention import LATENT_ATTENTION
-from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention
-from atom_core.kernels.latent_values import LATENT_VALUES, LatentValuesSpec
+from atom_core.kernels.mla_absorbed_values import MLA_ABSORBED_VALUES, MlaAbsorbedValuesSpec
+from atom_core.kernels.mla_attention import MLA_ATTENTION
+from atom_core.kernels.mla_attention.reference import ReferenceMlaAttention
 from atom_core.kernels.select import KernelSet, Target
 from atom_plugin.vllm.flash_attention import (
     LONG_PROMPT,
@@ -34,13 +34,13 @@ from atom_plugin.vllm.flash_attention import (
     LongPromptsElsewhere,
     why_no_flash_attention,
 )
-from atom_plugin.vllm.flash_latent_attention import (
+from atom_plugin.vllm.flash_mla_attention import (
     FEW_REQUESTS,
     MANY_ROWS,
     MOST_QUERIES,
-    FlashLatentAttention3,
+    FlashMlaAttention3,
     ManyRowsElsewhere,
-    why_no_flash_latent_attention,
+    why_no_flash_mla_attention,
 )
 from atom_plugin.vllm.gpu_kernels import gpu_kernels
 from tests.kernel_cases import ATTENTION_CASES, AttentionCase, attention_batch, check_attention
@@ -115,7 +115,7 @@ def stand_in_of_latents(signature: inspect.Signature, **given: Any) -> torch.Ten
     shape = replace(LATENT_SPEC.latent, num_heads=q.shape[1], rank=v.shape[-1], rope_dim=k.shape[-1], dtype=q.dtype)
     spec = replace(LATENT_SPEC, latent=shape, scale=arguments["softmax_scale"])
     cache = LatentCacheView(torch.cat([v, k], -1).squeeze(2))
-    ReferenceLatentAttention(spec)(torch.cat([q_v, q], -1), cache, _metadata(arguments), out)
+    ReferenceMlaAttention(spec)(torch.cat([q_v, q], -1), cache, _metadata(arguments), out)
     return out
 
 
@@ -156,7 +156,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, binding: ModuleType) -> Mock:
 @pytest.mark.usefixtures("scheduler")
 @pytest.mark.parametrize("case", [case for case in LATENT_CASES if not case.gap], ids=str)
 def test_its_arguments_mean_what_is_meant_of_latents(case: LatentCase) -> None:
-    kernel = FlashLatentAttention3(case.spec(torch.bfloat16))
+    kernel = FlashMlaAttention3(case.spec(torch.bfloat16))
     assert kernel.room == case.heads
     check_absorbed(case, kernel, latent_batch(case, torch.bfloat16, torch.device("cpu")))
 
@@ -165,7 +165,7 @@ def test_the_layers_of_a_step_are_scheduled_once(scheduler: Mock) -> None:
     (case,) = (case for case in LATENT_CASES if case.name == "decode")
     one, other = (latent_batch(case, torch.bfloat16, torch.device("cpu"), seed) for seed in (0, 1))
     for inputs in (one, one, other):
-        check_absorbed(case, FlashLatentAttention3(case.spec(torch.bfloat16)), inputs)
+        check_absorbed(case, FlashMlaAttention3(case.spec(torch.bfloat16)), inputs)
     assert scheduler.call_count == 2
 
 
@@ -174,7 +174,7 @@ def test_parts_of_answers_stay_small(scheduler: Mock, heads: int, tokens: int, p
     shape = replace(LATENT_SPEC.latent, num_heads=heads)
     case = LatentCase("", ((3, 1),), rank=512, rope_dim=64)
     inputs = latent_batch(case, torch.bfloat16, torch.device("cpu"))
-    kernel = FlashLatentAttention3(replace(LATENT_SPEC, latent=shape))
+    kernel = FlashMlaAttention3(replace(LATENT_SPEC, latent=shape))
     _, found = kernel._scheduled(torch.empty(tokens, 0), inputs.cache, inputs.batch)
     assert found == scheduler.call_args.kwargs["num_splits"] == parts
 
@@ -216,8 +216,8 @@ def test_what_it_cannot_run_it_says(spec: Any, target: Target, reason: str) -> N
 )
 def test_what_latents_it_cannot_run_it_says(changes: dict[str, Any], target: Target, reason: str) -> None:
     spec = replace(LATENT_SPEC, latent=replace(LATENT_SPEC.latent, **changes))
-    assert reason in (why_no_flash_latent_attention(spec, target) or "")
-    assert gpu_kernels()["latent_attention"].supports(spec, target) is not None
+    assert reason in (why_no_flash_mla_attention(spec, target) or "")
+    assert gpu_kernels()["mla_attention"].supports(spec, target) is not None
 
 
 @pytest.mark.parametrize(("tokens", "long"), [(LONG_PROMPT - 1, False), (LONG_PROMPT, True)])
@@ -248,7 +248,7 @@ def test_many_rows_that_meet_a_requests_latents_are_read_elsewhere(
 ) -> None:
     case = LatentCase("", ((9, queries), *((7, 1),) * (requests - 1)), heads=heads)
     spec = case.spec(torch.float32)
-    ours, other = (Mock(wraps=ReferenceLatentAttention(spec), room=heads, graph_support="always") for _ in range(2))
+    ours, other = (Mock(wraps=ReferenceMlaAttention(spec), room=heads, graph_support="always") for _ in range(2))
     kernel = ManyRowsElsewhere(spec, ours, other)
     assert (kernel.room, kernel.graph_support) == (heads, "always")
     check_absorbed(case, kernel, latent_batch(case, torch.float32, torch.device("cpu")))
@@ -259,13 +259,13 @@ def test_it_can_run_where_vllm_says_so(monkeypatch: pytest.MonkeyPatch, binding:
     assert "FlashAttention 3 cannot run here" in (why_no_flash_attention(SPEC, HOPPER) or "")
     monkeypatch.setattr(binding, "is_fa_version_supported", lambda version: version == 3)
     assert why_no_flash_attention(SPEC, HOPPER) is None
-    assert why_no_flash_latent_attention(LATENT_SPEC, HOPPER) is None
+    assert why_no_flash_mla_attention(LATENT_SPEC, HOPPER) is None
     kernels = KernelSet(HOPPER, OPS, contributed=gpu_kernels())
     assert kernels.chosen(ATTENTION, SPEC) == TRITON_AND_FLASH_ATTENTION_3
     assert isinstance(kernels.select(ATTENTION, SPEC), LongPromptsElsewhere)
     assert kernels.chosen(ATTENTION, replace(SPEC, cache_dtype=torch.float8_e4m3fn)) == "triton"
-    assert isinstance(kernels.select(LATENT_ATTENTION, LATENT_SPEC), ManyRowsElsewhere)
-    separate = ((LATENT_ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3),)
-    assert kernels.chosen(LATENT_VALUES, LatentValuesSpec(LATENT_SPEC, separate)) == "triton"
+    assert isinstance(kernels.select(MLA_ATTENTION, LATENT_SPEC), ManyRowsElsewhere)
+    separate = ((MLA_ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3),)
+    assert kernels.chosen(MLA_ABSORBED_VALUES, MlaAbsorbedValuesSpec(LATENT_SPEC, separate)) == "triton"
     in_fp8 = replace(LATENT_SPEC, latent=replace(LATENT_SPEC.latent, cache_dtype=torch.float8_e4m3fn))
-    assert kernels.chosen(LATENT_ATTENTION, in_fp8) == "triton"
+    assert kernels.chosen(MLA_ATTENTION, in_fp8) == "triton"

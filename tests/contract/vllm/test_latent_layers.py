@@ -11,15 +11,15 @@ from vllm.forward_context import create_forward_context, override_forward_contex
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
-from atom_core.attention.mla import LatentLayerSpec
-from atom_core.kernels.latent_cache import LatentWeights
+from atom_core.attention.mla import MlaLayerSpec
+from atom_core.kernels.mla_cache import MlaWeights
 from atom_core.standalone import build_runtime
 from atom_plugin.vllm.mla import (
     LatentBackend,
     LatentGraphBackend,
     LatentGraphMetadataBuilder,
     LatentMetadataBuilder,
-    VllmLatentAttention,
+    VllmMlaAttention,
 )
 from atom_plugin.vllm.runtime import cache_dtype
 from tests.contract.vllm.test_attention_layers import CHECKPOINT, DTYPES, FP8, NAME
@@ -37,12 +37,12 @@ def layer_of(name="auto", speculative=None):
     cache = CacheConfig(cache_dtype=name, block_size=BLOCK)
     config = VllmConfig(model_config=model, cache_config=cache, speculative_config=speculative)
     runtime = build_runtime(CPU, torch.bfloat16, 512, cache_dtype=cache_dtype(name, model))
-    spec = LatentLayerSpec(NAME, 0, CASE.spec(torch.bfloat16, runtime.cache_dtype))
+    spec = MlaLayerSpec(NAME, 0, CASE.spec(torch.bfloat16, runtime.cache_dtype))
     still = torch.cat([torch.ones(512, 8), torch.zeros(512, 8)], 1)
     expand = latent_batch(CASE, torch.bfloat16, CPU).expand
-    weights = LatentWeights(still, torch.ones(CASE.rank, dtype=torch.bfloat16), 1e-6, expand)
+    weights = MlaWeights(still, torch.ones(CASE.rank, dtype=torch.bfloat16), 1e-6, expand)
     with set_current_vllm_config(config):
-        return VllmLatentAttention(spec, weights, runtime), config
+        return VllmMlaAttention(spec, weights, runtime), config
 
 
 def common(requests):

@@ -83,7 +83,7 @@ CASES = {
         "gfx950",
         "deepseek_v3",
         {},
-        ("fp8_rms_norm", "fp8_experts", "latent_prefill", "latent_attention"),
+        ("fp8_rms_norm", "fp8_experts", "mla_prefill", "mla_attention"),
         ("fused_qk_rmsnorm_group_quant", "flash_attn_varlen_func", "fused_moe"),
         form="fp8, blocks",
         settings=DEEPSEEKS_OWN,
@@ -162,7 +162,7 @@ def test_the_kernels_are_aiters(name, ran):
 
 @pytest.mark.parametrize("name", DRAFTED)
 def test_drafts_are_right_as_often_as_elsewhere(name, ran):
-    assert f"attention  SglangLatentAttention\n  device     rocm ({CASES[name].arch})" in ran(name).log
+    assert f"attention  SglangMlaAttention\n  device     rocm ({CASES[name].arch})" in ran(name).log
     answers = ran(name).answers[0]
     right, proposed = (sum(it.meta[f"spec_num_{what}_drafts"] for it in answers) for what in ("correct", "proposed"))
     assert right / proposed >= RIGHT

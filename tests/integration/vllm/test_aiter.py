@@ -79,7 +79,7 @@ CASES = {
     "drafts": Case("deepseek_v3", MTP, ops=("experts",)),
     "DeepSeek's own sizes": Case(
         "deepseek_v3",
-        ops=("fp8_experts", "latent_prefill", "latent_attention"),
+        ops=("fp8_experts", "mla_prefill", "mla_attention"),
         form="fp8, blocks",
         settings=DEEPSEEKS_OWN,
     ),

@@ -49,7 +49,7 @@ QWEN3_MOE = Family(
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 every_gpu = pytest.mark.parametrize("arch", ARCHITECTURES)
 REFERENCES = {"embedding": "reference", "qk_norm_rope_cache": "reference"}
-MLA = dict.fromkeys(("head_linear", "latent_attention", "latent_cache", "latent_prefill"), "reference")
+MLA = dict.fromkeys(("head_linear", "mla_attention", "mla_cache", "mla_prefill"), "reference")
 SHUFFLED = {**REFERENCES, "attention": "aiter_shuffled"}
 
 
@@ -247,7 +247,7 @@ def test_prompts_of_deepseeks_heads_go_through_flash_attention(tmp_path, arch):
     tokens = random_tokens(24)
     expected = Runner(tmp_path, dtype=torch.bfloat16).logits(tokens)
     with fake_aiter(arch):
-        kernels = {op: name for op, name in (REFERENCES | MLA | ROUTED).items() if op != "latent_prefill"}
+        kernels = {op: name for op, name in (REFERENCES | MLA | ROUTED).items() if op != "mla_prefill"}
         it = Runner(tmp_path, dtype=torch.bfloat16, target=Target("rocm", arch), kernels=kernels)
         found = it.logits(tokens)
         assert called() >= {"flash_attn_varlen_func", "fused_moe"}
@@ -267,7 +267,7 @@ def test_latents_of_deepseeks_sizes_decode_in_assembly(tmp_path, arch, cache, he
     settings = {"dtype": torch.bfloat16} | ({"cache_dtype": FP8[arch]} if cache == "fp8" else {})
     expected = Runner(tmp_path, **settings).logits(tokens)
     with fake_aiter(arch):
-        kernels = {op: name for op, name in (REFERENCES | MLA).items() if op != "latent_attention"}
+        kernels = {op: name for op, name in (REFERENCES | MLA).items() if op != "mla_attention"}
         it = Runner(tmp_path, target=Target("rocm", arch), kernels=kernels, **settings)
         caches = it.caches(1)
         with torch.inference_mode():

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from atom_core.attention.mla import CachedLatentAttention
-    from atom_plugin.sglang.attention import SglangLatentAttention, SglangRadixAttention
+    from atom_core.attention.mla import CachedMlaAttention
+    from atom_plugin.sglang.attention import SglangMlaAttention, SglangRadixAttention
 
 
 class AtomAttentionBackend(AttentionBackend):
@@ -110,7 +110,7 @@ class AtomAttentionBackend(AttentionBackend):
         assert batch is not None, "SGLang plans a batch before it runs it"
         return batch, self.pools.view(layer_index)
 
-    def latents(self, layer: CachedLatentAttention) -> tuple[Batch, LatentCacheView]:
+    def latents(self, layer: CachedMlaAttention) -> tuple[Batch, LatentCacheView]:
         """See :class:`atom_core.attention.mla.LatentStep`; the first layer of a step plans it."""
         batch = self.forward_metadata
         assert batch is not None, "SGLang plans a batch before it runs it"
@@ -127,7 +127,7 @@ class AtomAttentionBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         *,
-        atom_layer: SglangRadixAttention | SglangLatentAttention | None = None,
+        atom_layer: SglangRadixAttention | SglangMlaAttention | None = None,
         atom_inputs: tuple[torch.Tensor, ...] = (),
         **others: Any,
     ) -> torch.Tensor:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atom_core.attention.mla import LatentLayerSpec, PagedLatentAttention, RadixLatentAttention
+from atom_core.attention.mla import MlaLayerSpec, PagedMlaAttention, RadixMlaAttention
 from atom_core.batch import Pages
-from atom_core.kernels.latent_cache import LatentWeights
+from atom_core.kernels.mla_cache import MlaWeights
 from atom_core.standalone import Step, build_runtime
 from tests.kernel_cases import NAN
 from tests.latent_cases import LatentCase, latent_batch
@@ -20,7 +20,7 @@ AGREE = 1e-4
 CASE = LatentCase("", ((9, 1), (0, 30), (20, 3), (40, 1)), heads=6, rank=64, nope_dim=24, value_dim=20)
 
 
-class NamedAttention(PagedLatentAttention):
+class NamedAttention(PagedMlaAttention):
     """As an adapter's: batch and cache are bound to the layer."""
 
     bound = None
@@ -35,10 +35,10 @@ class NamedAttention(PagedLatentAttention):
 def layer_of(kind, case=CASE):
     angles = torch.rand(512, case.rope_dim // 2, generator=torch.Generator().manual_seed(3)) * 6.28
     norm = torch.rand(case.rank, generator=torch.Generator().manual_seed(4)) + 0.5
-    weights = LatentWeights(
+    weights = MlaWeights(
         torch.cat((angles.cos(), angles.sin()), -1), norm, 1e-6, latent_batch(case, torch.float32, CPU).expand
     )
-    spec = LatentLayerSpec("model.layers.0.self_attn.attn", 0, case.spec(torch.float32))
+    spec = MlaLayerSpec("model.layers.0.self_attn.attn", 0, case.spec(torch.float32))
     return kind(spec, weights, build_runtime(CPU, torch.float32, 512))
 
 
@@ -58,7 +58,7 @@ def answer(layer, inputs, batch):
 
 
 def test_both_forms_agree_and_leave_the_same_cache():
-    layer = layer_of(RadixLatentAttention)
+    layer = layer_of(RadixMlaAttention)
     absorbed, planned = (latent_batch(CASE, torch.float32, CPU) for _ in range(2))
     plan = layer.plan(planned.batch)
     assert plan.expanded == (1,)
@@ -99,7 +99,7 @@ def test_a_run_without_a_batch_gives_zeros_and_touches_no_cache():
 
 def test_a_scale_that_is_set_is_the_caches():
     case = replace(CASE, requests=((0, 9),))
-    layer = layer_of(RadixLatentAttention, case)
+    layer = layer_of(RadixMlaAttention, case)
     inputs = latent_batch(case, torch.float32, CPU)
     rows = torch.zeros(inputs.cache.rows.shape, dtype=torch.float8_e4m3fn)
     layer.set_scales(0.05, 1.0)
@@ -112,4 +112,4 @@ def test_a_scale_that_is_set_is_the_caches():
 
 
 def test_the_weights_stay_the_models_and_are_no_second_parameters():
-    assert not list(layer_of(RadixLatentAttention).parameters())
+    assert not list(layer_of(RadixMlaAttention).parameters())

@@ -23,10 +23,10 @@ from atom_core.kernels.fp8_inputs import InputForm, QuantizedInputKernel, if_it_
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM, Fp8RmsNormSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
-from atom_core.kernels.latent_attention import LATENT_ATTENTION, LatentAttentionSpec
-from atom_core.kernels.latent_cache import LatentSpec
-from atom_core.kernels.latent_prefill import LATENT_PREFILL
 from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.kernels.mla_attention import MLA_ATTENTION, MlaAttentionSpec
+from atom_core.kernels.mla_cache import MlaSpec
+from atom_core.kernels.mla_prefill import MLA_PREFILL
 from atom_core.kernels.moe_routing import MOE_ROUTING
 from atom_core.kernels.mxfp4_experts import MXFP4_EXPERTS, Mxfp4ExpertsSpec, Mxfp4Weights
 from atom_core.kernels.mxfp4_experts.reference import ReferenceMxfp4Experts
@@ -61,11 +61,11 @@ MXFP4_SPEC = Mxfp4LinearSpec(256, 64, bias=True, rounded_inputs=True, dtype=torc
 MXFP4_EXPERTS_SPEC = Mxfp4ExpertsSpec(
     0, 4, 256, 256, 2, "silu", bias=False, dtype=torch.bfloat16, total=4, rounded_inputs=True
 )
-LATENTS = LatentSpec(4, 512, 128, 64, 128, True, torch.bfloat16, torch.bfloat16)
+LATENTS = MlaSpec(4, 512, 128, 64, 128, True, torch.bfloat16, torch.bfloat16)
 
 
 def latents(**changes):
-    return LatentAttentionSpec(replace(LATENTS, **changes), 192**-0.5)
+    return MlaAttentionSpec(replace(LATENTS, **changes), 192**-0.5)
 
 
 every_gpu = pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -168,14 +168,14 @@ def test_what_aiter_itself_lacks_is_not_taken_for_a_missing_function(tmp_path, m
         (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, activation="gelu"), "with silu, not with gelu"),
         (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, intermediate_size=192), "scales of rows are, on gfx942, for hidden"),
         (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, block=True, hidden_size=384), "not for 384 and 256"),
-        (LATENT_ATTENTION, latents(num_heads=16, dtype=torch.float16), "for bfloat16, not for torch.float16"),
-        (LATENT_ATTENTION, latents(num_heads=16, rank=256), "rotated keys of 64, not for 256 and 64"),
-        (LATENT_ATTENTION, latents(num_heads=16, rope_dim=32), "rotated keys of 64, not for 512 and 32"),
-        (LATENT_ATTENTION, latents(num_heads=20), "up to 16 heads on each rank, or 64, or 128, not with 20"),
-        (LATENT_ATTENTION, latents(num_heads=128, cache_dtype=FP8), "with up to 16 heads on each rank, not with 128"),
-        (LATENT_ATTENTION, latents(num_heads=16, cache_dtype=torch.float8_e4m3fn), "torch.float8_e4m3fnuz, not torch."),
-        (LATENT_PREFILL, latents(dtype=torch.float16), "for bfloat16, not for torch.float16"),
-        (LATENT_PREFILL, latents(value_dim=64), "values of 128, not for 192 and 64"),
+        (MLA_ATTENTION, latents(num_heads=16, dtype=torch.float16), "for bfloat16, not for torch.float16"),
+        (MLA_ATTENTION, latents(num_heads=16, rank=256), "rotated keys of 64, not for 256 and 64"),
+        (MLA_ATTENTION, latents(num_heads=16, rope_dim=32), "rotated keys of 64, not for 512 and 32"),
+        (MLA_ATTENTION, latents(num_heads=20), "up to 16 heads on each rank, or 64, or 128, not with 20"),
+        (MLA_ATTENTION, latents(num_heads=128, cache_dtype=FP8), "with up to 16 heads on each rank, not with 128"),
+        (MLA_ATTENTION, latents(num_heads=16, cache_dtype=torch.float8_e4m3fn), "torch.float8_e4m3fnuz, not torch."),
+        (MLA_PREFILL, latents(dtype=torch.float16), "for bfloat16, not for torch.float16"),
+        (MLA_PREFILL, latents(value_dim=64), "values of 128, not for 192 and 64"),
         (MOE_ROUTING, RoutingConfig(128, 65, "softmax", True), "up to 64 experts, not 65"),
         (MOE_ROUTING, RoutingConfig(60, 6, "softmax", True, False, 1.0, 6, 3, "largest"), "not 6 groups of 10"),
         (MOE_ROUTING, RoutingConfig(8, 2, "sigmoid", True, True, 1.5, 4, 2), "not 4 groups of 2"),

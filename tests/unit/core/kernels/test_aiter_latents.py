@@ -12,8 +12,8 @@ import torch
 
 from atom_core.kernels import kernel_set
 from atom_core.kernels.aiter_library import FP8
-from atom_core.kernels.latent_attention import LATENT_ATTENTION, aiter_kernel
-from atom_core.kernels.latent_attention.token_slots import TokenSlots, fill_on_device, fill_on_host, token_slots
+from atom_core.kernels.mla_attention import MLA_ATTENTION, aiter_kernel
+from atom_core.kernels.mla_attention.token_slots import TokenSlots, fill_on_device, fill_on_host, token_slots
 from atom_core.kernels.select import Target
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
 from tests.latent_cases import LatentCase, check_absorbed, latent_batch
@@ -40,7 +40,7 @@ def run(case, arch, layers=1, decodes=0, batch=None):
     others = Others()
     before = len(calls())
     for _ in range(layers):
-        kernel = kernel_set(Target("rocm", arch)).select(LATENT_ATTENTION, case.spec(torch.bfloat16))
+        kernel = kernel_set(Target("rocm", arch)).select(MLA_ATTENTION, case.spec(torch.bfloat16))
         kernel.others = others
         kernel(inputs.folded, inputs.cache, batch, torch.empty(*inputs.folded.shape[:2], 512, dtype=torch.bfloat16))
     return Counter(call.path.rpartition(".")[2] for call in calls()[before:]), others.seen
@@ -112,7 +112,7 @@ def test_a_scale_is_not_made_inside_a_graph(monkeypatch):
     out = torch.empty(1, 16, 512, dtype=torch.bfloat16)
     with fake_aiter("gfx942"):
         spec = case.spec(torch.bfloat16, FP8["gfx942"])
-        kernel = kernel_set(Target("rocm", "gfx942")).select(LATENT_ATTENTION, spec)
+        kernel = kernel_set(Target("rocm", "gfx942")).select(MLA_ATTENTION, spec)
         with monkeypatch.context() as patch:
             patch.setattr(aiter_kernel, "capturing", lambda tensor: True)
             with pytest.raises(AssertionError, match="warm up before capturing"):
@@ -131,7 +131,7 @@ def test_fewer_heads_are_decoded_in_the_room_that_their_queries_have():
     case = case_of((9, 1), (30, 1), heads=5)
     inputs = latent_batch(case, torch.bfloat16, CPU)
     with fake_aiter("gfx942"):
-        kernel = kernel_set(Target("rocm", "gfx942")).select(LATENT_ATTENTION, case.spec(torch.bfloat16))
+        kernel = kernel_set(Target("rocm", "gfx942")).select(MLA_ATTENTION, case.spec(torch.bfloat16))
         assert kernel.room == 16
         check_absorbed(case, kernel, inputs)  # without room they are copied
         q = torch.full((2, 16, 576), float("nan"), dtype=torch.bfloat16)[:, :5]
@@ -149,7 +149,7 @@ def test_fewer_heads_are_decoded_in_the_room_that_their_queries_have():
 def test_the_table_says_whose_other_batches_are():
     with fake_aiter("gfx942"):
         kernels = kernel_set(Target("rocm", "gfx942"))
-        kernels.select(LATENT_ATTENTION, case_of((9, 1)).spec(torch.bfloat16))
+        kernels.select(MLA_ATTENTION, case_of((9, 1)).spec(torch.bfloat16))
         (choice,) = kernels.choices()
     assert (choice.implementation, choice.remark) == ("aiter", "It decodes; other batches over latents are Triton's.")
 

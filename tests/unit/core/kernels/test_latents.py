@@ -9,11 +9,11 @@ import torch
 
 from atom_core.kernels.cache_dtypes import FP8_DTYPES, is_foreign
 from atom_core.kernels.head_linear.reference import head_linear, widened_head_linear
-from atom_core.kernels.latent_attention import LATENT_ATTENTION
-from atom_core.kernels.latent_attention.reference import ReferenceLatentAttention, cached_rows
-from atom_core.kernels.latent_cache.reference import latent_cache
-from atom_core.kernels.latent_prefill.plan import Piece, cut, expanding_is_cheaper, plan_prefill
-from atom_core.kernels.latent_prefill.reference import ReferenceLatentPrefill
+from atom_core.kernels.mla_attention import MLA_ATTENTION
+from atom_core.kernels.mla_attention.reference import ReferenceMlaAttention, cached_rows
+from atom_core.kernels.mla_cache.reference import mla_cache
+from atom_core.kernels.mla_prefill.plan import Piece, cut, expanding_is_cheaper, plan_prefill
+from atom_core.kernels.mla_prefill.reference import ReferenceMlaPrefill
 from atom_core.kernels.select import Target
 from tests.latent_cases import (
     LATENT_CASES,
@@ -21,8 +21,8 @@ from tests.latent_cases import (
     check_absorbed,
     check_expanded,
     check_head_linear,
-    check_latent_cache,
-    check_latent_queries,
+    check_mla_absorbed_queries,
+    check_mla_cache,
     check_values,
     latent_batch,
 )
@@ -41,20 +41,20 @@ interpreted = pytest.mark.parametrize(("dtype", "nvidia"), [(torch.float32, Fals
 @pytest.fixture
 def all_expanded(monkeypatch):
     """All requests with tokens have their latents expanded, whatever it costs."""
-    monkeypatch.setattr("atom_core.kernels.latent_prefill.plan.expanding_is_cheaper", lambda new, *_: new > 0)
+    monkeypatch.setattr("atom_core.kernels.mla_prefill.plan.expanding_is_cheaper", lambda new, *_: new > 0)
 
 
 @every_case
 @every_dtype
 def test_the_reference_of_the_absorbed_form_answers_as_token_by_token(case, dtype):
-    check_absorbed(case, ReferenceLatentAttention(case.spec(dtype)), latent_batch(case, dtype, CPU))
+    check_absorbed(case, ReferenceMlaAttention(case.spec(dtype)), latent_batch(case, dtype, CPU))
 
 
 @every_case
 @every_dtype
 @pytest.mark.usefixtures("all_expanded")
 def test_the_reference_of_the_expanded_form_answers_as_token_by_token(case, dtype):
-    check_expanded(case, ReferenceLatentPrefill(case.spec(dtype)), latent_batch(case, dtype, CPU))
+    check_expanded(case, ReferenceMlaPrefill(case.spec(dtype)), latent_batch(case, dtype, CPU))
 
 
 @every_case
@@ -63,53 +63,53 @@ def test_the_reference_of_the_expanded_form_answers_as_token_by_token(case, dtyp
 def test_the_references_read_an_fp8_cache(case, cache_dtype):
     inputs = latent_batch(case, torch.bfloat16, CPU, cache_dtype=cache_dtype)
     spec = case.spec(torch.bfloat16, cache_dtype)
-    check_absorbed(case, ReferenceLatentAttention(spec), inputs)
-    check_expanded(case, ReferenceLatentPrefill(spec), inputs)
+    check_absorbed(case, ReferenceMlaAttention(spec), inputs)
+    check_expanded(case, ReferenceMlaPrefill(spec), inputs)
 
 
 @every_case
 @interpreted
 def test_the_triton_kernel_of_the_absorbed_form_answers_as_token_by_token(case, dtype, nvidia):
-    from atom_core.kernels.latent_attention.triton_kernel import TritonLatentAttention
+    from atom_core.kernels.mla_attention.triton_kernel import TritonMlaAttention
 
-    kernel = TritonLatentAttention(case.spec(dtype), nvidia, overlap=False)
+    kernel = TritonMlaAttention(case.spec(dtype), nvidia, overlap=False)
     check_absorbed(case, kernel, latent_batch(case, dtype, CPU))
 
 
 @every_case
 @every_fp8_dtype
 def test_the_triton_kernel_of_the_absorbed_form_reads_an_fp8_cache(exact_fp8_casts, case, cache_dtype):
-    from atom_core.kernels.latent_attention.triton_kernel import TritonLatentAttention
+    from atom_core.kernels.mla_attention.triton_kernel import TritonMlaAttention
 
     foreign = is_foreign(cache_dtype, "gfx942")
-    kernel = TritonLatentAttention(case.spec(torch.float16, cache_dtype), False, overlap=False, foreign=foreign)
+    kernel = TritonMlaAttention(case.spec(torch.float16, cache_dtype), False, overlap=False, foreign=foreign)
     check_absorbed(case, kernel, latent_batch(case, torch.float16, CPU, cache_dtype=cache_dtype))
 
 
 @pytest.fixture(params=[1024, 24])
 def keys_at_a_time(request, monkeypatch):
     """How many keys are expanded at a time: all, or so few that requests go on from chunk to chunk."""
-    monkeypatch.setattr("atom_core.kernels.latent_prefill.plan.BUFFER_BYTES", 0)
-    monkeypatch.setattr("atom_core.kernels.latent_prefill.plan.FEWEST_KEYS", request.param)
+    monkeypatch.setattr("atom_core.kernels.mla_prefill.plan.BUFFER_BYTES", 0)
+    monkeypatch.setattr("atom_core.kernels.mla_prefill.plan.FEWEST_KEYS", request.param)
 
 
 @every_case_expanded
 @interpreted
 @pytest.mark.usefixtures("all_expanded", "keys_at_a_time")
 def test_the_triton_kernel_of_the_expanded_form_answers_as_token_by_token(case, dtype, nvidia):
-    from atom_core.kernels.latent_prefill.triton_kernel import TritonLatentPrefill
+    from atom_core.kernels.mla_prefill.triton_kernel import TritonMlaPrefill
 
     # Keys and values are rounded once more than those of other attention.
-    check_expanded(case, TritonLatentPrefill(case.spec(dtype), nvidia, False), latent_batch(case, dtype, CPU), ulps=2)
+    check_expanded(case, TritonMlaPrefill(case.spec(dtype), nvidia, False), latent_batch(case, dtype, CPU), ulps=2)
 
 
 @every_case_expanded
 @every_fp8_dtype
 @pytest.mark.usefixtures("all_expanded")
 def test_the_triton_kernel_of_the_expanded_form_reads_an_fp8_cache(case, cache_dtype):
-    from atom_core.kernels.latent_prefill.triton_kernel import TritonLatentPrefill
+    from atom_core.kernels.mla_prefill.triton_kernel import TritonMlaPrefill
 
-    kernel = TritonLatentPrefill(case.spec(torch.float16, cache_dtype), False, overlap=False)
+    kernel = TritonMlaPrefill(case.spec(torch.float16, cache_dtype), False, overlap=False)
     check_expanded(case, kernel, latent_batch(case, torch.float16, CPU, cache_dtype=cache_dtype), ulps=2)
 
 
@@ -129,58 +129,60 @@ every_cache = pytest.mark.parametrize("case", CACHES, ids=str)
 @every_dtype
 @pytest.mark.parametrize("tokens", [7, 65])
 def test_the_reference_norms_rotates_and_writes(case, dtype, tokens):
-    check_latent_cache(case, partial(latent_cache, spec=case.spec(dtype).latent), dtype, CPU, tokens=tokens)
+    check_mla_cache(case, partial(mla_cache, spec=case.spec(dtype).latent), dtype, CPU, tokens=tokens)
 
 
 @every_cache
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter cuts bfloat16 off
 @pytest.mark.parametrize("tokens", [7, 65])
 def test_the_triton_kernel_norms_rotates_and_writes(case, dtype, tokens):
-    from atom_core.kernels.latent_cache.triton_kernel import latent_cache as launch
+    from atom_core.kernels.mla_cache.triton_kernel import mla_cache as launch
 
-    check_latent_cache(case, partial(launch, spec=case.spec(dtype).latent), dtype, CPU, tokens=tokens)
+    check_mla_cache(case, partial(launch, spec=case.spec(dtype).latent), dtype, CPU, tokens=tokens)
 
 
 @every_cache
 @every_fp8_dtype
 def test_both_fill_an_fp8_cache(exact_fp8_casts, case, cache_dtype):
-    from atom_core.kernels.latent_cache.triton_kernel import latent_cache as launch
+    from atom_core.kernels.mla_cache.triton_kernel import mla_cache as launch
 
     spec = case.spec(torch.float16, cache_dtype).latent
-    for kernel in (latent_cache, launch):
-        check_latent_cache(case, partial(kernel, spec=spec), torch.float16, CPU, cache_dtype)
+    for kernel in (mla_cache, launch):
+        check_mla_cache(case, partial(kernel, spec=spec), torch.float16, CPU, cache_dtype)
 
 
 @every_cache
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 7, 16, 21])
 def test_the_triton_kernel_also_folds_queries(case, dtype, tokens):
-    from atom_core.kernels.latent_queries.triton_kernel import TritonLatentQueries
+    from atom_core.kernels.mla_absorbed_queries.triton_kernel import TritonMlaAbsorbedQueries
 
-    check_latent_queries(case, TritonLatentQueries(case.spec(dtype).latent, overlap=False), dtype, CPU, tokens=tokens)
+    check_mla_absorbed_queries(
+        case, TritonMlaAbsorbedQueries(case.spec(dtype).latent, overlap=False), dtype, CPU, tokens=tokens
+    )
 
 
 @every_cache
 def test_many_tokens_queries_are_folded_by_larger_tiles(case):
-    from atom_core.kernels.latent_queries.triton_kernel import TritonLatentQueries
+    from atom_core.kernels.mla_absorbed_queries.triton_kernel import TritonMlaAbsorbedQueries
 
-    launch = TritonLatentQueries(case.spec(torch.float16).latent, overlap=False)
+    launch = TritonMlaAbsorbedQueries(case.spec(torch.float16).latent, overlap=False)
     assert launch.max_tokens == 64
     launch.max_tokens = 256
-    check_latent_queries(case, launch, torch.float16, CPU, tokens=70)
+    check_mla_absorbed_queries(case, launch, torch.float16, CPU, tokens=70)
 
 
 @every_cache
 @every_fp8_dtype
 def test_it_fills_an_fp8_cache_as_well(exact_fp8_casts, case, cache_dtype):
-    from atom_core.kernels.latent_queries.triton_kernel import TritonLatentQueries
+    from atom_core.kernels.mla_absorbed_queries.triton_kernel import TritonMlaAbsorbedQueries
 
     spec = case.spec(torch.float16, cache_dtype).latent
-    check_latent_queries(case, TritonLatentQueries(spec, overlap=False), torch.float16, CPU, cache_dtype)
+    check_mla_absorbed_queries(case, TritonMlaAbsorbedQueries(spec, overlap=False), torch.float16, CPU, cache_dtype)
 
 
 def leave_parts(q, cache, batch, spec, parts, sums, least, keys):
-    """What :class:`atom_core.kernels.latent_attention.hopper.LatentDecode` leaves, by its definition."""
+    """What :class:`atom_core.kernels.mla_attention.hopper.LatentDecode` leaves, by its definition."""
     heads, starts = q.shape[1], batch.query_start_loc.tolist()
     for request, length in enumerate(batch.seq_lens.tolist()):
         token = starts[request]
@@ -212,8 +214,8 @@ PARTED = (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("count", "least"), [(32, 1), (3, 1), (16, 2)])
 def test_the_triton_kernel_joins_parts_to_values(monkeypatch, case, dtype, count, least):
-    from atom_core.kernels.latent_attention.hopper import KEYS
-    from atom_core.kernels.latent_values import triton_kernel
+    from atom_core.kernels.mla_absorbed_values import triton_kernel
+    from atom_core.kernels.mla_attention.hopper import KEYS
 
     monkeypatch.setattr(triton_kernel, "_FEWEST_TILES", least)
 
@@ -301,7 +303,7 @@ def test_requests_that_decode_are_not_expanded():
 
 
 def test_triton_says_which_latents_are_too_long():
-    (_, triton, _) = LATENT_ATTENTION.implementations
+    (_, triton, _) = MLA_ATTENTION.implementations
     spec = LatentCase("", (), rank=576).spec(torch.bfloat16)
     assert "up to 512 numbers and rotated keys of up to 64, not 576 and 16" in triton.supports(
         spec, Target("cuda", "sm90")

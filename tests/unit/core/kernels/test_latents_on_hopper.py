@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gluon_on_cpu import on_cpu
-from tests.latent_cases import LATENT_CASES, LatentCase, check_absorbed, check_latent_token, latent_batch
+from tests.latent_cases import LATENT_CASES, LatentCase, check_absorbed, check_mla_fused_decode, latent_batch
 
 CPU = torch.device("cpu")
 SIZES = {"rank": 64, "nope_dim": 24, "rope_dim": 16, "value_dim": 16}
@@ -15,7 +15,7 @@ SIZES = {"rank": 64, "nope_dim": 24, "rope_dim": 16, "value_dim": 16}
 @pytest.fixture(scope="module")
 def modules():
     """The kernels' modules, by name."""
-    import atom_core.kernels.latent_values.triton_kernel  # noqa: F401 - it goes on with what it has imported
+    import atom_core.kernels.mla_absorbed_values.triton_kernel  # noqa: F401 - it goes on with what it has imported
 
     with on_cpu() as found:
         yield found
@@ -36,8 +36,10 @@ def sharing(monkeypatch):
 @pytest.mark.usefixtures("sharing")
 def test_one_token_alone(modules, before, heads, sizes):
     case = LatentCase("", ((before, 1),), heads=heads, **{**SIZES, **sizes})
-    kernel = modules["atom_core.kernels.latent_token.hopper"].LatentToken(case.spec(torch.float16), overlap=False)
-    check_latent_token(case, kernel, torch.float16, CPU, max_seq_len=4096)
+    kernel = modules["atom_core.kernels.mla_fused_decode.hopper"].MlaFusedDecode(
+        case.spec(torch.float16), overlap=False
+    )
+    check_mla_fused_decode(case, kernel, torch.float16, CPU, max_seq_len=4096)
 
 
 DECODES = (
@@ -52,7 +54,7 @@ def test_decoding(modules, request, case, shared):
     if shared:
         request.getfixturevalue("sharing")
     case = LatentCase(**{**vars(case), "rank": 64})
-    kernel = modules["atom_core.kernels.latent_attention.hopper"].LatentDecode(case.spec(torch.float16), overlap=False)
+    kernel = modules["atom_core.kernels.mla_attention.hopper"].LatentDecode(case.spec(torch.float16), overlap=False)
     inputs = latent_batch(case, torch.float16, CPU)
     assert kernel.takes(inputs.cache, inputs.batch) or case.gap
     check_absorbed(case, kernel, inputs)

@@ -67,7 +67,7 @@ both = pytest.mark.parametrize("family", [V2, V3], ids=str)
 @pytest.fixture
 def absorbed(monkeypatch):
     """No latents are expanded, whatever it costs."""
-    monkeypatch.setattr("atom_core.kernels.latent_prefill.plan.expanding_is_cheaper", lambda *sizes: False)
+    monkeypatch.setattr("atom_core.kernels.mla_prefill.plan.expanding_is_cheaper", lambda *sizes: False)
 
 
 CASES = [

@@ -107,9 +107,9 @@ def few(monkeypatch):
 
 
 def test_latents_are_read_once_for_all_heads():
-    (case,) = (it for it in CASES["latent_attention"](LATENTS, 2) if it.name.startswith("decode 64 x 4096"))
+    (case,) = (it for it in CASES["mla_attention"](LATENTS, 2) if it.name.startswith("decode 64 x 4096"))
     assert case.num_bytes == 2 * 64 * (4096 * 48 + 4 * (48 + 32))
-    assert list(CASES["attention"](LATENTS, 2)) == list(CASES["latent_attention"](CONFIG, 2)) == []
+    assert list(CASES["attention"](LATENTS, 2)) == list(CASES["mla_attention"](CONFIG, 2)) == []
 
 
 def test_experts_are_read_once_where_some_token_was_sent_to_them():

@@ -1,0 +1,73 @@
+"""What is in front of attention over latents at once: the latent's row in the cache, and queries that meet latents.
+
+:mod:`atom_core.kernels.mla_cache`, then :mod:`atom_core.kernels.head_linear` into latents, with the same results but
+that ``q`` is left as it is:
+
+    queries[t, h] = q[t, h, :N] expand[h, :N], rotate(q[t, h, N:])
+
+``q``: ``[T, H, N + R]``; ``latent``: ``[T, L + R]``; ``queries``: ``[T, H, L + R]``, written. It is for few tokens:
+more are run by the ops that it is made of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from atom_core.cache import LatentCacheView
+from atom_core.kernels.mla_cache import MlaSpec, MlaWeights
+from atom_core.kernels.select import Implementation, Op, Target, always
+from atom_core.kernels.triton_support import overlaps, why_not_fused
+
+
+@dataclass(frozen=True)
+class MlaAbsorbedQueriesSpec:
+    """One attention layer.
+
+    ``separate`` names the implementation that was chosen for each op by itself: what is fused is Triton's.
+    """
+
+    latent: MlaSpec
+    separate: tuple[tuple[str, str], ...]
+
+
+class MlaAbsorbedQueriesKernel(Protocol):
+    """The call: ``(q, latent, positions [T], weights, cache, slots [T], queries)``."""
+
+    max_tokens: int
+    """Tokens up to which it is to be called, from 1 on."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        weights: MlaWeights,
+        cache: LatentCacheView,
+        slots: torch.Tensor,
+        queries: torch.Tensor,
+    ) -> None: ...
+
+
+def _triton_supports(spec: MlaAbsorbedQueriesSpec, target: Target) -> str | None:
+    return why_not_fused(spec.separate)
+
+
+def _build_triton(spec: MlaAbsorbedQueriesSpec, target: Target) -> MlaAbsorbedQueriesKernel | None:
+    from atom_core.kernels.mla_absorbed_queries.triton_kernel import (
+        TritonMlaAbsorbedQueries,  # needs triton, which a CPU may lack
+    )
+
+    return TritonMlaAbsorbedQueries(spec.latent, overlaps(target))
+
+
+#: "separate" is no kernel: the cache is filled, then queries are multiplied.
+MLA_ABSORBED_QUERIES: Op[MlaAbsorbedQueriesSpec, MlaAbsorbedQueriesKernel | None] = Op(
+    "mla_absorbed_queries",
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("separate", always, lambda spec, target: None),
+    ),
+)

@@ -1,0 +1,222 @@
+"""The latent's cache row and the queries that meet latents in Triton: one launch.
+
+A program takes some tokens and some of the latent's numbers of one head's queries, with its weights on their way before
+the kernel in front is done; those of the first numbers rotate the rest of the query as well. Behind the last head are
+programs that write some tokens' latents to the cache, as in :mod:`atom_core.kernels.mla_cache`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.cache import LatentCacheView
+from atom_core.kernels.cache_dtypes import saturation_limit
+from atom_core.kernels.kept import kept_of
+from atom_core.kernels.mla_cache.triton_kernel import angles_of, turn, write_rows
+from atom_core.kernels.triton_support import launch_options
+
+if TYPE_CHECKING:
+    from atom_core.kernels.mla_cache import MlaSpec, MlaWeights
+
+#: Tokens up to which there are many programs, by small tiles, and those of a launch at most.
+_FEW_TOKENS, _MAX_TOKENS = 64, 256
+#: Inputs up to which a program of many tokens multiplies by all of them at once.
+_AT_ONCE = 128
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program takes."""
+
+    tokens: int
+    numbers: int
+    """Of a latent."""
+    warps: int
+    extra: int
+    """As many heads' programs, behind the last head, write to the cache."""
+
+
+#: Few and more tokens as in :mod:`atom_core.kernels.head_linear`.
+_FEW, _MANY = Tile(16, 32, 4, 1), Tile(64, 128, 8, 4)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _mla_absorbed_queries(
+    q,
+    latent,
+    positions,
+    slots,
+    cos_sin,
+    norm,
+    expand,
+    rows,
+    queries,
+    num_tokens,
+    eps,
+    scale,
+    stride_q_token,
+    stride_q_head,
+    stride_latent,
+    stride_expand_head,
+    stride_expand,
+    stride_page,
+    stride_row,
+    stride_o_token,
+    stride_o_head,
+    PAGE: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    L_PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    POLICY: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0)
+    if head >= H:
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        place = ((tl.program_id(1) - H) * tl.num_programs(0) + block) * ROWS + tl.arange(0, ROWS)
+        token = (tl.program_id(2) * BLOCK_T + place).to(tl.int64)
+        mine = (token < num_tokens) & (place < BLOCK_T)
+        write_rows(
+            latent,
+            positions,
+            slots,
+            cos_sin,
+            norm,
+            rows,
+            token,
+            mine,
+            eps,
+            scale,
+            stride_latent,
+            stride_page,
+            stride_row,
+            PAGE,
+            R,
+            L,
+            L_PADDED,
+            PAIRS,
+            INTERLEAVED,
+            LIMIT,
+        )
+        return
+
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (column < L)[None, :]
+    number = tl.arange(0, BLOCK_K)
+    weights = expand + head * stride_expand_head + column[None, :]
+    factors = tl.load(
+        weights + number.to(tl.int64)[:, None] * stride_expand, mask=(number < N)[:, None] & inside, other=0.0
+    )
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    taken = token < num_tokens
+    token = token.to(tl.int64)
+    query = q + token[:, None] * stride_q_token + head * stride_q_head
+    target = queries + token[:, None] * stride_o_token + head * stride_o_head
+    x = tl.load(query + number[None, :], mask=taken[:, None] & (number < N)[None, :], other=0.0)
+    total = tl.dot(x, factors, input_precision="ieee")
+    for begin in tl.range(BLOCK_K, N, BLOCK_K):
+        number = begin + tl.arange(0, BLOCK_K)
+        known = number < N
+        factors = tl.load(
+            weights + number.to(tl.int64)[:, None] * stride_expand, mask=known[:, None] & inside, other=0.0
+        )
+        x = tl.load(query + number[None, :], mask=taken[:, None] & known[None, :], other=0.0)
+        total = tl.dot(x, factors, total, input_precision="ieee")
+    folded = total.to(queries.dtype.element_ty)
+    tl.store(target + column[None, :], folded, mask=taken[:, None] & inside, eviction_policy=POLICY)
+
+    if block == 0:
+        cos, sin, first, second, paired = angles_of(cos_sin, positions, token, taken, R, PAIRS, INTERLEAVED)
+        turn(query + N, target + L, cos, sin, first, second, paired, taken, R, BLOCK_T, PAIRS, INTERLEAVED)
+
+
+class TritonMlaAbsorbedQueries:
+    """See :mod:`atom_core.kernels.mla_absorbed_queries`.
+
+    Args:
+        spec: the layer.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+    """
+
+    def __init__(self, spec: MlaSpec, overlap: bool) -> None:
+        self.spec, self.overlap = spec, overlap
+        # Measured on Hopper alone, where a tile's numbers fit in registers.
+        many = overlap and spec.dtype.itemsize == 2 and spec.nope_dim <= _AT_ONCE
+        self.max_tokens = _MAX_TOKENS if many else _FEW_TOKENS
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        weights: MlaWeights,
+        cache: LatentCacheView,
+        slots: torch.Tensor,
+        queries: torch.Tensor,
+    ) -> None:
+        """Launch it."""
+        spec, num_tokens = self.spec, q.shape[0]
+        assert num_tokens <= self.max_tokens
+        assert q.stride(-1) == latent.stride(-1) == cache.rows.stride(-1) == queries.stride(-1) == 1
+        assert weights.expand.stride(-1) == 1
+        if not num_tokens:
+            return
+        tile = _FEW if num_tokens <= _FEW_TOKENS else _MANY
+        blocks = triton.cdiv(spec.rank, tile.numbers)
+        rows = triton.cdiv(tile.tokens, blocks * tile.extra)
+        _mla_absorbed_queries[blocks, spec.num_heads + tile.extra, triton.cdiv(num_tokens, tile.tokens)](
+            q,
+            latent,
+            positions,
+            slots,
+            weights.cos_sin,
+            weights.norm,
+            weights.expand,
+            cache.rows,
+            queries,
+            num_tokens,
+            weights.eps,
+            cache.scale,
+            *q.stride()[:2],
+            latent.stride(0),
+            *weights.expand.stride()[:2],
+            *cache.rows.stride()[:2],
+            *queries.stride()[:2],
+            PAGE=cache.page_size,
+            H=spec.num_heads,
+            N=spec.nope_dim,
+            R=spec.rope_dim,
+            L=spec.rank,
+            L_PADDED=triton.next_power_of_2(spec.rank),
+            PAIRS=triton.next_power_of_2(spec.rope_dim // 2),
+            BLOCK_T=tile.tokens,
+            BLOCK_N=tile.numbers,
+            BLOCK_K=max(16, min(128, triton.next_power_of_2(spec.nope_dim))),
+            ROWS=triton.next_power_of_2(rows),
+            INTERLEAVED=spec.interleaved,
+            LIMIT=saturation_limit(cache.rows.dtype),
+            POLICY=kept_of(spec.num_heads) if tile is _MANY else "",
+            OVERLAP=self.overlap,
+            num_warps=tile.warps,
+            **launch_options(self.overlap),
+        )

@@ -1,0 +1,257 @@
+"""Attention over latents in Triton: decode, drafts that are verified, and prompts, in one launch.
+
+A program takes some query tokens of one request, and of their heads as many as a tile of rows holds: one tile of
+latents is keys and values to all of them. It walks the request's rows with an online softmax (arXiv 2205.14135).
+Programs are numbered, and share a request's rows where there are few of them, as in
+:mod:`atom_core.kernels.attention.triton_kernel`: a captured graph replays for any lengths.
+
+``H`` heads, of which ``HEADS`` a tile; latents of ``L`` numbers, rotated keys of ``R``; pages of any strides.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.batch import Batch
+from atom_core.cache import LatentCacheView
+from atom_core.kernels.attention.splits import SplitBuffers
+from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joined, place_of
+from atom_core.kernels.mla_attention.hopper import LatentDecode
+from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
+from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
+from atom_core.types import GraphSupport
+
+#: Batches differ in these: one kernel must do for all.
+_VARYING = ["num_requests", "num_tokens"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _mla_attention(
+    q,
+    rows,
+    out,
+    parts,
+    part_sums,
+    arrivals,
+    query_start_loc,
+    seq_lens,
+    page_table,
+    num_requests,
+    num_tokens,
+    scale,
+    cache_scale,
+    stride_q_token,
+    stride_q_head,
+    stride_page,
+    stride_row,
+    stride_o_token,
+    stride_o_head,
+    stride_table,
+    PAGE: tl.constexpr,
+    H: tl.constexpr,
+    HEADS: tl.constexpr,
+    L: tl.constexpr,
+    L_PADDED: tl.constexpr,
+    R: tl.constexpr,
+    R_PADDED: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    AMD: tl.constexpr,
+):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0)
+    split = tl.program_id(2)
+    request = tl.cast(place_of(block, query_start_loc, num_requests, BLOCK_Q), tl.int64)
+    start = tl.load(query_start_loc + request)
+    num_queries = tl.load(query_start_loc + request + 1) - start
+    first = (block - (start // BLOCK_Q + request).to(tl.int32)) * BLOCK_Q
+    if first >= num_queries:
+        return
+    length = tl.load(seq_lens + request)
+
+    # Row m of the tile is query token m // HEADS and head m % HEADS of this program's.
+    tile_row = tl.arange(0, BLOCK_M)
+    token = first + tile_row // HEADS
+    head = tl.program_id(1) * HEADS + tile_row % HEADS
+    row_used = (token < num_queries) & (tile_row < BLOCK_Q * HEADS) & (head < H)
+    position = length - num_queries + token
+    number = tl.arange(0, L_PADDED)
+    number_used = number < L
+    turned = tl.arange(0, R_PADDED)
+    turned_used = turned < R
+    query = q + (start + token).to(tl.int64)[:, None] * stride_q_token + head.to(tl.int64)[:, None] * stride_q_head
+    plain_query = tl.load(query + number[None, :], mask=row_used[:, None] & number_used[None, :], other=0.0)
+    turned_query = tl.load(query + L + turned[None, :], mask=row_used[:, None] & turned_used[None, :], other=0.0)
+
+    begin = 0
+    end = length - num_queries + tl.minimum(first + BLOCK_Q, num_queries)
+    working = 1
+    if SPLIT:
+        num_tiles = tl.cdiv(end, BLOCK_N)
+        share = tl.cdiv(num_tiles, tl.num_programs(2))
+        if not AMD:  # where none has measured it
+            # One program adds up all parts, each of about as many bytes as a tile: no more parts than each has tiles.
+            share = tl.maximum(share, tl.ceil(tl.sqrt(num_tiles.to(tl.float32))).to(tl.int32))
+        working = tl.cdiv(num_tiles, share)
+        if split >= working:
+            return
+        begin = split * share * BLOCK_N
+        end = tl.minimum(begin + share * BLOCK_N, end)
+
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, L_PADDED], tl.float32)
+    table = page_table + request * stride_table
+    if AHEAD:
+        # Rows are fetched while tiles before theirs are worked on: with their pages known, they wait for nothing else.
+        ahead = begin + tl.arange(0, BLOCK_N)
+        next_page = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
+    for tile in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        other = tile + tl.arange(0, BLOCK_N)
+        known = other < end
+        if AHEAD:
+            page = next_page
+            ahead = other + BLOCK_N
+            next_page = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
+        else:
+            page = tl.load(table + other // PAGE, mask=known, other=0)
+        row = rows + (page.to(tl.int64) * stride_page + (other % PAGE).to(tl.int64) * stride_row)[:, None]
+        latents = tl.load(row + number[None, :], mask=known[:, None] & number_used[None, :], other=0.0)
+        keys = tl.load(row + L + turned[None, :], mask=known[:, None] & turned_used[None, :], other=0.0)
+        latents = latents.to(plain_query.dtype)
+        scores = tl.dot(plain_query, tl.trans(latents), input_precision="ieee")
+        scores = tl.dot(turned_query, tl.trans(keys.to(plain_query.dtype)), scores, input_precision="ieee")
+        scores *= scale * cache_scale * LOG2_E
+        seen = (other[None, :] <= position[:, None]) & known[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        # A query may see no row of this part: keep exp2() away from inf - inf.
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(latents.dtype), latents, acc * shrink[:, None], input_precision="ieee")
+        highest = new_highest
+
+    kept = row_used[:, None] & number_used[None, :]
+    if SPLIT:  # noqa: SIM102 - decided when compiling, unlike the next
+        if working > 1:
+            # Rows of the parts: split, token, head.
+            at = (start + token).to(tl.int64) * H + head
+            part_rows = tl.cast(num_tokens, tl.int64) * H
+            mine = split * part_rows + at
+            tl.store(parts + mine[:, None] * L + number[None, :], acc, mask=kept)
+            tl.store(part_sums + mine * 2, highest, mask=row_used)
+            tl.store(part_sums + mine * 2 + 1, total, mask=row_used)
+            if not is_last(arrivals + block * tl.num_programs(1) + tl.program_id(1), working, AMD):
+                return
+            total, acc = parts_joined(parts, part_sums, at, part_rows, working, row_used, L, BLOCK_M, L_PADDED)
+
+    acc = acc * cache_scale / tl.where(total == 0.0, 1.0, total)[:, None]
+    o_at = (start + token).to(tl.int64)[:, None] * stride_o_token + head.to(tl.int64)[:, None] * stride_o_head
+    tl.store(out + o_at + number[None, :], acc.to(out.dtype.element_ty), mask=kept)
+
+
+class TritonMlaAttention:
+    """See :mod:`atom_core.kernels.mla_attention`.
+
+    Args:
+        spec: the layer.
+        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`; from Hopper on.
+        foreign: see :func:`atom_core.kernels.cache_dtypes.is_foreign`.
+        hopper: whether the device is one, which has a kernel of its own for decoding.
+    """
+
+    graph_support: GraphSupport = "always"
+
+    def __init__(
+        self, spec: MlaAttentionSpec, nvidia: bool, overlap: bool, foreign: bool = False, hopper: bool = False
+    ) -> None:
+        self.spec, self.foreign = spec, foreign
+        self.decode = LatentDecode(spec, overlap) if hopper and LatentDecode.fits(spec) else None
+        self.room = spec.latent.num_heads
+        self.nvidia, self.overlap = nvidia, overlap
+        #: Rows of the largest tile: its sums, a row's as long as a latent, have to fit into registers.
+        self.most_rows = (64 if nvidia else 32) // (2 if spec.latent.dtype == torch.float32 else 1)
+        self.heads: int = min(spec.latent.num_heads, self.most_rows)
+        self.decode_rows: int = max(16, triton.next_power_of_2(self.heads))  # tl.dot wants at least 16
+        self.split_buffers = SplitBuffers()
+
+    def _tile(self, rows: int) -> tuple[int, int, int]:
+        """Keys, warps and stages for ``rows`` rows.
+
+        On NVIDIA 4 warps hold the sums of 16 rows in 16 bits without spills, and two such programs share a
+        multiprocessor. More rows take 8 warps; three stages of them fit into Hopper's 227 KiB of shared memory up to
+        32 rows. gfx942 has 64 KiB, and takes registers to widen a foreign FP8: with more keys or warps it spills.
+        """
+        shape = self.spec.latent
+        if self.nvidia and shape.dtype.itemsize == shape.cache_dtype.itemsize == 2:
+            if rows <= 16:
+                return 32, 4, 3
+            if rows <= 32 and self.overlap:
+                return 64, 8, 3
+        keys = 64 if self.nvidia else 16 if self.foreign else 32
+        keys = max(16, keys // (2 if shape.dtype == torch.float32 else 1))  # tl.dot wants at least 16
+        return (keys, 8, 2) if self.nvidia else (keys, 4, 1)
+
+    def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
+        """Write the attention of every request's queries to ``out``."""
+        shape = self.spec.latent
+        assert q.stride(-1) == cache.rows.stride(-1) == out.stride(-1) == 1
+        if self.decode is not None and self.decode.takes(cache, batch):
+            self.decode(q, cache, batch, out)
+            return
+        num_tokens, num_requests = q.shape[0], batch.seq_lens.shape[0]
+        few_queries = batch.max_query_len * self.heads <= self.decode_rows
+        block_m = self.decode_rows if few_queries else max(self.decode_rows, self.most_rows)
+        block_q = max(1, block_m // self.heads)
+        blocks, groups = num_tokens // block_q + num_requests, triton.cdiv(shape.num_heads, self.heads)
+        row_count = num_tokens * shape.num_heads
+        keys, warps, stages = self._tile(block_m)
+        splits = self.split_buffers.share(blocks * groups, batch.max_seq_len, row_count, shape.rank, q.device)
+        _mla_attention[blocks, groups, splits.count](
+            q,
+            cache.rows,
+            out,
+            splits.parts,
+            splits.sums,
+            splits.arrivals,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.page_table,
+            num_requests,
+            num_tokens,
+            self.spec.scale,
+            cache.scale,
+            *q.stride()[:2],
+            *cache.rows.stride()[:2],
+            *out.stride()[:2],
+            batch.page_table.stride(0),
+            PAGE=cache.page_size,
+            H=shape.num_heads,
+            HEADS=self.heads,
+            L=shape.rank,
+            L_PADDED=max(16, triton.next_power_of_2(shape.rank)),
+            R=shape.rope_dim,
+            R_PADDED=max(16, triton.next_power_of_2(shape.rope_dim)),
+            BLOCK_Q=block_q,
+            BLOCK_M=block_m,
+            BLOCK_N=keys,
+            SPLIT=splits.count > 1,
+            STAGES=stages,
+            AHEAD=stages > 2,  # elsewhere registers spill for it
+            OVERLAP=self.overlap,
+            AMD=takes_amd_assembly(self.nvidia),
+            num_warps=warps,
+            **launch_options(self.overlap),
+        )

@@ -1,0 +1,100 @@
+"""From a token's raw latent to its row in the cache, with its queries rotated, in one step.
+
+``latent``: ``[T, L + R]``, straight from the projection; ``q``: ``[T, H, N + R]``; both of any strides with numbers
+side by side. ``cos_sin [P, R]`` has a row for each position:
+
+    row = rms_norm(latent[:L]) * weight, rotate(latent[L:])
+    q[h, N:] = rotate(q[h, N:]), in place
+
+The row goes to the token's slot; tokens with a negative slot write none. An FP8 cache gets ``row / scale``, cut to what
+it can hold. Multi-head latent attention: DeepSeek-V2, arXiv 2405.04434.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from atom_core.cache import LatentCacheView
+from atom_core.kernels.cache_dtypes import why_unreadable
+from atom_core.kernels.mla_cache.reference import mla_cache
+from atom_core.kernels.select import Implementation, Op, Target
+from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
+
+
+@dataclass(frozen=True)
+class MlaSpec:
+    """The shapes of one attention layer over latents, as this rank holds them."""
+
+    num_heads: int
+    """H"""
+    rank: int
+    """L: numbers of the latent that keys and values are made of."""
+    nope_dim: int
+    """N: numbers of a head's query and key that are not rotated."""
+    rope_dim: int
+    """R: numbers that are."""
+    value_dim: int
+    """V: numbers of a head's value."""
+    interleaved: bool
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+
+    @property
+    def row(self) -> int:
+        """Numbers that are cached of a token."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True)
+class MlaWeights:
+    """What latents are transformed with. The weights are the model's own parameters, referred to.
+
+    ``cos_sin``: float32 ``[P, R]``; ``norm``: ``[L]``, of the latent, with its ``eps``; ``expand``: ``[H, N + V, L]``,
+    by which a head's key (but for what is rotated) and value are made of a latent.
+    """
+
+    cos_sin: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+    expand: torch.Tensor
+
+
+class MlaCacheKernel(Protocol):
+    """The call: ``(q, latent, positions [T], weights, cache, slots [T])``; ``q`` is rotated in place."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        weights: MlaWeights,
+        cache: LatentCacheView,
+        slots: torch.Tensor,
+    ) -> None: ...
+
+
+def _reference_supports(spec: MlaSpec, target: Target) -> str | None:
+    return why_unreadable(spec.cache_dtype)
+
+
+def _triton_supports(spec: MlaSpec, target: Target) -> str | None:
+    return why_no_triton(target) or why_no_triton_cache(spec.dtype, spec.cache_dtype, target)
+
+
+def _build_triton(spec: MlaSpec, target: Target) -> MlaCacheKernel:
+    from atom_core.kernels.mla_cache.triton_kernel import mla_cache as launch  # needs triton
+
+    return partial(launch, spec=spec, overlap=overlaps(target))
+
+
+MLA_CACHE: Op[MlaSpec, MlaCacheKernel] = Op(
+    "mla_cache",
+    (
+        Implementation("triton", _triton_supports, _build_triton),
+        Implementation("reference", _reference_supports, lambda spec, target: partial(mla_cache, spec=spec)),
+    ),
+)
