@@ -35,7 +35,7 @@ from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.quant import read_quantization
 from atom_core.runtime import Runtime, WithoutPeers
-from atom_core.standalone import Step, build_runtime, cache_order, finalize, page_pools, plan
+from atom_core.standalone import Step, build_runtime, empty_caches, finalize, plan
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.step import MAX_MODEL_LEN, PAGE_SIZE, decode_batch
 from atom_plugin.common.aiter_all_reduce import is_one_kernel, quantizes, why_not_aiter
@@ -436,13 +436,12 @@ def count(
     recorder = Recorder()
     with _recording(recorder), torch.inference_mode():
         recorder.paused = True
-        network, runtime, config = _build(
+        network, runtime, _ = _build(
             model, target, recorder, ranks, num_layers, kernels=kernels, expert_parallel=expert_parallel
         )
         metadata, pages = decode_batch(batch, context, META)
         metadata = plan(network, metadata)
-        mine = replace(config, num_kv_heads=max(1, config.num_kv_heads // ranks))
-        pools = page_pools(mine, runtime, pages, PAGE_SIZE, order=cache_order(network))
+        pools = empty_caches(network, runtime, pages, PAGE_SIZE)
         ids, positions = (torch.zeros(batch, dtype=torch.int64, device=META) for _ in range(2))
         fused = network.model.fused
         fused.layers = [

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from atom_core.config import ModelConfig
+from atom_core.config import MixerConfig, ModelConfig
 from benchmarks._fused_moe import Quantized, stages
 
 #: Bytes up to which aiter's fused all-reduce and norm is one kernel over 8 ranks, and not two
@@ -61,14 +61,19 @@ class Case:
         return self.config.hidden_size
 
     @property
+    def mixer(self) -> MixerConfig:
+        """Of every layer."""
+        return self.config.layers[0].mixer
+
+    @property
     def queries(self) -> int:
         """This rank's numbers of a token's queries."""
-        return self.config.num_heads * self.config.head_dim // self.ranks
+        return self.mixer.num_heads * self.mixer.query_dim // self.ranks
 
     @property
     def keys(self) -> int:
         """This rank's numbers of a token's keys, and of its values."""
-        return max(1, self.config.num_kv_heads // self.ranks) * self.config.head_dim
+        return max(1, self.mixer.num_kv_heads // self.ranks) * self.mixer.query_dim
 
     @property
     def in_two_stages(self) -> bool:
@@ -131,7 +136,7 @@ def _all_reduce(case: Case, source: str) -> Iterator[Read]:
 
 def atom(case: Case) -> list[Read]:
     """ATOM's layer, with ATOM_ENABLE_QK_NORM_ROPE_CACHE_QUANT_FUSION=1, without which it has three launches more."""
-    if case.config.latent is not None:
+    if case.config.has_mla:
         return [*_atom_mla(case), *_atom_mixture(case, "deepseek_v2.py:1167", "deepseek_v2.py:3094")]
     moe = case.config.layers[-1].moe is not None
     queries, keys, hidden = case.queries, case.keys, case.hidden
@@ -175,7 +180,7 @@ def _atom_mixture(case: Case, gate: str, norm: str) -> Iterator[Read]:
 
 
 def _atom_mla(case: Case) -> Iterator[Read]:
-    latent, hidden, heads = case.config.latent, case.hidden, case.config.num_heads // case.ranks
+    latent, hidden, heads = case.mixer, case.hidden, case.mixer.num_heads // case.ranks
     assert latent is not None
     assert latent.query_rank is not None
     first, row, queries = latent.query_rank, latent.row, heads * latent.query_dim
@@ -195,7 +200,7 @@ def _atom_mla(case: Case) -> Iterator[Read]:
 
 def _parts(case: Case) -> float:
     """Bytes of what each 256 tokens of a request add to its answers, with two float32 for each head."""
-    return -(-case.context // 256) * (_wide(case.queries) + 8 * case.queries / case.config.head_dim)
+    return -(-case.context // 256) * (_wide(case.queries) + 8 * case.queries / case.mixer.query_dim)
 
 
 def _fused_norm(case: Case, quantized: bool) -> str:
@@ -208,7 +213,7 @@ def _fused_norm(case: Case, quantized: bool) -> str:
 def vllm(case: Case) -> list[Read]:
     """vLLM's layer: compiled, which fuses norms and activations with the quantisers behind them, and all-reduces."""
     moe = case.config.layers[-1].moe is not None
-    if case.config.latent is not None:
+    if case.config.has_mla:
         return [*_vllm_mla(case), *_vllm_mixture(case, "deepseek_v2.py:424")]
     queries, keys, hidden = case.queries, case.keys, case.hidden
     model = "qwen3_moe.py" if moe else "qwen3.py"
@@ -245,7 +250,7 @@ def _vllm_mixture(case: Case, experts: str) -> Iterator[Read]:
     assert moe is not None
     count = moe.routing.num_experts
     model = experts.partition(":")[0]
-    line = 1406 if case.config.latent is not None else 429
+    line = 1406 if case.config.has_mla else 429
     yield from _norm(case, "add_rms_norm", f"{model}:{line}, {_fused_norm(case, False)}", False, reduces=True)
     yield Read("gemm gate", "moe_runner.py:913", _wide(hidden, count))
     yield Read("topk", f"{experts}, router", _wide(count) + 8 * moe.routing.top_k)
@@ -259,7 +264,7 @@ def _vllm_mixture(case: Case, experts: str) -> Iterator[Read]:
 
 
 def _vllm_mla(case: Case) -> Iterator[Read]:
-    latent, hidden, heads = case.config.latent, case.hidden, case.config.num_heads // case.ranks
+    latent, hidden, heads = case.mixer, case.hidden, case.mixer.num_heads // case.ranks
     assert latent is not None
     assert latent.query_rank is not None
     first, row, queries = latent.query_rank, latent.row, heads * latent.query_dim

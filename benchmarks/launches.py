@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from atom_core.config import ModelConfig
+from atom_core.config import AttentionConfig, LayerConfig, ModelConfig
 from atom_core.kernels.select import Target
 from atom_core.loading import lay_out
 from atom_core.models.read_config import read_model_config
@@ -108,11 +108,23 @@ def weights_and_cache(row: Row) -> tuple[int, int]:
         config = _config(row.model, layers)
         quant = read_quantization(read_config(row.model), None)
         model = lay_out(config, torch.bfloat16, row.ranks, quant, row.expert_parallel)
-        mine = replace(config, num_kv_heads=max(1, config.num_kv_heads // row.ranks))
-        return weight_bytes(model, row.batch), cache_bytes(mine, row.batch, CONTEXT, torch.bfloat16)
+        return weight_bytes(model, row.batch), cache_bytes(
+            _of_rank(config, row.ranks), row.batch, CONTEXT, torch.bfloat16
+        )
 
     (weights, cache), (fewer_weights, less_cache) = both(row.layers), both(row.layers - 1)
     return weights - fewer_weights, cache - less_cache
+
+
+def _of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
+    """``config`` with a rank's key/value heads; latents are whole on every rank."""
+
+    def mine(layer: LayerConfig) -> LayerConfig:
+        if not isinstance(layer.mixer, AttentionConfig):
+            return layer
+        return replace(layer, mixer=replace(layer.mixer, num_kv_heads=max(1, layer.mixer.num_kv_heads // ranks)))
+
+    return replace(config, layers=tuple(map(mine, config.layers)))
 
 
 def activations(row: Row) -> tuple[float, float, float]:
@@ -132,7 +144,7 @@ def launch_table() -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     for row in rows():
         least = min(kernels(atom(row.case)), kernels(vllm(row.case)))
-        shuffled = None if row.case.config.latent else ours(row, GFX942, shuffled=True)
+        shuffled = None if row.case.config.has_mla else ours(row, GFX942, shuffled=True)
         cells = [ours(row, GFX942), ours(row, GFX950), shuffled]
         shown = ["" if it is None else _marked(str(kernels(it)), kernels(it) > least) for it in cells]
         other = [str(kernels(it)) for it in (atom(row.case), vllm(row.case), ours(row, HOPPER))]

@@ -137,7 +137,7 @@ def check_decode(
     batch, cache = inputs.batch, inputs.cache
     for reader, writer in case.readers:
         shared = -(-(case.attention.requests[writer][0] + 1) // cache.page_size)
-        batch.page_table[reader, :shared] = batch.page_table[writer, :shared]
+        batch.pages.table[reader, :shared] = batch.pages.table[writer, :shared]
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
@@ -154,7 +154,7 @@ def check_decode(
     norms = (random(layer.dim), random(layer.dim)) if case.qk_norm else (None, None)
     weights = QkvWeights(cos_sin, *norms, 1e-6)
 
-    real = batch.slot_mapping[:num_real]
+    real = batch.pages.slots[:num_real]
     page, offset = real // cache.page_size, real % cache.page_size
     for side in (cache.key, cache.value):
         as_bytes(side)[page, :, offset] = 0x7F if side.element_size() == 1 else NAN

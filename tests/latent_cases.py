@@ -350,7 +350,7 @@ def check_mla_fused_decode(
     norm = torch.rand(case.rank, generator=generator).to(dtype) + 0.5
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to(device)
     weights = MlaWeights(cos_sin, norm.to(device), 1e-6, inputs.expand)
-    page, offset = divmod(int(batch.slot_mapping[0]), case.page_size)
+    page, offset = divmod(int(batch.pages.slots[0]), case.page_size)
     pages = inputs.cache.rows
     pages[page, offset] = NAN
     others = pages.clone()
@@ -358,7 +358,7 @@ def check_mla_fused_decode(
     given, out = q.to(device), room[:, : case.heads, : case.value_dim]
     assert kernel.takes(1, inputs.cache, batch)
     positions = torch.tensor([before], device=device)
-    kernel(given, latent.to(device), positions, weights, inputs.cache, batch.slot_mapping, batch, out)
+    kernel(given, latent.to(device), positions, weights, inputs.cache, batch.pages.slots, batch, out)
 
     def turn(x: torch.Tensor) -> torch.Tensor:
         return _turned(case, x, angles[before])

@@ -34,6 +34,21 @@ class Pages:
 
 
 @dataclass(frozen=True)
+class States:
+    """Where the states of the requests lie, for mixers that keep one a request (Gated DeltaNet, arXiv 2412.06464)."""
+
+    slots: torch.Tensor
+    """int32 ``[R]``: each request's slot; negative: a padded row, which reads and writes none."""
+    has_state: torch.Tensor
+    """bool ``[R]``: whether the slot has the request's state. If not, begin with zeros."""
+    num_accepted: torch.Tensor | None = None
+    """int32 ``[R]``: how many of the tokens that the last step verified were accepted. None: there are no drafts."""
+
+
+NO_PAGES = Pages(torch.empty(0, 0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
 class Batch:
     """One step's batch, in the one form that all token mixers and their kernels read."""
 
@@ -49,26 +64,16 @@ class Batch:
     num_decode_requests: int = 0
     num_decode_tokens: int = 0
     causal: bool = True
-    pages: Pages | None = None
-    """None: of a batch for mixers that keep a state for each request and no pages."""
+    pages: Pages = NO_PAGES
+    """:data:`NO_PAGES` of a batch for mixers that keep a state for each request and no pages."""
+    states: States | None = None
+    """None: of a batch for mixers over pages."""
     host: HostLengths | None = None
     """None: it does not know, or a graph will replay the step with other lengths."""
     plans: Mapping[Hashable, object] = field(default_factory=dict)
     """What implementations worked out for this step, by their ``plan_key``."""
     scratch: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What the first layer's kernel worked out on the device for all others; another batch starts with an empty one."""
-
-    @property
-    def page_table(self) -> torch.Tensor:
-        """See :attr:`Pages.table`."""
-        assert self.pages is not None, "this batch has no pages"
-        return self.pages.table
-
-    @property
-    def slot_mapping(self) -> torch.Tensor:
-        """See :attr:`Pages.slots`."""
-        assert self.pages is not None, "this batch has no pages"
-        return self.pages.slots
 
     def with_plans(self, plans: Mapping[Hashable, object]) -> Batch:
         """This step with ``plans``."""
@@ -77,7 +82,7 @@ class Batch:
         return planned
 
     def decodes_and_others(self) -> tuple[Batch, Batch]:
-        """The requests that decode, which come first, and those behind them, each as a batch of its own; scratch."""
+        """The requests that decode, which come first, and those behind them, each as a batch of its own."""
         key = ("decodes and others", capturing(self.seq_lens.device))
         if key not in self.scratch:
             self.scratch[key] = self._decodes(), self._others()
@@ -90,7 +95,7 @@ class Batch:
             self,
             query_start_loc=self.query_start_loc[: requests + 1],
             seq_lens=self.seq_lens[:requests],
-            pages=Pages(self.page_table[:requests], self.slot_mapping),
+            pages=Pages(self.pages.table[:requests], self.pages.slots),
             num_requests=requests,
             num_tokens=tokens,
             max_query_len=1 if tokens == requests else self.max_query_len,
@@ -103,7 +108,7 @@ class Batch:
             query_start_loc=self.query_start_loc[requests:] - tokens,
             # Copies, as kernels are compiled anew for pointers that are aligned otherwise.
             seq_lens=self.seq_lens[requests:].clone(),
-            pages=Pages(self.page_table[requests:].clone(), self.slot_mapping[tokens:]),
+            pages=Pages(self.pages.table[requests:].clone(), self.pages.slots[tokens:]),
             num_requests=self.num_requests - requests,
             num_tokens=self.num_tokens - tokens,
             num_decode_requests=0,
@@ -112,5 +117,5 @@ class Batch:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a graph is captured: what is made then is the graph's, and what was scratch before is not in it."""
+    """Whether a graph is captured: what is made then is the graph's, and what was made before is not in it."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -7,7 +7,7 @@ the framework's memory. The core allocates nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -120,3 +120,37 @@ class LatentCacheView:
     def page_size(self) -> int:
         """Tokens a page."""
         return self.rows.shape[1]
+
+
+@dataclass(frozen=True)
+class KeyValueSpec:
+    """Paged keys and values of each key/value head."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    window: int | None = None
+    """Older tokens than these, the newest included, are never read."""
+    order: CacheOrder = "plain"
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Paged rows, one a token for all heads (MLA). Every rank has all of them."""
+
+    row: int
+    """Elements of a row."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """A state of one size a request, whatever its length: some tensors, each in a slot of ``[slots, *shape]``."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+#: What a token mixer keeps of a sequence between steps, and a layer's view of it.
+CacheSpec: TypeAlias = KeyValueSpec | LatentSpec | StateSpec
+Cache: TypeAlias = KVCacheView | LatentCacheView | tuple[torch.Tensor, ...]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 from atom_core.hf_config import HfConfig
 from atom_core.rope import RopeConfig, read_rope
@@ -55,85 +55,121 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class MlaConfig:
-    """Attention over a latent that all heads share: a token's keys and values, compressed (MLA, arXiv 2405.04434)."""
-
-    query_rank: int | None
-    """Numbers that a token's queries are compressed to; None: they are not."""
-    rank: int
-    """Numbers of the latent that keys and values are made of."""
-    nope_dim: int
-    """Numbers of a head's query and key that are not rotated."""
-    rope_dim: int
-    """Numbers that are; those of the key are one for all heads."""
-    value_dim: int
-    scale: float
-    """Of the scores."""
-
-    @property
-    def query_dim(self) -> int:
-        """Numbers of a head's query."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def row(self) -> int:
-        """Numbers that are cached of a token."""
-        return self.rank + self.rope_dim
-
-
-@dataclass(frozen=True)
 class Padding:
-    """What of a model's sizes checkpoints do not have: zeros behind what they have, so that sizes divide over ranks."""
+    """Heads of zeros after those that checkpoints have, so that heads divide by ranks."""
 
     heads: int = 0
     kv_heads: int = 0
-    intermediate_size: int = 0
 
 
 NO_PADDING = Padding()
 
 
 @dataclass(frozen=True)
-class LayerConfig:
-    """What one decoder layer has that another may not."""
+class AttentionConfig:
+    """Attention with keys and values of its own for each key/value head (MHA, GQA, MQA)."""
 
-    window: int | None
-    """Sliding window in tokens, the query's own included; None attends to everything before."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    """Sliding window in tokens, the query's own included. None: a query attends to every token before it."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    """Whether each head of q and of k has an RMS norm before rope."""
+    sinks: bool = False
+    """Whether each head has a sink: a logit that takes its share of the softmax and has no value."""
+    padding: Padding = NO_PADDING
+    """Included in ``num_heads`` and ``num_kv_heads``."""
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a head's query."""
+        return self.head_dim
+
+    @property
+    def cached_elements(self) -> int:
+        """Elements that the cache holds of a token, over all heads."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """Multi-head latent attention (MLA, arXiv 2405.04434): each head's key and value are made of one latent a token."""
+
+    num_heads: int
+    query_rank: int | None
+    """Size that a token's query is compressed to. None: it is not compressed."""
+    rank: int
+    """Size of the latent of keys and values."""
+    nope_dim: int
+    """Elements of a head's query and key without rope."""
+    rope_dim: int
+    """Elements of a head's query and key with rope. All heads share this part of the key."""
+    value_dim: int
+    scale: float
+    """Factor of the scores."""
+    padding: Padding = NO_PADDING
+    """Included in ``num_heads``."""
+
+    window: ClassVar[None] = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Each head has keys and values of its own."""
+        return self.num_heads
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a head's query."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def row(self) -> int:
+        """Elements of a token's row in the cache: the latent, then the key's part with rope."""
+        return self.rank + self.rope_dim
+
+    @property
+    def cached_elements(self) -> int:
+        """Elements that the cache holds of a token."""
+        return self.row
+
+
+#: What mixes tokens in a layer; each kind has a module in :mod:`atom_core.mixers`.
+MixerConfig: TypeAlias = AttentionConfig | MlaConfig
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One decoder layer."""
+
+    mixer: MixerConfig
     moe: MoEConfig | None = None
     """None: a dense feed-forward network."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only language model, whole: all ranks see the same one, sharding is the layers' business."""
+    """A decoder-only language model. All ranks have the same one; layers shard themselves."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     layers: tuple[LayerConfig, ...]
     rope: RopeConfig
     rms_norm_eps: float
     activation: Activation
     max_position: int
     tie_word_embeddings: bool
-    qkv_bias: bool = False
-    attention_out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    sinks: bool = False
-    """Whether each head of attention has a sink: a logit that takes its share of the softmax and has no value."""
-    latent: MlaConfig | None = None
-    """None: heads have keys and values of their own in the cache. Else ``head_dim`` is that of queries."""
     draft_layers: int = 0
-    """Layers behind the last that checkpoints have to draft further tokens with; they are not part of this model."""
+    """Layers after the last that checkpoints have to draft further tokens with; they are not part of this model."""
     layers_before: int = 0
     """Of a draft made of such layers: how many layers the checkpoint has before them."""
-    padding: Padding = NO_PADDING
-    """Of ``num_heads``, ``num_kv_heads`` and ``intermediate_size``, which count it."""
+    intermediate_padding: int = 0
+    """Zeros included in ``intermediate_size`` that checkpoints do not have."""
 
     @property
     def num_layers(self) -> int:
@@ -141,9 +177,9 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def cached_numbers(self) -> int:
-        """Numbers that a layer's cache holds of a token, over all heads."""
-        return 2 * self.num_kv_heads * self.head_dim if self.latent is None else self.latent.row
+    def has_mla(self) -> bool:
+        """Whether some layer is MLA."""
+        return any(isinstance(layer.mixer, MlaConfig) for layer in self.layers)
 
     @property
     def has_mixtures(self) -> bool:
@@ -152,27 +188,35 @@ class ModelConfig:
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether some layer has a feed-forward network that all tokens go through."""
+        """Whether some layer has a dense feed-forward network."""
         return any(layer.moe is None for layer in self.layers)
 
-    def padded(self, num_heads: int, num_kv_heads: int, intermediate_size: int) -> ModelConfig:
-        """The same model with more heads and a wider middle, of zeros; each key/value head has as many queries.
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query heads and key/value heads, which all layers have alike."""
+        ((heads, kv_heads),) = {(layer.mixer.num_heads, layer.mixer.num_kv_heads) for layer in self.layers}
+        return heads, kv_heads
 
-        Padding changes no answer: heads of zeros attend to zeros, and what comes of them is multiplied by zeros.
+    def padded(self, num_heads: int, num_kv_heads: int, intermediate_size: int) -> ModelConfig:
+        """The same model with more heads and a larger intermediate size; each key/value head has as many queries.
+
+        The padding is zeros and changes no result: heads of zeros give zeros, which are multiplied by zeros.
         """
-        assert num_heads * self.num_kv_heads == num_kv_heads * self.num_heads
-        padding = Padding(
-            num_heads - self.num_heads, num_kv_heads - self.num_kv_heads, intermediate_size - self.intermediate_size
-        )
-        assert min(padding.heads, padding.kv_heads, padding.intermediate_size) >= 0
-        assert self.padding == NO_PADDING
-        return replace(
-            self,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            intermediate_size=intermediate_size,
-            padding=padding,
-        )
+        heads, kv_heads = self.heads
+        assert num_heads * kv_heads == num_kv_heads * heads
+        padding, wider = Padding(num_heads - heads, num_kv_heads - kv_heads), intermediate_size - self.intermediate_size
+        assert min(padding.heads, padding.kv_heads, wider) >= 0
+        assert not self.intermediate_padding
+        layers = tuple(replace(layer, mixer=_padded(layer.mixer, padding)) for layer in self.layers)
+        return replace(self, layers=layers, intermediate_size=intermediate_size, intermediate_padding=wider)
+
+
+def _padded(mixer: MixerConfig, padding: Padding) -> MixerConfig:
+    assert mixer.padding == NO_PADDING
+    heads = mixer.num_heads + padding.heads
+    if isinstance(mixer, MlaConfig):
+        return replace(mixer, num_heads=heads, padding=padding)
+    return replace(mixer, num_heads=heads, num_kv_heads=mixer.num_kv_heads + padding.kv_heads, padding=padding)
 
 
 def read_architecture(values: Mapping[str, Any]) -> str:
@@ -216,36 +260,15 @@ def check_groups(groups: int, let_in: int, num_experts: int, top_k: int) -> None
         )
 
 
-def read_decoder(
-    hf: HfConfig,
-    *,
-    qkv_bias: bool = False,
-    attention_out_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    sinks: bool = False,
-    activation: Activation | None = None,
-    windows: Sequence[int | None] | None = None,
-    mixtures: Sequence[MoEConfig | None] | None = None,
-    draft_layers: int = 0,
-    rope_dim: int | None = None,
-) -> ModelConfig:
-    """Read what all dense decoder families write alike; the arguments are what they do not.
-
-    Args:
-        hf: the configuration.
-        qkv_bias, attention_out_bias, mlp_bias, qk_norm, sinks: the family's facts.
-        activation: the family's, where configurations do not name it.
-        windows: one sliding window a layer; None for none at all.
-        mixtures: one mixture of experts a layer; None for none at all.
-        draft_layers: see :class:`ModelConfig`.
-        rope_dim: numbers of a head that the rope is for, where that is not the head.
+def read_attention(
+    hf: HfConfig, *, qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool = False, sinks: bool = False
+) -> AttentionConfig:
+    """Read the attention of a family; the arguments are what configurations do not say.
 
     Raises:
-        ValueError: missing or impossible values.
+        ValueError: sizes that do not fit each other.
     """
-    num_layers, num_heads = hf.num_hidden_layers, hf.num_attention_heads
-    num_kv_heads = hf.num_key_value_heads or num_heads
+    num_heads, num_kv_heads = hf.num_attention_heads, hf.num_key_value_heads or hf.num_attention_heads
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}: "
@@ -256,29 +279,56 @@ def read_decoder(
             f"hidden_size={hf.hidden_size} does not divide by num_attention_heads={num_heads}, "
             "and the config gives no head_dim."
         )
-    head_dim = rope_dim or hf.head_dim or hf.hidden_size // num_heads
+    head_dim = hf.head_dim or hf.hidden_size // num_heads
+    return AttentionConfig(
+        num_heads, num_kv_heads, head_dim, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm, sinks=sinks
+    )
+
+
+def windowed(attention: AttentionConfig, windows: Sequence[int | None]) -> list[AttentionConfig]:
+    """``attention`` of each layer, with the layer's own sliding window or None."""
+    return [replace(attention, window=window) for window in windows]
+
+
+def read_decoder(
+    hf: HfConfig,
+    mixers: Sequence[MixerConfig],
+    *,
+    mixtures: Sequence[MoEConfig | None] | None = None,
+    mlp_bias: bool = False,
+    activation: Activation | None = None,
+    draft_layers: int = 0,
+    rope: RopeConfig | None = None,
+) -> ModelConfig:
+    """Read what all decoder families write alike; the arguments are what differs.
+
+    Args:
+        hf: the configuration.
+        mixers: one a layer.
+        mixtures: a mixture of experts, or None for a dense network, a layer. None: all layers are dense.
+        mlp_bias: whether dense networks have biases.
+        activation: the family's, where configurations do not name it.
+        draft_layers: see :class:`ModelConfig`.
+        rope: None: as configurations write it for heads of attention.
+
+    Raises:
+        ValueError: missing or impossible values.
+    """
+    if rope is None:
+        assert isinstance(mixers[0], AttentionConfig)
+        rope = read_rope(hf, head_dim=mixers[0].head_dim)
     return ModelConfig(
         architecture=hf.architecture,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        layers=tuple(
-            LayerConfig(window, moe)
-            for window, moe in zip(windows or [None] * num_layers, mixtures or [None] * num_layers, strict=True)
-        ),
-        rope=read_rope(hf, head_dim=head_dim),
+        layers=tuple(map(LayerConfig, mixers, mixtures or [None] * len(mixers))),
+        rope=rope,
         rms_norm_eps=float(hf.rms_norm_eps),
         activation=activation or read_activation(hf),
         max_position=hf.max_position_embeddings,
         tie_word_embeddings=hf.tie_word_embeddings,
-        qkv_bias=qkv_bias,
-        attention_out_bias=attention_out_bias,
         mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        sinks=sinks,
         draft_layers=draft_layers,
     )
 

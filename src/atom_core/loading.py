@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from atom_core.attention.base import RadixAttention
-from atom_core.attention.mla import RadixMlaAttention
 from atom_core.checkpoint import Checkpoint, config_of
 from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
+from atom_core.mixers.base import RadixAttention
 from atom_core.models.decoder import CheckpointModel
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_draft_class, load_model_class
@@ -152,8 +151,7 @@ def _without_memory(
             device=torch.device("meta"),
             dtype=dtype,
             kernels=kernel_set(Target("cpu", "")),
-            attention=RadixAttention,
-            mla_attention=RadixMlaAttention,
+            bind=RadixAttention,
             max_model_len=1,
             cache_dtype=dtype,
             quant=quant,

@@ -17,11 +17,8 @@ from atom_core.quant import QuantConfig, Unquantized
 from atom_core.types import SameStepReads
 
 if TYPE_CHECKING:
-    from atom_core.attention.base import AttentionSpec, BaseAttention
-    from atom_core.attention.mla import BaseMlaAttention, MlaLayerSpec
     from atom_core.kernels.all_reduce_norm.peer_memory import PeerMemory
-    from atom_core.kernels.mla_cache import MlaWeights
-    from atom_core.kernels.qk_norm_rope import QkvWeights
+    from atom_core.mixers.base import BaseAttention, TokenMixer
 
 
 class Communicator(Protocol):
@@ -149,11 +146,8 @@ class PipelineStage:
         return self.end_layer is None or self.end_layer == num_layers
 
 
-AttentionFactory = Callable[["AttentionSpec", "QkvWeights", "torch.Tensor | None", "Runtime"], "BaseAttention"]
-"""Makes a layer's attention from its spec, what q and k are transformed with, its sinks, and the runtime."""
-
-MlaAttentionFactory = Callable[["MlaLayerSpec", "MlaWeights", "Runtime"], "BaseMlaAttention"]
-"""The same of a layer over latents."""
+Binder = Callable[["TokenMixer", "Runtime"], "BaseAttention"]
+"""Binds a layer's token mixer to the cache that a framework keeps for it."""
 
 RoutedExperts = Callable[[int, torch.Tensor], None]
 """Told by each mixture which experts its router chose: the layer's index, and ``experts [T, k]`` int32.
@@ -170,8 +164,7 @@ class Runtime:
     device: torch.device
     dtype: torch.dtype
     kernels: KernelSet
-    attention: AttentionFactory
-    mla_attention: MlaAttentionFactory
+    bind: Binder
     max_model_len: int
     """The longest sequence that will be served: rows of the rope table."""
     cache_dtype: torch.dtype

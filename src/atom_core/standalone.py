@@ -7,24 +7,22 @@ cache that it owns. It schedules nothing, frees nothing, and stops at a token co
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from atom_core.attention.base import CachedAttention, RadixAttention
-from atom_core.attention.mla import CachedMlaAttention, RadixMlaAttention
 from atom_core.batch import Batch, HostLengths, Pages
-from atom_core.cache import SHUFFLED, CacheOrder, KVCacheView, LatentCacheView
+from atom_core.cache import SHUFFLED, Cache, CacheSpec, KeyValueSpec, KVCacheView, LatentCacheView, LatentSpec
 from atom_core.checkpoint import Checkpoint, config_of
 from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.layers.parameters import ParameterLayer
 from atom_core.loading import UNQUANTIZED, check_files, check_update
+from atom_core.mixers.base import BaseAttention, RadixAttention, TokenMixer
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
@@ -35,16 +33,8 @@ from atom_core.weights import unread_layers
 
 logger = logging.getLogger(__name__)
 
-CacheView = KVCacheView | LatentCacheView
 #: Of random matrices, as models are initialised before training.
 RANDOM_SPREAD = 0.02
-
-
-class Planner(Protocol):
-    """Whoever works something out once a step for all layers of its key."""
-
-    def plan(self, batch: Batch) -> object:
-        """It."""
 
 
 def build_runtime(
@@ -73,8 +63,7 @@ def build_runtime(
         device=device,
         dtype=dtype,
         kernels=kernel_set(target or Target.of(device), kernels, with_aiter=with_aiter),
-        attention=RadixAttention,
-        mla_attention=RadixMlaAttention,
+        bind=RadixAttention,
         max_model_len=max_model_len,
         cache_dtype=cache_dtype or dtype,
         quant=quant,
@@ -101,49 +90,38 @@ def random_model(config: ModelConfig, runtime: Runtime, seed: int = 0) -> Decode
     return model
 
 
-def page_pools(
-    config: ModelConfig,
-    runtime: Runtime,
-    num_pages: int,
-    page_size: int,
-    *,
-    random: bool = False,
-    order: CacheOrder = "plain",
-) -> list[CacheView]:
-    """Pages of every layer: random numbers, or NaN, with which a kernel that reads what it did not write shows."""
-    heads, latent = config.num_kv_heads, config.latent
-    shape = (num_pages, heads, page_size, 2 * config.head_dim) if latent is None else (num_pages, page_size, latent.row)
+def mixers(model: torch.nn.Module) -> list[TokenMixer]:
+    """The model's token mixers, one a layer."""
+    return [module.mixer for module in model.modules() if isinstance(module, BaseAttention)]
 
-    def pool() -> torch.Tensor:
+
+def empty_caches(
+    model: torch.nn.Module, runtime: Runtime, num_pages: int, page_size: int, *, random: bool = False
+) -> dict[int, Cache]:
+    """Each layer's cache by its index: random values, or NaN, which shows a kernel that reads what it did not write."""
+
+    def memory(*shape: int) -> torch.Tensor:
         if not random:
             return torch.full(shape, float("nan"), dtype=runtime.cache_dtype, device=runtime.device)
         return torch.empty(shape, dtype=runtime.dtype, device=runtime.device).normal_().to(runtime.cache_dtype)
 
-    if latent is not None:
-        return [LatentCacheView(pool()) for _ in config.layers]
-    if order == SHUFFLED:
-        # A page's keys, then its values.
-        both = [pool().view(num_pages, 2, -1) for _ in config.layers]
-        return [KVCacheView.of_shuffled(it[:, 0], it[:, 1], heads, page_size) for it in both]
-    return [KVCacheView.of_packed(pool(), config.head_dim) for _ in config.layers]
+    def cache(spec: CacheSpec) -> Cache:
+        if isinstance(spec, LatentSpec):
+            return LatentCacheView(memory(num_pages, page_size, spec.row))
+        assert isinstance(spec, KeyValueSpec)
+        heads, dim = spec.num_kv_heads, spec.head_dim
+        if spec.order == SHUFFLED:
+            both = memory(num_pages, 2, heads * page_size * dim)  # a page's keys, then its values
+            return KVCacheView.of_shuffled(both[:, 0], both[:, 1], heads, page_size)
+        return KVCacheView.of_packed(memory(num_pages, heads, page_size, 2 * dim), dim)
 
-
-def cache_order(model: torch.nn.Module) -> CacheOrder:
-    """The order in which a model's attention reads and fills its pages; it is one for all layers."""
-    orders = {module.kernel.order for module in model.modules() if isinstance(module, CachedAttention)}
-    assert len(orders) <= 1, f"layers differ in the order of their pages: {orders}"
-    return next(iter(orders), "plain")
+    return {mixer.layer_index: cache(mixer.cache_spec) for mixer in mixers(model)}
 
 
 def plan(model: torch.nn.Module, batch: Batch) -> Batch:
-    """The step with what the model's attention kernels work out once for all of their layers."""
-    planners: dict[Hashable, Planner] = {}
-    for module in model.modules():
-        if isinstance(module, CachedAttention):
-            planners[module.kernel.plan_key()] = module.kernel
-        elif isinstance(module, CachedMlaAttention):
-            planners[module.plan_key()] = module
-    return batch.with_plans({key: it.plan(batch) for key, it in planners.items() if key is not None})
+    """The step with what the model's mixers work out once for all layers of a kind."""
+    planners = {mixer.plan_key(): mixer for mixer in mixers(model)}
+    return batch.with_plans({key: mixer.plan(batch) for key, mixer in planners.items() if key is not None})
 
 
 def finalize(model: torch.nn.Module) -> None:
@@ -158,19 +136,11 @@ class Step:
     """One step of the runner: the batch, and every layer's pages."""
 
     batch: Batch
-    caches: Sequence[CacheView]
+    caches: Mapping[int, Cache]
 
-    def attention(self, layer_index: int) -> tuple[Batch, KVCacheView]:
-        """See :class:`atom_core.attention.base.CachedStep`."""
-        cache = self.caches[layer_index]
-        assert isinstance(cache, KVCacheView)
-        return self.batch, cache
-
-    def latents(self, layer: CachedMlaAttention) -> tuple[Batch, LatentCacheView]:
-        """See :class:`atom_core.attention.mla.LatentStep`."""
-        cache = self.caches[layer.layer_index]
-        assert isinstance(cache, LatentCacheView)
-        return self.batch, cache
+    def lookup(self, mixer: TokenMixer) -> tuple[Batch, Cache]:
+        """See :class:`atom_core.mixers.base.Step`."""
+        return self.batch, self.caches[mixer.layer_index]
 
 
 class Runner:
@@ -231,10 +201,10 @@ class Runner:
         check_update(self.weights, self.config, directory, self.runtime.quant, self.directory)
         self.weights.update(Checkpoint.open(directory).load(), str(directory), whole=True, seen=True)
 
-    def caches(self, num_requests: int) -> list[CacheView]:
+    def caches(self, num_requests: int) -> dict[int, Cache]:
         """Empty pages for ``num_requests`` sequences of full length, a layer each."""
         pages = num_requests * -(-self.max_model_len // self.page_size)
-        return page_pools(self.config, self.runtime, pages, self.page_size, order=cache_order(self.model))
+        return empty_caches(self.model, self.runtime, pages, self.page_size)
 
     def batch(self, cached: Sequence[int], new: Sequence[int]) -> Batch:
         """The batch in which request ``r`` has ``cached[r]`` tokens in the cache and brings ``new[r]``."""
@@ -262,7 +232,7 @@ class Runner:
         )
 
     @torch.inference_mode()
-    def step(self, caches: Sequence[CacheView], cached: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+    def step(self, caches: Mapping[int, Cache], cached: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Run each request's new ``tokens`` behind its ``cached`` ones: hidden states ``[T, hidden]``."""
         new = [len(row) for row in tokens]
         batch = plan(self.model, self.batch(cached, new))

@@ -53,5 +53,8 @@ SameStepReads = Literal["never", "at page starts", "anywhere"]
 "never": there are no such requests. "at page starts": at the start of a page, as whole pages are shared.
 """
 
-GraphSupport = Literal["none", "always"]
-"""Whether a kernel may run inside a captured graph: without host syncs, and at one launch shape for any lengths."""
+GraphSupport = Literal["none", "decodes", "always"]
+"""Which batches may run inside a captured graph, without host syncs and at one launch shape for any lengths.
+
+"decodes": those whose requests all bring equally few tokens.
+"""

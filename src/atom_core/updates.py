@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 
 from atom_core.checkpoint import Checkpoint
-from atom_core.layers.cache_scales import CacheScales
 from atom_core.layers.parameters import ParameterLayer
+from atom_core.mixers.cache_scales import CacheScales
 from atom_core.models.decoder import CheckpointModel
 from atom_core.spellings import respelled
 from atom_core.weights import (

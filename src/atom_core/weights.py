@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from atom_core.checkpoint import EMBEDDING, HEAD, Checkpoint, is_another_head
-from atom_core.layers.cache_scales import SCALE_NAMES, CacheScales
 from atom_core.layers.parameters import MissingLayer, ParameterLayer, Placement, checkpoint_module
+from atom_core.mixers.cache_scales import SCALE_NAMES, CacheScales
 from atom_core.models.decoder import CheckpointModel
 from atom_core.spellings import respelled
 

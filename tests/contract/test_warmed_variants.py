@@ -21,7 +21,7 @@ from atom_core.kernels.select import Target
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.quant import read_quantization
-from atom_core.standalone import Step, build_runtime, cache_order, finalize, page_pools
+from atom_core.standalone import Step, build_runtime, empty_caches, finalize
 from atom_core.warmup import Batch, batches_to_serve, run_batch
 from atom_plugin.bench.models import read_config
 from benchmarks._launches import META, launching
@@ -93,7 +93,7 @@ def test_what_batches_launch_the_warm_up_has_launched(model, num_layers, target)
         runtime = build_runtime(META, torch.bfloat16, MAX_MODEL_LEN, target=target, quant=quant, with_aiter=False)
         network = load_model_class(config.architecture)(config, runtime)
         finalize(network)
-        pools = page_pools(config, runtime, 64, PAGE_SIZE, order=cache_order(network))
+        pools = empty_caches(network, runtime, 64, PAGE_SIZE)
         width = MAX_MODEL_LEN // PAGE_SIZE
 
         def run(batch: Batch) -> None:

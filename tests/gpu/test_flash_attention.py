@@ -61,8 +61,8 @@ def test_a_captured_graph_answers_batches_of_other_lengths() -> None:
     assert pages == later.cache.key.shape[0], "the captured batch has room for the other's pages"
     for mine, theirs in ((inputs.cache.key, later.cache.key), (inputs.cache.value, later.cache.value)):
         mine[:pages].copy_(theirs)
-    width = later.batch.page_table.shape[1]
-    inputs.batch.page_table[:, :width].copy_(later.batch.page_table)
+    width = later.batch.pages.table.shape[1]
+    inputs.batch.pages.table[:, :width].copy_(later.batch.pages.table)
     inputs.batch.seq_lens.copy_(later.batch.seq_lens)
     inputs.batch.query_start_loc.copy_(later.batch.query_start_loc)
     inputs.q.copy_(later.q)

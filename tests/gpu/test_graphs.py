@@ -65,7 +65,7 @@ def test_attention_is_replayed_for_other_lengths(captured, layer, dtype):
     cache = KVCacheView.of_packed(pool, case.dim)
     batch = replace(
         first.batch,
-        pages=Pages(torch.zeros(REQUESTS, PAGES_EACH, dtype=torch.int32, device=GPU), first.batch.slot_mapping),
+        pages=Pages(torch.zeros(REQUESTS, PAGES_EACH, dtype=torch.int32, device=GPU), first.batch.pages.slots),
         max_seq_len=PAGES_EACH * case.page_size,
     )
     q, out = torch.empty_like(first.q), torch.empty_like(first.q)
@@ -77,9 +77,10 @@ def test_attention_is_replayed_for_other_lengths(captured, layer, dtype):
         pages = inputs.cache.key.shape[0]
         cache.key[:pages] = inputs.cache.key
         cache.value[:pages] = inputs.cache.value
-        for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+        batch.pages.slots.copy_(inputs.batch.pages.slots)
+        for name in ("query_start_loc", "seq_lens"):
             getattr(batch, name).copy_(getattr(inputs.batch, name))
-        batch.page_table.zero_()[:, : inputs.batch.page_table.shape[1]] = inputs.batch.page_table
+        batch.pages.table.zero_()[:, : inputs.batch.pages.table.shape[1]] = inputs.batch.pages.table
         q.copy_(inputs.q)
         out.fill_(NAN)
         if sinks is not None:

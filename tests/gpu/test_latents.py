@@ -253,8 +253,8 @@ def check_replays(build, heads):
         first.cache.rows[:pages] = inputs.cache.rows
         first.folded.copy_(inputs.folded)
         batch.seq_lens.copy_(inputs.batch.seq_lens)
-        width = min(batch.page_table.shape[1], inputs.batch.page_table.shape[1])
-        batch.page_table[:, :width] = inputs.batch.page_table[:, :width]
+        width = min(batch.pages.table.shape[1], inputs.batch.pages.table.shape[1])
+        batch.pages.table[:, :width] = inputs.batch.pages.table[:, :width]
         out.fill_(NAN)
         graph.replay()
         expected = torch.empty_like(out)

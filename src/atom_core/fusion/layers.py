@@ -8,15 +8,15 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from atom_core.decoder_layer import DecoderLayer
 from atom_core.fusion.linear import NormedLinear, ResidualLinear, Stream, StreamNorm
 from atom_core.fusion.mlp import FusedMLP
 from atom_core.fusion.moe import FusedMoE
-from atom_core.layers.attention import Attention
-from atom_core.layers.decoder_layer import DecoderLayer
-from atom_core.layers.mla import MlaAttention
 from atom_core.layers.mlp import GatedMLP
 from atom_core.layers.moe import MoE
 from atom_core.layers.norm import RMSNorm
+from atom_core.mixers.attention import Attention
+from atom_core.mixers.mla import MultiHeadLatentAttention
 from atom_core.runtime import Runtime
 
 
@@ -30,13 +30,13 @@ class FusedAttention:
     def __call__(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
         """The stream behind it."""
         qkv, residual = self.qkv(stream)
-        return self.out(self.attn(qkv, positions, step), residual)
+        return self.out(self.attn((qkv,), positions, step), residual)
 
 
-class FusedMlaAttention:
+class FusedMLA:
     """The same over latents (MLA)."""
 
-    def __init__(self, norm: StreamNorm, attention: MlaAttention, runtime: Runtime) -> None:
+    def __init__(self, norm: StreamNorm, attention: MultiHeadLatentAttention, runtime: Runtime) -> None:
         self.down = NormedLinear(norm, attention.fused_qkv_a_proj_with_mqa, None, runtime)
         self.widths = attention.widths
         #: From compressed queries to queries; None: they are not compressed.
@@ -53,10 +53,10 @@ class FusedMlaAttention:
         q, latent = torch.split(down, self.widths, -1)
         if self.queries is not None:
             q, _ = self.queries(Stream(None, q))
-        return self.out(self.attn(q, latent, positions, step), residual)
+        return self.out(self.attn((q, latent), positions, step), residual)
 
 
-FusedMixer: TypeAlias = FusedAttention | FusedMlaAttention
+FusedMixer: TypeAlias = FusedAttention | FusedMLA
 FusedFeedForward: TypeAlias = FusedMLP | FusedMoE
 
 
@@ -64,8 +64,8 @@ def fused_mixer(norm: RMSNorm, mixer: nn.Module, runtime: Runtime) -> FusedMixer
     """``norm`` and the token mixer behind it."""
     if isinstance(mixer, Attention):
         return FusedAttention(StreamNorm(norm, runtime), mixer, runtime)
-    assert isinstance(mixer, MlaAttention)
-    return FusedMlaAttention(StreamNorm(norm, runtime), mixer, runtime)
+    assert isinstance(mixer, MultiHeadLatentAttention)
+    return FusedMLA(StreamNorm(norm, runtime), mixer, runtime)
 
 
 def fused_feed_forward(norm: RMSNorm, network: nn.Module, runtime: Runtime) -> FusedFeedForward:
@@ -88,12 +88,12 @@ class FusedLayers:
     def __init__(self, layers: Sequence[DecoderLayer], norm: RMSNorm | None, runtime: Runtime) -> None:
         self.layers = [
             (
-                fused_mixer(layer.input_layernorm, layer.self_attn, runtime),
+                fused_mixer(layer.input_layernorm, layer.mixer, runtime),
                 fused_feed_forward(layer.post_attention_layernorm, layer.feed_forward, runtime),
             )
             for layer in layers
         ]
-        modules = [it for layer in layers for it in layer.modules() if it is not layer.self_attn.attn]
+        modules = [it for layer in layers for it in layer.modules() if it is not layer.mixer.attn]
         modules += [] if norm is None else [norm]
         self._hooks = [hooks for it in modules for hooks in (it._forward_hooks, it._forward_pre_hooks)]
         #: Given each layer's place among these and the stream behind it, ``[T, hidden]``; None: nobody looks.

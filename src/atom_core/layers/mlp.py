@@ -20,7 +20,7 @@ class GatedMLP(nn.Module):
         group = runtime.tensor_parallel
         size = config.intermediate_size
         mine = share(size, group.rank, group.world_size, "intermediate_size")
-        padding = config.padding.intermediate_size
+        padding = config.intermediate_padding
         columns = (Column("gate_proj", size - padding, mine), Column("up_proj", size - padding, mine))
         self.gate_up_proj = MergedColumnLinear(
             config.hidden_size, columns, config.mlp_bias, runtime, f"{name}.gate_up_proj"

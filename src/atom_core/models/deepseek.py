@@ -12,7 +12,7 @@ from typing import ClassVar
 from atom_core.config import MlaConfig, ModelConfig, MoEConfig, check_experts, check_groups, read_decoder
 from atom_core.hf_config import DraftLayers, Experts, HfConfig, Index, Number, Size
 from atom_core.models.decoder import DecoderForCausalLM
-from atom_core.rope import read_score_factor
+from atom_core.rope import read_rope, read_score_factor
 from atom_core.types import GroupScore, RoutingConfig, Scoring
 
 #: By ``topk_method``: whether experts are in groups, what a group's score is, and whether scores are corrected.
@@ -98,14 +98,9 @@ class DeepseekV2ForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, hf: DeepseekKeys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
-        # Every head has keys and values of its own, made of the latent; what is rotated is all of a key's rotated part.
-        whole = hf.model_copy(update={"num_key_value_heads": hf.num_attention_heads})
-        config = read_decoder(
-            whole, mixtures=_mixtures(hf), draft_layers=hf.num_nextn_predict_layers, rope_dim=hf.qk_rope_head_dim
-        )
-        latent = _latent(hf)
-        rope = replace(config.rope, interleaved=getattr(hf, "rope_interleave", True))
-        return replace(config, head_dim=latent.query_dim, rope=rope, latent=latent)
+        rope = replace(read_rope(hf, head_dim=hf.qk_rope_head_dim), interleaved=getattr(hf, "rope_interleave", True))
+        mixers, drafts = [_mla(hf)] * hf.num_hidden_layers, hf.num_nextn_predict_layers
+        return read_decoder(hf, mixers, mixtures=_mixtures(hf), draft_layers=drafts, rope=rope)
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
@@ -114,8 +109,9 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     schema = DeepseekV3Keys
 
 
-def _latent(hf: DeepseekKeys) -> MlaConfig:
+def _mla(hf: DeepseekKeys) -> MlaConfig:
     return MlaConfig(
+        num_heads=hf.num_attention_heads,
         query_rank=hf.q_lora_rank,
         rank=hf.kv_lora_rank,
         nope_dim=hf.qk_nope_head_dim,

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from atom_core.config import ModelConfig
+from atom_core.decoder_layer import DecoderLayer
 from atom_core.fusion.layers import FusedLayers
 from atom_core.hf_config import as_mapping
-from atom_core.layers.decoder_layer import DecoderLayer
 from atom_core.layers.embedding import LMHead, TokenEmbedding
 from atom_core.layers.linear import Linear
 from atom_core.layers.norm import RMSNorm

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from atom_core.config import ModelConfig, MoEConfig, check_experts, check_groups, read_decoder
+from atom_core.config import ModelConfig, MoEConfig, check_experts, check_groups, read_attention, read_decoder
 from atom_core.hf_config import DraftLayers, Experts, HfConfig, Index, Number, Size
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.types import RoutingConfig
@@ -44,13 +44,9 @@ class Glm4MoeForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, hf: Glm4MoeKeys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
-        return read_decoder(
-            hf,
-            qkv_bias=hf.attention_bias,
-            qk_norm=hf.use_qk_norm,
-            mixtures=_mixtures(hf),
-            draft_layers=hf.num_nextn_predict_layers,
-        )
+        attention = read_attention(hf, qkv_bias=hf.attention_bias, qk_norm=hf.use_qk_norm)
+        mixers, drafts = [attention] * hf.num_hidden_layers, hf.num_nextn_predict_layers
+        return read_decoder(hf, mixers, mixtures=_mixtures(hf), draft_layers=drafts)
 
 
 def _mixtures(hf: Glm4MoeKeys) -> list[MoEConfig | None]:

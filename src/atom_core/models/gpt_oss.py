@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from atom_core.config import ExpertNames, ModelConfig, MoEConfig, check_experts, read_decoder, typed_windows
+from atom_core.config import (
+    ExpertNames,
+    ModelConfig,
+    MoEConfig,
+    check_experts,
+    read_attention,
+    read_decoder,
+    typed_windows,
+    windowed,
+)
 from atom_core.hf_config import Experts, HfConfig, Number, RopeKeys, Size, Tokens
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.types import SWIGLU_LIMIT, SWIGLU_STEEPNESS, RoutingConfig
@@ -62,12 +71,6 @@ class GptOssForCausalLM(DecoderForCausalLM):
         routing = RoutingConfig(hf.num_local_experts, hf.num_experts_per_tok, "softmax", renormalize=True)
         names = ExpertNames(router="router", gate="gate_up_proj", up="gate_up_proj", down="down_proj")
         moe = MoEConfig(routing, hf.intermediate_size, names, bias=True, fused=True)
-        return read_decoder(
-            hf,
-            qkv_bias=bias,
-            attention_out_bias=bias,
-            sinks=True,
-            activation="clamped_swiglu",
-            windows=hf.windows(),
-            mixtures=[moe] * num_layers,
-        )
+        attention = read_attention(hf, qkv_bias=bias, out_bias=bias, sinks=True)
+        mixers = windowed(attention, hf.windows())
+        return read_decoder(hf, mixers, mixtures=[moe] * num_layers, activation="clamped_swiglu")

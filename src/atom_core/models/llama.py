@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from atom_core.config import ModelConfig, read_decoder
+from atom_core.config import ModelConfig, read_attention, read_decoder
 from atom_core.hf_config import HfConfig
 from atom_core.models.decoder import DecoderForCausalLM
 
@@ -27,4 +27,5 @@ class LlamaForCausalLM(DecoderForCausalLM):
     def read_config(cls, hf: LlamaKeys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
         bias = hf.attention_bias
-        return read_decoder(hf, qkv_bias=bias, attention_out_bias=bias, mlp_bias=hf.mlp_bias)
+        attention = read_attention(hf, qkv_bias=bias, out_bias=bias)
+        return read_decoder(hf, [attention] * hf.num_hidden_layers, mlp_bias=hf.mlp_bias)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from atom_core.config import ModelConfig, every_window_or_none, read_decoder
+from atom_core.config import ModelConfig, every_window_or_none, read_attention, read_decoder, windowed
 from atom_core.hf_config import HfConfig, Tokens
 from atom_core.models.decoder import DecoderForCausalLM
 
@@ -27,4 +27,5 @@ class MistralForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, hf: MistralKeys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
-        return read_decoder(hf, windows=every_window_or_none(hf.layer_types, hf.sliding_window, hf.num_hidden_layers))
+        windows = every_window_or_none(hf.layer_types, hf.sliding_window, hf.num_hidden_layers)
+        return read_decoder(hf, windowed(read_attention(hf), windows))

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from atom_core.config import ExpertNames, ModelConfig, MoEConfig, check_experts, every_window_or_none, read_decoder
+from atom_core.config import (
+    ExpertNames,
+    ModelConfig,
+    MoEConfig,
+    check_experts,
+    every_window_or_none,
+    read_attention,
+    read_decoder,
+    windowed,
+)
 from atom_core.hf_config import Experts, HfConfig, Number, Tokens
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.types import RoutingConfig
@@ -42,4 +51,4 @@ class MixtralForCausalLM(DecoderForCausalLM):
         routing = RoutingConfig(num_experts, top_k, "softmax", renormalize=True)
         moe = MoEConfig(routing, hf.intermediate_size, _NAMES)
         windows = every_window_or_none(hf.layer_types, hf.sliding_window, num_layers)
-        return read_decoder(hf, windows=windows, mixtures=[moe] * num_layers)
+        return read_decoder(hf, windowed(read_attention(hf), windows), mixtures=[moe] * num_layers)

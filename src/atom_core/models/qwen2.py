@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from atom_core.config import ModelConfig, read_decoder, typed_windows
+from atom_core.config import ModelConfig, read_attention, read_decoder, typed_windows, windowed
 from atom_core.hf_config import HfConfig, Index, Tokens
 from atom_core.models.decoder import DecoderForCausalLM
 
@@ -44,4 +44,4 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, hf: Qwen2Keys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
-        return read_decoder(hf, qkv_bias=True, windows=hf.windows())
+        return read_decoder(hf, windowed(read_attention(hf, qkv_bias=True), hf.windows()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from atom_core.config import ModelConfig, read_decoder
+from atom_core.config import ModelConfig, read_attention, read_decoder, windowed
 from atom_core.hf_config import Size
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.qwen2 import QwenKeys
@@ -29,4 +29,5 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
     def read_config(cls, hf: Qwen3Keys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
         bias = hf.attention_bias
-        return read_decoder(hf, qkv_bias=bias, attention_out_bias=bias, qk_norm=True, windows=hf.windows())
+        attention = read_attention(hf, qkv_bias=bias, out_bias=bias, qk_norm=True)
+        return read_decoder(hf, windowed(attention, hf.windows()))

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from atom_core.config import ModelConfig, MoEConfig, check_experts, every_window_or_none, read_decoder
+from atom_core.config import (
+    ModelConfig,
+    MoEConfig,
+    check_experts,
+    every_window_or_none,
+    read_attention,
+    read_decoder,
+    windowed,
+)
 from atom_core.hf_config import Experts, HfConfig, Index, Size, Tokens
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.types import RoutingConfig
@@ -42,14 +50,9 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
     def read_config(cls, hf: Qwen3MoeKeys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
         bias, window = hf.attention_bias, hf.sliding_window if hf.use_sliding_window else None
-        return read_decoder(
-            hf,
-            qkv_bias=bias,
-            attention_out_bias=bias,
-            qk_norm=True,
-            windows=every_window_or_none(hf.layer_types, window, hf.num_hidden_layers),
-            mixtures=_mixtures(hf),
-        )
+        attention = read_attention(hf, qkv_bias=bias, out_bias=bias, qk_norm=True)
+        windows = every_window_or_none(hf.layer_types, window, hf.num_hidden_layers)
+        return read_decoder(hf, windowed(attention, windows), mixtures=_mixtures(hf))
 
 
 def _mixtures(hf: Qwen3MoeKeys) -> list[MoEConfig | None]:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from atom_core.batch import Batch, Pages
 from atom_core.cache import KVCacheView
-from atom_core.config import MlaConfig, ModelConfig
+from atom_core.config import AttentionConfig, MlaConfig, ModelConfig
 from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
@@ -96,9 +96,9 @@ class Product:
 
 def products(config: ModelConfig) -> list[Product]:
     """A layer's products and the head's; those of experts are no products of few rows."""
-    hidden, middle = config.hidden_size, config.intermediate_size
+    hidden, middle, mixer = config.hidden_size, config.intermediate_size, config.layers[0].mixer
     found = [
-        *(_around_heads(config) if config.latent is None else _around_latents(config, config.latent)),
+        *(_of_mla(config, mixer) if isinstance(mixer, MlaConfig) else _of_attention(config, mixer)),
         Product("gate_up", 2 * middle, hidden, config.mlp_bias),
         Product("down", hidden, middle, config.mlp_bias),
         Product("head", config.vocab_size, hidden, few_rows=True),
@@ -114,19 +114,19 @@ def routers(config: ModelConfig) -> list[Product]:
     return [Product("router", size, config.hidden_size) for size in sizes]
 
 
-def _around_heads(config: ModelConfig) -> list[Product]:
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def _of_attention(config: ModelConfig, mixer: AttentionConfig) -> list[Product]:
+    heads, kv_heads = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     return [
-        Product("qkv", heads + 2 * kv_heads, config.hidden_size, config.qkv_bias),
-        Product("o", config.hidden_size, heads, config.attention_out_bias),
+        Product("qkv", heads + 2 * kv_heads, config.hidden_size, mixer.qkv_bias),
+        Product("o", config.hidden_size, heads, mixer.out_bias),
     ]
 
 
-def _around_latents(config: ModelConfig, latent: MlaConfig) -> list[Product]:
-    hidden, queries, rank = config.hidden_size, config.num_heads * latent.query_dim, latent.query_rank
+def _of_mla(config: ModelConfig, latent: MlaConfig) -> list[Product]:
+    hidden, queries, rank = config.hidden_size, latent.num_heads * latent.query_dim, latent.query_rank
     found = [
         Product("q_a and latent", (rank or queries) + latent.row, hidden),
-        Product("o", hidden, config.num_heads * latent.value_dim),
+        Product("o", hidden, latent.num_heads * latent.value_dim),
     ]
     return found if rank is None else [*found, Product("q_b", queries, rank)]
 
@@ -239,14 +239,15 @@ def _vllm_activation(rows: int, N: int, bench: Bench, copies: int) -> Run:
 
 
 def qk_norm_rope_cache_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """From raw qkv to a query and a filled cache; nothing of layers over latents."""
-    if config.latent is not None:
+    """From raw qkv to a query and a filled cache; none of MLA."""
+    mixer = config.layers[0].mixer
+    if not isinstance(mixer, AttentionConfig):
         return
-    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    width = (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
     for tokens in QKV_TOKENS:
         yield Case(
             "qk_norm_rope_cache",
-            f"{tokens} tokens, {config.num_heads} + {config.num_kv_heads} heads of {config.head_dim}",
+            f"{tokens} tokens, {mixer.num_heads} + {mixer.num_kv_heads} heads of {mixer.head_dim}",
             num_bytes=tokens * (2 * width * itemsize + 4 * config.rope.rotary_dim),
             num_operations=0,
             contenders={
@@ -257,15 +258,23 @@ def qk_norm_rope_cache_cases(config: ModelConfig, itemsize: int) -> Iterator[Cas
         )
 
 
+def attention_of(config: ModelConfig) -> AttentionConfig:
+    """The attention of a model's first layer."""
+    mixer = config.layers[0].mixer
+    assert isinstance(mixer, AttentionConfig)
+    return mixer
+
+
 def qkv_spec(config: ModelConfig, bench: Bench) -> QkvSpec:
     """The shapes of a layer's qkv."""
+    mixer = attention_of(config)
     return QkvSpec(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_heads=mixer.num_heads,
+        num_kv_heads=mixer.num_kv_heads,
+        head_dim=mixer.head_dim,
         rotary_dim=config.rope.rotary_dim,
         interleaved=config.rope.interleaved,
-        qk_norm=config.qk_norm,
+        qk_norm=mixer.qk_norm,
         dtype=bench.dtype,
     )
 
@@ -273,8 +282,9 @@ def qkv_spec(config: ModelConfig, bench: Bench) -> QkvSpec:
 def qkv_weights(config: ModelConfig, bench: Bench) -> QkvWeights:
     """What a layer's q and k are transformed with: the model's rope, and random norms where it has them."""
     weights = QkvWeights(cos_sin_table(config.rope, MAX_MODEL_LEN, bench.device))
-    if config.qk_norm:
-        norms = [1.0 + bench.random(config.head_dim, seed=seed, scale=0.1) for seed in (1, 2)]
+    mixer = attention_of(config)
+    if mixer.qk_norm:
+        norms = [1.0 + bench.random(mixer.head_dim, seed=seed, scale=0.1) for seed in (1, 2)]
         weights = replace(weights, q_norm=norms[0], k_norm=norms[1], eps=config.rms_norm_eps)
     return weights
 
@@ -292,7 +302,8 @@ class _Qkv:
 
     @classmethod
     def of(cls, config: ModelConfig, tokens: int, bench: Bench, copies: int) -> _Qkv:
-        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        mixer = attention_of(config)
+        width = (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
         num_pages = tokens // PAGE_SIZE + 1
         generator = torch.Generator().manual_seed(0)
         slots = torch.randperm(num_pages * PAGE_SIZE, generator=generator)[:tokens]
@@ -336,7 +347,7 @@ def _torch_qkv(config: ModelConfig, tokens: int, bench: Bench, copies: int) -> R
 def _vllm_qkv(config: ModelConfig, tokens: int, bench: Bench, copies: int) -> Run:
     launch = vllm_kernels.qk_norm_rope_cache()
     it = _Qkv.of(config, tokens, bench, copies)
-    shape = (2, it.num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    shape = (2, it.num_pages, PAGE_SIZE, it.spec.num_kv_heads, it.spec.head_dim)
     pools = [torch.zeros(shape, dtype=bench.dtype, device=bench.device) for _ in range(copies)]
     # vLLM keeps the table in the model's dtype.
     weights = replace(it.weights, cos_sin=it.weights.cos_sin.to(bench.dtype))
@@ -345,10 +356,11 @@ def _vllm_qkv(config: ModelConfig, tokens: int, bench: Bench, copies: int) -> Ru
 
 
 def attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """Requests that decode over long contexts, and whole prompts; nothing of layers over latents."""
-    if config.latent is not None:
+    """Requests that decode over long contexts, and whole prompts; none of MLA."""
+    mixer = config.layers[0].mixer
+    if not isinstance(mixer, AttentionConfig):
         return
-    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+    H, K, D = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     for phase, batches in (("decode", DECODES), ("prefill", PREFILLS)):
         for requests, tokens in batches:
             queries = 1 if phase == "decode" else tokens

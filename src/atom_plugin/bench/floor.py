@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from atom_core.config import ModelConfig
-from atom_core.layers.mla import Expansion
+from atom_core.layers.latent_expansion import LatentExpansion
 from atom_core.loading import UNQUANTIZED, lay_out
 from atom_core.models.decoder import CheckpointModel
 from atom_core.quant import QuantConfig
@@ -64,7 +64,7 @@ def weight_bytes(model: CheckpointModel, num_tokens: int) -> int:
     table_bytes = table.nbytes if whole else num_tokens * table.shape[1] * table.itemsize
     total = table_bytes + sum(parameter.nbytes for parameter in model.parameters() if parameter is not table)
     # What is scaled back when it is loaded is read in the model's dtype.
-    scaled_back = (it for it in model.modules() if isinstance(it, Expansion) and it.scheme is not None)
+    scaled_back = (it for it in model.modules() if isinstance(it, LatentExpansion) and it.scheme is not None)
     total -= sum(it.stored.nbytes + it.weight_scale.nbytes for it in scaled_back)
     unused = 0.0
     for index, layer in enumerate(model.config.layers):
@@ -78,6 +78,6 @@ def weight_bytes(model: CheckpointModel, num_tokens: int) -> int:
 
 def cache_bytes(config: ModelConfig, batch: int, context: int, cache_dtype: torch.dtype) -> int:
     """Bytes of keys and values that the step reads, those that it brings included."""
-    a_token = config.cached_numbers * cache_dtype.itemsize
-    tokens = sum(min(context + 1, layer.window or context + 1) for layer in config.layers)
-    return batch * tokens * a_token
+    mixers = (layer.mixer for layer in config.layers)
+    elements = sum(min(context + 1, it.window or context + 1) * it.cached_elements for it in mixers)
+    return batch * elements * cache_dtype.itemsize

@@ -13,9 +13,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from atom_core.attention.base import AttentionSpec, RadixAttention
 from atom_core.cache import KVCacheView
-from atom_core.config import ModelConfig
+from atom_core.config import AttentionConfig, ModelConfig
 from atom_core.fusion.linear import NormedLinear, Stream, StreamNorm
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import quantize_input, row_scales, to_e4m3
@@ -26,8 +25,10 @@ from atom_core.kernels.select import Target
 from atom_core.layers.gated_activation import GatedActivation
 from atom_core.layers.linear import Column, MergedColumnLinear
 from atom_core.layers.norm import RMSNorm
+from atom_core.mixers.attention import AttentionMixer
+from atom_core.mixers.base import RadixAttention
 from atom_core.runtime import Runtime
-from atom_core.standalone import Step, build_runtime
+from atom_core.standalone import Step, build_runtime, plan
 from atom_plugin.bench.cases import MAX_MODEL_LEN, PAGE_SIZE, Bench, Case, Product, Run, products, qkv_spec, qkv_weights
 from atom_plugin.bench.step import decode_batch
 
@@ -152,10 +153,11 @@ def _exact_fp8_product(product: Product, rows: int, as_is: bool, bench: Bench, c
 
 
 def decode_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """A decoding layer's attention from raw qkv to its output, the cache written on the way; none over latents."""
-    if config.latent is not None:
+    """A decoding layer's attention from raw qkv to its output, the cache written on the way; none of MLA."""
+    mixer = config.layers[0].mixer
+    if not isinstance(mixer, AttentionConfig):
         return
-    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+    H, K, D = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     for requests, tokens in DECODES:
         yield Case(
             "decode_attention",
@@ -177,8 +179,8 @@ class _Decode:
     """Requests of so many tokens each, of which the last is new: raw qkv, and keys and values of the others."""
 
     def __init__(self, config: ModelConfig, requests: int, tokens: int, bench: Bench) -> None:
-        H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
         self.spec, self.weights = qkv_spec(config, bench), qkv_weights(config, bench)
+        H, K, D = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
         self.qkv = bench.random(requests, (H + 2 * K) * D, seed=0)
         self.positions = torch.full((requests,), tokens - 1, device=bench.device)
         self.batch, num_pages = decode_batch(requests, tokens - 1, bench.device)
@@ -190,21 +192,15 @@ class _Decode:
 
 def _our_decode(config: ModelConfig, requests: int, tokens: int, bench: Bench, copies: int) -> Run:
     it = _Decode(config, requests, tokens, bench)
-    scale = config.head_dim**-0.5
-    layer = RadixAttention(AttentionSpec("bench", 0, it.spec, scale), it.weights, None, _runtime(bench))
-    batch = it.batch
-    if (key := layer.kernel.plan_key()) is not None:
-        batch = batch.with_plans({key: layer.kernel.plan(batch)})
-    pages = (
-        torch.cat((it.keys, it.values), -1)
-        .view(-1, PAGE_SIZE, *it.keys.shape[2:-1], 2 * config.head_dim)
-        .transpose(1, 2)
-    )
+    runtime, dim = _runtime(bench), it.spec.head_dim
+    layer = RadixAttention(AttentionMixer("bench", 0, it.spec, it.weights, None, None, runtime), runtime)
+    batch = plan(layer, it.batch)
+    pages = torch.cat((it.keys, it.values), -1).view(-1, PAGE_SIZE, *it.keys.shape[2:-1], 2 * dim).transpose(1, 2)
     pool = torch.empty_like(pages, memory_format=torch.contiguous_format)
-    pool[batch.page_table[:, : it.pages_each].flatten().long()] = pages
+    pool[batch.pages.table[:, : it.pages_each].flatten().long()] = pages
     pools = [pool, *(pool.clone() for _ in range(copies - 1))]
-    steps = [Step(batch, [KVCacheView.of_packed(each, config.head_dim)]) for each in pools]
-    return lambda index: layer(it.qkv, it.positions, steps[index])
+    steps = [Step(batch, {0: KVCacheView.of_packed(each, dim)}) for each in pools]
+    return lambda index: layer((it.qkv,), it.positions, steps[index])
 
 
 def _torch_decode(config: ModelConfig, requests: int, tokens: int, bench: Bench, copies: int) -> Run:
@@ -212,7 +208,7 @@ def _torch_decode(config: ModelConfig, requests: int, tokens: int, bench: Bench,
     it = _Decode(config, requests, tokens, bench)
     sides = [side[:, :tokens].transpose(1, 2).contiguous() for side in (it.keys, it.values)]
     pools = [sides, *([side.clone() for side in sides] for _ in range(copies - 1))]
-    scale = config.head_dim**-0.5
+    scale = it.spec.head_dim**-0.5
 
     def run(index: int) -> torch.Tensor:
         keys, values = pools[index]

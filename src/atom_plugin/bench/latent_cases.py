@@ -34,14 +34,13 @@ class _Batch:
     """Equal requests: so many tokens each, of which the last so many are queries."""
 
     latent: MlaConfig
-    num_heads: int
     requests: int
     tokens: int
     queries: int
 
     def spec(self, bench: Bench) -> MlaAttentionSpec:
         it = self.latent
-        shape = MlaSpec(self.num_heads, it.rank, it.nope_dim, it.rope_dim, it.value_dim, True, bench.dtype, bench.dtype)
+        shape = MlaSpec(it.num_heads, it.rank, it.nope_dim, it.rope_dim, it.value_dim, True, bench.dtype, bench.dtype)
         return MlaAttentionSpec(shape, it.scale)
 
     def rows(self, bench: Bench) -> torch.Tensor:
@@ -79,15 +78,15 @@ class _Batch:
 
 def mla_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     """Requests that decode; nothing of layers with keys and values of their own."""
-    if (latent := config.latent) is None:
+    if not isinstance(latent := config.layers[0].mixer, MlaConfig):
         return
     for requests, tokens in DECODES:
-        inputs = _Batch(latent, config.num_heads, requests, tokens, 1)
+        inputs = _Batch(latent, requests, tokens, 1)
         yield Case(
             "mla_attention",
-            f"decode {requests} x {tokens}, {config.num_heads} heads",
-            num_bytes=requests * (tokens * latent.row + config.num_heads * (latent.row + latent.rank)) * itemsize,
-            num_operations=2 * requests * tokens * config.num_heads * (latent.row + latent.rank),
+            f"decode {requests} x {tokens}, {latent.num_heads} heads",
+            num_bytes=requests * (tokens * latent.row + latent.num_heads * (latent.row + latent.rank)) * itemsize,
+            num_operations=2 * requests * tokens * latent.num_heads * (latent.row + latent.rank),
             contenders={
                 "atom": partial(_absorbed, inputs),
                 "torch": partial(_torch_absorbed, inputs),
@@ -100,8 +99,8 @@ def mla_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
 
 def _absorbed(inputs: _Batch, bench: Bench, copies: int) -> Run:
     kernel = bench.kernels.select(MLA_ATTENTION, inputs.spec(bench))
-    q = bench.random(inputs.requests, inputs.num_heads, inputs.latent.row, seed=0)
-    out = q.new_empty(inputs.requests, inputs.num_heads, inputs.latent.rank)
+    q = bench.random(inputs.requests, inputs.latent.num_heads, inputs.latent.row, seed=0)
+    out = q.new_empty(inputs.requests, inputs.latent.num_heads, inputs.latent.rank)
     caches, batch = inputs.caches(bench, copies), inputs.batch(bench)
 
     def run(index: int) -> torch.Tensor:
@@ -113,7 +112,7 @@ def _absorbed(inputs: _Batch, bench: Bench, copies: int) -> Run:
 
 def _torch_absorbed(inputs: _Batch, bench: Bench, copies: int, exact: bool = False) -> Run:
     """In the model's dtype, to which torch rounds scores too, or in float32."""
-    q = bench.random(inputs.requests, inputs.num_heads, inputs.latent.row, seed=0)
+    q = bench.random(inputs.requests, inputs.latent.num_heads, inputs.latent.row, seed=0)
     rows = inputs.rows(bench)
     if exact:
         q, rows = q.float(), rows.float()
@@ -132,16 +131,16 @@ def _flash_attention(inputs: _Batch, bench: Bench, copies: int) -> Run:
     attend = vllm_kernels.flash_attention_3_of_latents(
         query_start_loc=batch.query_start_loc,
         seq_lens=batch.seq_lens,
-        page_table=batch.page_table,
+        page_table=batch.pages.table,
         max_seq_len=batch.max_seq_len,
-        num_heads=inputs.num_heads,
+        num_heads=inputs.latent.num_heads,
         rank=latent.rank,
         rope_dim=latent.rope_dim,
         page_size=PAGE_SIZE,
         scale=latent.scale,
         dtype=bench.dtype,
     )
-    q = bench.random(inputs.requests, inputs.num_heads, latent.row, seed=0)
+    q = bench.random(inputs.requests, inputs.latent.num_heads, latent.row, seed=0)
     caches = inputs.caches(bench, copies)
     return lambda index: attend(q, caches[index].rows)
 
@@ -150,24 +149,24 @@ def _flash_mla(inputs: _Batch, bench: Bench, copies: int) -> Run:
     batch = inputs.batch(bench)
     attend = vllm_kernels.flash_mla(
         seq_lens=batch.seq_lens,
-        page_table=batch.page_table,
-        num_heads=inputs.num_heads,
+        page_table=batch.pages.table,
+        num_heads=inputs.latent.num_heads,
         rank=inputs.latent.rank,
         scale=inputs.latent.scale,
     )
-    q = bench.random(inputs.requests, inputs.num_heads, inputs.latent.row, seed=0)
+    q = bench.random(inputs.requests, inputs.latent.num_heads, inputs.latent.row, seed=0)
     caches = inputs.caches(bench, copies)
     return lambda index: attend(q, caches[index].rows)
 
 
 def mla_prefill_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     """Whole prompts, their latents expanded; nothing of layers with keys and values of their own."""
-    if (latent := config.latent) is None:
+    if not isinstance(latent := config.layers[0].mixer, MlaConfig):
         return
-    H, L = config.num_heads, latent.rank
+    H, L = latent.num_heads, latent.rank
     widths = latent.query_dim + latent.value_dim
     for requests, tokens in PREFILLS:
-        inputs = _Batch(latent, H, requests, tokens, tokens)
+        inputs = _Batch(latent, requests, tokens, tokens)
         each = latent.nope_dim + latent.value_dim
         pairs = tokens * (tokens + 1) // 2
         yield Case(
@@ -198,13 +197,13 @@ def _expanded(inputs: _Batch, bench: Bench, copies: int) -> Run:
 def _prompt(inputs: _Batch, bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries ``[T, H, N + R]``, and what latents are expanded by."""
     it = inputs.latent
-    q = bench.random(inputs.requests * inputs.queries, inputs.num_heads, it.query_dim, seed=0)
-    expand = bench.random(inputs.num_heads, it.nope_dim + it.value_dim, it.rank, seed=2, scale=it.rank**-0.5)
+    q = bench.random(inputs.requests * inputs.queries, inputs.latent.num_heads, it.query_dim, seed=0)
+    expand = bench.random(inputs.latent.num_heads, it.nope_dim + it.value_dim, it.rank, seed=2, scale=it.rank**-0.5)
     return q, expand
 
 
 def _torch_expanded(inputs: _Batch, bench: Bench, copies: int) -> Run:
-    it, heads = inputs.latent, inputs.num_heads
+    it, heads = inputs.latent, inputs.latent.num_heads
     q, expand = _prompt(inputs, bench)
     queries = q.view(inputs.requests, inputs.queries, heads, -1).transpose(1, 2)
     rows = inputs.rows(bench)
@@ -223,9 +222,9 @@ def _torch_expanded(inputs: _Batch, bench: Bench, copies: int) -> Run:
 
 def head_linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     """Queries folded into latents, and values out of them."""
-    if (latent := config.latent) is None:
+    if not isinstance(latent := config.layers[0].mixer, MlaConfig):
         return
-    H = config.num_heads
+    H = latent.num_heads
     for K, N, carried in ((latent.nope_dim, latent.rank, latent.rope_dim), (latent.rank, latent.value_dim, 0)):
         for tokens in PRODUCT_TOKENS:
             yield Case(

@@ -26,7 +26,7 @@ from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
 from atom_core.runtime import Runtime
-from atom_core.standalone import Step, build_runtime, cache_order, page_pools, plan, random_model
+from atom_core.standalone import Step, build_runtime, empty_caches, plan, random_model
 from atom_plugin.bench.device import Ceiling, Timing, capture, measure, measure_ceiling, require_gpu, warm
 from atom_plugin.bench.floor import Traffic, step_traffic
 from atom_plugin.bench.models import read_config
@@ -218,7 +218,7 @@ def decoding(
     """A decoding step of `batch` requests with `context` tokens cached each, from token ids to the likeliest ones."""
     device = runtime.device
     metadata, num_pages = decode_batch(batch, context, device)
-    pools = page_pools(config, runtime, num_pages, PAGE_SIZE, random=True, order=cache_order(model))
+    pools = empty_caches(model, runtime, num_pages, PAGE_SIZE, random=True)
     step = Step(plan(model, metadata), pools)
     ids = torch.randint(config.vocab_size, (batch,), device=device)
     positions = torch.full((batch,), context, device=device)

@@ -27,9 +27,10 @@ from atom_plugin.common.settings import load_settings
 from atom_plugin.common.shards import PATTERN, check_shards
 from atom_plugin.common.versions import framework_line
 from atom_plugin.sglang import ENTRY_POINT, is_registered, our_backends
-from atom_plugin.sglang.attention import FrameworkAttention, SglangRadixAttention
+from atom_plugin.sglang.attention import SglangRadixAttention
 from atom_plugin.sglang.body import Body
 from atom_plugin.sglang.checkpoint_config import values_of
+from atom_plugin.sglang.framework_attention import FrameworkAttention
 from atom_plugin.sglang.padding import padded
 from atom_plugin.sglang.routed_experts import expert_location, routed_experts
 from atom_plugin.sglang.runtime import build_runtime
@@ -111,8 +112,7 @@ class AtomForCausalLM(AtomModel):
         if get_model().load_format == SHARDED_STATE and Path(self.checkpoint).is_dir():
             check_shards(self, Path(self.checkpoint), _files_of_rank())
         if self.runtime.tensor_parallel.rank == self.runtime.data_parallel.rank == 0:
-            layer = attention if model_config.latent is None else self.runtime.mla_attention
-            table = startup_table(framework_line("sglang"), type(core).__name__, layer.__name__, self.runtime)
+            table = startup_table(framework_line("sglang"), type(core).__name__, attention.__name__, self.runtime)
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
 
     @classmethod
@@ -122,7 +122,7 @@ class AtomForCausalLM(AtomModel):
 
     def get_attention_sliding_window_size(self) -> int | None:
         """The widest window of the layers, in tokens before the query's own; None where no layer has one."""
-        windows = [layer.window for layer in self.core.config.layers if layer.window is not None]
+        windows = [window for layer in self.core.config.layers if (window := layer.mixer.window) is not None]
         return max(windows) - 1 if windows else None
 
     @torch.no_grad()

@@ -52,9 +52,8 @@ class AtomDraft(AtomModel):
         self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
         self.checkpoint = str(getattr(config, "_name_or_path", "") or self.architecture)
         if self.runtime.tensor_parallel.rank == self.runtime.data_parallel.rank == 0:
-            table = startup_table(
-                framework_line("sglang"), draft_class.__name__, self.runtime.mla_attention.__name__, self.runtime
-            )
+            name = draft_class.__name__
+            table = startup_table(framework_line("sglang"), name, SglangRadixAttention.__name__, self.runtime)
             logger.info("atom-plugin drafts for %s\n%s", self.checkpoint, table)
 
     @torch.no_grad()

@@ -31,8 +31,8 @@ def to_be_padded(config: ModelConfig, view: Any, attention_ranks: int, quant: Qu
     """
     if view.device != "cpu":
         return config
-    kv_heads, ranks = config.num_kv_heads, view.tp_size
-    if kv_heads % ranks or config.num_heads % ranks:
+    (heads, kv_heads), ranks = config.heads, view.tp_size
+    if kv_heads % ranks or heads % ranks:
         kv_heads = _multiple(kv_heads, ranks)
     return _padded(config, kv_heads, attention_ranks, quant)
 
@@ -43,12 +43,13 @@ def padded(config: ModelConfig, hf_config: Any, runtime: Runtime) -> ModelConfig
     if not hasattr(hf_config, before):  # not on a CPU
         return config
     more = getattr(hf_config, now) != getattr(hf_config, before)
-    kv_heads = hf_config.num_key_value_heads if more else config.num_kv_heads
+    kv_heads = hf_config.num_key_value_heads if more else config.heads[1]
     return _padded(config, kv_heads, runtime.tensor_parallel.world_size, runtime.quant)
 
 
 def _padded(config: ModelConfig, kv_heads: int, ranks: int, quant: QuantConfig) -> ModelConfig:
-    heads, size = kv_heads * config.num_heads // config.num_kv_heads, config.intermediate_size
+    before, kv_before = config.heads
+    heads, size = kv_heads * before // kv_before, config.intermediate_size
     unit = 1
     if isinstance(quant, Fp8Config) and quant.block:
         unit = BLOCK_SIZE

@@ -80,7 +80,7 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
             "(--enable-dp-attention) cannot be: SGLang's backend takes no padded batches. Leave it out for "
             f"{BACKEND!r}, or name another."
         )
-    if read_model_config(values_of(hf_config)).latent is not None:
+    if read_model_config(values_of(hf_config)).has_mla:
         _refuse_with_latents("" if unnamed else str(decode))
         check_own_layers(view, hf_config, quant)
     check_drafts(view, BACKEND if unnamed else str(decode), architecture)

@@ -11,12 +11,11 @@ from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.runtime_context import get_exec, get_model, get_observability, get_parallel, get_server_args
 
 from atom_core.kernels.select import Target
-from atom_core.runtime import AttentionFactory, OneReplica, PipelineStage, RoutedExperts, Runtime
+from atom_core.runtime import Binder, OneReplica, PipelineStage, RoutedExperts, Runtime
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
 from atom_plugin.sglang.all_reduce import aiter_all_reduce_norm
-from atom_plugin.sglang.attention import SglangMlaAttention
 from atom_plugin.sglang.checkpoint_config import FLOAT32_HEAD
 from atom_plugin.sglang.kernels import unfit_pages
 from atom_plugin.sglang.quantization import quantization_of
@@ -27,7 +26,7 @@ def build_runtime(
     config: Any,
     quant_config: Any,
     num_layers: int,
-    attention: AttentionFactory,
+    bind: Binder,
     settings: Settings,
     routed_experts: RoutedExperts | None = None,
 ) -> Runtime:
@@ -37,7 +36,7 @@ def build_runtime(
         config: of the model, as SGLang has read and completed it.
         quant_config: SGLang's own object for the model's quantisation, or None.
         num_layers: the model's decoder layers, to be split over pipeline stages.
-        attention: makes its attention layers.
+        bind: binds its token mixers to SGLang's pools.
         settings: the ``ATOM_*`` variables.
         routed_experts: see :class:`Runtime`.
 
@@ -58,8 +57,7 @@ def build_runtime(
             contributed={"all_reduce_norm": aiter_all_reduce_norm(group)},
             excluded=unfit_pages(get_server_args().page_size or 1),
         ),
-        attention=attention,
-        mla_attention=SglangMlaAttention,
+        bind=bind,
         max_model_len=int(config.context_len),
         cache_dtype=_cache_dtype(dtype, quant_config),
         tensor_parallel=GroupCommunicator(group, reads_peers=not get_exec().comm.disable_custom_all_reduce),

@@ -366,7 +366,7 @@ class CpuAttention:
             causal=batch.causal,
             alibi_slopes=None,
             sliding_window=self.window,
-            block_table=batch.page_table,
+            block_table=batch.pages.table,
             softcap=self.spec.soft_cap or 0.0,
             scheduler_metadata=batch.plans[self.plan_key()],
             s_aux=sinks,

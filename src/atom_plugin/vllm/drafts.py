@@ -59,9 +59,8 @@ class AtomDraft(HeldWeights):
         self.hold_weights(model_config, vllm_config.load_config.download_dir)
         register_warm_up(core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
-            table = startup_table(
-                framework_line("vllm"), type(core).__name__, self.runtime.mla_attention.__name__, self.runtime
-            )
+            name = type(core).__name__
+            table = startup_table(framework_line("vllm"), name, VllmPagedAttention.__name__, self.runtime)
             logger.info("atom-plugin drafts for %s\n%s", self.checkpoint, table)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:

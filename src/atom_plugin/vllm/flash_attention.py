@@ -139,7 +139,7 @@ class FlashAttention3:
             causal=batch.causal,
             window_size=list(self.window),
             softcap=self.spec.soft_cap or 0.0,
-            block_table=batch.page_table,
+            block_table=batch.pages.table,
             fa_version=3,
             s_aux=sinks,
         )

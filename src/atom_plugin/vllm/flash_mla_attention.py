@@ -104,7 +104,7 @@ class FlashMlaAttention3:
             seqused_k=batch.seq_lens,
             softmax_scale=self.spec.scale,
             causal=batch.causal,
-            block_table=batch.page_table,
+            block_table=batch.pages.table,
             scheduler_metadata=schedule,
             num_splits=parts,
             fa_version=3,

@@ -20,8 +20,9 @@ from atom_plugin.common.hub import SHARDED_STATE
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.versions import framework_line
-from atom_plugin.vllm.attention import FrameworkAttention, VllmPagedAttention, is_compiled
+from atom_plugin.vllm.attention import VllmPagedAttention, is_compiled
 from atom_plugin.vllm.checkpoint_config import values_of
+from atom_plugin.vllm.framework_attention import FrameworkAttention
 from atom_plugin.vllm.graphs import compile_nothing_between_breaks
 from atom_plugin.vllm.routed_experts import routing_sources
 from atom_plugin.vllm.runtime import build_runtime
@@ -66,8 +67,7 @@ class AtomForCausalLM(HeldWeights):
             check_files_of_rank(self, Path(self.checkpoint), vllm_config.load_config)
         register_warm_up(core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
-            layer = attention if config.latent is None else self.runtime.mla_attention
-            table = startup_table(framework_line("vllm"), type(core).__name__, layer.__name__, self.runtime)
+            table = startup_table(framework_line("vllm"), type(core).__name__, attention.__name__, self.runtime)
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
 
     def get_model_state_cls(self) -> type[ModelState]:

@@ -187,7 +187,7 @@ def _check_checkpoint(vllm_config: VllmConfig, architecture: str) -> None:
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     quant = quantization_of(model_config)
     config = read_model_config(values_of(model_config, architecture))
-    if config.latent is not None:
+    if config.has_mla:
         _check_latents(vllm_config)
     load = vllm_config.load_config
     _check_routed_experts(vllm_config, config)

@@ -10,7 +10,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from atom_core.kernels.select import Target
-from atom_core.runtime import AttentionFactory, OneReplica, PipelineStage, RoutedExperts, Runtime
+from atom_core.runtime import Binder, OneReplica, PipelineStage, RoutedExperts, Runtime
 from atom_core.types import SameStepReads
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
@@ -19,7 +19,6 @@ from atom_plugin.vllm.all_reduce import aiter_all_reduce_norm
 from atom_plugin.vllm.attention import is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
 from atom_plugin.vllm.gpu_kernels import gpu_kernels
-from atom_plugin.vllm.mla import VllmMlaAttention
 from atom_plugin.vllm.quantization import quantization_of
 from atom_plugin.vllm.replicas import VllmReplicas
 
@@ -69,7 +68,7 @@ def build_runtime(
     vllm_config: VllmConfig,
     model_config: ModelConfig,
     num_layers: int,
-    attention: AttentionFactory,
+    bind: Binder,
     settings: Settings,
     routed_experts: RoutedExperts | None = None,
 ) -> Runtime:
@@ -79,7 +78,7 @@ def build_runtime(
         vllm_config: the engine's configuration.
         model_config: of the model that is built: the target's, or a draft's.
         num_layers: its decoder layers, to be split over pipeline stages.
-        attention: makes its attention layers.
+        bind: binds its token mixers to vLLM's caches.
         settings: the ``ATOM_*`` variables.
         routed_experts: see :class:`Runtime`.
 
@@ -97,8 +96,7 @@ def build_runtime(
         device=device,
         dtype=model_config.dtype,
         kernels=chosen_kernels(target, settings, contributed, excluded),
-        attention=attention,
-        mla_attention=VllmMlaAttention,
+        bind=bind,
         max_model_len=model_config.max_model_len,
         cache_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, model_config),
         tensor_parallel=VllmCommunicator(

@@ -23,7 +23,6 @@ from atom_core.models.draft import DraftModel
 from atom_core.runtime import Runtime
 from atom_core.warmup import BatchShape, batches_to_serve, run_batch
 from atom_plugin.vllm.attention import VllmPagedAttention
-from atom_plugin.vllm.mla import VllmMlaAttention
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,8 +52,8 @@ class ModelWarmUp(VllmJitKernel[BatchShape]):
 
     @contextmanager
     def _announce(self, batch: Batch) -> Iterator[None]:
-        layers = [layer for layer in self.model.modules() if isinstance(layer, (VllmPagedAttention, VllmMlaAttention))]
-        # vLLM's own attention layers have batch of their own; without any they give zeros, as when profiling.
+        layers = [layer for layer in self.model.modules() if isinstance(layer, VllmPagedAttention)]
+        # vLLM's own attention layers have metadata of their own; without any they give zeros, as when profiling.
         known = {layer.layer_name: batch for layer in layers if layer.kv_cache.numel()}
         # Replicas that share experts exchange tokens here as well: all of them go through the same batches.
         tokens, replicas = batch.num_tokens, self.vllm_config.parallel_config.data_parallel_size

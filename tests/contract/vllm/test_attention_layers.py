@@ -12,11 +12,13 @@ from vllm.forward_context import create_forward_context, override_forward_contex
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
-from atom_core.attention.base import AttentionSpec
 from atom_core.batch import Batch, Pages
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
+from atom_core.mixers.attention import AttentionMixer
 from atom_core.standalone import build_runtime
-from atom_plugin.vllm.attention import AtomShuffledAttentionBackend, FrameworkAttention, VllmPagedAttention
+from atom_plugin.vllm.attention import VllmPagedAttention
+from atom_plugin.vllm.attention_backends import AtomShuffledAttentionBackend
+from atom_plugin.vllm.framework_attention import FrameworkAttention
 from atom_plugin.vllm.runtime import cache_dtype, same_step_reads
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
@@ -40,12 +42,11 @@ def layer_of(kind, name, window=None, sinks=None):
     config = VllmConfig(model_config=model, cache_config=CacheConfig(cache_dtype=name, block_size=BLOCK))
     runtime = build_runtime(torch.device("cpu"), torch.bfloat16, 256, cache_dtype=cache_dtype(name, model))
     qkv = QkvSpec(HEADS, KV_HEADS, DIM, rotary_dim=DIM, interleaved=False, qk_norm=False, dtype=torch.bfloat16)
-    spec = AttentionSpec(NAME, 0, qkv, DIM**-0.5, window)
     weights = QkvWeights(torch.cat([torch.ones(256, DIM // 2), torch.zeros(256, DIM // 2)], 1))
     torch.set_default_dtype(torch.bfloat16)
     try:
         with set_current_vllm_config(config):
-            return kind(spec, weights, sinks, runtime), config
+            return kind(AttentionMixer(NAME, 0, qkv, weights, sinks, window, runtime), runtime), config
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -117,7 +118,7 @@ def test_what_is_written_is_read_with_the_layer_s_scales(name):
         max_seq_len=tokens,
     )
     with override_forward_context(create_forward_context({NAME: batch}, config)):
-        out = layer(qkv.bfloat16(), torch.arange(tokens))
+        out = layer((qkv.bfloat16(),), torch.arange(tokens))
     view = layer.cache()
     assert view.key.dtype == view.value.dtype == DTYPES[name]
     close = {"rtol": 0.15 if name in FP8 else 0.01, "atol": 0.01}

@@ -55,7 +55,7 @@ def test_attention_over_pages_in_its_own_order(layer, dtype):
     cache = cpu_kernels.view_pages(torch.zeros(shape, dtype=dtype), case.dim)
     for request, length in enumerate(inputs.batch.seq_lens.tolist()):
         positions = torch.arange(length)
-        pages = inputs.batch.page_table[request, positions // PAGE].long()
+        pages = inputs.batch.pages.table[request, positions // PAGE].long()
         keys, values = (side[pages, :, positions % PAGE] for side in (inputs.cache.key, inputs.cache.value))
         ops.cpu_attn_reshape_and_cache(
             keys, values, cache.key, cache.value, pages * PAGE + positions % PAGE, kernel.isa

@@ -155,7 +155,7 @@ def test_variables_of_amds_are_looked_at_on_its_gpus_alone(monkeypatch, platform
 def test_a_window_that_is_switched_off_is_none_of_ours():
     model = str(CHECKPOINTS / "mistral")
     windows = [
-        {layer.window for layer in read_model_config(values_of(config, "MistralForCausalLM")).layers}
+        {layer.mixer.window for layer in read_model_config(values_of(config, "MistralForCausalLM")).layers}
         for config in (ModelConfig(model), ModelConfig(model, disable_sliding_window=True))
     ]
     assert None not in windows[0]

@@ -16,20 +16,23 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 
 from atom_core.models.registry import DRAFTS, supported_architectures
-from atom_plugin.vllm import ARCHITECTURE_PREFIX, attention, drafts, models
+from atom_plugin.vllm import ARCHITECTURE_PREFIX, attention_backends, drafts, models
+from atom_plugin.vllm.attention import VllmPagedAttention
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
 BACKENDS = (
-    attention.AtomAttentionBackend,
-    attention.AtomGraphAttentionBackend,
-    attention.AtomCpuAttentionBackend,
+    attention_backends.AtomAttentionBackend,
+    attention_backends.AtomGraphAttentionBackend,
+    attention_backends.AtomCpuAttentionBackend,
+    attention_backends.AtomMLABackend,
+    attention_backends.AtomGraphMLABackend,
 )
 OURS = (
     *((backend, AttentionBackend) for backend in BACKENDS),
-    (attention.AtomMetadataBuilder, AttentionMetadataBuilder),
-    (attention.AtomGraphMetadataBuilder, AttentionMetadataBuilder),
-    (attention.VllmPagedAttention, AttentionLayerBase),
+    (attention_backends.AtomMetadataBuilder, AttentionMetadataBuilder),
+    (attention_backends.AtomGraphMetadataBuilder, AttentionMetadataBuilder),
+    (VllmPagedAttention, AttentionLayerBase),
 )
 
 each_class = pytest.mark.parametrize(("ours", "theirs"), OURS, ids=lambda cls: cls.__name__)
@@ -53,7 +56,9 @@ def test_an_override_takes_what_it_overrides(ours, theirs):
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda cls: cls.__name__)
 def test_a_backend_declares_by_methods_that_vllm_has(backend):
-    declared = {name for base in backend.__mro__ if base.__module__ == attention.__name__ for name in vars(base)}
+    declared = {
+        name for base in backend.__mro__ if base.__module__ == attention_backends.__name__ for name in vars(base)
+    }
     unknown = {name for name in declared if not name.startswith("_")} - set(dir(AttentionBackend))
     assert not unknown
     assert all(isinstance(size, MultipleOf) for size in backend.get_supported_kernel_block_sizes())
@@ -61,8 +66,8 @@ def test_a_backend_declares_by_methods_that_vllm_has(backend):
 
 
 def test_only_kernels_without_lengths_in_their_launches_are_captured_whole():
-    assert attention.AtomGraphMetadataBuilder._cudagraph_support == AttentionCGSupport.ALWAYS
-    assert attention.AtomMetadataBuilder._cudagraph_support == AttentionCGSupport.NEVER
+    assert attention_backends.AtomGraphMetadataBuilder._cudagraph_support == AttentionCGSupport.ALWAYS
+    assert attention_backends.AtomMetadataBuilder._cudagraph_support == AttentionCGSupport.NEVER
 
 
 @pytest.mark.parametrize("architecture", supported_architectures())
@@ -109,10 +114,10 @@ def test_a_model_is_built_from_a_configuration_and_a_prefix():
 def test_the_op_is_registered_with_what_it_writes_to():
     import torch
 
-    schema = torch.ops.atom.attention.default._schema
+    schema = torch.ops.atom.token_mixer.default._schema
     written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
-    assert [argument.name for argument in schema.arguments] == ["qkv", "positions", "out", "layer_name"]
-    assert written == {"qkv", "out"}
+    assert [argument.name for argument in schema.arguments] == ["first", "second", "positions", "out", "layer_name"]
+    assert written == {"first", "out"}
 
 
 #: What our classes lack that vLLM's have; vLLM asks since 0.33.

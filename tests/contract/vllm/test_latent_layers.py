@@ -11,15 +11,15 @@ from vllm.forward_context import create_forward_context, override_forward_contex
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
-from atom_core.attention.mla import MlaLayerSpec
 from atom_core.kernels.mla_cache import MlaWeights
+from atom_core.mixers.mla import MlaMixer
 from atom_core.standalone import build_runtime
-from atom_plugin.vllm.mla import (
-    LatentBackend,
-    LatentGraphBackend,
-    LatentGraphMetadataBuilder,
-    LatentMetadataBuilder,
-    VllmMlaAttention,
+from atom_plugin.vllm.attention import VllmPagedAttention
+from atom_plugin.vllm.attention_backends import (
+    AtomDecodeGraphMetadataBuilder,
+    AtomGraphMLABackend,
+    AtomMetadataBuilder,
+    AtomMLABackend,
 )
 from atom_plugin.vllm.runtime import cache_dtype
 from tests.contract.vllm.test_attention_layers import CHECKPOINT, DTYPES, FP8, NAME
@@ -37,12 +37,12 @@ def layer_of(name="auto", speculative=None):
     cache = CacheConfig(cache_dtype=name, block_size=BLOCK)
     config = VllmConfig(model_config=model, cache_config=cache, speculative_config=speculative)
     runtime = build_runtime(CPU, torch.bfloat16, 512, cache_dtype=cache_dtype(name, model))
-    spec = MlaLayerSpec(NAME, 0, CASE.spec(torch.bfloat16, runtime.cache_dtype))
     still = torch.cat([torch.ones(512, 8), torch.zeros(512, 8)], 1)
     expand = latent_batch(CASE, torch.bfloat16, CPU).expand
     weights = MlaWeights(still, torch.ones(CASE.rank, dtype=torch.bfloat16), 1e-6, expand)
     with set_current_vllm_config(config):
-        return VllmMlaAttention(spec, weights, runtime), config
+        mixer = MlaMixer(NAME, 0, CASE.spec(torch.bfloat16, runtime.cache_dtype), weights)
+        return VllmPagedAttention(mixer, runtime), config
 
 
 def common(requests):
@@ -57,8 +57,8 @@ def common(requests):
         num_actual_tokens=found.num_tokens,
         max_query_len=found.max_query_len,
         max_seq_len=found.max_seq_len,
-        block_table_tensor=found.page_table,
-        slot_mapping=found.slot_mapping,
+        block_table_tensor=found.pages.table,
+        slot_mapping=found.pages.slots,
         seq_lens_cpu_upper_bound=found.seq_lens,
     )
 
@@ -75,11 +75,11 @@ def test_vllm_counts_the_bytes_of_one_row_a_token(name):
 
 def test_what_is_captured_are_decodes():
     layer, _ = layer_of()
-    assert layer.get_attn_backend() is LatentBackend, "the reference reads lengths on the host"
-    layer.kernel.graph_support = "always"
-    assert layer.get_attn_backend() is LatentGraphBackend
-    assert LatentGraphMetadataBuilder._cudagraph_support == AttentionCGSupport.UNIFORM_BATCH
-    assert LatentMetadataBuilder._cudagraph_support == AttentionCGSupport.NEVER
+    assert layer.get_attn_backend() is AtomMLABackend, "the reference reads lengths on the host"
+    layer.mixer.kernel.graph_support = "always"
+    assert layer.get_attn_backend() is AtomGraphMLABackend
+    assert AtomDecodeGraphMetadataBuilder._cudagraph_support == AttentionCGSupport.UNIFORM_BATCH
+    assert AtomMetadataBuilder._cudagraph_support == AttentionCGSupport.NEVER
 
 
 @pytest.mark.parametrize("dims", [3, 4])
@@ -92,13 +92,13 @@ def test_what_is_written_is_read_with_the_layer_s_scale(name, dims):
     pages = torch.zeros(4, BLOCK, CASE.rank + CASE.rope_dim, dtype=stored)
     layer.kv_cache = pages[:, None] if dims == 4 else pages
     inputs = common(((0, 20),))
-    builder = LatentMetadataBuilder(layer.get_kv_cache_spec(config), [NAME], config, CPU)
+    builder = AtomMetadataBuilder(layer.get_kv_cache_spec(config), [NAME], config, CPU)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(20, CASE.heads * (CASE.nope_dim + CASE.rope_dim), generator=generator).bfloat16()
     latent = torch.randn(20, CASE.rank + CASE.rope_dim, generator=generator).bfloat16()
     batch = builder.build(0, inputs)
     with override_forward_context(create_forward_context({NAME: batch}, config)):
-        out = layer(q.clone(), latent, torch.arange(20))
+        out = layer((q.clone(), latent), torch.arange(20))
     assert out.shape == (20, CASE.heads * CASE.value_dim)
     view = layer.cache()
     assert view.rows.dtype == DTYPES[name]
@@ -114,26 +114,26 @@ def test_what_is_written_is_read_with_the_layer_s_scale(name, dims):
 def test_a_run_without_a_batch_gives_zeros():
     layer, config = layer_of()
     with override_forward_context(create_forward_context(None, config)):
-        out = layer(torch.ones(3, 4 * 32).bfloat16(), torch.ones(3, 48).bfloat16(), torch.arange(3))
+        out = layer((torch.ones(3, 4 * 32).bfloat16(), torch.ones(3, 48).bfloat16()), torch.arange(3))
     assert out.shape == (3, 64)
     assert not out.any()
 
 
 def test_prompts_are_planned_and_decodes_are_not():
     layer, config = layer_of()
-    builder = LatentMetadataBuilder(layer.get_kv_cache_spec(config), [NAME], config, CPU)
+    builder = AtomMetadataBuilder(layer.get_kv_cache_spec(config), [NAME], config, CPU)
     found = builder.build(0, common(((30, 1), (0, 1), (0, 40), (300, 2))))
     assert (found.num_decode_requests, found.num_decode_tokens) == (2, 2)
     assert list(found.host.lengths) == [31, 1, 40, 302]
-    assert found.plans[layer.plan_key()].expanded == (2,)
+    assert found.plans[layer.mixer.plan_key()].expanded == (2,)
     decode = builder.build(0, common(((30, 1), (0, 1))))
     assert decode.host is None
-    assert decode.plans[layer.plan_key()] is None
+    assert decode.plans[layer.mixer.plan_key()] is None
 
 
 def test_drafts_that_are_verified_are_decodes():
     drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
     layer, config = layer_of(speculative=drafts)
-    builder = LatentMetadataBuilder(layer.get_kv_cache_spec(config), [NAME], config, CPU)
+    builder = AtomMetadataBuilder(layer.get_kv_cache_spec(config), [NAME], config, CPU)
     found = builder.build(0, common(((30, 4), (20, 4))))
     assert (found.num_decode_requests, found.num_decode_tokens, found.host) == (2, 8, None)

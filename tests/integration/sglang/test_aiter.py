@@ -162,7 +162,7 @@ def test_the_kernels_are_aiters(name, ran):
 
 @pytest.mark.parametrize("name", DRAFTED)
 def test_drafts_are_right_as_often_as_elsewhere(name, ran):
-    assert f"attention  SglangMlaAttention\n  device     rocm ({CASES[name].arch})" in ran(name).log
+    assert f"attention  SglangRadixAttention\n  device     rocm ({CASES[name].arch})" in ran(name).log
     answers = ran(name).answers[0]
     right, proposed = (sum(it.meta[f"spec_num_{what}_drafts"] for it in answers) for what in ("correct", "proposed"))
     assert right / proposed >= RIGHT

@@ -21,7 +21,7 @@ def test_questions_are_answered_right_also_from_the_prefix_cache(rows):
     ask = Ask([row.prompt for row in asked])
     engines = [Engine(checkpoint(family), True, [ask, ask]) for family in FAMILIES]
     for family, ran in zip(FAMILIES, run(engines), strict=True):
-        assert "attention  SglangMlaAttention" in ran.log
+        assert "attention  SglangRadixAttention" in ran.log
         for answers in ran.answers:
             assert [answer.tokens for answer in answers] == right_tokens(family, asked)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from atom_core.cache import KeyValueSpec
 from atom_core.updates import IncompleteWeights, ModelWeights
 
 pytestmark = pytest.mark.sglang
@@ -88,13 +89,13 @@ class Batch:
 def same(found, expected, page_size):
     assert found.query_start_loc.tolist() == expected.query_start_loc.tolist()
     assert found.seq_lens.tolist() == expected.seq_lens.tolist()
-    assert found.slot_mapping.tolist() == expected.slot_mapping.tolist()
+    assert found.pages.slots.tolist() == expected.pages.slots.tolist()
     for name in ("num_requests", "num_tokens", "max_query_len", "num_decode_requests", "num_decode_tokens"):
         assert getattr(found, name) == getattr(expected, name), name
     assert int(found.seq_lens.max()) <= found.max_seq_len
     for row, length in enumerate(expected.seq_lens.tolist()):
         pages = -(-length // page_size)
-        assert found.page_table[row, :pages].tolist() == expected.page_table[row, :pages].tolist()
+        assert found.pages.table[row, :pages].tolist() == expected.pages.table[row, :pages].tolist()
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -142,7 +143,7 @@ def test_behind_drafts_nothing_is_asked_of_the_device(runner):
     assert found.query_start_loc.tolist() == [0, 4, 8, 12]
     assert found.seq_lens.tolist() == forward_batch.fields["seq_lens"].tolist()
     slots = made.req_to_token_pool.req_to_token[forward_batch.fields["req_pool_indices"]]
-    assert found.page_table.tolist() == (slots[:, ::16] // 16).tolist()
+    assert found.pages.table.tolist() == (slots[:, ::16] // 16).tolist()
 
 
 def test_padded_requests_have_the_page_of_nobody(runner):
@@ -159,7 +160,7 @@ def test_padded_requests_have_the_page_of_nobody(runner):
     forward_batch.fields["seq_lens"][2:] = backend.get_cuda_graph_seq_len_fill_value()
     backend.init_forward_metadata_in_graph(forward_batch.forward_batch())
     assert backend.forward_metadata.seq_lens[2:].tolist() == [1, 1]
-    assert backend.forward_metadata.page_table[2:, 0].tolist() == [0, 0]
+    assert backend.forward_metadata.pages.table[2:, 0].tolist() == [0, 0]
 
 
 def captured_chain(steps, count):
@@ -192,7 +193,7 @@ def test_a_rank_without_requests_replays_what_others_decode():
     for step, (backend, batch) in enumerate(zip(chain.attn_backends, captured, strict=True)):
         assert backend.forward_metadata.seq_lens.data_ptr() == batch.seq_lens.data_ptr()
         assert backend.forward_metadata.seq_lens.tolist() == [step + 2] * count
-        assert backend.forward_metadata.slot_mapping.tolist() == [0] * count
+        assert backend.forward_metadata.pages.slots.tolist() == [0] * count
 
 
 def test_no_graph_is_replayed_whose_weights_are_incomplete():
@@ -232,7 +233,7 @@ def test_steps_of_a_chain_begin_with_slots_of_their_own():
         # A request's slots lie together, one for each step.
         slots = forward_batch.fields["out_cache_loc"].view(3, steps)
         for step, backend in enumerate(chain.attn_backends):
-            assert backend.forward_metadata.slot_mapping.tolist() == slots[:, step].tolist()
+            assert backend.forward_metadata.pages.slots.tolist() == slots[:, step].tolist()
             lengths = forward_batch.fields["seq_lens"] + step + 1
             assert backend.forward_metadata.seq_lens.tolist() == lengths.tolist()
 
@@ -263,10 +264,9 @@ def test_answers_go_where_sglang_wants_them(monkeypatch, ours):
     from atom_plugin.sglang.attention import SglangRadixAttention
     from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
 
-    def run(self, qkv, positions, batch, cache, out):
-        out.copy_(2 * qkv.view_as(out))
+    def run(inputs, positions, batch, cache, out):
+        out.copy_(2 * inputs[0].view_as(out))
 
-    monkeypatch.setattr(SglangRadixAttention, "run", run)
     made = make_runner(1, hybrid=False)
     backend, forward_batch = AtomAttentionBackend(made), Batch(made, 3, ForwardMode.DECODE, 1)
     forward_batch.fill(0)
@@ -279,7 +279,17 @@ def test_answers_go_where_sglang_wants_them(monkeypatch, ours):
     given = {}
     if ours:
         layer = SglangRadixAttention.__new__(SglangRadixAttention)
-        layer.spec = SimpleNamespace(layer_index=1, qkv=SimpleNamespace(num_heads=1, head_dim=16))
+        spec = KeyValueSpec(1, 16, torch.float32)
+        mixer = SimpleNamespace(
+            layer_index=1,
+            heads=(1, 16),
+            cache_spec=spec,
+            plan_key=lambda: None,
+            run=run,
+            empty_output=lambda inputs: inputs[0].new_empty(len(inputs[0]), 1, 16),
+        )
+        torch.nn.Module.__init__(layer)
+        layer.mixer = mixer
         given = {"atom_layer": layer, "atom_inputs": (q, torch.zeros(3))}
 
     def attend(**others):

@@ -43,7 +43,7 @@ def check(options: Mapping[str, Any], environ: Mapping[str, str], tolerance: flo
 
 def watch() -> list[dict[str, Any]]:
     """The steps of two requests from now on: lengths, slots of the new tokens, and pages."""
-    from atom_plugin.vllm.attention import AtomMetadataBuilder
+    from atom_plugin.vllm.attention_backends import AtomMetadataBuilder
 
     steps: list[dict[str, Any]] = []
     build = AtomMetadataBuilder.build

@@ -28,7 +28,7 @@ def test_every_held_out_question_is_answered_right(rows, family):
     assert score(family)["score"]["exact_match"] == 1.0
     asks = [Ask([row.prompt for row in rows], ANSWER)]
     (ran,) = run([Engine(checkpoint(family), "atom", asks)], deadline=560)
-    assert "VllmMlaAttention" in ran.layer_classes
+    assert "VllmPagedAttention" in ran.layer_classes
     assert [answer.tokens for answer in ran.answers[0]] == right_tokens(family, rows)
 
 

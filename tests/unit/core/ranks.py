@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from atom_core.cache import KVCacheView
 from atom_core.checkpoint import Checkpoint
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.models.registry import load_model_class
 from atom_core.runtime import Communicator, PipelineStage
-from atom_core.standalone import Runner, Step, build_runtime, finalize, plan
+from atom_core.standalone import Runner, Step, build_runtime, empty_caches, finalize, plan
 from atom_core.weights import load_weights
 
 #: Seconds until a rank that waits for one that failed gives up.
@@ -103,25 +102,13 @@ def run(
     runner: Runner,
     model: DecoderForCausalLM,
     tokens: list[int],
-    num_kv_heads: int,
     carried: Carried | None = None,
 ) -> torch.Tensor | Carried:
-    """One prompt through ``model``, over pages of ``num_kv_heads`` heads, or of latents, which have none."""
-    caches = [
-        KVCacheView(cache.key[:, :num_kv_heads], cache.value[:, :num_kv_heads])
-        if isinstance(cache, KVCacheView)
-        else cache
-        for cache in runner.caches(1)
-    ]
+    """One prompt through ``model``."""
+    caches = empty_caches(model, runner.runtime, -(-runner.max_model_len // runner.page_size), runner.page_size)
     step = Step(plan(model, runner.batch([0], [len(tokens)])), caches)
     ids = None if carried is not None else torch.tensor(tokens)
     return model(ids, torch.arange(len(tokens)), step, carried=carried)
-
-
-def num_kv_heads(model: DecoderForCausalLM) -> int:
-    """How many of them this rank holds; 0 where there are none."""
-    attention = model.model.layers[0].self_attn
-    return attention.qkv_proj.num_kv_heads if hasattr(attention, "qkv_proj") else 0
 
 
 def tensor_parallel_logits(
@@ -132,7 +119,7 @@ def tensor_parallel_logits(
     @torch.inference_mode()
     def work(group: Communicator) -> torch.Tensor:
         model = build(runner, directory, tensor_parallel=group, **runtime)
-        hidden = run(runner, model, tokens, num_kv_heads(model))
+        hidden = run(runner, model, tokens)
         return model.logits(hidden)
 
     return on_ranks(world_size, work)
@@ -154,7 +141,7 @@ def replicas_logits(
         replicas.count = len(prompts[replica])
         fields = {"tensor_parallel": group, "data_parallel": replicas, "expert_parallel": expert_parallel}
         model = build(runner, directory, **fields)
-        hidden = run(runner, model, prompts[replica], num_kv_heads(model))
+        hidden = run(runner, model, prompts[replica])
         return model.logits(hidden)
 
     return on_ranks(count * tensor_parallel_size, work)[::tensor_parallel_size]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig
 
-from atom_core.config import LayerConfig
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import supported_architectures
 from tests.unit.core.hugging_face import FAMILIES, make_config
@@ -63,7 +62,7 @@ def test_qwen_windows_begin_at_max_window_layers():
     config = read_model_config(
         values_of("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2, layer_types=None)
     )
-    assert config.layers == (LayerConfig(None), LayerConfig(None), LayerConfig(8))
+    assert [layer.mixer.window for layer in config.layers] == [None, None, 8]
 
 
 def test_an_unsupported_architecture_is_told_the_supported_ones():

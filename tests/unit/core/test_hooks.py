@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atom_core.layers.cache_scales import CacheScales
-from atom_core.layers.mla import Expansion
+from atom_core.layers.latent_expansion import LatentExpansion
 from atom_core.layers.norm import HeadNorm
 from atom_core.layers.rotary import RotaryTable
+from atom_core.mixers.cache_scales import CacheScales
 from atom_core.standalone import Runner
 from tests.unit.core.families import ALL_FAMILIES
 from tests.unit.core.hugging_face import LOGITS_TOLERANCE, distance, make_config, make_model
-from tests.unit.core.ranks import build, num_kv_heads, on_ranks, run
+from tests.unit.core.ranks import build, on_ranks, run
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 #: What holds parameters that attention applies together with others, or no parameters at all.
-WITHOUT_A_CALL = (HeadNorm, Expansion, CacheScales, RotaryTable, torch.nn.ModuleList)
+WITHOUT_A_CALL = (HeadNorm, LatentExpansion, CacheScales, RotaryTable, torch.nn.ModuleList)
 every_family = pytest.mark.parametrize("family", ALL_FAMILIES, ids=str)
 
 
@@ -26,7 +26,7 @@ def seen(model, runner):
     for name, module in model.model.named_modules(prefix="model"):
         module.register_forward_hook(lambda _, inputs, output, name=name: outputs.update({name: output}))
     model.lm_head.register_forward_hook(lambda _, inputs, output: outputs.update(lm_head=output))
-    logits = model.logits(run(runner, model, TOKENS, num_kv_heads(model)))
+    logits = model.logits(run(runner, model, TOKENS))
     return outputs, logits
 
 

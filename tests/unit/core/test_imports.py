@@ -46,7 +46,7 @@ def test_models_import_no_vendor_package_and_no_implementation_of_a_kernel(path)
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_kernels_know_nothing_above_them(path):
-    assert not starts_with(imported(path), "atom_core.models", "atom_core.layers", "atom_core.attention")
+    assert not starts_with(imported(path), "atom_core.models", "atom_core.layers", "atom_core.mixers")
 
 
 def modules_after(code: str) -> set[str]:

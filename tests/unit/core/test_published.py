@@ -80,25 +80,26 @@ def test_what_does_not_serve_is_refused(entry):
 @serving
 def test_sizes_are_transformers_own(entry):
     ours, theirs = read_model_config(entry["config"]), theirs_of(entry["config"])
+    mixer = ours.layers[0].mixer
     found = {
         "vocab_size": ours.vocab_size,
         "hidden_size": ours.hidden_size,
         "intermediate_size": ours.intermediate_size,
         "num_hidden_layers": ours.num_layers,
-        "num_attention_heads": ours.num_heads,
-        "num_key_value_heads": ours.num_kv_heads,
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_kv_heads,
         "max_position_embeddings": ours.max_position,
         "rms_norm_eps": ours.rms_norm_eps,
         "tie_word_embeddings": ours.tie_word_embeddings,
     }
     assert found == {key: getattr(theirs, key) for key in found}
-    if ours.latent is None:
+    if not ours.has_mla:
         head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     else:
         head_dim = theirs.qk_head_dim
-        assert (ours.latent.rank, ours.latent.query_rank) == (theirs.kv_lora_rank, theirs.q_lora_rank)
-        assert (ours.latent.rope_dim, ours.latent.value_dim) == (theirs.qk_rope_head_dim, theirs.v_head_dim)
-    assert ours.head_dim == head_dim
+        assert (mixer.rank, mixer.query_rank) == (theirs.kv_lora_rank, theirs.q_lora_rank)
+        assert (mixer.rope_dim, mixer.value_dim) == (theirs.qk_rope_head_dim, theirs.v_head_dim)
+    assert mixer.query_dim == head_dim
 
 
 @serving
@@ -118,7 +119,7 @@ def test_windows_are_transformers_own(entry):
     ours, theirs = read_model_config(entry["config"]), theirs_of(entry["config"])
     window = getattr(theirs, "sliding_window", None)
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
-    assert [layer.window for layer in ours.layers] == [
+    assert [layer.mixer.window for layer in ours.layers] == [
         window if kind == "sliding_attention" else None for kind in types
     ]
 

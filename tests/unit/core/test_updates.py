@@ -24,7 +24,7 @@ from tests.aiter_fake import fake_aiter
 from tests.unit.core.hugging_face import make_config, random_tokens
 from tests.unit.core.models.test_deepseek_mtp import Drafter
 from tests.unit.core.mtp_checkpoints import make_mtp
-from tests.unit.core.ranks import build, num_kv_heads, on_ranks, run, tensor_parallel_logits
+from tests.unit.core.ranks import build, on_ranks, run, tensor_parallel_logits
 from tests.unit.core.update_cases import CASES, MADE_AT_LOAD
 
 TRAINED = Path(__file__).parents[2] / "checkpoints"
@@ -293,7 +293,7 @@ def test_every_rank_has_the_logits_of_a_fresh_start(tmp_path, case, expert_paral
             update_from(weights, runner.config, new, runner.runtime.quant)
         else:
             send_to(weights, tensors_of(new), call)
-        return model.logits(run(runner, model, TOKENS, num_kv_heads(model)))
+        return model.logits(run(runner, model, TOKENS))
 
     fresh = tensor_parallel_logits(runner, new, TOKENS, 2, expert_parallel=expert_parallel)
     for found, expected in zip(on_ranks(2, updated), fresh, strict=True):

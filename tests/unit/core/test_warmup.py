@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from atom_core.checkpoint import read_config_json
 from atom_core.config import ModelConfig
 from atom_core.models.read_config import read_model_config
 from atom_core.runtime import PipelineStage
-from atom_core.standalone import Step, build_runtime, page_pools, random_model
+from atom_core.standalone import Step, build_runtime, empty_caches, random_model
 from atom_core.warmup import BatchShape, batches_to_serve, metadata_of, run_batch
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "qwen3"
@@ -62,9 +63,9 @@ def test_a_batch_has_no_slots_and_only_the_first_page(config):
     assert batch.seq_lens.tolist() == [1, 1, 40]
     behind = metadata_of(BatchShape((2,), 256, 64), model, TABLE_WIDTH, runtime.device)
     assert (behind.seq_lens.tolist(), behind.host.lengths) == ([66], (66,))
-    assert (batch.slot_mapping == -1).all()
-    assert not batch.page_table.any()
-    assert batch.page_table.shape == (3, TABLE_WIDTH)
+    assert (batch.pages.slots == -1).all()
+    assert not batch.pages.table.any()
+    assert batch.pages.table.shape == (3, TABLE_WIDTH)
     assert (batch.num_decode_requests, batch.num_decode_tokens) == (2, 2)
     assert (batch.num_requests, batch.num_tokens, batch.max_query_len, batch.max_seq_len) == (
         3,
@@ -72,15 +73,15 @@ def test_a_batch_has_no_slots_and_only_the_first_page(config):
         40,
         256,
     )
-    assert set(batch.plans) == {layer.self_attn.attn.kernel.plan_key() for layer in model.model.layers} - {None}
+    assert set(batch.plans) == {layer.self_attn.attn.mixer.plan_key() for layer in model.model.layers} - {None}
 
 
 @pytest.mark.parametrize("kernels", [{}, {"attention": "reference", "qk_norm_rope_cache": "reference"}])
 def test_all_of_them_run_and_leave_no_trace_in_the_cache(config, kernels):
     runtime = build_runtime(torch.device("cpu"), torch.float32, 256, kernels)
     model = random_model(config, runtime)
-    caches = page_pools(config, runtime, 2, PAGE_SIZE, random=True)
-    before = [(cache.key.clone(), cache.value.clone()) for cache in caches]
+    caches = empty_caches(model, runtime, 2, PAGE_SIZE, random=True)
+    before = [(cache.key.clone(), cache.value.clone()) for cache in caches.values()]
     announced = []
 
     def announce(batch):
@@ -91,7 +92,7 @@ def test_all_of_them_run_and_leave_no_trace_in_the_cache(config, kernels):
     for shape in batches:
         run_batch(shape, model, runtime, TABLE_WIDTH, announce)
     assert len(announced) == len(batches)
-    for cache, (key, value) in zip(caches, before, strict=True):
+    for cache, (key, value) in zip(caches.values(), before, strict=True):
         assert torch.equal(cache.key, key)
         assert torch.equal(cache.value, value)
 
@@ -99,9 +100,9 @@ def test_all_of_them_run_and_leave_no_trace_in_the_cache(config, kernels):
 def test_prompts_over_latents_are_expanded_and_decodes_and_few_tokens_behind_cached_ones_are_not(latents):
     runtime = build_runtime(torch.device("cpu"), torch.float32, 256)
     model = random_model(latents, runtime)
-    caches = page_pools(latents, runtime, 2, PAGE_SIZE, random=True)
-    before = [cache.rows.clone() for cache in caches]
-    key = model.model.layers[0].self_attn.attn.plan_key()
+    caches = empty_caches(model, runtime, 2, PAGE_SIZE, random=True)
+    before = [cache.rows.clone() for cache in caches.values()]
+    key = model.model.layers[0].self_attn.attn.mixer.plan_key()
     expanded = {}
 
     def announce(batch):
@@ -113,17 +114,19 @@ def test_prompts_over_latents_are_expanded_and_decodes_and_few_tokens_behind_cac
         run_batch(shape, model, runtime, TABLE_WIDTH, announce)
     assert (expanded[(1, 1)], expanded[(64,)], expanded[(1, 1, 64)]) == ((), (0,), (2,))
     assert {expanded[lengths] for lengths in ((66,), (68,), (72,), (72,) * 16)} == {()}
-    for cache, rows in zip(caches, before, strict=True):
+    for cache, rows in zip(caches.values(), before, strict=True):
         assert torch.equal(cache.rows, rows)
 
 
 def test_a_later_stage_runs_on_what_an_earlier_one_carries(config):
     whole = build_runtime(torch.device("cpu"), torch.float32, 256)
-    caches = page_pools(config, whole, 2, PAGE_SIZE, random=True)
     for stage in (PipelineStage(0, 1), PipelineStage(1)):
         runtime = replace(whole, pipeline=stage)
         model = random_model(config, runtime)
-        run_batch(BatchShape((1, 20), 256), model, runtime, TABLE_WIDTH, lambda batch: nullcontext(Step(batch, caches)))
+        step = partial(Step, caches=empty_caches(model, runtime, 2, PAGE_SIZE, random=True))
+        run_batch(
+            BatchShape((1, 20), 256), model, runtime, TABLE_WIDTH, lambda batch, step=step: nullcontext(step(batch))
+        )
 
 
 @pytest.fixture(scope="module")

@@ -117,7 +117,7 @@ class AiterAttention:
         spec = self.spec
         if not len(q):
             return
-        longest, lengths, table = batch.max_query_len, batch.seq_lens, batch.page_table
+        longest, lengths, table = batch.max_query_len, batch.seq_lens, batch.pages.table
         starts = batch.query_start_loc
         kernel = self.chosen(cache, batch, len(q)).kernel
         if kernel == PA_FWD_ASM:

@@ -66,7 +66,7 @@ def _packed_pages(batch: Batch, page_size: int) -> tuple[torch.Tensor, torch.Ten
 
     Nothing of it waits for the host, and shapes are those of the table, so a graph may replay it.
     """
-    table = batch.page_table
+    table = batch.pages.table
     counts = (batch.seq_lens + (page_size - 1)) // page_size
     starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=table.device)
     torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])

@@ -48,7 +48,7 @@ class ReferenceAttention:
             if end <= begin:
                 continue
             num_pages = -(-length // cache.page_size)
-            pages = batch.page_table[request, :num_pages].long()
+            pages = batch.pages.table[request, :num_pages].long()
             keys = self._gather(cache.key, pages, length) * cache.k_scale
             values = self._gather(cache.value, pages, length) * cache.v_scale
             out[begin:end] = self._attend(q[begin:end], keys, values, sinks).to(out.dtype)

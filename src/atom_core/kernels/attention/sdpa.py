@@ -66,7 +66,7 @@ class SdpaAttention:
             if end == begin:
                 continue
             first = self._first_page(length, end - begin, page_size)
-            used = batch.page_table[request, first : -(-length // page_size)]
+            used = batch.pages.table[request, first : -(-length // page_size)]
             left = first * page_size  # tokens that the window has left behind
             keys = self._gather(cache.key, used, length - left, q.dtype)
             values = self._gather(cache.value, used, length - left, q.dtype)
@@ -97,7 +97,7 @@ class SdpaAttention:
         position = (ends - width).clamp(min=0) + torch.arange(width)
         known = position < ends
         position = torch.minimum(position, ends - 1)
-        slots = batch.page_table.long().gather(1, position // cache.page_size) * cache.page_size
+        slots = batch.pages.table.long().gather(1, position // cache.page_size) * cache.page_size
         slots = (slots + position % cache.page_size).flatten()
         keys, values = (
             side.index_select(0, slots).view(cache.key.dtype).view(count, width, -1, self.spec.head_dim).to(q.dtype)

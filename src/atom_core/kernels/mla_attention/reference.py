@@ -27,7 +27,7 @@ class ReferenceMlaAttention:
             begin, end = starts[request], starts[request + 1]
             if end <= begin:
                 continue
-            rows = cached_rows(cache, batch.page_table[request], length)
+            rows = cached_rows(cache, batch.pages.table[request], length)
             scores = torch.einsum("qhd,kd->hqk", q[begin:end].float(), rows) * self.spec.scale
             weights = scores.masked_fill(unseen(end - begin, length, q.device), float("-inf")).softmax(-1)
             summed = torch.einsum("hqk,kl->qhl", weights, rows[:, : self.spec.latent.rank])

@@ -85,7 +85,7 @@ def token_slots(batch: Batch, queries_each: int, num_pages: int, page_size: int)
         num_pages: of the cache.
         page_size: tokens a page.
     """
-    lengths, table = batch.seq_lens, batch.page_table
+    lengths, table = batch.seq_lens, batch.pages.table
     requests, most = lengths.shape[0], table.shape[1] * page_size
     assert lengths.dtype == table.dtype == torch.int32
     assert lengths.stride(0) == table.stride(1) == 1

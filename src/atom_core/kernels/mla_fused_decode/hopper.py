@@ -272,7 +272,7 @@ class MlaFusedDecode:
             parts,
             sums,
             batch.seq_lens,
-            batch.page_table,
+            batch.pages.table,
             most,
             weights.eps,
             self.spec.scale,

@@ -105,14 +105,14 @@ def plan_prefill(batch: Batch, spec: MlaSpec) -> PrefillPlan | None:
     return PrefillPlan(
         host=host,
         expanded=expanded,
-        chunks=tuple(_on_device(pieces, host, new, batch.page_table.device) for pieces in chunks),
+        chunks=tuple(_on_device(pieces, host, new, batch.pages.table.device) for pieces in chunks),
         absorbed=tuple(_run(batch, host, run) for run in others if any(new[request] for request in run)),
     )
 
 
 def gathered(chunk: Chunk, cache: LatentCacheView, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
     """The chunk's rows ``[keys, L + R]``, scaled."""
-    pages, offsets = chunk.places(batch.page_table, cache.page_size)
+    pages, offsets = chunk.places(batch.pages.table, cache.page_size)
     rows = as_bytes(cache.rows)[pages, offsets].view(cache.rows.dtype).to(dtype)
     return rows if cache.scale == 1.0 else rows * cache.scale
 
@@ -185,8 +185,8 @@ def _run(batch: Batch, host: HostLengths, requests: list[int]) -> Run:
             # Copies, as kernels are compiled anew for pointers that are aligned otherwise.
             seq_lens=batch.seq_lens[first:last].clone() if first else batch.seq_lens[:last],
             pages=Pages(
-                batch.page_table[first:last].clone() if first else batch.page_table[:last],
-                batch.slot_mapping[begin:end],
+                batch.pages.table[first:last].clone() if first else batch.pages.table[:last],
+                batch.pages.slots[begin:end],
             ),
             num_requests=len(requests),
             num_tokens=end - begin,

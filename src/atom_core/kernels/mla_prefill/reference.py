@@ -32,7 +32,7 @@ class ReferenceMlaPrefill:
         shape = self.spec.latent
         for request in plan.expanded:
             begin, end, length = plan.host.starts[request], plan.host.starts[request + 1], plan.host.lengths[request]
-            rows = cached_rows(cache, batch.page_table[request], length)
+            rows = cached_rows(cache, batch.pages.table[request], length)
             latents, turned = torch.split(rows, [shape.rank, shape.rope_dim], -1)
             expanded = torch.einsum("kl,hdl->khd", latents, expand.float())
             keys, values = torch.split(expanded, [shape.nope_dim, shape.value_dim], -1)

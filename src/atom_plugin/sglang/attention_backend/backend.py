@@ -15,7 +15,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from atom_core.batch import Batch
-from atom_core.cache import KVCacheView, LatentCacheView
+from atom_core.cache import Cache
 from atom_core.kernels.attention import ATTENTION, PagedAttentionKernel, PagedAttentionSpec
 from atom_core.kernels.select import Target
 from atom_core.updates import ModelWeights
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from atom_core.attention.mla import CachedMlaAttention
-    from atom_plugin.sglang.attention import SglangMlaAttention, SglangRadixAttention
+    from atom_core.mixers.base import TokenMixer
+    from atom_plugin.sglang.attention import SglangRadixAttention
 
 
 class AtomAttentionBackend(AttentionBackend):
-    """See the module's text. It is also the step that the core's RadixAttention reads (``attention``).
+    """See the module's text. It is also the step that the core's RadixAttention reads (:meth:`lookup`).
 
     Args:
         runner: SGLang's runner, its pools made.
@@ -61,7 +61,8 @@ class AtomAttentionBackend(AttentionBackend):
         self.forward_metadata: Batch | None = None
         self.windowed_metadata: Batch | None = None
         self._kernels_by_layer: dict[int, PagedAttentionKernel] = {}
-        self._plans: dict[Hashable, object] = {}
+        #: Of layers in the windowed pool, and of others.
+        self._plans: dict[bool, dict[Hashable, object]] = {}
         if self.pools.latent:
             _refuse_native(runner)
         self.runner = runner
@@ -72,7 +73,7 @@ class AtomAttentionBackend(AttentionBackend):
         if forward_batch.forward_mode.is_idle() or forward_batch.batch_size == 0:
             self.forward_metadata = self.windowed_metadata = None
             return
-        self._plans = {}
+        self._plans = {True: {}, False: {}}
         batch = eager_metadata(forward_batch, self.pools, self.max_context_len, self.step)
         self.forward_metadata = batch
         self.windowed_metadata = windowed(batch, self.pools) if self.pools.hybrid else batch
@@ -92,7 +93,7 @@ class AtomAttentionBackend(AttentionBackend):
         assert self.graphs is not None, "SGLang announces graphs before it captures them"
         if not in_capture:
             self._check_weights()
-        self._plans = {}
+        self._plans = {True: {}, False: {}}
         self.forward_metadata, self.windowed_metadata = self.graphs.plan(forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
@@ -104,19 +105,21 @@ class AtomAttentionBackend(AttentionBackend):
         """The length of a padded request."""
         return PADDED_LENGTH
 
-    def attention(self, layer_index: int) -> tuple[Batch, KVCacheView]:
-        """See :class:`atom_core.attention.base.CachedStep`."""
+    def lookup(self, mixer: TokenMixer) -> tuple[Batch, Cache]:
+        """See :class:`atom_core.mixers.base.Step`; the first layer of a step plans it for all of its key."""
+        index = mixer.layer_index
+        batch, cache = self._batch(index), self.pools.cache(mixer.cache_spec, index)
+        if (key := mixer.plan_key()) is None:
+            return batch, cache
+        plans = self._plans[self.pools.is_windowed(index)]
+        if key not in plans:
+            plans[key] = mixer.plan(batch)
+        return batch.with_plans(plans), cache
+
+    def _batch(self, layer_index: int) -> Batch:
         batch = self.windowed_metadata if self.pools.is_windowed(layer_index) else self.forward_metadata
         assert batch is not None, "SGLang plans a batch before it runs it"
-        return batch, self.pools.view(layer_index)
-
-    def latents(self, layer: CachedMlaAttention) -> tuple[Batch, LatentCacheView]:
-        """See :class:`atom_core.attention.mla.LatentStep`; the first layer of a step plans it."""
-        batch = self.forward_metadata
-        assert batch is not None, "SGLang plans a batch before it runs it"
-        if (key := layer.plan_key()) not in self._plans:
-            self._plans[key] = layer.plan(batch)
-        return batch.with_plans(self._plans), self.pools.latents(layer.layer_index)
+        return batch
 
     def forward_extend(
         self,
@@ -127,7 +130,7 @@ class AtomAttentionBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         *,
-        atom_layer: SglangRadixAttention | SglangMlaAttention | None = None,
+        atom_layer: SglangRadixAttention | None = None,
         atom_inputs: tuple[torch.Tensor, ...] = (),
         **others: Any,
     ) -> torch.Tensor:
@@ -154,9 +157,9 @@ class AtomAttentionBackend(AttentionBackend):
         """A layer of SGLang's own."""
         sinks = others.pop("sinks", None)
         self._refuse(layer, others)
-        batch, _ = self.attention(layer.layer_id)
+        batch = self._batch(layer.layer_id)
         if save_kv_cache and k is not None:
-            slots = self.windowed_metadata.slot_mapping if self.pools.hybrid and self.windowed_metadata else None
+            slots = self.windowed_metadata.pages.slots if self.pools.hybrid and self.windowed_metadata else None
             target = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=slots)
             self.token_to_kv_pool.set_kv_buffer(layer, target, k, v, layer.k_scale, layer.v_scale)
         k_scale, v_scale = _scale(layer.k_scale, layer.k_scale_float), _scale(layer.v_scale, layer.v_scale_float)

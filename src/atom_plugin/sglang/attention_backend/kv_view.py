@@ -8,13 +8,14 @@ A hybrid pool keeps layers with a window in a second, smaller pool with slots of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from atom_core.cache import KVCacheView, LatentCacheView
+from atom_core.cache import Cache, CacheSpec, KeyValueSpec, KVCacheView, LatentCacheView, LatentSpec
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -70,6 +71,11 @@ class Pools:
     def latents(self, layer_id: int) -> LatentCacheView:
         """A layer's pages of latents."""
         return LatentCacheView(self.kv.get_key_buffer(layer_id).squeeze(1).unflatten(0, (-1, self.page_size)))
+
+    def cache(self, spec: CacheSpec, layer_id: int) -> Cache:
+        """A layer's cache, as its mixer's ``spec`` says."""
+        views: dict[type, Callable[[int], Cache]] = {KeyValueSpec: self.view, LatentSpec: self.latents}
+        return views[type(spec)](layer_id)
 
     def _paged(self, which: tuple[int, str], rows: torch.Tensor) -> torch.Tensor:
         """``[slots, K, D]`` as ``[pages, K, page size, D]``.

@@ -106,5 +106,5 @@ def windowed(batch: Batch, pools: Pools) -> Batch:
     """The same step for layers whose tokens are in the windowed pool."""
     return replace(
         batch,
-        pages=Pages(pools.windowed_table(batch.page_table), pools.windowed_slots(batch.slot_mapping)),
+        pages=Pages(pools.windowed_table(batch.pages.table), pools.windowed_slots(batch.pages.slots)),
     )

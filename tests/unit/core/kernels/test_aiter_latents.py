@@ -193,4 +193,4 @@ def test_the_slots_of_a_batch(lengths, queries, page_size, width):
 def test_there_is_room_for_the_longest_requests_that_may_come():
     inputs = latent_batch(case_of((9, 1), (100, 1)), torch.bfloat16, CPU)
     found = token_slots(inputs.batch, 1, inputs.cache.rows.shape[0], 16)
-    assert found.slots.shape == (2 * inputs.batch.page_table.shape[1] * 16,)
+    assert found.slots.shape == (2 * inputs.batch.pages.table.shape[1] * 16,)

@@ -188,7 +188,7 @@ def leave_parts(q, cache, batch, spec, parts, sums, least, keys):
         token = starts[request]
         if starts[request + 1] == token:
             continue
-        rows = cached_rows(cache, batch.page_table[request], length)
+        rows = cached_rows(cache, batch.pages.table[request], length)
         tiles = -(-length // keys)
         each = max(-(-tiles // len(parts)), least) * keys
         scores = q[token].float() @ rows.T * (spec.scale * 1.4426950408889634)
@@ -281,8 +281,8 @@ def test_a_plan_says_who_goes_which_way():
     (chunk,) = plan.chunks
     assert chunk.table.tolist() == [[1, 40, 0, 0, 0, 40], [44, 9, 0, 0, 40, 9]]
     assert (chunk.tile_starts.tolist(), chunk.num_queries) == ([0, 40], 49)
-    pages, offsets = chunk.places(batch.page_table, 16)
-    assert pages[40] == batch.page_table[4, 0]
+    pages, offsets = chunk.places(batch.pages.table, 16)
+    assert pages[40] == batch.pages.table[4, 0]
     assert offsets[:18].tolist() == [*range(16), 0, 1]
 
 

@@ -18,7 +18,7 @@ from tests.unit.core.hugging_face import (
     make_model,
     random_tokens,
 )
-from tests.unit.core.ranks import build, num_kv_heads, on_ranks, run, stages
+from tests.unit.core.ranks import build, on_ranks, run, stages
 
 CPU = Target("cpu", "")
 
@@ -53,7 +53,7 @@ def test_a_model_calls_it_behind_every_product_that_ranks_share(tmp_path, tokens
         kernel = Implementation("framework", always, lambda spec, target: Fused(spec.group, 20, calls))
         kernels = kernel_set(CPU, contributed={"all_reduce_norm": kernel})
         model = build(runner, tmp_path, tensor_parallel=group, kernels=kernels)
-        return model.logits(run(runner, model, tokens, num_kv_heads(model))), calls, kernels.choices()
+        return model.logits(run(runner, model, tokens)), calls, kernels.choices()
 
     for found, calls, choices in on_ranks(2, work):
         assert distance(found, runner.logits(tokens)) <= LOGITS_TOLERANCE
@@ -67,10 +67,10 @@ def test_a_stage_carries_on_what_is_summed_up(tmp_path):
     @torch.inference_mode()
     def work(group):
         model = build(runner, tmp_path, tensor_parallel=group, pipeline=stages(NUM_LAYERS, 1)[0])
-        return run(runner, model, tokens, num_kv_heads(model))
+        return run(runner, model, tokens)
 
     first, second = on_ranks(2, work)
-    whole = run(runner, build(runner, tmp_path, pipeline=stages(NUM_LAYERS, 1)[0]), tokens, runner.config.num_kv_heads)
+    whole = run(runner, build(runner, tmp_path, pipeline=stages(NUM_LAYERS, 1)[0]), tokens)
     assert torch.equal(first.hidden, second.hidden)
     assert torch.equal(first.residual, second.residual)
     assert distance(first.hidden + first.residual, whole.hidden + whole.residual) <= LOGITS_TOLERANCE

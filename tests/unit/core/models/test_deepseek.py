@@ -107,7 +107,7 @@ def test_a_checkpoint_with_real_latents_has_the_same_logits(tmp_path):
     trained = CHECKPOINTS / "deepseek_v3"
     with_real_latents(trained, tmp_path / "real", torch.float32)
     real, small = Runner(tmp_path / "real"), Runner(trained)
-    assert (real.config.latent.rank, small.config.latent.rank) == (512, 64)
+    assert (real.config.layers[0].mixer.rank, small.config.layers[0].mixer.rank) == (512, 64)
     tokens = [token % small.config.vocab_size for token in TOKENS]
     assert distance(real.logits(tokens), small.logits(tokens)) <= CLOSE
 
@@ -264,8 +264,8 @@ def test_keys_that_a_configuration_lacks_are_what_hugging_face_takes_them_for():
 
 
 def test_queries_are_compressed_unless_a_configuration_says_null():
-    assert read_model_config(values_of(V3, q_lora_rank=...)).latent.query_rank == 1536
-    assert read_model_config(values_of(V3, q_lora_rank=None)).latent.query_rank is None
+    assert read_model_config(values_of(V3, q_lora_rank=...)).layers[0].mixer.query_rank == 1536
+    assert read_model_config(values_of(V3, q_lora_rank=None)).layers[0].mixer.query_rank is None
 
 
 def test_some_layers_may_have_no_mixture():
@@ -274,8 +274,8 @@ def test_some_layers_may_have_no_mixture():
 
 
 def test_a_token_takes_a_latent_and_a_rotated_key_of_the_cache():
-    config = read_model_config(values_of(V3))
-    assert (config.cached_numbers, config.head_dim) == (32, 20)
+    mixer = read_model_config(values_of(V3)).layers[0].mixer
+    assert (mixer.cached_elements, mixer.query_dim) == (32, 20)
 
 
 @pytest.mark.parametrize(

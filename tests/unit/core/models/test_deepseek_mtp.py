@@ -15,7 +15,7 @@ from atom_core.models.deepseek_mtp import DeepseekV3Draft
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_draft_class
 from atom_core.quant import read_quantization
-from atom_core.standalone import Runner, Step, build_runtime, finalize, page_pools, plan
+from atom_core.standalone import Runner, Step, build_runtime, empty_caches, finalize, plan
 from atom_core.weights import load_weights
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8, make_plain
 from tests.unit.core.hugging_face import (
@@ -53,7 +53,7 @@ class Drafter:
         if not draft_first:
             self._load_draft()
         self.draft.share(self.target.model.model.embed_tokens, self.target.model.lm_head)
-        self.caches = page_pools(self.draft.config, self.runtime, -(-MAX_POSITION // page_size), page_size)
+        self.caches = empty_caches(self.draft, self.runtime, -(-MAX_POSITION // page_size), page_size)
 
     def _load_draft(self):
         hf = read_config_json(self.directory)
@@ -68,7 +68,7 @@ class Drafter:
     @torch.inference_mode()
     def step(self, cached, tokens, hidden, depth=0):
         """Draft behind ``tokens``, of which the first is at position ``cached``."""
-        metadata = plan(self.draft, self.target.metadata([cached], [len(tokens)]))
+        metadata = plan(self.draft, self.target.batch([cached], [len(tokens)]))
         positions = torch.arange(cached, cached + len(tokens))
         return self.draft(torch.tensor(tokens), positions, hidden, Step(metadata, self.caches), depth)
 
@@ -140,7 +140,7 @@ def test_target_and_draft_know_nothing_of_each_others_runtime(tmp_path, draft_fi
     # ... and a draft without its target, but for what it was given.
     drafter = Drafter(tmp_path, draft_first=draft_first)
     again = drafter.step(0, TOKENS[1:], hidden[:-1])
-    pages = drafter.target.metadata([0], [len(TOKENS) - 1])
+    pages = drafter.target.batch([0], [len(TOKENS) - 1])
     drafter.target = None
     del target
     gc.collect()

@@ -161,8 +161,9 @@ def test_keys_that_a_configuration_lacks_are_what_hugging_face_takes_them_for():
     config = read_model_config({key: value for key, value in values.items() if key not in lacking})
     rope = config.rope
     assert (rope.rope_type, rope.theta, rope.factor, rope.truncate) == ("yarn", 150000.0, 32.0, False)
-    assert (config.rms_norm_eps, config.head_dim, config.qkv_bias, config.attention_out_bias) == (1e-5, 64, True, True)
-    assert [layer.window for layer in config.layers] == [128, None, 128]
+    mixer = config.layers[0].mixer
+    assert (config.rms_norm_eps, mixer.head_dim, mixer.qkv_bias, mixer.out_bias) == (1e-5, 64, True, True)
+    assert [layer.mixer.window for layer in config.layers] == [128, None, 128]
 
 
 @pytest.mark.parametrize(

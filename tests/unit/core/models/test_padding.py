@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from atom_core.checkpoint import Checkpoint
@@ -32,9 +30,10 @@ def odd(family):
 def padded(runner, unit_of_scales=1):
     """The runner's configuration as SGLang on a CPU has it on 4 ranks."""
     config, unit = runner.config, RANKS * unit_of_scales
-    kv_heads = -(-config.num_kv_heads // RANKS) * RANKS
+    heads, before = config.heads
+    kv_heads = -(-before // RANKS) * RANKS
     middle = -(-config.intermediate_size // unit) * unit
-    return config.padded(kv_heads * config.num_heads // config.num_kv_heads, kv_heads, middle)
+    return config.padded(kv_heads * heads // before, kv_heads, middle)
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES, ids=str)
@@ -46,7 +45,7 @@ def test_ranks_of_padded_sizes_have_the_logits_of_one_rank(tmp_path, family):
     runner = Runner(tmp_path)
     expected = runner.logits(TOKENS)
     runner.config = padded(runner)
-    assert runner.config.padding.kv_heads == (2 if sizes is OF_LATENTS else 1)
+    assert runner.config.layers[0].mixer.padding.kv_heads == (2 if sizes is OF_LATENTS else 1)
     for found in tensor_parallel_logits(runner, tmp_path, TOKENS, RANKS):
         assert distance(found, expected) <= LOGITS_TOLERANCE
 
@@ -91,7 +90,8 @@ def test_padding_is_zeros_whatever_was_there(tmp_path):
     make_model(tmp_path, make_config(ALL_FAMILIES[0], **ODD, tie_word_embeddings=False))
     runner = Runner(tmp_path)
     runner.config = padded(runner)
-    assert runner.config.padding == Padding(heads=2, kv_heads=1, intermediate_size=3)
+    assert runner.config.layers[0].mixer.padding == Padding(heads=2, kv_heads=1)
+    assert runner.config.intermediate_padding == 3
 
     def work(group):
         model = build(runner, tmp_path, tensor_parallel=group)
@@ -117,4 +117,4 @@ def test_a_model_is_padded_once_and_with_whole_groups_of_queries(tmp_path):
     with pytest.raises(AssertionError):
         config.padded(7, 4, config.intermediate_size)
     with pytest.raises(AssertionError):
-        replace(config, padding=Padding(1)).padded(8, 4, config.intermediate_size)
+        config.padded(8, 4, config.intermediate_size).padded(16, 8, config.intermediate_size)

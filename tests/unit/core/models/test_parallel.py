@@ -93,7 +93,7 @@ def test_chained_stages_have_the_logits_of_one(tmp_path, family, tied, cuts):
     for stage in stages(NUM_LAYERS, *cuts):
         model = build(runner, tmp_path, pipeline=stage)
         assert isinstance(carried, Carried) or stage.is_first()
-        carried = run(runner, model, TOKENS, runner.config.num_kv_heads, carried)
+        carried = run(runner, model, TOKENS, carried)
     assert torch.equal(model.logits(carried), runner.logits(TOKENS))
 
 
@@ -122,7 +122,7 @@ def test_stages_and_shards_together(tmp_path):
         carried = None
         for stage in stages(NUM_LAYERS, 2):
             model = build(runner, tmp_path, tensor_parallel=group, pipeline=stage)
-            carried = run(runner, model, TOKENS, 1, carried)
+            carried = run(runner, model, TOKENS, carried)
         return model.logits(carried)
 
     for found in on_ranks(2, work):
@@ -146,7 +146,7 @@ def test_embeddings_may_be_given_instead_of_tokens_and_are_left_alone(tmp_path):
     model = runner.model
     embeds = model.embed(torch.tensor(TOKENS))
     before = embeds.clone()
-    step = Step(runner.metadata([0], [len(TOKENS)]), runner.caches(1))
+    step = Step(runner.batch([0], [len(TOKENS)]), runner.caches(1))
     with torch.inference_mode():
         hidden = model(None, torch.arange(len(TOKENS)), step, inputs_embeds=embeds)
         assert torch.equal(model.logits(hidden), runner.logits(TOKENS))

@@ -14,7 +14,7 @@ from atom_core.standalone import Runner
 from tests.unit.core.families import ALL_FAMILIES
 from tests.unit.core.hugging_face import make_config, make_model, random_tokens, routed_experts
 from tests.unit.core.layers.test_moe import HIDDEN, PLAIN, RUNTIME, SIZE, mixture, triton_runtime
-from tests.unit.core.ranks import build, num_kv_heads, on_ranks, run
+from tests.unit.core.ranks import build, on_ranks, run
 
 TOKENS = random_tokens(24)
 MIXTURES = [family for family in ALL_FAMILIES if family.model_type not in ("llama", "mistral", "qwen2", "qwen3")]
@@ -38,7 +38,7 @@ def told_by(runner, folder, group=None, /, **runtime):
     fields = {} if group is None else {"tensor_parallel": group}
     model = build(runner, folder, routed_experts=told, **fields, **runtime)
     with torch.inference_mode():
-        run(runner, model, TOKENS, num_kv_heads(model))
+        run(runner, model, TOKENS)
     return told.experts
 
 

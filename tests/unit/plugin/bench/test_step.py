@@ -10,7 +10,7 @@ import torch
 
 from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
-from atom_core.standalone import Step, build_runtime, page_pools, plan, random_model
+from atom_core.standalone import Step, build_runtime, empty_caches, plan, random_model
 from atom_plugin.bench import step
 from atom_plugin.bench.device import Ceiling, Timing, datasheet_bandwidth
 from atom_plugin.bench.floor import Traffic, step_traffic
@@ -131,11 +131,11 @@ def test_a_datasheet_is_known_or_not(device, bandwidth):
 @pytest.mark.parametrize("context", [0, 15, 16, 40])
 def test_each_request_of_the_batch_has_pages_of_its_own(context):
     metadata, num_pages = decode_batch(3, context, torch.device("cpu"))
-    used = metadata.page_table[:, : context // PAGE_SIZE + 1]
+    used = metadata.pages.table[:, : context // PAGE_SIZE + 1]
     assert sorted(used.flatten().tolist()) == list(range(num_pages))
-    assert metadata.page_table.shape == (3, MAX_MODEL_LEN // PAGE_SIZE)
-    assert (metadata.slot_mapping // PAGE_SIZE).tolist() == used[:, -1].tolist()
-    assert (metadata.slot_mapping % PAGE_SIZE == context % PAGE_SIZE).all()
+    assert metadata.pages.table.shape == (3, MAX_MODEL_LEN // PAGE_SIZE)
+    assert (metadata.pages.slots // PAGE_SIZE).tolist() == used[:, -1].tolist()
+    assert (metadata.pages.slots % PAGE_SIZE == context % PAGE_SIZE).all()
     assert metadata.seq_lens.tolist() == [context + 1] * 3
 
 
@@ -163,7 +163,7 @@ def test_a_step_of_a_random_model_gives_finite_logits(hf, quantization, cache_dt
     with torch.inference_mode():
         model = random_model(config, runtime)
         metadata, num_pages = decode_batch(3, 40, runtime.device)
-        pools = page_pools(config, runtime, num_pages, PAGE_SIZE, random=True)
+        pools = empty_caches(model, runtime, num_pages, PAGE_SIZE, random=True)
         hidden = model(torch.tensor([1, 2, 3]), torch.full((3,), 40), Step(plan(model, metadata), pools))
         logits = model.logits(hidden)
     assert logits.shape == (3, 100)

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atom_core.attention.base import AttentionSpec, PagedAttention, RadixAttention
 from atom_core.batch import Pages
 from atom_core.cache import KVCacheView
 from atom_core.kernels.qk_norm_rope import QkvWeights
+from atom_core.mixers.attention import AttentionMixer
+from atom_core.mixers.base import PagedAttention, RadixAttention
 from atom_core.standalone import Step, build_runtime
 from tests.kernel_cases import NAN, AttentionCase, QkvCase, attention_batch
 
@@ -32,8 +33,8 @@ class NamedAttention(PagedAttention):
 
 
 def layer_of(kind, case):
-    spec = AttentionSpec("model.layers.0.self_attn.attn", 0, QkvCase("").spec(torch.float32), case.dim**-0.5)
-    return kind(spec, STILL, None, build_runtime(CPU, torch.float32, 64))
+    runtime, qkv = build_runtime(CPU, torch.float32, 64), QkvCase("").spec(torch.float32)
+    return kind(AttentionMixer("model.layers.0.self_attn.attn", 0, qkv, STILL, None, None, runtime), runtime)
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def prefill():
     """A prompt's qkv, its step over an empty cache, and the answer."""
     case = AttentionCase("", ((0, 11), (0, 3)))
     inputs = attention_batch(case, torch.float32, CPU)
-    keys, values = (_rows(side, inputs.batch.slot_mapping) for side in (inputs.cache.key, inputs.cache.value))
+    keys, values = (_rows(side, inputs.batch.pages.slots) for side in (inputs.cache.key, inputs.cache.value))
     qkv = torch.cat((inputs.q.flatten(1), keys, values), -1)
     for side in (inputs.cache.key, inputs.cache.value):
         side.fill_(NAN)
@@ -54,7 +55,7 @@ def _rows(side, slots):
 
 def test_radix_attention_takes_both_from_the_step(prefill):
     case, qkv, positions, inputs = prefill
-    found = layer_of(RadixAttention, case)(qkv, positions, Step(inputs.batch, [inputs.cache]))
+    found = layer_of(RadixAttention, case)((qkv,), positions, Step(inputs.batch, {0: inputs.cache}))
     torch.testing.assert_close(found.view(14, 4, 16).double(), inputs.expected, rtol=1e-5, atol=1e-6)
 
 
@@ -62,7 +63,7 @@ def test_paged_attention_takes_both_from_its_adapter_and_looks_at_no_step(prefil
     case, qkv, positions, inputs = prefill
     layer = layer_of(NamedAttention, case)
     layer.bound = inputs.batch, inputs.cache
-    found = layer(qkv, positions, step=object())
+    found = layer((qkv,), positions, step=object())
     torch.testing.assert_close(found.view(14, 4, 16).double(), inputs.expected, rtol=1e-5, atol=1e-6)
 
 
@@ -70,7 +71,7 @@ def test_a_run_without_a_batch_gives_zeros_and_touches_no_cache(prefill):
     case, qkv, positions, inputs = prefill
     layer = layer_of(NamedAttention, case)
     layer.bound = None, inputs.cache
-    assert not layer(qkv, positions).any()
+    assert not layer((qkv,), positions).any()
     assert inputs.cache.key.isnan().all()
 
 
@@ -79,11 +80,11 @@ def test_rows_past_the_batch_are_padding_that_reaches_no_cache(prefill):
     layer = layer_of(NamedAttention, case)
     batch = replace(
         inputs.batch,
-        pages=Pages(inputs.batch.page_table, torch.cat((inputs.batch.slot_mapping, torch.zeros(5).long()))),
+        pages=Pages(inputs.batch.pages.table, torch.cat((inputs.batch.pages.slots, torch.zeros(5).long()))),
     )
     layer.bound = batch, inputs.cache
     padded = torch.cat((qkv, torch.full((5, qkv.shape[1]), 7.0)))
-    found = layer(padded, torch.cat((positions, torch.zeros(5).long())))
+    found = layer((padded,), torch.cat((positions, torch.zeros(5).long())))
     assert found.shape[0] == 19
     torch.testing.assert_close(found[:14].view(14, 4, 16).double(), inputs.expected, rtol=1e-5, atol=1e-6)
     assert not (inputs.cache.key == 7.0).any()

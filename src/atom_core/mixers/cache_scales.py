@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from atom_core.attention.base import AttentionLayer
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
+from atom_core.mixers.base import BaseAttention
 
 #: Names of scales in checkpoints, beside the layer's projections, and which of the two each is. By who writes them:
 #: llm-compressor, ModelOpt, Quark, vLLM and SGLang when they save, and AutoFP8, which had one for both.
@@ -39,7 +39,7 @@ class CacheScales(nn.Module):
         cache_dtype: of its cache.
     """
 
-    def __init__(self, attention: AttentionLayer, cache_dtype: torch.dtype) -> None:
+    def __init__(self, attention: BaseAttention, cache_dtype: torch.dtype) -> None:
         super().__init__()
         self._attention = (attention,)  # referred to: it is a module of the layer around both
         self.cache_dtype = cache_dtype
@@ -47,7 +47,7 @@ class CacheScales(nn.Module):
     @property
     def layer_index(self) -> int:
         """Which decoder layer it is."""
-        return self._attention[0].layer_index
+        return self._attention[0].mixer.layer_index
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take a checkpoint's scales, named by any names that end in one of :data:`SCALE_NAMES`.
@@ -99,8 +99,8 @@ class CacheScales(nn.Module):
         return 1.0 if key is None else factor * key, 1.0 if value is None else factor * value
 
     def _in_use(self) -> tuple[float, float]:
-        attention = self._attention[0]
-        return attention.k_scale, attention.v_scale
+        mixer = self._attention[0].mixer
+        return mixer.k_scale, mixer.v_scale
 
 
 def _sides(name: str) -> tuple[str, ...]:

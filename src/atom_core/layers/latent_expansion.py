@@ -1,8 +1,4 @@
-"""The projections around a layer's attention over latents (MLA, DeepSeek-V2, arXiv 2405.04434).
-
-``H`` heads, of which this rank has some; the latent, and what queries are compressed to, are whole on every rank. What
-reads the same input is one product: the compressed queries and the latent, or this rank's queries and the latent.
-"""
+"""The projection from latents to keys and values (MLA's ``kv_b_proj``)."""
 
 from __future__ import annotations
 
@@ -12,29 +8,19 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from atom_core.attention.mla import MlaLayerSpec
-from atom_core.config import MlaConfig, ModelConfig
+from atom_core.config import MlaConfig
 from atom_core.kernels.fp8_linear.reference import E4M3, LIMIT
-from atom_core.kernels.mla_attention import MlaAttentionSpec
-from atom_core.kernels.mla_cache import MlaSpec, MlaWeights
 from atom_core.kernels.mxfp4_linear.reference import dequantize, requantize
 from atom_core.layers.block_fp8 import check_blocks, num_blocks, place_scales
-from atom_core.layers.cache_scales import CacheScales
-from atom_core.layers.linear import Column, MergedColumnLinear, RowLinear
 from atom_core.layers.linear_methods import Fp8Placement, Part, ScalePlacement, empty_fp8, empty_scales
 from atom_core.layers.mxfp4_linear import check_groups, empty_packed, place_packed
-from atom_core.layers.norm import HeadNorm, RMSNorm
-from atom_core.layers.parameters import ParameterLayer, Placement, empty_parameter, share
-from atom_core.layers.rotary import RotaryTable
+from atom_core.layers.parameters import ParameterLayer, Placement, empty_parameter
 from atom_core.quant.fp8 import BLOCK_SIZE, Fp8Config
 from atom_core.quant.mxfp4 import Mxfp4LinearConfig
 from atom_core.runtime import Runtime
 
-#: Of the norms of latents, which no configuration names.
-LATENT_EPS = 1e-6
 
-
-class Expansion(ParameterLayer):
+class LatentExpansion(ParameterLayer):
     """The projection from a latent to keys and values, ``[H * (N + V), L]``, which attention reads in two halves.
 
     It is kept in the model's dtype, for it is folded into queries: an FP8 or MXFP4 checkpoint's is scaled back after
@@ -125,64 +111,3 @@ class Expansion(ParameterLayer):
             rows, columns = self.weight.shape
             scale = scale.repeat_interleave(BLOCK_SIZE, 0)[:rows].repeat_interleave(BLOCK_SIZE, 1)[:, :columns]
         return scale
-
-
-class MlaAttention(nn.Module):
-    """See the module's text; the attention op norms, rotates, caches and attends."""
-
-    def __init__(self, config: ModelConfig, index: int, rotary: RotaryTable, runtime: Runtime, name: str) -> None:
-        super().__init__()
-        latent, hidden = config.latent, config.hidden_size
-        assert latent is not None
-        group, heads = runtime.tensor_parallel, config.num_heads
-        mine = share(heads, group.rank, group.world_size, "num_attention_heads")
-        stored_heads = heads - config.padding.heads
-        queries = stored_heads * latent.query_dim
-        mine_of_queries = range(mine.start * latent.query_dim, mine.stop * latent.query_dim)
-        kv = Column("kv_a_proj_with_mqa", latent.row, range(latent.row))
-        if latent.query_rank is None:
-            first = Column("q_proj", queries, mine_of_queries)
-        else:
-            rank = latent.query_rank
-            first = Column("q_a_proj", rank, range(rank))
-            self.q_a_layernorm = RMSNorm(rank, LATENT_EPS, runtime)
-            part = [Column("q_b_proj", queries, mine_of_queries)]
-            self.q_b_proj = MergedColumnLinear(rank, part, False, runtime, f"{name}.q_b_proj")
-        self.compressed = latent.query_rank is not None
-        fused = f"{name}.fused_qkv_a_proj_with_mqa"
-        self.fused_qkv_a_proj_with_mqa = MergedColumnLinear(hidden, [first, kv], False, runtime, fused)
-        self.widths = [len(first.local), len(kv.local)]
-        self.kv_a_layernorm = HeadNorm(latent.rank, LATENT_EPS, runtime)
-        self.kv_b_proj = Expansion(latent, stored_heads, mine, runtime, f"{name}.kv_b_proj")
-        self.o_proj = RowLinear(
-            heads * latent.value_dim,
-            hidden,
-            False,
-            runtime,
-            "num_attention_heads * v_head_dim",
-            f"{name}.o_proj",
-            config.padding.heads * latent.value_dim,
-        )
-        shape = MlaSpec(
-            num_heads=len(mine),
-            rank=latent.rank,
-            nope_dim=latent.nope_dim,
-            rope_dim=latent.rope_dim,
-            value_dim=latent.value_dim,
-            interleaved=config.rope.interleaved,
-            dtype=runtime.dtype,
-            cache_dtype=runtime.cache_dtype,
-        )
-        expand = self.kv_b_proj.weight.view(len(mine), -1, latent.rank)
-        weights = MlaWeights(rotary.cos_sin, self.kv_a_layernorm.weight, LATENT_EPS, expand)
-        spec = MlaLayerSpec(f"{name}.attn", index, MlaAttentionSpec(shape, latent.scale))
-        self.attn = runtime.mla_attention(spec, weights, runtime)
-        self.cache_scales = CacheScales(self.attn, runtime.cache_dtype)
-
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
-        """``x [T, hidden]`` to ``[T, hidden]``."""
-        q, latent = torch.split(self.fused_qkv_a_proj_with_mqa(x), self.widths, -1)
-        if self.compressed:
-            q = self.q_b_proj(self.q_a_layernorm(q)[0])
-        result: torch.Tensor = self.o_proj(self.attn(q, latent, positions, step))
-        return result

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from atom_core.checkpoint import Checkpoint
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
-from atom_core.layers.cache_scales import SCALE_NAMES
 from atom_core.loading import check_files
+from atom_core.mixers.cache_scales import SCALE_NAMES
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.runtime import PipelineStage
@@ -45,7 +45,7 @@ def add(directory, scales, layer=1):
 
 def scales_of(runner, layer=1):
     attention = runner.model.model.layers[layer].self_attn.attn
-    return pytest.approx((attention.k_scale, attention.v_scale))
+    return pytest.approx((attention.mixer.k_scale, attention.mixer.v_scale))
 
 
 @pytest.mark.parametrize("name", SCALE_NAMES)
@@ -119,7 +119,7 @@ def test_a_pipeline_stage_leaves_other_stages_scales_alone(directory):
     config = read_model_config(CONFIG)
     model = load_model_class(config.architecture)(config, replace(runtime, pipeline=PipelineStage(0, 1)))
     load_weights(model, Checkpoint.open(directory).load())
-    assert model.model.layers[0].self_attn.attn.k_scale == 0.5
+    assert model.model.layers[0].self_attn.attn.mixer.k_scale == 0.5
 
 
 @every_fp8_dtype

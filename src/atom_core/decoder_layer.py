@@ -6,12 +6,11 @@ import torch
 from torch import nn
 
 from atom_core.config import ModelConfig
-from atom_core.layers.attention import Attention
-from atom_core.layers.mla import MlaAttention
 from atom_core.layers.mlp import GatedMLP
 from atom_core.layers.moe import MoE
 from atom_core.layers.norm import RMSNorm
 from atom_core.layers.rotary import RotaryTable
+from atom_core.mixers import MIXERS
 from atom_core.runtime import Runtime
 
 
@@ -22,11 +21,10 @@ class DecoderLayer(nn.Module):
         super().__init__()
         layer, size, eps = config.layers[index], config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps, runtime)
-        self.self_attn = (
-            Attention(config, layer, index, rotary, runtime, f"{name}.self_attn")
-            if config.latent is None
-            else MlaAttention(config, index, rotary, runtime, f"{name}.self_attn")
-        )
+        mixer = MIXERS[type(layer.mixer)]
+        #: What checkpoints call the mixer.
+        self.mixer_name = mixer.module_name
+        self.add_module(self.mixer_name, mixer(config, index, rotary, runtime, f"{name}.{self.mixer_name}"))
         self.post_attention_layernorm = RMSNorm(size, eps, runtime)
         #: What checkpoints call the feed-forward network.
         self.feed_forward_name = "mlp" if layer.moe is None else layer.moe.names.module
@@ -53,11 +51,17 @@ class DecoderLayer(nn.Module):
             What this layer's network adds, and the stream before that.
         """
         x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, positions, step)
+        x = self.mixer(x, positions, step)
         x, residual = self.post_attention_layernorm(x, residual)
         x = self.feed_forward(x)
         assert residual is not None
         return x, residual
+
+    @property
+    def mixer(self) -> nn.Module:
+        """The token mixer, of :mod:`atom_core.mixers`."""
+        module: nn.Module = getattr(self, self.mixer_name)
+        return module
 
     @property
     def feed_forward(self) -> nn.Module:
