@@ -1,4 +1,4 @@
-"""The experts by aiter's fused mixture: tokens sorted by expert, then one product or two, in a kernel for the shape."""
+"""Experts by aiter's fused MoE, which sorts tokens by expert and picks a one- or two-stage kernel for the shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atom_core.kernels.opaque import opaque
 
 
 class AiterExperts:
-    """See :class:`atom_core.kernels.experts.ExpertsKernel`; the layer keeps its weights in the order of aiter's."""
+    """See :class:`atom_core.kernels.experts.ExpertsKernel`; the layer's weights are preshuffled in place."""
 
     def __init__(self, spec: ExpertsSpec) -> None:
         require("aiter.fused_moe.fused_moe", "aiter.ops.shuffle.shuffle_weight")
@@ -21,7 +21,7 @@ class AiterExperts:
         self.held: torch.Tensor | None = None
 
     def adopt(self, layer: ExpertWeights) -> bool:
-        """Move the weights' numbers."""
+        """Preshuffle the weights."""
         shuffle_in_place(layer.gate_up.data)
         shuffle_in_place(layer.down.data)
         self.held = held_experts(self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.held)
@@ -43,9 +43,9 @@ class AiterExperts:
 def held_experts(
     first: int, count: int, total: int | None, device: torch.device, held: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Of each expert of all ranks whether this one holds it, int32 ``[total]``; None: it holds them all.
+    """aiter's expert mask, int32 ``[total]``: 1 for local experts; None: all experts are local.
 
-    Written to ``held``, where there is one already: its memory may have been given back while a server slept.
+    It is written to ``held`` if that exists: a server that slept may have lost what that memory contained.
     """
     if total is None or total == count:
         return None
@@ -57,7 +57,7 @@ def held_experts(
 
 
 def as_shuffled(weight: torch.Tensor) -> torch.Tensor:
-    """``weight`` with the mark of aiter's that its numbers were moved, which a parameter or a view does not keep."""
+    """A view of ``weight`` with aiter's attribute for preshuffled weights, which parameters and views do not keep."""
     marked = weight.view(weight.shape)
     marked.is_shuffled = True  # type: ignore[attr-defined]
     return marked

@@ -1,8 +1,8 @@
-"""Experts of few tokens, without sorting them.
+"""Experts of few tokens, which are not sorted.
 
-One token: a program takes some rows of each expert's weight for it. Several: a program takes some rows of the weight of
-one pair of a token and an expert, and multiplies all tokens that go there, so that each expert is read once; programs
-of the expert's later pairs have nothing to do. On Hopper the second product is :mod:`.few_tokens_hopper`.
+With one token, a program computes some rows of each expert. With several, a program belongs to one routed token: it
+multiplies some weight rows of that expert by all tokens routed there, so each expert is read once; programs of later
+routed tokens of the same expert exit. On Hopper the second product is :mod:`.few_tokens_hopper`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 if why_no_gluon() is None:
     from atom_core.kernels.experts.few_tokens_hopper import down_of_few, takes_down_of_few
 
-#: Tokens up to which nothing is sorted: the columns of a matrix product that costs no more than half as many.
+#: Largest number of tokens that are not sorted: a matrix product with 16 columns costs as much as with 8.
 MAX_TOKENS = 16
-#: Rows of an expert's weight that a program takes of several tokens' product.
+#: Weight rows of a program with several tokens.
 _ROWS = 64
 
 
@@ -53,7 +53,7 @@ def _gate_up_of_one(
     TILED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``middle [k, N / 2]``: a program takes some rows for one of the token's experts, behind a norm or not."""
+    """``middle [k, N / 2]``: some rows of one of the token's experts; ``norm``: RMS norm weight of ``x``, or None."""
     far: tl.constexpr = FAR if TILED else 1
     place = tl.program_id(1)
     row = weight_rows(N, BLOCK_N, True)
@@ -62,7 +62,7 @@ def _gate_up_of_one(
     factors = tl.load(norm + column, mask=known, other=0.0) if norm is not None else 0.0
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-        # Not earlier: the kernel behind reads which experts they are without waiting for this one.
+        # Not earlier: the next kernel reads the experts without waiting for this one.
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(experts + place) - FIRST
     if (expert < 0) | (expert >= COUNT):
@@ -80,7 +80,7 @@ def _gate_up_of_one(
 
 @triton.jit
 def _weighed(tile, wide, PLACES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``tile * wide`` of each expert, summed up as far as one thread has the numbers."""
+    """``tile * wide`` for each expert, summed over the elements that one thread has."""
     numbers = tile.to(tl.float32) * wide[:, None, :]
     return tl.sum(tl.reshape(numbers, (PLACES, BLOCK_N, BLOCK_K // 8, 8)), 3)
 
@@ -105,14 +105,14 @@ def _down_of_one(
     TILED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some of ``y [1, N]``: the rows of all of the token's experts at once."""
+    """Some of ``y [1, N]``: the same rows of all the token's experts."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     far: tl.constexpr = FAR if TILED else 1
     row = weight_rows(N, BLOCK_N, False)
     column = tl.arange(0, BLOCK_K)
     place = tl.arange(0, PLACES)
-    # Chosen before the kernel in front began; its first-level cache may still have what was there before.
+    # Written before the previous kernel started, but the L1 cache may have older values.
     expert = tl.load(experts + place, mask=place < TOP_K, other=FIRST - 1, cache_modifier=".cg") - FIRST
     held = (expert >= 0) & (expert < COUNT)
     expert = tl.where(held, expert, 0).to(tl.int64)
@@ -145,10 +145,10 @@ def _down_of_one(
 
 @triton.jit
 def tokens_of_expert(experts, T, FIRST: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr, PLACES: tl.constexpr):
-    """The expert of this program's pair, counted from ``FIRST``, and its tokens, each with its pair; who goes there.
+    """The expert of this program, counted from ``FIRST``; tokens; their routed tokens there; which are routed there.
 
-    A program whose pair is not the first of ``pairs`` that go there has nothing to do. Read past the first-level cache,
-    which may have what was there before: the choice may be older than the kernel in front.
+    A program whose routed token is not the first of its expert has nothing to do. ``experts`` may have been written
+    before the previous kernel started, so the load bypasses the L1 cache, which may have older values.
     """
     expert = tl.load(experts + tl.program_id(1), cache_modifier=".cg")
     token = tl.arange(0, TOKENS)
@@ -156,7 +156,7 @@ def tokens_of_expert(experts, T, FIRST: tl.constexpr, TOP_K: tl.constexpr, TOKEN
     chosen = (token < T)[:, None] & (place < TOP_K)[None, :]
     at = experts + token[:, None] * TOP_K + place[None, :]
     others = tl.load(at, mask=chosen, other=FIRST - 1, cache_modifier=".cg")
-    # A token goes to an expert once.
+    # A token is routed to an expert at most once.
     mine = tl.max(tl.where(chosen & (others == expert), place[None, :] + 1, 0), 1) - 1
     return expert - FIRST, token, token * TOP_K + mine, mine >= 0
 
@@ -186,16 +186,16 @@ def _of_expert(
     TILED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some rows of one expert's weight by all tokens that go there.
+    """Some weight rows of one expert by all tokens routed to it.
 
-    With an activation rows of ``x`` are tokens; without they are pairs, and results are given their pair's weight.
-    ``out``: a row a pair.
+    With an activation, rows of ``x`` are tokens. Without, they are routed tokens, and results are multiplied by the
+    routing weight. ``out`` has a row for each routed token.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     far: tl.constexpr = FAR if TILED else 1
     if OVERLAP and GATED:
         tl.extra.cuda.gdc_wait()
-        # Not earlier: the second product reads which experts they are without waiting for this one.
+        # Not earlier: the second product reads the experts without waiting for this kernel.
         tl.extra.cuda.gdc_launch_dependents()
     expert, token, pairs, goes = tokens_of_expert(experts, T, FIRST, TOP_K, TOKENS, PLACES)
     if OVERLAP and not GATED:
@@ -237,10 +237,10 @@ def _of_expert(
 
 
 def _tile(tokens: int, gated: bool, wide: bool, hopper: bool) -> tuple[int, int]:
-    """Columns of a program's tiles, and how many of them are on their way.
+    """Columns of a program's tiles, and the number of tiles in flight.
 
-    On Hopper as measured on an H200 in steps of DeepSeek V2-Lite (a middle of 1,408) and Qwen3 30B-A3B (768); what is
-    on its way there is more than other GPUs have shared memory for.
+    The Hopper values were measured on an H200 in steps of DeepSeek V2-Lite (intermediate size 1,408) and Qwen3 30B-A3B
+    (768); other GPUs do not have enough shared memory for as many stages.
     """
     if wide:
         return 32, 2
@@ -248,7 +248,7 @@ def _tile(tokens: int, gated: bool, wide: bool, hopper: bool) -> tuple[int, int]
         return 128, 3
     if gated:
         return 128, 3 if tokens <= 4 else 5
-    return 64, 5  # where there is no kernel of Hopper's own
+    return 64, 5  # where few_tokens_hopper does not support the operands
 
 
 def one_token(
@@ -262,10 +262,10 @@ def one_token(
     residual: torch.Tensor | None,
     norm: Norm | None = None,
 ) -> torch.Tensor:
-    """See :mod:`atom_core.kernels.experts`; ``activation`` is one of ``ACTIVATIONS``' numbers.
+    """Run one token; see :mod:`atom_core.kernels.experts`.
 
-    ``residual``: contiguous, in the result's shape; it is written to, and is the result. ``norm``: norm ``x`` first; it
-    may be the residual.
+    ``activation``: a value of ``ACTIVATIONS``; ``residual``: contiguous, of the result's shape, written to and
+    returned; ``norm``: the RMS norm to apply to ``x`` first, where ``x`` may be the residual.
     """
     hidden, size = x.shape[1], layer.down.shape[2]
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
@@ -290,8 +290,8 @@ def one_token(
         **constants,
         **launch_options(overlap),
     )
-    # On an H200 the wider tile makes DeepSeek V2-Lite (a middle of 1,408) 3% faster, and Qwen3 30B-A3B (768) 3% slower;
-    # where weights lie in tiles, half the columns of twice as many rows make V2-Lite 0.8 to 0.9% faster on an H100.
+    # On an H200 the wider tile makes DeepSeek V2-Lite (intermediate size 1,408) 3% faster, Qwen3 30B-A3B (768) 3%
+    # slower. In the blocked layout, half the columns of twice the rows make V2-Lite 0.8 to 0.9% faster on an H100.
     deep = size >= 1024
     rows, columns = 4, 512 if deep else min(256, max(16, triton.next_power_of_2(size)))
     if deep and layer.tiled:
@@ -327,7 +327,7 @@ def few_tokens(
     overlap: bool,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As :func:`one_token`, of 2 to :data:`MAX_TOKENS`."""
+    """As :func:`one_token`, for 2 to :data:`MAX_TOKENS` tokens."""
     tokens, hidden = x.shape
     size, pairs, wide = layer.down.shape[2], experts.numel(), x.dtype == torch.float32
     hopper = on_hopper(x.device)

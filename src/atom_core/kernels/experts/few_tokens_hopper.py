@@ -1,9 +1,9 @@
-"""The second product of few tokens' experts on Hopper, in Gluon, by as many programs as run at once.
+"""The down product of few tokens' experts on Hopper, in Gluon, by a persistent kernel.
 
-Which experts they are is known before what is multiplied: while the first product ends, each program looks for the
-experts that tokens go to and has the first columns of its first rows on their way. Then it takes rows of one expert
-after the other, and asks for the next while it multiplies and stores those before. So a program's beginning and end
-cost memory no time, and pairs whose expert another has read already cost no program.
+The experts are known before the input is ready. While the first product ends, each program finds the experts that have
+tokens and starts to copy the first columns of its first rows. It then goes through tiles of one expert after the other,
+and copies the next tile while it multiplies and stores the current one. So starts and ends of programs cost no memory
+time, and routed tokens whose expert is already read need no program.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertWeights
     from atom_core.kernels.experts.grouped import Held
 
-#: Pairs up to which each program compares them all.
+#: Largest number of routed tokens: each program compares all of them.
 MAX_PAIRS = 128
-#: Rows of a weight that ``wgmma`` takes, programs of a multiprocessor, and bytes of a row that each asks for at most.
+#: Weight rows that ``wgmma`` multiplies, programs per multiprocessor, and bytes of a row that each loads ahead at most.
 _ROWS, _PROGRAMS, _AHEAD = 64, 2, 1024
 
 
 @gluon.jit
 def _first_pairs(chosen, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """``[PAIRS]`` places of pairs among those that are the first of a held expert, -1 of all others; and experts.
+    """For each of ``chosen [PAIRS]``, the index of its expert if it is the expert's first routed token, else -1.
 
-    These are counted from ``FIRST``. ``chosen``: ``[PAIRS]`` those of pairs.
+    Also the experts, counted from ``FIRST``. Only local experts are numbered.
     """
     PAIRS: gl.constexpr = chosen.shape[0]
     square: gl.constexpr = gl.BlockedLayout([1, PAIRS // 4], [8, 4], [gl.num_warps(), 1], [1, 0])
@@ -54,13 +54,13 @@ def _first_pairs(chosen, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def _expert_and_pairs(place, first, expert, goes_to, FIRST: gl.constexpr, TOP_K: gl.constexpr, layout: gl.constexpr):
-    """The expert of the ``place``-th first pair, and ``[TOKENS]`` the pair of each token there, -1: it does not go.
+    """The expert numbered ``place``, and ``[TOKENS]`` each token's routed token there; -1: not routed there.
 
     ``goes_to``: ``[TOKENS, PLACES]`` experts.
     """
     mine = gl.sum(gl.where(first == place, expert, 0), 0)
     column = gl.arange(0, goes_to.shape[1], gl.SliceLayout(0, goes_to.type.layout))
-    # A token goes to an expert once.
+    # A token is routed to an expert at most once.
     found = gl.max(gl.where(goes_to == mine + FIRST, column[None, :] + 1, 0), 1) - 1
     found = gl.convert_layout(found, layout)
     pair = gl.where(found >= 0, gl.arange(0, goes_to.shape[0], layout) * TOP_K + found, -1)
@@ -69,7 +69,7 @@ def _expert_and_pairs(place, first, expert, goes_to, FIRST: gl.constexpr, TOP_K:
 
 @gluon.jit
 def _weight_rows(tile, lane, N, BLOCK_N: gl.constexpr):
-    """The rows of a tile; past the last, the last again."""
+    """The weight rows of a tile; indices past the last row repeat it."""
     return gl.minimum(tile * BLOCK_N + lane, N - 1)
 
 
@@ -96,7 +96,7 @@ def down_of_few_hopper(
     TILED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """See :func:`down_of_few`. A tile is ``BLOCK_N`` rows of an expert's weight, ``COLUMNS`` of which are asked for."""
+    """See :func:`down_of_few`. A tile has ``BLOCK_N`` rows of an expert's weight and ``COLUMNS`` columns per copy."""
     dtype: gl.constexpr = weight.dtype.element_ty
     warps: gl.constexpr = gl.num_warps()
     ahead: gl.constexpr = STAGES - 1
@@ -108,7 +108,7 @@ def down_of_few_hopper(
     table: gl.constexpr = gl.BlockedLayout([1, PLACES], [32, 1], [warps, 1], [1, 0])
     stored: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
     of_stores: gl.constexpr = gl.SliceLayout(0, stored)
-    # Chosen before the kernel in front began; the first-level cache may still have what was there before.
+    # Written before the previous kernel started, but the L1 cache may have older values.
     each = gl.arange(0, PAIRS, line)
     chosen = gl.load(experts + each, mask=each < T * TOP_K, other=FIRST - 1, cache_modifier=".cg")
     first, expert_of = _first_pairs(chosen, FIRST, COUNT)
@@ -120,7 +120,7 @@ def down_of_few_hopper(
     items = (gl.max(first, 0) + 1) * turns
     item = gl.program_id(0)
     if item >= items:
-        # They wait though they have nothing to do, so that whoever waits for this kernel waits for those in front.
+        # Wait anyway, so that kernels that wait for this one also wait for those before it.
         if OVERLAP:
             depend("griddepcontrol.wait; // $0")
         return
@@ -150,8 +150,7 @@ def down_of_few_hopper(
     read = item * 0
     filled = read + ahead
     while item < items:
-        # The next, looked for while this one's columns arrive; behind the last, the last again, of which nothing is
-        # asked for.
+        # Prepare the next tile while the columns of this one arrive; after the last, repeat it without copies.
         then = item + gl.num_programs(0)
         sought = gl.minimum(then, items - 1)
         next_expert, next_pair = _expert_and_pairs(sought // turns, first, expert_of, goes_to, FIRST, TOP_K, of_copies)
@@ -197,7 +196,7 @@ def down_of_few_hopper(
 
 
 def takes_down_of_few(x: torch.Tensor, weight: torch.Tensor, pairs: int) -> bool:
-    """Whether on Hopper :func:`down_of_few` has a kernel for such operands."""
+    """Whether :func:`down_of_few` supports these operands on Hopper."""
     return (
         weight.itemsize == x.itemsize == 2
         and weight.shape[2] % 64 == 0
@@ -217,19 +216,19 @@ def down_of_few(
     tokens: int,
     overlap: bool,
 ) -> None:
-    """Each pair's row of ``x`` by its expert's weight, times the pair's own, into its row of ``out``.
+    """Multiply each routed token's row of ``x`` by its expert's down weight and its routing weight, into ``out``.
 
-    The choice must have been made when the kernel in front starts: it is read without waiting. Rows of pairs whose
-    expert is not held are not written to.
+    ``experts`` are read without waiting for the previous kernel, so they must be older than it. Rows of routed tokens
+    whose expert is not local are not written.
 
     Args:
         x: ``[T k, K]``, contiguous.
         experts: int32 ``[T, k]``.
         weights: float32 ``[T, k]``.
-        layer: of which ``down [E, N, K]``, in the dtype of ``x``, and ``down_bias [E, N]`` are used.
+        layer: ``down [E, N, K]``, in the dtype of ``x``, and ``down_bias [E, N]`` are used.
         out: ``[T k, N]``.
-        held: the experts that ``weight`` has.
-        tokens: rows of a tile's input, 16 or more and at least ``T``.
+        held: the experts of ``layer``.
+        tokens: rows of an input tile, at least 16 and at least ``T``.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
     weight = layer.down

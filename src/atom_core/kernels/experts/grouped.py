@@ -1,12 +1,11 @@
-"""Experts of many tokens in Triton: pairs of a token and an expert are sorted by expert, then multiplied in blocks.
+"""Experts of many tokens in Triton: routed tokens are sorted by expert and multiplied in blocks.
 
-A block is some rows of one expert. How many there are is known to the GPU alone, so launches are for as many as there
-may be, and blocks behind the last do nothing: nothing waits for the host, and a graph fits any routing.
+A block has rows of one expert. Only the GPU knows the number of blocks, so launches cover the largest possible number
+and the surplus blocks exit: the host never waits, and one CUDA graph fits any routing.
 
-Blocks of the last expert come first. Those that all tokens share are the last ones, with several blocks each that read
-the same weights: in front the second-level cache gives them while memory gives the first of the others, where at the
-end memory would wait. On an H100 a step of DeepSeek V2-Lite takes 0.8% less so with 128 and 192 requests, and 0.2 to
-0.3% less with 64 and 256.
+Blocks of the last expert come first. Shared experts are last and have several blocks that read the same weights. When
+they run first, the L2 cache serves them while memory loads the others' weights; at the end, memory would idle. On an
+H100 this makes a step of DeepSeek V2-Lite 0.8% faster with 128 and 192 requests, 0.2 to 0.3% with 64 and 256.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ if why_no_gluon() is None:
     from atom_core.kernels.experts.hopper import multiply_on_hopper, takes
     from atom_core.kernels.experts.pairs_hopper import PAIRS, multiply_pairs, takes_pairs
 
-#: Pairs that one program sorts.
+#: Routed tokens that one program sorts.
 _PAIRS = 256
-#: Pairs up to which each program looks at all of them, in one launch in place of five: nine experts of 256 tokens.
+#: Largest number of routed tokens (nine experts of 256 tokens) that one launch sorts instead of five.
 _FEW_PAIRS = 9 * 256
 
 
@@ -50,7 +49,7 @@ def _count(
     COUNT: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """How many pairs each expert has, and each pair's place among its expert's, in any order."""
+    """Count the routed tokens of each expert, and give each its rank within its expert, in any order."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     expert = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
     held = (expert >= 0) & (expert < COUNT)
@@ -60,13 +59,13 @@ def _count(
 
 @triton.jit
 def _arrange(counts, first_blocks, block_experts, COUNT: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The first block of each expert, and the expert of each block that is one's."""
+    """The first block of each expert, and the expert of each used block."""
     expert = tl.arange(0, PADDED)
     number = tl.load(counts + expert, mask=expert < COUNT, other=0)
     needed = (number + BLOCK_M - 1) // BLOCK_M
     first = tl.sum(needed, 0) - tl.cumsum(needed, 0)
     tl.store(first_blocks + expert, first, mask=expert < COUNT)
-    # As often as one expert has blocks: few, however many experts and blocks there are.
+    # At most as many iterations as one expert has blocks, which are few.
     for index in range(tl.max(needed, 0)):
         tl.store(block_experts + first + index, expert, mask=index < needed)
 
@@ -83,7 +82,7 @@ def _place(
     BLOCK_M: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Each pair into the blocks of its expert."""
+    """Write each routed token to its slot in the blocks of its expert."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     expert = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
     held = (expert >= 0) & (expert < COUNT)
@@ -106,17 +105,17 @@ def _sort(
     BLOCK_M: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """All of :func:`_count`, :func:`_arrange` and :func:`_place`: a program an expert, which looks at all pairs.
+    """:func:`_count`, :func:`_arrange` and :func:`_place` in one launch: each program reads all routed tokens.
 
-    None waits for another, and pairs keep their order. Blocks behind the last are shared out among programs.
+    A program belongs to one expert, and routed tokens keep their order. All programs share the unused blocks.
     """
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()  # before anything is written: kernels in front may still read what was there
+        tl.extra.cuda.gdc_wait()  # before the first store: earlier kernels may still read these buffers
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
     whose = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
-    # Others' pairs have a bin behind those of experts.
+    # Routed tokens of experts that are not local have a bin after those of the local ones.
     numbers = tl.histogram(tl.where((whose >= 0) & (whose < COUNT), whose, COUNT), BINS)
     each = tl.arange(0, BINS)
     needed = tl.where(each < COUNT, (numbers + BLOCK_M - 1) // BLOCK_M, 0)
@@ -150,12 +149,12 @@ def finish_block(
     BLOCK_N: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Add the bias to a block's ``total``, and activate it or give it its pairs' weights; see :func:`_multiply`."""
+    """Add the bias to a block's ``total``, then apply the activation or the routing weights; see :func:`_multiply`."""
     if bias is not None:
         total += tl.load(bias + expert * N + row).to(tl.float32)[None, :]
     if ACTIVATION is not None:
         gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
-        # Rounded where a kernel of its own would read them.
+        # Rounded as if the activation were a kernel of its own.
         gate = gate.to(out.dtype.element_ty).to(tl.float32)
         up = up.to(out.dtype.element_ty).to(tl.float32)
         total = gated(gate, up, ACTIVATION)
@@ -177,9 +176,9 @@ def finish_block(
 
 @triton.jit
 def load_tiles(x_at, at, used, column, begin, K, EVEN: tl.constexpr, FAR: tl.constexpr = 1):
-    """The columns from ``begin`` on of a block's rows of the input and of the weight; see :func:`_multiply`.
+    """The columns from ``begin`` on of a block's input rows and weight rows; see :func:`_multiply`.
 
-    ``FAR``: how far the weight's columns are apart, where those of one tile lie together.
+    ``FAR``: distance of adjacent columns' tiles in the weight, for the blocked layout.
     """
     if EVEN:
         left = tl.load(x_at + begin, mask=used[:, None], other=0.0)
@@ -213,11 +212,10 @@ def _multiply(
     TILED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A block of rows of one expert by some rows of its weight.
+    """A block of routed tokens of one expert by some rows of its weight.
 
-    With an activation rows of ``x`` are those of the pairs' tokens, and the result goes where the block is; without,
-    rows of ``x`` are the block's, and the result, times the pair's weight, goes where the pair is. ``EVEN``: ``K`` is a
-    multiple of ``BLOCK_K``.
+    With an activation, rows of ``x`` are tokens and the result goes to the block's slots. Without, rows of ``x`` are
+    slots, and the result, times the routing weight, goes to the routed token. ``EVEN``: ``BLOCK_K`` divides ``K``.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     if OVERLAP:
@@ -258,7 +256,7 @@ def _combine(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The sum of a token's answers, always in the order of its experts; ``WHOLE``: all of them are held."""
+    """Sum a token's expert outputs, always in the same order; ``WHOLE``: all experts are local."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -279,36 +277,36 @@ def _combine(
 
 @dataclass(frozen=True)
 class Held:
-    """The experts that this rank holds, ``count`` from ``first`` on, and how many a token goes to."""
+    """The local experts, ``count`` from ``first`` on, and the number of experts per token."""
 
     first: int
     count: int
     top_k: int
     whole: bool = False
-    """Whether it is known that these are all there are."""
+    """Whether all experts are known to be local."""
     shared: int = 0
-    """How many of them, the last, every token goes to."""
+    """How many of them, the last ones, every token is routed to."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Pairs by expert, those of the last in front."""
+    """Routed tokens sorted by expert; the last expert's come first."""
 
     rows: int
-    """Of a block."""
+    """Slots of a block."""
     slots: torch.Tensor
-    """int32 ``[blocks x rows]``: the pair that is there; -1: none."""
+    """int32 ``[blocks x rows]``: the routed token of each slot; -1: none."""
     experts: torch.Tensor
-    """int32 ``[blocks]``: whose a block is; -1: nobody's."""
+    """int32 ``[blocks]``: the expert of each block; -1: none."""
 
 
 def sort_by_expert(experts: torch.Tensor, held: Held, rows: int, overlap: bool = False) -> Blocks:
-    """The pairs of ``experts [T, k]`` in blocks of ``rows``, none of which has two experts.
+    """Sort the routed tokens of ``experts [T, k]`` into blocks of ``rows``, each of one expert.
 
     ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
     pairs, device = experts.numel(), experts.device
-    # Each expert may leave one block unfilled.
+    # Each expert may leave one block partly filled.
     num_blocks = min(pairs, held.count) + pairs // rows
     both = torch.empty(num_blocks * (rows + 1), dtype=torch.int32, device=device)
     slots, block_experts = both[: num_blocks * rows], both[num_blocks * rows :]
@@ -324,13 +322,13 @@ def sort_by_expert(experts: torch.Tensor, held: Held, rows: int, overlap: bool =
             PAIRS=triton.next_power_of_2(pairs),
             BLOCK_M=rows,
             OVERLAP=overlap,
-            # Of 256 tokens of DeepSeek V2-Lite a step on an H200 takes 0.1 to 0.2% less by eight.
+            # On an H200 eight warps make a step of DeepSeek V2-Lite with 256 tokens 0.1 to 0.2% faster.
             num_warps=4 if pairs <= 1024 else 8,
             **constants,
             **launch_options(overlap),
         )
         return Blocks(rows, slots, block_experts)
-    # What no pair and no expert is written to is -1, which both are filled with at once.
+    # -1 marks unused slots and blocks; one fill sets both.
     both.fill_(-1)
     counts = torch.zeros(held.count, dtype=torch.int32, device=device)
     first_blocks = torch.empty_like(counts)
@@ -357,13 +355,13 @@ def combine(
     overlap: bool,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``[T, H]`` in ``dtype``, the sum over each token's experts of ``answers [T k, H]``.
+    """The sum of each token's expert outputs, ``answers [T k, H]`` to ``[T, H]`` in ``dtype``.
 
-    Those of experts not held are not read. ``residual``: contiguous; it is added to, and is the result.
+    Outputs of experts that are not local are not read. ``residual``: contiguous; it is added to and returned.
     """
     tokens, hidden = len(experts), answers.shape[1]
     y = torch.empty(tokens, hidden, dtype=dtype, device=answers.device) if residual is None else residual
-    # Of few tokens, more programs.
+    # Fewer tokens need more programs each.
     block = min(256 if tokens <= 16 else 512 if tokens <= 64 else 1024, triton.next_power_of_2(hidden))
     _combine[(tokens, triton.cdiv(hidden, block))](
         answers,
@@ -382,14 +380,14 @@ def combine(
     return y
 
 
-#: How many times an expert's average its blocks have room for in 16 bits. Without, half of the experts have more than
-#: the block of an average that is a power of two, and are read twice: at 256 tokens and an average of 16 a step of
-#: Qwen3 30B-A3B takes 22.0 ms on an H200, and 21.0 ms in blocks of 32.
+#: Headroom of a block over an expert's average number of tokens, in 16 bits. Without it, an average that is a power of
+#: two fills a block exactly and half of the experts need two, which reads their weights twice: with 256 tokens and an
+#: average of 16, a step of Qwen3 30B-A3B takes 22.0 ms on an H200, and 21.0 ms with blocks of 32.
 ROOM = 1.25
 
 
 def block_rows(tokens: int, held: Held, room: float = 1.0) -> int:
-    """Rows of a block: as many as an expert has on average, ``room`` times, in powers of two."""
+    """Rows of a block: an expert's average number of tokens times ``room``, rounded up to a power of two."""
     average = triton.cdiv(tokens * held.top_k, held.count)
     return int(min(128, max(16, triton.next_power_of_2(math.ceil(average * room)))))
 
@@ -404,13 +402,13 @@ def many_tokens(
     overlap: bool,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See :func:`atom_core.kernels.experts.few_tokens.one_token`."""
+    """As :func:`atom_core.kernels.experts.few_tokens.one_token`, for any number of tokens."""
     tokens, hidden = x.shape
     size = layer.down.shape[2]
     rows = block_rows(tokens, held, ROOM)
     if held.shared and on_hopper(x.device) and takes_pairs(x, layer.gate_up):
-        # Of experts that all tokens share each block reads the weight: two of them, as far as blocks go. Those of the
-        # others cost little where half of their places or more are empty.
+        # Every block of a shared expert reads its weights, so larger blocks limit that to two reads where they can. For
+        # the other experts, a block that is half empty costs little.
         rows = max(rows, min(PAIRS[-1], triton.next_power_of_2(triton.cdiv(tokens, 2))))
     blocks = sort_by_expert(experts, held, rows, overlap)
     middle = torch.empty(len(blocks.slots), size, dtype=x.dtype, device=x.device)
@@ -466,7 +464,7 @@ def _multiply_blocks(
     tiled: bool,
     overlap: bool,
 ) -> None:
-    """One product of all experts into ``out``; see :func:`_multiply`."""
+    """One product of all experts, into ``out``; see :func:`_multiply`."""
     wide, few = x.dtype == torch.float32, blocks.rows < 64
     tile_rows = 64 if wide or few else 128
     columns = 32 if wide else 64

@@ -1,11 +1,11 @@
-"""A block of pairs of one expert by some rows of its weight in 16 bits on Hopper, in Gluon, for the least energy.
+"""Blocks of 32 or 64 routed tokens of one expert in 16 bits on Hopper, in Gluon, with the least energy.
 
-Experts of some hundred tokens keep a GPU at its limit of power, and its clock below the highest: what is not done is
-time. So tiles of the weight are copied by one instruction each (TMA), not by all threads' addresses, and a block in
-which few pairs are multiplies by half of its places: tensor cores take rows that are zero for what they are not.
+Experts with some hundred tokens keep a GPU at its power limit and below its highest clock, so less work per product
+saves time. A single instruction (TMA) copies a weight tile, instead of addresses of all threads. A block that is at
+most half full multiplies only half of its slots: tensor cores would multiply the zeros of unused slots as well.
 
-As in :mod:`.few_pairs_hopper` pairs are the right side of a matrix product, and the second product's tiles of the
-weight are on their way before its input is there.
+As in :mod:`.few_pairs_hopper`, routed tokens are the right operand, and the second product loads its first weight tiles
+before its input is ready.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from atom_core.kernels.triton_support import launch_options
 if TYPE_CHECKING:
     from atom_core.kernels.experts.grouped import Blocks
 
-#: Gluon's name changed between Triton 3.6 and 3.9.
+#: Gluon renamed this between Triton 3.6 and 3.9.
 _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _gated = gluon.jit(gated.fn)
 
-#: Rows of each of a program's two tiles of the weight: gates and their ups, or rows side by side.
+#: Rows of each of a program's two weight tiles: gate and up rows, or adjacent rows.
 ROWS = 64
-#: Steps whose tiles shared memory has room for: with more, fewer programs share a multiprocessor.
+#: Pipeline stages in shared memory; with more, fewer programs share a multiprocessor.
 STAGES = 3
-#: Pairs of a block that this kernel multiplies.
+#: Block sizes that this kernel supports.
 PAIRS = (32, 64)
 
 
 @gluon.jit
 def _ask_weight(tiles, bars, weight, first, second, step, steps, place, TILED: gl.constexpr):
-    """Ask for both tiles of a step, where there is such."""
+    """Start to copy both tiles of a step, if the step exists."""
     there = step < steps
     ROWS: gl.constexpr = tiles.shape[1]
     COLUMNS: gl.constexpr = tiles.shape[2]
@@ -58,7 +58,7 @@ def _ask_weight(tiles, bars, weight, first, second, step, steps, place, TILED: g
     bar = bars.index(place)
     mbarrier.expect(bar, size, pred=there)
     if TILED:
-        # Rows as wide as a tile, all those of one before the next one's.
+        # As a matrix whose rows are as wide as a block: all rows of one block come before those of the next.
         _load_tile(weight, [first * steps + step * ROWS, 0], bar, tiles.index(2 * place), pred=there)
         _load_tile(weight, [second * steps + step * ROWS, 0], bar, tiles.index(2 * place + 1), pred=there)
     else:
@@ -68,7 +68,7 @@ def _ask_weight(tiles, bars, weight, first, second, step, steps, place, TILED: g
 
 @gluon.jit
 def _twice(total):
-    """``[rows, pairs]`` as the first half of twice as many pairs, where each thread has its numbers already."""
+    """``[rows, PAIRS]`` zero-padded to ``[rows, 2 PAIRS]``; each thread already has its elements."""
     ROWS: gl.constexpr = total.shape[0]
     PAIRS: gl.constexpr = total.shape[1]
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 2 * PAIRS, 16])
@@ -95,7 +95,7 @@ def _sums(
     TILED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Both tiles' rows by the first ``TAKEN`` pairs of a block, ``[rows, PAIRS]`` each."""
+    """Both tiles' rows by the first ``TAKEN`` routed tokens of a block, ``[rows, PAIRS]`` each."""
     STAGES: gl.constexpr = inputs.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     COLUMNS: gl.constexpr = tiles.shape[2]
@@ -127,7 +127,7 @@ def _sums(
         right = inputs.index(place).slice(0, TAKEN, dim=0).permute((1, 0))
         one = warpgroup_mma(tiles.index(2 * place), right, one, is_async=True)
         other = warpgroup_mma(tiles.index(2 * place + 1), right, other, is_async=True)
-        # Into the place of the step before, which all warps are done with.
+        # Into the stage of the previous step, which all warps have finished.
         later = step + ahead
         _ask_weight(tiles, bars, weight, first, second, later, steps, filled, TILED)
         load(inputs.index(filled).slice(0, TAKEN, dim=0), x_at + later * COLUMNS, mask=used & (later < steps))
@@ -146,7 +146,7 @@ def _sums(
 
 @gluon.jit
 def _store(total, out, to, row, pair, width):
-    """Store ``total [rows, pairs]`` at columns ``to`` of the result's rows, of pairs alone."""
+    """Store ``total [rows, PAIRS]`` at columns ``to`` of rows ``row`` of ``out``, except for unused slots."""
     known = (pair >= 0)[None, :] & (to < width)[:, None]
     gl.store(out + row.to(gl.int64)[None, :] * width + to[:, None], total, mask=known, eviction_policy=KEPT)
 
@@ -170,10 +170,10 @@ def pairs_hopper(
     TILED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """A block of ``PAIRS`` pairs of one expert by two tiles of its weight; see :func:`multiply_pairs`.
+    """A block of ``PAIRS`` routed tokens of one expert by two tiles of its weight; see :func:`multiply_pairs`.
 
-    With an activation rows of ``x`` are tokens, and rows of ``out`` slots; without, the other way round, and results
-    are given their pair's weight.
+    With an activation, rows of ``x`` are tokens and rows of ``out`` are slots. Without, rows of ``x`` are slots, rows
+    of ``out`` are routed tokens, and results are multiplied by the routing weight.
     """
     GATED: gl.constexpr = ACTIVATION is not None
     dtype: gl.constexpr = x.dtype.element_ty
@@ -184,10 +184,10 @@ def pairs_hopper(
     if OVERLAP and GATED:
         depend("griddepcontrol.wait; // $0")
     block = gl.program_id(1)
-    # Of the second product, sorted before the first began; the first-level cache may still have what was there before.
+    # For the second product, sorted before the first started, but the L1 cache may have older values.
     expert = gl.load(block_experts + block, cache_modifier=".cg")
     if expert < 0:
-        # One waits though it has nothing to do, so that whoever waits for this kernel waits for those in front as well.
+        # One program waits anyway, so that kernels that wait for this one also wait for those before it.
         if OVERLAP and not GATED and gl.program_id(0) + block == 0:
             depend("griddepcontrol.wait; // $0")
         return
@@ -204,7 +204,7 @@ def pairs_hopper(
     width = N // 2 if GATED else N
     from_row = gl.program_id(0) * (ROWS if GATED else 2 * ROWS)
     apart = width if GATED else ROWS
-    # Behind an expert's last row is the next one's first, behind all of them zeros: neither is stored.
+    # Rows past an expert's last are the next expert's, or zeros after the last expert; they are not stored.
     first = expert * N + from_row
     steps = K // COLUMNS
     second = first + apart
@@ -264,7 +264,7 @@ def pairs_hopper(
     pair = gl.load(slots + slot, cache_modifier=".cg")
     to = from_row + gl.arange(0, ROWS, gl.SliceLayout(1, stored))
     if GATED:
-        # Rounded where a kernel of its own would read them.
+        # Rounded as if the activation were a kernel of its own.
         gate = one.to(dtype).to(gl.float32)
         up = other.to(dtype).to(gl.float32)
         _store(gl.convert_layout(_gated(gate, up, ACTIVATION).to(dtype), stored), out, to, slot, pair, width)
@@ -276,7 +276,7 @@ def pairs_hopper(
 
 
 def takes_pairs(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether on Hopper blocks of up to 64 pairs are multiplied by :func:`multiply_pairs`, of 16 by that of few."""
+    """Whether this file and :mod:`.few_pairs_hopper` support blocks of up to 64 routed tokens on Hopper."""
     return (
         weight.itemsize == x.itemsize == 2
         and weight.shape[2] % COLUMNS == 0
@@ -299,7 +299,7 @@ def multiply_pairs(
     tiled: bool,
     overlap: bool,
 ) -> None:
-    """As :func:`atom_core.kernels.experts.few_pairs_hopper.multiply_few_pairs`, of blocks of 32 and 64 pairs."""
+    """As :func:`atom_core.kernels.experts.few_pairs_hopper.multiply_few_pairs`, for blocks of 32 or 64."""
     assert blocks.rows in PAIRS
     _, out_features, in_features = weight.shape
     layout = gl.NVMMASharedLayout.get_default_for(

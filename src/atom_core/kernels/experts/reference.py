@@ -1,6 +1,6 @@
-"""The experts one after the other, in torch: products in the model's dtype, the sum over a token's experts in float32.
+"""Experts one after the other in torch: products in the model's dtype, sums over a token's experts in float32.
 
-It looks at which experts were chosen, so it cannot be captured in a graph.
+The host reads which experts are used, so this cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from atom_core.kernels.gated_activation.reference import gated_activation
 if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 
-#: ``x W^T + b`` of ``x``, ``W`` and ``b``.
+#: ``x W^T + b`` from ``x``, ``W`` and ``b``.
 Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def pairs_by_expert(experts: torch.Tensor, first: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Of each held expert that was chosen: its place among those held, and its pairs.
+    """For each local expert that is used: its local index, and its routed tokens.
 
-    A pair of a token and one of its experts is a place in ``experts [T, k]``, counted through.
+    A routed token is an index into ``experts [T, k]``, flattened.
     """
     held = experts.flatten() - first
     order = held.argsort(stable=True)
@@ -48,8 +48,8 @@ def by_expert(
 ) -> torch.Tensor:
     """See :mod:`atom_core.kernels.experts`.
 
-    ``matrices`` has an expert's gate and up in one, and its down, by which ``linear`` multiplies; ``inputs`` is what
-    becomes of the rows that either is given.
+    ``matrices`` returns an expert's gate/up and down weights, ``linear`` multiplies by them, and ``inputs`` transforms
+    the input rows of either product.
     """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if inputs is not None:
@@ -66,13 +66,13 @@ def by_expert(
 
 
 class ReferenceExperts:
-    """See :mod:`atom_core.kernels.experts`; ``linear`` multiplies."""
+    """See :mod:`atom_core.kernels.experts`; ``linear`` computes the products."""
 
     def __init__(self, spec: ExpertsSpec, linear: Product = F.linear) -> None:
         self.spec, self.linear = spec, linear
 
     def adopt(self, layer: ExpertWeights) -> bool:
-        """It reads the weights as they are."""
+        """The weights are read as they are."""
         return False
 
     def __call__(

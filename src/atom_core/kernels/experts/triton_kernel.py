@@ -1,4 +1,4 @@
-"""Experts in Triton: :mod:`.few_tokens`, and more of them :mod:`.grouped` by expert."""
+"""Experts in Triton: few tokens by :mod:`.few_tokens`, more by :mod:`.grouped`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from atom_core.types import Activation
 
 
 class TritonExperts:
-    """See the module's text and :mod:`atom_core.kernels.experts`.
+    """See the module and :mod:`atom_core.kernels.experts`.
 
     Args:
         spec: the layer.
@@ -33,7 +33,7 @@ class TritonExperts:
         self.held = Held(spec.first, spec.count, spec.top_k, spec.total == spec.count, spec.shared)
 
     def adopt(self, layer: ExpertWeights) -> bool:
-        """On Hopper move the numbers of what is made of whole tiles; see :mod:`.tiled`."""
+        """On Hopper, bring weights of whole blocks into the blocked layout of :mod:`.tiled`."""
         self.tiled = on_hopper(layer.down.device) and of_whole_tiles(layer)
         if self.tiled:
             tile_in_place(layer.gate_up.data)
@@ -121,7 +121,7 @@ def mixture(
     activation: str,
     overlap: bool,
 ) -> torch.Tensor:
-    """See :mod:`atom_core.kernels.experts`; ``first``, ``count`` and ``shared`` say which experts are held."""
+    """See :mod:`atom_core.kernels.experts`; ``first``, ``count`` and ``shared`` describe the local experts."""
     layer = ExpertWeights(gate_up, down, gate_up_bias, down_bias, tiled)
     held = Held(first, count, experts.shape[1], shared=shared)
     return _launch(x, weights, experts, layer, held, cast(Activation, activation), overlap, None)
