@@ -1,6 +1,6 @@
-"""The experts in FP8 by aiter's fused mixture, which quantises tokens itself, before either product.
+"""The experts in FP8 by aiter's fused MoE, which quantises the inputs of both products itself.
 
-See :mod:`atom_core.kernels.fp8_linear.aiter_kernel` for gfx942's form of e4m3.
+See :mod:`atom_core.kernels.fp8_linear.aiter_kernel` for gfx942's variant of e4m3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AiterFp8Experts:
         self.held: torch.Tensor | None = None
 
     def adopt(self, layer: Fp8ExpertWeights) -> None:
-        """Move the weights' bytes."""
+        """Preshuffle the weights."""
         scales = layer.gate_up_scale.data, layer.down_scale.data
         if not self.spec.block:
             scales = scales[0][..., None], scales[1][..., None]
@@ -44,7 +44,7 @@ class AiterFp8Experts:
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Fp8ExpertWeights
     ) -> torch.Tensor:
-        """See :class:`atom_core.kernels.fp8_experts.Fp8ExpertsKernel`; of the layer's scales this keeps its own."""
+        """See :class:`atom_core.kernels.fp8_experts.Fp8ExpertsKernel`; the layer's scales are not used."""
         gate_up, down = self.gate_up(layer.gate_up), self.down(layer.down)
         y: torch.Tensor = _fp8_experts(x.contiguous(), weights, experts, *gate_up, *down, self.held, self.quantized)
         return y

@@ -1,8 +1,8 @@
-"""FP8 experts of few tokens, without sorting them; as :mod:`atom_core.kernels.experts.few_tokens`.
+"""FP8 experts of few tokens, which are not sorted; as :mod:`atom_core.kernels.experts.few_tokens`.
 
-One token is not quantised, and multiplied as :mod:`atom_core.kernels.fp8_linear.words` says: two launches. Several are
-quantised in launches of their own, in front of gate and up and, unless those leave it in FP8, of down, and multiplied
-by tensor cores: each expert is read once for all tokens that go there.
+A single token is not quantised and takes two launches; see :mod:`atom_core.kernels.fp8_linear.words`. Several are
+quantised by separate launches before gate/up and before down (unless the gate/up kernel also writes FP8). Tensor cores
+multiply them, and each expert is read once for all its tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _gate_up_of_one(
     NATIVE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``middle [k, N / 2]``: a program takes some rows for one of the token's experts, behind a norm or not."""
+    """``middle [k, N / 2]``: some rows of one of the token's experts; ``norm``: RMS norm weight of ``x``, or None."""
     GROUPS: tl.constexpr = BLOCK_K // 16
     NORM: tl.constexpr = norm is not None
     dtype: tl.constexpr = x.dtype.element_ty
@@ -79,7 +79,7 @@ def _gate_up_of_one(
         norm_words = tl.load(norm_at, mask=known_two, other=0)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-        # Not earlier: the kernel behind reads which experts they are without waiting for this one.
+        # Not earlier: the next kernel reads the experts without waiting for this one.
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(experts + place) - FIRST
     if (expert < 0) | (expert >= COUNT):
@@ -122,7 +122,7 @@ def _gate_up_of_one(
     if NORM:
         total *= 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
     middle += place.to(tl.int64) * (N // 2)
-    # Rows' scales are of the whole weight of an expert, blocks' have been multiplied.
+    # Row scales belong to whole rows; block scales have been applied.
     of_rows = scales if BLOCK == 0 else None
     finish(total[None, :], None, of_rows, None, None, middle, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
 
@@ -140,7 +140,7 @@ def _weighed(
     dtype: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """A tile of each expert by what it meets of its row, ``[PLACES, BLOCK_N, GROUPS]``."""
+    """A tile of each expert times its input, in groups of 16 columns, ``[PLACES, BLOCK_N, GROUPS]``."""
     pairs, each = places_as_multiplied(words, PLACES, GROUPS, dtype)
     if BLOCK > 0:
         each *= scales
@@ -170,7 +170,7 @@ def _down_of_one(
     NATIVE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some of ``y [1, N]``: the rows of all of the token's experts at once."""
+    """Some of ``y [1, N]``: the same rows of all the token's experts."""
     GROUPS: tl.constexpr = BLOCK_K // 16
     dtype: tl.constexpr = middle.dtype.element_ty
     fp8: tl.constexpr = weight.dtype.element_ty
@@ -180,7 +180,7 @@ def _down_of_one(
     four = tl.arange(0, BLOCK_K // 4)
     two = tl.arange(0, BLOCK_K // 2)
     place = tl.arange(0, PLACES)
-    # Chosen before the kernel in front began; its first-level cache may still have what was there before.
+    # Written before the previous kernel started, but the L1 cache may have older values.
     expert = tl.load(experts + place, mask=place < TOP_K, other=FIRST - 1, cache_modifier=".cg") - FIRST
     held = (expert >= 0) & (expert < COUNT)
     expert = tl.where(held, expert, 0).to(tl.int64)
@@ -250,10 +250,10 @@ def _of_expert(
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some rows of one expert's weight by all tokens that go there.
+    """Some weight rows of one expert by all tokens routed to it.
 
-    With an activation rows of ``x`` are tokens; without they are pairs, and results are given their pair's weight.
-    ``out``: a row a pair.
+    With an activation, rows of ``x`` are tokens. Without, they are routed tokens, and results are multiplied by the
+    routing weight. ``out`` has a row for each routed token.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     if OVERLAP:
@@ -272,7 +272,7 @@ def _of_expert(
     mine_at = scales + row
     if BLOCK > 0:
         mine_at = scales + row // BLOCK * tl.cdiv(K, BLOCK)
-    # Those of rows, or of a tile's blocks, each loaded before the last is used.
+    # The scales of rows, or of a tile's blocks; the next ones are loaded before these are used.
     theirs = tl.load(theirs_at, mask=goes, other=0.0)
     ours = tl.load(mine_at)
     total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
@@ -317,19 +317,19 @@ def _of_expert(
 
 
 def takes_one_token(hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> bool:
-    """Whether :func:`one_token` can be used: numbers are read two to a word, weights 16 at once."""
+    """Whether :func:`one_token` supports these sizes: it reads two inputs and sixteen weights at a time."""
     sizes = (hidden_size, intermediate_size)
     return dtype.itemsize == 2 and all(size % 16 == 0 for size in sizes)
 
 
 def _constants(weight: torch.Tensor, held: Held, block: int, nvidia: bool, overlap: bool) -> dict[str, Any]:
-    """What both launches of one token are given."""
+    """Arguments of both launches of one token."""
     return {
         "FIRST": held.first,
         "COUNT": held.count,
         "BLOCK": block,
         "UNIT": unit_of(weight.dtype),
-        # Triton's interpreter runs no assembly.
+        # Triton's interpreter runs no inline assembly.
         "NATIVE": nvidia and not triton.knobs.runtime.interpret,
         "OVERLAP": overlap,
         **launch_options(overlap),
@@ -349,22 +349,22 @@ def gate_up_of_one(
     overlap: bool,
     norm: Norm | None = None,
 ) -> torch.Tensor:
-    """``act(gate x) * (up x)`` of one token for which :func:`takes_one_token`, and each of its experts.
+    """``act(gate x) * (up x)`` for one token that :func:`takes_one_token`, and each of its experts.
 
     Args:
-        x: ``[1, H]``, which begins with a word.
+        x: ``[1, H]``, aligned to 4 bytes.
         experts: int32 ``[1, k]``.
-        weight: ``[E, 2I, H]`` in the device's form of e4m3.
-        scales: of e4m3fn's numbers; see :mod:`atom_core.kernels.fp8_experts`.
-        held: this rank's experts.
-        block: rows and columns that have one scale; 0: each row has one.
-        activation: one of ``ACTIVATIONS``' numbers.
-        nvidia: the device is one of NVIDIA's, with an instruction that widens e4m3 to float16.
+        weight: ``[E, 2I, H]`` in the device's variant of e4m3.
+        scales: for e4m3fn values; see :mod:`atom_core.kernels.fp8_experts`.
+        held: the local experts.
+        block: size of the square blocks that share a scale; 0: one scale per row.
+        activation: a value of ``ACTIVATIONS``.
+        nvidia: whether the device is NVIDIA's, with an instruction that converts e4m3 to float16.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
-        norm: norm ``x`` first.
+        norm: the RMS norm to apply to ``x`` first.
 
     Returns:
-        ``[k, I]``; what is there for experts that are not held means nothing.
+        ``[k, I]``; rows of experts that are not local are undefined.
     """
     _, rows, hidden = weight.shape
     middle = torch.empty(held.top_k, rows // 2, dtype=x.dtype, device=x.device)
@@ -403,10 +403,10 @@ def down_of_one(
     overlap: bool,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``[1, H]``, the weighted sum of down ``middle [k, I]`` over the token's experts, and the residual.
+    """The weighted sum of the down products of ``middle [k, I]`` over the token's experts, ``[1, H]``.
 
-    ``weights``: float32 ``[1, k]``; ``weight``: ``[E, H, I]``; ``residual``: contiguous, in the result's shape; it is
-    written to, and is the result; else as :func:`gate_up_of_one`.
+    ``weights``: float32 ``[1, k]``; ``weight``: ``[E, H, I]``; ``residual``: contiguous, of the result's shape; it is
+    added to and returned; else as :func:`gate_up_of_one`.
     """
     _, hidden, size = weight.shape
     y = middle.new_empty(1, hidden) if residual is None else residual
@@ -446,7 +446,7 @@ def one_token(
     residual: torch.Tensor | None,
     norm: Norm | None = None,
 ) -> torch.Tensor:
-    """See :mod:`atom_core.kernels.fp8_experts`; of one token, which may be normed first and be the residual."""
+    """Run one token; see :mod:`atom_core.kernels.fp8_experts`; with ``norm``, ``x`` may be the residual."""
     way: dict[str, Any] = {"block": block, "nvidia": nvidia, "overlap": overlap}
     middle = gate_up_of_one(
         x, experts, layer.gate_up, layer.gate_up_scale, held, activation=activation, norm=norm, **way
@@ -469,20 +469,20 @@ def multiply_of_experts(
     nvidia: bool,
     overlap: bool,
 ) -> None:
-    """One product of the experts that some of 1 to :data:`MAX_TOKENS` tokens go to, into ``out``.
+    """One product of the experts of 1 to :data:`MAX_TOKENS` tokens, into ``out``.
 
     Args:
-        x: in a form of e4m3, ``[T, K]`` with an activation, else ``[T k, K]``.
-        x_scales: float32 ``[groups, rows of x]``, as :func:`quantize_groups` has them.
+        x: in a variant of e4m3, ``[T, K]`` with an activation, else ``[T k, K]``.
+        x_scales: float32 ``[groups, rows of x]``, as :func:`quantize_groups` returns them.
         experts: int32 ``[T, k]``.
         weights: float32 ``[T, k]`` without an activation.
-        weight: ``[E, N, K]`` in the same form.
+        weight: ``[E, N, K]`` in the same variant.
         scales: see :mod:`atom_core.kernels.fp8_experts`.
-        out: ``[T k, N / 2]`` with an activation, else ``[T k, N]``; rows of experts not held are left as they are.
-        held: this rank's experts.
-        block: rows and columns that have one scale; 0: each row has one.
-        activation: one of ``ACTIVATIONS``' numbers, or None.
-        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        out: ``[T k, N / 2]`` with an activation, else ``[T k, N]``; rows of experts that are not local are not written.
+        held: the local experts.
+        block: size of the square blocks that share a scale; 0: one scale per row.
+        activation: a value of ``ACTIVATIONS``, or None.
+        nvidia: whether the device is NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
     (tokens, top_k), (_, rows, size) = experts.shape, weight.shape
@@ -510,7 +510,7 @@ def multiply_of_experts(
         BLOCK_K=columns,
         BLOCK=block,
         EVEN=size % columns == 0,
-        # Tiles of the weight on their way: one of FP8 is small.
+        # FP8 tiles are small, so many stages fit.
         STAGES=6 if nvidia else 2,
         ACTIVATION=activation,
         OVERLAP=overlap,
@@ -532,7 +532,7 @@ def few_tokens(
     overlap: bool,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As :func:`one_token`, of 1 to :data:`MAX_TOKENS` of any size and dtype."""
+    """As :func:`one_token`, for 1 to :data:`MAX_TOKENS` tokens of any size and dtype."""
     hidden, size, pairs, dtype = x.shape[1], layer.down.shape[2], experts.numel(), layer.gate_up.dtype
     middle = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
     answers = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)

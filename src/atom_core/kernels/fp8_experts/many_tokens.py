@@ -1,5 +1,5 @@
-"""A product of FP8 experts with many tokens: blocks of rows of one expert each, as
-:mod:`atom_core.kernels.experts.grouped` sorts them, by tensor cores that take FP8.
+"""A product of FP8 experts of many tokens, whose blocks :mod:`atom_core.kernels.experts.grouped` sorts, by tensor cores
+that multiply FP8.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def _multiply(
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A block of rows of one expert by some rows of its weight.
+    """A block of routed tokens of one expert by some rows of its weight.
 
-    With an activation rows of ``x`` are those of the pairs' tokens, and the result goes where the block is; without,
-    rows of ``x`` are the block's, and the result, times the pair's weight, goes where the pair is. ``SIZE`` is that of
-    a block of the weight, or 0 where each of its rows has a scale.
+    With an activation, rows of ``x`` are tokens and the result goes to the block's slots. Without, rows of ``x`` are
+    slots, and the result, times the routing weight, goes to the routed token. ``SIZE`` is that of the weight's scale
+    blocks, or 0 where each row has a scale.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     if OVERLAP:
@@ -96,20 +96,20 @@ def multiply_blocks(
     nvidia: bool,
     overlap: bool,
 ) -> None:
-    """One product of all experts into ``out``.
+    """One product of all experts, into ``out``.
 
     Args:
-        x: in a form of e4m3: ``[T, K]`` with an activation, else ``[blocks x rows, K]``.
+        x: in a variant of e4m3: ``[T, K]`` with an activation, else ``[blocks x rows, K]``.
         x_scales: float32 ``[groups, rows of x]``.
-        blocks: the pairs in the order of their experts.
+        blocks: the routed tokens sorted by expert.
         weights: float32 ``[T, k]`` without an activation.
-        weight: ``[E, N, K]`` in the same form.
+        weight: ``[E, N, K]`` in the same variant.
         scales: see :mod:`atom_core.kernels.fp8_experts`.
-        out: ``[blocks x rows, N / 2]`` with an activation, else ``[T k, N]``; rows of no pair are left as they are.
-        top_k: experts of a token.
-        block: rows and columns that have one scale; 0: each row has one.
-        activation: one of ``ACTIVATIONS``' numbers, or None.
-        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        out: ``[blocks x rows, N / 2]`` with an activation, else ``[T k, N]``; unused rows are not written.
+        top_k: experts per token.
+        block: size of the square blocks that share a scale; 0: one scale per row.
+        activation: a value of ``ACTIVATIONS``, or None.
+        nvidia: whether the device is NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
     if on_hopper(x.device) and takes(x, weight, blocks, block, activation is not None):
@@ -130,7 +130,7 @@ def multiply_blocks(
         return
     _, rows, size = weight.shape
     columns = block or 128
-    tile_rows = 128 if nvidia else 64  # on AMD 128 spill
+    tile_rows = 128 if nvidia else 64  # 128 spill registers on AMD
     _multiply[(triton.cdiv(rows, tile_rows), len(blocks.experts))](
         x,
         x_scales,

@@ -1,6 +1,6 @@
-"""The experts one after the other, in torch: products in float32, and so the sum over a token's experts.
+"""Experts one after the other in torch: products and sums over a token's experts in float32.
 
-It looks at which experts were chosen, so it cannot be captured in a graph.
+The host reads which experts are used, so this cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""FP8 experts in Triton: :mod:`.few_tokens`, and more of them sorted by expert (:mod:`.many_tokens`).
+"""FP8 experts in Triton: few tokens by :mod:`.few_tokens`, more sorted by expert (:mod:`.many_tokens`).
 
-One token is not quantised; several are in a launch of their own, for gate and up and again for down, unless gate and up
-leave that in FP8 (:mod:`.hopper`).
+A single token is not quantised. Several are quantised by a separate launch before gate/up and again before down, unless
+the gate/up kernel also writes FP8 (:mod:`.hopper`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if why_no_gluon() is None:
 
 
 class TritonFp8Experts:
-    """See the module's text and :mod:`atom_core.kernels.fp8_experts`.
+    """See the module and :mod:`atom_core.kernels.fp8_experts`.
 
     Args:
         spec: the layer.
@@ -46,7 +46,7 @@ class TritonFp8Experts:
         self.max_normed = int(takes_one_token(spec.hidden_size, spec.intermediate_size, spec.dtype))
 
     def adopt(self, layer: Fp8ExpertWeights) -> None:
-        """Mend what the device would read otherwise."""
+        """Clear minus zeros, which are NaN in e4m3fnuz."""
         if self.fnuz:
             clear_minus_zeros(layer.gate_up)
             clear_minus_zeros(layer.down)
@@ -118,7 +118,7 @@ class TritonFp8Experts:
         )
 
     def _stored(self, layer: Fp8ExpertWeights) -> Fp8ExpertWeights:
-        """The weights in the form of e4m3 that the device multiplies."""
+        """The weights viewed in the device's variant of e4m3."""
         if not self.fnuz:
             return layer
         return layer._replace(gate_up=layer.gate_up.view(FNUZ), down=layer.down.view(FNUZ))
@@ -158,9 +158,9 @@ def fp8_mixture(
     nvidia: bool,
     overlap: bool,
 ) -> torch.Tensor:
-    """See :mod:`atom_core.kernels.fp8_experts`; weights are in the device's form of e4m3, scales those of e4m3fn.
+    """See :mod:`atom_core.kernels.fp8_experts`; weights are in the device's variant of e4m3, scales for e4m3fn.
 
-    ``first`` and ``count`` say which experts are held; ``block`` is 0 where each row has a scale.
+    ``first`` and ``count`` describe the local experts; ``block`` is 0 where each row has a scale.
     """
     return _launch(
         x,
@@ -224,14 +224,14 @@ def many_tokens(
     overlap: bool,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See :func:`atom_core.kernels.fp8_experts.few_tokens.one_token`."""
+    """As :func:`atom_core.kernels.fp8_experts.few_tokens.one_token`, for any number of tokens."""
     tokens, hidden = x.shape
     group, dtype = block or None, layer.gate_up.dtype
     rows = block_rows(tokens, held, ROOM if nvidia and block else 1.0)
     if nvidia and block:
-        rows = min(64, rows)  # sums of a group and of all of them have to have room
+        rows = min(64, rows)  # registers must hold the sums of a group and the totals
     if not nvidia and (hidden % 128 or layer.down.shape[2] % 128):
-        rows = min(64, rows)  # on AMD more of them spill that need masks
+        rows = min(64, rows)  # larger blocks with masks spill registers on AMD
     blocks = sort_by_expert(experts, held, rows, overlap)
     middle = x.new_empty(len(blocks.slots), layer.down.shape[2])
     answers = x.new_empty(tokens * held.top_k, hidden)

@@ -1,11 +1,10 @@
-"""Experts in MXFP4 in Triton, few tokens and many as :mod:`atom_core.kernels.experts` has them.
+"""Experts in MXFP4 in Triton, for few tokens and for many, as in :mod:`atom_core.kernels.experts`.
 
-In bfloat16 on Hopper both are :mod:`.hopper`'s. Where inputs are rounded, that is a launch of its own in front of each
-product.
+In bfloat16 on Hopper :mod:`.hopper` runs both. Inputs that are rounded take a launch before each product.
 
-Few tokens: a program takes some rows of one expert's weight for one token. A group of 32 numbers is 16 bytes: their
-lower halves are multiplied by the even numbers of ``x``, the upper ones by the odd, and the scale enters once for all.
-Many tokens: tiles of the weight become numbers of ``x``'s dtype, for the tensor cores; in bfloat16 all are exact.
+Few tokens: a program computes some rows of one expert for one token. A group of 32 values has 16 bytes, whose lower
+halves are multiplied by the even elements of ``x`` and whose upper halves by the odd ones; the scale is applied once.
+Many tokens: weight tiles are converted to the dtype of ``x`` for the tensor cores, which is exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ if why_no_gluon() is None:
     from atom_core.kernels.mxfp4_experts.hopper import mixture_on_hopper
     from atom_core.kernels.mxfp4_experts.many_tokens import many_tokens, pays
 
-#: Tokens up to which each is multiplied by itself.
+#: Largest number of tokens that are multiplied one by one.
 MAX_TOKENS = 16
 
 
 @triton.jit
 def _row_products(x, blocks, scales, row, K, N, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr):
-    """``[BLOCK_N]``: rows of the weight, at ``blocks`` and ``scales``, by the vector ``x [K]``."""
+    """``[BLOCK_N]``: weight rows at ``blocks`` and ``scales`` by the vector ``x [K]``."""
     group = tl.arange(0, GROUPS)
     byte = tl.arange(0, 16)
     total = tl.zeros([BLOCK_N, GROUPS], tl.float32)
@@ -85,7 +84,7 @@ def _gate_up(
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``middle [T k, N / 2]`` of a pair of a token and one of its experts."""
+    """``middle [T k, N / 2]``: some elements for one routed token."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -123,7 +122,7 @@ def _down(
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some of ``y [T, N]``, and ``residual`` where there is one, of one token."""
+    """Some of ``y [T, N]`` for one token, plus ``residual`` if there is one."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -173,7 +172,7 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """A block of rows of one expert by some rows of its weight; see the same of :mod:`atom_core.kernels.experts`."""
+    """A block of routed tokens of one expert by some rows of its weight; as in :mod:`atom_core.kernels.experts`."""
     GATED: tl.constexpr = ACTIVATION is not None
     block = tl.program_id(1)
     expert = tl.load(block_experts + block).to(tl.int64)
@@ -202,7 +201,7 @@ def _multiply(
 
 
 class TritonMxfp4Experts:
-    """See the module's text and :mod:`atom_core.kernels.mxfp4_experts`.
+    """See the module and :mod:`atom_core.kernels.mxfp4_experts`.
 
     Args:
         spec: the layer.
@@ -216,7 +215,7 @@ class TritonMxfp4Experts:
         self.held = Held(spec.first, spec.count, spec.top_k, whole=spec.total == spec.count)
 
     def adopt(self, layer: Mxfp4Weights) -> None:
-        """For Hopper's kernel, bits are moved to where it wants them."""
+        """Reorder bits for the Hopper kernel."""
         if _by_hopper(self.spec.dtype, layer.gate_up.device):
             spread(layer.gate_up)
             spread(layer.down)
@@ -315,7 +314,7 @@ def mixture(
     rounded_inputs: bool,
     overlap: bool,
 ) -> torch.Tensor:
-    """See :mod:`atom_core.kernels.mxfp4_experts`; ``first`` and ``count`` say which experts are held."""
+    """See :mod:`atom_core.kernels.mxfp4_experts`; ``first`` and ``count`` describe the local experts."""
     layer = Mxfp4Weights(gate_up, gate_up_scale, down, down_scale, gate_up_bias, down_bias)
     held = Held(first, count, experts.shape[1])
     act = cast(Activation, activation)
@@ -334,7 +333,7 @@ def _launch(
     residual: torch.Tensor | None,
     norm: Norm | None,
 ) -> torch.Tensor:
-    """``residual``: contiguous; it is added to, and is the result. ``norm``: norm ``x`` first."""
+    """``residual``: contiguous; it is added to and returned. ``norm``: the RMS norm to apply to ``x`` first."""
     assert x.stride(1) == 1
     assert all(it.is_contiguous() for it in (weights, experts, layer.gate_up, layer.down))
     assert all(it.transpose(1, 2).is_contiguous() for it in (layer.gate_up_scale, layer.down_scale))
@@ -382,7 +381,7 @@ def _few_tokens(
     residual: torch.Tensor | None,
     norm: Norm | None,
 ) -> torch.Tensor:
-    """``x`` is normed and rounded."""
+    """``x`` is already normed and rounded."""
     (tokens, hidden), size = x.shape, 2 * to_answer[0].shape[2]
     y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device) if residual is None else residual
     middle = torch.empty(tokens * held.top_k, size, dtype=x.dtype, device=x.device)
@@ -428,7 +427,7 @@ def _many_tokens(
     residual: torch.Tensor | None,
     norm: Norm | None,
 ) -> torch.Tensor:
-    """``x`` is normed and rounded."""
+    """``x`` is already normed and rounded."""
     (tokens, hidden), size = x.shape, 2 * to_answer[0].shape[2]
     sorted_pairs = sort_by_expert(experts, held, block_rows(tokens, held))
     num_blocks, rows = len(sorted_pairs.experts), sorted_pairs.rows
