@@ -1,6 +1,6 @@
-"""FP8 weights with a scale for each block of 128 by 128: what a rank may hold of them, and linear layers of them.
+"""FP8 weights with a scale for each block of 128 by 128: which shards ranks may have, and linear layers.
 
-A rank holds whole blocks: a block's scale is one number, and a group of an activation is quantised by one rank.
+A rank has whole blocks: a block's scale is one element, and one rank quantises a group of an activation.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 
 def num_blocks(size: int) -> int:
-    """Blocks along a side of a weight; the last may be smaller."""
+    """Blocks along a dimension of a weight; the last may be smaller."""
     return -(-size // BLOCK_SIZE)
 
 
 def check_blocks(
     part: Part, module: str, world_size: int, instead: str = "", ranks: str = "tensor parallel size"
 ) -> None:
-    """Whether a rank holds whole blocks of a part of a weight, and the part begins with a block.
+    """Check that a shard consists of whole blocks, and begins with a block.
 
     Args:
         part: of the weight.
-        module: what checkpoints call it.
-        world_size: how many ranks share it.
-        instead: another way out for the user, after a comma.
-        ranks: what says how many there are.
+        module: its checkpoint module.
+        world_size: the number of ranks that share it.
+        instead: an alternative for the user, after a comma.
+        ranks: the name of the setting of ``world_size``.
 
     Raises:
         ValueError: it does not.
@@ -100,7 +100,7 @@ class BlockFp8Method:
         self.scheme = scheme
 
     def create(self, layer: Linear, runtime: Runtime) -> None:
-        """The weight, and the scales of its blocks.
+        """Register the weight, and the scales of its blocks.
 
         Raises:
             ValueError: blocks would be cut.

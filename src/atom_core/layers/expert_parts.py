@@ -1,7 +1,7 @@
-"""What checkpoints have of a mixture's experts one by one: three matrices of each.
+"""Checkpoint tensors of single experts: three matrices each.
 
-Shared experts are one network there, side by side. Where they are run as experts behind the routed ones, each has its
-rows of that network's gate and up, and its columns of down.
+Checkpoints store shared experts as one network. Where they run as experts after the routed ones, each has its rows of
+that network's gate and up, and its columns of down.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def expert_parts(layer: Experts, expert: int) -> Iterator[tuple[str, Part]]:
-    """An expert's matrices, and which of our weights each belongs to; shared experts come behind the routed ones."""
+    """(our weight, shard) of each of an expert's matrices; shared experts come after the routed ones."""
     names, hidden, place = layer.names, layer.hidden_size, expert - layer.routed
     module, size, first = f"{layer.folder}.{expert}", layer.size, 0
     if place >= 0:
@@ -36,12 +36,12 @@ def expert_parts(layer: Experts, expert: int) -> Iterator[tuple[str, Part]]:
 
 @dataclass(frozen=True, kw_only=True)
 class SeveralPlacements(Placement):
-    """A checkpoint tensor of which each of several experts has a part."""
+    """A checkpoint tensor with shards of several experts."""
 
     each: tuple[Placement, ...]
 
     def problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
-        """See :class:`Placement`; they ask for the same tensor."""
+        """See :class:`Placement`; they all expect the same tensor."""
         return self.each[0].problem(shape, dtype)
 
     def check(self, tensor: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ class SeveralPlacements(Placement):
 
 
 def one_a_tensor(placements: Iterable[tuple[str, str, Placement]]) -> Iterator[tuple[str, str, Placement]]:
-    """``placements`` as :meth:`ParameterLayer.placements` has them, of which several may be of one tensor."""
+    """Merge ``placements``, as of :meth:`ParameterLayer.placements`, that belong to the same tensor."""
     found: dict[tuple[str, str], list[Placement]] = {}
     for module, name, placement in placements:
         found.setdefault((module, name), []).append(placement)
@@ -75,10 +75,10 @@ def one_a_tensor(placements: Iterable[tuple[str, str, Placement]]) -> Iterator[t
 
 
 def shared_as_routed(config: MoEConfig, runtime: Runtime, name: str) -> int:
-    """How many experts behind the routed ones the shared ones of the mixture ``name`` are; 0: a network apart, or none.
+    """The number of shared experts of the mixture ``name`` that run as routed ones; 0: a separate network, or none.
 
     Raises:
-        ValueError: matrices that are read together are not quantised alike; ``ATOM_KERNELS`` asks for what cannot be.
+        ValueError: matrices of one weight are quantised differently, or ``ATOM_KERNELS`` asks for an unsupported one.
     """
     if not (config.shared_size and runtime.fuses_modules):
         return 0

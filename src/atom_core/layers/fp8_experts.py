@@ -1,8 +1,8 @@
-"""The experts of a mixture in FP8: from a checkpoint with a scale for each matrix, row or block, or made on loading.
+"""The experts of a mixture in FP8, from a checkpoint with matrix, row or block scales, or quantised on loading.
 
-Each token that comes to them has a scale of its own, also where the checkpoint has static ones: of those a layer could
-use but the largest of its experts', for tokens are quantised once for all of them, and to look for a token's own costs
-nothing there. It cuts nothing off, and is finer. So static scales are asked for, checked, and left unused.
+Each token has a dynamic input scale, also where the checkpoint has static ones. Tokens are quantised once for all
+experts, so a layer could use only the largest of its experts' static scales; a dynamic scale costs nothing extra there,
+clips nothing and is finer. So static scales are required and checked, but not used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Fp8ExpertsMethod:
 
     Args:
         scheme: of the layer.
-        module: what checkpoints call the experts.
+        module: the checkpoint module of the experts.
     """
 
     def __init__(self, scheme: Fp8Config, module: str) -> None:
@@ -80,7 +80,7 @@ class Fp8ExpertsMethod:
         return Fp8ExpertWeights(layer.gate_up_proj, layer.gate_up_scale, layer.down_proj, layer.down_scale)
 
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
-        """Three matrices an expert, and the scales of each."""
+        """Three matrices per expert, and the scales of each."""
         for index, expert in enumerate(layer.held):
             for ours, part in expert_parts(layer, expert):
                 weight, scale = (getattr(layer, f"{ours}_{what}")[index] for what in ("proj", "scale"))
@@ -88,7 +88,7 @@ class Fp8ExpertsMethod:
                     yield part.module, name, replace(placement, held_by=f"{ours}_{kept_in}")
 
     def _of_part(self, part: Part, weight: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[str, str, Placement]]:
-        """(tensor name, what of ours it is kept in, placement)."""
+        """(tensor name, suffix of the parameter, placement)."""
         if not self.scheme.serialized:
             yield "weight", "proj", QuantizingPlacement.of(part, weight, scale)
             return
@@ -100,7 +100,7 @@ class Fp8ExpertsMethod:
             yield "input_scale", "scale", UnusedScalePlacement(scale, (1,))
 
     def finalize(self, layer: Experts) -> None:
-        """Called after loading, and again after weights were loaded anew."""
+        """Called after loading, and again after new weights were loaded."""
         self.kernel.adopt(self.weights(layer))
 
     def restore(self, layer: Experts, whole: bool) -> None:

@@ -1,8 +1,8 @@
-"""A mixture of experts in place of a feed-forward network.
+"""Mixture of experts, in place of a feed-forward network.
 
-Each rank of a tensor-parallel group holds some of every expert's middle, or, with expert parallelism, some of the
-experts. All see all tokens, and their sums are added up. Experts that all tokens share are routed ones that every token
-chooses, or a network apart, which is in parts in either case.
+Each tensor-parallel rank has a shard of every expert's intermediate size, or, with expert parallelism, some of the
+experts. All ranks see all tokens, and their partial sums are added. Shared experts run as routed experts that every
+token chooses, or as a separate network, which is sharded in either case.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from atom_core.types import Activation
 
 
 class Router(Linear):
-    """From a token to its experts; never quantised, and whole on every rank."""
+    """From tokens to router logits; never quantised, and replicated on every rank."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, runtime: Runtime, name: str) -> None:
         routing = config.routing
@@ -47,7 +47,7 @@ class Router(Linear):
         return self.select(logits, self.e_score_correction_bias)
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
-        """The layer's, and the correction."""
+        """The layer's, and the score correction."""
         yield from super().placements()
         if self.e_score_correction_bias is not None:
             name = "e_score_correction_bias"
@@ -55,7 +55,7 @@ class Router(Linear):
 
 
 class SharedExpert(nn.Module):
-    """What all tokens go through beside their own experts: one network, however many, as checkpoints have it."""
+    """The shared experts of a layer as one network, as checkpoints store them."""
 
     def __init__(self, size: int, hidden_size: int, activation: Activation, runtime: Runtime, name: str) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """See the module's text; ``index`` is the layer's."""
+    """See the module; ``index`` is the layer's."""
 
     def __init__(
         self,
@@ -110,10 +110,10 @@ class MoE(nn.Module):
 
     @property
     def router_layer(self) -> Router:
-        """The router, whatever checkpoints call it."""
+        """The router, whose name depends on the checkpoint."""
         return cast(Router, getattr(self, self.router_name))
 
     def tell(self, experts: torch.Tensor) -> None:
-        """Whoever asks, which ``experts [T, k]`` were chosen; shared ones are behind them."""
+        """Report the chosen ``experts [T, k]`` without the shared ones, where the runtime asks for it."""
         if self.routed_experts is not None:
             self.routed_experts(self.index, experts[:, : self.top_k])

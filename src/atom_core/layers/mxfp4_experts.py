@@ -1,8 +1,8 @@
-"""How a mixture's experts are kept where the checkpoint has them in MXFP4: packed, as they come.
+"""The experts of a mixture whose checkpoint has them in MXFP4, which stay packed.
 
-GPT-OSS's checkpoints have ``gate_up_proj_blocks [E, 2I, H / 32, 16]`` and ``gate_up_proj_scales [E, 2I, H / 32]``,
-gates and ups in turn, and the same of down, ``[E, H, I / 32, ..]``, all uint8; biases as in unquantised ones. Others
-have three matrices an expert, each as :mod:`atom_core.layers.mxfp4_linear` has it.
+GPT-OSS's checkpoints have ``gate_up_proj_blocks [E, 2I, H / 32, 16]`` and ``gate_up_proj_scales [E, 2I, H / 32]``, gate
+and up alternating, and the same for down, ``[E, H, I / 32, ..]``, all uint8; biases are as in unquantised ones. Other
+checkpoints have three matrices per expert, each as in :mod:`atom_core.layers.mxfp4_linear`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Mxfp4ExpertsMethod:
 
     Args:
         scheme: of all experts' matrices at once, or of each.
-        module: what checkpoints call the experts.
+        module: the checkpoint module of the experts.
     """
 
     def __init__(self, scheme: Mxfp4Config | Mxfp4LinearConfig, module: str) -> None:
@@ -55,8 +55,8 @@ class Mxfp4ExpertsMethod:
         """Register the parameters.
 
         Raises:
-            ValueError: groups that share a scale do not divide among ranks, or a matrix into groups; or checkpoints of
-                the model have all experts in one tensor, and the scheme is for others.
+            ValueError: scale groups do not divide among ranks, or a matrix into groups; or the model's checkpoints have
+                all experts in one tensor, which the scheme does not support.
         """
         if layer.fused and self.one_by_one:
             raise ValueError(
@@ -86,7 +86,7 @@ class Mxfp4ExpertsMethod:
         return _one_by_one(layer) if self.one_by_one else _fused(layer)
 
     def finalize(self, layer: Experts) -> None:
-        """Hand the weights to the kernel, which may move their bytes."""
+        """Give the weights to the kernel, which may reorder their bytes."""
         self.kernel.adopt(self.weights(layer))
 
     def restore(self, layer: Experts, whole: bool) -> None:
@@ -96,7 +96,7 @@ class Mxfp4ExpertsMethod:
 
 
 def _empty(runtime: Runtime, count: int, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Blocks and scales of a weight, to be loaded; the scales in the order in which kernels read them."""
+    """Blocks and scales of a weight, to be loaded; the scales in the memory order of kernels."""
     blocks, scales = empty_packed(runtime, count, rows, columns)
     ordered = empty_scales(count, rows, columns, runtime.device).copy_(scales)
     return blocks, nn.Parameter(ordered, requires_grad=False)
@@ -142,7 +142,7 @@ class PackedPairs(PairsPlacement):
         super().load_expert(mine, _checked(whole).transpose(0, 1))
 
     def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
-        """The way back."""
+        """Undo :meth:`load_expert`."""
         super().store_expert(mine, whole.flatten(1).transpose(0, 1))
 
 
@@ -165,12 +165,12 @@ class PackedMiddle(MiddlePlacement):
         super().load_expert(mine, _checked(whole).transpose(0, 1))
 
     def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
-        """The way back."""
+        """Undo :meth:`load_expert`."""
         super().store_expert(mine, whole.flatten(1).transpose(0, 1))
 
 
 def _check(experts: torch.Tensor) -> None:
-    """Of blocks ``[E, rows, groups, 16]`` nothing, of scales ``[E, rows, groups]`` that they are some."""
+    """Check scales ``[E, rows, groups]``; blocks ``[E, rows, groups, 16]`` may have any bits."""
     if experts.dim() == 3:
         check_packed_scales(experts)
 

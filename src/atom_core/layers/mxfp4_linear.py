@@ -1,6 +1,6 @@
-"""Linear layers whose weights are in MXFP4, and what of such a matrix a rank may hold: whole groups that share a scale.
+"""Linear layers with MXFP4 weights, and which shards ranks may have: whole scale groups.
 
-Checkpoints (AMD Quark's) have ``weight [N, K / 2]`` and ``weight_scale [N, K / 32]`` of each matrix, both uint8.
+AMD Quark's checkpoints have ``weight [N, K / 2]`` and ``weight_scale [N, K / 32]`` of each matrix, both uint8.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from atom_core.runtime import Runtime
 if TYPE_CHECKING:
     from atom_core.layers.linear import Linear
 
-#: The largest scale, 2 ** 65: what a kernel multiplies by has the exponent that is as much larger than bfloat16's.
+#: The largest scale, 2 ** 65: kernels multiply it by a power of two that would exceed bfloat16's exponent otherwise.
 LARGEST = 192
 
 
@@ -38,21 +38,21 @@ def empty_packed(runtime: Runtime, *shape: int) -> tuple[nn.Parameter, nn.Parame
         return nn.Parameter(data, requires_grad=False)
 
     blocks, scales = empty(columns // 2), empty(columns // GROUP)
-    scales.data.fill_(119)  # where weights are made up, they are numbers, and small
+    scales.data.fill_(119)  # small finite values for dummy weights
     return blocks, scales
 
 
 def check_groups(
     part: Part, module: str, world_size: int, instead: str = "", ranks: str = "tensor parallel size"
 ) -> None:
-    """Whether a matrix divides into groups, and a rank holds whole ones.
+    """Check that a matrix divides into groups, and that a shard consists of whole ones.
 
     Args:
         part: of the weight.
-        module: what checkpoints call it.
-        world_size: how many ranks share it.
-        instead: another way out for the user, after a comma.
-        ranks: what says how many there are.
+        module: its checkpoint module.
+        world_size: the number of ranks that share it.
+        instead: an alternative for the user, after a comma.
+        ranks: the name of the setting of ``world_size``.
 
     Raises:
         ValueError: it does not.
@@ -103,10 +103,10 @@ def packed_dtype_problem(dtype: str) -> str | None:
 
 
 def check_packed_scales(scales: torch.Tensor) -> None:
-    """Scales are numbers that kernels have.
+    """Check that kernels support these scales.
 
     Raises:
-        ValueError: some are not; the message goes on from the tensor's name.
+        ValueError: they do not; the message continues the tensor's name.
     """
     if int(scales.max()) > LARGEST:
         raise ValueError(f"holds a scale of more than 2^{LARGEST - 127}, or one that is no number")
@@ -129,7 +129,7 @@ class Mxfp4Method:
         self.scheme = scheme
 
     def create(self, layer: Linear, runtime: Runtime) -> None:
-        """The weight's blocks, and their scales.
+        """Register the weight's blocks and their scales.
 
         Raises:
             ValueError: groups would be cut.
@@ -178,7 +178,7 @@ class Mxfp4Method:
         return Operands(layer.weight, layer.bias, layer.weight_scale, rounded_inputs=self.scheme.rounded_inputs)
 
     def finalize(self, layer: Linear) -> None:
-        """Hand the weight to the kernel, which may move its bytes."""
+        """Give the weight to the kernel, which may reorder its bytes."""
         self.kernel.adopt(layer.weight, layer.weight_scale)
 
     def restore(self, layer: Linear, whole: bool) -> None:

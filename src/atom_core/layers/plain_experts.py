@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PlainExpertsMethod:
-    """See the module's text."""
+    """See the module."""
 
     def create(self, layer: Experts, activation: Activation, top_k: int, runtime: Runtime, name: str) -> None:
         """Register the parameters."""
@@ -38,11 +38,11 @@ class PlainExpertsMethod:
         return ExpertWeights(layer.gate_up_proj, layer.down_proj, *layer.biases)
 
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
-        """Three matrices an expert, or two tensors of all of them."""
+        """Three matrices per expert, or two tensors for all of them."""
         return _fused(layer) if layer.fused else _one_by_one(layer)
 
     def finalize(self, layer: Experts) -> None:
-        """Called after loading, and again after weights were loaded anew."""
+        """Called after loading, and again after new weights were loaded."""
         if self.kernel.adopt(self.weights(layer)):
             for parameter in (layer.gate_up_proj, layer.down_proj):
                 parameter.data = parameter.new_empty(len(parameter), 0, 0)

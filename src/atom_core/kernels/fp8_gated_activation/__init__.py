@@ -1,8 +1,8 @@
-"""The gated MLP's middle, ``act(gate) * up`` over ``[gate | up]``, quantised for the FP8 product behind it.
+"""The gated MLP's activation, ``act(gate) * up`` over ``[gate | up]``, quantised for the FP8 product after it.
 
 As :mod:`atom_core.kernels.gated_activation` and :mod:`atom_core.kernels.fp8_linear` or
-:mod:`atom_core.kernels.fp8_block_linear` define it; whether numbers are rounded to 16 bits on the way, as between
-separate ops, is the kernel's. ``x``: ``[T, 2K]``, left as it is; the result: ``[T, K]`` and its scales.
+:mod:`atom_core.kernels.fp8_block_linear` define it. A kernel may or may not round to 16 bits before it quantises, as
+separate ops do. ``x``: ``[T, 2K]``, not modified; the result: ``[T, K]`` and its scales.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from atom_core.kernels.triton_support import overlaps, why_no_triton
 from atom_core.kernels.triton_support import why_not_fused as why_not_fused_by_triton
 from atom_core.types import Activation
 
-#: The longest row that is given to aiter's Triton kernel, which has a whole row in registers.
+#: Largest row for aiter's Triton kernel, which has a whole row in registers.
 _LONGEST = 32768
 
 
 @dataclass(frozen=True)
 class Fp8GatedActivationSpec:
-    """One gated activation: the function, the width of its result, its dtype, and what the product behind it takes.
+    """One gated activation: the function, the width of its result, its dtype, and the input form of the next product.
 
-    ``separate`` names the implementation that was chosen for each op by itself: what is fused is what was chosen.
+    ``separate``: the implementation chosen for each separate op; only the same implementation is fused.
     """
 
     activation: Activation
@@ -56,7 +56,7 @@ def _aiter_supports(spec: Fp8GatedActivationSpec, target: Target) -> str | None:
 
 
 def _build_aiter(spec: Fp8GatedActivationSpec, target: Target) -> Fp8GatedActivationKernel | None:
-    from atom_core.kernels.fp8_gated_activation.aiter_kernel import build  # looked for when it is chosen
+    from atom_core.kernels.fp8_gated_activation.aiter_kernel import build  # imported only when chosen
 
     return build(spec.activation, spec.size, spec.form)
 
@@ -75,7 +75,7 @@ def _build_triton(spec: Fp8GatedActivationSpec, target: Target) -> Fp8GatedActiv
     return TritonFp8GatedActivation(spec.activation, spec.form, overlaps(target))
 
 
-#: "separate" is no kernel: the layers run each op by itself.
+#: "separate" is not a kernel: the layers run the separate ops.
 FP8_GATED_ACTIVATION: Op[Fp8GatedActivationSpec, Fp8GatedActivationKernel | None] = Op(
     "fp8_gated_activation",
     (

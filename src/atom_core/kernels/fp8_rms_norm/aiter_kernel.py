@@ -1,6 +1,6 @@
-"""A norm that quantises by aiter: of its kernels for two inputs those that take one, which have no holes up to 8192.
+"""An RMS norm that quantises by aiter: its kernels for two inputs (QK), called with one, support all sizes up to 8192.
 
-What is named for a norm alone (``add_rmsnorm_quant``) refuses groups of 128 in rows of 4097 to 6144 numbers.
+aiter's kernel for a single norm (``add_rmsnorm_quant``) refuses groups of 128 in rows of 4097 to 6144 elements.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _room(
     group: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     values, scales = room(x.shape[0], x.shape[1], InputForm(dtype, group), x.device)
-    # An op of torch's returns tensors alone.
+    # A custom op returns tensors only.
     return values, scales, x.new_empty(0 if residual is None else x.shape)
 
 
@@ -59,7 +59,7 @@ def _norm(
             values, scales, x, weight, eps, q_res_out=added, q_residual=residual
         )
     else:
-        # It asks for another shape than the bytes then have.
+        # It asks for the shape [T, groups], although the bytes are [groups, T].
         aiter_function("aiter.fused_qk_rmsnorm_group_quant")(
             values,
             scales.view(len(x), -1),

@@ -7,9 +7,9 @@ so on. The input has the same order (:func:`atom_core.kernels.mxfp4_linear.input
 nothing. When weights are loaded, :func:`atom_core.kernels.mxfp4_experts.bits.spread` reorders the bits within the two
 bytes, so that the conversion takes the fewest instructions.
 
-e2m1's bits in bfloat16's fields are the value times 2 ** -126, including its subnormal. The kernel multiplies two values
-at a time by their scale times 2 ** 62, and the sums by 2 ** 64 at the end. So scales above 2 ** 65 are not supported,
-and values below 2 ** -62 may become zero.
+e2m1's bits in bfloat16's fields are the value times 2 ** -126, including the subnormal. The kernel multiplies two
+values at a time by their scale times 2 ** 62, and the sums by 2 ** 64 at the end. So scales above 2 ** 65 are not
+supported, and values below 2 ** -62 may become zero.
 """
 
 from __future__ import annotations

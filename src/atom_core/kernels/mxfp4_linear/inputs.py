@@ -1,4 +1,4 @@
-"""What comes in front of a product with MXFP4: a norm where there is one, rounding where asked for, and order."""
+"""Prepare the input of a product with MXFP4: optionally an RMS norm, optionally rounding, and reordering."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def _prepare(
         tl.extra.cuda.gdc_wait()
     if OVERLAP and LATE:
         tl.extra.cuda.gdc_launch_dependents()
-    if slots is not None:  # noqa: SIM102 - decided when compiling; the other is not
+    if slots is not None:  # noqa: SIM102 - known at compile time, unlike the next
         if tl.load(slots + row) < 0:
             return
     numbers = tl.load(x + row * stride_x + column, mask=known, other=0.0).to(tl.float32)
     if norm is not None:
-        # rounded between norm and groups, as the model defines them
+        # The model defines a rounding between the norm and the groups.
         numbers = (numbers * norm_factor(numbers, K, eps) * factors).to(x.dtype.element_ty).to(tl.float32)
     if ROUNDED:
         numbers = tl.reshape(rounded(tl.reshape(numbers, (GROUPS, GROUP))), (GROUPS * GROUP,))
@@ -68,14 +68,14 @@ def prepare(
     """``norm(x) [T, K]`` in its own dtype.
 
     Args:
-        x: of contiguous rows, K a multiple of 32.
+        x: of contiguous rows; K is a multiple of 32.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         rounds: round to MXFP4.
-        parts: the first of each so many numbers of a row are in front of the second ones, and so on: with 2, as halves
-            of a weight's bytes are multiplied.
-        norm: norm rows first.
-        slots: int32 ``[T]``; rows where it is negative are left out, and what is returned for them means nothing.
-        late: the next kernel may start when those in front of this one are done, and read what they wrote.
+        parts: planes into which rows are reordered: elements 0, ``parts``, 2 ``parts``, ... come first, then 1, ...; 2
+            planes fit the two halves of a weight's bytes.
+        norm: the RMS norm to apply first.
+        slots: int32 ``[T]``; rows where it is negative are skipped, and their results are undefined.
+        late: the next kernel may not start before the kernels before this one are done, so it can read their results.
     """
     rows, size = x.shape
     assert x.stride(1) == 1
