@@ -17,19 +17,19 @@ from atom_core.runtime import Runtime
 
 
 def fused_activation(
-    activation: GatedActivation, behind: Linear, runtime: Runtime
+    activation: GatedActivation, next_layer: Linear, runtime: Runtime
 ) -> Callable[[torch.Tensor], LinearInput]:
     """``act(gate) * up`` of ``[gate | up]``, quantised if one kernel does both and the next layer takes that form.
 
     Args:
         activation: the plain layer.
-        behind: the layer that reads the result.
+        next_layer: the layer that reads the result.
         runtime: the model's.
 
     Returns:
         A function from ``[T, 2N]`` to ``[T, N]``.
     """
-    spec, method = activation.spec, behind.method
+    spec, method = activation.spec, next_layer.method
     form = method.input_form()
     if form is None:
         return activation.kernel
@@ -53,14 +53,14 @@ class GatedLinear:
         norm: before the product.
         linear: of ``[gate | up]``, this rank's shard.
         activation: the plain layer.
-        behind: the layer that reads the result.
+        next_layer: the layer that reads the result.
         runtime: the model's.
     """
 
     def __init__(
-        self, norm: StreamNorm, linear: Linear, activation: GatedActivation, behind: Linear, runtime: Runtime
+        self, norm: StreamNorm, linear: Linear, activation: GatedActivation, next_layer: Linear, runtime: Runtime
     ) -> None:
-        self.activate = fused_activation(activation, behind, runtime)
+        self.activate = fused_activation(activation, next_layer, runtime)
         self.gate_up = NormedLinear(norm, linear, activation.spec.activation, runtime)
 
     def __call__(self, stream: Stream) -> tuple[LinearInput, torch.Tensor]:

@@ -31,7 +31,7 @@ class QuantizedInput(NamedTuple):
 LinearInput = torch.Tensor | QuantizedInput
 
 
-def room(rows: int, size: int, form: InputForm, device: torch.device) -> QuantizedInput:
+def empty_quantized(rows: int, size: int, form: InputForm, device: torch.device) -> QuantizedInput:
     """Uninitialised memory for ``[rows, size]`` in ``form``."""
     shape = (rows, 1) if form.group is None else (size // form.group, rows)
     values = torch.empty(rows, size, dtype=form.dtype, device=device)
@@ -54,6 +54,6 @@ class QuantizedInputKernel(Protocol):
         """``[T, K]`` to ``[T, N]``, as with an input that it quantises itself."""
 
 
-def if_it_takes_quantized(kernel: object) -> QuantizedInputKernel | None:
+def as_quantized_input_kernel(kernel: object) -> QuantizedInputKernel | None:
     """``kernel``, if it can take quantised inputs, else None."""
     return kernel if isinstance(kernel, QuantizedInputKernel) and kernel.form is not None else None

@@ -14,9 +14,9 @@ from torch import nn
 
 from atom_core.config import MoEConfig
 from atom_core.kernels.experts import AddingExpertsKernel
-from atom_core.layers.expert_parts import one_a_tensor
+from atom_core.layers.expert_shards import one_a_tensor
 from atom_core.layers.fp8_experts import Fp8ExpertsMethod
-from atom_core.layers.fused_experts import PairsPlacement
+from atom_core.layers.fused_experts import GateUpPlacement
 from atom_core.layers.mxfp4_experts import Mxfp4ExpertsMethod
 from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
 from atom_core.layers.plain_experts import PlainExpertsMethod
@@ -71,21 +71,24 @@ class Experts(ParameterLayer):
     ) -> None:
         super().__init__()
         self.names, self.fused = config.names, config.fused
-        group, replicas, routing = runtime.tensor_parallel, runtime.data_parallel, config.routing
-        self.hidden_size, self.size = hidden_size, config.intermediate_size
+        group, data_parallel, routing = runtime.tensor_parallel, runtime.data_parallel, config.routing
+        self.hidden_size, self.intermediate_size = hidden_size, config.intermediate_size
         #: Numbers of experts: routed ones, and all including the shared ones after them.
         self.routed, self.total = routing.num_experts, routing.total_experts
-        rank, self.num_ranks = replicas.rank * group.world_size + group.rank, replicas.world_size * group.world_size
+        rank = data_parallel.rank * group.world_size + group.rank
+        self.num_ranks = data_parallel.world_size * group.world_size
         #: The name of the number of ranks for users.
-        self.ranks = "tensor parallel size" if replicas.world_size == 1 else "tensor times data parallel size"
+        self.ranks = "tensor parallel size" if data_parallel.world_size == 1 else "tensor times data parallel size"
         #: This rank's experts, and its range of the intermediate size of each.
-        self.held, self.mine = range(self.total), range(self.size)
+        self.local_experts, self.intermediate_range = range(self.total), range(self.intermediate_size)
         assert not (routing.shared and (runtime.expert_parallel or config.fused or config.bias))
         if runtime.expert_parallel:
-            self.held = share(self.total, rank, self.num_ranks, "num_experts", self.ranks)
+            self.local_experts = share(self.total, rank, self.num_ranks, "num_experts", self.ranks)
         else:
-            self.mine = share(self.size, rank, self.num_ranks, "moe_intermediate_size", self.ranks)
-        count, size = len(self.held), len(self.mine)
+            self.intermediate_range = share(
+                self.intermediate_size, rank, self.num_ranks, "moe_intermediate_size", self.ranks
+            )
+        count, size = len(self.local_experts), len(self.intermediate_range)
         assert config.fused or not config.bias, "biases are known of checkpoints with fused experts alone"
         self.gate_up_proj_bias = empty_parameter(runtime, count, 2 * size) if config.bias else None
         self.down_proj_bias = empty_parameter(runtime, count, hidden_size) if config.bias else None
@@ -135,7 +138,7 @@ class Experts(ParameterLayer):
     ) -> torch.Tensor:
         """Add this rank's sum for the normed ``stream [T, hidden]`` to ``stream`` in place."""
         assert self.adding is not None
-        return self.adding.add_behind_norm(stream, norm, eps, weights, experts, self.method.weights(self))
+        return self.adding.add_after_norm(stream, norm, eps, weights, experts, self.method.weights(self))
 
     @property
     def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -146,13 +149,14 @@ class Experts(ParameterLayer):
         """The weights, and the biases."""
         yield from one_a_tensor(self.method.placements(self))
         if self.gate_up_proj_bias is not None and self.down_proj_bias is not None:
-            wide, narrow, held = (self.total, 2 * self.size), (self.total, self.hidden_size), self.held
-            yield "", "gate_up_proj_bias", PairsPlacement(self.gate_up_proj_bias, wide, share=(held, self.mine))
-            yield "", "down_proj_bias", Placement(self.down_proj_bias, narrow, 0, held.start, 0, len(held))
+            total, local, share = self.total, self.local_experts, (self.local_experts, self.intermediate_range)
+            gate_up, down = (total, 2 * self.intermediate_size), (total, self.hidden_size)
+            yield "", "gate_up_proj_bias", GateUpPlacement(self.gate_up_proj_bias, gate_up, share=share)
+            yield "", "down_proj_bias", Placement(self.down_proj_bias, down, 0, local.start, 0, len(local))
 
     def elsewhere(self) -> Iterator[str]:
         """Other ranks' experts."""
-        return (f"{self.folder}.{expert}" for expert in range(self.total) if expert not in self.held)
+        return (f"{self.folder}.{expert}" for expert in range(self.total) if expert not in self.local_experts)
 
     def finalize_weights(self) -> None:
         """See :class:`ParameterLayer`."""

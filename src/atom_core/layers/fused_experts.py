@@ -40,33 +40,33 @@ class _Share(Placement):
         raise NotImplementedError
 
 
-class PairsPlacement(_Share):
+class GateUpPlacement(_Share):
     """Gate and up of all experts, or their biases."""
 
     def load_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """``[H, 2I]`` or ``[2I]`` to ``[2I, H]`` or ``[2I]``."""
-        middle = self.share[1]
+        intermediate = self.share[1]
         rows = whole if whole.dim() == 1 else whole.transpose(0, 1)
-        for half, start in enumerate((0, len(middle))):
-            mine[start : start + len(middle)].copy_(rows[half::2][middle.start : middle.stop])
+        for half, start in enumerate((0, len(intermediate))):
+            mine[start : start + len(intermediate)].copy_(rows[half::2][intermediate.start : intermediate.stop])
 
     def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """``[2I, H]`` or ``[2I]`` to ``[H, 2I]`` or ``[2I]``."""
-        middle = self.share[1]
+        intermediate = self.share[1]
         rows = whole if whole.dim() == 1 else whole.transpose(0, 1)
-        for half, start in enumerate((0, len(middle))):
-            rows[half::2][middle.start : middle.stop].copy_(mine[start : start + len(middle)])
+        for half, start in enumerate((0, len(intermediate))):
+            rows[half::2][intermediate.start : intermediate.stop].copy_(mine[start : start + len(intermediate)])
 
 
-class MiddlePlacement(_Share):
+class DownPlacement(_Share):
     """Down of all experts."""
 
     def load_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """``[I, H]`` to ``[H, I]``."""
-        middle = self.share[1]
-        mine.copy_(whole[middle.start : middle.stop].transpose(0, 1))
+        intermediate = self.share[1]
+        mine.copy_(whole[intermediate.start : intermediate.stop].transpose(0, 1))
 
     def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """``[H, I]`` to ``[I, H]``."""
-        middle = self.share[1]
-        whole[middle.start : middle.stop].copy_(mine.transpose(0, 1))
+        intermediate = self.share[1]
+        whole[intermediate.start : intermediate.stop].copy_(mine.transpose(0, 1))

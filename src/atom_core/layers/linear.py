@@ -16,7 +16,7 @@ from atom_core.config import NO_PADDING, Padding
 from atom_core.kernels.fp8_inputs import LinearInput
 from atom_core.kernels.linear import LinearKernel, LinearSpec
 from atom_core.layers.block_fp8 import BlockFp8Method
-from atom_core.layers.linear_methods import Fp8Method, LinearMethod, Part, UnquantizedMethod
+from atom_core.layers.linear_methods import Fp8Method, LinearMethod, Shard, UnquantizedMethod
 from atom_core.layers.mxfp4_linear import Mxfp4Method
 from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
 from atom_core.quant import LinearScheme, Mxfp4LinearConfig
@@ -41,7 +41,7 @@ class Linear(ParameterLayer):
         bias: whether there is ``b``.
         runtime: the model's.
         name: this module's name in checkpoints, by which a quantisation may exclude it.
-        parts: the checkpoint matrices in ``W``, and this rank's shard of each; None: one whole matrix.
+        shards: the checkpoint matrices in ``W``, and this rank's shard of each; None: one whole matrix.
         float32_result: whether the result is in float32; only for layers that are not quantised.
     """
 
@@ -60,18 +60,18 @@ class Linear(ParameterLayer):
         bias: bool,
         runtime: Runtime,
         name: str = "",
-        parts: Sequence[Part] | None = None,
+        shards: Sequence[Shard] | None = None,
         float32_result: bool = False,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.float32_result = float32_result
-        whole = Part("", out_features, in_features, range(out_features), range(in_features))
-        self.parts = (whole,) if parts is None else tuple(parts)
+        whole = Shard("", out_features, in_features, range(out_features), range(in_features))
+        self.shards = (whole,) if shards is None else tuple(shards)
         self.bias = empty_parameter(runtime, out_features) if bias else None
         #: The checkpoint module of each shard.
-        self.modules_of_parts = [checkpoint_module(name, part.module) for part in self.parts]
-        scheme = runtime.quant.linear(self.modules_of_parts)
+        self.shard_modules = [checkpoint_module(name, shard.module) for shard in self.shards]
+        scheme = runtime.quant.linear(self.shard_modules)
         self.quantized = scheme is not None
         assert not (self.quantized and float32_result)
         self.method = method_of(scheme)
@@ -83,11 +83,11 @@ class Linear(ParameterLayer):
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
         """The method's tensors of each shard, and the bias."""
-        for part in self.parts:
-            for name, placement in self.method.placements(self, part):
-                yield part.module, name, placement
+        for shard in self.shards:
+            for name, placement in self.method.placements(self, shard):
+                yield shard.module, name, placement
             if self.bias is not None:
-                yield part.module, "bias", part.of_rows(self.bias)
+                yield shard.module, "bias", shard.of_rows(self.bias)
 
     def finalize_weights(self) -> None:
         """See :class:`ParameterLayer`."""
@@ -116,12 +116,12 @@ class MergedColumnLinear(Linear):
     def __init__(
         self, in_features: int, columns: Sequence[Column], bias: bool, runtime: Runtime, name: str = ""
     ) -> None:
-        parts: list[Part] = []
+        shards: list[Shard] = []
         begin = 0
         for column in columns:
-            parts.append(Part(f"../{column.name}", column.rows, in_features, column.local, range(in_features), begin))
+            shards.append(Shard(f"../{column.name}", column.rows, in_features, column.local, range(in_features), begin))
             begin += len(column.local)
-        super().__init__(in_features, begin, bias, runtime, name, parts)
+        super().__init__(in_features, begin, bias, runtime, name, shards)
 
 
 class QkvLinear(MergedColumnLinear):
@@ -195,8 +195,8 @@ class RowLinear(Linear):
     ) -> None:
         group = runtime.tensor_parallel
         mine = share(in_features, group.rank, group.world_size, what)
-        part = Part("", out_features, in_features - padding, range(out_features), mine)
-        super().__init__(len(mine), out_features, bias, runtime, name, [part])
+        shard = Shard("", out_features, in_features - padding, range(out_features), mine)
+        super().__init__(len(mine), out_features, bias, runtime, name, [shard])
         self.group, self.mine, self.reduce_results = group, mine, reduce_results
 
     def forward(self, x: LinearInput) -> torch.Tensor:

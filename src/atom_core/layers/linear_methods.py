@@ -1,7 +1,7 @@
 """How a linear layer stores its weight and multiplies by it: in the model's dtype, or quantised.
 
 A method registers parameters on the layer under their checkpoint names, and gives this rank's placement of each
-checkpoint tensor. The layer lists the checkpoint matrices of its weight (:class:`Part`).
+checkpoint tensor. The layer lists the checkpoint matrices of its weight (:class:`Shard`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from atom_core.kernels.fp8_inputs import InputForm, LinearInput, if_it_takes_quantized
+from atom_core.kernels.fp8_inputs import InputForm, LinearInput, as_quantized_input_kernel
 from atom_core.kernels.fp8_linear import FP8_LINEAR, FewRowsFp8Kernel, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import E4M3, row_scales, to_e4m3
 from atom_core.kernels.linear import LINEAR, AddingLinearKernel, LinearKernel, LinearSpec, PackingLinearKernel
@@ -33,7 +33,7 @@ NOT_FINITE = "holds numbers that are not finite, which FP8 cannot scale"
 
 
 @dataclass(frozen=True)
-class Part:
+class Shard:
     """One matrix ``[rows, columns]`` of a checkpoint, and this rank's shard of it: some rows or some columns.
 
     Indices past the matrix are zeros.
@@ -81,8 +81,8 @@ class LinearMethod(Protocol):
     def create(self, layer: Linear, runtime: Runtime) -> None:
         """Register the parameters; ``layer`` has its sizes, its shards and its bias."""
 
-    def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
-        """(tensor name, placement) of each checkpoint tensor of ``part``, except the bias."""
+    def placements(self, layer: Linear, shard: Shard) -> Iterator[tuple[str, Placement]]:
+        """(tensor name, placement) of each checkpoint tensor of ``shard``, except the bias."""
 
     def input_form(self) -> InputForm | None:
         """The form of quantised inputs that :meth:`apply` supports; None: none."""
@@ -127,9 +127,9 @@ class UnquantizedMethod:
         layer.kernel = runtime.kernels.select(LINEAR, layer.spec)
         self.adding = layer.kernel if isinstance(layer.kernel, AddingLinearKernel) else None
 
-    def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
+    def placements(self, layer: Linear, shard: Shard) -> Iterator[tuple[str, Placement]]:
         """The weight."""
-        yield "weight", part.of_matrix(layer.weight)
+        yield "weight", shard.of_matrix(layer.weight)
 
     def input_form(self) -> InputForm | None:
         """See :class:`LinearMethod`."""
@@ -193,53 +193,53 @@ class Fp8Method:
             layer.in_features, layer.out_features, layer.bias is not None, runtime.dtype, self.scheme.input_scale
         )
         self.kernel = runtime.kernels.select(FP8_LINEAR, self.spec)
-        self.fewer = self.kernel if isinstance(self.kernel, FewRowsFp8Kernel) else None
-        self.taking = if_it_takes_quantized(self.kernel)
+        self.few_rows_kernel = self.kernel if isinstance(self.kernel, FewRowsFp8Kernel) else None
+        self.quantized_input_kernel = as_quantized_input_kernel(self.kernel)
         self.static = self.scheme.input_scale == "static"
 
         layer.weight = empty_fp8(runtime, layer.out_features, layer.in_features)
         layer.weight_scale = empty_scales(runtime, layer.out_features)
         if self.static:
-            layer.input_scale = empty_scales(runtime, len(layer.parts))
+            layer.input_scale = empty_scales(runtime, len(layer.shards))
             #: The largest input scale, which the layer uses.
-            self.largest = torch.empty(1, dtype=torch.float32, device=runtime.device)
+            self.max_input_scale = torch.empty(1, dtype=torch.float32, device=runtime.device)
 
-    def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
+    def placements(self, layer: Linear, shard: Shard) -> Iterator[tuple[str, Placement]]:
         """An FP8 checkpoint's tensors, or the weight to quantise."""
         if not self.scheme.serialized:
-            yield "weight", QuantizingPlacement.of(part, layer.weight, layer.weight_scale)
+            yield "weight", QuantizingPlacement.of(shard, layer.weight, layer.weight_scale)
             return
-        yield "weight", part.of_matrix(layer.weight, Fp8Placement)
-        yield "weight_scale", part.of_rows(layer.weight_scale, ScalePlacement)
+        yield "weight", shard.of_matrix(layer.weight, Fp8Placement)
+        yield "weight_scale", shard.of_rows(layer.weight_scale, ScalePlacement)
         if self.static:
-            index = layer.parts.index(part)
+            index = layer.shards.index(shard)
             yield "input_scale", InputScalePlacement(layer.input_scale, (1,), target=index, count=1)
 
     def input_form(self) -> InputForm | None:
         """See :class:`LinearMethod`."""
-        return None if self.taking is None else self.taking.form
+        return None if self.quantized_input_kernel is None else self.quantized_input_kernel.form
 
     def takes_quantized(self, rows: int) -> bool:
         """See :class:`LinearMethod`."""
-        return self.taking is not None and self.taking.takes_quantized(rows)
+        return self.quantized_input_kernel is not None and self.quantized_input_kernel.takes_quantized(rows)
 
     def apply(self, layer: Linear, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
         """See :class:`LinearMethod`."""
         if isinstance(x, torch.Tensor):
             return self.kernel(x, layer.weight, layer.weight_scale, self._input_scale(layer), bias)
-        assert self.taking is not None
-        return self.taking.multiply(x, layer.weight, layer.weight_scale, bias)
+        assert self.quantized_input_kernel is not None
+        return self.quantized_input_kernel.multiply(x, layer.weight, layer.weight_scale, bias)
 
     def _input_scale(self, layer: Linear) -> torch.Tensor | None:
-        return self.largest if self.static else None
+        return self.max_input_scale if self.static else None
 
     def add(
         self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor | None:
         """See :class:`LinearMethod`."""
-        if self.fewer is None or not 0 < x.shape[0] <= self.fewer.max_rows:
+        if self.few_rows_kernel is None or not 0 < x.shape[0] <= self.few_rows_kernel.max_rows:
             return None
-        return self.fewer.add(x, layer.weight, layer.weight_scale, self._input_scale(layer), bias, residual)
+        return self.few_rows_kernel.add(x, layer.weight, layer.weight_scale, self._input_scale(layer), bias, residual)
 
     def chosen(self, layer: Linear, kernels: KernelSet) -> tuple[str, str]:
         """See :class:`LinearMethod`."""
@@ -247,14 +247,14 @@ class Fp8Method:
 
     def operands(self, layer: Linear) -> Operands:
         """See :class:`LinearMethod`."""
-        assert self.fewer is not None, "few rows are asked for where the Triton kernel was chosen"
-        weight = self.fewer.stored(layer.weight)
+        assert self.few_rows_kernel is not None, "few rows are asked for where the Triton kernel was chosen"
+        weight = self.few_rows_kernel.stored(layer.weight)
         return Operands(weight, layer.bias, layer.weight_scale, self._input_scale(layer))
 
     def finalize(self, layer: Linear) -> None:
         """Shards with the same input share the largest of their input scales, which clips no values."""
         if self.static:
-            self.largest.copy_(layer.input_scale.max())
+            self.max_input_scale.copy_(layer.input_scale.max())
         self.kernel.adopt(layer.weight, layer.weight_scale)
 
     def restore(self, layer: Linear, whole: bool) -> None:
@@ -342,39 +342,39 @@ class QuantizingPlacement(Placement):
     """A weight in the model's dtype, which is quantised to FP8 on loading."""
 
     scales: torch.Tensor
-    part: Part
+    shard: Shard
 
     @classmethod
-    def of(cls, part: Part, parameter: torch.Tensor, scales: torch.Tensor) -> QuantizingPlacement:
+    def of(cls, shard: Shard, parameter: torch.Tensor, scales: torch.Tensor) -> QuantizingPlacement:
         """A placement into ``parameter``, with a scale per row in ``scales``."""
-        return cls(parameter=parameter, shape=(part.rows, part.columns), scales=scales, part=part)
+        return cls(parameter=parameter, shape=(shard.rows, shard.columns), scales=scales, shard=shard)
 
     def check(self, tensor: torch.Tensor) -> None:
         """See :class:`Placement`."""
-        for first in range(self.part.my_rows.start, min(self.part.my_rows.stop, self.part.rows), _CHUNK):
-            if not bool(torch.isfinite(tensor[first : min(first + _CHUNK, self.part.my_rows.stop)]).all()):
+        for first in range(self.shard.my_rows.start, min(self.shard.my_rows.stop, self.shard.rows), _CHUNK):
+            if not bool(torch.isfinite(tensor[first : min(first + _CHUNK, self.shard.my_rows.stop)]).all()):
                 raise ValueError(NOT_FINITE)
 
     def load(self, tensor: torch.Tensor) -> None:
         """See :class:`Placement`; scales belong to whole rows, even if this rank has only some of their columns."""
-        part, begin = self.part, self.part.begin
+        shard, begin = self.shard, self.shard.begin
         with torch.no_grad():
-            if part.is_padded:
-                self.parameter[begin : begin + len(part.my_rows)].zero_()
-                self.scales[begin : begin + len(part.my_rows)].zero_()
-            for first in range(part.my_rows.start, min(part.my_rows.stop, part.rows), _CHUNK):
-                rows = tensor[first : min(first + _CHUNK, part.my_rows.stop)].to(self.parameter.device)
+            if shard.is_padded:
+                self.parameter[begin : begin + len(shard.my_rows)].zero_()
+                self.scales[begin : begin + len(shard.my_rows)].zero_()
+            for first in range(shard.my_rows.start, min(shard.my_rows.stop, shard.rows), _CHUNK):
+                rows = tensor[first : min(first + _CHUNK, shard.my_rows.stop)].to(self.parameter.device)
                 scale, end = row_scales(rows), begin + len(rows)
                 if not bool(torch.isfinite(scale).all()):
                     raise ValueError(NOT_FINITE)
-                mine = rows[:, part.my_columns.start : part.my_columns.stop]
+                mine = rows[:, shard.my_columns.start : shard.my_columns.stop]
                 self.parameter[begin:end, : mine.shape[1]].copy_(to_e4m3(mine, scale))
                 self.scales[begin:end].copy_(scale[:, 0])
                 begin = end
 
     def store(self, out: torch.Tensor) -> None:
         """See :class:`Placement`; the values are those that FP8 represents."""
-        part = self.part
-        mine = out[part.my_rows.start : part.my_rows.stop, part.my_columns.start : part.my_columns.stop]
-        rows = slice(part.begin, part.begin + mine.shape[0])
+        shard = self.shard
+        mine = out[shard.my_rows.start : shard.my_rows.stop, shard.my_columns.start : shard.my_columns.stop]
+        rows = slice(shard.begin, shard.begin + mine.shape[0])
         mine.copy_(self.parameter[rows, : mine.shape[1]].float() * self.scales[rows, None])

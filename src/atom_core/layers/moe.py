@@ -16,11 +16,11 @@ from torch import nn
 
 from atom_core.config import MoEConfig
 from atom_core.kernels.moe_routing import MOE_ROUTING
-from atom_core.layers.expert_parts import shared_as_routed
+from atom_core.layers.expert_shards import shared_as_routed
 from atom_core.layers.experts import Experts
 from atom_core.layers.gated_activation import GatedActivation
 from atom_core.layers.linear import Column, Linear, MergedColumnLinear, RowLinear
-from atom_core.layers.linear_methods import Part
+from atom_core.layers.linear_methods import Shard
 from atom_core.layers.parameters import Placement, empty_parameter, share
 from atom_core.quant import Unquantized
 from atom_core.runtime import Runtime
@@ -34,10 +34,10 @@ class Router(Linear):
         routing = config.routing
         count = routing.num_experts
         names = config.names
-        part = Part(f"../../{names.module}.{names.router}", count, hidden_size, range(count), range(hidden_size))
+        shard = Shard(f"../../{names.module}.{names.router}", count, hidden_size, range(count), range(hidden_size))
         wide = replace(runtime, quant=Unquantized(), dtype=torch.float32)
         own = wide if config.float32_router else replace(wide, dtype=runtime.dtype)
-        super().__init__(hidden_size, count, config.bias, own, name, [part], config.float32_scores)
+        super().__init__(hidden_size, count, config.bias, own, name, [shard], config.float32_scores)
         self.dtype = own.dtype
         self.e_score_correction_bias = empty_parameter(wide, count) if routing.correction else None
         self.select = runtime.kernels.select(MOE_ROUTING, routing)
@@ -51,7 +51,7 @@ class Router(Linear):
         yield from super().placements()
         if self.e_score_correction_bias is not None:
             name = "e_score_correction_bias"
-            yield self.parts[0].module, name, self.parts[0].of_rows(self.e_score_correction_bias)
+            yield self.shards[0].module, name, self.shards[0].of_rows(self.e_score_correction_bias)
 
 
 class SharedExpert(nn.Module):
@@ -86,7 +86,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.index, self.top_k, self.routed_experts = index, config.routing.top_k, runtime.routed_experts
-        self.group, self.replicas = runtime.tensor_parallel, runtime.data_parallel
+        self.group, self.data_parallel = runtime.tensor_parallel, runtime.data_parallel
         shared = shared_as_routed(config, runtime, name)
         config = replace(config, routing=replace(config.routing, shared=shared))
         self.router_name = config.names.router
@@ -101,9 +101,9 @@ class MoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
         weights, experts = self.router_layer.choose(self.router_layer(x.to(self.router_layer.dtype)))
-        rows = self.replicas.gather(x, weights, experts)
-        self.tell(rows[2])
-        partial = self.replicas.reduce(self.experts(*rows))
+        rows = self.data_parallel.gather(x, weights, experts)
+        self.report_routing(rows[2])
+        partial = self.data_parallel.reduce(self.experts(*rows))
         if self.shared_experts is not None:
             partial = partial + self.shared_experts(x)
         return self.group.all_reduce(partial)
@@ -113,7 +113,7 @@ class MoE(nn.Module):
         """The router, whose name depends on the checkpoint."""
         return cast(Router, getattr(self, self.router_name))
 
-    def tell(self, experts: torch.Tensor) -> None:
+    def report_routing(self, experts: torch.Tensor) -> None:
         """Report the chosen ``experts [T, k]`` without the shared ones, where the runtime asks for it."""
         if self.routed_experts is not None:
             self.routed_experts(self.index, experts[:, : self.top_k])

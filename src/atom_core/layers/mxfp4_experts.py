@@ -21,8 +21,8 @@ from atom_core.kernels.mxfp4_experts import (
     Mxfp4Weights,
     empty_scales,
 )
-from atom_core.layers.expert_parts import expert_parts
-from atom_core.layers.fused_experts import MiddlePlacement, PairsPlacement
+from atom_core.layers.expert_shards import expert_shards
+from atom_core.layers.fused_experts import DownPlacement, GateUpPlacement
 from atom_core.layers.mxfp4_linear import (
     check_groups,
     check_packed_scales,
@@ -65,14 +65,14 @@ class Mxfp4ExpertsMethod:
             )
         assert layer.fused or self.one_by_one, "the model was checked when the configuration was read"
         instead = ", or share out whole experts (--enable-expert-parallel in vLLM, --ep-size in SGLang)"
-        for _, part in expert_parts(layer, layer.held.start):
-            matrix = part.module.rpartition(".")[2]
-            check_groups(part, f"{self.module}.{matrix}", layer.num_ranks, instead, layer.ranks)
-        count, size, hidden = len(layer.held), len(layer.mine), layer.hidden_size
+        for _, shard in expert_shards(layer, layer.local_experts.start):
+            matrix = shard.module.rpartition(".")[2]
+            check_groups(shard, f"{self.module}.{matrix}", layer.num_ranks, instead, layer.ranks)
+        count, size, hidden = len(layer.local_experts), len(layer.intermediate_range), layer.hidden_size
         layer.gate_up_proj_blocks, layer.gate_up_proj_scales = _empty(runtime, count, 2 * size, hidden)
         layer.down_proj_blocks, layer.down_proj_scales = _empty(runtime, count, hidden, size)
         bias, rounded = layer.gate_up_proj_bias is not None, self.rounded_inputs
-        share = (layer.held.start, count, hidden, size, top_k)
+        share = (layer.local_experts.start, count, hidden, size, top_k)
         spec = Mxfp4ExpertsSpec(*share, activation, bias, runtime.dtype, layer.total, rounded_inputs=rounded)
         self.kernel = runtime.kernels.select(MXFP4_EXPERTS, spec)
 
@@ -103,28 +103,28 @@ def _empty(runtime: Runtime, count: int, rows: int, columns: int) -> tuple[nn.Pa
 
 
 def _one_by_one(layer: Experts) -> Iterator[tuple[str, str, Placement]]:
-    for index, expert in enumerate(layer.held):
-        for ours, part in expert_parts(layer, expert):
+    for index, expert in enumerate(layer.local_experts):
+        for ours, shard in expert_shards(layer, expert):
             kept_in = [f"{ours}_proj_{what}" for what in ("blocks", "scales")]
-            packed = place_packed(part, *(layer.get_parameter(name)[index] for name in kept_in))
+            packed = place_packed(shard, *(layer.get_parameter(name)[index] for name in kept_in))
             for name, held_by, placement in zip(("weight", "weight_scale"), kept_in, packed, strict=True):
-                yield part.module, name, replace(placement, held_by=held_by)
+                yield shard.module, name, replace(placement, held_by=held_by)
 
 
 def _fused(layer: Experts) -> Iterator[tuple[str, str, Placement]]:
-    total, hidden, held, mine = layer.total, layer.hidden_size, layer.held, layer.mine
+    total, hidden, local_experts, mine = layer.total, layer.hidden_size, layer.local_experts, layer.intermediate_range
     for kind, unit, last in (("blocks", 2, (16,)), ("scales", GROUP, ())):
-        gate_up = (total, 2 * layer.size, hidden // GROUP, *last)
+        gate_up = (total, 2 * layer.intermediate_size, hidden // GROUP, *last)
         parameter = layer.get_parameter(f"gate_up_proj_{kind}")
-        yield "", f"gate_up_proj_{kind}", PackedPairs(parameter, gate_up, share=(held, mine))
-        down = (total, hidden, layer.size // GROUP, *last)
+        yield "", f"gate_up_proj_{kind}", PackedGateUpPlacement(parameter, gate_up, share=(local_experts, mine))
+        down = (total, hidden, layer.intermediate_size // GROUP, *last)
         columns = range(mine.start // unit, mine.stop // unit)
         parameter = layer.get_parameter(f"down_proj_{kind}")
-        yield "", f"down_proj_{kind}", PackedMiddle(parameter, down, share=(held, columns))
+        yield "", f"down_proj_{kind}", PackedDownPlacement(parameter, down, share=(local_experts, columns))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedPairs(PairsPlacement):
+class PackedGateUpPlacement(GateUpPlacement):
     """Blocks or scales of gate and up."""
 
     dtypes = ("U8",)
@@ -147,7 +147,7 @@ class PackedPairs(PairsPlacement):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedMiddle(MiddlePlacement):
+class PackedDownPlacement(DownPlacement):
     """Blocks or scales of down."""
 
     dtypes = ("U8",)

@@ -17,7 +17,7 @@ from atom_core.kernels.moved import MovingKernel
 from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR, FewRowsMxfp4Kernel, Mxfp4LinearSpec
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.select import KernelSet
-from atom_core.layers.linear_methods import Part
+from atom_core.layers.linear_methods import Shard
 from atom_core.layers.parameters import Placement
 from atom_core.quant.mxfp4 import GROUP, Mxfp4LinearConfig
 from atom_core.runtime import Runtime
@@ -43,12 +43,12 @@ def empty_packed(runtime: Runtime, *shape: int) -> tuple[nn.Parameter, nn.Parame
 
 
 def check_groups(
-    part: Part, module: str, world_size: int, instead: str = "", ranks: str = "tensor parallel size"
+    shard: Shard, module: str, world_size: int, instead: str = "", ranks: str = "tensor parallel size"
 ) -> None:
     """Check that a matrix divides into groups, and that a shard consists of whole ones.
 
     Args:
-        part: of the weight.
+        shard: of the weight.
         module: its checkpoint module.
         world_size: the number of ranks that share it.
         instead: an alternative for the user, after a comma.
@@ -57,7 +57,7 @@ def check_groups(
     Raises:
         ValueError: it does not.
     """
-    mine, total = len(part.my_columns), part.columns
+    mine, total = len(shard.my_columns), shard.columns
     if total % GROUP:
         raise ValueError(
             f"{module} has {total} columns, which is no multiple of {GROUP}, the numbers that share a scale in MXFP4. "
@@ -112,12 +112,12 @@ def check_packed_scales(scales: torch.Tensor) -> None:
         raise ValueError(f"holds a scale of more than 2^{LARGEST - 127}, or one that is no number")
 
 
-def place_packed(part: Part, blocks: torch.Tensor, scales: torch.Tensor) -> tuple[Placement, Placement]:
-    """This rank's blocks and scales of ``part``, in those of the whole weight."""
+def place_packed(shard: Shard, blocks: torch.Tensor, scales: torch.Tensor) -> tuple[Placement, Placement]:
+    """This rank's blocks and scales of ``shard``, in those of the whole weight."""
 
     def of(parameter: torch.Tensor, unit: int, kind: type[Placement]) -> Placement:
-        columns = range(part.my_columns.start // unit, part.my_columns.stop // unit)
-        return replace(part, columns=part.columns // unit, my_columns=columns).of_matrix(parameter, kind)
+        columns = range(shard.my_columns.start // unit, shard.my_columns.stop // unit)
+        return replace(shard, columns=shard.columns // unit, my_columns=columns).of_matrix(parameter, kind)
 
     return of(blocks, 2, PackedPlacement), of(scales, GROUP, PackedScalePlacement)
 
@@ -134,17 +134,17 @@ class Mxfp4Method:
         Raises:
             ValueError: groups would be cut.
         """
-        for part, module in zip(layer.parts, layer.modules_of_parts, strict=True):
-            check_groups(part, module, runtime.tensor_parallel.world_size)
+        for shard, module in zip(layer.shards, layer.shard_modules, strict=True):
+            check_groups(shard, module, runtime.tensor_parallel.world_size)
         bias, rounded = layer.bias is not None, self.scheme.rounded_inputs
         self.spec = Mxfp4LinearSpec(layer.in_features, layer.out_features, bias, rounded, runtime.dtype)
         self.kernel = runtime.kernels.select(MXFP4_LINEAR, self.spec)
-        self.fewer = self.kernel if isinstance(self.kernel, FewRowsMxfp4Kernel) else None
+        self.few_rows_kernel = self.kernel if isinstance(self.kernel, FewRowsMxfp4Kernel) else None
         layer.weight, layer.weight_scale = empty_packed(runtime, layer.out_features, layer.in_features)
 
-    def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
+    def placements(self, layer: Linear, shard: Shard) -> Iterator[tuple[str, Placement]]:
         """The blocks and their scales."""
-        blocks, scales = place_packed(part, layer.weight, layer.weight_scale)
+        blocks, scales = place_packed(shard, layer.weight, layer.weight_scale)
         yield "weight", blocks
         yield "weight_scale", scales
 
@@ -165,9 +165,9 @@ class Mxfp4Method:
         self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor | None:
         """See :class:`LinearMethod`."""
-        if self.fewer is None or not 0 < x.shape[0] <= self.fewer.max_rows:
+        if self.few_rows_kernel is None or not 0 < x.shape[0] <= self.few_rows_kernel.max_rows:
             return None
-        return self.fewer.add(x, layer.weight, layer.weight_scale, bias, residual)
+        return self.few_rows_kernel.add(x, layer.weight, layer.weight_scale, bias, residual)
 
     def chosen(self, layer: Linear, kernels: KernelSet) -> tuple[str, str]:
         """See :class:`LinearMethod`."""

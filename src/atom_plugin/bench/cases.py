@@ -96,11 +96,11 @@ class Product:
 
 def products(config: ModelConfig) -> list[Product]:
     """A layer's products and the head's; those of experts are no products of few rows."""
-    hidden, middle = config.hidden_size, config.intermediate_size
+    hidden, intermediate = config.hidden_size, config.intermediate_size
     found = [
         *(_around_heads(config) if config.latent is None else _around_latents(config, config.latent)),
-        Product("gate_up", 2 * middle, hidden, config.mlp_bias),
-        Product("down", hidden, middle, config.mlp_bias),
+        Product("gate_up", 2 * intermediate, hidden, config.mlp_bias),
+        Product("down", hidden, intermediate, config.mlp_bias),
         Product("head", config.vocab_size, hidden, few_rows=True),
     ]
     if not config.has_dense_layers:

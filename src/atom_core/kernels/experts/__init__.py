@@ -49,8 +49,8 @@ class ExpertWeights(NamedTuple):
     down: torch.Tensor
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
-    tiled: bool = False
-    """Whether the kernel stores both weights in the blocked layout of :mod:`.tiled`."""
+    blocked: bool = False
+    """Whether the kernel stores both weights in the blocked layout of :mod:`.blocked_layout`."""
 
 
 class ExpertsKernel(Protocol):
@@ -83,7 +83,7 @@ class AddingExpertsKernel(Protocol[Weights_contra]):
     """A kernel that can add its result to a residual, and can apply an RMS norm first for few tokens."""
 
     max_normed: int
-    """The largest number of tokens, at least 1, for which :meth:`add_behind_norm` may be called."""
+    """The largest number of tokens, at least 1, for which :meth:`add_after_norm` may be called."""
 
     def add(
         self,
@@ -95,7 +95,7 @@ class AddingExpertsKernel(Protocol[Weights_contra]):
     ) -> torch.Tensor:
         """``residual += y``, rounded once; ``residual`` is contiguous, and is returned."""
 
-    def add_behind_norm(
+    def add_after_norm(
         self,
         stream: torch.Tensor,
         norm: torch.Tensor,
@@ -122,8 +122,8 @@ def _aiter_supports(spec: ExpertsSpec, target: Target) -> str | None:
     size = spec.intermediate_size
     if spec.hidden_size % 128 or size % (64 if size <= 192 else 128):
         return (
-            "aiter's experts are for hidden sizes that are multiples of 128, with middles that are multiples of 128, "
-            f"or of 64 up to 192; not for {spec.hidden_size} with {size}."
+            "aiter's experts are for hidden sizes that are multiples of 128, with intermediate sizes that are "
+            f"multiples of 128, or of 64 up to 192; not for {spec.hidden_size} with {size}."
         )
     return None
 

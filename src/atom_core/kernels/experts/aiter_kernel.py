@@ -18,13 +18,15 @@ class AiterExperts:
         aiter_enum("ActivationType", "Silu")
         aiter_enum("QuantType", "No")
         self.spec = spec
-        self.held: torch.Tensor | None = None
+        self.expert_mask: torch.Tensor | None = None
 
     def adopt(self, layer: ExpertWeights) -> bool:
         """Preshuffle the weights."""
         shuffle_in_place(layer.gate_up.data)
         shuffle_in_place(layer.down.data)
-        self.held = held_experts(self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.held)
+        self.expert_mask = expert_mask(
+            self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.expert_mask
+        )
         return False
 
     def move_back(self, *weights: torch.Tensor) -> None:
@@ -36,24 +38,24 @@ class AiterExperts:
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.experts.ExpertsKernel`."""
-        y: torch.Tensor = _experts(x.contiguous(), weights, experts, layer.gate_up, layer.down, self.held)
+        y: torch.Tensor = _experts(x.contiguous(), weights, experts, layer.gate_up, layer.down, self.expert_mask)
         return y
 
 
-def held_experts(
-    first: int, count: int, total: int | None, device: torch.device, held: torch.Tensor | None = None
+def expert_mask(
+    first: int, count: int, total: int | None, device: torch.device, mask: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """aiter's expert mask, int32 ``[total]``: 1 for local experts; None: all experts are local.
 
-    It is written to ``held`` if that exists: a server that slept may have lost what that memory contained.
+    It is written to ``mask`` if that exists: a server that slept may have lost what that memory contained.
     """
     if total is None or total == count:
         return None
-    if held is None:
-        held = torch.empty(total, dtype=torch.int32, device=device)
-    held.zero_()
-    held[first : first + count] = 1
-    return held
+    if mask is None:
+        mask = torch.empty(total, dtype=torch.int32, device=device)
+    mask.zero_()
+    mask[first : first + count] = 1
+    return mask
 
 
 def as_shuffled(weight: torch.Tensor) -> torch.Tensor:
@@ -63,14 +65,14 @@ def as_shuffled(weight: torch.Tensor) -> torch.Tensor:
     return marked
 
 
-@opaque("aiter_experts", lambda x, weights, experts, gate_up, down, held: torch.empty_like(x))
+@opaque("aiter_experts", lambda x, weights, experts, gate_up, down, mask: torch.empty_like(x))
 def _experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    held: torch.Tensor | None,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
     if not len(x):
         return torch.empty_like(x)
@@ -80,7 +82,7 @@ def _experts(
         as_shuffled(down),
         weights,
         experts,
-        expert_mask=held,
+        expert_mask=mask,
         activation=aiter_enum("ActivationType", "Silu"),
         quant_type=aiter_enum("QuantType", "No"),
     )

@@ -18,10 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.experts.tiled import FAR, column_at, row_at
+from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE, column_at, row_at
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.kept import KEPT
-from atom_core.kernels.linear.parts import weight_rows
+from atom_core.kernels.linear.helpers import weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.triton_support import launch_options
 
@@ -29,32 +29,32 @@ if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertWeights
 
 if why_no_gluon() is None:
-    from atom_core.kernels.experts.few_pairs_hopper import multiply_few_pairs
+    from atom_core.kernels.experts.few_routed_tokens_hopper import multiply_few_routed_tokens
     from atom_core.kernels.experts.hopper import multiply_on_hopper, takes
-    from atom_core.kernels.experts.pairs_hopper import PAIRS, multiply_pairs, takes_pairs
+    from atom_core.kernels.experts.routed_tokens_hopper import BLOCK_SIZES, multiply_routed_tokens, takes_routed_tokens
 
 #: Routed tokens that one program sorts.
-_PAIRS = 256
+_PER_PROGRAM = 256
 #: Largest number of routed tokens (nine experts of 256 tokens) that one launch sorts instead of five.
-_FEW_PAIRS = 9 * 256
+_MAX_ONE_LAUNCH = 9 * 256
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["num_routed_tokens"])
 def _count(
     experts,
     counts,
     ranks,
-    pairs,
+    num_routed_tokens,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
-    PAIRS: tl.constexpr,
+    ROUTED_TOKENS: tl.constexpr,
 ):
     """Count the routed tokens of each expert, and give each its rank within its expert, in any order."""
-    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    expert = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
-    held = (expert >= 0) & (expert < COUNT)
-    rank = tl.atomic_add(counts + tl.where(held, expert, 0), 1, mask=held, sem="relaxed")
-    tl.store(ranks + pair, rank, mask=held)
+    routed_token = tl.program_id(0) * ROUTED_TOKENS + tl.arange(0, ROUTED_TOKENS)
+    expert = tl.load(experts + routed_token, mask=routed_token < num_routed_tokens, other=FIRST - 1) - FIRST
+    local = (expert >= 0) & (expert < COUNT)
+    rank = tl.atomic_add(counts + tl.where(local, expert, 0), 1, mask=local, sem="relaxed")
+    tl.store(ranks + routed_token, rank, mask=local)
 
 
 @triton.jit
@@ -70,25 +70,25 @@ def _arrange(counts, first_blocks, block_experts, COUNT: tl.constexpr, PADDED: t
         tl.store(block_experts + first + index, expert, mask=index < needed)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["num_routed_tokens"])
 def _place(
     experts,
     ranks,
     first_blocks,
     slots,
-    pairs,
+    num_routed_tokens,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    PAIRS: tl.constexpr,
+    ROUTED_TOKENS: tl.constexpr,
 ):
     """Write each routed token to its slot in the blocks of its expert."""
-    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    expert = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
-    held = (expert >= 0) & (expert < COUNT)
-    first = tl.load(first_blocks + expert, mask=held, other=0)
-    rank = tl.load(ranks + pair, mask=held, other=0)
-    tl.store(slots + first * BLOCK_M + rank, pair, mask=held)
+    routed_token = tl.program_id(0) * ROUTED_TOKENS + tl.arange(0, ROUTED_TOKENS)
+    expert = tl.load(experts + routed_token, mask=routed_token < num_routed_tokens, other=FIRST - 1) - FIRST
+    local = (expert >= 0) & (expert < COUNT)
+    first = tl.load(first_blocks + expert, mask=local, other=0)
+    rank = tl.load(ranks + routed_token, mask=local, other=0)
+    tl.store(slots + first * BLOCK_M + rank, routed_token, mask=local)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -96,12 +96,12 @@ def _sort(
     experts,
     block_experts,
     slots,
-    pairs,
+    num_routed_tokens,
     num_blocks,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
     BINS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    ROUTED_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -113,20 +113,20 @@ def _sort(
         tl.extra.cuda.gdc_wait()  # before the first store: earlier kernels may still read these buffers
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.program_id(0)
-    pair = tl.arange(0, PAIRS)
-    whose = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
+    routed_token = tl.arange(0, ROUTED_TOKENS)
+    whose = tl.load(experts + routed_token, mask=routed_token < num_routed_tokens, other=FIRST - 1) - FIRST
     # Routed tokens of experts that are not local have a bin after those of the local ones.
     numbers = tl.histogram(tl.where((whose >= 0) & (whose < COUNT), whose, COUNT), BINS)
     each = tl.arange(0, BINS)
     needed = tl.where(each < COUNT, (numbers + BLOCK_M - 1) // BLOCK_M, 0)
     first = tl.sum(tl.where(each > expert, needed, 0), 0)
-    behind = first + tl.sum(tl.where(each == expert, needed, 0), 0)
+    end = first + tl.sum(tl.where(each == expert, needed, 0), 0)
     mine = (whose == expert).to(tl.int32)
-    tl.store(slots + first * BLOCK_M + tl.cumsum(mine, 0) - 1, pair, mask=mine > 0, eviction_policy=KEPT)
+    tl.store(slots + first * BLOCK_M + tl.cumsum(mine, 0) - 1, routed_token, mask=mine > 0, eviction_policy=KEPT)
     place = tl.arange(0, BLOCK_M)
     empty = first * BLOCK_M + tl.sum(mine, 0) + place
-    tl.store(slots + empty, tl.full([BLOCK_M], -1, tl.int32), mask=empty < behind * BLOCK_M, eviction_policy=KEPT)
-    for block in range(first, behind):
+    tl.store(slots + empty, tl.full([BLOCK_M], -1, tl.int32), mask=empty < end * BLOCK_M, eviction_policy=KEPT)
+    for block in range(first, end):
         tl.store(block_experts + block, expert, eviction_policy=KEPT)
     for block in range(tl.sum(needed, 0) + expert, num_blocks, COUNT):
         tl.store(block_experts + block, -1, eviction_policy=KEPT)
@@ -140,7 +140,7 @@ def finish_block(
     bias,
     out,
     expert,
-    pair,
+    routed_token,
     slot,
     used,
     row,
@@ -162,10 +162,10 @@ def finish_block(
         to = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         out_row = slot
     else:
-        total *= tl.load(weights + pair, mask=used, other=0.0)[:, None]
+        total *= tl.load(weights + routed_token, mask=used, other=0.0)[:, None]
         width = N
         to = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        out_row = pair
+        out_row = routed_token
     tl.store(
         out + out_row[:, None] * width + to[None, :],
         total.to(out.dtype.element_ty),
@@ -175,18 +175,18 @@ def finish_block(
 
 
 @triton.jit
-def load_tiles(x_at, at, used, column, begin, K, EVEN: tl.constexpr, FAR: tl.constexpr = 1):
+def load_tiles(x_at, at, used, column, begin, K, EVEN: tl.constexpr, COLUMN_STRIDE: tl.constexpr = 1):
     """The columns from ``begin`` on of a block's input rows and weight rows; see :func:`_multiply`.
 
-    ``FAR``: distance of adjacent columns' tiles in the weight, for the blocked layout.
+    ``COLUMN_STRIDE``: distance of adjacent columns' tiles in the weight, for the blocked layout.
     """
     if EVEN:
         left = tl.load(x_at + begin, mask=used[:, None], other=0.0)
-        right = tl.load(at + begin * FAR)
+        right = tl.load(at + begin * COLUMN_STRIDE)
     else:
         known = begin + column < K
         left = tl.load(x_at + begin, mask=used[:, None] & known[None, :], other=0.0)
-        right = tl.load(at + begin * FAR, mask=known[:, None], other=0.0)
+        right = tl.load(at + begin * COLUMN_STRIDE, mask=known[:, None], other=0.0)
     return left, right
 
 
@@ -209,7 +209,7 @@ def _multiply(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    TILED: tl.constexpr,
+    BLOCKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A block of routed tokens of one expert by some rows of its weight.
@@ -225,26 +225,26 @@ def _multiply(
     if expert < 0:
         return
     slot = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    pair = tl.load(slots + slot).to(tl.int64)
-    used = pair >= 0
+    routed_token = tl.load(slots + slot).to(tl.int64)
+    used = routed_token >= 0
     row = weight_rows(N, BLOCK_N, GATED)
     column = tl.arange(0, BLOCK_K)
-    x_row = pair // TOP_K if GATED else slot
+    x_row = routed_token // TOP_K if GATED else slot
     x_at = x + x_row[:, None] * stride_x + column[None, :]
-    at = weight + expert * N * K + row_at(row, K, TILED)[None, :] + column_at(column, TILED)[:, None]
-    far: tl.constexpr = FAR if TILED else 1
+    at = weight + expert * N * K + row_at(row, K, BLOCKED)[None, :] + column_at(column, BLOCKED)[:, None]
+    column_stride: tl.constexpr = BLOCK_SIZE if BLOCKED else 1
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        left, right = load_tiles(x_at, at, used, column, begin, K, EVEN, far)
+        left, right = load_tiles(x_at, at, used, column, begin, K, EVEN, column_stride)
         total = tl.dot(left, right, total, input_precision="ieee")
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    finish_block(total, weights, bias, out, expert, pair, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
+    finish_block(total, weights, bias, out, expert, routed_token, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
 
 
 @triton.jit
 def _combine(
-    answers,
+    outputs,
     experts,
     residual,
     y,
@@ -264,19 +264,19 @@ def _combine(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for place in tl.static_range(TOP_K):
-        pair = token * TOP_K + place
-        held = column < N
+        routed_token = token * TOP_K + place
+        local = column < N
         if not WHOLE:
-            expert = tl.load(experts + pair + tl.zeros([BLOCK], tl.int32)) - FIRST
-            held &= (expert >= 0) & (expert < COUNT)
-        total += tl.load(answers + pair * N + column, mask=held, other=0.0).to(tl.float32)
+            expert = tl.load(experts + routed_token + tl.zeros([BLOCK], tl.int32)) - FIRST
+            local &= (expert >= 0) & (expert < COUNT)
+        total += tl.load(outputs + routed_token * N + column, mask=local, other=0.0).to(tl.float32)
     if residual is not None:
         total += tl.load(residual + token * N + column, mask=column < N, other=0.0).to(tl.float32)
     tl.store(y + token * N + column, total.to(y.dtype.element_ty), mask=column < N, eviction_policy=KEPT)
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalExperts:
     """The local experts, ``count`` from ``first`` on, and the number of experts per token."""
 
     first: int
@@ -300,79 +300,81 @@ class Blocks:
     """int32 ``[blocks]``: the expert of each block; -1: none."""
 
 
-def sort_by_expert(experts: torch.Tensor, held: Held, rows: int, overlap: bool = False) -> Blocks:
+def sort_by_expert(experts: torch.Tensor, local_experts: LocalExperts, rows: int, overlap: bool = False) -> Blocks:
     """Sort the routed tokens of ``experts [T, k]`` into blocks of ``rows``, each of one expert.
 
     ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
-    pairs, device = experts.numel(), experts.device
+    num_routed_tokens, device = experts.numel(), experts.device
     # Each expert may leave one block partly filled.
-    num_blocks = min(pairs, held.count) + pairs // rows
+    num_blocks = min(num_routed_tokens, local_experts.count) + num_routed_tokens // rows
     both = torch.empty(num_blocks * (rows + 1), dtype=torch.int32, device=device)
     slots, block_experts = both[: num_blocks * rows], both[num_blocks * rows :]
-    constants = {"FIRST": held.first, "COUNT": held.count}
-    if pairs <= _FEW_PAIRS:
-        _sort[(held.count,)](
+    constants = {"FIRST": local_experts.first, "COUNT": local_experts.count}
+    if num_routed_tokens <= _MAX_ONE_LAUNCH:
+        _sort[(local_experts.count,)](
             experts,
             block_experts,
             slots,
-            pairs,
+            num_routed_tokens,
             num_blocks,
-            BINS=triton.next_power_of_2(held.count + 1),
-            PAIRS=triton.next_power_of_2(pairs),
+            BINS=triton.next_power_of_2(local_experts.count + 1),
+            ROUTED_TOKENS=triton.next_power_of_2(num_routed_tokens),
             BLOCK_M=rows,
             OVERLAP=overlap,
             # On an H200 eight warps make a step of DeepSeek V2-Lite with 256 tokens 0.1 to 0.2% faster.
-            num_warps=4 if pairs <= 1024 else 8,
+            num_warps=4 if num_routed_tokens <= 1024 else 8,
             **constants,
             **launch_options(overlap),
         )
         return Blocks(rows, slots, block_experts)
     # -1 marks unused slots and blocks; one fill sets both.
     both.fill_(-1)
-    counts = torch.zeros(held.count, dtype=torch.int32, device=device)
+    counts = torch.zeros(local_experts.count, dtype=torch.int32, device=device)
     first_blocks = torch.empty_like(counts)
-    ranks = torch.empty(pairs, dtype=torch.int32, device=device)
-    grid = (triton.cdiv(pairs, _PAIRS),)
-    _count[grid](experts, counts, ranks, pairs, PAIRS=_PAIRS, **constants)
+    ranks = torch.empty(num_routed_tokens, dtype=torch.int32, device=device)
+    grid = (triton.cdiv(num_routed_tokens, _PER_PROGRAM),)
+    _count[grid](experts, counts, ranks, num_routed_tokens, ROUTED_TOKENS=_PER_PROGRAM, **constants)
     _arrange[(1,)](
         counts,
         first_blocks,
         block_experts,
-        COUNT=held.count,
-        PADDED=triton.next_power_of_2(held.count),
+        COUNT=local_experts.count,
+        PADDED=triton.next_power_of_2(local_experts.count),
         BLOCK_M=rows,
     )
-    _place[grid](experts, ranks, first_blocks, slots, pairs, BLOCK_M=rows, PAIRS=_PAIRS, **constants)
+    _place[grid](
+        experts, ranks, first_blocks, slots, num_routed_tokens, BLOCK_M=rows, ROUTED_TOKENS=_PER_PROGRAM, **constants
+    )
     return Blocks(rows, slots, block_experts)
 
 
 def combine(
-    answers: torch.Tensor,
+    outputs: torch.Tensor,
     experts: torch.Tensor,
-    held: Held,
+    local_experts: LocalExperts,
     dtype: torch.dtype,
     overlap: bool,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum of each token's expert outputs, ``answers [T k, H]`` to ``[T, H]`` in ``dtype``.
+    """The sum of each token's expert outputs, ``outputs [T k, H]`` to ``[T, H]`` in ``dtype``.
 
     Outputs of experts that are not local are not read. ``residual``: contiguous; it is added to and returned.
     """
-    tokens, hidden = len(experts), answers.shape[1]
-    y = torch.empty(tokens, hidden, dtype=dtype, device=answers.device) if residual is None else residual
+    tokens, hidden = len(experts), outputs.shape[1]
+    y = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device) if residual is None else residual
     # Fewer tokens need more programs each.
     block = min(256 if tokens <= 16 else 512 if tokens <= 64 else 1024, triton.next_power_of_2(hidden))
     _combine[(tokens, triton.cdiv(hidden, block))](
-        answers,
+        outputs,
         experts,
         residual,
         y,
         hidden,
-        FIRST=held.first,
-        COUNT=held.count,
-        TOP_K=held.top_k,
-        WHOLE=held.whole,
+        FIRST=local_experts.first,
+        COUNT=local_experts.count,
+        TOP_K=local_experts.top_k,
+        WHOLE=local_experts.whole,
         BLOCK=block,
         OVERLAP=overlap,
         **launch_options(overlap),
@@ -383,13 +385,13 @@ def combine(
 #: Headroom of a block over an expert's average number of tokens, in 16 bits. Without it, an average that is a power of
 #: two fills a block exactly and half of the experts need two, which reads their weights twice: with 256 tokens and an
 #: average of 16, a step of Qwen3 30B-A3B takes 22.0 ms on an H200, and 21.0 ms with blocks of 32.
-ROOM = 1.25
+HEADROOM = 1.25
 
 
-def block_rows(tokens: int, held: Held, room: float = 1.0) -> int:
-    """Rows of a block: an expert's average number of tokens times ``room``, rounded up to a power of two."""
-    average = triton.cdiv(tokens * held.top_k, held.count)
-    return int(min(128, max(16, triton.next_power_of_2(math.ceil(average * room)))))
+def block_rows(tokens: int, local_experts: LocalExperts, headroom: float = 1.0) -> int:
+    """Rows of a block: an expert's average number of tokens times ``headroom``, rounded up to a power of two."""
+    average = triton.cdiv(tokens * local_experts.top_k, local_experts.count)
+    return int(min(128, max(16, triton.next_power_of_2(math.ceil(average * headroom)))))
 
 
 def many_tokens(
@@ -397,7 +399,7 @@ def many_tokens(
     weights: torch.Tensor,
     experts: torch.Tensor,
     layer: ExpertWeights,
-    held: Held,
+    local_experts: LocalExperts,
     activation: int,
     overlap: bool,
     residual: torch.Tensor | None,
@@ -405,20 +407,20 @@ def many_tokens(
     """As :func:`atom_core.kernels.experts.few_tokens.one_token`, for any number of tokens."""
     tokens, hidden = x.shape
     size = layer.down.shape[2]
-    rows = block_rows(tokens, held, ROOM)
-    if held.shared and on_hopper(x.device) and takes_pairs(x, layer.gate_up):
+    rows = block_rows(tokens, local_experts, HEADROOM)
+    if local_experts.shared and on_hopper(x.device) and takes_routed_tokens(x, layer.gate_up):
         # Every block of a shared expert reads its weights, so larger blocks limit that to two reads where they can. For
         # the other experts, a block that is half empty costs little.
-        rows = max(rows, min(PAIRS[-1], triton.next_power_of_2(triton.cdiv(tokens, 2))))
-    blocks = sort_by_expert(experts, held, rows, overlap)
-    middle = torch.empty(len(blocks.slots), size, dtype=x.dtype, device=x.device)
-    answers = torch.empty(tokens * held.top_k, hidden, dtype=x.dtype, device=x.device)
+        rows = max(rows, min(BLOCK_SIZES[-1], triton.next_power_of_2(triton.cdiv(tokens, 2))))
+    blocks = sort_by_expert(experts, local_experts, rows, overlap)
+    intermediate = torch.empty(len(blocks.slots), size, dtype=x.dtype, device=x.device)
+    outputs = torch.empty(tokens * local_experts.top_k, hidden, dtype=x.dtype, device=x.device)
     for given, shares, weight, bias, out, act in (
-        (x, None, layer.gate_up, layer.gate_up_bias, middle, activation),
-        (middle, weights, layer.down, layer.down_bias, answers, None),
+        (x, None, layer.gate_up, layer.gate_up_bias, intermediate, activation),
+        (intermediate, weights, layer.down, layer.down_bias, outputs, None),
     ):
-        if on_hopper(given.device) and takes_pairs(given, weight) and rows <= PAIRS[-1]:
-            multiply = multiply_pairs if rows in PAIRS else multiply_few_pairs
+        if on_hopper(given.device) and takes_routed_tokens(given, weight) and rows <= BLOCK_SIZES[-1]:
+            multiply = multiply_routed_tokens if rows in BLOCK_SIZES else multiply_few_routed_tokens
             multiply(
                 given,
                 shares,
@@ -426,9 +428,9 @@ def many_tokens(
                 bias,
                 out,
                 blocks,
-                top_k=held.top_k,
+                top_k=local_experts.top_k,
                 activation=act,
-                tiled=layer.tiled,
+                blocked=layer.blocked,
                 overlap=overlap,
             )
         elif on_hopper(given.device) and takes(given, weight, blocks, 0, act is not None):
@@ -441,15 +443,15 @@ def many_tokens(
                 None,
                 bias,
                 out,
-                top_k=held.top_k,
+                top_k=local_experts.top_k,
                 block=0,
                 activation=act,
-                tiled=layer.tiled,
+                blocked=layer.blocked,
                 overlap=overlap,
             )
         else:
-            _multiply_blocks(given, blocks, shares, weight, bias, out, held.top_k, act, layer.tiled, overlap)
-    return combine(answers, experts, held, x.dtype, overlap, residual)
+            _multiply_blocks(given, blocks, shares, weight, bias, out, local_experts.top_k, act, layer.blocked, overlap)
+    return combine(outputs, experts, local_experts, x.dtype, overlap, residual)
 
 
 def _multiply_blocks(
@@ -461,7 +463,7 @@ def _multiply_blocks(
     out: torch.Tensor,
     top_k: int,
     activation: int | None,
-    tiled: bool,
+    blocked: bool,
     overlap: bool,
 ) -> None:
     """One product of all experts, into ``out``; see :func:`_multiply`."""
@@ -487,7 +489,7 @@ def _multiply_blocks(
         STAGES=2 if wide else 3,
         EVEN=size % columns == 0,
         ACTIVATION=activation,
-        TILED=tiled,
+        BLOCKED=blocked,
         OVERLAP=overlap,
         num_warps=4 if few else 8,
         **launch_options(overlap),

@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from atom_core.kernels.experts import tiled as tiles_in_memory
-from atom_core.kernels.experts.tiled import FAR
+from atom_core.kernels.experts import blocked_layout
+from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.few_rows_hopper import LAG, activated, all_copied, depend, load, ready
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
     from atom_core.kernels.experts.grouped import Blocks
 
 _gated = gluon.jit(gated.fn)
-row_at, column_at = gluon.jit(tiles_in_memory.row_at.fn), gluon.jit(tiles_in_memory.column_at.fn)
+row_at, column_at = gluon.jit(blocked_layout.row_at.fn), gluon.jit(blocked_layout.column_at.fn)
 
 #: Bytes of a row in one copy: the swizzle width of shared memory.
 _LINE = 128
 
 
 @gluon.jit
-def sorted_pairs(block_experts, slots, TOKENS: gl.constexpr, layout: gl.constexpr):
+def sorted_routed_tokens(block_experts, slots, TOKENS: gl.constexpr, layout: gl.constexpr):
     """The expert of this block, -1: none; and its routed tokens ``[TOKENS]`` in a layout, -1: unused slot."""
     block = gl.program_id(1)
     place = gl.arange(0, TOKENS, layout)
     # Sorted before the previous kernel started, but the L1 cache may have older values.
     expert = gl.load(block_experts + block, cache_modifier=".cg")
-    pair = gl.load(slots + block * TOKENS + place, cache_modifier=".cg")
-    return expert, pair
+    routed_token = gl.load(slots + block * TOKENS + place, cache_modifier=".cg")
+    return expert, routed_token
 
 
 @gluon.jit
-def pairs_of_block(
+def routed_tokens_of_block(
     experts,
     block_experts,
     slots,
@@ -62,10 +62,10 @@ def pairs_of_block(
     TOKENS: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """As :func:`sorted_pairs`; without ``slots``, a block is a routed token, used if it is the first of its expert."""
+    """As :func:`sorted_routed_tokens`; without ``slots``, a block is a routed token, if the first of its expert."""
     of_token: gl.constexpr = gl.SliceLayout(1, layout)
     if slots is not None:
-        expert, pair = sorted_pairs(block_experts, slots, TOKENS, of_token)
+        expert, routed_token = sorted_routed_tokens(block_experts, slots, TOKENS, of_token)
     else:
         block = gl.program_id(1)
         token = gl.arange(0, TOKENS, of_token)
@@ -77,31 +77,36 @@ def pairs_of_block(
         others = gl.load(at, mask=chosen, other=FIRST - 1, cache_modifier=".cg")
         # A token is routed to an expert at most once.
         mine = gl.max(gl.where(chosen & (others == expert), place[None, :] + 1, 0), 1) - 1
-        pair = gl.where(mine >= 0, token * TOP_K + mine, -1)
-        first = gl.min(gl.where(mine >= 0, pair, TOKENS * TOP_K), 0)
+        routed_token = gl.where(mine >= 0, token * TOP_K + mine, -1)
+        first = gl.min(gl.where(mine >= 0, routed_token, TOKENS * TOP_K), 0)
         expert -= FIRST
         if (expert >= COUNT) | (first < block):
             expert = expert * 0 - 1
-    return expert, pair
+    return expert, routed_token
 
 
 @gluon.jit
 def input_rows(
-    pair, SORTED: gl.constexpr, GATED: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr
+    routed_token,
+    SORTED: gl.constexpr,
+    GATED: gl.constexpr,
+    TOP_K: gl.constexpr,
+    TOKENS: gl.constexpr,
+    layout: gl.constexpr,
 ):
-    """The input row of each of a block's routed tokens, in their layout: the token, or :func:`store_pairs`' row."""
-    row = pair
+    """The input row of each of a block's routed tokens: the token, or :func:`store_routed_tokens`' row."""
+    row = routed_token
     if GATED:
-        row = pair // TOP_K
+        row = routed_token // TOP_K
     elif SORTED:
         row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, layout)
     return row
 
 
 @gluon.jit
-def store_pairs(
+def store_routed_tokens(
     total,
-    pair,
+    routed_token,
     weights,
     out,
     N,
@@ -127,13 +132,13 @@ def store_pairs(
     stored: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
     result = gl.convert_layout(total, stored)
     to = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
-    out_pair = gl.convert_layout(pair, gl.SliceLayout(0, stored))
-    out_row = out_pair
+    out_routed_token = gl.convert_layout(routed_token, gl.SliceLayout(0, stored))
+    out_row = out_routed_token
     if GATED and SORTED:
         out_row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, stored))
     if not GATED:
-        result *= gl.load(weights + out_pair, mask=out_pair >= 0, other=0.0)[None, :]
-    known = (out_pair >= 0)[None, :] & (to < width)[:, None]
+        result *= gl.load(weights + out_routed_token, mask=out_routed_token >= 0, other=0.0)[None, :]
+    known = (out_routed_token >= 0)[None, :] & (to < width)[:, None]
     if SPLIT:
         to = to % 4 * (width // 4) + to // 4
     gl.store(
@@ -180,11 +185,11 @@ def _factors(x_scales, used, first, second, step, stride_x_scales, steps):
 
 
 @gluon.jit
-def _scaled(part, of_first, of_second, column, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
+def _scaled(sums, of_first, of_second, column, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
     if GATED:
-        return part * gl.where((column < BLOCK_N // 2)[None, :], of_first[:, None], of_second[:, None])
+        return sums * gl.where((column < BLOCK_N // 2)[None, :], of_first[:, None], of_second[:, None])
     else:  # noqa: RET505 - a compile-time branch: code after a return would be compiled in either case
-        return part * of_first[:, None]
+        return sums * of_first[:, None]
 
 
 @gluon.jit(do_not_specialize=["stride_x_scales", "first_expert", "count"])
@@ -213,7 +218,7 @@ def grouped_rows_hopper(
     STAGES: gl.constexpr,
     LAG: gl.constexpr,
     ACTIVATION: gl.constexpr,
-    TILED: gl.constexpr,
+    BLOCKED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """``BLOCK_M`` routed tokens by ``BLOCK_N`` rows of their expert's weight; see :func:`multiply_on_hopper`.
@@ -246,28 +251,28 @@ def grouped_rows_hopper(
     )
     column = gl.arange(0, BLOCK_K, gl.SliceLayout(0, copied))
     slot = block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
-    pair = gl.load(slots + slot)
-    used = (pair >= 0)[:, None]
+    routed_token = gl.load(slots + slot)
+    used = (routed_token >= 0)[:, None]
     x_row = slot
     if GATED:
-        x_row = pair // TOP_K
+        x_row = routed_token // TOP_K
     x_at = x + x_row.to(gl.int64)[:, None] * stride_x + column[None, :]
     row = _weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, GATED)
     weight += expert * N * K
-    at = row_at(row, K, TILED)[:, None] + column[None, :]
+    at = row_at(row, K, BLOCKED)[:, None] + column[None, :]
     # The blocked layout is for 16 bits, where its blocks are as wide as these tiles.
-    apart: gl.constexpr = BLOCK_K * FAR if TILED else BLOCK_K
+    apart: gl.constexpr = BLOCK_K * BLOCK_SIZE if BLOCKED else BLOCK_K
     steps = K // BLOCK_K
     for stage in gl.static_range(ahead):
         _next_tile(inputs, tiles, x_at, weight, at, used, stage, steps, stage, BLOCK_K, apart)
 
     # The same in the layout of the sums.
     sum_slot = block * BLOCK_M + gl.arange(0, BLOCK_M, of_rows)
-    sum_pair = gl.load(slots + sum_slot)
-    sum_used = sum_pair >= 0
+    sum_routed_token = gl.load(slots + sum_slot)
+    sum_used = sum_routed_token >= 0
     sum_x = sum_slot
     if GATED:
-        sum_x = sum_pair // TOP_K
+        sum_x = sum_routed_token // TOP_K
     lane = gl.arange(0, BLOCK_N, gl.SliceLayout(0, summed))
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, summed)
     total = zeros
@@ -342,16 +347,16 @@ def grouped_rows_hopper(
         up = up.to(out_dtype).to(gl.float32)
         total = _gated(gate, up, ACTIVATION)
     else:
-        total *= gl.load(weights + sum_pair, mask=sum_used, other=0.0)[:, None]
+        total *= gl.load(weights + sum_routed_token, mask=sum_used, other=0.0)[:, None]
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // WIDTH, WIDTH // 8], [warps, 1], [1, 0])
     result = gl.convert_layout(total.to(out_dtype), stored)
     out_slot = block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, stored))
-    out_pair = gl.load(slots + out_slot)
-    out_row = out_pair
+    out_routed_token = gl.load(slots + out_slot)
+    out_row = out_routed_token
     if GATED:
         out_row = out_slot
     to = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, stored))
-    known = (out_pair >= 0)[:, None] & (to < width)[None, :]
+    known = (out_routed_token >= 0)[:, None] & (to < width)[None, :]
     gl.store(out + out_row.to(gl.int64)[:, None] * width + to[None, :], result, mask=known, eviction_policy=KEPT)
 
 
@@ -359,7 +364,7 @@ def grouped_rows_hopper(
 class Tile:
     """The tile of one program; on an H200 the best of some eight for Qwen3 30B-A3B."""
 
-    pairs: int
+    routed_tokens: int
     """Routed tokens of a block."""
     rows: int
     """Rows of the weight."""
@@ -375,7 +380,7 @@ _SCALED, _PLAIN = Tile(64, 128, 4, 4), Tile(128, 256, 4, 8)
 def takes(x: torch.Tensor, weight: torch.Tensor, blocks: Blocks, block: int, gated: bool) -> bool:
     """Whether :func:`multiply_on_hopper` supports this product on Hopper."""
     return (
-        blocks.rows == (_SCALED if block else _PLAIN).pairs
+        blocks.rows == (_SCALED if block else _PLAIN).routed_tokens
         and weight.itemsize <= 2
         and weight.shape[2] * weight.itemsize % _LINE == 0
         and aligned(x)
@@ -401,7 +406,7 @@ def multiply_on_hopper(
     activation: int | None,
     overlap: bool,
     first: int = 0,
-    tiled: bool = False,
+    blocked: bool = False,
 ) -> None:
     """One product of experts, into ``out``.
 
@@ -419,7 +424,7 @@ def multiply_on_hopper(
         activation: a value of ``ACTIVATIONS``, or None.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         first: index of the first expert of ``weight`` among those of ``blocks``.
-        tiled: whether the 16-bit weight is in the blocked layout of :mod:`.tiled`.
+        blocked: whether the 16-bit weight is in the blocked layout of :mod:`.blocked_layout`.
     """
     count, out_features, in_features = weight.shape
     tile = _SCALED if block else _PLAIN
@@ -441,14 +446,14 @@ def multiply_on_hopper(
         first,
         count,
         TOP_K=top_k,
-        BLOCK_M=tile.pairs,
+        BLOCK_M=tile.routed_tokens,
         BLOCK_N=tile.rows,
         BLOCK_K=_LINE // weight.itemsize,
         SIZE=block,
         STAGES=tile.stages,
         LAG=LAG,
         ACTIVATION=activation,
-        TILED=tiled,
+        BLOCKED=blocked,
         OVERLAP=overlap,
         num_warps=tile.warps,
         **launch_options(overlap),

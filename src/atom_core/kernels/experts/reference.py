@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-def pairs_by_expert(experts: torch.Tensor, first: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+def routed_tokens_by_expert(experts: torch.Tensor, first: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
     """For each local expert that is used: its local index, and its routed tokens.
 
     A routed token is an index into ``experts [T, k]``, flattened.
     """
-    held = experts.flatten() - first
-    order = held.argsort(stable=True)
-    counts = torch.bincount(held[(held >= 0) & (held < count)], minlength=count).tolist()
-    begin = int((held < 0).sum())
+    local = experts.flatten() - first
+    order = local.argsort(stable=True)
+    counts = torch.bincount(local[(local >= 0) & (local < count)], minlength=count).tolist()
+    begin = int((local < 0).sum())
     for expert, number in enumerate(counts):
         if number:
             yield expert, order[begin : begin + number]
@@ -54,14 +54,14 @@ def by_expert(
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if inputs is not None:
         x = inputs(x)
-    for expert, pairs in pairs_by_expert(experts, spec.first, spec.count):
-        tokens = pairs // spec.top_k
+    for expert, routed_tokens in routed_tokens_by_expert(experts, spec.first, spec.count):
+        tokens = routed_tokens // spec.top_k
         gate_up, down = matrices(expert)
         gate_up_bias = None if gate_up_biases is None else gate_up_biases[expert]
         down_bias = None if down_biases is None else down_biases[expert]
-        middle = gated_activation(linear(x[tokens], gate_up, gate_up_bias), spec.activation)
-        answer = linear(middle if inputs is None else inputs(middle), down, down_bias)
-        total.index_add_(0, tokens, answer.float() * weights.flatten()[pairs, None])
+        intermediate = gated_activation(linear(x[tokens], gate_up, gate_up_bias), spec.activation)
+        output = linear(intermediate if inputs is None else inputs(intermediate), down, down_bias)
+        total.index_add_(0, tokens, output.float() * weights.flatten()[routed_tokens, None])
     return total.to(x.dtype)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
-from atom_core.kernels.linear.parts import finish, weight_rows
+from atom_core.kernels.linear.helpers import finish, weight_rows
 from atom_core.kernels.linear.tiles import MAX_ROWS, Tile, on_hopper
 from atom_core.kernels.triton_support import launch_options
 from atom_core.quant.fp8 import BLOCK_SIZE

@@ -88,8 +88,8 @@ def few_rows_hopper(
     filled = ahead
     for step in range(steps):
         ready(ahead - 1)
-        part = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, summed)
-        part = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), part, is_async=True)
+        partial = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, summed)
+        partial = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), partial, is_async=True)
         # All warps have finished with the tile of the previous step.
         if step + ahead < steps:
             load(tiles.index(filled), at + (step + ahead) * SIZE, eviction_policy="evict_first")
@@ -103,6 +103,6 @@ def few_rows_hopper(
         theirs = of_inputs.index(place).load(gl.SliceLayout(0, summed))
         place = (place + 1) % STAGES
         filled = (filled + 1) % STAGES
-        part = warpgroup_mma_wait(0, [part])
-        total += part * mine[:, None] * theirs[None, :]
+        partial = warpgroup_mma_wait(0, [partial])
+        total += partial * mine[:, None] * theirs[None, :]
     finish(total, of_sum, bias, residual, y, M, N, BLOCK_M, BLOCK_N, ACTIVATION, False)

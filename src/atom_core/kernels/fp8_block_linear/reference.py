@@ -35,8 +35,8 @@ def block_product(
     y = torch.zeros(len(x), len(weight), dtype=torch.float32, device=x.device)
     for group, begin in enumerate(range(0, x.shape[1], BLOCK_SIZE)):
         here = slice(begin, begin + BLOCK_SIZE)
-        part = x[:, here].float() @ weight[:, here].float().T
-        y += part * x_scale[:, group, None] * row_scale[:, group]
+        partial = x[:, here].float() @ weight[:, here].float().T
+        y += partial * x_scale[:, group, None] * row_scale[:, group]
     return y
 
 

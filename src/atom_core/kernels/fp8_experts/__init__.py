@@ -76,7 +76,7 @@ def _aiter_supports(spec: Fp8ExpertsSpec, target: Target) -> str | None:
         scales = "blocks" if spec.block else "rows"
         return (
             f"aiter's experts in FP8 with scales of {scales} are, on {target.arch}, for hidden sizes that are "
-            f"multiples of {wide} and middles that are multiples of {narrow}, "
+            f"multiples of {wide} and intermediate sizes that are multiples of {narrow}, "
             f"not for {spec.hidden_size} and {spec.intermediate_size}."
         )
     return None

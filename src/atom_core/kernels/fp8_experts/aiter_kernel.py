@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from atom_core.kernels.aiter_library import aiter_enum, aiter_function, require
-from atom_core.kernels.experts.aiter_kernel import as_shuffled, held_experts
+from atom_core.kernels.experts.aiter_kernel import as_shuffled, expert_mask
 from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.fp8_linear.aiter_kernel import ShuffledWeight
 from atom_core.kernels.opaque import opaque
@@ -25,7 +25,7 @@ class AiterFp8Experts:
         aiter_enum("QuantType", self.quantized)
         self.spec = spec
         self.gate_up, self.down = ShuffledWeight(target), ShuffledWeight(target)
-        self.held: torch.Tensor | None = None
+        self.expert_mask: torch.Tensor | None = None
 
     def adopt(self, layer: Fp8ExpertWeights) -> None:
         """Preshuffle the weights."""
@@ -34,7 +34,9 @@ class AiterFp8Experts:
             scales = scales[0][..., None], scales[1][..., None]
         self.gate_up.adopt(layer.gate_up, scales[0])
         self.down.adopt(layer.down, scales[1])
-        self.held = held_experts(self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.held)
+        self.expert_mask = expert_mask(
+            self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.expert_mask
+        )
 
     def move_back(self, *weights: torch.Tensor) -> None:
         """See :class:`atom_core.kernels.moved.MovingKernel`."""
@@ -46,7 +48,9 @@ class AiterFp8Experts:
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.fp8_experts.Fp8ExpertsKernel`; the layer's scales are not used."""
         gate_up, down = self.gate_up(layer.gate_up), self.down(layer.down)
-        y: torch.Tensor = _fp8_experts(x.contiguous(), weights, experts, *gate_up, *down, self.held, self.quantized)
+        y: torch.Tensor = _fp8_experts(
+            x.contiguous(), weights, experts, *gate_up, *down, self.expert_mask, self.quantized
+        )
         return y
 
 
@@ -58,7 +62,7 @@ def _as_x(
     gate_up_scale: torch.Tensor,
     down: torch.Tensor,
     down_scale: torch.Tensor,
-    held: torch.Tensor | None,
+    mask: torch.Tensor | None,
     quantized: str,
 ) -> torch.Tensor:
     return torch.empty_like(x)
@@ -73,7 +77,7 @@ def _fp8_experts(
     gate_up_scale: torch.Tensor,
     down: torch.Tensor,
     down_scale: torch.Tensor,
-    held: torch.Tensor | None,
+    mask: torch.Tensor | None,
     quantized: str,
 ) -> torch.Tensor:
     if not len(x):
@@ -84,7 +88,7 @@ def _fp8_experts(
         as_shuffled(down),
         weights,
         experts,
-        expert_mask=held,
+        expert_mask=mask,
         activation=aiter_enum("ActivationType", "Silu"),
         quant_type=aiter_enum("QuantType", quantized),
         w1_scale=gate_up_scale,

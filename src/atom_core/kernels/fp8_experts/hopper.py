@@ -17,12 +17,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.experts.few_pairs_hopper import Tile
+from atom_core.kernels.experts.few_routed_tokens_hopper import Tile
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
-from atom_core.kernels.experts.grouped import Blocks, Held
-from atom_core.kernels.experts.hopper import input_rows, pairs_of_block, store_pairs
+from atom_core.kernels.experts.grouped import Blocks, LocalExperts
+from atom_core.kernels.experts.hopper import input_rows, routed_tokens_of_block, store_routed_tokens
 from atom_core.kernels.fp8_block_linear.few_rows_hopper import scale_places
-from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, room
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, empty_quantized
 from atom_core.kernels.fp8_linear.quantize import narrowed
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.kept import KEPT
@@ -67,7 +67,7 @@ def _ask_input(
 @gluon.jit
 def _quantize_whole_group(
     out,
-    pair,
+    routed_token,
     quantized,
     out_scales,
     arrivals,
@@ -91,7 +91,7 @@ def _quantize_whole_group(
     arrival = arrivals + gl.program_id(1) * (N // 2 // GROUP) + group
     if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == sharing - 1:
         read: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, warps], [0, 1])
-        row = gl.convert_layout(pair, gl.SliceLayout(0, read))
+        row = gl.convert_layout(routed_token, gl.SliceLayout(0, read))
         known = row >= 0
         if SORTED:
             row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, read))
@@ -139,7 +139,7 @@ def expert_rows_fp8_hopper(
     SMALLEST: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """A block of routed tokens of one expert by ``BLOCK_N`` rows of its weight; see :func:`multiply_few_pairs`.
+    """A block of routed tokens of one expert by ``BLOCK_N`` rows of its weight; see :func:`multiply_few_routed_tokens`.
 
     With an activation, rows of ``x`` are tokens and rows of ``out`` are slots, or routed tokens without ``slots``.
     Without, ``x`` has those rows, rows of ``out`` are routed tokens, and results are multiplied by the routing weight.
@@ -154,7 +154,9 @@ def expert_rows_fp8_hopper(
     of_rows: gl.constexpr = gl.SliceLayout(1, summed)
     of_sums: gl.constexpr = gl.SliceLayout(0, summed)
     ahead: gl.constexpr = STAGES - 1
-    expert, pair = pairs_of_block(experts, block_experts, slots, T, FIRST, COUNT, TOP_K, PLACES, TOKENS, looked)
+    expert, routed_token = routed_tokens_of_block(
+        experts, block_experts, slots, T, FIRST, COUNT, TOP_K, PLACES, TOKENS, looked
+    )
     if expert < 0:
         # One program waits anyway, so that kernels that wait for this one also wait for those before it.
         if OVERLAP and gl.program_id(0) + gl.program_id(1) == 0:
@@ -186,12 +188,12 @@ def expert_rows_fp8_hopper(
         depend("griddepcontrol.wait; // $0")
         # Not earlier: the next kernel reads the experts without waiting for this one.
         depend("griddepcontrol.launch_dependents; // $0")
-    x_pair = gl.convert_layout(pair, gl.SliceLayout(1, copied))
-    scale_pair = gl.convert_layout(pair, line)
-    x_row = input_rows(x_pair, not FEW, GATED, TOP_K, TOKENS, gl.SliceLayout(1, copied))
-    scale_of = input_rows(scale_pair, not FEW, GATED, TOP_K, TOKENS, line)
-    used = (x_pair >= 0)[:, None]
-    known = scale_pair >= 0
+    x_routed_token = gl.convert_layout(routed_token, gl.SliceLayout(1, copied))
+    scale_routed_token = gl.convert_layout(routed_token, line)
+    x_row = input_rows(x_routed_token, not FEW, GATED, TOP_K, TOKENS, gl.SliceLayout(1, copied))
+    scale_of = input_rows(scale_routed_token, not FEW, GATED, TOP_K, TOKENS, line)
+    used = (x_routed_token >= 0)[:, None]
+    known = scale_routed_token >= 0
     x_at = x + x_row.to(gl.int64)[:, None] * K + column[None, :]
     theirs_at = x_scales + scale_of
     for stage in gl.static_range(ahead):
@@ -205,9 +207,9 @@ def expert_rows_fp8_hopper(
         ready(ahead - 1)
         right = inputs.index(place).permute((1, 0))
         if SIZE > 0:
-            total_or_part = warpgroup_mma(tiles.index(place), right, zeros, use_acc=False, is_async=True)
+            total_or_partial = warpgroup_mma(tiles.index(place), right, zeros, use_acc=False, is_async=True)
         else:
-            total_or_part = warpgroup_mma(tiles.index(place), right, total, is_async=True)
+            total_or_partial = warpgroup_mma(tiles.index(place), right, total, is_async=True)
         # All warps have finished with the tile of the previous step.
         later = step + ahead
         _ask_weight(tiles, of_tiles, at, mine_at, later, steps, filled, COLUMNS, SIZE)
@@ -218,23 +220,23 @@ def expert_rows_fp8_hopper(
         if SIZE > 0:
             mine = of_tiles.index(place).load(of_rows)
             theirs = of_inputs.index(place).load(of_sums)
-            part = warpgroup_mma_wait(0, [total_or_part])
-            total += part * mine[:, None] * theirs[None, :]
+            partial = warpgroup_mma_wait(0, [total_or_partial])
+            total += partial * mine[:, None] * theirs[None, :]
         else:
-            total = warpgroup_mma_wait(0, [total_or_part])
+            total = warpgroup_mma_wait(0, [total_or_partial])
         place = (place + 1) % STAGES
         filled = (filled + 1) % STAGES
     all_copied()
     if SIZE == 0:
         of_sum = weight_rows(gl.arange(0, BLOCK_N, of_rows), N, BLOCK_N, GATED)
         sum_row = gl.convert_layout(scale_of, of_sums)
-        theirs = gl.load(x_scales + sum_row, mask=gl.convert_layout(pair, of_sums) >= 0, other=0.0)
+        theirs = gl.load(x_scales + sum_row, mask=gl.convert_layout(routed_token, of_sums) >= 0, other=0.0)
         total *= gl.load(scales + of_sum)[:, None] * theirs[None, :]
-    store_pairs(total, pair, weights, out, N, not FEW, False, BLOCK_N, TOKENS, ACTIVATION)
+    store_routed_tokens(total, routed_token, weights, out, N, not FEW, False, BLOCK_N, TOKENS, ACTIVATION)
     if arrivals is not None:
         _quantize_whole_group(
             out,
-            pair,
+            routed_token,
             quantized,
             out_scales,
             arrivals,
@@ -253,10 +255,10 @@ def expert_rows_fp8_hopper(
 _UNSORTED, _SORTED = Tile(64, 4, 4), Tile(128, 3, 4)
 
 #: Largest block that this kernel multiplies; :mod:`atom_core.kernels.experts.hopper` multiplies larger ones.
-MAX_PAIRS = 32
+MAX_BLOCK = 32
 
 
-class Left(NamedTuple):
+class QuantizedIntermediate(NamedTuple):
     """The FP8 copy of the gate/up result, in groups of :data:`COLUMNS`, that gate/up writes for down."""
 
     quantized: QuantizedInput
@@ -264,18 +266,18 @@ class Left(NamedTuple):
     """int32, one counter for each block and group; zeros before the launch."""
 
 
-def room_to_leave(middle: torch.Tensor, blocks: int, dtype: torch.dtype) -> Left:
-    """Uninitialised memory for the FP8 copy of ``middle``, which has ``blocks`` blocks."""
-    rows, size = middle.shape
-    arrivals = torch.empty(blocks * (size // COLUMNS), dtype=torch.int32, device=middle.device)
-    return Left(room(rows, size, InputForm(dtype, COLUMNS), middle.device), arrivals)
+def empty_quantized_intermediate(intermediate: torch.Tensor, blocks: int, dtype: torch.dtype) -> QuantizedIntermediate:
+    """Uninitialised memory for the FP8 copy of ``intermediate``, which has ``blocks`` blocks."""
+    rows, size = intermediate.shape
+    arrivals = torch.empty(blocks * (size // COLUMNS), dtype=torch.int32, device=intermediate.device)
+    return QuantizedIntermediate(empty_quantized(rows, size, InputForm(dtype, COLUMNS), intermediate.device), arrivals)
 
 
 def takes(weight: torch.Tensor, rows: int, block: int, gated: bool) -> bool:
-    """Whether :func:`multiply_few_pairs` supports blocks of ``rows`` routed tokens on Hopper."""
+    """Whether :func:`multiply_few_routed_tokens` supports blocks of ``rows`` routed tokens on Hopper."""
     _, out_features, in_features = weight.shape
     return (
-        rows <= MAX_PAIRS
+        rows <= MAX_BLOCK
         and in_features % COLUMNS == 0
         and weight.data_ptr() % 16 == 0
         # The gate rows of a tile, and their results, must share a scale.
@@ -283,7 +285,7 @@ def takes(weight: torch.Tensor, rows: int, block: int, gated: bool) -> bool:
     )
 
 
-def multiply_few_pairs(
+def multiply_few_routed_tokens(
     x: torch.Tensor,
     x_scales: torch.Tensor,
     experts: torch.Tensor,
@@ -292,12 +294,12 @@ def multiply_few_pairs(
     weight: torch.Tensor,
     scales: torch.Tensor,
     out: torch.Tensor,
-    held: Held,
+    local_experts: LocalExperts,
     *,
     block: int,
     activation: int | None,
     overlap: bool,
-    left: Left | None = None,
+    fp8_out: QuantizedIntermediate | None = None,
 ) -> None:
     """One product of experts, into ``out``.
 
@@ -312,13 +314,13 @@ def multiply_few_pairs(
         weight: ``[E, N, K]`` in e4m3.
         scales: see :mod:`atom_core.kernels.fp8_experts`.
         out: ``[T k, N / 2]``, or of blocks ``[blocks x rows, N / 2]``, with an activation, else ``[T k, N]``.
-        held: the local experts.
+        local_experts: the local experts.
         block: size of the square blocks that share a scale; 0: one scale per row.
         activation: a value of ``ACTIVATIONS``, or None.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
-        left: with an activation and block scales, where to also write ``out`` in FP8.
+        fp8_out: with an activation and block scales, where to also write ``out`` in FP8.
     """
-    assert left is None or (block == COLUMNS and activation is not None)
+    assert fp8_out is None or (block == COLUMNS and activation is not None)
     _, out_features, in_features = weight.shape
     tokens, top_k = experts.shape
     tile = _UNSORTED if blocks is None else _SORTED
@@ -333,17 +335,17 @@ def multiply_few_pairs(
         weight,
         scales,
         out,
-        None if left is None else left.quantized.values,
-        None if left is None else left.quantized.scales,
-        None if left is None else left.arrivals,
+        None if fp8_out is None else fp8_out.quantized.values,
+        None if fp8_out is None else fp8_out.quantized.scales,
+        None if fp8_out is None else fp8_out.arrivals,
         tokens,
         in_features,
         out_features,
         x_scales.shape[1],
         scales[0].numel(),
-        0 if left is None else left.quantized.scales.shape[1],
-        FIRST=held.first,
-        COUNT=held.count,
+        0 if fp8_out is None else fp8_out.quantized.scales.shape[1],
+        FIRST=local_experts.first,
+        COUNT=local_experts.count,
         TOP_K=top_k,
         PLACES=triton.next_power_of_2(top_k),
         TOKENS=rows,

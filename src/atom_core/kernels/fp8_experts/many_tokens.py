@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.experts.grouped import Blocks, finish_block, load_tiles
-from atom_core.kernels.linear.parts import weight_rows
+from atom_core.kernels.linear.helpers import weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.triton_support import launch_options
 
@@ -55,11 +55,11 @@ def _multiply(
     if expert < 0:
         return
     slot = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    pair = tl.load(slots + slot).to(tl.int64)
-    used = pair >= 0
+    routed_token = tl.load(slots + slot).to(tl.int64)
+    used = routed_token >= 0
     row = weight_rows(N, BLOCK_N, GATED)
     column = tl.arange(0, BLOCK_K)
-    x_row = pair // TOP_K if GATED else slot
+    x_row = routed_token // TOP_K if GATED else slot
     x_at = x + x_row[:, None] * K + column[None, :]
     at = weight + expert * N * K + row[None, :] * K + column[:, None]
     scales += expert * stride_scales
@@ -78,7 +78,7 @@ def _multiply(
         tl.extra.cuda.gdc_launch_dependents()
     if SIZE == 0:
         total *= tl.load(x_scales + x_row, mask=used, other=0.0)[:, None] * tl.load(scales + row)[None, :]
-    finish_block(total, weights, None, out, expert, pair, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
+    finish_block(total, weights, None, out, expert, routed_token, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
 
 
 def multiply_blocks(

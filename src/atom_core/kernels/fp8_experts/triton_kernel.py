@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
-from atom_core.kernels.experts.grouped import ROOM, Held, block_rows, combine, sort_by_expert
+from atom_core.kernels.experts.grouped import HEADROOM, LocalExperts, block_rows, combine, sort_by_expert
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
 from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.fp8_experts.few_tokens import few_tokens, one_token, takes_one_token
@@ -26,7 +26,7 @@ from atom_core.quant.fp8 import BLOCK_SIZE
 from atom_core.types import Activation
 
 if why_no_gluon() is None:
-    from atom_core.kernels.fp8_experts.hopper import multiply_few_pairs, room_to_leave, takes
+    from atom_core.kernels.fp8_experts.hopper import empty_quantized_intermediate, multiply_few_routed_tokens, takes
 
 
 class TritonFp8Experts:
@@ -41,7 +41,7 @@ class TritonFp8Experts:
     def __init__(self, spec: Fp8ExpertsSpec, target: Target, overlap: bool) -> None:
         self.spec, self.nvidia, self.overlap = spec, target.kind == "cuda", overlap
         self.fnuz = dtype_of(target) == FNUZ
-        self.held = Held(spec.first, spec.count, spec.top_k, whole=spec.total == spec.count)
+        self.local_experts = LocalExperts(spec.first, spec.count, spec.top_k, whole=spec.total == spec.count)
         self.block = BLOCK_SIZE if spec.block else 0
         self.max_normed = int(takes_one_token(spec.hidden_size, spec.intermediate_size, spec.dtype))
 
@@ -83,7 +83,7 @@ class TritonFp8Experts:
             weights,
             experts,
             self._stored(layer),
-            self.held,
+            self.local_experts,
             block=self.block,
             activation=self.spec.activation,
             nvidia=self.nvidia,
@@ -91,7 +91,7 @@ class TritonFp8Experts:
             residual=residual,
         )
 
-    def add_behind_norm(
+    def add_after_norm(
         self,
         stream: torch.Tensor,
         norm: torch.Tensor,
@@ -108,7 +108,7 @@ class TritonFp8Experts:
             weights,
             experts,
             self._stored(layer),
-            self.held,
+            self.local_experts,
             block=self.block,
             activation=ACTIVATIONS[self.spec.activation],
             nvidia=self.nvidia,
@@ -167,7 +167,7 @@ def fp8_mixture(
         weights,
         experts,
         Fp8ExpertWeights(gate_up, gate_up_scale, down, down_scale),
-        Held(first, count, experts.shape[1]),
+        LocalExperts(first, count, experts.shape[1]),
         block=block,
         activation=cast(Activation, activation),
         nvidia=nvidia,
@@ -181,7 +181,7 @@ def _launch(
     weights: torch.Tensor,
     experts: torch.Tensor,
     layer: Fp8ExpertWeights,
-    held: Held,
+    local_experts: LocalExperts,
     *,
     block: int,
     activation: Activation,
@@ -202,7 +202,7 @@ def _launch(
         weights,
         experts,
         layer,
-        held,
+        local_experts,
         block=block,
         activation=ACTIVATIONS[activation],
         nvidia=nvidia,
@@ -216,7 +216,7 @@ def many_tokens(
     weights: torch.Tensor,
     experts: torch.Tensor,
     layer: Fp8ExpertWeights,
-    held: Held,
+    local_experts: LocalExperts,
     *,
     block: int,
     activation: int,
@@ -227,28 +227,34 @@ def many_tokens(
     """As :func:`atom_core.kernels.fp8_experts.few_tokens.one_token`, for any number of tokens."""
     tokens, hidden = x.shape
     group, dtype = block or None, layer.gate_up.dtype
-    rows = block_rows(tokens, held, ROOM if nvidia and block else 1.0)
+    rows = block_rows(tokens, local_experts, HEADROOM if nvidia and block else 1.0)
     if nvidia and block:
         rows = min(64, rows)  # registers must hold the sums of a group and the totals
     if not nvidia and (hidden % 128 or layer.down.shape[2] % 128):
         rows = min(64, rows)  # larger blocks with masks spill registers on AMD
-    blocks = sort_by_expert(experts, held, rows, overlap)
-    middle = x.new_empty(len(blocks.slots), layer.down.shape[2])
-    answers = x.new_empty(tokens * held.top_k, hidden)
+    blocks = sort_by_expert(experts, local_experts, rows, overlap)
+    intermediate = x.new_empty(len(blocks.slots), layer.down.shape[2])
+    outputs = x.new_empty(tokens * local_experts.top_k, hidden)
     ready = None
     for given, slots, weight, scales, out, shares, act in (
-        (x, None, layer.gate_up, layer.gate_up_scale, middle, None, activation),
-        (middle, blocks.slots, layer.down, layer.down_scale, answers, weights, None),
+        (x, None, layer.gate_up, layer.gate_up_scale, intermediate, None, activation),
+        (intermediate, blocks.slots, layer.down, layer.down_scale, outputs, weights, None),
     ):
         few = on_hopper(x.device) and takes(weight, rows, block, act is not None)
-        left = room_to_leave(out, len(blocks.experts), dtype) if few and block and act is not None else None
+        fp8_out = (
+            empty_quantized_intermediate(out, len(blocks.experts), dtype) if few and block and act is not None else None
+        )
         if ready is None:
-            arrivals = None if left is None else left.arrivals
+            arrivals = None if fp8_out is None else fp8_out.arrivals
             ready = quantize_groups(given, dtype, overlap, group=group, slots=slots, late=few, cleared=arrivals)
         way: dict[str, Any] = {"block": block, "activation": act, "overlap": overlap}
         if few:
-            multiply_few_pairs(*ready, experts, blocks, shares, weight, scales, out, held, left=left, **way)
+            multiply_few_routed_tokens(
+                *ready, experts, blocks, shares, weight, scales, out, local_experts, fp8_out=fp8_out, **way
+            )
         else:
-            multiply_blocks(*ready, blocks, shares, weight, scales, out, top_k=held.top_k, nvidia=nvidia, **way)
-        ready = None if left is None else left.quantized
-    return combine(answers, experts, held, x.dtype, overlap, residual)
+            multiply_blocks(
+                *ready, blocks, shares, weight, scales, out, top_k=local_experts.top_k, nvidia=nvidia, **way
+            )
+        ready = None if fp8_out is None else fp8_out.quantized
+    return combine(outputs, experts, local_experts, x.dtype, overlap, residual)

@@ -14,14 +14,14 @@ import torch
 
 from atom_core.kernels.aiter_library import why_no_aiter, why_not_fused
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
-from atom_core.kernels.fp8_rms_norm import LONGEST
+from atom_core.kernels.fp8_rms_norm import MAX_SIZE
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_no_triton
 from atom_core.kernels.triton_support import why_not_fused as why_not_fused_by_triton
 from atom_core.types import Activation
 
 #: Largest row for aiter's Triton kernel, which has a whole row in registers.
-_LONGEST = 32768
+_AITER_MAX = 32768
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def _aiter_supports(spec: Fp8GatedActivationSpec, target: Target) -> str | None:
         return "None of aiter's activations that quantise to FP8 is the clamped SwiGLU of GPT-OSS."
     if spec.size % 128:
         return f"aiter's activations that quantise take widths in multiples of 128, not {spec.size}."
-    if spec.size > _LONGEST:
-        return f"aiter's activations that quantise are used for rows of up to {_LONGEST} numbers, not of {spec.size}."
+    if spec.size > _AITER_MAX:
+        return f"aiter's activations that quantise are used for rows of up to {_AITER_MAX} numbers, not of {spec.size}."
     return None
 
 
@@ -64,8 +64,8 @@ def _build_aiter(spec: Fp8GatedActivationSpec, target: Target) -> Fp8GatedActiva
 def _triton_supports(spec: Fp8GatedActivationSpec, target: Target) -> str | None:
     if reason := why_no_triton(target) or why_not_fused_by_triton(spec.separate):
         return reason
-    if spec.form.group is None and spec.size > LONGEST:
-        return f"Triton's activations that quantise have rows of up to {LONGEST} numbers, not of {spec.size}."
+    if spec.form.group is None and spec.size > MAX_SIZE:
+        return f"Triton's activations that quantise have rows of up to {MAX_SIZE} numbers, not of {spec.size}."
     return None
 
 

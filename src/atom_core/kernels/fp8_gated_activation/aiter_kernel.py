@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
-from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, room
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, empty_quantized
 from atom_core.kernels.opaque import opaque
 from atom_core.types import Activation
 
@@ -45,25 +45,25 @@ def _in_triton(x: torch.Tensor, activation: str, form: InputForm) -> QuantizedIn
     return QuantizedInput(*_activate(x, form.dtype, form.group, activation))
 
 
-def _room(x: torch.Tensor, dtype: torch.dtype, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_quantized(x: torch.Tensor, dtype: torch.dtype, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     assert x.is_contiguous(), "aiter's activations take rows to follow each other"
-    values, scales = room(x.shape[0], x.shape[1] // 2, InputForm(dtype, group), x.device)
+    values, scales = empty_quantized(x.shape[0], x.shape[1] // 2, InputForm(dtype, group), x.device)
     return values, scales
 
 
-@opaque("aiter_fp8_silu_and_mul", _room)
+@opaque("aiter_fp8_silu_and_mul", _empty_quantized)
 def _silu(x: torch.Tensor, dtype: torch.dtype, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    values, scales = _room(x, dtype, group)
+    values, scales = _empty_quantized(x, dtype, group)
     if len(x):
         aiter_function("aiter.silu_and_mul_quant")(values, x, scales, group, shuffle_scale=True)
     return values, scales
 
 
-@opaque("aiter_fp8_gated_activation", lambda x, dtype, group, activation: _room(x, dtype, group))
+@opaque("aiter_fp8_gated_activation", lambda x, dtype, group, activation: _empty_quantized(x, dtype, group))
 def _activate(
     x: torch.Tensor, dtype: torch.dtype, group: int | None, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    values, scales = _room(x, dtype, group)
+    values, scales = _empty_quantized(x, dtype, group)
     if len(x):
         # Triton's groups are powers of two; a shorter row is padded with zeros.
         aiter_function("aiter.ops.triton.fusions.fused_clamp_act_mul.fused_clamp_act_mul")(

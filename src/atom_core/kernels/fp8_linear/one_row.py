@@ -1,4 +1,4 @@
-"""One row by a weight in FP8 with row or block scales, in one launch with an unquantised input (:mod:`.words`)."""
+"""One row by a weight in FP8 with row or block scales, in one launch with an unquantised input (:mod:`.packed`)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.fp8_linear.packed import first_row, packed_row_sums, scales_of_groups
 from atom_core.kernels.fp8_linear.quantize import unit_of
-from atom_core.kernels.fp8_linear.words import first_row, row_sums_of_words, scales_of_groups
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
-from atom_core.kernels.linear.parts import fetch_ahead, finish, weight_rows
+from atom_core.kernels.linear.helpers import fetch_ahead, finish, weight_rows
 from atom_core.kernels.linear.tiles import Tile
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
@@ -67,13 +67,13 @@ def _one_row(
     tile = tl.load(at, mask=known[None, :], other=0, eviction_policy="evict_first")
     mine = scales_of_groups(scale_at, 0, K, GROUPS, BLOCK)
     up_scales = scales_of_groups(up_scale_at, 0, K, GROUPS, BLOCK) if GATED else 0.0
-    norm_words = tl.load(norm_at, mask=known_two, other=0) if NORM else 0
+    packed_norm = tl.load(norm_at, mask=known_two, other=0) if NORM else 0
     if FETCH > 0:
         fetch_ahead(weight, N, stride_weight, BLOCK_K, FETCH, BLOCK_N, GATED)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    words = tl.load(x_at, mask=known_two, other=0)
-    sums, squares = row_sums_of_words(
+    packed = tl.load(x_at, mask=known_two, other=0)
+    sums, squares = packed_row_sums(
         at,
         scale_at,
         up_scale_at,
@@ -82,8 +82,8 @@ def _one_row(
         tile,
         mine,
         up_scales,
-        words,
-        norm_words,
+        packed,
+        packed_norm,
         K,
         NORM,
         GATED,
@@ -121,12 +121,12 @@ def why_not_one_row(
     """None where :func:`multiply_row` supports ``x [1, K]``, else the reason."""
     size = x.shape[1]
     if activation is not None and block and out_features // 2 % block and out_features // 2 % (tile.rows // 2):
-        return f"a program's rows of up may be those of two blocks: {out_features // 2} of gate are in front of them"
+        return f"a program's up rows may be in two blocks: they come after {out_features // 2} gate rows"
     if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"numbers are read two to a word, and {x.dtype} has other sizes"
+        return f"inputs are read as pairs of 16 bits, not as {x.dtype}"
     if size % 16:
         return f"{size} is no multiple of 16"
-    return "the row begins within a word" if x.storage_offset() % 2 else None
+    return "the row is not aligned to 4 bytes" if x.storage_offset() % 2 else None
 
 
 def multiply_row(

@@ -22,7 +22,7 @@ from atom_core.kernels.triton_support import overlaps, why_no_triton
 from atom_core.kernels.triton_support import why_not_fused as why_not_fused_by_triton
 
 #: Largest row that a Triton program has in registers.
-LONGEST = 16384
+MAX_SIZE = 16384
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def _build_aiter(spec: Fp8RmsNormSpec, target: Target) -> Fp8RmsNormKernel | Non
 def _triton_supports(spec: Fp8RmsNormSpec, target: Target) -> str | None:
     if reason := why_no_triton(target) or why_not_fused_by_triton(spec.separate):
         return reason
-    if spec.size > LONGEST:
-        return f"Triton's norm that quantises is used for rows of up to {LONGEST} numbers, not of {spec.size}."
+    if spec.size > MAX_SIZE:
+        return f"Triton's norm that quantises is used for rows of up to {MAX_SIZE} numbers, not of {spec.size}."
     return None
 
 

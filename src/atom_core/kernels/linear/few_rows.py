@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from atom_core.kernels.linear.parts import finish, weight_rows
+from atom_core.kernels.linear.helpers import finish, weight_rows
 
 #: Bytes of an L2 cache line, and the number of lines of each weight row that are prefetched before the input is ready.
 #: The pipelined loop of this kernel cannot load its first tiles by then.

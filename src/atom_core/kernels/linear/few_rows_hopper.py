@@ -29,7 +29,7 @@ LAG = 2
 
 @gluon.jit
 def weight_rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
-    """As :func:`atom_core.kernels.linear.parts.weight_rows`, but of 16 rows the first eight are gate, the others up.
+    """As :func:`atom_core.kernels.linear.helpers.weight_rows`, but of 16 rows the first eight are gate, the others up.
 
     A thread has every eighth row of the result, and so both.
     """
@@ -116,7 +116,7 @@ def finish(
 
 
 @gluon.jit
-def _sum_of_parts(total, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, SPLIT: gl.constexpr, layout: gl.constexpr):
+def _sum_of_splits(total, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, SPLIT: gl.constexpr, layout: gl.constexpr):
     """``[BLOCK_N, BLOCK_M]``: the sum of the products of corresponding splits, out of those of all splits."""
     of_row = gl.arange(0, BLOCK_N * SPLIT, gl.SliceLayout(1, layout)) // BLOCK_N
     of_input = gl.arange(0, BLOCK_M * SPLIT, gl.SliceLayout(0, layout)) // BLOCK_M
@@ -150,10 +150,10 @@ def few_rows_hopper(
     EARLY: gl.constexpr,
     STAGES: gl.constexpr,
     LAG: gl.constexpr,
-    PARTS: gl.constexpr,
+    SPLIT_INPUT: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    """A program has ``BLOCK_N`` weight rows and ``BLOCK_M`` rows of ``x``: all of them, unless ``PARTS``.
+    """A program has ``BLOCK_N`` weight rows and ``BLOCK_M`` rows of ``x``: all of them, unless ``SPLIT_INPUT``.
 
     ``STAGES - LAG`` tiles are copied ahead, each with columns of all ``SPLIT`` splits of its rows.
     """
@@ -170,7 +170,7 @@ def few_rows_hopper(
     INPUTS: gl.constexpr = BLOCK_M * SPLIT
     summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, INPUTS, 256 // bits])
     ahead: gl.constexpr = STAGES - LAG
-    policy: gl.constexpr = "" if PARTS else "evict_first"  # other programs read them too
+    policy: gl.constexpr = "" if SPLIT_INPUT else "evict_first"  # other programs read them too
     if OVERLAP and EARLY:
         depend("griddepcontrol.launch_dependents; // $0")
     tiles = gl.allocate_shared_memory(
@@ -216,11 +216,11 @@ def few_rows_hopper(
     # The layout of ``wgmma``, or that of :func:`finish` for splits, whose sums change layout in any case.
     whole: gl.constexpr = summed if SPLIT == 1 else gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
     if SPLIT > 1:
-        total = gl.convert_layout(_sum_of_parts(total, BLOCK_N, BLOCK_M, SPLIT, summed), whole)
+        total = gl.convert_layout(_sum_of_splits(total, BLOCK_N, BLOCK_M, SPLIT, summed), whole)
     of_sum = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, whole)), N, BLOCK_N, ACTIVATION is not None)
     if input_scales is not None:
         each = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, whole))
         total *= gl.load(input_scales + each, mask=each < M, other=0.0)[None, :]
     if scales is not None:
         total *= gl.load(scales + of_sum)[:, None]
-    finish(total, of_sum, bias, residual, y, M, N, BLOCK_M, BLOCK_N, ACTIVATION, PARTS)
+    finish(total, of_sum, bias, residual, y, M, N, BLOCK_M, BLOCK_N, ACTIVATION, SPLIT_INPUT)

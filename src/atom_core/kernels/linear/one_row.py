@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from atom_core.kernels.linear.parts import fetch_ahead, finish, products, row_sums, row_total, weight_rows
+from atom_core.kernels.linear.helpers import fetch_ahead, finish, products, row_sums, row_total, weight_rows
 
 
 @triton.jit

@@ -152,7 +152,7 @@ def _hopper_tile(num_rows: int, out_features: int, in_features: int, itemsize: i
         return Tile("hopper", 16, 128, 4, 6, early=True, tokens=16, split=4)
     small = out_features * in_features * itemsize <= _SMALL_BYTES
     if num_rows > MAX_ROWS or (num_rows > 32 and small and not widens):
-        return _tile_of_parts(num_rows, out_features, in_features) if small else None
+        return _split_input_tile(num_rows, out_features, in_features) if small else None
     if num_rows > 32 and in_features > 2048:
         return Tile("hopper", 64, 128, 4, stages) if widens and out_features < 16384 else None
     if out_features >= 16384:
@@ -175,7 +175,7 @@ def _split_tile(num_rows: int, out_features: int, in_features: int) -> Tile | No
     return Tile("hopper", 64 // split, 128, 4, stages, early=True, split=split)
 
 
-def _tile_of_parts(num_rows: int, out_features: int, in_features: int) -> Tile | None:
+def _split_input_tile(num_rows: int, out_features: int, in_features: int) -> Tile | None:
     """For a small weight in 16 bits; chosen in steps of the whole 0.6B and of DeepSeek V2-Lite's layers."""
     if out_features <= in_features:
         # As many programs as multiprocessors, since the L2 bandwidth of each is limited.

@@ -81,7 +81,7 @@ def product(
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(num_rows, outputs, dtype=dtype) if residual is None else residual
     choices: dict[str, object] = {}
-    parts = 1
+    input_blocks = 1
     if tile.kernel == "row":
         choices = {"FETCH": tile.fetched(weight, overlap)}
     if tile.kernel == "ring":
@@ -91,10 +91,10 @@ def product(
         choices["FETCH"] = FETCHED if overlap and in_features * weight.itemsize >= FETCHED * LINE else 0
     if tile.kernel == "hopper":
         taken = tile.tokens or max(8, triton.next_power_of_2(num_rows))
-        choices = {"BLOCK_M": taken, "LAG": LAG, "PARTS": tile.tokens > 0, "SPLIT": tile.split}
-        parts = triton.cdiv(num_rows, taken)
+        choices = {"BLOCK_M": taken, "LAG": LAG, "SPLIT_INPUT": tile.tokens > 0, "SPLIT": tile.split}
+        input_blocks = triton.cdiv(num_rows, taken)
         choices["STAGES"] = min(tile.stages, in_features // (tile.split * tile.columns) + LAG)
-    _KERNELS[tile.kernel][(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2), parts)](
+    _KERNELS[tile.kernel][(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2), input_blocks)](
         x,
         input_scales,
         None if norm is None else norm.weight,

@@ -74,12 +74,12 @@ def _aiter_supports(spec: Mxfp4ExpertsSpec, target: Target) -> str | None:
         return f"aiter's experts in MXFP4 are used with silu, not with {spec.activation}."
     if spec.total not in (None, spec.count):
         return (
-            f"aiter's experts in MXFP4 are used where a rank holds them all, not {spec.count} of {spec.total}: "
+            f"aiter's experts in MXFP4 are used where all experts are local, not {spec.count} of {spec.total}: "
             "its tuned kernels refuse a share."
         )
     if spec.hidden_size % 256 or spec.intermediate_size % 256:
         return (
-            "aiter's experts in MXFP4 are used for hidden sizes and middles that are multiples of 256, "
+            "aiter's experts in MXFP4 are used for hidden and intermediate sizes that are multiples of 256, "
             f"not for {spec.hidden_size} and {spec.intermediate_size}."
         )
     return None

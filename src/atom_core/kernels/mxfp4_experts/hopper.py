@@ -23,8 +23,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.experts.grouped import ROOM, Held, block_rows, combine, sort_by_expert
-from atom_core.kernels.experts.hopper import input_rows, pairs_of_block, store_pairs
+from atom_core.kernels.experts.grouped import HEADROOM, LocalExperts, block_rows, combine, sort_by_expert
+from atom_core.kernels.experts.hopper import input_rows, routed_tokens_of_block, store_routed_tokens
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_linear.inputs import prepare
@@ -92,11 +92,11 @@ def _scales(tile, GROUP: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _add_product(
-    left, inputs, total, PART: gl.constexpr, TOKENS: gl.constexpr, TOGETHER: gl.constexpr, right: gl.constexpr
+    left, inputs, total, PLANE: gl.constexpr, TOKENS: gl.constexpr, TOGETHER: gl.constexpr, right: gl.constexpr
 ):
     """Add ``left`` times a quarter of the input columns, ``[W, TOKENS]``; ``wgmma`` only starts here."""
-    part = inputs.slice(PART * TOKENS, TOKENS, dim=0).permute((1, 0))
-    return warpgroup_mma(left, part, total, is_async=True) if TOGETHER else mma_v2(left, part.load(right), total)
+    plane = inputs.slice(PLANE * TOKENS, TOKENS, dim=0).permute((1, 0))
+    return warpgroup_mma(left, plane, total, is_async=True) if TOGETHER else mma_v2(left, plane.load(right), total)
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -147,13 +147,15 @@ def expert_rows_hopper(
         [1, vector], [max(1, 32 * vector // BLOCK_N), min(32, BLOCK_N // vector)], [warps, 1], [1, 0]
     )
     looked: gl.constexpr = gl.BlockedLayout([1, 1], [32 // PLACES, PLACES], [warps, 1], [1, 0])
-    parts: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
+    planes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
     version: gl.constexpr = 3 if TOGETHER else 2
     instruction: gl.constexpr = [16, TOKENS, 16] if TOGETHER else [16, 8]
     summed: gl.constexpr = gl.NVMMADistributedLayout([version, 0], [warps, 1], instruction)
     left: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, summed, 2)
-    expert, pair = pairs_of_block(experts, block_experts, slots, T, FIRST, COUNT, TOP_K, PLACES, TOKENS, looked)
+    expert, routed_token = routed_tokens_of_block(
+        experts, block_experts, slots, T, FIRST, COUNT, TOP_K, PLACES, TOKENS, looked
+    )
     if expert < 0:
         # One program waits anyway, so that kernels that wait for this one also wait for those before it.
         if OVERLAP and gl.program_id(0) + gl.program_id(1) == 0:
@@ -185,12 +187,12 @@ def expert_rows_hopper(
         # Not earlier: the next kernel reads the experts without waiting for this one.
         depend("griddepcontrol.launch_dependents; // $0")
     # The four planes of each row, one after the other.
-    part = gl.arange(0, 4, gl.SliceLayout(1, parts))
-    given = gl.convert_layout(pair, gl.SliceLayout(0, parts))
-    x_row = input_rows(given, not FEW, GATED, TOP_K, TOKENS, gl.SliceLayout(0, parts))
-    x_begin = x_row.to(gl.int64)[None, :] * (4 * groups) + part[:, None] * groups
+    plane = gl.arange(0, 4, gl.SliceLayout(1, planes))
+    given = gl.convert_layout(routed_token, gl.SliceLayout(0, planes))
+    x_row = input_rows(given, not FEW, GATED, TOP_K, TOKENS, gl.SliceLayout(0, planes))
+    x_begin = x_row.to(gl.int64)[None, :] * (4 * groups) + plane[:, None] * groups
     x_begin = gl.convert_layout(x_begin.reshape([4 * TOKENS]), gl.SliceLayout(1, copied)) * 8
-    used = (given[None, :] + part[:, None] * 0).reshape([4 * TOKENS])
+    used = (given[None, :] + plane[:, None] * 0).reshape([4 * TOKENS])
     used = (gl.convert_layout(used, gl.SliceLayout(1, copied)) >= 0)[:, None]
     x_at = x + x_begin[:, None] + column[None, :]
     for stage in gl.static_range(STAGES - 1):
@@ -240,7 +242,7 @@ def expert_rows_hopper(
     of_sum, there = _rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N, GATED)
     if bias is not None:
         total += gl.load(bias + expert * N + of_sum, mask=there, other=0.0).to(gl.float32)[:, None]
-    store_pairs(total, pair, weights, out, N, not FEW, SPLIT, BLOCK_N, TOKENS, ACTIVATION)
+    store_routed_tokens(total, routed_token, weights, out, N, not FEW, SPLIT, BLOCK_N, TOKENS, ACTIVATION)
 
 
 @dataclass(frozen=True)
@@ -274,19 +276,19 @@ def tile_for(tokens: int, block: int, gated: bool) -> Tile:
 _SMALL_BLOCKS = 255
 
 
-def _rows_of_blocks(tokens: int, held: Held) -> int:
+def _rows_of_blocks(tokens: int, local_experts: LocalExperts) -> int:
     """Rows of a block: a second block converts the weight again, but larger blocks have more empty slots."""
-    rows = block_rows(tokens, held, ROOM)
-    return rows if tokens * held.top_k > _SMALL_BLOCKS * held.count else min(rows, 64)
+    rows = block_rows(tokens, local_experts, HEADROOM)
+    return rows if tokens * local_experts.top_k > _SMALL_BLOCKS * local_experts.count else min(rows, 64)
 
 
 def mixture_on_hopper(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    to_middle: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    to_answer: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    held: Held,
+    gate_up: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    down: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    local_experts: LocalExperts,
     activation: int,
     rounded_inputs: bool,
     overlap: bool,
@@ -297,25 +299,25 @@ def mixture_on_hopper(
 
     Up to :data:`MAX_TOKENS` tokens are not sorted: each program finds the tokens of its expert.
     """
-    (tokens, hidden), pairs, few = x.shape, experts.numel(), len(x) <= MAX_TOKENS
-    size = 2 * to_answer[0].shape[2]
+    (tokens, hidden), num_routed_tokens, few = x.shape, experts.numel(), len(x) <= MAX_TOKENS
+    size = 2 * down[0].shape[2]
     if few:
-        block_experts, slots, num_blocks, rows = None, None, pairs, 8 if tokens <= 8 else 16
-        middle_rows = pairs
+        block_experts, slots, num_blocks, rows = None, None, num_routed_tokens, 8 if tokens <= 8 else 16
+        intermediate_rows = num_routed_tokens
     else:
-        sorted_pairs = sort_by_expert(experts, held, _rows_of_blocks(tokens, held), overlap)
-        block_experts, slots, rows = sorted_pairs.experts, sorted_pairs.slots, sorted_pairs.rows
-        num_blocks, middle_rows = len(block_experts), len(slots)
+        sorted_tokens = sort_by_expert(experts, local_experts, _rows_of_blocks(tokens, local_experts), overlap)
+        block_experts, slots, rows = sorted_tokens.experts, sorted_tokens.slots, sorted_tokens.rows
+        num_blocks, intermediate_rows = len(block_experts), len(slots)
     # Late and last: the next product reads experts and routing weights before it waits.
-    x = prepare(x, overlap, rounds=rounded_inputs, parts=4, norm=norm, late=True)
-    middle = torch.empty(middle_rows, size, dtype=x.dtype, device=x.device)
-    answers = torch.empty(pairs, hidden, dtype=torch.float32 if few else x.dtype, device=x.device)
+    x = prepare(x, overlap, rounds=rounded_inputs, planes=4, norm=norm, late=True)
+    intermediate = torch.empty(intermediate_rows, size, dtype=x.dtype, device=x.device)
+    outputs = torch.empty(num_routed_tokens, hidden, dtype=torch.float32 if few else x.dtype, device=x.device)
     for given, shares, (blocks, scales, bias), out, act in (
-        (x, None, to_middle, middle, activation),
-        (middle, weights, to_answer, answers, None),
+        (x, None, gate_up, intermediate, activation),
+        (intermediate, weights, down, outputs, None),
     ):
         if act is None and rounded_inputs:
-            given = prepare(given, overlap, rounds=True, parts=4, slots=slots, late=True)
+            given = prepare(given, overlap, rounds=True, planes=4, slots=slots, late=True)
         out_features, tile = blocks.shape[1], tile_for(tokens, rows, act is not None)
         expert_rows_hopper[(triton.cdiv(out_features, tile.rows), num_blocks)](
             given,
@@ -330,10 +332,10 @@ def mixture_on_hopper(
             tokens,
             out_features,
             scales.shape[2],
-            FIRST=held.first,
-            COUNT=held.count,
-            TOP_K=held.top_k,
-            PLACES=triton.next_power_of_2(held.top_k),
+            FIRST=local_experts.first,
+            COUNT=local_experts.count,
+            TOP_K=local_experts.top_k,
+            PLACES=triton.next_power_of_2(local_experts.top_k),
             TOKENS=rows,
             BLOCK_N=tile.rows,
             BLOCK_K=tile.columns,
@@ -345,4 +347,4 @@ def mixture_on_hopper(
             num_warps=tile.warps,
             **launch_options(overlap),
         )
-    return combine(answers, experts, held, x.dtype, overlap, residual)
+    return combine(outputs, experts, local_experts, x.dtype, overlap, residual)

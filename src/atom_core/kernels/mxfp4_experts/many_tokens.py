@@ -10,16 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.experts.grouped import Held, block_rows, combine, sort_by_expert
+from atom_core.kernels.experts.grouped import LocalExperts, block_rows, combine, sort_by_expert
 from atom_core.kernels.experts.hopper import multiply_on_hopper
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_experts.bits import PLACES
+from atom_core.kernels.mxfp4_linear.conversion import number, scale_of
 from atom_core.kernels.mxfp4_linear.inputs import prepare
-from atom_core.kernels.mxfp4_linear.parts import number, scale_of
 
 #: Average of routed tokens per expert from which this is faster than :mod:`.hopper`.
-_LEAST_PAIRS = 768
+_MIN_ROUTED_TOKENS = 768
 #: Bytes of converted weights at a time; this memory is not available for anything else.
 _WIDE_BYTES = 256 << 20
 
@@ -56,14 +56,14 @@ def widen(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tor
     experts, rows, half = blocks.shape
     wide = torch.empty(experts, rows, 2 * half, dtype=dtype, device=blocks.device)
     grid = (triton.cdiv(rows, 16), triton.cdiv(half, 8 * 16), experts)
-    places = tuple(place for pair in PLACES for place in pair)
+    places = tuple(bit for value in PLACES for bit in value)
     _widen[grid](blocks.view(torch.int16), scales, wide, rows, 2 * half, ROWS=16, GROUPS=8, PLACES=places)
     return wide
 
 
-def pays(x: torch.Tensor, size: int, held: Held) -> bool:
+def pays(x: torch.Tensor, size: int, local_experts: LocalExperts) -> bool:
     """Whether this file supports, and is faster for, tokens ``x [T, K]`` and experts of intermediate size ``size``."""
-    many = x.shape[0] * held.top_k >= _LEAST_PAIRS * held.count
+    many = x.shape[0] * local_experts.top_k >= _MIN_ROUTED_TOKENS * local_experts.count
     return many and aligned(x) and x.shape[1] % 64 == size % 64 == 0
 
 
@@ -71,9 +71,9 @@ def many_tokens(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    to_middle: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    to_answer: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    held: Held,
+    gate_up: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    down: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    local_experts: LocalExperts,
     activation: int,
     rounded_inputs: bool,
     overlap: bool,
@@ -84,33 +84,33 @@ def many_tokens(
 
     ``x`` is already normed and rounded.
     """
-    (tokens, hidden), size = x.shape, 2 * to_answer[0].shape[2]
-    pairs = sort_by_expert(experts, held, block_rows(tokens, held), overlap)
-    middle = torch.empty(len(pairs.slots), size, dtype=x.dtype, device=x.device)
-    answers = torch.empty(tokens * held.top_k, hidden, dtype=x.dtype, device=x.device)
+    (tokens, hidden), size = x.shape, 2 * down[0].shape[2]
+    sorted_tokens = sort_by_expert(experts, local_experts, block_rows(tokens, local_experts), overlap)
+    intermediate = torch.empty(len(sorted_tokens.slots), size, dtype=x.dtype, device=x.device)
+    outputs = torch.empty(tokens * local_experts.top_k, hidden, dtype=x.dtype, device=x.device)
     for given, shares, (blocks, scales, bias), out, act in (
-        (x, None, to_middle, middle, activation),
-        (middle, weights, to_answer, answers, None),
+        (x, None, gate_up, intermediate, activation),
+        (intermediate, weights, down, outputs, None),
     ):
         if act is None and rounded_inputs:
-            given = prepare(given, False, rounds=True, parts=1, slots=pairs.slots)
+            given = prepare(given, False, rounds=True, planes=1, slots=sorted_tokens.slots)
         each = max(1, _WIDE_BYTES // (4 * blocks[0].numel()))
-        for first in range(0, held.count, each):
+        for first in range(0, local_experts.count, each):
             some = slice(first, first + each)
             wide = widen(blocks[some], scales[some], x.dtype)
             multiply_on_hopper(
                 given,
                 None,
-                pairs,
+                sorted_tokens,
                 shares,
                 wide,
                 None,
                 None if bias is None else bias[some],
                 out,
-                top_k=held.top_k,
+                top_k=local_experts.top_k,
                 block=0,
                 activation=act,
                 overlap=overlap,
                 first=first,
             )
-    return combine(answers, experts, held, x.dtype, overlap, residual)
+    return combine(outputs, experts, local_experts, x.dtype, overlap, residual)

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
-from atom_core.kernels.linear.parts import finish, weight_rows
+from atom_core.kernels.linear.helpers import finish, weight_rows
 from atom_core.kernels.linear.tiles import MAX_ROWS
-from atom_core.kernels.mxfp4_linear.parts import number, scale_of
+from atom_core.kernels.mxfp4_linear.conversion import number, scale_of
 from atom_core.kernels.triton_support import launch_options
 from atom_core.types import Activation
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from atom_core.kernels.fp8_linear.quantize import norm_factor
 from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.triton_kernel import Norm
-from atom_core.kernels.mxfp4_linear.parts import rounded
+from atom_core.kernels.mxfp4_linear.conversion import rounded
 from atom_core.kernels.triton_support import launch_options
 from atom_core.quant.mxfp4 import GROUP
 
@@ -26,7 +26,7 @@ def _prepare(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     ROUNDED: tl.constexpr,
-    PARTS: tl.constexpr,
+    PLANES: tl.constexpr,
     OVERLAP: tl.constexpr,
     LATE: tl.constexpr,
 ):
@@ -51,7 +51,7 @@ def _prepare(
         numbers = (numbers * norm_factor(numbers, K, eps) * factors).to(x.dtype.element_ty).to(tl.float32)
     if ROUNDED:
         numbers = tl.reshape(rounded(tl.reshape(numbers, (GROUPS, GROUP))), (GROUPS * GROUP,))
-    column = column % PARTS * (K // PARTS) + column // PARTS
+    column = column % PLANES * (K // PLANES) + column // PLANES
     tl.store(out + row * K + column, numbers.to(out.dtype.element_ty), mask=known, eviction_policy=KEPT)
 
 
@@ -60,7 +60,7 @@ def prepare(
     overlap: bool,
     *,
     rounds: bool,
-    parts: int = 2,
+    planes: int = 2,
     norm: Norm | None = None,
     slots: torch.Tensor | None = None,
     late: bool = False,
@@ -71,7 +71,7 @@ def prepare(
         x: of contiguous rows; K is a multiple of 32.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         rounds: round to MXFP4.
-        parts: planes into which rows are reordered: elements 0, ``parts``, 2 ``parts``, ... come first, then 1, ...; 2
+        planes: planes into which rows are reordered: elements 0, ``planes``, 2 ``planes``, ... first, then 1, ...; 2
             planes fit the two halves of a weight's bytes.
         norm: the RMS norm to apply first.
         slots: int32 ``[T]``; rows where it is negative are skipped, and their results are undefined.
@@ -94,7 +94,7 @@ def prepare(
             GROUP=GROUP,
             GROUPS=groups,
             ROUNDED=rounds,
-            PARTS=parts,
+            PLANES=planes,
             OVERLAP=overlap,
             LATE=late,
             num_warps=min(16, max(1, GROUP * groups // 512)),

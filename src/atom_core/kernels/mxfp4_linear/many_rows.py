@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.mxfp4_linear.parts import number, scale_of
+from atom_core.kernels.mxfp4_linear.conversion import number, scale_of
 
 
 @triton.jit(do_not_specialize=["M"])

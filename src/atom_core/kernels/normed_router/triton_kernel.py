@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.kept import KEPT
-from atom_core.kernels.linear.parts import normed_total, row_sums, weight_rows
+from atom_core.kernels.linear.helpers import normed_total, row_sums, weight_rows
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.triton_support import launch_options
 

@@ -29,9 +29,9 @@ class SharedExpertsSpec:
 
 def _routed_supports(spec: SharedExpertsSpec, target: Target) -> str | None:
     if spec.expert_parallel:
-        return "With expert parallelism each rank would need them all, and hold some of the routed ones."
+        return "With expert parallelism each rank would need all of them, but only some of the routed experts."
     if spec.size % spec.routed_size:
-        return f"Their middle, {spec.size}, does not divide into routed experts' of {spec.routed_size}."
+        return f"Their intermediate size {spec.size} is no multiple of the routed experts' {spec.routed_size}."
     if not spec.same_format:
         return "The checkpoint keeps them in another format than the routed experts."
     return None

@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 #: Rows and columns of a block.
 SIZE = 64
 #: The same for kernels: in a row of blocks, adjacent blocks are this many times further apart than their columns.
-FAR = tl.constexpr(SIZE)
+BLOCK_SIZE = tl.constexpr(SIZE)
 
 
-def of_whole_tiles(layer: ExpertWeights) -> bool:
+def fits_blocked_layout(layer: ExpertWeights) -> bool:
     """Whether a layer's gate, up and down weights are in 16 bits and consist of whole blocks."""
     hidden, size = layer.down.shape[1:]
     return layer.down.itemsize == layer.gate_up.itemsize == 2 and hidden % SIZE == size % SIZE == 0
 
 
-def tile_in_place(weight: torch.Tensor) -> None:
+def to_blocked_layout(weight: torch.Tensor) -> None:
     """Reorder each matrix of ``weight [E, N, K]``, contiguous, into the blocked layout."""
     for matrix in weight:
         rows, columns = matrix.shape
-        tiled = matrix.view(rows // SIZE, SIZE, columns // SIZE, SIZE).transpose(1, 2).contiguous()
-        matrix.view(-1).copy_(tiled.view(-1))
+        blocked = matrix.view(rows // SIZE, SIZE, columns // SIZE, SIZE).transpose(1, 2).contiguous()
+        matrix.view(-1).copy_(blocked.view(-1))
 
 
-def untile_in_place(weight: torch.Tensor) -> None:
-    """Undo :func:`tile_in_place`."""
+def from_blocked_layout(weight: torch.Tensor) -> None:
+    """Undo :func:`to_blocked_layout`."""
     for matrix in weight:
         rows, columns = matrix.shape
         plain = matrix.view(rows // SIZE, columns // SIZE, SIZE, SIZE).transpose(1, 2).contiguous()
@@ -46,12 +46,12 @@ def untile_in_place(weight: torch.Tensor) -> None:
 
 
 @triton.jit
-def row_at(row, K, TILED: tl.constexpr):
+def row_at(row, K, BLOCKED: tl.constexpr):
     """Offsets of rows of a matrix with ``K`` columns, or of consecutive matrices."""
-    return row // FAR * (K * FAR) + row % FAR * FAR if TILED else row * K
+    return row // BLOCK_SIZE * (K * BLOCK_SIZE) + row % BLOCK_SIZE * BLOCK_SIZE if BLOCKED else row * K
 
 
 @triton.jit
-def column_at(column, TILED: tl.constexpr):
+def column_at(column, BLOCKED: tl.constexpr):
     """Offsets of columns from the beginning of their row."""
-    return column // FAR * (FAR * FAR) + column % FAR if TILED else column
+    return column // BLOCK_SIZE * (BLOCK_SIZE * BLOCK_SIZE) + column % BLOCK_SIZE if BLOCKED else column

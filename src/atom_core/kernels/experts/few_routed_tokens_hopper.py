@@ -17,8 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.experts.hopper import input_rows, row_at, sorted_pairs, store_pairs
-from atom_core.kernels.experts.tiled import FAR
+from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE
+from atom_core.kernels.experts.hopper import input_rows, row_at, sorted_routed_tokens, store_routed_tokens
 from atom_core.kernels.linear.few_rows_hopper import LAG, all_copied, depend, load, ready, weight_rows
 from atom_core.kernels.triton_support import launch_options
 
@@ -42,7 +42,7 @@ def _ask_input(inputs, x_at, used, step, steps, place, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def few_pairs_hopper(
+def few_routed_tokens_hopper(
     x,
     block_experts,
     slots,
@@ -60,10 +60,10 @@ def few_pairs_hopper(
     STAGES: gl.constexpr,
     LAG: gl.constexpr,
     ACTIVATION: gl.constexpr,
-    TILED: gl.constexpr,
+    BLOCKED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """One block of ``TOKENS`` routed tokens by ``BLOCK_N`` weight rows; see :func:`multiply_few_pairs`.
+    """One block of ``TOKENS`` routed tokens by ``BLOCK_N`` weight rows; see :func:`multiply_few_routed_tokens`.
 
     With an activation, rows of ``x`` are tokens and rows of ``out`` are slots. Without, rows of ``x`` are slots, rows
     of ``out`` are routed tokens, and results are multiplied by the routing weight. ``STAGES - LAG`` tiles are copied
@@ -80,7 +80,7 @@ def few_pairs_hopper(
         depend("griddepcontrol.wait; // $0")
         # Not earlier: the second product reads the experts without waiting for this kernel.
         depend("griddepcontrol.launch_dependents; // $0")
-    expert, pair = sorted_pairs(block_experts, slots, TOKENS, gl.SliceLayout(1, copied))
+    expert, routed_token = sorted_routed_tokens(block_experts, slots, TOKENS, gl.SliceLayout(1, copied))
     if expert < 0:
         # One program waits anyway, so that kernels that wait for this one also wait for those before it.
         if OVERLAP and not GATED and gl.program_id(0) + gl.program_id(1) == 0:
@@ -95,11 +95,11 @@ def few_pairs_hopper(
     )
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, copied))
     row = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, GATED)
-    at = weight + row_at(expert * N + row, K, TILED)[:, None] + column[None, :]
+    at = weight + row_at(expert * N + row, K, BLOCKED)[:, None] + column[None, :]
     # In the blocked layout, the columns of this tile are those of one block.
-    apart: gl.constexpr = COLUMNS * FAR if TILED else COLUMNS
-    x_row = input_rows(pair, True, GATED, TOP_K, TOKENS, gl.SliceLayout(1, copied))
-    used = (pair >= 0)[:, None]
+    apart: gl.constexpr = COLUMNS * BLOCK_SIZE if BLOCKED else COLUMNS
+    x_row = input_rows(routed_token, True, GATED, TOP_K, TOKENS, gl.SliceLayout(1, copied))
+    used = (routed_token >= 0)[:, None]
     x_at = x + x_row.to(gl.int64)[:, None] * stride_x + column[None, :]
     steps = K // COLUMNS
     for stage in gl.static_range(ahead):
@@ -132,7 +132,7 @@ def few_pairs_hopper(
     if bias is not None:
         of_sum = weight_rows(gl.arange(0, BLOCK_N, of_rows), N, BLOCK_N, GATED)
         total += gl.load(bias + expert * N + of_sum).to(gl.float32)[:, None]
-    store_pairs(total, pair, weights, out, N, True, False, BLOCK_N, TOKENS, ACTIVATION)
+    store_routed_tokens(total, routed_token, weights, out, N, True, False, BLOCK_N, TOKENS, ACTIVATION)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Tile:
 _TILE = Tile(128, 4, 4)
 
 
-def multiply_few_pairs(
+def multiply_few_routed_tokens(
     x: torch.Tensor,
     weights: torch.Tensor | None,
     weight: torch.Tensor,
@@ -160,7 +160,7 @@ def multiply_few_pairs(
     *,
     top_k: int,
     activation: int | None,
-    tiled: bool,
+    blocked: bool,
     overlap: bool,
 ) -> None:
     """One product of blocks of routed tokens, into ``out``.
@@ -176,11 +176,11 @@ def multiply_few_pairs(
         blocks: the routed tokens sorted by expert.
         top_k: experts per token.
         activation: a value of ``ACTIVATIONS``, or None.
-        tiled: whether the weight is in the blocked layout of :mod:`atom_core.kernels.experts.tiled`.
+        blocked: whether the weight is in the blocked layout of :mod:`atom_core.kernels.experts.blocked_layout`.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
     _, out_features, in_features = weight.shape
-    few_pairs_hopper[triton.cdiv(out_features, _TILE.rows), len(blocks.experts)](
+    few_routed_tokens_hopper[triton.cdiv(out_features, _TILE.rows), len(blocks.experts)](
         x,
         blocks.experts,
         blocks.slots,
@@ -198,7 +198,7 @@ def multiply_few_pairs(
         STAGES=_TILE.stages,
         LAG=LAG,
         ACTIVATION=activation,
-        TILED=tiled,
+        BLOCKED=blocked,
         OVERLAP=overlap,
         num_warps=_TILE.warps,
         **launch_options(overlap),

@@ -14,7 +14,7 @@ import torch
 
 from atom_core.config import MoEConfig
 from atom_core.kernels.shared_experts import SHARED_EXPERTS, SharedExpertsSpec
-from atom_core.layers.linear_methods import Part
+from atom_core.layers.linear_methods import Shard
 from atom_core.layers.parameters import Placement, checkpoint_module
 from atom_core.runtime import Runtime
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from atom_core.layers.experts import Experts
 
 
-def expert_parts(layer: Experts, expert: int) -> Iterator[tuple[str, Part]]:
+def expert_shards(layer: Experts, expert: int) -> Iterator[tuple[str, Shard]]:
     """(our weight, shard) of each of an expert's matrices; shared experts come after the routed ones."""
     names, hidden, place = layer.names, layer.hidden_size, expert - layer.routed
-    module, size, first = f"{layer.folder}.{expert}", layer.size, 0
+    module, size, first, mine = f"{layer.folder}.{expert}", layer.intermediate_size, 0, layer.intermediate_range
     if place >= 0:
-        module, size, first = layer.shared_module, layer.size * (layer.total - layer.routed), layer.size * place
-    mine = range(first + layer.mine.start, first + layer.mine.stop)
+        module, size, first = layer.shared_module, size * (layer.total - layer.routed), size * place
+    mine = range(first + mine.start, first + mine.stop)
     for name, begin in ((names.gate, 0), (names.up, len(mine))):
-        yield "gate_up", Part(f"{module}.{name}", size, hidden, mine, range(hidden), begin)
-    yield "down", Part(f"{module}.{names.down}", hidden, size, range(hidden), mine)
+        yield "gate_up", Shard(f"{module}.{name}", size, hidden, mine, range(hidden), begin)
+    yield "down", Shard(f"{module}.{names.down}", hidden, size, range(hidden), mine)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,12 +110,12 @@ def row_sums(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
-    FAR: tl.constexpr = 1,
+    COLUMN_STRIDE: tl.constexpr = 1,
 ):
     """One row ``x [K]`` times all but the last tile of the weight at ``at``, each loaded before the last is used.
 
     ``tile``, and with a norm its weights ``factors``, are the first tile, already loaded. :func:`row_total` takes the
-    results. ``FAR``: distance of adjacent columns' tiles in the weight, for the blocked layout.
+    results. ``COLUMN_STRIDE``: distance of adjacent columns' tiles in the weight, for the blocked layout.
     """
     column = tl.arange(0, BLOCK_K)
     wide = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
@@ -124,7 +124,7 @@ def row_sums(
     for begin in tl.range(BLOCK_K, K, BLOCK_K):
         if not EVEN:
             known = begin + column < K
-        ahead = tl.load(at + begin * FAR, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+        ahead = tl.load(at + begin * COLUMN_STRIDE, mask=known[None, :], other=0.0, eviction_policy="evict_first")
         wide_ahead = tl.load(x + begin + column, mask=known, other=0.0).to(tl.float32)
         if norm is not None:
             squares += wide * wide
