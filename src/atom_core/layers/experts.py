@@ -85,9 +85,8 @@ class Experts(ParameterLayer):
         if runtime.expert_parallel:
             self.local_experts = share(self.total, rank, self.num_ranks, "num_experts", self.ranks)
         else:
-            self.intermediate_range = share(
-                self.intermediate_size, rank, self.num_ranks, "moe_intermediate_size", self.ranks
-            )
+            what = "moe_intermediate_size"
+            self.intermediate_range = share(self.intermediate_size, rank, self.num_ranks, what, self.ranks)
         count, size = len(self.local_experts), len(self.intermediate_range)
         assert config.fused or not config.bias, "biases are known of checkpoints with fused experts alone"
         self.gate_up_proj_bias = empty_parameter(runtime, count, 2 * size) if config.bias else None

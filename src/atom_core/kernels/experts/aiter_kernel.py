@@ -18,15 +18,13 @@ class AiterExperts:
         aiter_enum("ActivationType", "Silu")
         aiter_enum("QuantType", "No")
         self.spec = spec
-        self.expert_mask: torch.Tensor | None = None
+        self.mask: torch.Tensor | None = None
 
     def adopt(self, layer: ExpertWeights) -> bool:
         """Preshuffle the weights."""
         shuffle_in_place(layer.gate_up.data)
         shuffle_in_place(layer.down.data)
-        self.expert_mask = expert_mask(
-            self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.expert_mask
-        )
+        self.mask = expert_mask(self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.mask)
         return False
 
     def move_back(self, *weights: torch.Tensor) -> None:
@@ -38,7 +36,7 @@ class AiterExperts:
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.experts.ExpertsKernel`."""
-        y: torch.Tensor = _experts(x.contiguous(), weights, experts, layer.gate_up, layer.down, self.expert_mask)
+        y: torch.Tensor = _experts(x.contiguous(), weights, experts, layer.gate_up, layer.down, self.mask)
         return y
 
 

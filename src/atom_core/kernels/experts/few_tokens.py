@@ -54,7 +54,7 @@ def _gate_up_of_one(
     OVERLAP: tl.constexpr,
 ):
     """``intermediate [k, N / 2]``: some rows of one of the token's experts; ``norm``: RMS norm weight, or None."""
-    column_stride: tl.constexpr = BLOCK_SIZE if BLOCKED else 1
+    stride: tl.constexpr = BLOCK_SIZE if BLOCKED else 1
     place = tl.program_id(1)
     row = weight_rows(N, BLOCK_N, True)
     column = tl.arange(0, BLOCK_K)
@@ -72,9 +72,7 @@ def _gate_up_of_one(
         bias += expert.to(tl.int64) * N
     at = weight + row_at(row, K, BLOCKED)[:, None] + column_at(column, BLOCKED)[None, :]
     tile = tl.load(at, mask=known[None, :], other=0.0, eviction_policy="evict_first")
-    sums, squares, tile, wide, factors = row_sums(
-        at, x, norm, tile, factors, known, K, BLOCK_N, BLOCK_K, EVEN, column_stride
-    )
+    sums, squares, tile, wide, factors = row_sums(at, x, norm, tile, factors, known, K, BLOCK_N, BLOCK_K, EVEN, stride)
     total = row_total(sums, squares, tile, wide, factors, norm, eps, K, BLOCK_N, BLOCK_K)
     intermediate += place.to(tl.int64) * (N // 2)
     finish(total[None, :], None, None, bias, None, intermediate, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
@@ -110,7 +108,7 @@ def _down_of_one(
     """Some of ``y [1, N]``: the same rows of all the token's experts."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    column_stride: tl.constexpr = BLOCK_SIZE if BLOCKED else 1
+    stride: tl.constexpr = BLOCK_SIZE if BLOCKED else 1
     row = weight_rows(N, BLOCK_N, False)
     column = tl.arange(0, BLOCK_K)
     place = tl.arange(0, PLACES)
@@ -129,9 +127,7 @@ def _down_of_one(
     sums = tl.zeros([PLACES, BLOCK_N, BLOCK_K // 8], tl.float32)
     for begin in tl.range(BLOCK_K, K, BLOCK_K):
         known = begin + column < K
-        ahead = tl.load(
-            at + begin * column_stride, mask=used & known[None, None, :], other=0.0, eviction_policy="evict_first"
-        )
+        ahead = tl.load(at + begin * stride, mask=used & known[None, None, :], other=0.0, eviction_policy="evict_first")
         wide_ahead = tl.load(x_at + begin, mask=local[:, None] & known[None, :], other=0.0).to(tl.float32)
         sums += _weighed(tile, wide, PLACES, BLOCK_N, BLOCK_K)
         tile = ahead
@@ -196,7 +192,7 @@ def _of_expert(
     routing weight. ``out`` has a row for each routed token.
     """
     GATED: tl.constexpr = ACTIVATION is not None
-    column_stride: tl.constexpr = BLOCK_SIZE if BLOCKED else 1
+    stride: tl.constexpr = BLOCK_SIZE if BLOCKED else 1
     if OVERLAP and GATED:
         tl.extra.cuda.gdc_wait()
         # Not earlier: the second product reads the experts without waiting for this kernel.
@@ -215,11 +211,11 @@ def _of_expert(
     total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if EVEN:
-            tile = tl.load(at + begin * column_stride, eviction_policy="evict_first")
+            tile = tl.load(at + begin * stride, eviction_policy="evict_first")
             right = tl.load(x_at + begin, mask=goes[None, :], other=0.0)
         else:
             known = begin + column < K
-            tile = tl.load(at + begin * column_stride, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+            tile = tl.load(at + begin * stride, mask=known[None, :], other=0.0, eviction_policy="evict_first")
             right = tl.load(x_at + begin, mask=goes[None, :] & known[:, None], other=0.0)
         total = tl.dot(tile, right, total, input_precision="ieee")
     routed_tokens = routed_tokens.to(tl.int64)
@@ -274,12 +270,8 @@ def one_token(
     hidden, size = x.shape[1], layer.down.shape[2]
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
     intermediate = torch.empty(local_experts.top_k, size, dtype=x.dtype, device=x.device)
-    constants = {
-        "FIRST": local_experts.first,
-        "COUNT": local_experts.count,
-        "BLOCKED": layer.blocked,
-        "OVERLAP": overlap,
-    }
+    first, count = local_experts.first, local_experts.count
+    constants = {"FIRST": first, "COUNT": count, "BLOCKED": layer.blocked, "OVERLAP": overlap}
     columns = min(1024, triton.next_power_of_2(hidden))
     _gate_up_of_one[(triton.cdiv(size, 2), local_experts.top_k)](
         x,

@@ -53,9 +53,7 @@ def _number_experts(chosen, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _expert_and_routed_tokens(
-    place, first, expert, goes_to, FIRST: gl.constexpr, TOP_K: gl.constexpr, layout: gl.constexpr
-):
+def _expert_and_tokens(place, first, expert, goes_to, FIRST: gl.constexpr, TOP_K: gl.constexpr, layout: gl.constexpr):
     """The expert numbered ``place``, and ``[TOKENS]`` each token's routed token there; -1: not routed there.
 
     ``goes_to``: ``[TOKENS, PLACES]`` experts.
@@ -135,12 +133,12 @@ def down_of_few_hopper(
     )
     lane = gl.arange(0, BLOCK_N, of_copies)
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, copied))[None, :]
-    expert, routed_token = _expert_and_routed_tokens(item // turns, first, expert_of, goes_to, FIRST, TOP_K, of_copies)
-    column_stride: gl.constexpr = BLOCK_SIZE if BLOCKED else 1
+    expert, routed_token = _expert_and_tokens(item // turns, first, expert_of, goes_to, FIRST, TOP_K, of_copies)
+    stride: gl.constexpr = BLOCK_SIZE if BLOCKED else 1
     weight_column = column_at(column, BLOCKED)
     at = weight + row_at(expert * N + _weight_rows(item % turns, lane, N, BLOCK_N), K, BLOCKED)[:, None] + weight_column
     for stage in gl.static_range(ahead):
-        load(tiles.index(stage), at + stage * COLUMNS * column_stride, eviction_policy="evict_first")
+        load(tiles.index(stage), at + stage * COLUMNS * stride, eviction_policy="evict_first")
         async_copy.commit_group()
     if OVERLAP:
         depend("griddepcontrol.wait; // $0")
@@ -155,17 +153,17 @@ def down_of_few_hopper(
         # Prepare the next tile while the columns of this one arrive; after the last, repeat it without copies.
         then = item + gl.num_programs(0)
         sought = gl.minimum(then, items - 1)
-        next_expert, next_routed_token = _expert_and_routed_tokens(
+        next_expert, next_routed = _expert_and_tokens(
             sought // turns, first, expert_of, goes_to, FIRST, TOP_K, of_copies
         )
         next_row = next_expert * N + _weight_rows(sought % turns, lane, N, BLOCK_N)
         next_at = weight + row_at(next_row, K, BLOCKED)[:, None] + weight_column
-        next_x_at = x + next_routed_token.to(gl.int64)[:, None] * K + column
+        next_x_at = x + next_routed.to(gl.int64)[:, None] * K + column
         total = gl.zeros([BLOCK_N, TOKENS], gl.float32, summed)
         for step in range(ahead, steps):
             ready(ahead - 1)
             total = warpgroup_mma(tiles.index(read), inputs.index(read).permute((1, 0)), total, is_async=True)
-            load(tiles.index(filled), at + step * COLUMNS * column_stride, eviction_policy="evict_first")
+            load(tiles.index(filled), at + step * COLUMNS * stride, eviction_policy="evict_first")
             load(inputs.index(filled), x_at + step * COLUMNS, mask=(routed_token >= 0)[:, None])
             async_copy.commit_group()
             read = (read + 1) % STAGES
@@ -175,16 +173,9 @@ def down_of_few_hopper(
             ready(ahead - 1)
             total = warpgroup_mma(tiles.index(read), inputs.index(read).permute((1, 0)), total, is_async=True)
             load(
-                tiles.index(filled),
-                next_at + step * COLUMNS * column_stride,
-                mask=then < items,
-                eviction_policy="evict_first",
+                tiles.index(filled), next_at + step * COLUMNS * stride, mask=then < items, eviction_policy="evict_first"
             )
-            load(
-                inputs.index(filled),
-                next_x_at + step * COLUMNS,
-                mask=((next_routed_token >= 0) & (then < items))[:, None],
-            )
+            load(inputs.index(filled), next_x_at + step * COLUMNS, mask=((next_routed >= 0) & (then < items))[:, None])
             async_copy.commit_group()
             read = (read + 1) % STAGES
             filled = (filled + 1) % STAGES
@@ -204,7 +195,7 @@ def down_of_few_hopper(
             mask=mask,
             eviction_policy=KEPT,
         )
-        item, expert, routed_token, at, x_at = then, next_expert, next_routed_token, next_at, next_x_at
+        item, expert, routed_token, at, x_at = then, next_expert, next_routed, next_at, next_x_at
     all_copied()
 
 

@@ -232,10 +232,10 @@ def _multiply(
     x_row = routed_token // TOP_K if GATED else slot
     x_at = x + x_row[:, None] * stride_x + column[None, :]
     at = weight + expert * N * K + row_at(row, K, BLOCKED)[None, :] + column_at(column, BLOCKED)[:, None]
-    column_stride: tl.constexpr = BLOCK_SIZE if BLOCKED else 1
+    stride: tl.constexpr = BLOCK_SIZE if BLOCKED else 1
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        left, right = load_tiles(x_at, at, used, column, begin, K, EVEN, column_stride)
+        left, right = load_tiles(x_at, at, used, column, begin, K, EVEN, stride)
         total = tl.dot(left, right, total, input_precision="ieee")
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()

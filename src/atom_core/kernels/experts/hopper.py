@@ -50,7 +50,7 @@ def sorted_routed_tokens(block_experts, slots, TOKENS: gl.constexpr, layout: gl.
 
 
 @gluon.jit
-def routed_tokens_of_block(
+def tokens_of_block(
     experts,
     block_experts,
     slots,
@@ -87,17 +87,11 @@ def routed_tokens_of_block(
 
 @gluon.jit
 def input_rows(
-    routed_token,
-    SORTED: gl.constexpr,
-    GATED: gl.constexpr,
-    TOP_K: gl.constexpr,
-    TOKENS: gl.constexpr,
-    layout: gl.constexpr,
+    row, SORTED: gl.constexpr, GATED: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr
 ):
     """The input row of each of a block's routed tokens: the token, or :func:`store_routed_tokens`' row."""
-    row = routed_token
     if GATED:
-        row = routed_token // TOP_K
+        row = row // TOP_K
     elif SORTED:
         row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, layout)
     return row

@@ -82,11 +82,9 @@ class TritonExperts:
         """See :class:`atom_core.kernels.experts.AddingExpertsKernel`."""
         assert len(stream) == self.max_normed
         assert stream.is_contiguous()
-        act = ACTIVATIONS[self.spec.activation]
+        act, given = ACTIVATIONS[self.spec.activation], Norm(norm, eps)
         adopted = self._adopted(layer)
-        return one_token(
-            stream, weights, experts, adopted, self.local_experts, act, self.overlap, stream, Norm(norm, eps)
-        )
+        return one_token(stream, weights, experts, adopted, self.local_experts, act, self.overlap, stream, given)
 
 
 def _fake(

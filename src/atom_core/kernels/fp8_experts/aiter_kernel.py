@@ -25,7 +25,7 @@ class AiterFp8Experts:
         aiter_enum("QuantType", self.quantized)
         self.spec = spec
         self.gate_up, self.down = ShuffledWeight(target), ShuffledWeight(target)
-        self.expert_mask: torch.Tensor | None = None
+        self.mask: torch.Tensor | None = None
 
     def adopt(self, layer: Fp8ExpertWeights) -> None:
         """Preshuffle the weights."""
@@ -34,9 +34,7 @@ class AiterFp8Experts:
             scales = scales[0][..., None], scales[1][..., None]
         self.gate_up.adopt(layer.gate_up, scales[0])
         self.down.adopt(layer.down, scales[1])
-        self.expert_mask = expert_mask(
-            self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.expert_mask
-        )
+        self.mask = expert_mask(self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.mask)
 
     def move_back(self, *weights: torch.Tensor) -> None:
         """See :class:`atom_core.kernels.moved.MovingKernel`."""
@@ -48,9 +46,7 @@ class AiterFp8Experts:
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.fp8_experts.Fp8ExpertsKernel`; the layer's scales are not used."""
         gate_up, down = self.gate_up(layer.gate_up), self.down(layer.down)
-        y: torch.Tensor = _fp8_experts(
-            x.contiguous(), weights, experts, *gate_up, *down, self.expert_mask, self.quantized
-        )
+        y: torch.Tensor = _fp8_experts(x.contiguous(), weights, experts, *gate_up, *down, self.mask, self.quantized)
         return y
 
 

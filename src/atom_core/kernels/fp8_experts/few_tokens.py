@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from atom_core.kernels.fp8_experts import Fp8ExpertWeights
 
 if why_no_gluon() is None:
-    from atom_core.kernels.fp8_experts.hopper import empty_quantized_intermediate, multiply_few_routed_tokens, takes
+    from atom_core.kernels.fp8_experts.hopper import empty_fp8_out, multiply_few_routed_tokens, takes
 
 
 @triton.jit
@@ -546,11 +546,7 @@ def few_tokens(
         (intermediate, layer.down, layer.down_scale, outputs, weights, None),
     ):
         hopper = on_hopper(x.device) and takes(weight, MAX_TOKENS, block, act is not None)
-        fp8_out = (
-            empty_quantized_intermediate(out, num_routed_tokens, dtype)
-            if hopper and block and act is not None
-            else None
-        )
+        fp8_out = empty_fp8_out(out, num_routed_tokens, dtype) if hopper and block and act is not None else None
         if ready is None:
             arrivals = None if fp8_out is None else fp8_out.arrivals
             ready = quantize_groups(given, dtype, overlap, group=block or None, late=hopper, cleared=arrivals)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from atom_core.kernels.experts.few_routed_tokens_hopper import Tile
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
 from atom_core.kernels.experts.grouped import Blocks, LocalExperts
-from atom_core.kernels.experts.hopper import input_rows, routed_tokens_of_block, store_routed_tokens
+from atom_core.kernels.experts.hopper import input_rows, store_routed_tokens, tokens_of_block
 from atom_core.kernels.fp8_block_linear.few_rows_hopper import scale_places
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, empty_quantized
 from atom_core.kernels.fp8_linear.quantize import narrowed
@@ -154,7 +154,7 @@ def expert_rows_fp8_hopper(
     of_rows: gl.constexpr = gl.SliceLayout(1, summed)
     of_sums: gl.constexpr = gl.SliceLayout(0, summed)
     ahead: gl.constexpr = STAGES - 1
-    expert, routed_token = routed_tokens_of_block(
+    expert, routed_token = tokens_of_block(
         experts, block_experts, slots, T, FIRST, COUNT, TOP_K, PLACES, TOKENS, looked
     )
     if expert < 0:
@@ -266,7 +266,7 @@ class QuantizedIntermediate(NamedTuple):
     """int32, one counter for each block and group; zeros before the launch."""
 
 
-def empty_quantized_intermediate(intermediate: torch.Tensor, blocks: int, dtype: torch.dtype) -> QuantizedIntermediate:
+def empty_fp8_out(intermediate: torch.Tensor, blocks: int, dtype: torch.dtype) -> QuantizedIntermediate:
     """Uninitialised memory for the FP8 copy of ``intermediate``, which has ``blocks`` blocks."""
     rows, size = intermediate.shape
     arrivals = torch.empty(blocks * (size // COLUMNS), dtype=torch.int32, device=intermediate.device)

@@ -26,7 +26,7 @@ from atom_core.quant.fp8 import BLOCK_SIZE
 from atom_core.types import Activation
 
 if why_no_gluon() is None:
-    from atom_core.kernels.fp8_experts.hopper import empty_quantized_intermediate, multiply_few_routed_tokens, takes
+    from atom_core.kernels.fp8_experts.hopper import empty_fp8_out, multiply_few_routed_tokens, takes
 
 
 class TritonFp8Experts:
@@ -241,9 +241,7 @@ def many_tokens(
         (intermediate, blocks.slots, layer.down, layer.down_scale, outputs, weights, None),
     ):
         few = on_hopper(x.device) and takes(weight, rows, block, act is not None)
-        fp8_out = (
-            empty_quantized_intermediate(out, len(blocks.experts), dtype) if few and block and act is not None else None
-        )
+        fp8_out = empty_fp8_out(out, len(blocks.experts), dtype) if few and block and act is not None else None
         if ready is None:
             arrivals = None if fp8_out is None else fp8_out.arrivals
             ready = quantize_groups(given, dtype, overlap, group=group, slots=slots, late=few, cleared=arrivals)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from atom_core.kernels.experts.grouped import HEADROOM, LocalExperts, block_rows, combine, sort_by_expert
-from atom_core.kernels.experts.hopper import input_rows, routed_tokens_of_block, store_routed_tokens
+from atom_core.kernels.experts.hopper import input_rows, store_routed_tokens, tokens_of_block
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_linear.inputs import prepare
@@ -153,7 +153,7 @@ def expert_rows_hopper(
     summed: gl.constexpr = gl.NVMMADistributedLayout([version, 0], [warps, 1], instruction)
     left: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, summed, 2)
-    expert, routed_token = routed_tokens_of_block(
+    expert, routed_token = tokens_of_block(
         experts, block_experts, slots, T, FIRST, COUNT, TOP_K, PLACES, TOKENS, looked
     )
     if expert < 0:

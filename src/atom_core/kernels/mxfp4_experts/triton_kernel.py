@@ -268,19 +268,8 @@ class TritonMxfp4Experts:
         residual: torch.Tensor,
         norm: Norm | None,
     ) -> torch.Tensor:
-        spec = self.spec
-        return _launch(
-            x,
-            weights,
-            experts,
-            layer,
-            self.local_experts,
-            spec.activation,
-            spec.rounded_inputs,
-            self.overlap,
-            residual,
-            norm,
-        )
+        act, rounded = self.spec.activation, self.spec.rounded_inputs
+        return _launch(x, weights, experts, layer, self.local_experts, act, rounded, self.overlap, residual, norm)
 
 
 def _by_hopper(dtype: torch.dtype, device: torch.device) -> bool:
@@ -437,16 +426,10 @@ def _many_tokens(
     norm: Norm | None,
 ) -> torch.Tensor:
     """``x`` is already normed and rounded."""
-    (tokens, hidden), size = x.shape, 2 * down[0].shape[2]
+    (tokens, hidden), size, top_k = x.shape, 2 * down[0].shape[2], local_experts.top_k
     sorted_tokens = sort_by_expert(experts, local_experts, block_rows(tokens, local_experts))
     num_blocks, rows = len(sorted_tokens.experts), sorted_tokens.rows
-    tile = {
-        "TOP_K": local_experts.top_k,
-        "BLOCK_M": rows,
-        "BLOCK_N": 64,
-        "BLOCK_K": 64,
-        "num_warps": 4 if rows < 64 else 8,
-    }
+    tile = {"TOP_K": top_k, "BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4 if rows < 64 else 8}
     at = (sorted_tokens.slots, sorted_tokens.experts)
     intermediate = torch.empty(num_blocks * rows, size, dtype=x.dtype, device=x.device)
     _multiply[(triton.cdiv(2 * size, tile["BLOCK_N"]), num_blocks)](
@@ -454,7 +437,7 @@ def _many_tokens(
     )
     if rounded_inputs:
         intermediate = prepare(intermediate, False, rounds=True, planes=1, slots=sorted_tokens.slots)
-    outputs = torch.empty(tokens * local_experts.top_k, hidden, dtype=x.dtype, device=x.device)
+    outputs = torch.empty(tokens * top_k, hidden, dtype=x.dtype, device=x.device)
     _multiply[(triton.cdiv(hidden, tile["BLOCK_N"]), num_blocks)](
         intermediate, *at, weights, *down, outputs, size, hidden, size, ACTIVATION=None, **tile
     )

@@ -173,11 +173,7 @@ def assert_product(found, wanted):
 def local_routed_tokens(spec, experts):
     """(place among all routed tokens, token, expert) of those that are local."""
     routed_tokens = enumerate(experts.flatten().tolist())
-    return [
-        (routed_token, routed_token // spec.top_k, it)
-        for routed_token, it in routed_tokens
-        if spec.first <= it < spec.first + spec.count
-    ]
+    return [(at, at // spec.top_k, it) for at, it in routed_tokens if spec.first <= it < spec.first + spec.count]
 
 
 def quantized_in_triton(spec, x):
@@ -216,11 +212,10 @@ def test_each_product_of_one_token_in_triton(normed, spec):
     found = gate_up_of_one(*given, activation=activation, norm=norm, **common)
     routed_tokens = local_routed_tokens(spec, experts)
     wanted = torch.stack([intermediate_of(spec, row[0], layer, expert, alone=True) for *_, expert in routed_tokens])
-    assert_product(found[[routed_token for routed_token, *_ in routed_tokens]], wanted)
+    assert_product(found[[it for it, *_ in routed_tokens]], wanted)
     intermediate = torch.full((spec.top_k, spec.intermediate_size), float("nan"), dtype=torch.float16)
-    intermediate[[routed_token for routed_token, *_ in routed_tokens]] = torch.randn(
-        len(routed_tokens), spec.intermediate_size
-    ).to(torch.float16)
+    places, size = [it for it, *_ in routed_tokens], spec.intermediate_size
+    intermediate[places] = torch.randn(len(places), size).to(torch.float16)
     residual = x.clone() if normed else None
     found = down_of_one(
         intermediate, weights, experts, layer.down, layer.down_scale, local_experts, residual=residual, **common
@@ -241,7 +236,7 @@ def test_each_product_of_few_tokens_in_triton(spec):
     common = {"block": 128 if spec.block else 0, "overlap": False, "nvidia": True}
     local_experts, activation = LocalExperts(spec.first, spec.count, spec.top_k), ACTIVATIONS[spec.activation]
     routed_tokens = local_routed_tokens(spec, experts)
-    places = [routed_token for routed_token, *_ in routed_tokens]
+    places = [it for it, *_ in routed_tokens]
     found = torch.full((experts.numel(), spec.intermediate_size), float("nan"), dtype=torch.float16)
     given = (*quantized_in_triton(spec, x), experts, None, layer.gate_up, layer.gate_up_scale, found, local_experts)
     multiply_of_experts(*given, activation=activation, **common)
@@ -250,15 +245,8 @@ def test_each_product_of_few_tokens_in_triton(spec):
     intermediate = torch.full((experts.numel(), spec.intermediate_size), float("nan"), dtype=torch.float16)
     intermediate[places] = torch.randn(len(places), spec.intermediate_size).to(torch.float16)
     outputs = torch.full((experts.numel(), spec.hidden_size), float("nan"))
-    given = (
-        *quantized_in_triton(spec, intermediate),
-        experts,
-        weights,
-        layer.down,
-        layer.down_scale,
-        outputs,
-        local_experts,
-    )
+    down = (layer.down, layer.down_scale, outputs, local_experts)
+    given = (*quantized_in_triton(spec, intermediate), experts, weights, *down)
     multiply_of_experts(*given, activation=None, **common)
     assert_product(outputs[places], torch.stack(weighted_outputs(spec, intermediate, weights, experts, layer)))
     elsewhere = torch.ones(len(outputs), dtype=torch.bool)
@@ -348,7 +336,7 @@ def test_each_product_of_many_tokens_in_triton(spec):
         at = expert - spec.first
         output = product(spec, intermediate[slots.index(routed_token)], layer.down[at], layer.down_scale[at])
         wanted.append(weights.flatten()[routed_token].double() * output)
-    assert_product(outputs[[routed_token for routed_token, *_ in routed_tokens]], torch.stack(wanted))
+    assert_product(outputs[[it for it, *_ in routed_tokens]], torch.stack(wanted))
 
 
 @pytest.mark.parametrize("tokens", [3, 20])
