@@ -24,43 +24,43 @@ class Stage(NamedTuple):
 
 
 def stages(
-    tokens: int, hidden: int, middle: int, top_k: int, quantized: Quantized, share: float = 1.0
+    tokens: int, hidden: int, intermediate: int, top_k: int, quantized: Quantized, share: float = 1.0
 ) -> Iterator[Stage]:
-    """Its kernels in order. Each of a token's experts adds its answer to the others' in memory.
+    """aiter's kernels in order. The kernels add up the outputs of a token's experts in memory.
 
     Args:
         tokens: of the step.
-        hidden, middle: the sizes of an expert, as a rank has it.
-        top_k: experts of a token.
-        quantized: what has a scale, in FP8, or where that is 32 numbers in MXFP4.
-        share: of a token's experts those that the rank holds, on average.
+        hidden, intermediate: the sizes of an expert on this rank.
+        top_k: experts per token.
+        quantized: the unit of a scale in FP8, or per_1x32 for MXFP4.
+        share: the fraction of a token's experts that are local, on average.
     """
-    pairs = top_k * share
+    routed_tokens = top_k * share
 
     def in_fp8(rows: float, size: int) -> float:
         return rows * (size + 4 * (1 if quantized == "per_Token" else size / 128))
 
     yield Stage("moe_sorting", "fused_moe.py:962", 12 * top_k)
     if quantized == "No":
-        yield Stage("moe_stage1", "fused_moe.py:3250", 2 * (hidden + pairs * middle))
-        yield Stage("moe_stage2", "fused_moe.py:3366", 2 * pairs * (middle + hidden))
+        yield Stage("moe_stage1", "fused_moe.py:3250", 2 * (hidden + routed_tokens * intermediate))
+        yield Stage("moe_stage2", "fused_moe.py:3366", 2 * routed_tokens * (intermediate + hidden))
         return
     if quantized == "per_1x32":
         yield from _in_mxfp4(tokens, 1, hidden, 2048 // top_k)
-        yield Stage("moe_stage1", "fused_moe.py:3250", hidden * MXFP4 + 2 * pairs * middle)
-        yield from _in_mxfp4(tokens, pairs, middle, 8192 // top_k)
-        yield Stage("moe_stage2", "fused_moe.py:3366", pairs * (middle * MXFP4 + 2 * hidden))
+        yield Stage("moe_stage1", "fused_moe.py:3250", hidden * MXFP4 + 2 * routed_tokens * intermediate)
+        yield from _in_mxfp4(tokens, routed_tokens, intermediate, 8192 // top_k)
+        yield Stage("moe_stage2", "fused_moe.py:3366", routed_tokens * (intermediate * MXFP4 + 2 * hidden))
         return
     given = in_fp8(1, hidden)
     if tokens >= ONE_KERNEL_FROM[quantized]:
         yield Stage("quant", "fused_moe.py:1142", 2 * hidden + given)
-        yield Stage("fmoe", "fused_moe.py:1206, 2396", given + 2 * pairs * hidden)
+        yield Stage("fmoe", "fused_moe.py:1206, 2396", given + 2 * routed_tokens * hidden)
         return
-    between = in_fp8(pairs, middle)
+    between = in_fp8(routed_tokens, intermediate)
     yield Stage("quant", "fused_moe.py:3131", 2 * hidden + given)
-    yield Stage("moe_stage1", "fused_moe.py:3250", given + 2 * pairs * middle)
-    yield Stage("quant", "fused_moe.py:3329", 2 * pairs * middle + between)
-    yield Stage("moe_stage2", "fused_moe.py:3366", between + 2 * pairs * hidden)
+    yield Stage("moe_stage1", "fused_moe.py:3250", given + 2 * routed_tokens * intermediate)
+    yield Stage("quant", "fused_moe.py:3329", 2 * routed_tokens * intermediate + between)
+    yield Stage("moe_stage2", "fused_moe.py:3366", between + 2 * routed_tokens * hidden)
 
 
 def _in_mxfp4(tokens: int, rows: float, size: int, most: int) -> Iterator[Stage]:

@@ -28,7 +28,7 @@ from atom_core.kernels import kernel_set
 from atom_core.kernels.aiter_library import CALLED
 from atom_core.kernels.all_reduce_norm import ALL_REDUCE_NORM
 from atom_core.kernels.attention import splits
-from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, room
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, empty_quantized
 from atom_core.kernels.select import Implementation, Target
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.read_config import read_model_config
@@ -97,13 +97,13 @@ class Recorder:
         **others: object,
     ) -> None:
         """The launches of aiter's fused_moe, whose arguments these are."""
-        (tokens, hidden), (held, _, middle) = x.shape, down.shape
-        middle *= 2 if quant_type == "per_1x32" else 1  # numbers a byte
+        (tokens, hidden), (num_local_experts, _, intermediate) = x.shape, down.shape
+        intermediate *= 2 if quant_type == "per_1x32" else 1  # values per byte
         # aiter takes blocks of weights and groups of activations for one (fused_moe.py:1310).
         quantized = cast(Quantized, "per_1x128" if quant_type == "per_128x128" else quant_type)
-        share = 1.0 if expert_mask is None else held / len(expert_mask)
+        share = 1.0 if expert_mask is None else num_local_experts / len(expert_mask)
         if not self.paused:
-            for stage in stages(tokens, hidden, middle, experts.shape[1], quantized, share):
+            for stage in stages(tokens, hidden, intermediate, experts.shape[1], quantized, share):
                 self._append(Launch(stage.name, 1, round(tokens * stage.activations)))
 
     def _append(self, launch: Launch) -> None:
@@ -209,7 +209,7 @@ class _CountedNorm:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, form: InputForm
     ) -> tuple[QuantizedInput, torch.Tensor]:
         """See :class:`atom_core.kernels.all_reduce_norm.QuantizingAllReduceNorm`."""
-        found, summed = room(*x.shape, form, x.device), torch.empty_like(residual)
+        found, summed = empty_quantized(*x.shape, form, x.device), torch.empty_like(residual)
         self.group.recorder.add("all_reduce + add_rms_norm + quant", (x, residual, weight, found, summed))
         return found, summed
 

@@ -121,11 +121,11 @@ def _experts(case: Case, source: str, shared: bool = False) -> Iterator[Read]:
     """``shared``: with the shared experts among the routed ones."""
     moe = case.config.layers[-1].moe
     assert moe is not None
-    middle = moe.intermediate_size // (1 if case.expert_parallel else case.ranks)
+    intermediate = moe.intermediate_size // (1 if case.expert_parallel else case.ranks)
     quantized: Quantized = "per_1x128" if case.fp8 else "No"
     share = 1 / case.ranks if case.expert_parallel else 1.0
     each = moe.routing.top_k + (moe.shared_size // moe.intermediate_size if shared else 0)
-    for stage in stages(case.batch, case.hidden, middle, each, quantized, share):
+    for stage in stages(case.batch, case.hidden, intermediate, each, quantized, share):
         yield Read(stage.name, f"{source}, aiter/{stage.source}", stage.activations)
 
 
@@ -153,15 +153,15 @@ def atom(case: Case) -> list[Read]:
     ]
     if moe:
         return [*first, *attention, *_atom_mixture(case, "qwen3_moe.py:132", "qwen3_moe.py:361")]
-    middle = case.config.intermediate_size // case.ranks
+    intermediate = case.config.intermediate_size // case.ranks
     return [
         *first,
         *attention,
         *_all_reduce(case, "linear.py:1101"),
         *_norm(case, "rmsnorm2d_fwd_with_add", f"qwen3.py:256, {norm}", False, reduces=False),
-        *_product(case, "gemm gate_up", f"qwen3.py:195, {product}", hidden, 2 * middle, quant),
-        Read("silu_and_mul", "qwen3.py:196, activation.py:111", _wide(3 * middle)),
-        *_product(case, "gemm down", f"qwen3.py:197, {product}", middle, hidden, quant),
+        *_product(case, "gemm gate_up", f"qwen3.py:195, {product}", hidden, 2 * intermediate, quant),
+        Read("silu_and_mul", "qwen3.py:196, activation.py:111", _wide(3 * intermediate)),
+        *_product(case, "gemm down", f"qwen3.py:197, {product}", intermediate, hidden, quant),
         *_all_reduce(case, "linear.py:1101"),
     ]
 
@@ -231,16 +231,16 @@ def vllm(case: Case) -> list[Read]:
     ]
     if moe:
         return [*first, *_vllm_mixture(case, "qwen3_moe.py:230")]
-    middle = case.config.intermediate_size // case.ranks
-    activation = _wide(2 * middle) + _given(case, middle)
+    intermediate = case.config.intermediate_size // case.ranks
+    activation = _wide(2 * intermediate) + _given(case, intermediate)
     return [
         *first,
         *_norm(case, "add_rms_norm", f"qwen3.py:249, {fused}", case.fp8, reduces=True),
-        *_product(case, "gemm gate_up", "qwen2.py:112", hidden, 2 * middle),
+        *_product(case, "gemm gate_up", "qwen2.py:112", hidden, 2 * intermediate),
         Read("silu_and_mul + quant", "rocm_aiter_fusion.py:700", activation)
         if case.fp8
         else Read("silu_and_mul", "qwen2.py:113, compiled", activation),
-        *_product(case, "gemm down", "qwen2.py:114", middle, hidden),
+        *_product(case, "gemm down", "qwen2.py:114", intermediate, hidden),
     ]
 
 
@@ -256,10 +256,10 @@ def _vllm_mixture(case: Case, experts: str) -> Iterator[Read]:
     yield Read("topk", f"{experts}, router", _wide(count) + 8 * moe.routing.top_k)
     yield from _experts(case, "rocm_aiter_moe.py:408")
     if moe.shared_size:
-        middle = moe.shared_size // case.ranks
-        yield from _product(case, "gemm shared gate_up", "deepseek_v2.py:285", hidden, 2 * middle, _VLLM_QUANT)
-        yield Read("silu_and_mul + quant", "deepseek_v2.py:286", _wide(2 * middle) + _given(case, middle))
-        yield from _product(case, "gemm shared down", "deepseek_v2.py:287", middle, hidden)
+        intermediate = moe.shared_size // case.ranks
+        yield from _product(case, "gemm shared gate_up", "deepseek_v2.py:285", hidden, 2 * intermediate, _VLLM_QUANT)
+        yield Read("silu_and_mul + quant", "deepseek_v2.py:286", _wide(2 * intermediate) + _given(case, intermediate))
+        yield from _product(case, "gemm shared down", "deepseek_v2.py:287", intermediate, hidden)
         yield Read("add", "moe_runner.py:789", _wide(3 * hidden))
 
 

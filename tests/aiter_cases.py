@@ -467,12 +467,14 @@ SHARES = ((0, 6), (0, 3), (2, 3), (5, 1))
 def experts(target: Target, device: torch.device) -> None:
     """All experts, and those of a rank; weights that are loaded again."""
     for dtype in DTYPES:
-        for (first, count), hidden, middle in zip(SHARES, (128, 256, 128, 128), (64, 256, 192, 128), strict=True):
-            spec = ExpertsSpec(first, count, hidden, middle, 3, "silu", bias=False, dtype=dtype, total=6)
+        for (first, count), hidden, intermediate in zip(SHARES, (128, 256, 128, 128), (64, 256, 192, 128), strict=True):
+            spec = ExpertsSpec(first, count, hidden, intermediate, 3, "silu", bias=False, dtype=dtype, total=6)
             kernel, expected = chosen(EXPERTS, spec, target), reference(EXPERTS, spec)
             for seed, rows in enumerate((0, 1, 5, 40)):
-                gate_up = random(count, 2 * middle, hidden, dtype=dtype, device=device, seed=seed) * hidden**-0.5
-                down = random(count, hidden, middle, dtype=dtype, device=device, seed=9 + seed) * middle**-0.5
+                gate_up = random(count, 2 * intermediate, hidden, dtype=dtype, device=device, seed=seed) * hidden**-0.5
+                down = (
+                    random(count, hidden, intermediate, dtype=dtype, device=device, seed=9 + seed) * intermediate**-0.5
+                )
                 layer = ExpertWeights(gate_up, down)
                 x = random(rows, hidden, dtype=dtype, device=device, seed=2)
                 weights, ids = routed(rows, 6, 3, device)
@@ -487,18 +489,18 @@ def experts(target: Target, device: torch.device) -> None:
 @case
 def fp8_experts(target: Target, device: torch.device) -> None:
     """Scales of rows and of blocks, which differ a lot; all experts, and those of a rank; weights loaded again."""
-    hidden, middle = 256, 256
+    hidden, intermediate = 256, 256
     for block in (False, True):
         for first, count in SHARES:
-            spec = Fp8ExpertsSpec(first, count, hidden, middle, 3, "silu", block, torch.bfloat16, 6)
+            spec = Fp8ExpertsSpec(first, count, hidden, intermediate, 3, "silu", block, torch.bfloat16, 6)
             kernel, expected = chosen(FP8_EXPERTS, spec, target), reference(FP8_EXPERTS, spec)
             for seed, rows in enumerate((0, 1, 5, 40)):
-                layer = fp8_layer(count, hidden, middle, block, seed, device)
+                layer = fp8_layer(count, hidden, intermediate, block, seed, device)
                 x = random(rows, hidden, dtype=torch.bfloat16, device=device, seed=2)
                 x[:, :128] *= 8
                 weights, ids = routed(rows, 6, 3, device)
                 wanted = expected(x, weights, ids, layer)
-                plain = ExpertsSpec(first, count, hidden, middle, 3, "silu", bias=False, dtype=torch.float32)
+                plain = ExpertsSpec(first, count, hidden, intermediate, 3, "silu", bias=False, dtype=torch.float32)
                 wide = ExpertWeights(
                     *(widened(*it) for it in ((layer.gate_up, layer.gate_up_scale), (layer.down, layer.down_scale)))
                 )
@@ -520,7 +522,9 @@ def assert_rounds_alike_twice(found: torch.Tensor, expected: torch.Tensor, exact
     assert bool(((mine - true).norm(dim=-1) <= 0.1 * true.norm(dim=-1)).all())
 
 
-def fp8_layer(count: int, hidden: int, middle: int, block: bool, seed: int, device: torch.device) -> Fp8ExpertWeights:
+def fp8_layer(
+    count: int, hidden: int, intermediate: int, block: bool, seed: int, device: torch.device
+) -> Fp8ExpertWeights:
     """Weights whose products are of the size of what goes in."""
 
     def scales(rows: int, columns: int, salt: int) -> torch.Tensor:
@@ -528,9 +532,9 @@ def fp8_layer(count: int, hidden: int, middle: int, block: bool, seed: int, devi
         spread = random(*shape, dtype=torch.float32, device=device, seed=seed + salt).exp2()
         return spread * (columns**-0.5 / 128)
 
-    gate_up = e4m3(count, 2 * middle, hidden, device=device).roll(seed, 1)
-    down = e4m3(count, hidden, middle, device=device).roll(seed, 1)
-    return Fp8ExpertWeights(gate_up, scales(2 * middle, hidden, 5), down, scales(hidden, middle, 6))
+    gate_up = e4m3(count, 2 * intermediate, hidden, device=device).roll(seed, 1)
+    down = e4m3(count, hidden, intermediate, device=device).roll(seed, 1)
+    return Fp8ExpertWeights(gate_up, scales(2 * intermediate, hidden, 5), down, scales(hidden, intermediate, 6))
 
 
 def widened(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -618,22 +622,22 @@ def mxfp4_linear(target: Target, device: torch.device) -> None:
 def mxfp4_experts(target: Target, device: torch.device) -> None:
     """Experts whose scales differ a lot; more rows than fill a tile; weights that are loaded again.
 
-    Which of two scales a group has is not the reference's to say, nor how rounded the middle was before: answers are as
-    far from those of unrounded activations as the reference's.
+    A group may have either of two scales, and the intermediate result may be rounded either way before. So outputs only
+    have to be as close to those of unrounded activations as the reference's.
     """
-    hidden, middle = 512, 256
-    spec = Mxfp4ExpertsSpec(0, 6, hidden, middle, 3, "silu", False, torch.bfloat16, 6, rounded_inputs=True)
+    hidden, intermediate = 512, 256
+    spec = Mxfp4ExpertsSpec(0, 6, hidden, intermediate, 3, "silu", False, torch.bfloat16, 6, rounded_inputs=True)
     kernel, expected = chosen(MXFP4_EXPERTS, spec, target), reference(MXFP4_EXPERTS, spec)
     for seed, rows in enumerate((0, 1, 5, 40)):
-        gate_up = mxfp4(6, 2 * middle, hidden, seed=seed, device=device)
-        down = mxfp4(6, hidden, middle, seed=9 + seed, device=device)
+        gate_up = mxfp4(6, 2 * intermediate, hidden, seed=seed, device=device)
+        down = mxfp4(6, hidden, intermediate, seed=9 + seed, device=device)
         layer = Mxfp4Weights(*gate_up, *down)
         x = random(rows, hidden, dtype=torch.bfloat16, device=device, seed=2)
         x[:, :64] *= torch.tensor([0.0, 3.0], device=device).repeat_interleave(32)
         weights, ids = routed(rows, 6, 3, device)
         wanted = expected(x, weights, ids, layer).float()
         wide = ExpertWeights(dequantize(*gate_up, torch.float32), dequantize(*down, torch.float32))
-        plain = ExpertsSpec(0, 6, hidden, middle, 3, "silu", bias=False, dtype=torch.float32)
+        plain = ExpertsSpec(0, 6, hidden, intermediate, 3, "silu", bias=False, dtype=torch.float32)
         exact = reference(EXPERTS, plain)(x.float(), weights, ids, wide)
         kernel.adopt(layer)
         found = kernel(x, weights, ids, layer)

@@ -38,7 +38,7 @@ SPECS = {
     "nine of a token, blocks": Fp8ExpertsSpec(0, 257, 1024, 512, 9, "silu", block=True, dtype=torch.bfloat16),
 }
 #: A token's difference as a share of its answer's length, for half of the tokens and for all. FP8 products sum in fewer
-#: bits than float32, so some numbers of the middle round the other way, to bfloat16 and so to e4m3 (by up to an 8th).
+#: bits than float32, so some intermediate results round the other way, to bfloat16 and so to e4m3 (by up to an 8th).
 MOST, ALL = 2**-6, 2**-4
 
 
@@ -92,7 +92,7 @@ def assert_close(found, wanted):
     assert found.shape == wanted.shape
     error = (found.double() - wanted.double()).norm(dim=-1) / wanted.double().norm(dim=-1).clamp_min(1e-6)
     assert error.max() <= ALL
-    # One number of the middle that rounds to the next of e4m3 may be more than that; not so for most of many tokens.
+    # One intermediate result that rounds to the next of e4m3 may exceed that, but not for most of many tokens.
     if len(error) > MAX_TOKENS:
         assert error.median() <= MOST
 
@@ -126,7 +126,7 @@ def test_one_token_is_normed_on_the_way(spec, dtype):
     normed = rms_norm(x, norm, 1e-6, None)[0]
     wanted = x.double() + reference(spec, normed, weights, experts, layer).double()
     stream = x.clone()
-    found = triton(spec, layer).add_behind_norm(stream, norm, 1e-6, weights, experts, layer)
+    found = triton(spec, layer).add_after_norm(stream, norm, 1e-6, weights, experts, layer)
     assert found is stream
     assert_close(found, wanted)
 

@@ -39,7 +39,7 @@ SPECS = {
     "odd sizes, with biases": SMALL,
     "some of them": replace(SMALL, first=2, count=3),
     "some of them, of whole lines": replace(SMALL, first=2, count=3, intermediate_size=704),
-    "a narrow middle": replace(SMALL, intermediate_size=64),
+    "a narrow intermediate size": replace(SMALL, intermediate_size=64),
     "GELU": replace(SMALL, activation="gelu_tanh", hidden_size=256, intermediate_size=96),
     "GPT-OSS 20B": ExpertsSpec(0, 32, 2880, 2880, 4, "clamped_swiglu", bias=True, dtype=torch.bfloat16),
     "Qwen3 30B": ExpertsSpec(0, 128, 2048, 768, 8, "silu", bias=False, dtype=torch.bfloat16),
@@ -107,10 +107,10 @@ def operands(spec, tokens, total=None):
     return wide[:, :hidden], torch.rand(tokens, spec.top_k, device=GPU), experts, layer
 
 
-def plain_experts(spec, layer, tiled=True):
+def plain_experts(spec, layer, blocked=True):
     """A kernel, and the layer as it wants it, or as it was."""
     kernel = TritonExperts(spec, OVERLAP)
-    if not tiled:
+    if not blocked:
         return kernel, layer
     layer = layer._replace(gate_up=layer.gate_up.clone(), down=layer.down.clone())
     kernel.adopt(layer)
@@ -136,7 +136,7 @@ def test_experts_are_the_reference(spec, tokens, dtype):
     ("spec", "shared"),
     [
         (SPECS["some of them, of whole lines"], 0),
-        (SPECS["a narrow middle"], 0),
+        (SPECS["a narrow intermediate size"], 0),
         (SPECS["GPT-OSS 20B"], 0),
         (SPECS["Qwen3 30B"], 0),
         (SPECS["DeepSeek V2-Lite"], 2),
@@ -146,8 +146,8 @@ def test_experts_are_the_reference(spec, tokens, dtype):
 )
 @pytest.mark.parametrize("tokens", [17, 33, 64, 65, 128, 250, 256, 500])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tiled", [False, True], ids=["as loaded", "tiled"])
-def test_rows_that_can_be_copied_16_bytes_at_a_time_go_through_the_same(spec, shared, tokens, dtype, tiled):
+@pytest.mark.parametrize("blocked", [False, True], ids=["as loaded", "blocked"])
+def test_rows_that_can_be_copied_16_bytes_at_a_time_go_through_the_same(spec, shared, tokens, dtype, blocked):
     """Hidden sizes of whole lines, in rows that lie so: what Hopper's own kernels are for."""
     if spec.hidden_size % 64:
         spec = replace(spec, hidden_size=1088)
@@ -159,7 +159,7 @@ def test_rows_that_can_be_copied_16_bytes_at_a_time_go_through_the_same(spec, sh
     padded = torch.full((tokens, spec.hidden_size + 16), float("nan"), dtype=dtype, device=GPU)
     padded[:, : spec.hidden_size] = x
     given = padded[:, : spec.hidden_size], weights, experts
-    kernel, moved = plain_experts(spec, layer, tiled)
+    kernel, moved = plain_experts(spec, layer, blocked)
     assert_close(kernel(*given, moved), ReferenceExperts(spec)(*given, layer))
 
 
@@ -190,7 +190,7 @@ def test_one_token_is_normed_on_the_way(spec):
     normed = rms_norm(stream, norm, 1e-6, None)[0]
     wanted = stream.float() + ReferenceExperts(spec)(normed, weights, experts, layer).float()
     kernel, moved = plain_experts(spec, layer)
-    assert_close(kernel.add_behind_norm(stream, norm, 1e-6, weights, experts, moved), wanted)
+    assert_close(kernel.add_after_norm(stream, norm, 1e-6, weights, experts, moved), wanted)
 
 
 def in_mxfp4(spec, tokens):
@@ -228,7 +228,7 @@ def test_experts_in_mxfp4_may_have_rounded_inputs(tokens):
     *given, layer = in_mxfp4(spec, tokens)
     kernel, moved = adopted(spec, layer)
     found, wanted = kernel(*given, moved), ReferenceMxfp4Experts(spec)(*given, layer)
-    # Where sums in another order move a number of the middle over a tie, four bits make more of it.
+    # Where sums in another order move a number of the intermediate result over a tie, four bits make more of it.
     error = (found - wanted).float().square().mean().sqrt() / wanted.float().square().mean().sqrt()
     assert error < 0.05
 
@@ -251,7 +251,7 @@ def test_one_token_is_normed_in_front_of_mxfp4(spec):
     normed = rms_norm(stream, norm, 1e-6, None)[0]
     wanted = stream.float() + ReferenceMxfp4Experts(spec)(normed, weights, experts, layer).float()
     kernel, moved = adopted(spec, layer)
-    assert_close(kernel.add_behind_norm(stream, norm, 1e-6, weights, experts, moved), wanted)
+    assert_close(kernel.add_after_norm(stream, norm, 1e-6, weights, experts, moved), wanted)
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 64])

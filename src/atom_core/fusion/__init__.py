@@ -1,14 +1,14 @@
-"""The one place where kernels reach over modules.
+"""Kernels that span several modules; no other package has them.
 
-Layers and models are written plainly: a norm, what mixes tokens, a norm, a feed-forward network, each a module that
-gives tensors. This package runs the same modules' weights by kernels that do the work of several of them at once:
+Layers and models are plain code: norm, token mixer, norm, feed-forward network, each a module from tensors to tensors.
+This package runs the same modules' weights by kernels that do the work of several modules at once:
 
-- the residual sum, the sum over tensor-parallel ranks and a norm (:class:`.linear.StreamNorm`),
-- a norm and the product that reads it, and what quantises between them (:class:`.linear.NormedLinear`),
-- a product that adds to the residual (:class:`.linear.ResidualLinear`),
-- the product of a gate and an up projection, and the gated activation (:mod:`.mlp`),
-- a router behind its norm, experts behind theirs, and experts that add to the residual (:mod:`.moe`).
+- residual addition, sum over tensor-parallel ranks and norm (:class:`.linear.StreamNorm`),
+- norm, quantisation and product (:class:`.linear.NormedLinear`),
+- product and residual addition (:class:`.linear.ResidualLinear`),
+- gate/up product and gated activation (:mod:`.mlp`),
+- norm and router, norm and experts, experts and residual addition (:mod:`.moe`).
 
-:class:`.layers.FusedLayers` is built of a model's layers, once, and then runs in their place. Where hooks are to see
-each module (``Runtime.fuses_modules`` is false) it is not built, and the modules run by their own calls.
+:class:`.layers.FusedLayers` is built once from a model's layers and then runs in their place. It is not built where
+hooks must see each module (``Runtime.fuses_modules`` is false); the modules then run by their own calls.
 """

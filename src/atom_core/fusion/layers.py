@@ -1,4 +1,4 @@
-"""A model's layers as they run: on the residual stream, a fused token mixer and a fused feed-forward network each."""
+"""A model's layers on the residual stream, each a fused token mixer and a fused feed-forward network."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from atom_core.runtime import Runtime
 
 
 class FusedAttention:
-    """A norm and the attention behind it, which adds to the stream."""
+    """A norm and the attention after it, added to the stream."""
 
     def __init__(self, norm: StreamNorm, attention: Attention, runtime: Runtime) -> None:
         self.qkv = NormedLinear(norm, attention.qkv_proj, None, runtime)
         self.attn, self.out = attention.attn, ResidualLinear(attention.o_proj)
 
     def __call__(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
-        """The stream behind it."""
+        """The stream after attention."""
         qkv, residual = self.qkv(stream)
         return self.out(self.attn((qkv,), positions, step), residual)
 
 
 class FusedMLA:
-    """The same over latents (MLA)."""
+    """A norm and the latent attention (MLA) after it, added to the stream."""
 
     def __init__(self, norm: StreamNorm, attention: MultiHeadLatentAttention, runtime: Runtime) -> None:
         self.down = NormedLinear(norm, attention.fused_qkv_a_proj_with_mqa, None, runtime)
         self.widths = attention.widths
-        #: From compressed queries to queries; None: they are not compressed.
+        #: From compressed queries to queries; None: queries are not compressed.
         self.queries = (
             NormedLinear(StreamNorm(attention.q_a_layernorm, runtime), attention.q_b_proj, None, runtime)
             if attention.compressed
@@ -48,7 +48,7 @@ class FusedMLA:
         self.attn, self.out = attention.attn, ResidualLinear(attention.o_proj)
 
     def __call__(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
-        """The stream behind it."""
+        """The stream after attention."""
         down, residual = self.down(stream)
         q, latent = torch.split(down, self.widths, -1)
         if self.queries is not None:
@@ -61,7 +61,7 @@ FusedFeedForward: TypeAlias = FusedMLP | FusedMoE
 
 
 def fused_mixer(norm: RMSNorm, mixer: nn.Module, runtime: Runtime) -> FusedMixer:
-    """``norm`` and the token mixer behind it."""
+    """Fuse ``norm`` and the token mixer after it."""
     if isinstance(mixer, Attention):
         return FusedAttention(StreamNorm(norm, runtime), mixer, runtime)
     assert isinstance(mixer, MultiHeadLatentAttention)
@@ -69,7 +69,7 @@ def fused_mixer(norm: RMSNorm, mixer: nn.Module, runtime: Runtime) -> FusedMixer
 
 
 def fused_feed_forward(norm: RMSNorm, network: nn.Module, runtime: Runtime) -> FusedFeedForward:
-    """``norm`` and the feed-forward network behind it."""
+    """Fuse ``norm`` and the feed-forward network after it."""
     if isinstance(network, MoE):
         return FusedMoE(StreamNorm(norm, runtime), network, runtime)
     assert isinstance(network, GatedMLP)
@@ -77,11 +77,11 @@ def fused_feed_forward(norm: RMSNorm, network: nn.Module, runtime: Runtime) -> F
 
 
 class FusedLayers:
-    """Consecutive layers and the norm behind the last, run in the place of their modules' own calls.
+    """Consecutive layers and the final norm, run in place of their modules' own calls.
 
     Args:
         layers: this rank's.
-        norm: behind the last; None: another pipeline stage has it.
+        norm: after the last layer; None: another pipeline stage has it.
         runtime: the model's.
     """
 
@@ -96,22 +96,22 @@ class FusedLayers:
         modules = [it for layer in layers for it in layer.modules() if it is not layer.mixer.attn]
         modules += [] if norm is None else [norm]
         self._hooks = [hooks for it in modules for hooks in (it._forward_hooks, it._forward_pre_hooks)]
-        #: Given each layer's place among these and the stream behind it, ``[T, hidden]``; None: nobody looks.
+        #: Called with each layer's index in this object and the stream after it, ``[T, hidden]``; None: not called.
         self.observer: Callable[[int, torch.Tensor], None] | None = None
         self.norm, self.group = None if norm is None else StreamNorm(norm, runtime), runtime.tensor_parallel
 
     @property
     def has_hooks(self) -> bool:
-        """Whether someone has put a hook on one of the modules, which is then to run by its own call.
+        """Whether a module has a hook, so that it must run by its own call.
 
-        What is compiled has none: it is traced once.
+        Compiled code has none, because it is traced once.
         """
         return not torch.compiler.is_compiling() and any(self._hooks)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, step: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the layers' own: see :meth:`DecoderLayer.forward`, and the norm's. It writes to ``x`` and ``residual``."""
+        """As :meth:`DecoderLayer.forward` of all layers, and the norm; it writes to ``x`` and ``residual``."""
         stream = Stream(None, x) if residual is None else Stream(x, residual)
         for index, (mixer, feed_forward) in enumerate(self.layers):
             stream = feed_forward(mixer(stream, positions, step))

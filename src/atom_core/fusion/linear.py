@@ -1,4 +1,4 @@
-"""A product on the residual stream: the norm in front of it, or the residual sum behind it, in few kernels."""
+"""A product on the residual stream, fused with the norm before it or the residual addition after it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from atom_core.types import Activation
 
 
 def bound(linear: Linear, bias: torch.Tensor | None) -> Callable[[LinearInput], torch.Tensor]:
-    """The product of a layer as one call, with nothing looked up at each step."""
+    """The product of a layer as one call, without lookups at each step."""
     if isinstance(linear.method, UnquantizedMethod):
         return partial(linear.kernel, weight=linear.weight, bias=bias)
     return partial(linear.method.apply, linear, bias=bias)
@@ -32,24 +32,24 @@ class Stream(NamedTuple):
     """The residual stream ``[T, hidden]``: a sum whose last addition may be left to the norm that reads it."""
 
     last: torch.Tensor | None
-    """What is still to be added; None: nothing is."""
+    """The term still to be added; None: there is none."""
     residual: torch.Tensor
-    """The sum so far. Whoever has the stream may write to both."""
+    """The sum so far. The owner of the stream may write to both tensors."""
     is_partial: bool = False
-    """Whether ``last`` is this rank's partial sum, which is to be summed over the tensor-parallel group first."""
+    """Whether ``last`` is this rank's partial sum, to be summed over the tensor-parallel group first."""
 
     def whole(self, group: Communicator) -> Stream:
-        """The same stream, with no sum over ``group``, the tensor-parallel one, left to do."""
+        """The same stream after the sum over ``group``, the tensor-parallel one, if that is still to do."""
         if self.last is None or not self.is_partial:
             return self
         return Stream(group.all_reduce(self.last), self.residual)
 
 
 class StreamNorm:
-    """A norm of the stream, with the additions that are left to it.
+    """A norm of the stream, including the stream's remaining additions.
 
     Args:
-        norm: the layer whose weight it has.
+        norm: the layer with the weight.
         runtime: the model's.
     """
 
@@ -57,24 +57,24 @@ class StreamNorm:
         self.layer, self.weight, self.eps, self.kernel = norm, norm.weight, norm.eps, norm.kernel
         self.group = group = runtime.tensor_parallel
         size, dtype = norm.spec.size, norm.spec.dtype
-        #: The norm together with the sum over ranks in front of it, where there is a kernel for both.
+        #: A kernel for the sum over ranks together with the norm, if there is one.
         self.reducing = None
         if group.world_size > 1:
             self.reducing = runtime.kernels.select(ALL_REDUCE_NORM, AllReduceNormSpec(size, dtype, group))
-        #: The same, where it can quantise for the product behind as well.
+        #: The same kernel, if it can also quantise for the next product.
         self.quantizing = self.reducing if isinstance(self.reducing, QuantizingAllReduceNorm) else None
 
     def reduces(self, stream: Stream) -> bool:
-        """Whether the sum over ranks that is left in ``stream`` and the norm are one kernel's."""
+        """Whether one kernel runs the remaining sum over ranks of ``stream`` and the norm."""
         if not stream.is_partial or stream.last is None or self.reducing is None:
             return False
-        # A branch on the number of tokens, which tracing would freeze; what compiles fuses them itself.
+        # Tracing would fix a branch on the number of tokens; compilers fuse these ops themselves.
         return not torch.compiler.is_compiling() and self.reducing.takes(stream.last)
 
     def quantized(self, stream: Stream, form: InputForm) -> tuple[QuantizedInput, torch.Tensor] | None:
-        """The normed stream in ``form`` and the stream summed up, of one that it :meth:`reduces`.
+        """The normed stream in ``form`` and the updated stream, for a stream that it :meth:`reduces`.
 
-        None: no kernel has all of it in one launch.
+        None: no kernel does all of it in one launch.
         """
         kernel, last = self.quantizing, stream.last
         assert last is not None
@@ -83,7 +83,7 @@ class StreamNorm:
         return kernel.quantized(last, stream.residual, self.weight, self.eps, form)
 
     def __call__(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
-        """The normed stream, and the stream summed up, both ``[T, hidden]``."""
+        """The normed stream, and the updated stream, both ``[T, hidden]``."""
         if stream.is_partial:
             if self.reduces(stream):
                 assert self.reducing is not None
@@ -98,12 +98,12 @@ class StreamNorm:
 
 
 class NormedLinear:
-    """``linear(norm(stream))``, and for few tokens with the gated activation behind it.
+    """``linear(norm(stream))``, and for few tokens also the gated activation after it.
 
     Args:
-        norm: in front.
+        norm: before the product.
         linear: a layer of this rank's outputs; with an activation, of ``[gate | up]``.
-        activation: the gated activation behind it, which :meth:`fused` has in its kernel and :meth:`product` has not.
+        activation: the gated activation, which :meth:`fused` applies and :meth:`product` does not.
         runtime: the model's.
     """
 
@@ -121,7 +121,7 @@ class NormedLinear:
         self.kernel = kernels.select(
             NORMED_LINEAR, NormedLinearSpec(in_features, out_features, activation, tuple(separate))
         )
-        #: Tokens up to which the kernel runs.
+        #: Largest number of tokens for the fused kernel.
         self.max_rows = 0 if self.kernel is None else self.kernel.max_rows
         self.form = form = linear.method.input_form()
         self.norm_and_quantize = (
@@ -131,25 +131,25 @@ class NormedLinear:
         )
 
     def __call__(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[T, out]`` of a layer without an activation, and the stream summed up, ``[T, in]``."""
+        """``[T, out]`` of a layer without an activation, and the updated stream, ``[T, in]``."""
         if self.max_rows and (y := self.fused(stream)) is not None:
             return y, stream.residual
         return self.product(stream)
 
     def fused(self, stream: Stream) -> torch.Tensor | None:
-        """``[T, out]`` by one kernel for all of it, where there is one for these rows and the stream is summed up."""
+        """``[T, out]`` by one kernel, if it supports these rows and the stream has no remaining additions."""
         x = stream.residual
         if stream.last is not None or self.kernel is None or not 0 < x.shape[0] <= self.max_rows:
             return None
         return self.kernel(x, self.norm.weight, self.norm.eps, self.operands(self.linear))
 
     def product(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
-        """``linear(norm(stream))``, without the activation, and the stream summed up."""
+        """``linear(norm(stream))``, without the activation, and the updated stream."""
         normed, summed = self.norm(stream) if self.norm_and_quantize is None else self._quantized(stream)
         return self.multiply(normed), summed
 
     def _quantized(self, stream: Stream) -> tuple[LinearInput, torch.Tensor]:
-        """What the layer multiplies, quantised where it takes it so, and the stream summed up."""
+        """The layer's input, quantised where it takes it so, and the updated stream."""
         norm = self.norm
         assert self.norm_and_quantize is not None
         if not self.linear.method.takes_quantized(stream.residual.shape[0]):
@@ -166,21 +166,21 @@ class NormedLinear:
 
 
 class ResidualLinear:
-    """The product behind attention or behind a feed-forward network, which adds to the stream."""
+    """The product after attention, or the last of a feed-forward network, added to the stream."""
 
     def __init__(self, linear: RowLinear) -> None:
         self.linear, self.is_partial = linear, linear.group.world_size > 1
-        #: The bias is whole on every rank, and enters the sum over ranks once.
+        #: Every rank has the whole bias, which enters the sum over ranks once.
         self.bias = linear.bias if linear.group.rank == 0 else None
         self.multiply = bound(linear, self.bias)
         method = linear.method
         never_adds = self.is_partial or (isinstance(method, UnquantizedMethod) and method.adding is None)
-        #: Adds to the residual within the product, where there is a kernel for these rows.
+        #: Adds to the residual within the product, if a kernel supports these rows.
         self.add = None if never_adds else method.add
 
     def __call__(self, x: LinearInput, residual: torch.Tensor) -> Stream:
-        """The product of ``x`` added to ``residual [T, hidden]``, which is written to."""
-        # What is quantised already is added to nothing within the product.
+        """The product of ``x``, added to ``residual [T, hidden]``, which is written to."""
+        # Products of quantised inputs do not add to the residual.
         if self.add is not None and isinstance(x, torch.Tensor):
             summed = self.add(self.linear, x, self.bias, residual)
             if summed is not None:

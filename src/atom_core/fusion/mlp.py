@@ -1,4 +1,4 @@
-"""The gated feed-forward network: norm, product, activation, product, residual sum."""
+"""The gated feed-forward network: norm, product, activation, product, residual addition."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from atom_core.runtime import Runtime
 
 
 def fused_activation(
-    activation: GatedActivation, behind: Linear, runtime: Runtime
+    activation: GatedActivation, next_layer: Linear, runtime: Runtime
 ) -> Callable[[torch.Tensor], LinearInput]:
-    """``act(gate) * up`` of ``[gate | up]``, quantised where one kernel does both and the layer behind takes it so.
+    """``act(gate) * up`` of ``[gate | up]``, quantised if one kernel does both and the next layer takes that form.
 
     Args:
-        activation: the plain one.
-        behind: the layer that reads the result.
+        activation: the plain layer.
+        next_layer: the layer that reads the result.
         runtime: the model's.
 
     Returns:
-        From ``[T, 2N]`` to ``[T, N]``.
+        A function from ``[T, 2N]`` to ``[T, N]``.
     """
-    spec, method = activation.spec, behind.method
+    spec, method = activation.spec, next_layer.method
     form = method.input_form()
     if form is None:
         return activation.kernel
@@ -50,21 +50,21 @@ class GatedLinear:
     """``act(linear(norm(stream)))``.
 
     Args:
-        norm: in front.
-        linear: of ``[gate | up]``, as this rank holds them.
-        activation: the plain function.
-        behind: the layer that reads the result.
+        norm: before the product.
+        linear: of ``[gate | up]``, this rank's shard.
+        activation: the plain layer.
+        next_layer: the layer that reads the result.
         runtime: the model's.
     """
 
     def __init__(
-        self, norm: StreamNorm, linear: Linear, activation: GatedActivation, behind: Linear, runtime: Runtime
+        self, norm: StreamNorm, linear: Linear, activation: GatedActivation, next_layer: Linear, runtime: Runtime
     ) -> None:
-        self.activate = fused_activation(activation, behind, runtime)
+        self.activate = fused_activation(activation, next_layer, runtime)
         self.gate_up = NormedLinear(norm, linear, activation.spec.activation, runtime)
 
     def __call__(self, stream: Stream) -> tuple[LinearInput, torch.Tensor]:
-        """``[T, out]``, and the stream summed up, ``[T, in]``."""
+        """``[T, out]``, and the updated stream, ``[T, in]``."""
         if self.gate_up.max_rows and (y := self.gate_up.fused(stream)) is not None:
             return y, stream.residual
         y, summed = self.gate_up.product(stream)
@@ -72,12 +72,12 @@ class GatedLinear:
 
 
 class FusedMLP:
-    """A norm and the network behind it, which adds to the stream."""
+    """A norm and the network after it, added to the stream."""
 
     def __init__(self, norm: StreamNorm, mlp: GatedMLP, runtime: Runtime) -> None:
         self.gate_up = GatedLinear(norm, mlp.gate_up_proj, mlp.activation, mlp.down_proj, runtime)
         self.down = ResidualLinear(mlp.down_proj)
 
     def __call__(self, stream: Stream) -> Stream:
-        """The stream behind it."""
+        """The stream after the network."""
         return self.down(*self.gate_up(stream))

@@ -1,4 +1,4 @@
-"""A mixture of experts: norm, router, experts, shared experts, residual sum."""
+"""A mixture of experts: norm, router, experts, shared experts, residual addition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atom_core.runtime import Runtime
 
 
 class FusedSharedExpert:
-    """The network that all tokens go through beside their own experts."""
+    """The shared experts as a separate network."""
 
     def __init__(self, norm: StreamNorm, shared: SharedExpert, runtime: Runtime) -> None:
         self.gate_up_proj = shared.gate_up_proj
@@ -27,21 +27,21 @@ class FusedSharedExpert:
         return self.down_proj.partial(self.activate(self.gate_up_proj.forward(x)))
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> Stream:
-        """The answer of the only rank, added to ``residual [T, hidden]``, which is written to."""
+        """Add the result, with one rank, to ``residual [T, hidden]``, which is written to."""
         return self.down(self.activate(self.gate_up_proj.forward(x)), residual)
 
     def gated(self, stream: Stream) -> torch.Tensor:
-        """``act(gate_up(norm(stream)))`` of a stream that is summed up."""
+        """``act(gate_up(norm(stream)))`` of a stream without remaining additions."""
         y = self.normed.fused(stream)
         return self.plain_activation(self.normed.product(stream)[0]) if y is None else y
 
 
 class FusedMoE:
-    """A norm and the mixture behind it, which adds to the stream."""
+    """A norm and the mixture after it, added to the stream."""
 
     def __init__(self, norm: StreamNorm, moe: MoE, runtime: Runtime) -> None:
         self.norm, self.moe, self.router, self.experts = norm, moe, moe.router_layer, moe.experts
-        kernels, self.replicas = runtime.kernels, runtime.data_parallel
+        kernels, self.data_parallel = runtime.kernels, runtime.data_parallel
         self.is_partial = runtime.tensor_parallel.world_size > 1
         separate = (
             (RMS_NORM.name, kernels.chosen(RMS_NORM, norm.layer.spec)),
@@ -49,30 +49,30 @@ class FusedMoE:
         )
         self.normed_router = kernels.select(NORMED_ROUTER, NormedRouterSpec(separate))
         self.shared = None if moe.shared_experts is None else FusedSharedExpert(norm, moe.shared_experts, runtime)
-        #: Nothing comes between the experts' sum and the stream.
-        self.adds = not self.is_partial and self.replicas.world_size == 1
-        #: Up to so many tokens the norm is within each product that reads it: the experts' and the router's.
+        #: Whether the experts' sum is added to the stream without sums over ranks.
+        self.adds = not self.is_partial and self.data_parallel.world_size == 1
+        #: Largest number of tokens for which the products that read the norm (experts and router) apply it themselves.
         self.max_normed = self.experts.max_normed if self.adds and self.router.dtype == runtime.dtype else 0
         self.router_logits = NormedLinear(norm, self.router, None, runtime) if self.max_normed else None
 
     def __call__(self, stream: Stream) -> Stream:
-        """The stream behind it."""
+        """The stream after the mixture."""
         if stream.last is None and not torch.compiler.is_compiling() and 0 < len(stream.residual) <= self.max_normed:
             return self._normed_in_products(stream)
         x, residual, logits = self._routed(stream)
         weights, experts = self.router.choose(logits)
-        rows = self.replicas.gather(x, weights, experts)
-        self.moe.tell(rows[2])
+        rows = self.data_parallel.gather(x, weights, experts)
+        self.moe.report_routing(rows[2])
         if self.adds and (summed := self.experts.add(x, weights, experts, residual)) is not None:
             return Stream(None, summed) if self.shared is None else self.shared.add(x, summed)
-        mine = self.replicas.reduce(self.experts.forward(*rows))
+        mine = self.data_parallel.reduce(self.experts.forward(*rows))
         if self.shared is not None:
             mine = mine + self.shared(x)
         return Stream(mine, residual, self.is_partial)
 
     def _routed(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The normed stream, the stream summed up, and the tokens' logits ``[T, experts]``."""
-        # Where it is traced, a branch on the number of tokens would freeze it.
+        """The normed stream, the updated stream, and the tokens' logits ``[T, experts]``."""
+        # Tracing would fix a branch on the number of tokens.
         if self.normed_router is not None and stream.last is None and not torch.compiler.is_compiling():
             x = stream.residual
             if len(x) in self.normed_router.tokens:
@@ -85,10 +85,10 @@ class FusedMoE:
     def _normed_in_products(self, stream: Stream) -> Stream:
         assert self.router_logits is not None
         logits, residual = self.router_logits(stream)
-        # Before the experts write to what it reads.
+        # Before the experts write to the stream that it reads.
         shared = None if self.shared is None else self.shared.gated(stream)
         weights, experts = self.router.choose(logits)
-        self.moe.tell(experts)
+        self.moe.report_routing(experts)
         summed = self.experts.add_normed(residual, self.norm.weight, self.norm.eps, weights, experts)
         if self.shared is None or shared is None:
             return Stream(None, summed)

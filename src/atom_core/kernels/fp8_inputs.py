@@ -1,4 +1,4 @@
-"""Inputs of FP8 products that are quantised by what makes them: a norm or an activation, in one launch with it."""
+"""Inputs of FP8 products that the op before (a norm or an activation) quantises in its own launch."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch
 
 @dataclass(frozen=True)
 class InputForm:
-    """What a product takes."""
+    """The form in which a product takes its input."""
 
     dtype: torch.dtype
-    """A form of e4m3."""
+    """A variant of e4m3."""
     group: int | None
-    """Numbers of a token that share a scale; None: all of them."""
+    """Elements of a token that share a scale; None: all of them."""
 
 
 class QuantizedInput(NamedTuple):
-    """``T`` tokens for a product with ``K`` inputs; a number times its scale is the true one."""
+    """``T`` tokens for a product with ``K`` inputs; an element is its value times its scale."""
 
     values: torch.Tensor
     """``[T, K]`` in FP8."""
     scales: torch.Tensor
-    """Float32: ``[T, 1]``, or of groups ``[K / group, T]``, those of one group side by side."""
+    """float32: ``[T, 1]``, or of groups ``[K / group, T]``."""
 
 
-#: What a linear layer may be given.
+#: The input of a linear layer.
 LinearInput = torch.Tensor | QuantizedInput
 
 
-def room(rows: int, size: int, form: InputForm, device: torch.device) -> QuantizedInput:
-    """Memory without contents for ``[rows, size]`` in ``form``."""
+def empty_quantized(rows: int, size: int, form: InputForm, device: torch.device) -> QuantizedInput:
+    """Uninitialised memory for ``[rows, size]`` in ``form``."""
     shape = (rows, 1) if form.group is None else (size // form.group, rows)
     values = torch.empty(rows, size, dtype=form.dtype, device=device)
     return QuantizedInput(values, torch.empty(shape, dtype=torch.float32, device=device))
@@ -40,20 +40,20 @@ def room(rows: int, size: int, form: InputForm, device: torch.device) -> Quantiz
 
 @runtime_checkable
 class QuantizedInputKernel(Protocol):
-    """A product that multiplies what others have quantised."""
+    """A product that can take quantised inputs."""
 
     form: InputForm | None
-    """What it takes; None: this one quantises by itself."""
+    """The form of quantised inputs; None: this product quantises its inputs itself."""
 
     def takes_quantized(self, rows: int) -> bool:
-        """Whether so many rows are best given quantised."""
+        """Whether quantised inputs are faster for ``rows``."""
 
     def multiply(
         self, x: QuantizedInput, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """``[T, K]`` to ``[T, N]``, as it does with an input that it quantises."""
+        """``[T, K]`` to ``[T, N]``, as with an input that it quantises itself."""
 
 
-def if_it_takes_quantized(kernel: object) -> QuantizedInputKernel | None:
-    """``kernel``, where it multiplies what others have quantised, else None."""
+def as_quantized_input_kernel(kernel: object) -> QuantizedInputKernel | None:
+    """``kernel``, if it can take quantised inputs, else None."""
     return kernel if isinstance(kernel, QuantizedInputKernel) and kernel.form is not None else None

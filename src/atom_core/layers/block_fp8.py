@@ -1,6 +1,6 @@
-"""FP8 weights with a scale for each block of 128 by 128: what a rank may hold of them, and linear layers of them.
+"""FP8 weights with a scale for each block of 128 by 128: which shards ranks may have, and linear layers.
 
-A rank holds whole blocks: a block's scale is one number, and a group of an activation is quantised by one rank.
+A rank has whole blocks: a block's scale is one element, and one rank quantises a group of an activation.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, FewRowsFp8BlockKernel, Fp8BlockLinearSpec
-from atom_core.kernels.fp8_inputs import InputForm, LinearInput, if_it_takes_quantized
+from atom_core.kernels.fp8_inputs import InputForm, LinearInput, as_quantized_input_kernel
 from atom_core.kernels.moved import MovingKernel
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.select import KernelSet
-from atom_core.layers.linear_methods import Fp8Placement, Part, check_scales, empty_fp8, empty_scales
+from atom_core.layers.linear_methods import Fp8Placement, Shard, check_scales, empty_fp8, empty_scales
 from atom_core.layers.parameters import Placement
 from atom_core.quant.fp8 import BLOCK_SIZE, Fp8Config
 from atom_core.runtime import Runtime
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 
 def num_blocks(size: int) -> int:
-    """Blocks along a side of a weight; the last may be smaller."""
+    """Blocks along a dimension of a weight; the last may be smaller."""
     return -(-size // BLOCK_SIZE)
 
 
 def check_blocks(
-    part: Part, module: str, world_size: int, instead: str = "", ranks: str = "tensor parallel size"
+    shard: Shard, module: str, world_size: int, instead: str = "", ranks: str = "tensor parallel size"
 ) -> None:
-    """Whether a rank holds whole blocks of a part of a weight, and the part begins with a block.
+    """Check that a shard consists of whole blocks, and begins with a block.
 
     Args:
-        part: of the weight.
-        module: what checkpoints call it.
-        world_size: how many ranks share it.
-        instead: another way out for the user, after a comma.
-        ranks: what says how many there are.
+        shard: of the weight.
+        module: its checkpoint module.
+        world_size: the number of ranks that share it.
+        instead: an alternative for the user, after a comma.
+        ranks: the name of the setting of ``world_size``.
 
     Raises:
         ValueError: it does not.
     """
-    for mine, total, what in ((part.my_rows, part.rows, "rows"), (part.my_columns, part.columns, "columns")):
+    for mine, total, what in ((shard.my_rows, shard.rows, "rows"), (shard.my_columns, shard.columns, "columns")):
         if mine != range(total) and len(mine) % BLOCK_SIZE:
             sizes = [size for size in range(1, world_size) if total % size == 0 and total // size % BLOCK_SIZE == 0]
             raise ValueError(
@@ -54,9 +54,9 @@ def check_blocks(
                 f"{ranks} that leaves each rank whole blocks ({', '.join(map(str, sizes or [1]))}){instead}, or a "
                 "checkpoint with a scale for each row."
             )
-    if part.begin % BLOCK_SIZE:
+    if shard.begin % BLOCK_SIZE:
         raise ValueError(
-            f"{module} and what stands in front of it are one weight here, in which it begins at row {part.begin}: "
+            f"{module} is merged with other matrices into one weight, in which it begins at row {shard.begin}: "
             f"within an FP8 block of {BLOCK_SIZE} by {BLOCK_SIZE} (weight_block_size, block_structure or block_size of "
             f"the config). Supported: sizes that are multiples of {BLOCK_SIZE}, or a checkpoint with a scale for each "
             "row."
@@ -76,19 +76,19 @@ class BlockScalePlacement(Placement):
         super().load(tensor)
 
 
-def place_scales(part: Part, parameter: torch.Tensor) -> Placement:
-    """This rank's blocks of ``part``, in scales ``[blocks of rows, blocks of columns]`` of the whole weight."""
+def place_scales(shard: Shard, parameter: torch.Tensor) -> Placement:
+    """This rank's blocks of ``shard``, in scales ``[blocks of rows, blocks of columns]`` of the whole weight."""
 
     def blocks(mine: range) -> range:
         return range(mine.start // BLOCK_SIZE, num_blocks(mine.stop))
 
-    of_blocks = Part(
-        part.module,
-        num_blocks(part.rows),
-        num_blocks(part.columns),
-        blocks(part.my_rows),
-        blocks(part.my_columns),
-        part.begin // BLOCK_SIZE,
+    of_blocks = Shard(
+        shard.module,
+        num_blocks(shard.rows),
+        num_blocks(shard.columns),
+        blocks(shard.my_rows),
+        blocks(shard.my_columns),
+        shard.begin // BLOCK_SIZE,
     )
     return of_blocks.of_matrix(parameter, BlockScalePlacement)
 
@@ -100,48 +100,48 @@ class BlockFp8Method:
         self.scheme = scheme
 
     def create(self, layer: Linear, runtime: Runtime) -> None:
-        """The weight, and the scales of its blocks.
+        """Register the weight, and the scales of its blocks.
 
         Raises:
             ValueError: blocks would be cut.
         """
-        for part, module in zip(layer.parts, layer.modules_of_parts, strict=True):
-            check_blocks(part, module, runtime.tensor_parallel.world_size)
+        for shard, module in zip(layer.shards, layer.shard_modules, strict=True):
+            check_blocks(shard, module, runtime.tensor_parallel.world_size)
         in_features, out_features = layer.in_features, layer.out_features
         self.spec = Fp8BlockLinearSpec(in_features, out_features, layer.bias is not None, runtime.dtype)
         self.kernel = runtime.kernels.select(FP8_BLOCK_LINEAR, self.spec)
-        self.fewer = self.kernel if isinstance(self.kernel, FewRowsFp8BlockKernel) else None
-        self.taking = if_it_takes_quantized(self.kernel)
+        self.few_rows_kernel = self.kernel if isinstance(self.kernel, FewRowsFp8BlockKernel) else None
+        self.quantized_input_kernel = as_quantized_input_kernel(self.kernel)
         layer.weight = empty_fp8(runtime, out_features, in_features)
         layer.weight_scale = empty_scales(runtime, num_blocks(out_features), num_blocks(in_features))
 
-    def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
+    def placements(self, layer: Linear, shard: Shard) -> Iterator[tuple[str, Placement]]:
         """The weight and its scales."""
-        yield "weight", part.of_matrix(layer.weight, Fp8Placement)
-        yield self.scheme.scale, replace(place_scales(part, layer.weight_scale), held_by="weight_scale")
+        yield "weight", shard.of_matrix(layer.weight, Fp8Placement)
+        yield self.scheme.scale, replace(place_scales(shard, layer.weight_scale), held_by="weight_scale")
 
     def input_form(self) -> InputForm | None:
         """See :class:`LinearMethod`."""
-        return None if self.taking is None else self.taking.form
+        return None if self.quantized_input_kernel is None else self.quantized_input_kernel.form
 
     def takes_quantized(self, rows: int) -> bool:
         """See :class:`LinearMethod`."""
-        return self.taking is not None and self.taking.takes_quantized(rows)
+        return self.quantized_input_kernel is not None and self.quantized_input_kernel.takes_quantized(rows)
 
     def apply(self, layer: Linear, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
         """See :class:`LinearMethod`."""
         if isinstance(x, torch.Tensor):
             return self.kernel(x, layer.weight, layer.weight_scale, bias)
-        assert self.taking is not None
-        return self.taking.multiply(x, layer.weight, layer.weight_scale, bias)
+        assert self.quantized_input_kernel is not None
+        return self.quantized_input_kernel.multiply(x, layer.weight, layer.weight_scale, bias)
 
     def add(
         self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor | None:
         """See :class:`LinearMethod`."""
-        if self.fewer is None or not 0 < x.shape[0] <= self.fewer.max_rows:
+        if self.few_rows_kernel is None or not 0 < x.shape[0] <= self.few_rows_kernel.max_rows:
             return None
-        return self.fewer.add(x, layer.weight, layer.weight_scale, bias, residual)
+        return self.few_rows_kernel.add(x, layer.weight, layer.weight_scale, bias, residual)
 
     def chosen(self, layer: Linear, kernels: KernelSet) -> tuple[str, str]:
         """See :class:`LinearMethod`."""
@@ -149,8 +149,8 @@ class BlockFp8Method:
 
     def operands(self, layer: Linear) -> Operands:
         """See :class:`LinearMethod`."""
-        assert self.fewer is not None, "few rows are asked for where the Triton kernel was chosen"
-        return Operands(self.fewer.stored(layer.weight), layer.bias, layer.weight_scale)
+        assert self.few_rows_kernel is not None, "few rows are asked for where the Triton kernel was chosen"
+        return Operands(self.few_rows_kernel.stored(layer.weight), layer.bias, layer.weight_scale)
 
     def finalize(self, layer: Linear) -> None:
         """See :class:`LinearMethod`."""

@@ -1,7 +1,7 @@
-"""The experts of a mixture, and how they are kept: in the model's dtype, in FP8 or in MXFP4.
+"""The experts of a mixture, and the forms of their weights: in the model's dtype, in FP8 or in MXFP4.
 
-A rank holds some of every expert's middle, or, with expert parallelism, some of the experts. Experts that all tokens
-share may be among them, behind the others.
+A rank has a shard of every expert's intermediate size, or, with expert parallelism, some of the experts. Shared experts
+may be among them, after the routed ones.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import nn
 
 from atom_core.config import MoEConfig
 from atom_core.kernels.experts import AddingExpertsKernel
-from atom_core.layers.expert_parts import one_a_tensor
+from atom_core.layers.expert_shards import one_a_tensor
 from atom_core.layers.fp8_experts import Fp8ExpertsMethod
-from atom_core.layers.fused_experts import PairsPlacement
+from atom_core.layers.fused_experts import GateUpPlacement
 from atom_core.layers.mxfp4_experts import Mxfp4ExpertsMethod
 from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
 from atom_core.layers.plain_experts import PlainExpertsMethod
@@ -26,41 +26,41 @@ from atom_core.types import Activation
 
 
 class ExpertsMethod(Protocol):
-    """One way to keep them; an object a layer."""
+    """One form of the weights; one object per layer."""
 
     kernel: Any
-    """What multiplies, once it is created: as :class:`atom_core.kernels.experts.ExpertsKernel`, of :meth:`weights`."""
+    """The kernel, once created: like :class:`atom_core.kernels.experts.ExpertsKernel`, for :meth:`weights`."""
 
     def create(self, layer: Experts, activation: Activation, top_k: int, runtime: Runtime, name: str) -> None:
-        """Register the weights; ``layer``, which is the module ``name``, has its sizes, this rank's share and biases.
+        """Register the weights; ``layer``, the module ``name``, has its sizes, this rank's share and the biases.
 
         Raises:
-            ValueError: they cannot be shared out so.
+            ValueError: the weights cannot be shared out this way.
         """
 
     def weights(self, layer: Experts) -> Any:
-        """What the kernel is given of the layer."""
+        """The layer's weights for the kernel."""
 
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         """As :meth:`atom_core.layers.parameters.ParameterLayer.placements`, without the biases."""
 
     def finalize(self, layer: Experts) -> None:
-        """Called after loading, and again after weights were loaded anew."""
+        """Called after loading, and again after new weights were loaded."""
 
     def restore(self, layer: Experts, whole: bool) -> None:
         """See :meth:`ParameterLayer.restore_weights`."""
 
 
 class Experts(ParameterLayer):
-    """All experts of a layer, each matrix in one tensor; checkpoints have them one by one, or all in two tensors."""
+    """All experts of a layer, each matrix in one tensor; checkpoints have one tensor per expert, or two for all."""
 
-    #: Of the model's dtype or FP8: ``[experts, gates and ups, hidden]`` and ``[experts, hidden, middle]``.
+    #: In the model's dtype or FP8: ``[experts, gates and ups, hidden]`` and ``[experts, hidden, intermediate size]``.
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
-    #: Where they are FP8: see :mod:`atom_core.kernels.fp8_experts`.
+    #: In FP8: see :mod:`atom_core.kernels.fp8_experts`.
     gate_up_scale: nn.Parameter
     down_scale: nn.Parameter
-    #: Where they are in MXFP4: see :mod:`atom_core.layers.mxfp4_experts`.
+    #: In MXFP4: see :mod:`atom_core.layers.mxfp4_experts`.
     gate_up_proj_blocks: nn.Parameter
     gate_up_proj_scales: nn.Parameter
     down_proj_blocks: nn.Parameter
@@ -71,25 +71,27 @@ class Experts(ParameterLayer):
     ) -> None:
         super().__init__()
         self.names, self.fused = config.names, config.fused
-        group, replicas, routing = runtime.tensor_parallel, runtime.data_parallel, config.routing
-        self.hidden_size, self.size = hidden_size, config.intermediate_size
-        #: Experts that are chosen from, and with the shared ones behind them.
+        group, data_parallel, routing = runtime.tensor_parallel, runtime.data_parallel, config.routing
+        self.hidden_size, self.intermediate_size = hidden_size, config.intermediate_size
+        #: Numbers of experts: routed ones, and all including the shared ones after them.
         self.routed, self.total = routing.num_experts, routing.total_experts
-        rank, self.num_ranks = replicas.rank * group.world_size + group.rank, replicas.world_size * group.world_size
-        #: What users know the number of ranks by.
-        self.ranks = "tensor parallel size" if replicas.world_size == 1 else "tensor times data parallel size"
-        #: This rank's experts, and what it has of the middle of each.
-        self.held, self.mine = range(self.total), range(self.size)
+        rank = data_parallel.rank * group.world_size + group.rank
+        self.num_ranks = data_parallel.world_size * group.world_size
+        #: The name of the number of ranks for users.
+        self.ranks = "tensor parallel size" if data_parallel.world_size == 1 else "tensor times data parallel size"
+        #: This rank's experts, and its range of the intermediate size of each.
+        self.local_experts, self.intermediate_range = range(self.total), range(self.intermediate_size)
         assert not (routing.shared and (runtime.expert_parallel or config.fused or config.bias))
         if runtime.expert_parallel:
-            self.held = share(self.total, rank, self.num_ranks, "num_experts", self.ranks)
+            self.local_experts = share(self.total, rank, self.num_ranks, "num_experts", self.ranks)
         else:
-            self.mine = share(self.size, rank, self.num_ranks, "moe_intermediate_size", self.ranks)
-        count, size = len(self.held), len(self.mine)
+            what = "moe_intermediate_size"
+            self.intermediate_range = share(self.intermediate_size, rank, self.num_ranks, what, self.ranks)
+        count, size = len(self.local_experts), len(self.intermediate_range)
         assert config.fused or not config.bias, "biases are known of checkpoints with fused experts alone"
         self.gate_up_proj_bias = empty_parameter(runtime, count, 2 * size) if config.bias else None
         self.down_proj_bias = empty_parameter(runtime, count, hidden_size) if config.bias else None
-        #: An expert that several ranks share has its last bias added by one of them.
+        #: Where several ranks share an expert, one of them adds the down bias.
         self.adds_bias = runtime.expert_parallel or rank == 0
         self.method = self._method(runtime, name)
         self.method.create(self, activation, routing.experts_per_token, runtime, name)
@@ -114,45 +116,46 @@ class Experts(ParameterLayer):
         )
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """``x [T, hidden]``, weights and experts ``[T, k]`` to this rank's part of the sum, ``[T, hidden]``."""
+        """``x [T, hidden]``, weights and experts ``[T, k]`` to this rank's partial sum, ``[T, hidden]``."""
         return cast(torch.Tensor, self.method.kernel(x, weights, experts, self.method.weights(self)))
 
     def add(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor | None:
-        """``residual [T, hidden]`` and this rank's part of the sum, in ``residual``; None: nothing does both."""
+        """Add this rank's sum to ``residual [T, hidden]`` in place; None: no kernel does both."""
         if self.adding is None or torch.compiler.is_compiling():
             return None
         return self.adding.add(x, weights, experts, self.method.weights(self), residual)
 
     @property
     def max_normed(self) -> int:
-        """Tokens up to which :meth:`add_normed` may be called."""
+        """Largest number of tokens for :meth:`add_normed`."""
         return 0 if self.adding is None else self.adding.max_normed
 
     def add_normed(
         self, stream: torch.Tensor, norm: torch.Tensor, eps: float, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        """``stream [T, hidden]`` and this rank's part of the sum that its norm leads to, in ``stream``."""
+        """Add this rank's sum for the normed ``stream [T, hidden]`` to ``stream`` in place."""
         assert self.adding is not None
-        return self.adding.add_behind_norm(stream, norm, eps, weights, experts, self.method.weights(self))
+        return self.adding.add_after_norm(stream, norm, eps, weights, experts, self.method.weights(self))
 
     @property
     def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """That of gate and up, and that of down where this rank adds it."""
+        """The gate/up bias, and the down bias where this rank adds it."""
         return self.gate_up_proj_bias, self.down_proj_bias if self.adds_bias else None
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
         """The weights, and the biases."""
         yield from one_a_tensor(self.method.placements(self))
         if self.gate_up_proj_bias is not None and self.down_proj_bias is not None:
-            wide, narrow, held = (self.total, 2 * self.size), (self.total, self.hidden_size), self.held
-            yield "", "gate_up_proj_bias", PairsPlacement(self.gate_up_proj_bias, wide, share=(held, self.mine))
-            yield "", "down_proj_bias", Placement(self.down_proj_bias, narrow, 0, held.start, 0, len(held))
+            total, local, share = self.total, self.local_experts, (self.local_experts, self.intermediate_range)
+            gate_up, down = (total, 2 * self.intermediate_size), (total, self.hidden_size)
+            yield "", "gate_up_proj_bias", GateUpPlacement(self.gate_up_proj_bias, gate_up, share=share)
+            yield "", "down_proj_bias", Placement(self.down_proj_bias, down, 0, local.start, 0, len(local))
 
     def elsewhere(self) -> Iterator[str]:
         """Other ranks' experts."""
-        return (f"{self.folder}.{expert}" for expert in range(self.total) if expert not in self.held)
+        return (f"{self.folder}.{expert}" for expert in range(self.total) if expert not in self.local_experts)
 
     def finalize_weights(self) -> None:
         """See :class:`ParameterLayer`."""
@@ -164,10 +167,10 @@ class Experts(ParameterLayer):
 
     @property
     def folder(self) -> str:
-        """Where checkpoints have the experts, from this module on."""
+        """The checkpoint module of the experts, relative to this module."""
         return f"../../{self.names.module}.experts"
 
     @property
     def shared_module(self) -> str:
-        """The same of the shared experts' network."""
+        """The checkpoint module of the shared experts' network, relative to this module."""
         return f"../../{self.names.module}.shared_experts"

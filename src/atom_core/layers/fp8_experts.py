@@ -1,8 +1,8 @@
-"""The experts of a mixture in FP8: from a checkpoint with a scale for each matrix, row or block, or made on loading.
+"""The experts of a mixture in FP8, from a checkpoint with matrix, row or block scales, or quantised on loading.
 
-Each token that comes to them has a scale of its own, also where the checkpoint has static ones: of those a layer could
-use but the largest of its experts', for tokens are quantised once for all of them, and to look for a token's own costs
-nothing there. It cuts nothing off, and is finer. So static scales are asked for, checked, and left unused.
+Each token has a dynamic input scale, also where the checkpoint has static ones. Tokens are quantised once for all
+experts, so a layer could use only the largest of its experts' static scales; a dynamic scale costs nothing extra there,
+clips nothing and is finer. So static scales are required and checked, but not used.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.moved import MovingKernel
 from atom_core.layers.block_fp8 import check_blocks, num_blocks, place_scales
-from atom_core.layers.expert_parts import expert_parts
+from atom_core.layers.expert_shards import expert_shards
 from atom_core.layers.linear_methods import (
     Fp8Placement,
-    Part,
     QuantizingPlacement,
     ScalePlacement,
+    Shard,
     UnusedScalePlacement,
     empty_fp8,
     empty_scales,
@@ -40,7 +40,7 @@ class Fp8ExpertsMethod:
 
     Args:
         scheme: of the layer.
-        module: what checkpoints call the experts.
+        module: the checkpoint module of the experts.
     """
 
     def __init__(self, scheme: Fp8Config, module: str) -> None:
@@ -57,11 +57,12 @@ class Fp8ExpertsMethod:
                 f"The experts of {self.module} are all in one tensor a matrix, which is not supported in FP8. Leave "
                 "--quantization fp8 out, or serve the checkpoint that has its experts in MXFP4."
             )
-        count, size, hidden, block = len(layer.held), len(layer.mine), layer.hidden_size, self.scheme.block
+        count, size = len(layer.local_experts), len(layer.intermediate_range)
+        hidden, block = layer.hidden_size, self.scheme.block
         if block:
             instead = ", or share out whole experts (expert parallelism)"
-            for _, part in expert_parts(layer, layer.held.start):
-                check_blocks(part, checkpoint_module(name, part.module), layer.num_ranks, instead, layer.ranks)
+            for _, shard in expert_shards(layer, layer.local_experts.start):
+                check_blocks(shard, checkpoint_module(name, shard.module), layer.num_ranks, instead, layer.ranks)
         layer.gate_up_proj = empty_fp8(runtime, count, 2 * size, hidden)
         layer.down_proj = empty_fp8(runtime, count, hidden, size)
         wide: tuple[int, ...] = (2 * size,)
@@ -71,7 +72,7 @@ class Fp8ExpertsMethod:
         layer.gate_up_scale = empty_scales(runtime, count, *wide)
         layer.down_scale = empty_scales(runtime, count, *narrow)
         spec = Fp8ExpertsSpec(
-            layer.held.start, count, hidden, size, top_k, activation, block, runtime.dtype, layer.total
+            layer.local_experts.start, count, hidden, size, top_k, activation, block, runtime.dtype, layer.total
         )
         self.kernel = runtime.kernels.select(FP8_EXPERTS, spec)
 
@@ -80,27 +81,29 @@ class Fp8ExpertsMethod:
         return Fp8ExpertWeights(layer.gate_up_proj, layer.gate_up_scale, layer.down_proj, layer.down_scale)
 
     def placements(self, layer: Experts) -> Iterator[tuple[str, str, Placement]]:
-        """Three matrices an expert, and the scales of each."""
-        for index, expert in enumerate(layer.held):
-            for ours, part in expert_parts(layer, expert):
+        """Three matrices per expert, and the scales of each."""
+        for index, expert in enumerate(layer.local_experts):
+            for ours, shard in expert_shards(layer, expert):
                 weight, scale = (getattr(layer, f"{ours}_{what}")[index] for what in ("proj", "scale"))
-                for name, kept_in, placement in self._of_part(part, weight, scale):
-                    yield part.module, name, replace(placement, held_by=f"{ours}_{kept_in}")
+                for name, kept_in, placement in self._of_shard(shard, weight, scale):
+                    yield shard.module, name, replace(placement, held_by=f"{ours}_{kept_in}")
 
-    def _of_part(self, part: Part, weight: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[str, str, Placement]]:
-        """(tensor name, what of ours it is kept in, placement)."""
+    def _of_shard(
+        self, shard: Shard, weight: torch.Tensor, scale: torch.Tensor
+    ) -> Iterator[tuple[str, str, Placement]]:
+        """(tensor name, suffix of the parameter, placement)."""
         if not self.scheme.serialized:
-            yield "weight", "proj", QuantizingPlacement.of(part, weight, scale)
+            yield "weight", "proj", QuantizingPlacement.of(shard, weight, scale)
             return
-        yield "weight", "proj", part.of_matrix(weight, Fp8Placement)
+        yield "weight", "proj", shard.of_matrix(weight, Fp8Placement)
         in_blocks = self.scheme.block
-        placement = place_scales(part, scale) if in_blocks else part.of_rows(scale, ScalePlacement)
+        placement = place_scales(shard, scale) if in_blocks else shard.of_rows(scale, ScalePlacement)
         yield self.scheme.scale, "scale", placement
         if self.scheme.input_scale == "static":
             yield "input_scale", "scale", UnusedScalePlacement(scale, (1,))
 
     def finalize(self, layer: Experts) -> None:
-        """Called after loading, and again after weights were loaded anew."""
+        """Called after loading, and again after new weights were loaded."""
         self.kernel.adopt(self.weights(layer))
 
     def restore(self, layer: Experts, whole: bool) -> None:

@@ -1,7 +1,7 @@
-"""Checkpoint tensors that hold one matrix of all experts of a layer, as GPT-OSS has them.
+"""Checkpoint tensors that contain one matrix of all experts of a layer, as GPT-OSS has them.
 
-``E`` experts, ``H`` hidden, ``I`` in the middle. Matrices are transposed, and gate and up take turns: ``gate_up [E, H,
-2I]`` with its bias ``[E, 2I]``, ``down [E, I, H]``. Ours are ``[E, 2I, H]``, gates in front of ups, and ``[E, H, I]``.
+With ``E`` experts, hidden size ``H`` and intermediate size ``I``, matrices are transposed, and gate and up alternate:
+``gate_up [E, H, 2I]`` with bias ``[E, 2I]``, ``down [E, I, H]``. Ours: ``[E, 2I, H]``, gate first, and ``[E, H, I]``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from atom_core.layers.parameters import Placement
 
 @dataclass(frozen=True, kw_only=True)
 class _Share(Placement):
-    """What of it is this rank's."""
+    """A fused tensor, and this rank's shard of it."""
 
     share: tuple[range, range]
-    """Some of the experts, and some of the middle of each."""
+    """This rank's experts, and its range of the intermediate size of each."""
 
     def load(self, tensor: torch.Tensor) -> None:
-        """See :class:`Placement`; an expert at a time, so that a device has no second copy of them all."""
+        """See :class:`Placement`; one expert at a time, so that a device has no second copy of all."""
         with torch.no_grad():
             for index, expert in enumerate(self.share[0]):
                 self.load_expert(self.parameter[index], tensor[expert])
@@ -32,41 +32,41 @@ class _Share(Placement):
             self.store_expert(self.parameter[index], out[expert])
 
     def load_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
-        """From an expert's part of the checkpoint's tensor to its part of the parameter."""
+        """Load an expert from the checkpoint's tensor ``whole`` to the parameter ``mine``."""
         raise NotImplementedError
 
     def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
-        """The way back."""
+        """Undo :meth:`load_expert`."""
         raise NotImplementedError
 
 
-class PairsPlacement(_Share):
-    """Gate and up of the experts, or their biases."""
+class GateUpPlacement(_Share):
+    """Gate and up of all experts, or their biases."""
 
     def load_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """``[H, 2I]`` or ``[2I]`` to ``[2I, H]`` or ``[2I]``."""
-        middle = self.share[1]
+        intermediate = self.share[1]
         rows = whole if whole.dim() == 1 else whole.transpose(0, 1)
-        for half, start in enumerate((0, len(middle))):
-            mine[start : start + len(middle)].copy_(rows[half::2][middle.start : middle.stop])
+        for half, start in enumerate((0, len(intermediate))):
+            mine[start : start + len(intermediate)].copy_(rows[half::2][intermediate.start : intermediate.stop])
 
     def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """``[2I, H]`` or ``[2I]`` to ``[H, 2I]`` or ``[2I]``."""
-        middle = self.share[1]
+        intermediate = self.share[1]
         rows = whole if whole.dim() == 1 else whole.transpose(0, 1)
-        for half, start in enumerate((0, len(middle))):
-            rows[half::2][middle.start : middle.stop].copy_(mine[start : start + len(middle)])
+        for half, start in enumerate((0, len(intermediate))):
+            rows[half::2][intermediate.start : intermediate.stop].copy_(mine[start : start + len(intermediate)])
 
 
-class MiddlePlacement(_Share):
-    """Down of the experts."""
+class DownPlacement(_Share):
+    """Down of all experts."""
 
     def load_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """``[I, H]`` to ``[H, I]``."""
-        middle = self.share[1]
-        mine.copy_(whole[middle.start : middle.stop].transpose(0, 1))
+        intermediate = self.share[1]
+        mine.copy_(whole[intermediate.start : intermediate.stop].transpose(0, 1))
 
     def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
         """``[H, I]`` to ``[I, H]``."""
-        middle = self.share[1]
-        whole[middle.start : middle.stop].copy_(mine.transpose(0, 1))
+        intermediate = self.share[1]
+        whole[intermediate.start : intermediate.stop].copy_(mine.transpose(0, 1))

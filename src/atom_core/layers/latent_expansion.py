@@ -12,7 +12,7 @@ from atom_core.config import MlaConfig
 from atom_core.kernels.fp8_linear.reference import E4M3, LIMIT
 from atom_core.kernels.mxfp4_linear.reference import dequantize, requantize
 from atom_core.layers.block_fp8 import check_blocks, num_blocks, place_scales
-from atom_core.layers.linear_methods import Fp8Placement, Part, ScalePlacement, empty_fp8, empty_scales
+from atom_core.layers.linear_methods import Fp8Placement, ScalePlacement, Shard, empty_fp8, empty_scales
 from atom_core.layers.mxfp4_linear import check_groups, empty_packed, place_packed
 from atom_core.layers.parameters import ParameterLayer, Placement, empty_parameter
 from atom_core.quant.fp8 import BLOCK_SIZE, Fp8Config
@@ -36,7 +36,7 @@ class LatentExpansion(ParameterLayer):
         super().__init__()
         each = latent.nope_dim + latent.value_dim
         rows = range(mine.start * each, mine.stop * each)
-        self.part = Part("", num_heads * each, latent.rank, rows, range(latent.rank))
+        self.part = Shard("", num_heads * each, latent.rank, rows, range(latent.rank))
         scheme = runtime.quant.linear([name])
         self.scheme = None if isinstance(scheme, Fp8Config) and not scheme.serialized else scheme
         self.weight = empty_parameter(runtime, len(rows), latent.rank)

@@ -1,7 +1,7 @@
-"""Linear layers and their shares in a tensor-parallel group.
+"""Linear layers and their shards in a tensor-parallel group.
 
-Column-parallel layers hold a slice of the outputs, row-parallel ones a slice of the inputs and sum over ranks
-(Megatron-LM, arXiv 1909.08053). Merged layers hold several checkpoint tensors as one weight.
+Column-parallel layers have a shard of the outputs, row-parallel ones a shard of the inputs and a sum over ranks
+(Megatron-LM, arXiv 1909.08053). Merged layers have several checkpoint tensors in one weight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from atom_core.config import NO_PADDING, Padding
 from atom_core.kernels.fp8_inputs import LinearInput
 from atom_core.kernels.linear import LinearKernel, LinearSpec
 from atom_core.layers.block_fp8 import BlockFp8Method
-from atom_core.layers.linear_methods import Fp8Method, LinearMethod, Part, UnquantizedMethod
+from atom_core.layers.linear_methods import Fp8Method, LinearMethod, Shard, UnquantizedMethod
 from atom_core.layers.mxfp4_linear import Mxfp4Method
 from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
 from atom_core.quant import LinearScheme, Mxfp4LinearConfig
@@ -24,7 +24,7 @@ from atom_core.runtime import Runtime
 
 
 def method_of(scheme: LinearScheme | None) -> LinearMethod:
-    """The way of ``scheme``; None is no quantisation."""
+    """The method of ``scheme``; None: not quantised."""
     if scheme is None:
         return UnquantizedMethod()
     if isinstance(scheme, Mxfp4LinearConfig):
@@ -33,23 +33,23 @@ def method_of(scheme: LinearScheme | None) -> LinearMethod:
 
 
 class Linear(ParameterLayer):
-    """``y = x W^T + b`` with this rank's ``W [out, in]``, as the runtime's quantisation has it.
+    """``y = x W^T + b`` with this rank's ``W [out, in]``, quantised as the runtime says.
 
     Args:
         in_features: columns of ``W``.
-        out_features: its rows.
+        out_features: rows of ``W``.
         bias: whether there is ``b``.
         runtime: the model's.
-        name: this module's in checkpoints, by which a quantisation may leave it out.
-        parts: the checkpoint matrices that ``W`` is made of; None: it is one of them.
-        float32_result: the product is in float32, and stays so; for layers that are not quantised.
+        name: this module's name in checkpoints, by which a quantisation may exclude it.
+        shards: the checkpoint matrices in ``W``, and this rank's shard of each; None: one whole matrix.
+        float32_result: whether the result is in float32; only for layers that are not quantised.
     """
 
     weight: nn.Parameter
-    #: Where the layer is not quantised: what it asked of its kernel, and that.
+    #: Not quantised: the spec of the kernel, and the kernel.
     spec: LinearSpec
     kernel: LinearKernel
-    #: Where it is quantised: a scale a row, a block or a group, and the input's where that is static.
+    #: Quantised: a scale per row, block or group, and the input's where it is static.
     weight_scale: nn.Parameter
     input_scale: nn.Parameter
 
@@ -60,34 +60,34 @@ class Linear(ParameterLayer):
         bias: bool,
         runtime: Runtime,
         name: str = "",
-        parts: Sequence[Part] | None = None,
+        shards: Sequence[Shard] | None = None,
         float32_result: bool = False,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.float32_result = float32_result
-        whole = Part("", out_features, in_features, range(out_features), range(in_features))
-        self.parts = (whole,) if parts is None else tuple(parts)
+        whole = Shard("", out_features, in_features, range(out_features), range(in_features))
+        self.shards = (whole,) if shards is None else tuple(shards)
         self.bias = empty_parameter(runtime, out_features) if bias else None
-        #: What checkpoints call each part.
-        self.modules_of_parts = [checkpoint_module(name, part.module) for part in self.parts]
-        scheme = runtime.quant.linear(self.modules_of_parts)
+        #: The checkpoint module of each shard.
+        self.shard_modules = [checkpoint_module(name, shard.module) for shard in self.shards]
+        scheme = runtime.quant.linear(self.shard_modules)
         self.quantized = scheme is not None
         assert not (self.quantized and float32_result)
         self.method = method_of(scheme)
         self.method.create(self, runtime)
 
     def forward(self, x: LinearInput) -> torch.Tensor:
-        """``x [T, in]``, which may be quantised in the form that the layer's method takes, to ``[T, out]``."""
+        """``x [T, in]``, possibly quantised in the method's input form, to ``[T, out]``."""
         return self.method.apply(self, x, self.bias)
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
-        """What the method keeps of each part, and the bias."""
-        for part in self.parts:
-            for name, placement in self.method.placements(self, part):
-                yield part.module, name, placement
+        """The method's tensors of each shard, and the bias."""
+        for shard in self.shards:
+            for name, placement in self.method.placements(self, shard):
+                yield shard.module, name, placement
             if self.bias is not None:
-                yield part.module, "bias", part.of_rows(self.bias)
+                yield shard.module, "bias", shard.of_rows(self.bias)
 
     def finalize_weights(self) -> None:
         """See :class:`ParameterLayer`."""
@@ -100,9 +100,9 @@ class Linear(ParameterLayer):
 
 @dataclass(frozen=True)
 class Column:
-    """One checkpoint tensor within a merged weight: its name, its rows there, and which of them are this rank's.
+    """One checkpoint tensor in a merged weight: its name, its rows in the checkpoint, and this rank's rows.
 
-    Those behind its rows are zeros.
+    Rows past the checkpoint's are zeros.
     """
 
     name: str
@@ -111,23 +111,23 @@ class Column:
 
 
 class MergedColumnLinear(Linear):
-    """Column-parallel layers that read the same input, as one weight; in checkpoints they are beside this module."""
+    """Column-parallel layers with the same input as one weight; in checkpoints they are siblings of this module."""
 
     def __init__(
         self, in_features: int, columns: Sequence[Column], bias: bool, runtime: Runtime, name: str = ""
     ) -> None:
-        parts: list[Part] = []
+        shards: list[Shard] = []
         begin = 0
         for column in columns:
-            parts.append(Part(f"../{column.name}", column.rows, in_features, column.local, range(in_features), begin))
+            shards.append(Shard(f"../{column.name}", column.rows, in_features, column.local, range(in_features), begin))
             begin += len(column.local)
-        super().__init__(in_features, begin, bias, runtime, name, parts)
+        super().__init__(in_features, begin, bias, runtime, name, shards)
 
 
 class QkvLinear(MergedColumnLinear):
-    """Query, key and value projections. With more ranks than key/value heads, heads are replicated.
+    """Query, key and value projections. With more ranks than key/value heads, the heads are replicated.
 
-    ``padding`` is what of the numbers of heads checkpoints do not have.
+    ``padding``: the heads that checkpoints do not have.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class QkvLinear(MergedColumnLinear):
 
 
 def kv_share(num_kv_heads: int, rank: int, world_size: int) -> range:
-    """This rank's key/value heads; ranks beyond their number share them in turn.
+    """This rank's key/value heads; with more ranks than heads, several ranks have the same head.
 
     Raises:
         ValueError: neither number divides the other.
@@ -177,9 +177,9 @@ def kv_share(num_kv_heads: int, rank: int, world_size: int) -> range:
 
 
 class RowLinear(Linear):
-    """A layer whose input is split over ranks; the result is summed over them, unless ``reduce_results`` is false.
+    """A layer whose input is sharded over ranks; results are summed over ranks if ``reduce_results``.
 
-    Of ``in_features``, the last ``padding`` columns are zeros that checkpoints do not have.
+    The last ``padding`` of the ``in_features`` columns are zeros that checkpoints do not have.
     """
 
     def __init__(
@@ -195,8 +195,8 @@ class RowLinear(Linear):
     ) -> None:
         group = runtime.tensor_parallel
         mine = share(in_features, group.rank, group.world_size, what)
-        part = Part("", out_features, in_features - padding, range(out_features), mine)
-        super().__init__(len(mine), out_features, bias, runtime, name, [part])
+        shard = Shard("", out_features, in_features - padding, range(out_features), mine)
+        super().__init__(len(mine), out_features, bias, runtime, name, [shard])
         self.group, self.mine, self.reduce_results = group, mine, reduce_results
 
     def forward(self, x: LinearInput) -> torch.Tensor:
@@ -205,6 +205,6 @@ class RowLinear(Linear):
         return self.group.all_reduce(y) if self.reduce_results else y
 
     def partial(self, x: LinearInput) -> torch.Tensor:
-        """This rank's partial sum, for whoever sums over ranks later."""
-        # The bias is whole on every rank and must enter the sum once.
+        """This rank's partial sum, without the sum over ranks."""
+        # Every rank has the whole bias, which must enter the sum once.
         return self.method.apply(self, x, self.bias if self.group.rank == 0 else None)

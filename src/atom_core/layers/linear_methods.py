@@ -1,7 +1,7 @@
-"""How a linear layer keeps its weight and multiplies by it: in the model's dtype, or quantised.
+"""How a linear layer stores its weight and multiplies by it: in the model's dtype, or quantised.
 
-A method registers on the layer what is loaded, under the names that checkpoints have, and says of each checkpoint
-tensor which part is this rank's. The layer says which matrices of a checkpoint it is made of (:class:`Part`).
+A method registers parameters on the layer under their checkpoint names, and gives this rank's placement of each
+checkpoint tensor. The layer lists the checkpoint matrices of its weight (:class:`Shard`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from atom_core.kernels.fp8_inputs import InputForm, LinearInput, if_it_takes_quantized
+from atom_core.kernels.fp8_inputs import InputForm, LinearInput, as_quantized_input_kernel
 from atom_core.kernels.fp8_linear import FP8_LINEAR, FewRowsFp8Kernel, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import E4M3, row_scales, to_e4m3
 from atom_core.kernels.linear import LINEAR, AddingLinearKernel, LinearKernel, LinearSpec, PackingLinearKernel
@@ -27,26 +27,26 @@ from atom_core.runtime import Runtime
 if TYPE_CHECKING:
     from atom_core.layers.linear import Linear
 
-#: Rows of a weight that are quantised at once: what is wider than the weight on the way stays small.
+#: Rows of a weight that are quantised at a time, so that the temporary float32 copy stays small.
 _CHUNK = 4096
 NOT_FINITE = "holds numbers that are not finite, which FP8 cannot scale"
 
 
 @dataclass(frozen=True)
-class Part:
-    """One matrix ``[rows, columns]`` of a checkpoint, and what of it is this rank's: some rows or some columns.
+class Shard:
+    """One matrix ``[rows, columns]`` of a checkpoint, and this rank's shard of it: some rows or some columns.
 
-    Those that lie behind the matrix are zeros.
+    Indices past the matrix are zeros.
     """
 
     module: str
-    """As :meth:`atom_core.layers.parameters.ParameterLayer.placements` has it."""
+    """As in :meth:`atom_core.layers.parameters.ParameterLayer.placements`."""
     rows: int
     columns: int
     my_rows: range
     my_columns: range
     begin: int = 0
-    """The layer's row where this one begins."""
+    """The first row of this shard in the layer."""
 
     @property
     def is_padded(self) -> bool:
@@ -54,7 +54,7 @@ class Part:
         return self.my_rows.stop > self.rows or self.my_columns.stop > self.columns
 
     def of_matrix(self, parameter: torch.Tensor, kind: type[Placement] = Placement) -> Placement:
-        """This rank's part of the matrix."""
+        """The placement of this rank's shard of the matrix."""
         shape = (self.rows, self.columns)
         if self.my_columns != range(self.columns):
             source, count, padding = stored(self.my_columns, self.columns)
@@ -63,35 +63,35 @@ class Part:
         return kind(parameter, shape, source=source, target=self.begin, count=count, padding=padding)
 
     def of_rows(self, parameter: torch.Tensor, kind: type[Placement] = Placement) -> Placement:
-        """This rank's rows of a vector with a number a row."""
+        """The placement of this rank's rows of a vector with one element per row."""
         source, count, padding = stored(self.my_rows, self.rows)
         return kind(parameter, (self.rows,), source=source, target=self.begin, count=count, padding=padding)
 
 
 def stored(mine: range, total: int) -> tuple[int, int, int]:
-    """Of the indices ``mine``, those below ``total``: where they begin, how many they are, and how many are behind."""
+    """For the indices ``mine`` below ``total``: the first, their number, and the number of indices past ``total``."""
     source = min(mine.start, total)
     count = min(mine.stop, total) - source
     return source, count, len(mine) - count
 
 
 class LinearMethod(Protocol):
-    """One way to do it; an object a layer."""
+    """One form of the weight; one object per layer."""
 
     def create(self, layer: Linear, runtime: Runtime) -> None:
-        """Register the parameters; ``layer`` has its sizes, its parts and its bias."""
+        """Register the parameters; ``layer`` has its sizes, its shards and its bias."""
 
-    def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
-        """(tensor name, placement) of all that a checkpoint has for ``part``, but for the bias."""
+    def placements(self, layer: Linear, shard: Shard) -> Iterator[tuple[str, Placement]]:
+        """(tensor name, placement) of each checkpoint tensor of ``shard``, except the bias."""
 
     def input_form(self) -> InputForm | None:
-        """What :meth:`apply` takes quantised; None: nothing."""
+        """The form of quantised inputs that :meth:`apply` supports; None: none."""
 
     def takes_quantized(self, rows: int) -> bool:
-        """Whether so many rows are best given in that form."""
+        """Whether quantised inputs are faster for ``rows``."""
 
     def apply(self, layer: Linear, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x [T, in]``, quantised in that form or not, to ``[T, out]``."""
+        """``x [T, in]``, possibly quantised in that form, to ``[T, out]``."""
 
     def add(
         self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
@@ -99,13 +99,13 @@ class LinearMethod(Protocol):
         """``residual += x W^T + b`` where one kernel does both, else None."""
 
     def chosen(self, layer: Linear, kernels: KernelSet) -> tuple[str, str]:
-        """The op that multiplies, and the implementation of it."""
+        """The names of the op that multiplies and of its chosen implementation."""
 
     def operands(self, layer: Linear) -> Operands:
-        """What Triton's kernels for few rows multiply by."""
+        """The operands of Triton's kernels for few rows."""
 
     def finalize(self, layer: Linear) -> None:
-        """Called after loading, and again after weights were loaded anew."""
+        """Called after loading, and again after new weights were loaded."""
 
     def restore(self, layer: Linear, whole: bool) -> None:
         """See :meth:`ParameterLayer.restore_weights`."""
@@ -115,7 +115,7 @@ class UnquantizedMethod:
     """The model's dtype; see :class:`LinearMethod`."""
 
     def create(self, layer: Linear, runtime: Runtime) -> None:
-        """The weight."""
+        """Register the weight."""
         layer.weight = empty_parameter(runtime, layer.out_features, layer.in_features)
         layer.spec = LinearSpec(
             layer.in_features,
@@ -127,9 +127,9 @@ class UnquantizedMethod:
         layer.kernel = runtime.kernels.select(LINEAR, layer.spec)
         self.adding = layer.kernel if isinstance(layer.kernel, AddingLinearKernel) else None
 
-    def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
+    def placements(self, layer: Linear, shard: Shard) -> Iterator[tuple[str, Placement]]:
         """The weight."""
-        yield "weight", part.of_matrix(layer.weight)
+        yield "weight", shard.of_matrix(layer.weight)
 
     def input_form(self) -> InputForm | None:
         """See :class:`LinearMethod`."""
@@ -159,7 +159,7 @@ class UnquantizedMethod:
         return Operands(layer.weight, layer.bias, float32_result=layer.float32_result)
 
     def finalize(self, layer: Linear) -> None:
-        """Hand the weight to the kernel; where that keeps a form of its own, ours is freed."""
+        """Give the weight to the kernel; if that stores a form of its own, ours is freed."""
         if layer.kernel.adopt(layer.weight, layer.bias):
             layer.weight.data = layer.weight.new_empty(0)
 
@@ -170,7 +170,7 @@ class UnquantizedMethod:
 
 
 def unpacked(kernel: LinearKernel, freed: torch.Tensor, shape: tuple[int, int], whole: bool) -> torch.Tensor:
-    """What goes where a kernel has ``freed`` a weight of ``shape``: the weight, or where ``whole`` room for another."""
+    """A replacement for a ``freed`` weight of ``shape``: the kernel's, or if ``whole`` uninitialised memory."""
     if whole:
         return freed.new_empty(shape)
     assert isinstance(kernel, PackingLinearKernel), "a kernel that keeps a weight alone can give it back"
@@ -178,68 +178,68 @@ def unpacked(kernel: LinearKernel, freed: torch.Tensor, shape: tuple[int, int], 
 
 
 class Fp8Method:
-    """FP8, with one float32 scale a row whatever the checkpoint has; see :class:`LinearMethod`.
+    """FP8 with one float32 scale per row, whatever the checkpoint has; see :class:`LinearMethod`.
 
-    A checkpoint that is not FP8 is quantised tensor by tensor as it comes, so the device never holds more than one of
-    its tensors. The scales are those of whole rows, however many ranks share them: ranks agree, and need not be asked.
+    A checkpoint that is not FP8 is quantised tensor by tensor on loading, so the device has at most one of its tensors
+    at a time. Scales belong to whole rows, however many ranks share them, so ranks agree without communication.
     """
 
     def __init__(self, scheme: Fp8Config) -> None:
         self.scheme = scheme
 
     def create(self, layer: Linear, runtime: Runtime) -> None:
-        """The weight, its scales and, where it is static, the input's scale of each part."""
+        """Register the weight, its scales and, where it is static, the input scale of each shard."""
         self.spec = Fp8LinearSpec(
             layer.in_features, layer.out_features, layer.bias is not None, runtime.dtype, self.scheme.input_scale
         )
         self.kernel = runtime.kernels.select(FP8_LINEAR, self.spec)
-        self.fewer = self.kernel if isinstance(self.kernel, FewRowsFp8Kernel) else None
-        self.taking = if_it_takes_quantized(self.kernel)
+        self.few_rows_kernel = self.kernel if isinstance(self.kernel, FewRowsFp8Kernel) else None
+        self.quantized_input_kernel = as_quantized_input_kernel(self.kernel)
         self.static = self.scheme.input_scale == "static"
 
         layer.weight = empty_fp8(runtime, layer.out_features, layer.in_features)
         layer.weight_scale = empty_scales(runtime, layer.out_features)
         if self.static:
-            layer.input_scale = empty_scales(runtime, len(layer.parts))
-            #: Of the whole input, and the layer's.
-            self.largest = torch.empty(1, dtype=torch.float32, device=runtime.device)
+            layer.input_scale = empty_scales(runtime, len(layer.shards))
+            #: The largest input scale, which the layer uses.
+            self.max_input_scale = torch.empty(1, dtype=torch.float32, device=runtime.device)
 
-    def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
-        """What an FP8 checkpoint has, or the weight that is to be quantised."""
+    def placements(self, layer: Linear, shard: Shard) -> Iterator[tuple[str, Placement]]:
+        """An FP8 checkpoint's tensors, or the weight to quantise."""
         if not self.scheme.serialized:
-            yield "weight", QuantizingPlacement.of(part, layer.weight, layer.weight_scale)
+            yield "weight", QuantizingPlacement.of(shard, layer.weight, layer.weight_scale)
             return
-        yield "weight", part.of_matrix(layer.weight, Fp8Placement)
-        yield "weight_scale", part.of_rows(layer.weight_scale, ScalePlacement)
+        yield "weight", shard.of_matrix(layer.weight, Fp8Placement)
+        yield "weight_scale", shard.of_rows(layer.weight_scale, ScalePlacement)
         if self.static:
-            index = layer.parts.index(part)
+            index = layer.shards.index(shard)
             yield "input_scale", InputScalePlacement(layer.input_scale, (1,), target=index, count=1)
 
     def input_form(self) -> InputForm | None:
         """See :class:`LinearMethod`."""
-        return None if self.taking is None else self.taking.form
+        return None if self.quantized_input_kernel is None else self.quantized_input_kernel.form
 
     def takes_quantized(self, rows: int) -> bool:
         """See :class:`LinearMethod`."""
-        return self.taking is not None and self.taking.takes_quantized(rows)
+        return self.quantized_input_kernel is not None and self.quantized_input_kernel.takes_quantized(rows)
 
     def apply(self, layer: Linear, x: LinearInput, bias: torch.Tensor | None) -> torch.Tensor:
         """See :class:`LinearMethod`."""
         if isinstance(x, torch.Tensor):
             return self.kernel(x, layer.weight, layer.weight_scale, self._input_scale(layer), bias)
-        assert self.taking is not None
-        return self.taking.multiply(x, layer.weight, layer.weight_scale, bias)
+        assert self.quantized_input_kernel is not None
+        return self.quantized_input_kernel.multiply(x, layer.weight, layer.weight_scale, bias)
 
     def _input_scale(self, layer: Linear) -> torch.Tensor | None:
-        return self.largest if self.static else None
+        return self.max_input_scale if self.static else None
 
     def add(
         self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor | None:
         """See :class:`LinearMethod`."""
-        if self.fewer is None or not 0 < x.shape[0] <= self.fewer.max_rows:
+        if self.few_rows_kernel is None or not 0 < x.shape[0] <= self.few_rows_kernel.max_rows:
             return None
-        return self.fewer.add(x, layer.weight, layer.weight_scale, self._input_scale(layer), bias, residual)
+        return self.few_rows_kernel.add(x, layer.weight, layer.weight_scale, self._input_scale(layer), bias, residual)
 
     def chosen(self, layer: Linear, kernels: KernelSet) -> tuple[str, str]:
         """See :class:`LinearMethod`."""
@@ -247,14 +247,14 @@ class Fp8Method:
 
     def operands(self, layer: Linear) -> Operands:
         """See :class:`LinearMethod`."""
-        assert self.fewer is not None, "few rows are asked for where the Triton kernel was chosen"
-        weight = self.fewer.stored(layer.weight)
+        assert self.few_rows_kernel is not None, "few rows are asked for where the Triton kernel was chosen"
+        weight = self.few_rows_kernel.stored(layer.weight)
         return Operands(weight, layer.bias, layer.weight_scale, self._input_scale(layer))
 
     def finalize(self, layer: Linear) -> None:
-        """Parts that read one input share the largest of their scales for it: it cuts off none of their numbers."""
+        """Shards with the same input share the largest of their input scales, which clips no values."""
         if self.static:
-            self.largest.copy_(layer.input_scale.max())
+            self.max_input_scale.copy_(layer.input_scale.max())
         self.kernel.adopt(layer.weight, layer.weight_scale)
 
     def restore(self, layer: Linear, whole: bool) -> None:
@@ -276,7 +276,7 @@ class Fp8Placement(Placement):
 
 
 class ScalePlacement(Placement):
-    """One scale for all rows, or one for each: ``[rows]``, ``[rows, 1]``, or a single number of any shape."""
+    """One scale for all rows, or one for each: ``[rows]``, ``[rows, 1]``, or one element of any shape."""
 
     def problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
         """See :class:`Placement`."""
@@ -297,7 +297,7 @@ class ScalePlacement(Placement):
 
 
 class InputScalePlacement(ScalePlacement):
-    """What inputs are divided by."""
+    """The scale by which inputs are divided."""
 
     def check(self, tensor: torch.Tensor) -> None:
         """See :class:`Placement`."""
@@ -307,21 +307,21 @@ class InputScalePlacement(ScalePlacement):
 
 
 class UnusedScalePlacement(ScalePlacement):
-    """A scale that a checkpoint has to have, and no product takes."""
+    """A scale that a checkpoint must have, although no product uses it."""
 
     def load(self, tensor: torch.Tensor) -> None:
-        """See :class:`Placement`; it is looked at alone."""
+        """See :class:`Placement`; the scale is only checked."""
         self.check(tensor)
 
     def store(self, out: torch.Tensor) -> None:
-        """See :class:`Placement`; it is not kept."""
+        """See :class:`Placement`; there is nothing to store."""
 
 
 def check_scales(tensor: torch.Tensor) -> None:
-    """Scales are finite and no less than 0.
+    """Check that scales are finite and not negative.
 
     Raises:
-        ValueError: some are not; the message goes on from the tensor's name.
+        ValueError: some are not; the message continues the tensor's name.
     """
     if not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
         raise ValueError("holds a scale that is no finite number of at least 0")
@@ -339,42 +339,42 @@ def empty_scales(runtime: Runtime, *shape: int) -> nn.Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizingPlacement(Placement):
-    """A weight in the model's dtype, which is stored in FP8 here."""
+    """A weight in the model's dtype, which is quantised to FP8 on loading."""
 
     scales: torch.Tensor
-    part: Part
+    shard: Shard
 
     @classmethod
-    def of(cls, part: Part, parameter: torch.Tensor, scales: torch.Tensor) -> QuantizingPlacement:
-        """What is stored in ``parameter``, with a scale a row in ``scales``."""
-        return cls(parameter=parameter, shape=(part.rows, part.columns), scales=scales, part=part)
+    def of(cls, shard: Shard, parameter: torch.Tensor, scales: torch.Tensor) -> QuantizingPlacement:
+        """A placement into ``parameter``, with a scale per row in ``scales``."""
+        return cls(parameter=parameter, shape=(shard.rows, shard.columns), scales=scales, shard=shard)
 
     def check(self, tensor: torch.Tensor) -> None:
         """See :class:`Placement`."""
-        for first in range(self.part.my_rows.start, min(self.part.my_rows.stop, self.part.rows), _CHUNK):
-            if not bool(torch.isfinite(tensor[first : min(first + _CHUNK, self.part.my_rows.stop)]).all()):
+        for first in range(self.shard.my_rows.start, min(self.shard.my_rows.stop, self.shard.rows), _CHUNK):
+            if not bool(torch.isfinite(tensor[first : min(first + _CHUNK, self.shard.my_rows.stop)]).all()):
                 raise ValueError(NOT_FINITE)
 
     def load(self, tensor: torch.Tensor) -> None:
-        """See :class:`Placement`; rows are scaled as a whole, also where only some of their columns are this rank's."""
-        part, begin = self.part, self.part.begin
+        """See :class:`Placement`; scales belong to whole rows, even if this rank has only some of their columns."""
+        shard, begin = self.shard, self.shard.begin
         with torch.no_grad():
-            if part.is_padded:
-                self.parameter[begin : begin + len(part.my_rows)].zero_()
-                self.scales[begin : begin + len(part.my_rows)].zero_()
-            for first in range(part.my_rows.start, min(part.my_rows.stop, part.rows), _CHUNK):
-                rows = tensor[first : min(first + _CHUNK, part.my_rows.stop)].to(self.parameter.device)
+            if shard.is_padded:
+                self.parameter[begin : begin + len(shard.my_rows)].zero_()
+                self.scales[begin : begin + len(shard.my_rows)].zero_()
+            for first in range(shard.my_rows.start, min(shard.my_rows.stop, shard.rows), _CHUNK):
+                rows = tensor[first : min(first + _CHUNK, shard.my_rows.stop)].to(self.parameter.device)
                 scale, end = row_scales(rows), begin + len(rows)
                 if not bool(torch.isfinite(scale).all()):
                     raise ValueError(NOT_FINITE)
-                mine = rows[:, part.my_columns.start : part.my_columns.stop]
+                mine = rows[:, shard.my_columns.start : shard.my_columns.stop]
                 self.parameter[begin:end, : mine.shape[1]].copy_(to_e4m3(mine, scale))
                 self.scales[begin:end].copy_(scale[:, 0])
                 begin = end
 
     def store(self, out: torch.Tensor) -> None:
-        """See :class:`Placement`; what is left of the numbers."""
-        part = self.part
-        mine = out[part.my_rows.start : part.my_rows.stop, part.my_columns.start : part.my_columns.stop]
-        rows = slice(part.begin, part.begin + mine.shape[0])
+        """See :class:`Placement`; the values are those that FP8 represents."""
+        shard = self.shard
+        mine = out[shard.my_rows.start : shard.my_rows.stop, shard.my_columns.start : shard.my_columns.stop]
+        rows = slice(shard.begin, shard.begin + mine.shape[0])
         mine.copy_(self.parameter[rows, : mine.shape[1]].float() * self.scales[rows, None])

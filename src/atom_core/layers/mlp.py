@@ -13,7 +13,7 @@ from atom_core.runtime import Runtime
 
 
 class GatedMLP(nn.Module):
-    """See the module's text; gate and up are one weight."""
+    """See the module; gate and up are one weight."""
 
     def __init__(self, config: ModelConfig, runtime: Runtime, name: str) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A mixture of experts in place of a feed-forward network.
+"""Mixture of experts, in place of a feed-forward network.
 
-Each rank of a tensor-parallel group holds some of every expert's middle, or, with expert parallelism, some of the
-experts. All see all tokens, and their sums are added up. Experts that all tokens share are routed ones that every token
-chooses, or a network apart, which is in parts in either case.
+Each tensor-parallel rank has a shard of every expert's intermediate size, or, with expert parallelism, some of the
+experts. All ranks see all tokens, and their partial sums are added. Shared experts run as routed experts that every
+token chooses, or as a separate network, which is sharded in either case.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import nn
 
 from atom_core.config import MoEConfig
 from atom_core.kernels.moe_routing import MOE_ROUTING
-from atom_core.layers.expert_parts import shared_as_routed
+from atom_core.layers.expert_shards import shared_as_routed
 from atom_core.layers.experts import Experts
 from atom_core.layers.gated_activation import GatedActivation
 from atom_core.layers.linear import Column, Linear, MergedColumnLinear, RowLinear
-from atom_core.layers.linear_methods import Part
+from atom_core.layers.linear_methods import Shard
 from atom_core.layers.parameters import Placement, empty_parameter, share
 from atom_core.quant import Unquantized
 from atom_core.runtime import Runtime
@@ -28,16 +28,16 @@ from atom_core.types import Activation
 
 
 class Router(Linear):
-    """From a token to its experts; never quantised, and whole on every rank."""
+    """From tokens to router logits; never quantised, and replicated on every rank."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, runtime: Runtime, name: str) -> None:
         routing = config.routing
         count = routing.num_experts
         names = config.names
-        part = Part(f"../../{names.module}.{names.router}", count, hidden_size, range(count), range(hidden_size))
+        shard = Shard(f"../../{names.module}.{names.router}", count, hidden_size, range(count), range(hidden_size))
         wide = replace(runtime, quant=Unquantized(), dtype=torch.float32)
         own = wide if config.float32_router else replace(wide, dtype=runtime.dtype)
-        super().__init__(hidden_size, count, config.bias, own, name, [part], config.float32_scores)
+        super().__init__(hidden_size, count, config.bias, own, name, [shard], config.float32_scores)
         self.dtype = own.dtype
         self.e_score_correction_bias = empty_parameter(wide, count) if routing.correction else None
         self.select = runtime.kernels.select(MOE_ROUTING, routing)
@@ -47,15 +47,15 @@ class Router(Linear):
         return self.select(logits, self.e_score_correction_bias)
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
-        """The layer's, and the correction."""
+        """The layer's, and the score correction."""
         yield from super().placements()
         if self.e_score_correction_bias is not None:
             name = "e_score_correction_bias"
-            yield self.parts[0].module, name, self.parts[0].of_rows(self.e_score_correction_bias)
+            yield self.shards[0].module, name, self.shards[0].of_rows(self.e_score_correction_bias)
 
 
 class SharedExpert(nn.Module):
-    """What all tokens go through beside their own experts: one network, however many, as checkpoints have it."""
+    """The shared experts of a layer as one network, as checkpoints store them."""
 
     def __init__(self, size: int, hidden_size: int, activation: Activation, runtime: Runtime, name: str) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """See the module's text; ``index`` is the layer's."""
+    """See the module; ``index`` is the layer's."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.index, self.top_k, self.routed_experts = index, config.routing.top_k, runtime.routed_experts
-        self.group, self.replicas = runtime.tensor_parallel, runtime.data_parallel
+        self.group, self.data_parallel = runtime.tensor_parallel, runtime.data_parallel
         shared = shared_as_routed(config, runtime, name)
         config = replace(config, routing=replace(config.routing, shared=shared))
         self.router_name = config.names.router
@@ -101,19 +101,19 @@ class MoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
         weights, experts = self.router_layer.choose(self.router_layer(x.to(self.router_layer.dtype)))
-        rows = self.replicas.gather(x, weights, experts)
-        self.tell(rows[2])
-        partial = self.replicas.reduce(self.experts(*rows))
+        rows = self.data_parallel.gather(x, weights, experts)
+        self.report_routing(rows[2])
+        partial = self.data_parallel.reduce(self.experts(*rows))
         if self.shared_experts is not None:
             partial = partial + self.shared_experts(x)
         return self.group.all_reduce(partial)
 
     @property
     def router_layer(self) -> Router:
-        """The router, whatever checkpoints call it."""
+        """The router, whose name depends on the checkpoint."""
         return cast(Router, getattr(self, self.router_name))
 
-    def tell(self, experts: torch.Tensor) -> None:
-        """Whoever asks, which ``experts [T, k]`` were chosen; shared ones are behind them."""
+    def report_routing(self, experts: torch.Tensor) -> None:
+        """Report the chosen ``experts [T, k]`` without the shared ones, where the runtime asks for it."""
         if self.routed_experts is not None:
             self.routed_experts(self.index, experts[:, : self.top_k])

@@ -1,8 +1,8 @@
-"""How a mixture's experts are kept where the checkpoint has them in MXFP4: packed, as they come.
+"""The experts of a mixture whose checkpoint has them in MXFP4, which stay packed.
 
-GPT-OSS's checkpoints have ``gate_up_proj_blocks [E, 2I, H / 32, 16]`` and ``gate_up_proj_scales [E, 2I, H / 32]``,
-gates and ups in turn, and the same of down, ``[E, H, I / 32, ..]``, all uint8; biases as in unquantised ones. Others
-have three matrices an expert, each as :mod:`atom_core.layers.mxfp4_linear` has it.
+GPT-OSS's checkpoints have ``gate_up_proj_blocks [E, 2I, H / 32, 16]`` and ``gate_up_proj_scales [E, 2I, H / 32]``, gate
+and up alternating, and the same for down, ``[E, H, I / 32, ..]``, all uint8; biases are as in unquantised ones. Other
+checkpoints have three matrices per expert, each as in :mod:`atom_core.layers.mxfp4_linear`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from atom_core.kernels.mxfp4_experts import (
     Mxfp4Weights,
     empty_scales,
 )
-from atom_core.layers.expert_parts import expert_parts
-from atom_core.layers.fused_experts import MiddlePlacement, PairsPlacement
+from atom_core.layers.expert_shards import expert_shards
+from atom_core.layers.fused_experts import DownPlacement, GateUpPlacement
 from atom_core.layers.mxfp4_linear import (
     check_groups,
     check_packed_scales,
@@ -44,7 +44,7 @@ class Mxfp4ExpertsMethod:
 
     Args:
         scheme: of all experts' matrices at once, or of each.
-        module: what checkpoints call the experts.
+        module: the checkpoint module of the experts.
     """
 
     def __init__(self, scheme: Mxfp4Config | Mxfp4LinearConfig, module: str) -> None:
@@ -55,8 +55,8 @@ class Mxfp4ExpertsMethod:
         """Register the parameters.
 
         Raises:
-            ValueError: groups that share a scale do not divide among ranks, or a matrix into groups; or checkpoints of
-                the model have all experts in one tensor, and the scheme is for others.
+            ValueError: scale groups do not divide among ranks, or a matrix into groups; or the model's checkpoints have
+                all experts in one tensor, which the scheme does not support.
         """
         if layer.fused and self.one_by_one:
             raise ValueError(
@@ -65,14 +65,14 @@ class Mxfp4ExpertsMethod:
             )
         assert layer.fused or self.one_by_one, "the model was checked when the configuration was read"
         instead = ", or share out whole experts (--enable-expert-parallel in vLLM, --ep-size in SGLang)"
-        for _, part in expert_parts(layer, layer.held.start):
-            matrix = part.module.rpartition(".")[2]
-            check_groups(part, f"{self.module}.{matrix}", layer.num_ranks, instead, layer.ranks)
-        count, size, hidden = len(layer.held), len(layer.mine), layer.hidden_size
+        for _, shard in expert_shards(layer, layer.local_experts.start):
+            matrix = shard.module.rpartition(".")[2]
+            check_groups(shard, f"{self.module}.{matrix}", layer.num_ranks, instead, layer.ranks)
+        count, size, hidden = len(layer.local_experts), len(layer.intermediate_range), layer.hidden_size
         layer.gate_up_proj_blocks, layer.gate_up_proj_scales = _empty(runtime, count, 2 * size, hidden)
         layer.down_proj_blocks, layer.down_proj_scales = _empty(runtime, count, hidden, size)
         bias, rounded = layer.gate_up_proj_bias is not None, self.rounded_inputs
-        share = (layer.held.start, count, hidden, size, top_k)
+        share = (layer.local_experts.start, count, hidden, size, top_k)
         spec = Mxfp4ExpertsSpec(*share, activation, bias, runtime.dtype, layer.total, rounded_inputs=rounded)
         self.kernel = runtime.kernels.select(MXFP4_EXPERTS, spec)
 
@@ -86,7 +86,7 @@ class Mxfp4ExpertsMethod:
         return _one_by_one(layer) if self.one_by_one else _fused(layer)
 
     def finalize(self, layer: Experts) -> None:
-        """Hand the weights to the kernel, which may move their bytes."""
+        """Give the weights to the kernel, which may reorder their bytes."""
         self.kernel.adopt(self.weights(layer))
 
     def restore(self, layer: Experts, whole: bool) -> None:
@@ -96,35 +96,35 @@ class Mxfp4ExpertsMethod:
 
 
 def _empty(runtime: Runtime, count: int, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Blocks and scales of a weight, to be loaded; the scales in the order in which kernels read them."""
+    """Blocks and scales of a weight, to be loaded; the scales in the memory order of kernels."""
     blocks, scales = empty_packed(runtime, count, rows, columns)
     ordered = empty_scales(count, rows, columns, runtime.device).copy_(scales)
     return blocks, nn.Parameter(ordered, requires_grad=False)
 
 
 def _one_by_one(layer: Experts) -> Iterator[tuple[str, str, Placement]]:
-    for index, expert in enumerate(layer.held):
-        for ours, part in expert_parts(layer, expert):
+    for index, expert in enumerate(layer.local_experts):
+        for ours, shard in expert_shards(layer, expert):
             kept_in = [f"{ours}_proj_{what}" for what in ("blocks", "scales")]
-            packed = place_packed(part, *(layer.get_parameter(name)[index] for name in kept_in))
+            packed = place_packed(shard, *(layer.get_parameter(name)[index] for name in kept_in))
             for name, held_by, placement in zip(("weight", "weight_scale"), kept_in, packed, strict=True):
-                yield part.module, name, replace(placement, held_by=held_by)
+                yield shard.module, name, replace(placement, held_by=held_by)
 
 
 def _fused(layer: Experts) -> Iterator[tuple[str, str, Placement]]:
-    total, hidden, held, mine = layer.total, layer.hidden_size, layer.held, layer.mine
+    total, hidden, local_experts, mine = layer.total, layer.hidden_size, layer.local_experts, layer.intermediate_range
     for kind, unit, last in (("blocks", 2, (16,)), ("scales", GROUP, ())):
-        gate_up = (total, 2 * layer.size, hidden // GROUP, *last)
+        gate_up = (total, 2 * layer.intermediate_size, hidden // GROUP, *last)
         parameter = layer.get_parameter(f"gate_up_proj_{kind}")
-        yield "", f"gate_up_proj_{kind}", PackedPairs(parameter, gate_up, share=(held, mine))
-        down = (total, hidden, layer.size // GROUP, *last)
+        yield "", f"gate_up_proj_{kind}", PackedGateUpPlacement(parameter, gate_up, share=(local_experts, mine))
+        down = (total, hidden, layer.intermediate_size // GROUP, *last)
         columns = range(mine.start // unit, mine.stop // unit)
         parameter = layer.get_parameter(f"down_proj_{kind}")
-        yield "", f"down_proj_{kind}", PackedMiddle(parameter, down, share=(held, columns))
+        yield "", f"down_proj_{kind}", PackedDownPlacement(parameter, down, share=(local_experts, columns))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedPairs(PairsPlacement):
+class PackedGateUpPlacement(GateUpPlacement):
     """Blocks or scales of gate and up."""
 
     dtypes = ("U8",)
@@ -142,12 +142,12 @@ class PackedPairs(PairsPlacement):
         super().load_expert(mine, _checked(whole).transpose(0, 1))
 
     def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
-        """The way back."""
+        """Undo :meth:`load_expert`."""
         super().store_expert(mine, whole.flatten(1).transpose(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedMiddle(MiddlePlacement):
+class PackedDownPlacement(DownPlacement):
     """Blocks or scales of down."""
 
     dtypes = ("U8",)
@@ -165,12 +165,12 @@ class PackedMiddle(MiddlePlacement):
         super().load_expert(mine, _checked(whole).transpose(0, 1))
 
     def store_expert(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
-        """The way back."""
+        """Undo :meth:`load_expert`."""
         super().store_expert(mine, whole.flatten(1).transpose(0, 1))
 
 
 def _check(experts: torch.Tensor) -> None:
-    """Of blocks ``[E, rows, groups, 16]`` nothing, of scales ``[E, rows, groups]`` that they are some."""
+    """Check scales ``[E, rows, groups]``; blocks ``[E, rows, groups, 16]`` may have any bits."""
     if experts.dim() == 3:
         check_packed_scales(experts)
 

@@ -1,6 +1,6 @@
-"""Linear layers whose weights are in MXFP4, and what of such a matrix a rank may hold: whole groups that share a scale.
+"""Linear layers with MXFP4 weights, and which shards ranks may have: whole scale groups.
 
-Checkpoints (AMD Quark's) have ``weight [N, K / 2]`` and ``weight_scale [N, K / 32]`` of each matrix, both uint8.
+AMD Quark's checkpoints have ``weight [N, K / 2]`` and ``weight_scale [N, K / 32]`` of each matrix, both uint8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from atom_core.kernels.moved import MovingKernel
 from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR, FewRowsMxfp4Kernel, Mxfp4LinearSpec
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.select import KernelSet
-from atom_core.layers.linear_methods import Part
+from atom_core.layers.linear_methods import Shard
 from atom_core.layers.parameters import Placement
 from atom_core.quant.mxfp4 import GROUP, Mxfp4LinearConfig
 from atom_core.runtime import Runtime
@@ -25,7 +25,7 @@ from atom_core.runtime import Runtime
 if TYPE_CHECKING:
     from atom_core.layers.linear import Linear
 
-#: The largest scale, 2 ** 65: what a kernel multiplies by has the exponent that is as much larger than bfloat16's.
+#: The largest scale, 2 ** 65: kernels multiply it by a power of two that would exceed bfloat16's exponent otherwise.
 LARGEST = 192
 
 
@@ -38,26 +38,26 @@ def empty_packed(runtime: Runtime, *shape: int) -> tuple[nn.Parameter, nn.Parame
         return nn.Parameter(data, requires_grad=False)
 
     blocks, scales = empty(columns // 2), empty(columns // GROUP)
-    scales.data.fill_(119)  # where weights are made up, they are numbers, and small
+    scales.data.fill_(119)  # small finite values for dummy weights
     return blocks, scales
 
 
 def check_groups(
-    part: Part, module: str, world_size: int, instead: str = "", ranks: str = "tensor parallel size"
+    shard: Shard, module: str, world_size: int, instead: str = "", ranks: str = "tensor parallel size"
 ) -> None:
-    """Whether a matrix divides into groups, and a rank holds whole ones.
+    """Check that a matrix divides into groups, and that a shard consists of whole ones.
 
     Args:
-        part: of the weight.
-        module: what checkpoints call it.
-        world_size: how many ranks share it.
-        instead: another way out for the user, after a comma.
-        ranks: what says how many there are.
+        shard: of the weight.
+        module: its checkpoint module.
+        world_size: the number of ranks that share it.
+        instead: an alternative for the user, after a comma.
+        ranks: the name of the setting of ``world_size``.
 
     Raises:
         ValueError: it does not.
     """
-    mine, total = len(part.my_columns), part.columns
+    mine, total = len(shard.my_columns), shard.columns
     if total % GROUP:
         raise ValueError(
             f"{module} has {total} columns, which is no multiple of {GROUP}, the numbers that share a scale in MXFP4. "
@@ -103,21 +103,21 @@ def packed_dtype_problem(dtype: str) -> str | None:
 
 
 def check_packed_scales(scales: torch.Tensor) -> None:
-    """Scales are numbers that kernels have.
+    """Check that kernels support these scales.
 
     Raises:
-        ValueError: some are not; the message goes on from the tensor's name.
+        ValueError: they do not; the message continues the tensor's name.
     """
     if int(scales.max()) > LARGEST:
         raise ValueError(f"holds a scale of more than 2^{LARGEST - 127}, or one that is no number")
 
 
-def place_packed(part: Part, blocks: torch.Tensor, scales: torch.Tensor) -> tuple[Placement, Placement]:
-    """This rank's blocks and scales of ``part``, in those of the whole weight."""
+def place_packed(shard: Shard, blocks: torch.Tensor, scales: torch.Tensor) -> tuple[Placement, Placement]:
+    """This rank's blocks and scales of ``shard``, in those of the whole weight."""
 
     def of(parameter: torch.Tensor, unit: int, kind: type[Placement]) -> Placement:
-        columns = range(part.my_columns.start // unit, part.my_columns.stop // unit)
-        return replace(part, columns=part.columns // unit, my_columns=columns).of_matrix(parameter, kind)
+        columns = range(shard.my_columns.start // unit, shard.my_columns.stop // unit)
+        return replace(shard, columns=shard.columns // unit, my_columns=columns).of_matrix(parameter, kind)
 
     return of(blocks, 2, PackedPlacement), of(scales, GROUP, PackedScalePlacement)
 
@@ -129,22 +129,22 @@ class Mxfp4Method:
         self.scheme = scheme
 
     def create(self, layer: Linear, runtime: Runtime) -> None:
-        """The weight's blocks, and their scales.
+        """Register the weight's blocks and their scales.
 
         Raises:
             ValueError: groups would be cut.
         """
-        for part, module in zip(layer.parts, layer.modules_of_parts, strict=True):
-            check_groups(part, module, runtime.tensor_parallel.world_size)
+        for shard, module in zip(layer.shards, layer.shard_modules, strict=True):
+            check_groups(shard, module, runtime.tensor_parallel.world_size)
         bias, rounded = layer.bias is not None, self.scheme.rounded_inputs
         self.spec = Mxfp4LinearSpec(layer.in_features, layer.out_features, bias, rounded, runtime.dtype)
         self.kernel = runtime.kernels.select(MXFP4_LINEAR, self.spec)
-        self.fewer = self.kernel if isinstance(self.kernel, FewRowsMxfp4Kernel) else None
+        self.few_rows_kernel = self.kernel if isinstance(self.kernel, FewRowsMxfp4Kernel) else None
         layer.weight, layer.weight_scale = empty_packed(runtime, layer.out_features, layer.in_features)
 
-    def placements(self, layer: Linear, part: Part) -> Iterator[tuple[str, Placement]]:
+    def placements(self, layer: Linear, shard: Shard) -> Iterator[tuple[str, Placement]]:
         """The blocks and their scales."""
-        blocks, scales = place_packed(part, layer.weight, layer.weight_scale)
+        blocks, scales = place_packed(shard, layer.weight, layer.weight_scale)
         yield "weight", blocks
         yield "weight_scale", scales
 
@@ -165,9 +165,9 @@ class Mxfp4Method:
         self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor | None:
         """See :class:`LinearMethod`."""
-        if self.fewer is None or not 0 < x.shape[0] <= self.fewer.max_rows:
+        if self.few_rows_kernel is None or not 0 < x.shape[0] <= self.few_rows_kernel.max_rows:
             return None
-        return self.fewer.add(x, layer.weight, layer.weight_scale, bias, residual)
+        return self.few_rows_kernel.add(x, layer.weight, layer.weight_scale, bias, residual)
 
     def chosen(self, layer: Linear, kernels: KernelSet) -> tuple[str, str]:
         """See :class:`LinearMethod`."""
@@ -178,7 +178,7 @@ class Mxfp4Method:
         return Operands(layer.weight, layer.bias, layer.weight_scale, rounded_inputs=self.scheme.rounded_inputs)
 
     def finalize(self, layer: Linear) -> None:
-        """Hand the weight to the kernel, which may move its bytes."""
+        """Give the weight to the kernel, which may reorder its bytes."""
         self.kernel.adopt(layer.weight, layer.weight_scale)
 
     def restore(self, layer: Linear, whole: bool) -> None:

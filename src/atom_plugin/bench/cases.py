@@ -96,11 +96,11 @@ class Product:
 
 def products(config: ModelConfig) -> list[Product]:
     """A layer's products and the head's; those of experts are no products of few rows."""
-    hidden, middle, mixer = config.hidden_size, config.intermediate_size, config.layers[0].mixer
+    hidden, intermediate, mixer = config.hidden_size, config.intermediate_size, config.layers[0].mixer
     found = [
         *(_of_mla(config, mixer) if isinstance(mixer, MlaConfig) else _of_attention(config, mixer)),
-        Product("gate_up", 2 * middle, hidden, config.mlp_bias),
-        Product("down", hidden, middle, config.mlp_bias),
+        Product("gate_up", 2 * intermediate, hidden, config.mlp_bias),
+        Product("down", hidden, intermediate, config.mlp_bias),
         Product("head", config.vocab_size, hidden, few_rows=True),
     ]
     if not config.has_dense_layers:

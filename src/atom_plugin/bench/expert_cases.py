@@ -196,10 +196,10 @@ def _all_experts(
     rounded: Callable[[torch.Tensor], torch.Tensor] = lambda inputs: inputs,
 ) -> torch.Tensor:
     """Each expert on each token: torch has no other way that a graph can capture. ``rounded``: of products' inputs."""
-    middle = torch.bmm(rounded(x).expand(layer.experts, -1, -1), weights.gate_up.transpose(1, 2))
+    intermediate = torch.bmm(rounded(x).expand(layer.experts, -1, -1), weights.gate_up.transpose(1, 2))
     if weights.gate_up_bias is not None:
-        middle = middle + weights.gate_up_bias[:, None]
-    activated = rounded(gated_activation(middle.flatten(0, 1), layer.activation))
+        intermediate = intermediate + weights.gate_up_bias[:, None]
+    activated = rounded(gated_activation(intermediate.flatten(0, 1), layer.activation))
     answers = torch.bmm(activated.view(layer.experts, -1, layer.size), weights.down.transpose(1, 2)).float()
     if weights.down_bias is not None:
         answers = answers + weights.down_bias[:, None].float()
@@ -241,14 +241,14 @@ def _fp8_spec(layer: _Layer, bench: Bench) -> Fp8ExpertsSpec:
 
 
 def _exact_in_fp8(layer: _Layer, bench: Bench, copies: int) -> Run:
-    """Products in float32, of inputs and of middles that are quantised as the model's dtype has them."""
+    """Products in float32, of inputs and intermediate results quantised from the model's dtype."""
     given, weights = layer.inputs(bench), layer.fp8_weights(bench)
     kernel = ReferenceFp8Experts(_fp8_spec(layer, bench))
     return lambda index: kernel(*given, weights)
 
 
 def _of_wide_inputs(layer: _Layer, bench: Bench, copies: int) -> Run:
-    """In float32 by the same weights, of inputs and middles that are not quantised."""
+    """In float32 by the same weights, of unquantised inputs and intermediate results."""
     return _in_float32(layer, bench, _wide(layer.fp8_weights(bench), torch.float32))
 
 

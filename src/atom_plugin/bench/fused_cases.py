@@ -40,15 +40,15 @@ DECODES = ((1, 129), (8, 513), (64, 513), (64, 2049), (256, 513))
 
 def normed_linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     """A norm, the product of gate and up, and the activation behind it."""
-    hidden, middle = config.hidden_size, config.intermediate_size
+    hidden, intermediate = config.hidden_size, config.intermediate_size
     if not config.has_dense_layers:
         return
     for rows in NORMED_ROWS:
         yield Case(
             "normed_linear",
-            f"gate_up {2 * middle} x {hidden}, {rows} {'row' if rows == 1 else 'rows'}",
-            num_bytes=(2 * middle * hidden + hidden + rows * (hidden + middle)) * itemsize,
-            num_operations=4 * rows * middle * hidden,
+            f"gate_up {2 * intermediate} x {hidden}, {rows} {'row' if rows == 1 else 'rows'}",
+            num_bytes=(2 * intermediate * hidden + hidden + rows * (hidden + intermediate)) * itemsize,
+            num_operations=4 * rows * intermediate * hidden,
             contenders={
                 "atom": partial(_our_normed_product, config, rows),
                 "torch": partial(_torch_normed_product, config, rows),

@@ -6,25 +6,25 @@ import pytest
 import torch
 
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
-from atom_core.kernels.experts import few_pairs_hopper as few_pairs_kernel
+from atom_core.kernels.experts import few_routed_tokens_hopper as few_routed_tokens_kernel
 from atom_core.kernels.experts import few_tokens as few_experts_kernel
 from atom_core.kernels.experts import few_tokens_hopper as few_hopper_kernel
 from atom_core.kernels.experts import grouped as grouped_kernel
 from atom_core.kernels.experts import hopper as hopper_experts_kernel
-from atom_core.kernels.experts import pairs_hopper as pairs_kernel
+from atom_core.kernels.experts import routed_tokens_hopper as routed_tokens_kernel
 from atom_core.kernels.experts import triton_kernel as experts_kernel
 from tests.contract.triton_compiles.compiling import GPUS, SORTING, WITH_SHARED, compile_launch, every_gpu, keep, zeros
 
 FEW = [(few_experts_kernel, name) for name in ("_gate_up_of_one", "_down_of_one", "_of_expert")]
 
 #: Whether the kernel has moved the weights' numbers, as on Hopper.
-moved = pytest.mark.parametrize("tiled", [False, True], ids=["as loaded", "tiles that lie together"])
+moved = pytest.mark.parametrize("blocked", [False, True], ids=["as loaded", "blocked layout"])
 
 
-def plain_experts(spec, overlap, tiled=False):
+def plain_experts(spec, overlap, blocked=False):
     """The kernel, its weights adopted or not."""
     kernel = experts_kernel.TritonExperts(spec, overlap)
-    kernel.tiled = tiled
+    kernel.blocked = blocked
     return kernel
 
 
@@ -62,7 +62,7 @@ def test_experts_compile(monkeypatch, tokens, launches, bias, gpu):
         (1040, 8, [(128, 5), (64, 5)]),
     ],
 )
-def test_experts_of_few_tokens_compile_for_hopper(monkeypatch, size, tokens, tiles, bias, tiled):
+def test_experts_of_few_tokens_compile_for_hopper(monkeypatch, size, tokens, tiles, bias, blocked):
     kept = keep(monkeypatch, (few_experts_kernel, "_of_expert"), (few_hopper_kernel, "down_of_few_hopper"))
     keep(monkeypatch, *SORTING)
     monkeypatch.setattr(few_experts_kernel, "on_hopper", lambda device: True)
@@ -71,7 +71,7 @@ def test_experts_of_few_tokens_compile_for_hopper(monkeypatch, size, tokens, til
     biases = (zeros(16, 2 * size), zeros(16, 2048)) if bias else ()
     layer = ExpertWeights(zeros(16, 2 * size, 2048), zeros(16, 2048, size), *biases)
     chosen = torch.zeros(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
-    plain_experts(spec, True, tiled)(zeros(tokens, 2048), *chosen, layer)
+    plain_experts(spec, True, blocked)(zeros(tokens, 2048), *chosen, layer)
     launched = kept()
     constants = [launch.constants for _, launch in launched]
     assert [(it.get("BLOCK_K") or it["COLUMNS"], it["STAGES"]) for it in constants] == tiles
@@ -81,16 +81,16 @@ def test_experts_of_few_tokens_compile_for_hopper(monkeypatch, size, tokens, til
 
 @moved
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
-def test_experts_of_few_pairs_compile_for_hopper(monkeypatch, bias, tiled):
+def test_experts_of_few_routed_tokens_compile_for_hopper(monkeypatch, bias, blocked):
     tokens, gpu = 20, GPUS[-1]
-    kept = keep(monkeypatch, (few_pairs_kernel, "few_pairs_hopper"))
+    kept = keep(monkeypatch, (few_routed_tokens_kernel, "few_routed_tokens_hopper"))
     keep(monkeypatch, *SORTING)
     monkeypatch.setattr(grouped_kernel, "on_hopper", lambda device: True)
     spec = ExpertsSpec(0, 16, 2048, 768, 8, "clamped_swiglu" if bias else "silu", bias, torch.bfloat16)
     biases = (zeros(16, 1536), zeros(16, 2048)) if bias else (None, None)
     layer = ExpertWeights(zeros(16, 1536, 2048), zeros(16, 2048, 768), *biases)
     chosen = torch.zeros(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
-    run = plain_experts(spec, True, tiled)
+    run = plain_experts(spec, True, blocked)
     run.add(zeros(tokens, 2048), *chosen, layer, zeros(tokens, 2048))
     launched = kept()
     assert len(launched) == 2
@@ -103,7 +103,7 @@ def test_experts_of_few_pairs_compile_for_hopper(monkeypatch, bias, tiled):
 @moved
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("shared", "tokens", "pairs", "bias"),
+    ("shared", "tokens", "block", "bias"),
     [
         (0, 40, 32, False),
         (0, 40, 32, True),
@@ -116,12 +116,12 @@ def test_experts_of_few_pairs_compile_for_hopper(monkeypatch, bias, tiled):
         (2, 700, 128, False),
     ],
 )
-def test_experts_of_more_pairs_compile_for_hopper(monkeypatch, shared, tokens, pairs, bias, dtype, tiled):
-    """Blocks of up to 64 pairs, larger ones where tokens share experts: each block reads their weights."""
+def test_experts_of_more_routed_tokens_compile_for_hopper(monkeypatch, shared, tokens, block, bias, dtype, blocked):
+    """Blocks of up to 64 routed tokens, larger ones where tokens share experts: each block reads their weights."""
     kept = keep(
         monkeypatch,
-        (few_pairs_kernel, "few_pairs_hopper"),
-        (pairs_kernel, "pairs_hopper"),
+        (few_routed_tokens_kernel, "few_routed_tokens_hopper"),
+        (routed_tokens_kernel, "routed_tokens_hopper"),
         (hopper_experts_kernel, "grouped_rows_hopper"),
     )
     keep(monkeypatch, *SORTING)
@@ -132,23 +132,23 @@ def test_experts_of_more_pairs_compile_for_hopper(monkeypatch, shared, tokens, p
     biases = (torch.empty(count, 1408, dtype=dtype), torch.empty(count, 2048, dtype=dtype)) if bias else (None, None)
     weights = torch.empty(count, 1408, 2048, dtype=dtype), torch.empty(count, 2048, 704, dtype=dtype)
     chosen = torch.zeros(tokens, top_k), torch.zeros(tokens, top_k, dtype=torch.int32)
-    run = plain_experts(spec, True, tiled)
+    run = plain_experts(spec, True, blocked)
     x = torch.empty(tokens, 2048, dtype=dtype)
     run.add(x, *chosen, ExpertWeights(*weights, *biases), torch.empty_like(x))
     launched = kept()
-    name = {16: "few_pairs_hopper", 128: "grouped_rows_hopper"}.get(pairs, "pairs_hopper")
+    name = {16: "few_routed_tokens_hopper", 128: "grouped_rows_hopper"}.get(block, "routed_tokens_hopper")
     assert [kernel.__name__ for kernel, _ in launched] == [name] * 2
     for kernel, launch in launched:
-        if name == "pairs_hopper":
-            assert launch.constants["PAIRS"] == pairs
+        if name == "routed_tokens_hopper":
+            assert launch.constants["TOKENS"] == block
             compiled = compile_launch(kernel, launch, GPUS[-1])
             # Three such programs, and what is set aside for each, share a multiprocessor's 228 KiB.
             assert 3 * (compiled.batch.shared + 1024) <= 228 * 1024
-            # A wait in the loop for all and one for half of the pairs: a compiler that waits for each has more.
+            # A wait in the loop for all and one for half of the block: a compiler that waits for each has more.
             assert compiled.asm["ptx"].count("wgmma.wait_group") == 2
 
 
-def one_token_behind_a_norm(monkeypatch, size, gpu, tiled=False):
+def one_token_after_a_norm(monkeypatch, size, gpu, blocked=False):
     """Compile its experts' launches."""
     kept = keep(monkeypatch, *FEW)
     spec = ExpertsSpec(0, 16, 2048, size, 8, "silu", False, torch.bfloat16)
@@ -156,7 +156,7 @@ def one_token_behind_a_norm(monkeypatch, size, gpu, tiled=False):
         torch.empty(16, 2 * size, 2048, dtype=torch.bfloat16), torch.empty(16, 2048, size, dtype=torch.bfloat16)
     )
     chosen = torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int32)
-    plain_experts(spec, gpu.nvidia, tiled).add_behind_norm(zeros(1, 2048), zeros(2048), 1e-6, *chosen, layer)
+    plain_experts(spec, gpu.nvidia, blocked).add_after_norm(zeros(1, 2048), zeros(2048), 1e-6, *chosen, layer)
     for kernel, launch in kept():
         compile_launch(kernel, launch, gpu)
 
@@ -164,17 +164,17 @@ def one_token_behind_a_norm(monkeypatch, size, gpu, tiled=False):
 @every_gpu
 @pytest.mark.parametrize("size", [768, 1408])
 def test_experts_of_one_token_compile_behind_a_norm(monkeypatch, size, gpu):
-    one_token_behind_a_norm(monkeypatch, size, gpu)
+    one_token_after_a_norm(monkeypatch, size, gpu)
 
 
 def test_experts_of_one_token_compile_for_tiles_that_lie_together(monkeypatch):
-    one_token_behind_a_norm(monkeypatch, 1408, GPUS[-1], tiled=True)
+    one_token_after_a_norm(monkeypatch, 1408, GPUS[-1], blocked=True)
 
 
 @moved
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "with biases"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_experts_of_many_tokens_compile_for_hopper(monkeypatch, dtype, bias, tiled):
+def test_experts_of_many_tokens_compile_for_hopper(monkeypatch, dtype, bias, blocked):
     kept = keep(monkeypatch, (hopper_experts_kernel, "grouped_rows_hopper"))
     keep(monkeypatch, *SORTING)
     monkeypatch.setattr(grouped_kernel, "on_hopper", lambda device: True)
@@ -186,7 +186,7 @@ def test_experts_of_many_tokens_compile_for_hopper(monkeypatch, dtype, bias, til
         torch.empty(16, 2880, dtype=dtype) if bias else None,
     )
     chosen = torch.zeros(3000, 8), torch.zeros(3000, 8, dtype=torch.int32)
-    plain_experts(spec, True, tiled)(torch.empty(3000, 2880, dtype=dtype), *chosen, layer)
+    plain_experts(spec, True, blocked)(torch.empty(3000, 2880, dtype=dtype), *chosen, layer)
     launched = kept()
     assert len(launched) == 2
     for kernel, launch in launched:

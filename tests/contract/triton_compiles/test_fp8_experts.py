@@ -61,7 +61,7 @@ def test_fp8_experts_compile(monkeypatch, tokens, block, hidden, gpu):
 @pytest.mark.parametrize(("count", "top_k"), [(16, 8), WITH_SHARED.values()])
 @pytest.mark.parametrize("block", [False, True], ids=["a scale a row", "a scale a block"])
 @pytest.mark.parametrize("tokens", [2, 16, 20, 40])
-def test_fp8_experts_of_few_pairs_compile_for_hopper(monkeypatch, tokens, block, count, top_k):
+def test_fp8_experts_of_few_routed_tokens_compile_for_hopper(monkeypatch, tokens, block, count, top_k):
     gpu = GPUS[-1]
     kept = keep(monkeypatch, (hopper_fp8_kernel, "expert_rows_fp8_hopper"))
     quantised = keep(monkeypatch, (groups_kernel, "_quantize_groups"))
@@ -80,7 +80,7 @@ def test_fp8_experts_of_few_pairs_compile_for_hopper(monkeypatch, tokens, block,
         assert down["x"] is gate_up["quantized"]
         assert down["x_scales"] is gate_up["out_scales"]
         assert gate_up["arrivals"] is quantised()[0][1].constants["cleared"]
-        # Six groups of the middle of each block; where they are not sorted each pair has a block.
+        # Six groups of the intermediate result of each block; where they are not sorted each routed token has a block.
         blocks = tokens * top_k if gate_up["slots"] is None else len(gate_up["block_experts"])
         assert len(gate_up["arrivals"]) == 6 * blocks
     for kernel, launch in launched:
@@ -109,7 +109,7 @@ def test_fp8_experts_of_one_token_compile_behind_a_norm(monkeypatch, block, gpu)
     kept = keep(monkeypatch, *FEW_FP8)
     run, layer = fp8_experts(2048, block, gpu)
     chosen = torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int32)
-    run.add_behind_norm(zeros(1, 2048), zeros(2048), 1e-6, *chosen, layer)
+    run.add_after_norm(zeros(1, 2048), zeros(2048), 1e-6, *chosen, layer)
     launched = kept()
     assert len(launched) == 2
     for kernel, launch in launched:

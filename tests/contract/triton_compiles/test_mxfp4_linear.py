@@ -15,11 +15,11 @@ from tests.contract.triton_compiles.compiling import compiles, every_gpu, zeros
 @every_gpu
 @pytest.mark.parametrize("norm", [None, linear_kernel.Norm(zeros(12288), 1e-6)], ids=["alone", "normed"])
 @pytest.mark.parametrize("slots", [None, torch.zeros(2, dtype=torch.int32)], ids=["all rows", "rows of slots"])
-@pytest.mark.parametrize(("rounds", "parts"), [(False, 2), (True, 4), (True, 1)])
+@pytest.mark.parametrize(("rounds", "planes"), [(False, 2), (True, 4), (True, 1)])
 @pytest.mark.parametrize("size", [2880, 12288])
-def test_preparing_inputs_for_mxfp4_compiles(size, rounds, parts, slots, norm, gpu):
+def test_preparing_inputs_for_mxfp4_compiles(size, rounds, planes, slots, norm, gpu):
     with compiles(inputs_kernel, "_prepare", gpu):
-        inputs_kernel.prepare(zeros(2, size), gpu.nvidia, rounds=rounds, parts=parts, norm=norm, slots=slots)
+        inputs_kernel.prepare(zeros(2, size), gpu.nvidia, rounds=rounds, planes=planes, norm=norm, slots=slots)
 
 
 def in_mxfp4(

@@ -63,8 +63,8 @@ def fused_moe(
     for expert, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
         tokens, places = torch.where(ids == expert)
         gate, up = (x[tokens] @ gate_up.T).chunk(2, -1)
-        middle = quantize((F.silu(gate) * up).to(hidden_states.dtype))
-        y.index_add_(0, tokens, middle @ down.T * topk_weight[tokens, places, None])
+        intermediate = quantize((F.silu(gate) * up).to(hidden_states.dtype))
+        y.index_add_(0, tokens, intermediate @ down.T * topk_weight[tokens, places, None])
     return y.to(hidden_states.dtype)
 
 
@@ -75,23 +75,23 @@ def _check_tokens(x, w1, w2, weights, ids):
     assert weights.shape == ids.shape
     assert len(x) == len(ids) > 0, "a launch of no programs"
     assert all(it.is_contiguous() for it in (x, w1, w2, weights, ids))
-    (experts, wide, hidden), (also, narrow, middle) = w1.shape, w2.shape
+    (experts, wide, hidden), (also, narrow, intermediate) = w1.shape, w2.shape
     packed = 2 if w1.dtype == dtypes.fp4x2 else 1
-    hidden, middle = packed * hidden, packed * middle
-    assert (experts, wide, hidden) == (also, 2 * middle, narrow)
+    hidden, intermediate = packed * hidden, packed * intermediate
+    assert (experts, wide, hidden) == (also, 2 * intermediate, narrow)
     assert x.shape[1] == hidden
     assert all(getattr(it, "is_shuffled", False) for it in (w1, w2)), "kernels for the plain order are slow or none"
 
 
 def _quantizer(quant_type, x, w1, w2, w1_scale, w2_scale):
     """What becomes of tokens before a product, in float32; sizes that no kernel has tiles for are errors."""
-    experts, hidden, middle = w2.shape
+    experts, hidden, intermediate = w2.shape
     if quant_type is QuantType.No:
         assert w1.dtype == w2.dtype == x.dtype
         assert w1_scale is None
         assert w2_scale is None
         assert hidden % 128 == 0
-        assert middle % (64 if middle <= 192 else 128) == 0
+        assert intermediate % (64 if intermediate <= 192 else 128) == 0
         return lambda rows: rows.float()
     if quant_type is QuantType.per_1x32:
         check_gpu()
@@ -99,7 +99,7 @@ def _quantizer(quant_type, x, w1, w2, w1_scale, w2_scale):
         assert x.dtype == torch.bfloat16, "not every kernel that may be chosen has another"
         assert w1_scale.dtype == w2_scale.dtype == torch.uint8
         assert hidden % 256 == 0
-        assert 2 * middle % 256 == 0, "two numbers a byte"
+        assert 2 * intermediate % 256 == 0, "two numbers a byte"
         return lambda rows: unpack(*pack(rows, rounded_up))
     assert w1.dtype == w2.dtype == dtypes.fp8, f"this GPU multiplies {dtypes.fp8}"
     assert x.dtype == torch.bfloat16, "not every kernel that may be chosen has another"
@@ -107,16 +107,16 @@ def _quantizer(quant_type, x, w1, w2, w1_scale, w2_scale):
     assert w1_scale.is_contiguous()
     assert w2_scale.is_contiguous()
     if quant_type is QuantType.per_Token:
-        assert w1_scale.shape == (experts, 2 * middle, 1)
+        assert w1_scale.shape == (experts, 2 * intermediate, 1)
         assert w2_scale.shape == (experts, hidden, 1)
         assert hidden % 128 == 0
-        assert middle % (256 if os.environ["GPU_ARCHS"] == "gfx950" else 128) == 0
+        assert intermediate % (256 if os.environ["GPU_ARCHS"] == "gfx950" else 128) == 0
         return lambda rows: _rounded(rows, w1.dtype)
     assert quant_type in (QuantType.per_1x128, QuantType.per_128x128)
-    assert w1_scale.shape == (experts, 2 * middle // 128, hidden // 128)
-    assert w2_scale.shape == (experts, hidden // 128, middle // 128)
+    assert w1_scale.shape == (experts, 2 * intermediate // 128, hidden // 128)
+    assert w2_scale.shape == (experts, hidden // 128, intermediate // 128)
     assert hidden % 256 == 0
-    assert middle % 128 == 0
+    assert intermediate % 128 == 0
     return lambda rows: _rounded(rows.reshape(-1, 128), w1.dtype).view(rows.shape)
 
 

@@ -1,10 +1,10 @@
-"""The experts of a mixture: each token through those that it was sent to, and the weighted sum of their answers.
+"""Mixture-of-experts layer: each token runs through its experts, and their weighted outputs are summed.
 
     y[t] = sum over j of weights[t, j] * (down[e] (act(gate[e] x[t]) * (up[e] x[t])) + c[e]),  e = experts[t, j]
 
-``x``: ``[T, H]``; ``weights``: float32 ``[T, k]``, ``experts``: int32 ``[T, k]``, no expert twice for a token; the
-weights of gate and up ``[E, 2I, H]``, one behind the other, of down ``[E, H, I]``, their biases ``[E, 2I]`` and
-``[E, H]`` or None; ``y``: ``[T, H]``. A rank may hold some of the experts: those that it does not hold add nothing.
+``x``: ``[T, H]``; ``weights``: float32 ``[T, k]``; ``experts``: int32 ``[T, k]``, distinct for each token; gate and up
+weights: ``[E, 2I, H]``, gate rows first; down weights: ``[E, H, I]``; biases: ``[E, 2I]`` and ``[E, H]`` or None;
+``y``: ``[T, H]``. A rank may have only some of the experts (its local experts); the others add nothing to ``y``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atom_core.types import Activation
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """The experts of one layer that this rank holds: ``count`` from ``first`` on, ``intermediate_size`` wide."""
+    """The local experts of one layer: ``count`` from ``first`` on."""
 
     first: int
     count: int
@@ -37,29 +37,29 @@ class ExpertsSpec:
     bias: bool
     dtype: torch.dtype
     total: int | None = None
-    """Experts of all ranks; None: this one holds them all."""
+    """Experts of all ranks; None: all experts are local."""
     shared: int = 0
-    """How many of these, the last, every token goes to."""
+    """How many of the local experts, the last ones, are shared: every token is routed to them."""
 
 
 class ExpertWeights(NamedTuple):
-    """Of all experts that this rank holds."""
+    """The weights of all local experts."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
-    tiled: bool = False
-    """Whether a kernel has moved the numbers of both as :mod:`.tiled` has it."""
+    blocked: bool = False
+    """Whether the kernel stores both weights in the blocked layout of :mod:`.blocked_layout`."""
 
 
 class ExpertsKernel(Protocol):
-    """The call: ``x``, ``weights`` and ``experts`` as the module's text has them, and the layer's, to ``y``."""
+    """Runs the experts: ``x``, ``weights``, ``experts`` and the layer's weights to ``y``."""
 
     def adopt(self, layer: ExpertWeights) -> bool:
-        """Take over loaded weights, whose numbers may be moved in place.
+        """Take over loaded weights; the kernel may reorder their elements in place.
 
-        True: the kernel holds all matrices that it needs, and the layer's are to be freed.
+        True: the kernel has its own copy of both matrices, and the caller frees the layer's.
         """
 
     def __call__(
@@ -72,18 +72,18 @@ Weights_contra = TypeVar("Weights_contra", contravariant=True)
 
 @runtime_checkable
 class PackingExpertsKernel(Protocol):
-    """Experts whose :meth:`ExpertsKernel.adopt` may be True."""
+    """A kernel whose :meth:`ExpertsKernel.adopt` may return True."""
 
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The adopted weights of gates and ups, and of down, in memory of their own."""
+        """The adopted gate/up and down weights, newly allocated."""
 
 
 @runtime_checkable
 class AddingExpertsKernel(Protocol[Weights_contra]):
-    """A kernel that can add to a residual on its way, and norm few tokens in front, however it keeps its weights."""
+    """A kernel that can add its result to a residual, and can apply an RMS norm first for few tokens."""
 
     max_normed: int
-    """Tokens up to which :meth:`add_behind_norm` is to be called, from 1 on."""
+    """The largest number of tokens, at least 1, for which :meth:`add_after_norm` may be called."""
 
     def add(
         self,
@@ -93,9 +93,9 @@ class AddingExpertsKernel(Protocol[Weights_contra]):
         layer: Weights_contra,
         residual: torch.Tensor,
     ) -> torch.Tensor:
-        """``residual += y``, rounded once; ``residual`` is contiguous, and is the result."""
+        """``residual += y``, rounded once; ``residual`` is contiguous, and is returned."""
 
-    def add_behind_norm(
+    def add_after_norm(
         self,
         stream: torch.Tensor,
         norm: torch.Tensor,
@@ -104,9 +104,9 @@ class AddingExpertsKernel(Protocol[Weights_contra]):
         experts: torch.Tensor,
         layer: Weights_contra,
     ) -> torch.Tensor:
-        """``stream += y`` of ``x = rms_norm(stream)``; see :mod:`atom_core.kernels.rms_norm`.
+        """``stream += y`` with ``x = rms_norm(stream)``; see :mod:`atom_core.kernels.rms_norm`.
 
-        In 16 bits ``x`` is not rounded; before it is quantised, and beside MXFP4, it is.
+        16-bit kernels do not round ``x``; FP8 and MXFP4 kernels round it before they quantise or multiply it.
         """
 
 
@@ -122,14 +122,14 @@ def _aiter_supports(spec: ExpertsSpec, target: Target) -> str | None:
     size = spec.intermediate_size
     if spec.hidden_size % 128 or size % (64 if size <= 192 else 128):
         return (
-            "aiter's experts are for hidden sizes that are multiples of 128, with middles that are multiples of 128, "
-            f"or of 64 up to 192; not for {spec.hidden_size} with {size}."
+            "aiter's experts are for hidden sizes that are multiples of 128, with intermediate sizes that are "
+            f"multiples of 128, or of 64 up to 192; not for {spec.hidden_size} with {size}."
         )
     return None
 
 
 def _build_aiter(spec: ExpertsSpec, target: Target) -> ExpertsKernel:
-    from atom_core.kernels.experts.aiter_kernel import AiterExperts  # looked for when it is chosen
+    from atom_core.kernels.experts.aiter_kernel import AiterExperts  # imported only when chosen
 
     return AiterExperts(spec)
 

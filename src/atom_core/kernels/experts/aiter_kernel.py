@@ -1,4 +1,4 @@
-"""The experts by aiter's fused mixture: tokens sorted by expert, then one product or two, in a kernel for the shape."""
+"""Experts by aiter's fused MoE, which sorts tokens by expert and picks a one- or two-stage kernel for the shape."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from atom_core.kernels.opaque import opaque
 
 
 class AiterExperts:
-    """See :class:`atom_core.kernels.experts.ExpertsKernel`; the layer keeps its weights in the order of aiter's."""
+    """See :class:`atom_core.kernels.experts.ExpertsKernel`; the layer's weights are preshuffled in place."""
 
     def __init__(self, spec: ExpertsSpec) -> None:
         require("aiter.fused_moe.fused_moe", "aiter.ops.shuffle.shuffle_weight")
         aiter_enum("ActivationType", "Silu")
         aiter_enum("QuantType", "No")
         self.spec = spec
-        self.held: torch.Tensor | None = None
+        self.mask: torch.Tensor | None = None
 
     def adopt(self, layer: ExpertWeights) -> bool:
-        """Move the weights' numbers."""
+        """Preshuffle the weights."""
         shuffle_in_place(layer.gate_up.data)
         shuffle_in_place(layer.down.data)
-        self.held = held_experts(self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.held)
+        self.mask = expert_mask(self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.mask)
         return False
 
     def move_back(self, *weights: torch.Tensor) -> None:
@@ -36,41 +36,41 @@ class AiterExperts:
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.experts.ExpertsKernel`."""
-        y: torch.Tensor = _experts(x.contiguous(), weights, experts, layer.gate_up, layer.down, self.held)
+        y: torch.Tensor = _experts(x.contiguous(), weights, experts, layer.gate_up, layer.down, self.mask)
         return y
 
 
-def held_experts(
-    first: int, count: int, total: int | None, device: torch.device, held: torch.Tensor | None = None
+def expert_mask(
+    first: int, count: int, total: int | None, device: torch.device, mask: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Of each expert of all ranks whether this one holds it, int32 ``[total]``; None: it holds them all.
+    """aiter's expert mask, int32 ``[total]``: 1 for local experts; None: all experts are local.
 
-    Written to ``held``, where there is one already: its memory may have been given back while a server slept.
+    It is written to ``mask`` if that exists: a server that slept may have lost what that memory contained.
     """
     if total is None or total == count:
         return None
-    if held is None:
-        held = torch.empty(total, dtype=torch.int32, device=device)
-    held.zero_()
-    held[first : first + count] = 1
-    return held
+    if mask is None:
+        mask = torch.empty(total, dtype=torch.int32, device=device)
+    mask.zero_()
+    mask[first : first + count] = 1
+    return mask
 
 
 def as_shuffled(weight: torch.Tensor) -> torch.Tensor:
-    """``weight`` with the mark of aiter's that its numbers were moved, which a parameter or a view does not keep."""
+    """A view of ``weight`` with aiter's attribute for preshuffled weights, which parameters and views do not keep."""
     marked = weight.view(weight.shape)
     marked.is_shuffled = True  # type: ignore[attr-defined]
     return marked
 
 
-@opaque("aiter_experts", lambda x, weights, experts, gate_up, down, held: torch.empty_like(x))
+@opaque("aiter_experts", lambda x, weights, experts, gate_up, down, mask: torch.empty_like(x))
 def _experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    held: torch.Tensor | None,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
     if not len(x):
         return torch.empty_like(x)
@@ -80,7 +80,7 @@ def _experts(
         as_shuffled(down),
         weights,
         experts,
-        expert_mask=held,
+        expert_mask=mask,
         activation=aiter_enum("ActivationType", "Silu"),
         quant_type=aiter_enum("QuantType", "No"),
     )

@@ -1,8 +1,8 @@
-"""Experts of few tokens, without sorting them.
+"""Experts of few tokens, which are not sorted.
 
-One token: a program takes some rows of each expert's weight for it. Several: a program takes some rows of the weight of
-one pair of a token and an expert, and multiplies all tokens that go there, so that each expert is read once; programs
-of the expert's later pairs have nothing to do. On Hopper the second product is :mod:`.few_tokens_hopper`.
+With one token, a program computes some rows of each expert. With several, a program belongs to one routed token: it
+multiplies some weight rows of that expert by all tokens routed there, so each expert is read once; programs of later
+routed tokens of the same expert exit. On Hopper the second product is :mod:`.few_tokens_hopper`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.experts.grouped import Held, combine, finish_block
-from atom_core.kernels.experts.tiled import FAR, column_at, row_at
+from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE, column_at, row_at
+from atom_core.kernels.experts.grouped import LocalExperts, combine, finish_block
 from atom_core.kernels.kept import KEPT
-from atom_core.kernels.linear.parts import finish, row_sums, row_total, weight_rows
+from atom_core.kernels.linear.helpers import finish, row_sums, row_total, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 if why_no_gluon() is None:
     from atom_core.kernels.experts.few_tokens_hopper import down_of_few, takes_down_of_few
 
-#: Tokens up to which nothing is sorted: the columns of a matrix product that costs no more than half as many.
+#: Largest number of tokens that are not sorted: a matrix product with 16 columns costs as much as with 8.
 MAX_TOKENS = 16
-#: Rows of an expert's weight that a program takes of several tokens' product.
+#: Weight rows of a program with several tokens.
 _ROWS = 64
 
 
@@ -40,7 +40,7 @@ def _gate_up_of_one(
     experts,
     weight,
     bias,
-    middle,
+    intermediate,
     eps,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
@@ -50,11 +50,11 @@ def _gate_up_of_one(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    TILED: tl.constexpr,
+    BLOCKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``middle [k, N / 2]``: a program takes some rows for one of the token's experts, behind a norm or not."""
-    far: tl.constexpr = FAR if TILED else 1
+    """``intermediate [k, N / 2]``: some rows of one of the token's experts; ``norm``: RMS norm weight, or None."""
+    stride: tl.constexpr = BLOCK_SIZE if BLOCKED else 1
     place = tl.program_id(1)
     row = weight_rows(N, BLOCK_N, True)
     column = tl.arange(0, BLOCK_K)
@@ -62,7 +62,7 @@ def _gate_up_of_one(
     factors = tl.load(norm + column, mask=known, other=0.0) if norm is not None else 0.0
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-        # Not earlier: the kernel behind reads which experts they are without waiting for this one.
+        # Not earlier: the next kernel reads the experts without waiting for this one.
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(experts + place) - FIRST
     if (expert < 0) | (expert >= COUNT):
@@ -70,24 +70,24 @@ def _gate_up_of_one(
     weight += expert.to(tl.int64) * N * K
     if bias is not None:
         bias += expert.to(tl.int64) * N
-    at = weight + row_at(row, K, TILED)[:, None] + column_at(column, TILED)[None, :]
+    at = weight + row_at(row, K, BLOCKED)[:, None] + column_at(column, BLOCKED)[None, :]
     tile = tl.load(at, mask=known[None, :], other=0.0, eviction_policy="evict_first")
-    sums, squares, tile, wide, factors = row_sums(at, x, norm, tile, factors, known, K, BLOCK_N, BLOCK_K, EVEN, far)
+    sums, squares, tile, wide, factors = row_sums(at, x, norm, tile, factors, known, K, BLOCK_N, BLOCK_K, EVEN, stride)
     total = row_total(sums, squares, tile, wide, factors, norm, eps, K, BLOCK_N, BLOCK_K)
-    middle += place.to(tl.int64) * (N // 2)
-    finish(total[None, :], None, None, bias, None, middle, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
+    intermediate += place.to(tl.int64) * (N // 2)
+    finish(total[None, :], None, None, bias, None, intermediate, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
 
 
 @triton.jit
 def _weighed(tile, wide, PLACES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``tile * wide`` of each expert, summed up as far as one thread has the numbers."""
+    """``tile * wide`` for each expert, summed over the elements that one thread has."""
     numbers = tile.to(tl.float32) * wide[:, None, :]
     return tl.sum(tl.reshape(numbers, (PLACES, BLOCK_N, BLOCK_K // 8, 8)), 3)
 
 
 @triton.jit
 def _down_of_one(
-    middle,
+    intermediate,
     weights,
     experts,
     weight,
@@ -102,41 +102,41 @@ def _down_of_one(
     N,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    TILED: tl.constexpr,
+    BLOCKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some of ``y [1, N]``: the rows of all of the token's experts at once."""
+    """Some of ``y [1, N]``: the same rows of all the token's experts."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    far: tl.constexpr = FAR if TILED else 1
+    stride: tl.constexpr = BLOCK_SIZE if BLOCKED else 1
     row = weight_rows(N, BLOCK_N, False)
     column = tl.arange(0, BLOCK_K)
     place = tl.arange(0, PLACES)
-    # Chosen before the kernel in front began; its first-level cache may still have what was there before.
+    # Written before the previous kernel started, but the L1 cache may have older values.
     expert = tl.load(experts + place, mask=place < TOP_K, other=FIRST - 1, cache_modifier=".cg") - FIRST
-    held = (expert >= 0) & (expert < COUNT)
-    expert = tl.where(held, expert, 0).to(tl.int64)
-    at = weight + row_at(expert[:, None] * N + row[None, :], K, TILED)[:, :, None]
-    at += column_at(column, TILED)[None, None, :]
-    used = held[:, None, None]
-    x_at = middle + place.to(tl.int64)[:, None] * K + column[None, :]
+    local = (expert >= 0) & (expert < COUNT)
+    expert = tl.where(local, expert, 0).to(tl.int64)
+    at = weight + row_at(expert[:, None] * N + row[None, :], K, BLOCKED)[:, :, None]
+    at += column_at(column, BLOCKED)[None, None, :]
+    used = local[:, None, None]
+    x_at = intermediate + place.to(tl.int64)[:, None] * K + column[None, :]
     tile = tl.load(at, mask=used & (column < K)[None, None, :], other=0.0, eviction_policy="evict_first")
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    wide = tl.load(x_at, mask=held[:, None] & (column < K)[None, :], other=0.0).to(tl.float32)
+    wide = tl.load(x_at, mask=local[:, None] & (column < K)[None, :], other=0.0).to(tl.float32)
     sums = tl.zeros([PLACES, BLOCK_N, BLOCK_K // 8], tl.float32)
     for begin in tl.range(BLOCK_K, K, BLOCK_K):
         known = begin + column < K
-        ahead = tl.load(at + begin * far, mask=used & known[None, None, :], other=0.0, eviction_policy="evict_first")
-        wide_ahead = tl.load(x_at + begin, mask=held[:, None] & known[None, :], other=0.0).to(tl.float32)
+        ahead = tl.load(at + begin * stride, mask=used & known[None, None, :], other=0.0, eviction_policy="evict_first")
+        wide_ahead = tl.load(x_at + begin, mask=local[:, None] & known[None, :], other=0.0).to(tl.float32)
         sums += _weighed(tile, wide, PLACES, BLOCK_N, BLOCK_K)
         tile = ahead
         wide = wide_ahead
-    answers = tl.sum(sums + _weighed(tile, wide, PLACES, BLOCK_N, BLOCK_K), 2)
+    outputs = tl.sum(sums + _weighed(tile, wide, PLACES, BLOCK_N, BLOCK_K), 2)
     if bias is not None:
-        answers += tl.load(bias + expert[:, None] * N + row[None, :], mask=held[:, None], other=0.0).to(tl.float32)
-    share = tl.load(weights + place, mask=held, other=0.0)
-    total = tl.sum(tl.where(held[:, None], answers * share[:, None], 0.0), 0)
+        outputs += tl.load(bias + expert[:, None] * N + row[None, :], mask=local[:, None], other=0.0).to(tl.float32)
+    share = tl.load(weights + place, mask=local, other=0.0)
+    total = tl.sum(tl.where(local[:, None], outputs * share[:, None], 0.0), 0)
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if residual is not None:
         total += tl.load(residual + out, mask=out < N, other=0.0).to(tl.float32)
@@ -145,10 +145,10 @@ def _down_of_one(
 
 @triton.jit
 def tokens_of_expert(experts, T, FIRST: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr, PLACES: tl.constexpr):
-    """The expert of this program's pair, counted from ``FIRST``, and its tokens, each with its pair; who goes there.
+    """The expert of this program, counted from ``FIRST``; tokens; their routed tokens there; which are routed there.
 
-    A program whose pair is not the first of ``pairs`` that go there has nothing to do. Read past the first-level cache,
-    which may have what was there before: the choice may be older than the kernel in front.
+    A program whose routed token is not the first of its expert has nothing to do. ``experts`` may have been written
+    before the previous kernel started, so the load bypasses the L1 cache, which may have older values.
     """
     expert = tl.load(experts + tl.program_id(1), cache_modifier=".cg")
     token = tl.arange(0, TOKENS)
@@ -156,7 +156,7 @@ def tokens_of_expert(experts, T, FIRST: tl.constexpr, TOP_K: tl.constexpr, TOKEN
     chosen = (token < T)[:, None] & (place < TOP_K)[None, :]
     at = experts + token[:, None] * TOP_K + place[None, :]
     others = tl.load(at, mask=chosen, other=FIRST - 1, cache_modifier=".cg")
-    # A token goes to an expert once.
+    # A token is routed to an expert at most once.
     mine = tl.max(tl.where(chosen & (others == expert), place[None, :] + 1, 0), 1) - 1
     return expert - FIRST, token, token * TOP_K + mine, mine >= 0
 
@@ -183,50 +183,50 @@ def _of_expert(
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    TILED: tl.constexpr,
+    BLOCKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some rows of one expert's weight by all tokens that go there.
+    """Some weight rows of one expert by all tokens routed to it.
 
-    With an activation rows of ``x`` are tokens; without they are pairs, and results are given their pair's weight.
-    ``out``: a row a pair.
+    With an activation, rows of ``x`` are tokens. Without, they are routed tokens, and results are multiplied by the
+    routing weight. ``out`` has a row for each routed token.
     """
     GATED: tl.constexpr = ACTIVATION is not None
-    far: tl.constexpr = FAR if TILED else 1
+    stride: tl.constexpr = BLOCK_SIZE if BLOCKED else 1
     if OVERLAP and GATED:
         tl.extra.cuda.gdc_wait()
-        # Not earlier: the second product reads which experts they are without waiting for this one.
+        # Not earlier: the second product reads the experts without waiting for this kernel.
         tl.extra.cuda.gdc_launch_dependents()
-    expert, token, pairs, goes = tokens_of_expert(experts, T, FIRST, TOP_K, TOKENS, PLACES)
+    expert, token, routed_tokens, goes = tokens_of_expert(experts, T, FIRST, TOP_K, TOKENS, PLACES)
     if OVERLAP and not GATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if (expert < 0) | (expert >= COUNT) | (tl.min(tl.where(goes, pairs, TOKENS * TOP_K), 0) < tl.program_id(1)):
+    if (expert < 0) | (expert >= COUNT) | (tl.min(tl.where(goes, routed_tokens, TOKENS * TOP_K), 0) < tl.program_id(1)):
         return
     row = weight_rows(N, BLOCK_N, GATED)
     column = tl.arange(0, BLOCK_K)
-    at = weight + row_at(expert.to(tl.int64) * N + row, K, TILED)[:, None] + column_at(column, TILED)[None, :]
-    x_row = token if GATED else pairs
+    at = weight + row_at(expert.to(tl.int64) * N + row, K, BLOCKED)[:, None] + column_at(column, BLOCKED)[None, :]
+    x_row = token if GATED else routed_tokens
     x_at = x + x_row.to(tl.int64)[None, :] * stride_x + column[:, None]
     total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if EVEN:
-            tile = tl.load(at + begin * far, eviction_policy="evict_first")
+            tile = tl.load(at + begin * stride, eviction_policy="evict_first")
             right = tl.load(x_at + begin, mask=goes[None, :], other=0.0)
         else:
             known = begin + column < K
-            tile = tl.load(at + begin * far, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+            tile = tl.load(at + begin * stride, mask=known[None, :], other=0.0, eviction_policy="evict_first")
             right = tl.load(x_at + begin, mask=goes[None, :] & known[:, None], other=0.0)
         total = tl.dot(tile, right, total, input_precision="ieee")
-    pairs = pairs.to(tl.int64)
+    routed_tokens = routed_tokens.to(tl.int64)
     finish_block(
         tl.trans(total),
         weights,
         bias,
         out,
         expert.to(tl.int64),
-        pairs,
-        pairs,
+        routed_tokens,
+        routed_tokens,
         goes,
         row,
         N,
@@ -237,10 +237,10 @@ def _of_expert(
 
 
 def _tile(tokens: int, gated: bool, wide: bool, hopper: bool) -> tuple[int, int]:
-    """Columns of a program's tiles, and how many of them are on their way.
+    """Columns of a program's tiles, and the number of tiles in flight.
 
-    On Hopper as measured on an H200 in steps of DeepSeek V2-Lite (a middle of 1,408) and Qwen3 30B-A3B (768); what is
-    on its way there is more than other GPUs have shared memory for.
+    The Hopper values were measured on an H200 in steps of DeepSeek V2-Lite (intermediate size 1,408) and Qwen3 30B-A3B
+    (768); other GPUs do not have enough shared memory for as many stages.
     """
     if wide:
         return 32, 2
@@ -248,7 +248,7 @@ def _tile(tokens: int, gated: bool, wide: bool, hopper: bool) -> tuple[int, int]
         return 128, 3
     if gated:
         return 128, 3 if tokens <= 4 else 5
-    return 64, 5  # where there is no kernel of Hopper's own
+    return 64, 5  # where few_tokens_hopper does not support the operands
 
 
 def one_token(
@@ -256,29 +256,30 @@ def one_token(
     weights: torch.Tensor,
     experts: torch.Tensor,
     layer: ExpertWeights,
-    held: Held,
+    local_experts: LocalExperts,
     activation: int,
     overlap: bool,
     residual: torch.Tensor | None,
     norm: Norm | None = None,
 ) -> torch.Tensor:
-    """See :mod:`atom_core.kernels.experts`; ``activation`` is one of ``ACTIVATIONS``' numbers.
+    """Run one token; see :mod:`atom_core.kernels.experts`.
 
-    ``residual``: contiguous, in the result's shape; it is written to, and is the result. ``norm``: norm ``x`` first; it
-    may be the residual.
+    ``activation``: a value of ``ACTIVATIONS``; ``residual``: contiguous, of the result's shape, written to and
+    returned; ``norm``: the RMS norm to apply to ``x`` first, where ``x`` may be the residual.
     """
     hidden, size = x.shape[1], layer.down.shape[2]
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
-    middle = torch.empty(held.top_k, size, dtype=x.dtype, device=x.device)
-    constants = {"FIRST": held.first, "COUNT": held.count, "TILED": layer.tiled, "OVERLAP": overlap}
+    intermediate = torch.empty(local_experts.top_k, size, dtype=x.dtype, device=x.device)
+    first, count = local_experts.first, local_experts.count
+    constants = {"FIRST": first, "COUNT": count, "BLOCKED": layer.blocked, "OVERLAP": overlap}
     columns = min(1024, triton.next_power_of_2(hidden))
-    _gate_up_of_one[(triton.cdiv(size, 2), held.top_k)](
+    _gate_up_of_one[(triton.cdiv(size, 2), local_experts.top_k)](
         x,
         None if norm is None else norm.weight,
         experts,
         layer.gate_up,
         layer.gate_up_bias,
-        middle,
+        intermediate,
         0.0 if norm is None else norm.eps,
         K=hidden,
         N=2 * size,
@@ -290,22 +291,22 @@ def one_token(
         **constants,
         **launch_options(overlap),
     )
-    # On an H200 the wider tile makes DeepSeek V2-Lite (a middle of 1,408) 3% faster, and Qwen3 30B-A3B (768) 3% slower;
-    # where weights lie in tiles, half the columns of twice as many rows make V2-Lite 0.8 to 0.9% faster on an H100.
+    # On an H200 the wider tile makes DeepSeek V2-Lite (intermediate size 1,408) 3% faster, Qwen3 30B-A3B (768) 3%
+    # slower. In the blocked layout, half the columns of twice the rows make V2-Lite 0.8 to 0.9% faster on an H100.
     deep = size >= 1024
     rows, columns = 4, 512 if deep else min(256, max(16, triton.next_power_of_2(size)))
-    if deep and layer.tiled:
+    if deep and layer.blocked:
         rows, columns = 8, 256
     _down_of_one[(triton.cdiv(hidden, rows),)](
-        middle,
+        intermediate,
         weights,
         experts,
         layer.down,
         layer.down_bias,
         residual,
         y,
-        TOP_K=held.top_k,
-        PLACES=triton.next_power_of_2(held.top_k),
+        TOP_K=local_experts.top_k,
+        PLACES=triton.next_power_of_2(local_experts.top_k),
         K=size,
         N=hidden,
         BLOCK_N=rows,
@@ -322,26 +323,26 @@ def few_tokens(
     weights: torch.Tensor,
     experts: torch.Tensor,
     layer: ExpertWeights,
-    held: Held,
+    local_experts: LocalExperts,
     activation: int,
     overlap: bool,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As :func:`one_token`, of 2 to :data:`MAX_TOKENS`."""
+    """As :func:`one_token`, for 2 to :data:`MAX_TOKENS` tokens."""
     tokens, hidden = x.shape
-    size, pairs, wide = layer.down.shape[2], experts.numel(), x.dtype == torch.float32
+    size, num_routed_tokens, wide = layer.down.shape[2], experts.numel(), x.dtype == torch.float32
     hopper = on_hopper(x.device)
     constants = {
-        "FIRST": held.first,
-        "COUNT": held.count,
-        "TOP_K": held.top_k,
-        "PLACES": triton.next_power_of_2(held.top_k),
+        "FIRST": local_experts.first,
+        "COUNT": local_experts.count,
+        "TOP_K": local_experts.top_k,
+        "PLACES": triton.next_power_of_2(local_experts.top_k),
         "TOKENS": MAX_TOKENS,
-        "TILED": layer.tiled,
+        "BLOCKED": layer.blocked,
         "OVERLAP": overlap,
     }
-    middle = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
-    answers = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
+    intermediate = torch.empty(num_routed_tokens, size, dtype=x.dtype, device=x.device)
+    outputs = torch.empty(num_routed_tokens, hidden, dtype=torch.float32, device=x.device)
 
     def multiply(
         given: torch.Tensor,
@@ -353,7 +354,7 @@ def few_tokens(
     ) -> None:
         rows, columns = weight.shape[1:]
         block, stages = _tile(tokens, act is not None, wide, hopper)
-        _of_expert[(triton.cdiv(rows, _ROWS), pairs)](
+        _of_expert[(triton.cdiv(rows, _ROWS), num_routed_tokens)](
             given,
             experts,
             shares,
@@ -374,9 +375,9 @@ def few_tokens(
             **launch_options(overlap),
         )
 
-    multiply(x, layer.gate_up, layer.gate_up_bias, middle, None, activation)
-    if hopper and takes_down_of_few(middle, layer.down, pairs):
-        down_of_few(middle, experts, weights, layer, answers, held, MAX_TOKENS, overlap)
+    multiply(x, layer.gate_up, layer.gate_up_bias, intermediate, None, activation)
+    if hopper and takes_down_of_few(intermediate, layer.down, num_routed_tokens):
+        down_of_few(intermediate, experts, weights, layer, outputs, local_experts, MAX_TOKENS, overlap)
     else:
-        multiply(middle, layer.down, layer.down_bias, answers, weights, None)
-    return combine(answers, experts, held, x.dtype, overlap, residual)
+        multiply(intermediate, layer.down, layer.down_bias, outputs, weights, None)
+    return combine(outputs, experts, local_experts, x.dtype, overlap, residual)

@@ -1,9 +1,9 @@
-"""The second product of few tokens' experts on Hopper, in Gluon, by as many programs as run at once.
+"""The down product of few tokens' experts on Hopper, in Gluon, by a persistent kernel.
 
-Which experts they are is known before what is multiplied: while the first product ends, each program looks for the
-experts that tokens go to and has the first columns of its first rows on their way. Then it takes rows of one expert
-after the other, and asks for the next while it multiplies and stores those before. So a program's beginning and end
-cost memory no time, and pairs whose expert another has read already cost no program.
+The experts are known before the input is ready. While the first product ends, each program finds the experts that have
+tokens and starts to copy the first columns of its first rows. It then goes through tiles of one expert after the other,
+and copies the next tile while it multiplies and stores the current one. So starts and ends of programs cost no memory
+time, and routed tokens whose expert is already read need no program.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE
 from atom_core.kernels.experts.hopper import column_at, row_at
-from atom_core.kernels.experts.tiled import FAR
 from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.few_rows_hopper import all_copied, depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
@@ -26,26 +26,26 @@ from atom_core.kernels.triton_support import launch_options, multiprocessors
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertWeights
-    from atom_core.kernels.experts.grouped import Held
+    from atom_core.kernels.experts.grouped import LocalExperts
 
-#: Pairs up to which each program compares them all.
-MAX_PAIRS = 128
-#: Rows of a weight that ``wgmma`` takes, programs of a multiprocessor, and bytes of a row that each asks for at most.
+#: Largest number of routed tokens: each program compares all of them.
+MAX_ROUTED_TOKENS = 128
+#: Weight rows that ``wgmma`` multiplies, programs per multiprocessor, and bytes of a row that each loads ahead at most.
 _ROWS, _PROGRAMS, _AHEAD = 64, 2, 1024
 
 
 @gluon.jit
-def _first_pairs(chosen, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """``[PAIRS]`` places of pairs among those that are the first of a held expert, -1 of all others; and experts.
+def _number_experts(chosen, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """For each of ``chosen [ROUTED_TOKENS]``, the number of its expert if it is the expert's first, else -1.
 
-    These are counted from ``FIRST``. ``chosen``: ``[PAIRS]`` those of pairs.
+    Also the experts, counted from ``FIRST``. Only local experts are numbered.
     """
-    PAIRS: gl.constexpr = chosen.shape[0]
-    square: gl.constexpr = gl.BlockedLayout([1, PAIRS // 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+    ROUTED_TOKENS: gl.constexpr = chosen.shape[0]
+    square: gl.constexpr = gl.BlockedLayout([1, ROUTED_TOKENS // 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, square)
     of_columns: gl.constexpr = gl.SliceLayout(0, square)
     expert = gl.convert_layout(chosen, of_rows)
-    before = gl.arange(0, PAIRS, of_columns)[None, :] < gl.arange(0, PAIRS, of_rows)[:, None]
+    before = gl.arange(0, ROUTED_TOKENS, of_columns)[None, :] < gl.arange(0, ROUTED_TOKENS, of_rows)[:, None]
     same = before & (expert[:, None] == gl.convert_layout(chosen, of_columns)[None, :])
     first = (gl.sum(same.to(gl.int32), 1) == 0) & (expert >= FIRST) & (expert < FIRST + COUNT)
     earlier = gl.where(before, gl.convert_layout(first.to(gl.int32), of_columns)[None, :], 0)
@@ -53,23 +53,23 @@ def _first_pairs(chosen, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _expert_and_pairs(place, first, expert, goes_to, FIRST: gl.constexpr, TOP_K: gl.constexpr, layout: gl.constexpr):
-    """The expert of the ``place``-th first pair, and ``[TOKENS]`` the pair of each token there, -1: it does not go.
+def _expert_and_tokens(place, first, expert, goes_to, FIRST: gl.constexpr, TOP_K: gl.constexpr, layout: gl.constexpr):
+    """The expert numbered ``place``, and ``[TOKENS]`` each token's routed token there; -1: not routed there.
 
     ``goes_to``: ``[TOKENS, PLACES]`` experts.
     """
     mine = gl.sum(gl.where(first == place, expert, 0), 0)
     column = gl.arange(0, goes_to.shape[1], gl.SliceLayout(0, goes_to.type.layout))
-    # A token goes to an expert once.
+    # A token is routed to an expert at most once.
     found = gl.max(gl.where(goes_to == mine + FIRST, column[None, :] + 1, 0), 1) - 1
     found = gl.convert_layout(found, layout)
-    pair = gl.where(found >= 0, gl.arange(0, goes_to.shape[0], layout) * TOP_K + found, -1)
-    return mine.to(gl.int64), pair
+    routed_token = gl.where(found >= 0, gl.arange(0, goes_to.shape[0], layout) * TOP_K + found, -1)
+    return mine.to(gl.int64), routed_token
 
 
 @gluon.jit
 def _weight_rows(tile, lane, N, BLOCK_N: gl.constexpr):
-    """The rows of a tile; past the last, the last again."""
+    """The weight rows of a tile; indices past the last row repeat it."""
     return gl.minimum(tile * BLOCK_N + lane, N - 1)
 
 
@@ -89,14 +89,14 @@ def down_of_few_hopper(
     TOP_K: gl.constexpr,
     PLACES: gl.constexpr,
     TOKENS: gl.constexpr,
-    PAIRS: gl.constexpr,
+    ROUTED_TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
-    TILED: gl.constexpr,
+    BLOCKED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """See :func:`down_of_few`. A tile is ``BLOCK_N`` rows of an expert's weight, ``COLUMNS`` of which are asked for."""
+    """See :func:`down_of_few`. A tile has ``BLOCK_N`` rows of an expert's weight and ``COLUMNS`` columns per copy."""
     dtype: gl.constexpr = weight.dtype.element_ty
     warps: gl.constexpr = gl.num_warps()
     ahead: gl.constexpr = STAGES - 1
@@ -108,10 +108,10 @@ def down_of_few_hopper(
     table: gl.constexpr = gl.BlockedLayout([1, PLACES], [32, 1], [warps, 1], [1, 0])
     stored: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
     of_stores: gl.constexpr = gl.SliceLayout(0, stored)
-    # Chosen before the kernel in front began; the first-level cache may still have what was there before.
-    each = gl.arange(0, PAIRS, line)
+    # Written before the previous kernel started, but the L1 cache may have older values.
+    each = gl.arange(0, ROUTED_TOKENS, line)
     chosen = gl.load(experts + each, mask=each < T * TOP_K, other=FIRST - 1, cache_modifier=".cg")
-    first, expert_of = _first_pairs(chosen, FIRST, COUNT)
+    first, expert_of = _number_experts(chosen, FIRST, COUNT)
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, table))[:, None]
     column = gl.arange(0, PLACES, gl.SliceLayout(0, table))[None, :]
     known = (token < T) & (column < TOP_K)
@@ -120,7 +120,7 @@ def down_of_few_hopper(
     items = (gl.max(first, 0) + 1) * turns
     item = gl.program_id(0)
     if item >= items:
-        # They wait though they have nothing to do, so that whoever waits for this kernel waits for those in front.
+        # Wait anyway, so that kernels that wait for this one also wait for those before it.
         if OVERLAP:
             depend("griddepcontrol.wait; // $0")
         return
@@ -133,37 +133,38 @@ def down_of_few_hopper(
     )
     lane = gl.arange(0, BLOCK_N, of_copies)
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, copied))[None, :]
-    expert, pair = _expert_and_pairs(item // turns, first, expert_of, goes_to, FIRST, TOP_K, of_copies)
-    far: gl.constexpr = FAR if TILED else 1
-    weight_column = column_at(column, TILED)
-    at = weight + row_at(expert * N + _weight_rows(item % turns, lane, N, BLOCK_N), K, TILED)[:, None] + weight_column
+    expert, routed_token = _expert_and_tokens(item // turns, first, expert_of, goes_to, FIRST, TOP_K, of_copies)
+    stride: gl.constexpr = BLOCK_SIZE if BLOCKED else 1
+    weight_column = column_at(column, BLOCKED)
+    at = weight + row_at(expert * N + _weight_rows(item % turns, lane, N, BLOCK_N), K, BLOCKED)[:, None] + weight_column
     for stage in gl.static_range(ahead):
-        load(tiles.index(stage), at + stage * COLUMNS * far, eviction_policy="evict_first")
+        load(tiles.index(stage), at + stage * COLUMNS * stride, eviction_policy="evict_first")
         async_copy.commit_group()
     if OVERLAP:
         depend("griddepcontrol.wait; // $0")
         depend("griddepcontrol.launch_dependents; // $0")
-    x_at = x + pair.to(gl.int64)[:, None] * K + column
+    x_at = x + routed_token.to(gl.int64)[:, None] * K + column
     for stage in gl.static_range(ahead):
-        load(inputs.index(stage), x_at + stage * COLUMNS, mask=(pair >= 0)[:, None])
+        load(inputs.index(stage), x_at + stage * COLUMNS, mask=(routed_token >= 0)[:, None])
         async_copy.commit_group()
     read = item * 0
     filled = read + ahead
     while item < items:
-        # The next, looked for while this one's columns arrive; behind the last, the last again, of which nothing is
-        # asked for.
+        # Prepare the next tile while the columns of this one arrive; after the last, repeat it without copies.
         then = item + gl.num_programs(0)
         sought = gl.minimum(then, items - 1)
-        next_expert, next_pair = _expert_and_pairs(sought // turns, first, expert_of, goes_to, FIRST, TOP_K, of_copies)
+        next_expert, next_routed = _expert_and_tokens(
+            sought // turns, first, expert_of, goes_to, FIRST, TOP_K, of_copies
+        )
         next_row = next_expert * N + _weight_rows(sought % turns, lane, N, BLOCK_N)
-        next_at = weight + row_at(next_row, K, TILED)[:, None] + weight_column
-        next_x_at = x + next_pair.to(gl.int64)[:, None] * K + column
+        next_at = weight + row_at(next_row, K, BLOCKED)[:, None] + weight_column
+        next_x_at = x + next_routed.to(gl.int64)[:, None] * K + column
         total = gl.zeros([BLOCK_N, TOKENS], gl.float32, summed)
         for step in range(ahead, steps):
             ready(ahead - 1)
             total = warpgroup_mma(tiles.index(read), inputs.index(read).permute((1, 0)), total, is_async=True)
-            load(tiles.index(filled), at + step * COLUMNS * far, eviction_policy="evict_first")
-            load(inputs.index(filled), x_at + step * COLUMNS, mask=(pair >= 0)[:, None])
+            load(tiles.index(filled), at + step * COLUMNS * stride, eviction_policy="evict_first")
+            load(inputs.index(filled), x_at + step * COLUMNS, mask=(routed_token >= 0)[:, None])
             async_copy.commit_group()
             read = (read + 1) % STAGES
             filled = (filled + 1) % STAGES
@@ -171,8 +172,10 @@ def down_of_few_hopper(
         for step in gl.static_range(ahead):
             ready(ahead - 1)
             total = warpgroup_mma(tiles.index(read), inputs.index(read).permute((1, 0)), total, is_async=True)
-            load(tiles.index(filled), next_at + step * COLUMNS * far, mask=then < items, eviction_policy="evict_first")
-            load(inputs.index(filled), next_x_at + step * COLUMNS, mask=((next_pair >= 0) & (then < items))[:, None])
+            load(
+                tiles.index(filled), next_at + step * COLUMNS * stride, mask=then < items, eviction_policy="evict_first"
+            )
+            load(inputs.index(filled), next_x_at + step * COLUMNS, mask=((next_routed >= 0) & (then < items))[:, None])
             async_copy.commit_group()
             read = (read + 1) % STAGES
             filled = (filled + 1) % STAGES
@@ -182,26 +185,26 @@ def down_of_few_hopper(
             row = _weight_rows(tile, gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N)
             total += gl.load(bias + expert * N + row).to(gl.float32)[:, None]
         to = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, stored))
-        out_pair = gl.convert_layout(pair, of_stores)
-        share = gl.load(weights + out_pair, mask=out_pair >= 0, other=0.0)
+        out_routed_token = gl.convert_layout(routed_token, of_stores)
+        share = gl.load(weights + out_routed_token, mask=out_routed_token >= 0, other=0.0)
         result = gl.convert_layout(total, stored) * share[None, :]
-        mask = (out_pair >= 0)[None, :] & (to < N)[:, None]
+        mask = (out_routed_token >= 0)[None, :] & (to < N)[:, None]
         gl.store(
-            out + out_pair.to(gl.int64)[None, :] * N + to[:, None],
+            out + out_routed_token.to(gl.int64)[None, :] * N + to[:, None],
             result.to(out.dtype.element_ty),
             mask=mask,
             eviction_policy=KEPT,
         )
-        item, expert, pair, at, x_at = then, next_expert, next_pair, next_at, next_x_at
+        item, expert, routed_token, at, x_at = then, next_expert, next_routed, next_at, next_x_at
     all_copied()
 
 
-def takes_down_of_few(x: torch.Tensor, weight: torch.Tensor, pairs: int) -> bool:
-    """Whether on Hopper :func:`down_of_few` has a kernel for such operands."""
+def takes_down_of_few(x: torch.Tensor, weight: torch.Tensor, num_routed_tokens: int) -> bool:
+    """Whether :func:`down_of_few` supports these operands on Hopper."""
     return (
         weight.itemsize == x.itemsize == 2
         and weight.shape[2] % 64 == 0
-        and pairs <= MAX_PAIRS
+        and num_routed_tokens <= MAX_ROUTED_TOKENS
         and aligned(x)
         and weight.data_ptr() % 16 == 0
     )
@@ -213,30 +216,30 @@ def down_of_few(
     weights: torch.Tensor,
     layer: ExpertWeights,
     out: torch.Tensor,
-    held: Held,
+    local_experts: LocalExperts,
     tokens: int,
     overlap: bool,
 ) -> None:
-    """Each pair's row of ``x`` by its expert's weight, times the pair's own, into its row of ``out``.
+    """Multiply each routed token's row of ``x`` by its expert's down weight and its routing weight, into ``out``.
 
-    The choice must have been made when the kernel in front starts: it is read without waiting. Rows of pairs whose
-    expert is not held are not written to.
+    ``experts`` are read without waiting for the previous kernel, so they must be older than it. Rows of routed tokens
+    whose expert is not local are not written.
 
     Args:
         x: ``[T k, K]``, contiguous.
         experts: int32 ``[T, k]``.
         weights: float32 ``[T, k]``.
-        layer: of which ``down [E, N, K]``, in the dtype of ``x``, and ``down_bias [E, N]`` are used.
+        layer: ``down [E, N, K]``, in the dtype of ``x``, and ``down_bias [E, N]`` are used.
         out: ``[T k, N]``.
-        held: the experts that ``weight`` has.
-        tokens: rows of a tile's input, 16 or more and at least ``T``.
+        local_experts: the experts of ``layer``.
+        tokens: rows of an input tile, at least 16 and at least ``T``.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
     weight = layer.down
     _, out_features, in_features = weight.shape
     columns = 128 if in_features % 128 == 0 else 64
     stages = 1 + min(_AHEAD // (columns * weight.itemsize), in_features // columns)
-    items = min(experts.numel(), held.count) * triton.cdiv(out_features, _ROWS)
+    items = min(experts.numel(), local_experts.count) * triton.cdiv(out_features, _ROWS)
     down_of_few_hopper[(min(items, _PROGRAMS * multiprocessors(x.device)),)](
         x,
         experts,
@@ -247,16 +250,16 @@ def down_of_few(
         len(experts),
         in_features,
         out_features,
-        FIRST=held.first,
-        COUNT=held.count,
-        TOP_K=held.top_k,
-        PLACES=triton.next_power_of_2(held.top_k),
+        FIRST=local_experts.first,
+        COUNT=local_experts.count,
+        TOP_K=local_experts.top_k,
+        PLACES=triton.next_power_of_2(local_experts.top_k),
         TOKENS=tokens,
-        PAIRS=max(32, triton.next_power_of_2(experts.numel())),
+        ROUTED_TOKENS=max(32, triton.next_power_of_2(experts.numel())),
         BLOCK_N=_ROWS,
         COLUMNS=columns,
         STAGES=stages,
-        TILED=layer.tiled,
+        BLOCKED=layer.blocked,
         OVERLAP=overlap,
         num_warps=4,
         **launch_options(overlap),

@@ -1,12 +1,11 @@
-"""Experts of many tokens in Triton: pairs of a token and an expert are sorted by expert, then multiplied in blocks.
+"""Experts of many tokens in Triton: routed tokens are sorted by expert and multiplied in blocks.
 
-A block is some rows of one expert. How many there are is known to the GPU alone, so launches are for as many as there
-may be, and blocks behind the last do nothing: nothing waits for the host, and a graph fits any routing.
+A block has rows of one expert. Only the GPU knows the number of blocks, so launches cover the largest possible number
+and the surplus blocks exit: the host never waits, and one CUDA graph fits any routing.
 
-Blocks of the last expert come first. Those that all tokens share are the last ones, with several blocks each that read
-the same weights: in front the second-level cache gives them while memory gives the first of the others, where at the
-end memory would wait. On an H100 a step of DeepSeek V2-Lite takes 0.8% less so with 128 and 192 requests, and 0.2 to
-0.3% less with 64 and 256.
+Blocks of the last expert come first. Shared experts are last and have several blocks that read the same weights. When
+they run first, the L2 cache serves them while memory loads the others' weights; at the end, memory would idle. On an
+H100 this makes a step of DeepSeek V2-Lite 0.8% faster with 128 and 192 requests, 0.2 to 0.3% with 64 and 256.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.experts.tiled import FAR, column_at, row_at
+from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE, column_at, row_at
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.kept import KEPT
-from atom_core.kernels.linear.parts import weight_rows
+from atom_core.kernels.linear.helpers import weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.triton_support import launch_options
 
@@ -30,66 +29,66 @@ if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertWeights
 
 if why_no_gluon() is None:
-    from atom_core.kernels.experts.few_pairs_hopper import multiply_few_pairs
+    from atom_core.kernels.experts.few_routed_tokens_hopper import multiply_few_routed_tokens
     from atom_core.kernels.experts.hopper import multiply_on_hopper, takes
-    from atom_core.kernels.experts.pairs_hopper import PAIRS, multiply_pairs, takes_pairs
+    from atom_core.kernels.experts.routed_tokens_hopper import BLOCK_SIZES, multiply_routed_tokens, takes_routed_tokens
 
-#: Pairs that one program sorts.
-_PAIRS = 256
-#: Pairs up to which each program looks at all of them, in one launch in place of five: nine experts of 256 tokens.
-_FEW_PAIRS = 9 * 256
+#: Routed tokens that one program sorts.
+_PER_PROGRAM = 256
+#: Largest number of routed tokens (nine experts of 256 tokens) that one launch sorts instead of five.
+_MAX_ONE_LAUNCH = 9 * 256
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["num_routed_tokens"])
 def _count(
     experts,
     counts,
     ranks,
-    pairs,
+    num_routed_tokens,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
-    PAIRS: tl.constexpr,
+    ROUTED_TOKENS: tl.constexpr,
 ):
-    """How many pairs each expert has, and each pair's place among its expert's, in any order."""
-    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    expert = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
-    held = (expert >= 0) & (expert < COUNT)
-    rank = tl.atomic_add(counts + tl.where(held, expert, 0), 1, mask=held, sem="relaxed")
-    tl.store(ranks + pair, rank, mask=held)
+    """Count the routed tokens of each expert, and give each its rank within its expert, in any order."""
+    routed_token = tl.program_id(0) * ROUTED_TOKENS + tl.arange(0, ROUTED_TOKENS)
+    expert = tl.load(experts + routed_token, mask=routed_token < num_routed_tokens, other=FIRST - 1) - FIRST
+    local = (expert >= 0) & (expert < COUNT)
+    rank = tl.atomic_add(counts + tl.where(local, expert, 0), 1, mask=local, sem="relaxed")
+    tl.store(ranks + routed_token, rank, mask=local)
 
 
 @triton.jit
 def _arrange(counts, first_blocks, block_experts, COUNT: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The first block of each expert, and the expert of each block that is one's."""
+    """The first block of each expert, and the expert of each used block."""
     expert = tl.arange(0, PADDED)
     number = tl.load(counts + expert, mask=expert < COUNT, other=0)
     needed = (number + BLOCK_M - 1) // BLOCK_M
     first = tl.sum(needed, 0) - tl.cumsum(needed, 0)
     tl.store(first_blocks + expert, first, mask=expert < COUNT)
-    # As often as one expert has blocks: few, however many experts and blocks there are.
+    # At most as many iterations as one expert has blocks, which are few.
     for index in range(tl.max(needed, 0)):
         tl.store(block_experts + first + index, expert, mask=index < needed)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["num_routed_tokens"])
 def _place(
     experts,
     ranks,
     first_blocks,
     slots,
-    pairs,
+    num_routed_tokens,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    PAIRS: tl.constexpr,
+    ROUTED_TOKENS: tl.constexpr,
 ):
-    """Each pair into the blocks of its expert."""
-    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    expert = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
-    held = (expert >= 0) & (expert < COUNT)
-    first = tl.load(first_blocks + expert, mask=held, other=0)
-    rank = tl.load(ranks + pair, mask=held, other=0)
-    tl.store(slots + first * BLOCK_M + rank, pair, mask=held)
+    """Write each routed token to its slot in the blocks of its expert."""
+    routed_token = tl.program_id(0) * ROUTED_TOKENS + tl.arange(0, ROUTED_TOKENS)
+    expert = tl.load(experts + routed_token, mask=routed_token < num_routed_tokens, other=FIRST - 1) - FIRST
+    local = (expert >= 0) & (expert < COUNT)
+    first = tl.load(first_blocks + expert, mask=local, other=0)
+    rank = tl.load(ranks + routed_token, mask=local, other=0)
+    tl.store(slots + first * BLOCK_M + rank, routed_token, mask=local)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -97,37 +96,37 @@ def _sort(
     experts,
     block_experts,
     slots,
-    pairs,
+    num_routed_tokens,
     num_blocks,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
     BINS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    ROUTED_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """All of :func:`_count`, :func:`_arrange` and :func:`_place`: a program an expert, which looks at all pairs.
+    """:func:`_count`, :func:`_arrange` and :func:`_place` in one launch: each program reads all routed tokens.
 
-    None waits for another, and pairs keep their order. Blocks behind the last are shared out among programs.
+    A program belongs to one expert, and routed tokens keep their order. All programs share the unused blocks.
     """
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()  # before anything is written: kernels in front may still read what was there
+        tl.extra.cuda.gdc_wait()  # before the first store: earlier kernels may still read these buffers
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.program_id(0)
-    pair = tl.arange(0, PAIRS)
-    whose = tl.load(experts + pair, mask=pair < pairs, other=FIRST - 1) - FIRST
-    # Others' pairs have a bin behind those of experts.
+    routed_token = tl.arange(0, ROUTED_TOKENS)
+    whose = tl.load(experts + routed_token, mask=routed_token < num_routed_tokens, other=FIRST - 1) - FIRST
+    # Routed tokens of experts that are not local have a bin after those of the local ones.
     numbers = tl.histogram(tl.where((whose >= 0) & (whose < COUNT), whose, COUNT), BINS)
     each = tl.arange(0, BINS)
     needed = tl.where(each < COUNT, (numbers + BLOCK_M - 1) // BLOCK_M, 0)
     first = tl.sum(tl.where(each > expert, needed, 0), 0)
-    behind = first + tl.sum(tl.where(each == expert, needed, 0), 0)
+    end = first + tl.sum(tl.where(each == expert, needed, 0), 0)
     mine = (whose == expert).to(tl.int32)
-    tl.store(slots + first * BLOCK_M + tl.cumsum(mine, 0) - 1, pair, mask=mine > 0, eviction_policy=KEPT)
+    tl.store(slots + first * BLOCK_M + tl.cumsum(mine, 0) - 1, routed_token, mask=mine > 0, eviction_policy=KEPT)
     place = tl.arange(0, BLOCK_M)
     empty = first * BLOCK_M + tl.sum(mine, 0) + place
-    tl.store(slots + empty, tl.full([BLOCK_M], -1, tl.int32), mask=empty < behind * BLOCK_M, eviction_policy=KEPT)
-    for block in range(first, behind):
+    tl.store(slots + empty, tl.full([BLOCK_M], -1, tl.int32), mask=empty < end * BLOCK_M, eviction_policy=KEPT)
+    for block in range(first, end):
         tl.store(block_experts + block, expert, eviction_policy=KEPT)
     for block in range(tl.sum(needed, 0) + expert, num_blocks, COUNT):
         tl.store(block_experts + block, -1, eviction_policy=KEPT)
@@ -141,7 +140,7 @@ def finish_block(
     bias,
     out,
     expert,
-    pair,
+    routed_token,
     slot,
     used,
     row,
@@ -150,12 +149,12 @@ def finish_block(
     BLOCK_N: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Add the bias to a block's ``total``, and activate it or give it its pairs' weights; see :func:`_multiply`."""
+    """Add the bias to a block's ``total``, then apply the activation or the routing weights; see :func:`_multiply`."""
     if bias is not None:
         total += tl.load(bias + expert * N + row).to(tl.float32)[None, :]
     if ACTIVATION is not None:
         gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
-        # Rounded where a kernel of its own would read them.
+        # Rounded as if the activation were a kernel of its own.
         gate = gate.to(out.dtype.element_ty).to(tl.float32)
         up = up.to(out.dtype.element_ty).to(tl.float32)
         total = gated(gate, up, ACTIVATION)
@@ -163,10 +162,10 @@ def finish_block(
         to = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         out_row = slot
     else:
-        total *= tl.load(weights + pair, mask=used, other=0.0)[:, None]
+        total *= tl.load(weights + routed_token, mask=used, other=0.0)[:, None]
         width = N
         to = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        out_row = pair
+        out_row = routed_token
     tl.store(
         out + out_row[:, None] * width + to[None, :],
         total.to(out.dtype.element_ty),
@@ -176,18 +175,18 @@ def finish_block(
 
 
 @triton.jit
-def load_tiles(x_at, at, used, column, begin, K, EVEN: tl.constexpr, FAR: tl.constexpr = 1):
-    """The columns from ``begin`` on of a block's rows of the input and of the weight; see :func:`_multiply`.
+def load_tiles(x_at, at, used, column, begin, K, EVEN: tl.constexpr, COLUMN_STRIDE: tl.constexpr = 1):
+    """The columns from ``begin`` on of a block's input rows and weight rows; see :func:`_multiply`.
 
-    ``FAR``: how far the weight's columns are apart, where those of one tile lie together.
+    ``COLUMN_STRIDE``: distance of adjacent columns' tiles in the weight, for the blocked layout.
     """
     if EVEN:
         left = tl.load(x_at + begin, mask=used[:, None], other=0.0)
-        right = tl.load(at + begin * FAR)
+        right = tl.load(at + begin * COLUMN_STRIDE)
     else:
         known = begin + column < K
         left = tl.load(x_at + begin, mask=used[:, None] & known[None, :], other=0.0)
-        right = tl.load(at + begin * FAR, mask=known[:, None], other=0.0)
+        right = tl.load(at + begin * COLUMN_STRIDE, mask=known[:, None], other=0.0)
     return left, right
 
 
@@ -210,14 +209,13 @@ def _multiply(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    TILED: tl.constexpr,
+    BLOCKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A block of rows of one expert by some rows of its weight.
+    """A block of routed tokens of one expert by some rows of its weight.
 
-    With an activation rows of ``x`` are those of the pairs' tokens, and the result goes where the block is; without,
-    rows of ``x`` are the block's, and the result, times the pair's weight, goes where the pair is. ``EVEN``: ``K`` is a
-    multiple of ``BLOCK_K``.
+    With an activation, rows of ``x`` are tokens and the result goes to the block's slots. Without, rows of ``x`` are
+    slots, and the result, times the routing weight, goes to the routed token. ``EVEN``: ``BLOCK_K`` divides ``K``.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     if OVERLAP:
@@ -227,26 +225,26 @@ def _multiply(
     if expert < 0:
         return
     slot = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    pair = tl.load(slots + slot).to(tl.int64)
-    used = pair >= 0
+    routed_token = tl.load(slots + slot).to(tl.int64)
+    used = routed_token >= 0
     row = weight_rows(N, BLOCK_N, GATED)
     column = tl.arange(0, BLOCK_K)
-    x_row = pair // TOP_K if GATED else slot
+    x_row = routed_token // TOP_K if GATED else slot
     x_at = x + x_row[:, None] * stride_x + column[None, :]
-    at = weight + expert * N * K + row_at(row, K, TILED)[None, :] + column_at(column, TILED)[:, None]
-    far: tl.constexpr = FAR if TILED else 1
+    at = weight + expert * N * K + row_at(row, K, BLOCKED)[None, :] + column_at(column, BLOCKED)[:, None]
+    stride: tl.constexpr = BLOCK_SIZE if BLOCKED else 1
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        left, right = load_tiles(x_at, at, used, column, begin, K, EVEN, far)
+        left, right = load_tiles(x_at, at, used, column, begin, K, EVEN, stride)
         total = tl.dot(left, right, total, input_precision="ieee")
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    finish_block(total, weights, bias, out, expert, pair, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
+    finish_block(total, weights, bias, out, expert, routed_token, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
 
 
 @triton.jit
 def _combine(
-    answers,
+    outputs,
     experts,
     residual,
     y,
@@ -258,7 +256,7 @@ def _combine(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The sum of a token's answers, always in the order of its experts; ``WHOLE``: all of them are held."""
+    """Sum a token's expert outputs, always in the same order; ``WHOLE``: all experts are local."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -266,115 +264,117 @@ def _combine(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for place in tl.static_range(TOP_K):
-        pair = token * TOP_K + place
-        held = column < N
+        routed_token = token * TOP_K + place
+        local = column < N
         if not WHOLE:
-            expert = tl.load(experts + pair + tl.zeros([BLOCK], tl.int32)) - FIRST
-            held &= (expert >= 0) & (expert < COUNT)
-        total += tl.load(answers + pair * N + column, mask=held, other=0.0).to(tl.float32)
+            expert = tl.load(experts + routed_token + tl.zeros([BLOCK], tl.int32)) - FIRST
+            local &= (expert >= 0) & (expert < COUNT)
+        total += tl.load(outputs + routed_token * N + column, mask=local, other=0.0).to(tl.float32)
     if residual is not None:
         total += tl.load(residual + token * N + column, mask=column < N, other=0.0).to(tl.float32)
     tl.store(y + token * N + column, total.to(y.dtype.element_ty), mask=column < N, eviction_policy=KEPT)
 
 
 @dataclass(frozen=True)
-class Held:
-    """The experts that this rank holds, ``count`` from ``first`` on, and how many a token goes to."""
+class LocalExperts:
+    """The local experts, ``count`` from ``first`` on, and the number of experts per token."""
 
     first: int
     count: int
     top_k: int
     whole: bool = False
-    """Whether it is known that these are all there are."""
+    """Whether all experts are known to be local."""
     shared: int = 0
-    """How many of them, the last, every token goes to."""
+    """How many of them, the last ones, every token is routed to."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Pairs by expert, those of the last in front."""
+    """Routed tokens sorted by expert; the last expert's come first."""
 
     rows: int
-    """Of a block."""
+    """Slots of a block."""
     slots: torch.Tensor
-    """int32 ``[blocks x rows]``: the pair that is there; -1: none."""
+    """int32 ``[blocks x rows]``: the routed token of each slot; -1: none."""
     experts: torch.Tensor
-    """int32 ``[blocks]``: whose a block is; -1: nobody's."""
+    """int32 ``[blocks]``: the expert of each block; -1: none."""
 
 
-def sort_by_expert(experts: torch.Tensor, held: Held, rows: int, overlap: bool = False) -> Blocks:
-    """The pairs of ``experts [T, k]`` in blocks of ``rows``, none of which has two experts.
+def sort_by_expert(experts: torch.Tensor, local_experts: LocalExperts, rows: int, overlap: bool = False) -> Blocks:
+    """Sort the routed tokens of ``experts [T, k]`` into blocks of ``rows``, each of one expert.
 
     ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
-    pairs, device = experts.numel(), experts.device
-    # Each expert may leave one block unfilled.
-    num_blocks = min(pairs, held.count) + pairs // rows
+    num_routed_tokens, device = experts.numel(), experts.device
+    # Each expert may leave one block partly filled.
+    num_blocks = min(num_routed_tokens, local_experts.count) + num_routed_tokens // rows
     both = torch.empty(num_blocks * (rows + 1), dtype=torch.int32, device=device)
     slots, block_experts = both[: num_blocks * rows], both[num_blocks * rows :]
-    constants = {"FIRST": held.first, "COUNT": held.count}
-    if pairs <= _FEW_PAIRS:
-        _sort[(held.count,)](
+    constants = {"FIRST": local_experts.first, "COUNT": local_experts.count}
+    if num_routed_tokens <= _MAX_ONE_LAUNCH:
+        _sort[(local_experts.count,)](
             experts,
             block_experts,
             slots,
-            pairs,
+            num_routed_tokens,
             num_blocks,
-            BINS=triton.next_power_of_2(held.count + 1),
-            PAIRS=triton.next_power_of_2(pairs),
+            BINS=triton.next_power_of_2(local_experts.count + 1),
+            ROUTED_TOKENS=triton.next_power_of_2(num_routed_tokens),
             BLOCK_M=rows,
             OVERLAP=overlap,
-            # Of 256 tokens of DeepSeek V2-Lite a step on an H200 takes 0.1 to 0.2% less by eight.
-            num_warps=4 if pairs <= 1024 else 8,
+            # On an H200 eight warps make a step of DeepSeek V2-Lite with 256 tokens 0.1 to 0.2% faster.
+            num_warps=4 if num_routed_tokens <= 1024 else 8,
             **constants,
             **launch_options(overlap),
         )
         return Blocks(rows, slots, block_experts)
-    # What no pair and no expert is written to is -1, which both are filled with at once.
+    # -1 marks unused slots and blocks; one fill sets both.
     both.fill_(-1)
-    counts = torch.zeros(held.count, dtype=torch.int32, device=device)
+    counts = torch.zeros(local_experts.count, dtype=torch.int32, device=device)
     first_blocks = torch.empty_like(counts)
-    ranks = torch.empty(pairs, dtype=torch.int32, device=device)
-    grid = (triton.cdiv(pairs, _PAIRS),)
-    _count[grid](experts, counts, ranks, pairs, PAIRS=_PAIRS, **constants)
+    ranks = torch.empty(num_routed_tokens, dtype=torch.int32, device=device)
+    grid = (triton.cdiv(num_routed_tokens, _PER_PROGRAM),)
+    _count[grid](experts, counts, ranks, num_routed_tokens, ROUTED_TOKENS=_PER_PROGRAM, **constants)
     _arrange[(1,)](
         counts,
         first_blocks,
         block_experts,
-        COUNT=held.count,
-        PADDED=triton.next_power_of_2(held.count),
+        COUNT=local_experts.count,
+        PADDED=triton.next_power_of_2(local_experts.count),
         BLOCK_M=rows,
     )
-    _place[grid](experts, ranks, first_blocks, slots, pairs, BLOCK_M=rows, PAIRS=_PAIRS, **constants)
+    _place[grid](
+        experts, ranks, first_blocks, slots, num_routed_tokens, BLOCK_M=rows, ROUTED_TOKENS=_PER_PROGRAM, **constants
+    )
     return Blocks(rows, slots, block_experts)
 
 
 def combine(
-    answers: torch.Tensor,
+    outputs: torch.Tensor,
     experts: torch.Tensor,
-    held: Held,
+    local_experts: LocalExperts,
     dtype: torch.dtype,
     overlap: bool,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``[T, H]`` in ``dtype``, the sum over each token's experts of ``answers [T k, H]``.
+    """The sum of each token's expert outputs, ``outputs [T k, H]`` to ``[T, H]`` in ``dtype``.
 
-    Those of experts not held are not read. ``residual``: contiguous; it is added to, and is the result.
+    Outputs of experts that are not local are not read. ``residual``: contiguous; it is added to and returned.
     """
-    tokens, hidden = len(experts), answers.shape[1]
-    y = torch.empty(tokens, hidden, dtype=dtype, device=answers.device) if residual is None else residual
-    # Of few tokens, more programs.
+    tokens, hidden = len(experts), outputs.shape[1]
+    y = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device) if residual is None else residual
+    # Fewer tokens need more programs each.
     block = min(256 if tokens <= 16 else 512 if tokens <= 64 else 1024, triton.next_power_of_2(hidden))
     _combine[(tokens, triton.cdiv(hidden, block))](
-        answers,
+        outputs,
         experts,
         residual,
         y,
         hidden,
-        FIRST=held.first,
-        COUNT=held.count,
-        TOP_K=held.top_k,
-        WHOLE=held.whole,
+        FIRST=local_experts.first,
+        COUNT=local_experts.count,
+        TOP_K=local_experts.top_k,
+        WHOLE=local_experts.whole,
         BLOCK=block,
         OVERLAP=overlap,
         **launch_options(overlap),
@@ -382,16 +382,16 @@ def combine(
     return y
 
 
-#: How many times an expert's average its blocks have room for in 16 bits. Without, half of the experts have more than
-#: the block of an average that is a power of two, and are read twice: at 256 tokens and an average of 16 a step of
-#: Qwen3 30B-A3B takes 22.0 ms on an H200, and 21.0 ms in blocks of 32.
-ROOM = 1.25
+#: Headroom of a block over an expert's average number of tokens, in 16 bits. Without it, an average that is a power of
+#: two fills a block exactly and half of the experts need two, which reads their weights twice: with 256 tokens and an
+#: average of 16, a step of Qwen3 30B-A3B takes 22.0 ms on an H200, and 21.0 ms with blocks of 32.
+HEADROOM = 1.25
 
 
-def block_rows(tokens: int, held: Held, room: float = 1.0) -> int:
-    """Rows of a block: as many as an expert has on average, ``room`` times, in powers of two."""
-    average = triton.cdiv(tokens * held.top_k, held.count)
-    return int(min(128, max(16, triton.next_power_of_2(math.ceil(average * room)))))
+def block_rows(tokens: int, local_experts: LocalExperts, headroom: float = 1.0) -> int:
+    """Rows of a block: an expert's average number of tokens times ``headroom``, rounded up to a power of two."""
+    average = triton.cdiv(tokens * local_experts.top_k, local_experts.count)
+    return int(min(128, max(16, triton.next_power_of_2(math.ceil(average * headroom)))))
 
 
 def many_tokens(
@@ -399,28 +399,28 @@ def many_tokens(
     weights: torch.Tensor,
     experts: torch.Tensor,
     layer: ExpertWeights,
-    held: Held,
+    local_experts: LocalExperts,
     activation: int,
     overlap: bool,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See :func:`atom_core.kernels.experts.few_tokens.one_token`."""
+    """As :func:`atom_core.kernels.experts.few_tokens.one_token`, for any number of tokens."""
     tokens, hidden = x.shape
     size = layer.down.shape[2]
-    rows = block_rows(tokens, held, ROOM)
-    if held.shared and on_hopper(x.device) and takes_pairs(x, layer.gate_up):
-        # Of experts that all tokens share each block reads the weight: two of them, as far as blocks go. Those of the
-        # others cost little where half of their places or more are empty.
-        rows = max(rows, min(PAIRS[-1], triton.next_power_of_2(triton.cdiv(tokens, 2))))
-    blocks = sort_by_expert(experts, held, rows, overlap)
-    middle = torch.empty(len(blocks.slots), size, dtype=x.dtype, device=x.device)
-    answers = torch.empty(tokens * held.top_k, hidden, dtype=x.dtype, device=x.device)
+    rows = block_rows(tokens, local_experts, HEADROOM)
+    if local_experts.shared and on_hopper(x.device) and takes_routed_tokens(x, layer.gate_up):
+        # Every block of a shared expert reads its weights, so larger blocks limit that to two reads where they can. For
+        # the other experts, a block that is half empty costs little.
+        rows = max(rows, min(BLOCK_SIZES[-1], triton.next_power_of_2(triton.cdiv(tokens, 2))))
+    blocks = sort_by_expert(experts, local_experts, rows, overlap)
+    intermediate = torch.empty(len(blocks.slots), size, dtype=x.dtype, device=x.device)
+    outputs = torch.empty(tokens * local_experts.top_k, hidden, dtype=x.dtype, device=x.device)
     for given, shares, weight, bias, out, act in (
-        (x, None, layer.gate_up, layer.gate_up_bias, middle, activation),
-        (middle, weights, layer.down, layer.down_bias, answers, None),
+        (x, None, layer.gate_up, layer.gate_up_bias, intermediate, activation),
+        (intermediate, weights, layer.down, layer.down_bias, outputs, None),
     ):
-        if on_hopper(given.device) and takes_pairs(given, weight) and rows <= PAIRS[-1]:
-            multiply = multiply_pairs if rows in PAIRS else multiply_few_pairs
+        if on_hopper(given.device) and takes_routed_tokens(given, weight) and rows <= BLOCK_SIZES[-1]:
+            multiply = multiply_routed_tokens if rows in BLOCK_SIZES else multiply_few_routed_tokens
             multiply(
                 given,
                 shares,
@@ -428,9 +428,9 @@ def many_tokens(
                 bias,
                 out,
                 blocks,
-                top_k=held.top_k,
+                top_k=local_experts.top_k,
                 activation=act,
-                tiled=layer.tiled,
+                blocked=layer.blocked,
                 overlap=overlap,
             )
         elif on_hopper(given.device) and takes(given, weight, blocks, 0, act is not None):
@@ -443,15 +443,15 @@ def many_tokens(
                 None,
                 bias,
                 out,
-                top_k=held.top_k,
+                top_k=local_experts.top_k,
                 block=0,
                 activation=act,
-                tiled=layer.tiled,
+                blocked=layer.blocked,
                 overlap=overlap,
             )
         else:
-            _multiply_blocks(given, blocks, shares, weight, bias, out, held.top_k, act, layer.tiled, overlap)
-    return combine(answers, experts, held, x.dtype, overlap, residual)
+            _multiply_blocks(given, blocks, shares, weight, bias, out, local_experts.top_k, act, layer.blocked, overlap)
+    return combine(outputs, experts, local_experts, x.dtype, overlap, residual)
 
 
 def _multiply_blocks(
@@ -463,10 +463,10 @@ def _multiply_blocks(
     out: torch.Tensor,
     top_k: int,
     activation: int | None,
-    tiled: bool,
+    blocked: bool,
     overlap: bool,
 ) -> None:
-    """One product of all experts into ``out``; see :func:`_multiply`."""
+    """One product of all experts, into ``out``; see :func:`_multiply`."""
     wide, few = x.dtype == torch.float32, blocks.rows < 64
     tile_rows = 64 if wide or few else 128
     columns = 32 if wide else 64
@@ -489,7 +489,7 @@ def _multiply_blocks(
         STAGES=2 if wide else 3,
         EVEN=size % columns == 0,
         ACTIVATION=activation,
-        TILED=tiled,
+        BLOCKED=blocked,
         OVERLAP=overlap,
         num_warps=4 if few else 8,
         **launch_options(overlap),

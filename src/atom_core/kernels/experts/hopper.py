@@ -1,8 +1,8 @@
-"""A block of pairs of one expert by some rows of its weight on Hopper, in Gluon, for tiles that keep tensor cores busy.
+"""Blocks of many routed tokens of one expert on Hopper, in Gluon, with tiles that keep the tensor cores busy.
 
-Rows of the input are gathered to shared memory as they are copied (``cp.async``), those of the weight likewise;
-``wgmma`` takes both from there, and one is always at work while the next is asked for. With scales of blocks the sums
-of a group are scaled while the next group is multiplied: two tiles of sums take turns.
+Input rows are gathered to shared memory by ``cp.async``, weight rows likewise. ``wgmma`` reads both from there, and one
+``wgmma`` always runs while the next tiles are loaded. With block scales, the sums of one group are scaled while the
+next group is multiplied: two accumulators alternate.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from atom_core.kernels.experts import tiled as tiles_in_memory
-from atom_core.kernels.experts.tiled import FAR
+from atom_core.kernels.experts import blocked_layout
+from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.few_rows_hopper import LAG, activated, all_copied, depend, load, ready
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
     from atom_core.kernels.experts.grouped import Blocks
 
 _gated = gluon.jit(gated.fn)
-row_at, column_at = gluon.jit(tiles_in_memory.row_at.fn), gluon.jit(tiles_in_memory.column_at.fn)
+row_at, column_at = gluon.jit(blocked_layout.row_at.fn), gluon.jit(blocked_layout.column_at.fn)
 
-#: Bytes of a row that are copied together: what shared memory interleaves.
+#: Bytes of a row in one copy: the swizzle width of shared memory.
 _LINE = 128
 
 
 @gluon.jit
-def sorted_pairs(block_experts, slots, TOKENS: gl.constexpr, layout: gl.constexpr):
-    """The expert of this block, -1 where there is nothing to do, and ``[TOKENS]`` its pairs, in a layout; -1: none."""
+def sorted_routed_tokens(block_experts, slots, TOKENS: gl.constexpr, layout: gl.constexpr):
+    """The expert of this block, -1: none; and its routed tokens ``[TOKENS]`` in a layout, -1: unused slot."""
     block = gl.program_id(1)
     place = gl.arange(0, TOKENS, layout)
-    # Sorted before the kernel in front began; the first-level cache may still have what was there before.
+    # Sorted before the previous kernel started, but the L1 cache may have older values.
     expert = gl.load(block_experts + block, cache_modifier=".cg")
-    pair = gl.load(slots + block * TOKENS + place, cache_modifier=".cg")
-    return expert, pair
+    routed_token = gl.load(slots + block * TOKENS + place, cache_modifier=".cg")
+    return expert, routed_token
 
 
 @gluon.jit
-def pairs_of_block(
+def tokens_of_block(
     experts,
     block_experts,
     slots,
@@ -62,46 +62,45 @@ def pairs_of_block(
     TOKENS: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """As :func:`sorted_pairs`; without ``slots`` a block is a pair's, and is done where that is its expert's first."""
+    """As :func:`sorted_routed_tokens`; without ``slots``, a block is a routed token, if the first of its expert."""
     of_token: gl.constexpr = gl.SliceLayout(1, layout)
     if slots is not None:
-        expert, pair = sorted_pairs(block_experts, slots, TOKENS, of_token)
+        expert, routed_token = sorted_routed_tokens(block_experts, slots, TOKENS, of_token)
     else:
         block = gl.program_id(1)
         token = gl.arange(0, TOKENS, of_token)
-        # As they, chosen before the kernel in front began.
+        # Also written before the previous kernel started.
         expert = gl.load(experts + block, cache_modifier=".cg")
         place = gl.arange(0, PLACES, gl.SliceLayout(0, layout))
         chosen = (token < T)[:, None] & (place < TOP_K)[None, :]
         at = experts + token[:, None] * TOP_K + place[None, :]
         others = gl.load(at, mask=chosen, other=FIRST - 1, cache_modifier=".cg")
-        # A token goes to an expert once.
+        # A token is routed to an expert at most once.
         mine = gl.max(gl.where(chosen & (others == expert), place[None, :] + 1, 0), 1) - 1
-        pair = gl.where(mine >= 0, token * TOP_K + mine, -1)
-        first = gl.min(gl.where(mine >= 0, pair, TOKENS * TOP_K), 0)
+        routed_token = gl.where(mine >= 0, token * TOP_K + mine, -1)
+        first = gl.min(gl.where(mine >= 0, routed_token, TOKENS * TOP_K), 0)
         expert -= FIRST
         if (expert >= COUNT) | (first < block):
             expert = expert * 0 - 1
-    return expert, pair
+    return expert, routed_token
 
 
 @gluon.jit
 def input_rows(
-    pair, SORTED: gl.constexpr, GATED: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr
+    row, SORTED: gl.constexpr, GATED: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr
 ):
-    """The input's row of each of a block's pairs, in their layout: tokens, or what :func:`store_pairs` left of them."""
-    row = pair
+    """The input row of each of a block's routed tokens: the token, or :func:`store_routed_tokens`' row."""
     if GATED:
-        row = pair // TOP_K
+        row = row // TOP_K
     elif SORTED:
         row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, layout)
     return row
 
 
 @gluon.jit
-def store_pairs(
+def store_routed_tokens(
     total,
-    pair,
+    routed_token,
     weights,
     out,
     N,
@@ -111,10 +110,10 @@ def store_pairs(
     TOKENS: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
-    """Activate ``total [BLOCK_N, TOKENS]`` of pairs ``[TOKENS]``, or give it their weights, and store it.
+    """Activate ``total [BLOCK_N, TOKENS]`` or multiply it by the routing weights ``[TOKENS]``, and store it.
 
-    An activated block that is ``SORTED`` goes where it is, all else where its pairs are; ``SPLIT``: the first of each
-    four numbers of a row are stored in front, then the second.
+    An activated block that is ``SORTED`` goes to its slots, everything else to rows of routed tokens. ``SPLIT``: a row
+    is stored as four planes: elements 0, 4, 8, ... first, then 1, 5, 9, ..., and so on.
     """
     GATED: gl.constexpr = ACTIVATION is not None
     warps: gl.constexpr = gl.num_warps()
@@ -127,13 +126,13 @@ def store_pairs(
     stored: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
     result = gl.convert_layout(total, stored)
     to = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
-    out_pair = gl.convert_layout(pair, gl.SliceLayout(0, stored))
-    out_row = out_pair
+    out_routed_token = gl.convert_layout(routed_token, gl.SliceLayout(0, stored))
+    out_row = out_routed_token
     if GATED and SORTED:
         out_row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, stored))
     if not GATED:
-        result *= gl.load(weights + out_pair, mask=out_pair >= 0, other=0.0)[None, :]
-    known = (out_pair >= 0)[None, :] & (to < width)[:, None]
+        result *= gl.load(weights + out_routed_token, mask=out_routed_token >= 0, other=0.0)[None, :]
+    known = (out_routed_token >= 0)[None, :] & (to < width)[:, None]
     if SPLIT:
         to = to % 4 * (width // 4) + to // 4
     gl.store(
@@ -146,7 +145,7 @@ def store_pairs(
 
 @gluon.jit
 def _weight_rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
-    """The weight's rows in the order of a tile: gates, then as many of up; past the last, the last again."""
+    """The weight rows of a tile: gate rows, then as many up rows; indices past the last row repeat it."""
     if GATED:
         half = N // 2
         row = gl.program_id(0) * (BLOCK_N // 2) + lane % (BLOCK_N // 2)
@@ -158,7 +157,7 @@ def _weight_rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
 
 @gluon.jit
 def _next_tile(inputs, tiles, x_at, weight, at, used, step, steps, place, BLOCK_K: gl.constexpr, apart: gl.constexpr):
-    """Ask for the tiles of a step, where there is such: by a mask, as behind a branch ``wgmma`` would be waited for."""
+    """Start to copy the tiles of a step. A mask skips missing steps: a branch would wait for ``wgmma``."""
     there = step < steps
     load(inputs.index(place), x_at + step * BLOCK_K, mask=used & there)
     load(tiles.index(place), weight + step * apart + at, mask=there)
@@ -167,24 +166,24 @@ def _next_tile(inputs, tiles, x_at, weight, at, used, step, steps, place, BLOCK_
 
 @gluon.jit
 def _begin(inputs, tiles, zeros, place):
-    """Begin the product of the tiles in a place."""
+    """Start the product of the tiles at a place."""
     return warpgroup_mma(inputs.index(place), tiles.index(place).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _factors(x_scales, used, first, second, step, stride_x_scales, steps):
-    """What sums of a group are multiplied by, ``[BLOCK_M]``: of the first rows, or gates, and of up."""
+    """The scales of a group's sums, ``[BLOCK_M]``: for the first rows, or gate, and for up."""
     here = gl.minimum(step, steps - 1)
     theirs = gl.load(x_scales + here * stride_x_scales, mask=used, other=0.0)
     return theirs * gl.load(first + here), theirs * gl.load(second + here)
 
 
 @gluon.jit
-def _scaled(part, of_first, of_second, column, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
+def _scaled(sums, of_first, of_second, column, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
     if GATED:
-        return part * gl.where((column < BLOCK_N // 2)[None, :], of_first[:, None], of_second[:, None])
-    else:  # noqa: RET505 - decided when compiling, and what stands behind a return would be compiled all the same
-        return part * of_first[:, None]
+        return sums * gl.where((column < BLOCK_N // 2)[None, :], of_first[:, None], of_second[:, None])
+    else:  # noqa: RET505 - a compile-time branch: code after a return would be compiled in either case
+        return sums * of_first[:, None]
 
 
 @gluon.jit(do_not_specialize=["stride_x_scales", "first_expert", "count"])
@@ -213,13 +212,13 @@ def grouped_rows_hopper(
     STAGES: gl.constexpr,
     LAG: gl.constexpr,
     ACTIVATION: gl.constexpr,
-    TILED: gl.constexpr,
+    BLOCKED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """``BLOCK_M`` pairs by ``BLOCK_N`` rows of their expert's weight; see :func:`multiply_on_hopper`.
+    """``BLOCK_M`` routed tokens by ``BLOCK_N`` rows of their expert's weight; see :func:`multiply_on_hopper`.
 
-    With an activation rows of ``x`` are those of the pairs' tokens, and the result goes where the block is; without,
-    rows of ``x`` are the block's, and the result, times the pair's weight, goes where the pair is.
+    With an activation, rows of ``x`` are tokens and the result goes to the block's slots. Without, rows of ``x`` are
+    slots, and the result, times the routing weight, goes to the routed token.
     """
     GATED: gl.constexpr = ACTIVATION is not None
     dtype: gl.constexpr = weight.dtype.element_ty
@@ -246,28 +245,28 @@ def grouped_rows_hopper(
     )
     column = gl.arange(0, BLOCK_K, gl.SliceLayout(0, copied))
     slot = block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
-    pair = gl.load(slots + slot)
-    used = (pair >= 0)[:, None]
+    routed_token = gl.load(slots + slot)
+    used = (routed_token >= 0)[:, None]
     x_row = slot
     if GATED:
-        x_row = pair // TOP_K
+        x_row = routed_token // TOP_K
     x_at = x + x_row.to(gl.int64)[:, None] * stride_x + column[None, :]
     row = _weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, GATED)
     weight += expert * N * K
-    at = row_at(row, K, TILED)[:, None] + column[None, :]
-    # Tiles that lie together in memory are in 16 bits, and so as wide as these.
-    apart: gl.constexpr = BLOCK_K * FAR if TILED else BLOCK_K
+    at = row_at(row, K, BLOCKED)[:, None] + column[None, :]
+    # The blocked layout is for 16 bits, where its blocks are as wide as these tiles.
+    apart: gl.constexpr = BLOCK_K * BLOCK_SIZE if BLOCKED else BLOCK_K
     steps = K // BLOCK_K
     for stage in gl.static_range(ahead):
         _next_tile(inputs, tiles, x_at, weight, at, used, stage, steps, stage, BLOCK_K, apart)
 
-    # The same of the sums.
+    # The same in the layout of the sums.
     sum_slot = block * BLOCK_M + gl.arange(0, BLOCK_M, of_rows)
-    sum_pair = gl.load(slots + sum_slot)
-    sum_used = sum_pair >= 0
+    sum_routed_token = gl.load(slots + sum_slot)
+    sum_used = sum_routed_token >= 0
     sum_x = sum_slot
     if GATED:
-        sum_x = sum_pair // TOP_K
+        sum_x = sum_routed_token // TOP_K
     lane = gl.arange(0, BLOCK_N, gl.SliceLayout(0, summed))
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, summed)
     total = zeros
@@ -278,7 +277,7 @@ def grouped_rows_hopper(
         gl.static_assert(LAG == 2)
         scales += expert * stride_scales
         x_scales += sum_x
-        # All rows of a tile, or of a half of it, have the same scale.
+        # All rows of a tile, or of its gate or up half, have the same scale.
         first_row = gl.program_id(0) * BLOCK_N
         second = scales
         if GATED:
@@ -337,51 +336,51 @@ def grouped_rows_hopper(
     if GATED:
         width = N // 2
         gate, up = gl.split(total.reshape([BLOCK_M, 2, WIDTH]).permute([0, 2, 1]))
-        # Rounded where a kernel of its own would read them.
+        # Rounded as if the activation were a kernel of its own.
         gate = gate.to(out_dtype).to(gl.float32)
         up = up.to(out_dtype).to(gl.float32)
         total = _gated(gate, up, ACTIVATION)
     else:
-        total *= gl.load(weights + sum_pair, mask=sum_used, other=0.0)[:, None]
+        total *= gl.load(weights + sum_routed_token, mask=sum_used, other=0.0)[:, None]
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // WIDTH, WIDTH // 8], [warps, 1], [1, 0])
     result = gl.convert_layout(total.to(out_dtype), stored)
     out_slot = block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, stored))
-    out_pair = gl.load(slots + out_slot)
-    out_row = out_pair
+    out_routed_token = gl.load(slots + out_slot)
+    out_row = out_routed_token
     if GATED:
         out_row = out_slot
     to = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, stored))
-    known = (out_pair >= 0)[:, None] & (to < width)[None, :]
+    known = (out_routed_token >= 0)[:, None] & (to < width)[None, :]
     gl.store(out + out_row.to(gl.int64)[:, None] * width + to[None, :], result, mask=known, eviction_policy=KEPT)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program takes; on an H200 the best of some eight for experts of Qwen3 30B-A3B."""
+    """The tile of one program; on an H200 the best of some eight for Qwen3 30B-A3B."""
 
-    pairs: int
-    """A block's."""
+    routed_tokens: int
+    """Routed tokens of a block."""
     rows: int
-    """Of the weight."""
+    """Rows of the weight."""
     stages: int
-    """How many tiles shared memory has room for."""
+    """Tiles that shared memory has room for."""
     warps: int
 
 
-#: With scales of blocks two programs share a processor, so that one multiplies while the other scales.
+#: With block scales, two programs share a multiprocessor, so that one multiplies while the other scales.
 _SCALED, _PLAIN = Tile(64, 128, 4, 4), Tile(128, 256, 4, 8)
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, blocks: Blocks, block: int, gated: bool) -> bool:
-    """Whether on Hopper :func:`multiply_on_hopper` has a kernel for this product."""
+    """Whether :func:`multiply_on_hopper` supports this product on Hopper."""
     return (
-        blocks.rows == (_SCALED if block else _PLAIN).pairs
+        blocks.rows == (_SCALED if block else _PLAIN).routed_tokens
         and weight.itemsize <= 2
         and weight.shape[2] * weight.itemsize % _LINE == 0
         and aligned(x)
         and weight.data_ptr() % 16 == 0
         and weight[0].numel() < 2**31
-        # Half of a tile are gates, with scales of their own.
+        # Half of a tile is gate rows, which have their own scales.
         and not (block and gated and weight.shape[1] // 2 % (block // 2))
     )
 
@@ -401,25 +400,25 @@ def multiply_on_hopper(
     activation: int | None,
     overlap: bool,
     first: int = 0,
-    tiled: bool = False,
+    blocked: bool = False,
 ) -> None:
-    """One product of experts into ``out``.
+    """One product of experts, into ``out``.
 
     Args:
-        x: ``[T, K]`` with an activation, else ``[blocks x rows, K]``; of 16 bits or a form of e4m3.
-        x_scales: float32 ``[groups, rows of x]``, of FP8.
-        blocks: the pairs in the order of their experts.
+        x: ``[T, K]`` with an activation, else ``[blocks x rows, K]``; 16 bits or a variant of e4m3.
+        x_scales: float32 ``[groups, rows of x]``, for FP8.
+        blocks: the routed tokens sorted by expert.
         weights: float32 ``[T, k]`` without an activation.
-        weight: ``[E, N, K]`` in the dtype of ``x``, of the experts from ``first`` on; blocks of others are left out.
+        weight: ``[E, N, K]`` in the dtype of ``x``, of the experts from ``first`` on; blocks of others are skipped.
         scales: see :mod:`atom_core.kernels.fp8_experts`.
         bias: ``[E, N]``.
-        out: ``[blocks x rows, N / 2]`` with an activation, else ``[T k, N]``; rows of no pair are left as they are.
-        top_k: experts of a token.
-        block: rows and columns that have one scale; 0: each row has one.
-        activation: one of ``ACTIVATIONS``' numbers, or None.
+        out: ``[blocks x rows, N / 2]`` with an activation, else ``[T k, N]``; unused rows are not written.
+        top_k: experts per token.
+        block: size of the square blocks that share a scale; 0: one scale per row.
+        activation: a value of ``ACTIVATIONS``, or None.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
-        first: the place, among the experts that blocks name, of the first of ``weight``.
-        tiled: whether the weight's numbers, of 16 bits, are where :mod:`.tiled` moves them.
+        first: index of the first expert of ``weight`` among those of ``blocks``.
+        blocked: whether the 16-bit weight is in the blocked layout of :mod:`.blocked_layout`.
     """
     count, out_features, in_features = weight.shape
     tile = _SCALED if block else _PLAIN
@@ -441,14 +440,14 @@ def multiply_on_hopper(
         first,
         count,
         TOP_K=top_k,
-        BLOCK_M=tile.pairs,
+        BLOCK_M=tile.routed_tokens,
         BLOCK_N=tile.rows,
         BLOCK_K=_LINE // weight.itemsize,
         SIZE=block,
         STAGES=tile.stages,
         LAG=LAG,
         ACTIVATION=activation,
-        TILED=tiled,
+        BLOCKED=blocked,
         OVERLAP=overlap,
         num_warps=tile.warps,
         **launch_options(overlap),

@@ -1,4 +1,4 @@
-"""The experts one after the other on a CPU, over weights that oneDNN has packed once."""
+"""Experts one after the other on a CPU, with weights that oneDNN packs once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MkldnnExperts:
         self.spec = spec
 
     def adopt(self, layer: ExpertWeights) -> bool:
-        """Keep the packed weights alone."""
+        """Store the packed weights only."""
         self._packed = [(pack(gate_up), pack(down)) for gate_up, down in zip(layer.gate_up, layer.down, strict=True)]
         return True
 

@@ -1,6 +1,6 @@
-"""The experts one after the other, in torch: products in the model's dtype, the sum over a token's experts in float32.
+"""Experts one after the other in torch: products in the model's dtype, sums over a token's experts in float32.
 
-It looks at which experts were chosen, so it cannot be captured in a graph.
+The host reads which experts are used, so this cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from atom_core.kernels.gated_activation.reference import gated_activation
 if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 
-#: ``x W^T + b`` of ``x``, ``W`` and ``b``.
+#: ``x W^T + b`` from ``x``, ``W`` and ``b``.
 Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-def pairs_by_expert(experts: torch.Tensor, first: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Of each held expert that was chosen: its place among those held, and its pairs.
+def routed_tokens_by_expert(experts: torch.Tensor, first: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """For each local expert that is used: its local index, and its routed tokens.
 
-    A pair of a token and one of its experts is a place in ``experts [T, k]``, counted through.
+    A routed token is an index into ``experts [T, k]``, flattened.
     """
-    held = experts.flatten() - first
-    order = held.argsort(stable=True)
-    counts = torch.bincount(held[(held >= 0) & (held < count)], minlength=count).tolist()
-    begin = int((held < 0).sum())
+    local = experts.flatten() - first
+    order = local.argsort(stable=True)
+    counts = torch.bincount(local[(local >= 0) & (local < count)], minlength=count).tolist()
+    begin = int((local < 0).sum())
     for expert, number in enumerate(counts):
         if number:
             yield expert, order[begin : begin + number]
@@ -48,31 +48,31 @@ def by_expert(
 ) -> torch.Tensor:
     """See :mod:`atom_core.kernels.experts`.
 
-    ``matrices`` has an expert's gate and up in one, and its down, by which ``linear`` multiplies; ``inputs`` is what
-    becomes of the rows that either is given.
+    ``matrices`` returns an expert's gate/up and down weights, ``linear`` multiplies by them, and ``inputs`` transforms
+    the input rows of either product.
     """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if inputs is not None:
         x = inputs(x)
-    for expert, pairs in pairs_by_expert(experts, spec.first, spec.count):
-        tokens = pairs // spec.top_k
+    for expert, routed_tokens in routed_tokens_by_expert(experts, spec.first, spec.count):
+        tokens = routed_tokens // spec.top_k
         gate_up, down = matrices(expert)
         gate_up_bias = None if gate_up_biases is None else gate_up_biases[expert]
         down_bias = None if down_biases is None else down_biases[expert]
-        middle = gated_activation(linear(x[tokens], gate_up, gate_up_bias), spec.activation)
-        answer = linear(middle if inputs is None else inputs(middle), down, down_bias)
-        total.index_add_(0, tokens, answer.float() * weights.flatten()[pairs, None])
+        intermediate = gated_activation(linear(x[tokens], gate_up, gate_up_bias), spec.activation)
+        output = linear(intermediate if inputs is None else inputs(intermediate), down, down_bias)
+        total.index_add_(0, tokens, output.float() * weights.flatten()[routed_tokens, None])
     return total.to(x.dtype)
 
 
 class ReferenceExperts:
-    """See :mod:`atom_core.kernels.experts`; ``linear`` multiplies."""
+    """See :mod:`atom_core.kernels.experts`; ``linear`` computes the products."""
 
     def __init__(self, spec: ExpertsSpec, linear: Product = F.linear) -> None:
         self.spec, self.linear = spec, linear
 
     def adopt(self, layer: ExpertWeights) -> bool:
-        """It reads the weights as they are."""
+        """The weights are read as they are."""
         return False
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Experts in Triton: :mod:`.few_tokens`, and more of them :mod:`.grouped` by expert."""
+"""Experts in Triton: few tokens by :mod:`.few_tokens`, more by :mod:`.grouped`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import cast
 import torch
 
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
+from atom_core.kernels.experts.blocked_layout import fits_blocked_layout, from_blocked_layout, to_blocked_layout
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS, few_tokens, one_token
-from atom_core.kernels.experts.grouped import Held, many_tokens
-from atom_core.kernels.experts.tiled import of_whole_tiles, tile_in_place, untile_in_place
+from atom_core.kernels.experts.grouped import LocalExperts, many_tokens
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.tiles import on_hopper
 from atom_core.kernels.linear.triton_kernel import Norm
@@ -18,7 +18,7 @@ from atom_core.types import Activation
 
 
 class TritonExperts:
-    """See the module's text and :mod:`atom_core.kernels.experts`.
+    """See the module and :mod:`atom_core.kernels.experts`.
 
     Args:
         spec: the layer.
@@ -29,33 +29,33 @@ class TritonExperts:
 
     def __init__(self, spec: ExpertsSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
-        self.tiled = False
-        self.held = Held(spec.first, spec.count, spec.top_k, spec.total == spec.count, spec.shared)
+        self.blocked = False
+        self.local_experts = LocalExperts(spec.first, spec.count, spec.top_k, spec.total == spec.count, spec.shared)
 
     def adopt(self, layer: ExpertWeights) -> bool:
-        """On Hopper move the numbers of what is made of whole tiles; see :mod:`.tiled`."""
-        self.tiled = on_hopper(layer.down.device) and of_whole_tiles(layer)
-        if self.tiled:
-            tile_in_place(layer.gate_up.data)
-            tile_in_place(layer.down.data)
+        """On Hopper, bring weights of whole blocks into the blocked layout of :mod:`.blocked_layout`."""
+        self.blocked = on_hopper(layer.down.device) and fits_blocked_layout(layer)
+        if self.blocked:
+            to_blocked_layout(layer.gate_up.data)
+            to_blocked_layout(layer.down.data)
         return False
 
     def move_back(self, *weights: torch.Tensor) -> None:
         """See :class:`atom_core.kernels.moved.MovingKernel`."""
-        if self.tiled:
+        if self.blocked:
             for weight in weights:
-                untile_in_place(weight.data)
+                from_blocked_layout(weight.data)
 
     def _adopted(self, layer: ExpertWeights) -> ExpertWeights:
-        return layer._replace(tiled=self.tiled)
+        return layer._replace(blocked=self.blocked)
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: ExpertWeights
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.experts.ExpertsKernel`."""
         spec = self.spec
-        held = spec.first, spec.count, spec.shared
-        return mixture(x, weights, experts, *self._adopted(layer), *held, spec.activation, self.overlap)
+        local_experts = spec.first, spec.count, spec.shared
+        return mixture(x, weights, experts, *self._adopted(layer), *local_experts, spec.activation, self.overlap)
 
     def add(
         self,
@@ -67,10 +67,10 @@ class TritonExperts:
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.experts.AddingExpertsKernel`."""
         return _launch(
-            x, weights, experts, self._adopted(layer), self.held, self.spec.activation, self.overlap, residual
+            x, weights, experts, self._adopted(layer), self.local_experts, self.spec.activation, self.overlap, residual
         )
 
-    def add_behind_norm(
+    def add_after_norm(
         self,
         stream: torch.Tensor,
         norm: torch.Tensor,
@@ -82,9 +82,9 @@ class TritonExperts:
         """See :class:`atom_core.kernels.experts.AddingExpertsKernel`."""
         assert len(stream) == self.max_normed
         assert stream.is_contiguous()
-        act = ACTIVATIONS[self.spec.activation]
+        act, given = ACTIVATIONS[self.spec.activation], Norm(norm, eps)
         adopted = self._adopted(layer)
-        return one_token(stream, weights, experts, adopted, self.held, act, self.overlap, stream, Norm(norm, eps))
+        return one_token(stream, weights, experts, adopted, self.local_experts, act, self.overlap, stream, given)
 
 
 def _fake(
@@ -95,7 +95,7 @@ def _fake(
     down: torch.Tensor,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
-    tiled: bool,
+    blocked: bool,
     first: int,
     count: int,
     shared: int,
@@ -114,17 +114,17 @@ def mixture(
     down: torch.Tensor,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
-    tiled: bool,
+    blocked: bool,
     first: int,
     count: int,
     shared: int,
     activation: str,
     overlap: bool,
 ) -> torch.Tensor:
-    """See :mod:`atom_core.kernels.experts`; ``first``, ``count`` and ``shared`` say which experts are held."""
-    layer = ExpertWeights(gate_up, down, gate_up_bias, down_bias, tiled)
-    held = Held(first, count, experts.shape[1], shared=shared)
-    return _launch(x, weights, experts, layer, held, cast(Activation, activation), overlap, None)
+    """See :mod:`atom_core.kernels.experts`; ``first``, ``count`` and ``shared`` describe the local experts."""
+    layer = ExpertWeights(gate_up, down, gate_up_bias, down_bias, blocked)
+    local_experts = LocalExperts(first, count, experts.shape[1], shared=shared)
+    return _launch(x, weights, experts, layer, local_experts, cast(Activation, activation), overlap, None)
 
 
 def _launch(
@@ -132,7 +132,7 @@ def _launch(
     weights: torch.Tensor,
     experts: torch.Tensor,
     layer: ExpertWeights,
-    held: Held,
+    local_experts: LocalExperts,
     activation: Activation,
     overlap: bool,
     residual: torch.Tensor | None,
@@ -144,4 +144,4 @@ def _launch(
     if not tokens:
         return torch.empty_like(x) if residual is None else residual
     run = one_token if tokens == 1 else few_tokens if tokens <= MAX_TOKENS else many_tokens
-    return run(x, weights, experts, layer, held, ACTIVATIONS[activation], overlap, residual)
+    return run(x, weights, experts, layer, local_experts, ACTIVATIONS[activation], overlap, residual)

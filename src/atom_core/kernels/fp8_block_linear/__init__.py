@@ -2,10 +2,10 @@
 
     y[t, n] = b[n] + sum over g of s_x[t, g] * s_w[n / 128, g] * (sum over k in group g of X[t, k] * W[n, k])
 
-A group ``g`` is 128 numbers of K; the last may have fewer. ``x``: ``[T, K]`` and ``b``: ``[N]`` or None, of the model's
-dtype; ``W``: ``[N, K]`` float8_e4m3fn with ``s_w [ceil(N / 128), ceil(K / 128)]`` float32; ``y``: ``[T, N]``. ``X``
-is ``x / s_x`` in e4m3: ``s_x`` is a group's largest magnitude / 448, for each token by itself. One token alone may be
-left as it is.
+A group ``g`` has 128 elements of K, the last maybe fewer. ``x``: ``[T, K]`` and ``b``: ``[N]`` or None, of the model's
+dtype; ``W``: ``[N, K]`` float8_e4m3fn; ``s_w``: float32 ``[ceil(N / 128), ceil(K / 128)]``; ``y``: ``[T, N]``. ``X`` is
+``x / s_x`` in e4m3, where ``s_x`` is the largest magnitude of a token's group / 448. A kernel may leave a single token
+unquantised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from atom_core.quant.fp8 import BLOCK_SIZE
 
 @dataclass(frozen=True)
 class Fp8BlockLinearSpec:
-    """One product: ``in_features`` is K, ``out_features`` N, as this rank holds them; ``dtype`` is the model's."""
+    """One product: ``in_features`` is K and ``out_features`` N, both of this rank; ``dtype`` is the model's."""
 
     in_features: int
     out_features: int
@@ -34,10 +34,10 @@ class Fp8BlockLinearSpec:
 
 
 class Fp8BlockLinearKernel(Protocol):
-    """A product bound to one layer."""
+    """The product of one layer."""
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-        """See the weight once it is loaded; a kernel may change bits of it that do not count, or move them."""
+        """Take over the loaded weight; a kernel may change bits without effect or reorder elements, in place."""
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
@@ -47,12 +47,12 @@ class Fp8BlockLinearKernel(Protocol):
 
 @runtime_checkable
 class FewRowsFp8BlockKernel(Protocol):
-    """A product that others may be fused with where there are few rows."""
+    """A product whose kernel for few rows can be fused with other ops."""
 
     max_rows: int
 
     def stored(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight in the form of e4m3 that the device multiplies."""
+        """The weight viewed in the device's variant of e4m3."""
 
     def add(
         self,
@@ -62,7 +62,7 @@ class FewRowsFp8BlockKernel(Protocol):
         bias: torch.Tensor | None,
         residual: torch.Tensor,
     ) -> torch.Tensor:
-        """``residual += y``, rounded once, of at most ``max_rows`` rows; ``residual`` is contiguous."""
+        """``residual += y``, rounded once, for at most ``max_rows`` rows; ``residual`` is contiguous."""
 
 
 def _aiter_supports(spec: Fp8BlockLinearSpec, target: Target) -> str | None:
@@ -70,7 +70,7 @@ def _aiter_supports(spec: Fp8BlockLinearSpec, target: Target) -> str | None:
         return reason
     if spec.dtype != torch.bfloat16:
         return f"aiter's FP8 products are used in models of bfloat16, not of {spec.dtype}."
-    # Its kernel where none was tuned has tiles of 64 outputs, as those tuned for DeepSeek's 2112; tiles are not cut.
+    # Where none was tuned, its kernel has tiles of 64 outputs, as those tuned for DeepSeek's 2112, and no masks.
     if spec.in_features % BLOCK_SIZE or spec.out_features % 64:
         return (
             f"aiter's FP8 product in blocks wants inputs in multiples of {BLOCK_SIZE} and outputs in multiples of 64, "
@@ -80,7 +80,7 @@ def _aiter_supports(spec: Fp8BlockLinearSpec, target: Target) -> str | None:
 
 
 def _build_aiter(spec: Fp8BlockLinearSpec, target: Target) -> Fp8BlockLinearKernel:
-    from atom_core.kernels.fp8_block_linear.aiter_kernel import AiterFp8BlockLinear  # looked for when it is chosen
+    from atom_core.kernels.fp8_block_linear.aiter_kernel import AiterFp8BlockLinear  # imported only when chosen
 
     return AiterFp8BlockLinear(spec, target)
 

@@ -1,6 +1,6 @@
-"""The product by aiter: its quantiser of groups, then a kernel that reads the weight in an order of its own.
+"""The product by aiter: its group quantisation, then a product with a preshuffled weight.
 
-See :mod:`atom_core.kernels.fp8_linear.aiter_kernel` for gfx942's form of e4m3.
+See :mod:`atom_core.kernels.fp8_linear.aiter_kernel` for gfx942's variant of e4m3.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AiterFp8BlockLinear:
         self.dtype, self.form = spec.dtype, InputForm(self.shuffled.dtype, group=BLOCK_SIZE)
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-        """Move the weight's bytes."""
+        """Preshuffle the weight."""
         self.shuffled.adopt(weight, weight_scale.data)
 
     def move_back(self, *weights: torch.Tensor) -> None:
@@ -43,12 +43,12 @@ class AiterFp8BlockLinear:
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """``x [T, K]`` to ``[T, N]``; ``weight_scale`` is the layer's, of which this keeps its own."""
+        """``x [T, K]`` to ``[T, N]``; the layer's ``weight_scale`` is not used."""
         y: torch.Tensor = _fp8_block_linear(x.contiguous(), *self.shuffled(weight))
         return y if bias is None else y.add_(bias)
 
     def takes_quantized(self, rows: int) -> bool:
-        """All are."""
+        """Any number of rows."""
         return True
 
     def multiply(
@@ -63,7 +63,7 @@ class AiterFp8BlockLinear:
 def _fp8_block_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if not len(x):
         return x.new_empty(0, weight.shape[0])
-    # What is asked for reads [T, G], and its bytes are [G, T].
+    # The shape of the scales is [T, G], but their bytes are [G, T].
     quantized, scales = aiter_function("aiter.per_group_quant_hip")(
         x, quant_dtype=weight.dtype, group_size=BLOCK_SIZE, transpose_scale=True
     )
@@ -77,7 +77,7 @@ def _product(
 ) -> torch.Tensor:
     if not len(x):
         return of_product(x, x_scale, weight, scale, dtype)
-    # It reads the scales of a group side by side, and asks for another shape than the bytes then have.
+    # It reads the scales transposed, but asks for the other shape.
     y: torch.Tensor = aiter_function("aiter.gemm_a8w8_blockscale_bpreshuffle")(
         x, weight, x_scale.view(len(x), -1), scale, dtype=dtype
     )

@@ -1,4 +1,4 @@
-"""More rows than 64 by a weight in blocks through torch, whose cuBLAS scales groups itself on Hopper.
+"""More than 64 rows by a weight in blocks through torch, whose cuBLAS supports group scales on Hopper.
 
 On an H200 it takes 0.30 to 0.77 of the time of :mod:`.many_rows` for products of DeepSeek V3 with 72 to 8,192 rows, and
 reaches 1,000 to 1,210 TFLOP/s for the latter (docs/figures/kernels.json).
@@ -16,19 +16,19 @@ from atom_core.kernels.fp8_linear.scaled_mm import MULTIPLE
 from atom_core.kernels.linear.tiles import aligned, on_hopper
 from atom_core.quant.fp8 import BLOCK_SIZE
 
-#: Scales that cuBLAS reads together: of rows for a group of the input's, of groups for a block of the weight's.
+#: Scales that cuBLAS reads together: of rows in one group of the input, and of groups in one block of the weight.
 TOGETHER = 4
 
 
 @functools.lru_cache
 def _in_torch() -> bool:
-    """Whether this torch has the product; cuBLAS has it from CUDA 12.9 on."""
+    """Whether this torch has the product; cuBLAS has it since CUDA 12.9."""
     cuda = torch.version.cuda
     return hasattr(F, "scaled_mm") and cuda is not None and tuple(map(int, cuda.split(".")[:2])) >= (12, 9)
 
 
 def takes(weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether :func:`multiply` has a kernel for ``weight [N, K]`` in a model of ``dtype``."""
+    """Whether :func:`multiply` supports ``weight [N, K]`` in a model of ``dtype``."""
     out_features, in_features = weight.shape
     return (
         on_hopper(weight.device)

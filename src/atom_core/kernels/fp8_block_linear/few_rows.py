@@ -1,5 +1,5 @@
-"""1 to 64 rows by a weight in blocks, which is read once: rows are the right side of a product, as in
-:mod:`atom_core.kernels.linear.few_rows`. The sums of a group are scaled before they are added up, in float32.
+"""1 to 64 rows by a weight in blocks, which is read once: rows are the right operand of the product, as in
+:mod:`atom_core.kernels.linear.few_rows`. The sums of each group are scaled and then added up in float32.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
-from atom_core.kernels.linear.parts import finish, weight_rows
+from atom_core.kernels.linear.helpers import finish, weight_rows
 from atom_core.kernels.linear.tiles import MAX_ROWS, Tile, on_hopper
 from atom_core.kernels.triton_support import launch_options
 from atom_core.quant.fp8 import BLOCK_SIZE
@@ -37,7 +37,7 @@ def _few_rows(
     OVERLAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Programs of ``BLOCK_N`` rows of the weight and all of ``x``."""
+    """A program has ``BLOCK_N`` weight rows and all rows of ``x``."""
     row = weight_rows(N, BLOCK_N, ACTIVATION is not None)
     column = tl.arange(0, SIZE)
     given = tl.arange(0, BLOCK_M)
@@ -78,19 +78,19 @@ def multiply_few_rows(
     activation: Activation | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``act(x W^T + b) + residual`` of 1 to :data:`MAX_ROWS` rows.
+    """``act(x W^T + b) + residual`` for 1 to :data:`MAX_ROWS` rows.
 
     Args:
-        x: ``[M, K]`` in a form of e4m3.
-        input_scales: float32 ``[ceil(K / 128), M]``, as :func:`.quantize.quantize_groups` has them.
-        weight: ``[N, K]`` in the same form, contiguous.
-        scales: float32 ``[ceil(N / 128), ceil(K / 128)]``, of e4m3fn's numbers.
+        x: ``[M, K]`` in a variant of e4m3.
+        input_scales: float32 ``[ceil(K / 128), M]``, as :func:`.quantize.quantize_groups` returns them.
+        weight: ``[N, K]`` in the same variant, contiguous.
+        scales: float32 ``[ceil(N / 128), ceil(K / 128)]``, for e4m3fn values.
         bias: ``[N]``.
-        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        nvidia: whether the device is NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         dtype: the result's.
         activation: the weight is ``[gate | up]``; the result is ``[M, N / 2]``.
-        residual: contiguous, in the result's shape; it is written to, and is the result.
+        residual: contiguous, of the result's shape; it is added to and returned.
     """
     num_rows, (out_features, in_features) = len(x), weight.shape
     assert 0 < num_rows <= MAX_ROWS
@@ -121,7 +121,7 @@ def multiply_few_rows(
         EVEN=in_features % BLOCK_SIZE == 0,
         ACTIVATION=None if activation is None else ACTIVATIONS[activation],
         OVERLAP=overlap,
-        # Tiles of the weight on their way: memory is busy though few programs read it.
+        # Many tiles in flight keep memory busy with few programs.
         STAGES=(8 if block_rows <= 32 else 6) if nvidia else 2,
         num_warps=4,
         **launch_options(overlap),
@@ -130,7 +130,7 @@ def multiply_few_rows(
 
 
 def hopper_tile(block_rows: int, in_features: int) -> Tile:
-    """The tile of :mod:`.few_rows_hopper`: as many on their way as there are, or have room."""
+    """The tile of :mod:`.few_rows_hopper`: as many stages as there are steps, or as fit."""
     stages = {16: 20, 32: 16, 64: 12}[block_rows]
     return Tile("hopper", 64, BLOCK_SIZE, 4, min(stages, in_features // BLOCK_SIZE + 1), early=True)
 
@@ -147,7 +147,7 @@ def _multiply_on_hopper(
     activation: Activation | None,
     overlap: bool,
 ) -> torch.Tensor:
-    # An experiment of Triton's, which other devices need not have.
+    # Gluon is experimental in Triton; other devices may lack it.
     from atom_core.kernels.fp8_block_linear.few_rows_hopper import few_rows_hopper
 
     num_rows, (out_features, in_features) = len(x), weight.shape

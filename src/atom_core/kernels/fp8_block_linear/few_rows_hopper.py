@@ -1,7 +1,7 @@
-"""2 to 64 rows by a weight in blocks on Hopper: :mod:`atom_core.kernels.linear.few_rows_hopper`, a tile a group.
+"""2 to 64 rows by a weight in blocks on Hopper: :mod:`atom_core.kernels.linear.few_rows_hopper` with a tile per group.
 
-The sums of a group are scaled before they are added up, in float32. Scales come to shared memory with their tiles: a
-step is shorter than the time that memory takes to answer.
+The sums of each group are scaled and then added up in float32. Scales are copied to shared memory with their tiles: a
+step is shorter than the latency of memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def few_rows_hopper(
     EARLY: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Programs of ``BLOCK_N`` rows of the weight and all of ``x``; ``STAGES - 1`` tiles are on their way at once."""
+    """A program has ``BLOCK_N`` weight rows and all rows of ``x``; ``STAGES - 1`` tiles are copied ahead."""
     dtype: gl.constexpr = weight.dtype.element_ty
     GATED: gl.constexpr = ACTIVATION is not None
     warps: gl.constexpr = gl.num_warps()
@@ -88,9 +88,9 @@ def few_rows_hopper(
     filled = ahead
     for step in range(steps):
         ready(ahead - 1)
-        part = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, summed)
-        part = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), part, is_async=True)
-        # All are done with the tile of the step before.
+        partial = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, summed)
+        partial = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), partial, is_async=True)
+        # All warps have finished with the tile of the previous step.
         if step + ahead < steps:
             load(tiles.index(filled), at + (step + ahead) * SIZE, eviction_policy="evict_first")
             load(of_tiles.index(filled), mine_at + step + ahead)
@@ -103,6 +103,6 @@ def few_rows_hopper(
         theirs = of_inputs.index(place).load(gl.SliceLayout(0, summed))
         place = (place + 1) % STAGES
         filled = (filled + 1) % STAGES
-        part = warpgroup_mma_wait(0, [part])
-        total += part * mine[:, None] * theirs[None, :]
+        partial = warpgroup_mma_wait(0, [partial])
+        total += partial * mine[:, None] * theirs[None, :]
     finish(total, of_sum, bias, residual, y, M, N, BLOCK_M, BLOCK_N, ACTIVATION, False)

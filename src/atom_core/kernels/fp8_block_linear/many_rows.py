@@ -1,4 +1,4 @@
-"""More rows than 64 by a weight in blocks: tiles of both sides, a group of K at a time."""
+"""More than 64 rows by a weight in blocks: tiles of both operands, a group of K per step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _many_rows(
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A tile of ``y``. Programs that run at once share rows and columns: ``TOGETHER`` tiles of rows go side by side."""
+    """A tile of ``y``. ``TOGETHER`` tiles of rows are adjacent in launch order, which reuses the L2 cache."""
     program = tl.program_id(0)
     across = tl.cdiv(N, BLOCK_N)
     first = program // (TOGETHER * across) * TOGETHER
@@ -69,14 +69,14 @@ def multiply_many_rows(
     nvidia: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``x W^T + b``; arguments as those of :func:`.few_rows.multiply_few_rows`."""
+    """``x W^T + b``; the arguments are those of :func:`.few_rows.multiply_few_rows`."""
     num_rows, (out_features, in_features) = len(x), weight.shape
     assert x.dtype == weight.dtype
     assert all(it.is_contiguous() for it in (x, input_scales, weight, scales))
     y = x.new_empty(num_rows, out_features, dtype=dtype)
-    # The fewer rows, the smaller the tiles, so that there are programs for the whole GPU.
+    # Fewer rows have smaller tiles, so that there are programs for the whole GPU.
     even = in_features % BLOCK_SIZE == 0
-    block_rows = 64 if num_rows <= 128 or not (nvidia or even) else 128  # on AMD more of them spill that need masks
+    block_rows = 64 if num_rows <= 128 or not (nvidia or even) else 128  # 128 with masks spill registers on AMD
     block = 64 if num_rows <= 512 or not nvidia else 128
     _many_rows[(triton.cdiv(num_rows, block_rows) * triton.cdiv(out_features, block),)](
         x,

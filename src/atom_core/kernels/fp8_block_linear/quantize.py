@@ -1,4 +1,4 @@
-"""Activations in FP8 with a scale for each group of a row's numbers, with what makes them in front."""
+"""Quantise activations to FP8 with a scale for each group of a row, together with the op before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.kept import KEPT
 from atom_core.kernels.triton_support import launch_options
 
-#: Groups of a row for a program, where it need not know the whole row.
+#: Groups of a row in one program, where no op needs the whole row.
 _GROUPS = 16
 
 
@@ -56,7 +56,7 @@ def _quantize_groups(
     if cleared is not None:
         mine = row * CLEARED + tl.arange(0, CLEARED)
         tl.store(cleared + mine, tl.zeros([CLEARED], tl.int32), mask=mine < num_cleared)
-    if slots is not None:  # noqa: SIM102 - decided when compiling; the other is not
+    if slots is not None:  # noqa: SIM102 - known at compile time, unlike the next
         if tl.load(slots + row) < 0:
             return
     numbers = made(x, residual, norm, factors, row, column, known, eps, stride_x, stride_residual, K, ACTIVATION)
@@ -86,22 +86,22 @@ def quantize_groups(
     multiple: int = 1,
     cleared: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``of(x) [T, K]`` in ``dtype``, and the scales of its groups, which go with a product of e4m3fn's bits.
+    """``of(x) [T, K]`` in ``dtype``, and the scales of its groups for a product of e4m3fn's bits.
 
     Args:
-        x: in any dtype, of contiguous rows.
-        dtype: a form of e4m3. In e4m3fnuz the bits of both sides of a product are half of what they are in e4m3fn, so
-            scales have a factor of two times two.
+        x: in any dtype, with contiguous rows.
+        dtype: a variant of e4m3. In e4m3fnuz the bits of both operands mean half of their e4m3fn values, so the scales
+            contain a factor of four.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
-        group: numbers of a row that share a scale, a power of two; None: all.
-        of: what makes the numbers, of ``x``.
-        slots: int32 ``[T]``; rows where it is negative are left out, and what is returned for them means nothing.
-        late: the kernel behind may start when those in front of this one are done, not earlier.
-        multiple: what is returned has rows to a multiple of this; those behind ``T`` mean nothing.
-        cleared: int32; written to, all zeros when there is a row.
+        group: elements of a row that share a scale, a power of two; None: all.
+        of: the ops before.
+        slots: int32 ``[T]``; rows where it is negative are skipped, and their results are undefined.
+        late: the next kernel may not start before the kernels before this one are done.
+        multiple: results have a multiple of this many rows; those past ``T`` are undefined.
+        cleared: int32; set to zeros if there is a row.
 
     Returns:
-        ``[T, K]``, and float32 ``[groups, T]``: programs that multiply take a group of many rows at once.
+        ``[T, K]``, and float32 ``[groups, T]``: a program of the product takes one group of many rows at once.
     """
     rows, size = len(x), of.size(x)
     assert x.stride(1) == 1

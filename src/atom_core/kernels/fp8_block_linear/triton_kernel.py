@@ -1,9 +1,9 @@
 """Products with FP8 weights in blocks on a GPU.
 
-One row on NVIDIA's GPUs is not quantised, and one launch (:mod:`atom_core.kernels.fp8_linear.one_row`). Else the input
-is quantised in a launch of its own, with the norm in front where there is one; up to 64 rows are multiplied by
-:mod:`.few_rows`, on Hopper where the input is whole blocks by :mod:`.few_rows_hopper`, more, which a norm or an
-activation in front may have quantised, by :mod:`.many_rows`, or on Hopper by :mod:`.cublas`.
+On NVIDIA's GPUs one row takes one launch and is not quantised (:mod:`atom_core.kernels.fp8_linear.one_row`). Otherwise
+one launch quantises the input and applies the norm before it. :mod:`.few_rows` multiplies up to 64 rows, on Hopper and
+whole blocks :mod:`.few_rows_hopper`. :mod:`.many_rows`, or on Hopper :mod:`.cublas`, multiplies more; a fused norm or
+activation may have quantised those already.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from atom_core.types import Activation
 
 
 class TritonFp8BlockLinear:
-    """See the module's text.
+    """See the module.
 
     Args:
         target: the device.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
-        dtype: of results where the input is given quantised; None: it is not.
+        dtype: of results of quantised inputs; None: inputs are never quantised.
     """
 
     max_rows = MAX_ROWS
@@ -41,11 +41,11 @@ class TritonFp8BlockLinear:
     def __init__(self, target: Target, overlap: bool, dtype: torch.dtype | None = None) -> None:
         self.nvidia, self.overlap, self.dtype = target.kind == "cuda", overlap, dtype
         self.fnuz = dtype_of(target) == FNUZ
-        # In e4m3fnuz factors have the scales' two twos in them, which others know nothing of.
+        # For e4m3fnuz the scales need a factor of four, which other kernels do not apply.
         self.form = None if self.fnuz or dtype is None else InputForm(E4M3, group=BLOCK_SIZE)
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-        """Mend what the device would read otherwise."""
+        """Clear minus zeros, which are NaN in e4m3fnuz."""
         if self.fnuz:
             clear_minus_zeros(weight)
 
@@ -72,9 +72,9 @@ class TritonFp8BlockLinear:
         return fp8_block_linear(x, self.stored(weight), weight_scale, bias, self.nvidia, self.overlap)
 
     def takes_quantized(self, rows: int) -> bool:
-        """More rows than it quantises together with the norm in front; tracing would freeze how many there are.
+        """Whether ``rows`` exceed those that a norm here quantises; False while tracing, which fixes ``rows``.
 
-        Rows that cuBLAS reads no scales of are quantised with those that they lack.
+        False also where cuBLAS needs padded rows, which :func:`fp8_block_linear` quantises with their padding.
         """
         return not torch.compiler.is_compiling() and rows > MAX_ROWS and rows % cublas.TOGETHER == 0
 
@@ -106,7 +106,7 @@ def fp8_block_linear(
     nvidia: bool,
     overlap: bool,
 ) -> torch.Tensor:
-    """``x W^T + b``; the weight is in the device's form of e4m3, its scales are those of e4m3fn."""
+    """``x W^T + b``; the weight is in the device's variant of e4m3, its scales are for e4m3fn."""
     if 0 < len(x) <= MAX_ROWS:
         return multiply_few(x, weight, weight_scale, bias, nvidia=nvidia, overlap=overlap)
     if not len(x):
@@ -126,7 +126,7 @@ def multiply_many(
     nvidia: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``x W^T + b`` in ``dtype``, of what :func:`quantize_groups` returns; for cuBLAS rows are whole multiples."""
+    """``x W^T + b`` in ``dtype``, from the results of :func:`quantize_groups`, which are padded for cuBLAS."""
     if cublas.takes(weight, dtype):
         return cublas.multiply(x, scales, weight, weight_scale, bias)
     return multiply_many_rows(x, scales, weight, weight_scale, bias, nvidia=nvidia, dtype=dtype)
@@ -144,7 +144,7 @@ def multiply_few(
     activation: Activation | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``act(norm(x) W^T + b) + residual``, of 1 to :data:`MAX_ROWS` rows of the model's dtype."""
+    """``act(norm(x) W^T + b) + residual`` for 1 to :data:`MAX_ROWS` rows of the model's dtype."""
     tile = tile_for(*weight.shape)
     if nvidia and len(x) == 1 and why_not_one_row(x, len(weight), tile, activation, BLOCK_SIZE) is None:
         return multiply_row(

@@ -1,12 +1,12 @@
-"""The experts of a mixture in FP8; :mod:`atom_core.kernels.experts` with both of its products as those of
+"""The experts of a mixture in FP8: :mod:`atom_core.kernels.experts` with products as in
 
-- :mod:`atom_core.kernels.fp8_linear`, each token with a scale of its own, or
+- :mod:`atom_core.kernels.fp8_linear`, with a scale for each token, or
 - :mod:`atom_core.kernels.fp8_block_linear`.
 
-The weights of gate and up ``[E, 2I, H]``, one behind the other, and of down ``[E, H, I]`` are float8_e4m3fn. Scales are
-float32: ``[E, 2I]`` and ``[E, H]``, or with blocks ``[E, 2I / 128, ceil(H / 128)]`` and
-``[E, ceil(H / 128), I / 128]``, where I is a multiple of 128. What gate and up give is rounded to the model's dtype
-before it is quantised, if it is: one token alone may be left as it is. There are no biases.
+Gate/up weights ``[E, 2I, H]``, gate rows first, and down weights ``[E, H, I]`` are float8_e4m3fn. Scales are float32:
+``[E, 2I]`` and ``[E, H]``, or with blocks ``[E, 2I / 128, ceil(H / 128)]`` and ``[E, ceil(H / 128), I / 128]``, where I
+is a multiple of 128. The gate/up result is rounded to the model's dtype before it is quantised. A kernel may leave the
+input of a single token unquantised. There are no biases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atom_core.types import Activation
 
 @dataclass(frozen=True)
 class Fp8ExpertsSpec:
-    """The experts of one layer that this rank holds: ``count`` from ``first`` on, ``intermediate_size`` wide."""
+    """The local experts of one layer: ``count`` from ``first`` on."""
 
     first: int
     count: int
@@ -35,14 +35,14 @@ class Fp8ExpertsSpec:
     top_k: int
     activation: Activation
     block: bool
-    """Scales are those of blocks, else of rows."""
+    """Whether scales belong to blocks; else to rows."""
     dtype: torch.dtype
     total: int | None = None
-    """Experts of all ranks; None: this one holds them all."""
+    """Experts of all ranks; None: all experts are local."""
 
 
 class Fp8ExpertWeights(NamedTuple):
-    """Of all experts that this rank holds; see the module's text."""
+    """The weights of all local experts; see the module."""
 
     gate_up: torch.Tensor
     gate_up_scale: torch.Tensor
@@ -54,7 +54,7 @@ class Fp8ExpertsKernel(Protocol):
     """The experts of one layer."""
 
     def adopt(self, layer: Fp8ExpertWeights) -> None:
-        """See the weights once they are loaded; a kernel may change bits of them that do not count."""
+        """Take over loaded weights; a kernel may change bits without effect or reorder elements, in place."""
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Fp8ExpertWeights
@@ -69,21 +69,21 @@ def _aiter_supports(spec: Fp8ExpertsSpec, target: Target) -> str | None:
         return f"aiter's FP8 experts are used in models of bfloat16, not of {spec.dtype}."
     if spec.activation != "silu":
         return f"aiter's FP8 experts are used with silu, not with {spec.activation}."
-    # Few tokens go through two products of tiles, which are 256 deep in some.
+    # Few tokens go through two tiled products, some of which have tiles of depth 256.
     wide = 256 if spec.block else 128
     narrow = 128 if spec.block or target.arch == "gfx942" else 256
     if spec.hidden_size % wide or spec.intermediate_size % narrow:
         scales = "blocks" if spec.block else "rows"
         return (
             f"aiter's experts in FP8 with scales of {scales} are, on {target.arch}, for hidden sizes that are "
-            f"multiples of {wide} and middles that are multiples of {narrow}, "
+            f"multiples of {wide} and intermediate sizes that are multiples of {narrow}, "
             f"not for {spec.hidden_size} and {spec.intermediate_size}."
         )
     return None
 
 
 def _build_aiter(spec: Fp8ExpertsSpec, target: Target) -> Fp8ExpertsKernel:
-    from atom_core.kernels.fp8_experts.aiter_kernel import AiterFp8Experts  # looked for when it is chosen
+    from atom_core.kernels.fp8_experts.aiter_kernel import AiterFp8Experts  # imported only when chosen
 
     return AiterFp8Experts(spec, target)
 

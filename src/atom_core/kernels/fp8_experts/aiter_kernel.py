@@ -1,6 +1,6 @@
-"""The experts in FP8 by aiter's fused mixture, which quantises tokens itself, before either product.
+"""The experts in FP8 by aiter's fused MoE, which quantises the inputs of both products itself.
 
-See :mod:`atom_core.kernels.fp8_linear.aiter_kernel` for gfx942's form of e4m3.
+See :mod:`atom_core.kernels.fp8_linear.aiter_kernel` for gfx942's variant of e4m3.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from atom_core.kernels.aiter_library import aiter_enum, aiter_function, require
-from atom_core.kernels.experts.aiter_kernel import as_shuffled, held_experts
+from atom_core.kernels.experts.aiter_kernel import as_shuffled, expert_mask
 from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.fp8_linear.aiter_kernel import ShuffledWeight
 from atom_core.kernels.opaque import opaque
@@ -25,16 +25,16 @@ class AiterFp8Experts:
         aiter_enum("QuantType", self.quantized)
         self.spec = spec
         self.gate_up, self.down = ShuffledWeight(target), ShuffledWeight(target)
-        self.held: torch.Tensor | None = None
+        self.mask: torch.Tensor | None = None
 
     def adopt(self, layer: Fp8ExpertWeights) -> None:
-        """Move the weights' bytes."""
+        """Preshuffle the weights."""
         scales = layer.gate_up_scale.data, layer.down_scale.data
         if not self.spec.block:
             scales = scales[0][..., None], scales[1][..., None]
         self.gate_up.adopt(layer.gate_up, scales[0])
         self.down.adopt(layer.down, scales[1])
-        self.held = held_experts(self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.held)
+        self.mask = expert_mask(self.spec.first, self.spec.count, self.spec.total, layer.down.device, self.mask)
 
     def move_back(self, *weights: torch.Tensor) -> None:
         """See :class:`atom_core.kernels.moved.MovingKernel`."""
@@ -44,9 +44,9 @@ class AiterFp8Experts:
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Fp8ExpertWeights
     ) -> torch.Tensor:
-        """See :class:`atom_core.kernels.fp8_experts.Fp8ExpertsKernel`; of the layer's scales this keeps its own."""
+        """See :class:`atom_core.kernels.fp8_experts.Fp8ExpertsKernel`; the layer's scales are not used."""
         gate_up, down = self.gate_up(layer.gate_up), self.down(layer.down)
-        y: torch.Tensor = _fp8_experts(x.contiguous(), weights, experts, *gate_up, *down, self.held, self.quantized)
+        y: torch.Tensor = _fp8_experts(x.contiguous(), weights, experts, *gate_up, *down, self.mask, self.quantized)
         return y
 
 
@@ -58,7 +58,7 @@ def _as_x(
     gate_up_scale: torch.Tensor,
     down: torch.Tensor,
     down_scale: torch.Tensor,
-    held: torch.Tensor | None,
+    mask: torch.Tensor | None,
     quantized: str,
 ) -> torch.Tensor:
     return torch.empty_like(x)
@@ -73,7 +73,7 @@ def _fp8_experts(
     gate_up_scale: torch.Tensor,
     down: torch.Tensor,
     down_scale: torch.Tensor,
-    held: torch.Tensor | None,
+    mask: torch.Tensor | None,
     quantized: str,
 ) -> torch.Tensor:
     if not len(x):
@@ -84,7 +84,7 @@ def _fp8_experts(
         as_shuffled(down),
         weights,
         experts,
-        expert_mask=held,
+        expert_mask=mask,
         activation=aiter_enum("ActivationType", "Silu"),
         quant_type=aiter_enum("QuantType", quantized),
         w1_scale=gate_up_scale,

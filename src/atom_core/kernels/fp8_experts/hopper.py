@@ -1,9 +1,9 @@
-"""A block of few pairs of one expert by some rows of its weight in FP8 on Hopper, in Gluon.
+"""Blocks of few routed tokens of one expert in FP8 on Hopper, in Gluon.
 
-The pairs are the right side of a matrix product, whose left side wants many rows: so tensor cores take FP8 as it is,
-where few rows on the left would have it widened first. Tiles of the weight are on their way before the input is there,
-and scales come with their tiles, as in :mod:`atom_core.kernels.fp8_block_linear.few_rows_hopper`. With scales of blocks
-gate and up leave what they make in FP8 as well: no launch quantises it for down.
+Routed tokens are the right operand of the matrix product and weight rows the left: ``wgmma`` needs 64 rows on the left
+and multiplies FP8 directly. The first weight tiles are loaded before the input is ready, and scales are copied with
+their tiles, as in :mod:`atom_core.kernels.fp8_block_linear.few_rows_hopper`. With block scales, the gate/up kernel also
+writes its result in FP8, so down needs no launch to quantise it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.experts.few_pairs_hopper import Tile
+from atom_core.kernels.experts.few_routed_tokens_hopper import Tile
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
-from atom_core.kernels.experts.grouped import Blocks, Held
-from atom_core.kernels.experts.hopper import input_rows, pairs_of_block, store_pairs
+from atom_core.kernels.experts.grouped import Blocks, LocalExperts
+from atom_core.kernels.experts.hopper import input_rows, store_routed_tokens, tokens_of_block
 from atom_core.kernels.fp8_block_linear.few_rows_hopper import scale_places
-from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, room
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, empty_quantized
 from atom_core.kernels.fp8_linear.quantize import narrowed
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.kept import KEPT
@@ -31,13 +31,13 @@ from atom_core.kernels.triton_support import launch_options
 
 _narrowed = gluon.jit(narrowed.fn)
 
-#: Columns of a tile: bytes that shared memory interleaves together, and those of a block that has one scale.
+#: Columns of a tile: the swizzle width of shared memory in bytes, and the size of a block with one scale.
 COLUMNS = 128
 
 
 @gluon.jit
 def _ask_weight(tiles, of_tiles, at, mine_at, step, steps, place, COLUMNS: gl.constexpr, SIZE: gl.constexpr):
-    """Ask for the weight's tile of a step, where there is such, and in blocks for its scales."""
+    """Start to copy the weight tile of a step, and with blocks its scales, if the step exists."""
     load(tiles.index(place), at + step * COLUMNS, mask=step < steps, eviction_policy="evict_first")
     if SIZE > 0:
         load(of_tiles.index(place), mine_at + step, mask=step < steps)
@@ -58,7 +58,7 @@ def _ask_input(
     COLUMNS: gl.constexpr,
     SIZE: gl.constexpr,
 ):
-    """The same of the input's."""
+    """Start to copy the input tile of a step, and with blocks its scales, if the step exists."""
     load(inputs.index(place), x_at + step * COLUMNS, mask=used & (step < steps))
     if SIZE > 0:
         load(of_inputs.index(place), theirs_at + step * stride, mask=known & (step < steps))
@@ -67,7 +67,7 @@ def _ask_input(
 @gluon.jit
 def _quantize_whole_group(
     out,
-    pair,
+    routed_token,
     quantized,
     out_scales,
     arrivals,
@@ -80,24 +80,24 @@ def _quantize_whole_group(
     LIMIT: gl.constexpr,
     SMALLEST: gl.constexpr,
 ):
-    """Quantise a group of a block's activated columns, if all of them are stored now that this program's are.
+    """Quantise a group of a block's activated columns once all programs of the group have stored theirs.
 
-    ``arrivals`` count the programs that have stored their ``WIDTH`` columns, of each block and group.
+    ``arrivals`` counts, for each block and group, the programs that have stored their ``WIDTH`` columns.
     """
     warps: gl.constexpr = gl.num_warps()
     sharing: gl.constexpr = GROUP // WIDTH
     group = gl.program_id(0) // sharing
-    barrier()  # all of this program's stores before its arrival is seen
+    barrier()  # all stores of this program precede its arrival
     arrival = arrivals + gl.program_id(1) * (N // 2 // GROUP) + group
     if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == sharing - 1:
         read: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, warps], [0, 1])
-        row = gl.convert_layout(pair, gl.SliceLayout(0, read))
+        row = gl.convert_layout(routed_token, gl.SliceLayout(0, read))
         known = row >= 0
         if SORTED:
             row = gl.program_id(1) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, read))
         column = group * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, read))
         at = row.to(gl.int64)[None, :] * (N // 2) + column[:, None]
-        # Others have stored it since this kernel began.
+        # Other programs have stored these values since this kernel started.
         numbers = gl.load(out + at, mask=known[None, :], other=0.0, cache_modifier=".cg").to(gl.float32)
         scale = gl.maximum(gl.max(gl.abs(numbers), 0), SMALLEST) / LIMIT
         gl.store(out_scales + group * stride_out_scales + row, scale, mask=known, eviction_policy=KEPT)
@@ -139,10 +139,10 @@ def expert_rows_fp8_hopper(
     SMALLEST: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """A block of pairs of one expert by ``BLOCK_N`` rows of its weight; see :func:`multiply_few_pairs`.
+    """A block of routed tokens of one expert by ``BLOCK_N`` rows of its weight; see :func:`multiply_few_routed_tokens`.
 
-    With an activation rows of ``x`` are tokens, and rows of ``out`` pairs, or where there are ``slots`` those; without,
-    the other way round, and results are given their pair's weight.
+    With an activation, rows of ``x`` are tokens and rows of ``out`` are slots, or routed tokens without ``slots``.
+    Without, ``x`` has those rows, rows of ``out`` are routed tokens, and results are multiplied by the routing weight.
     """
     GATED: gl.constexpr = ACTIVATION is not None
     FEW: gl.constexpr = slots is None
@@ -154,9 +154,11 @@ def expert_rows_fp8_hopper(
     of_rows: gl.constexpr = gl.SliceLayout(1, summed)
     of_sums: gl.constexpr = gl.SliceLayout(0, summed)
     ahead: gl.constexpr = STAGES - 1
-    expert, pair = pairs_of_block(experts, block_experts, slots, T, FIRST, COUNT, TOP_K, PLACES, TOKENS, looked)
+    expert, routed_token = tokens_of_block(
+        experts, block_experts, slots, T, FIRST, COUNT, TOP_K, PLACES, TOKENS, looked
+    )
     if expert < 0:
-        # One waits though it has nothing to do, so that whoever waits for this kernel waits for those in front as well.
+        # One program waits anyway, so that kernels that wait for this one also wait for those before it.
         if OVERLAP and gl.program_id(0) + gl.program_id(1) == 0:
             depend("griddepcontrol.wait; // $0")
         return
@@ -184,14 +186,14 @@ def expert_rows_fp8_hopper(
         async_copy.commit_group()
     if OVERLAP:
         depend("griddepcontrol.wait; // $0")
-        # Not earlier: the kernel behind reads which experts they are without waiting for this one.
+        # Not earlier: the next kernel reads the experts without waiting for this one.
         depend("griddepcontrol.launch_dependents; // $0")
-    x_pair = gl.convert_layout(pair, gl.SliceLayout(1, copied))
-    scale_pair = gl.convert_layout(pair, line)
-    x_row = input_rows(x_pair, not FEW, GATED, TOP_K, TOKENS, gl.SliceLayout(1, copied))
-    scale_of = input_rows(scale_pair, not FEW, GATED, TOP_K, TOKENS, line)
-    used = (x_pair >= 0)[:, None]
-    known = scale_pair >= 0
+    x_routed_token = gl.convert_layout(routed_token, gl.SliceLayout(1, copied))
+    scale_routed_token = gl.convert_layout(routed_token, line)
+    x_row = input_rows(x_routed_token, not FEW, GATED, TOP_K, TOKENS, gl.SliceLayout(1, copied))
+    scale_of = input_rows(scale_routed_token, not FEW, GATED, TOP_K, TOKENS, line)
+    used = (x_routed_token >= 0)[:, None]
+    known = scale_routed_token >= 0
     x_at = x + x_row.to(gl.int64)[:, None] * K + column[None, :]
     theirs_at = x_scales + scale_of
     for stage in gl.static_range(ahead):
@@ -205,10 +207,10 @@ def expert_rows_fp8_hopper(
         ready(ahead - 1)
         right = inputs.index(place).permute((1, 0))
         if SIZE > 0:
-            total_or_part = warpgroup_mma(tiles.index(place), right, zeros, use_acc=False, is_async=True)
+            total_or_partial = warpgroup_mma(tiles.index(place), right, zeros, use_acc=False, is_async=True)
         else:
-            total_or_part = warpgroup_mma(tiles.index(place), right, total, is_async=True)
-        # All are done with the tile of the step before.
+            total_or_partial = warpgroup_mma(tiles.index(place), right, total, is_async=True)
+        # All warps have finished with the tile of the previous step.
         later = step + ahead
         _ask_weight(tiles, of_tiles, at, mine_at, later, steps, filled, COLUMNS, SIZE)
         _ask_input(
@@ -218,23 +220,23 @@ def expert_rows_fp8_hopper(
         if SIZE > 0:
             mine = of_tiles.index(place).load(of_rows)
             theirs = of_inputs.index(place).load(of_sums)
-            part = warpgroup_mma_wait(0, [total_or_part])
-            total += part * mine[:, None] * theirs[None, :]
+            partial = warpgroup_mma_wait(0, [total_or_partial])
+            total += partial * mine[:, None] * theirs[None, :]
         else:
-            total = warpgroup_mma_wait(0, [total_or_part])
+            total = warpgroup_mma_wait(0, [total_or_partial])
         place = (place + 1) % STAGES
         filled = (filled + 1) % STAGES
     all_copied()
     if SIZE == 0:
         of_sum = weight_rows(gl.arange(0, BLOCK_N, of_rows), N, BLOCK_N, GATED)
         sum_row = gl.convert_layout(scale_of, of_sums)
-        theirs = gl.load(x_scales + sum_row, mask=gl.convert_layout(pair, of_sums) >= 0, other=0.0)
+        theirs = gl.load(x_scales + sum_row, mask=gl.convert_layout(routed_token, of_sums) >= 0, other=0.0)
         total *= gl.load(scales + of_sum)[:, None] * theirs[None, :]
-    store_pairs(total, pair, weights, out, N, not FEW, False, BLOCK_N, TOKENS, ACTIVATION)
+    store_routed_tokens(total, routed_token, weights, out, N, not FEW, False, BLOCK_N, TOKENS, ACTIVATION)
     if arrivals is not None:
         _quantize_whole_group(
             out,
-            pair,
+            routed_token,
             quantized,
             out_scales,
             arrivals,
@@ -249,41 +251,41 @@ def expert_rows_fp8_hopper(
         )
 
 
-#: On an H200 the best in steps of Qwen3 30B-A3B.
+#: The best on an H200 in steps of Qwen3 30B-A3B.
 _UNSORTED, _SORTED = Tile(64, 4, 4), Tile(128, 3, 4)
 
-#: Pairs of a block up to which this kernel multiplies; by larger ones :mod:`atom_core.kernels.experts.hopper` does.
-MAX_PAIRS = 32
+#: Largest block that this kernel multiplies; :mod:`atom_core.kernels.experts.hopper` multiplies larger ones.
+MAX_BLOCK = 32
 
 
-class Left(NamedTuple):
-    """What gate and up leave for down in FP8, in groups of :data:`COLUMNS`, beside their result."""
+class QuantizedIntermediate(NamedTuple):
+    """The FP8 copy of the gate/up result, in groups of :data:`COLUMNS`, that gate/up writes for down."""
 
     quantized: QuantizedInput
     arrivals: torch.Tensor
-    """int32, of each block and group; zeros in front of the launch."""
+    """int32, one counter for each block and group; zeros before the launch."""
 
 
-def room_to_leave(middle: torch.Tensor, blocks: int, dtype: torch.dtype) -> Left:
-    """Memory without contents beside a result ``middle`` of so many blocks."""
-    rows, size = middle.shape
-    arrivals = torch.empty(blocks * (size // COLUMNS), dtype=torch.int32, device=middle.device)
-    return Left(room(rows, size, InputForm(dtype, COLUMNS), middle.device), arrivals)
+def empty_fp8_out(intermediate: torch.Tensor, blocks: int, dtype: torch.dtype) -> QuantizedIntermediate:
+    """Uninitialised memory for the FP8 copy of ``intermediate``, which has ``blocks`` blocks."""
+    rows, size = intermediate.shape
+    arrivals = torch.empty(blocks * (size // COLUMNS), dtype=torch.int32, device=intermediate.device)
+    return QuantizedIntermediate(empty_quantized(rows, size, InputForm(dtype, COLUMNS), intermediate.device), arrivals)
 
 
 def takes(weight: torch.Tensor, rows: int, block: int, gated: bool) -> bool:
-    """Whether on Hopper :func:`multiply_few_pairs` has a kernel for blocks of so many pairs."""
+    """Whether :func:`multiply_few_routed_tokens` supports blocks of ``rows`` routed tokens on Hopper."""
     _, out_features, in_features = weight.shape
     return (
-        rows <= MAX_PAIRS
+        rows <= MAX_BLOCK
         and in_features % COLUMNS == 0
         and weight.data_ptr() % 16 == 0
-        # A tile's gates and what they gate have one scale each.
+        # The gate rows of a tile, and their results, must share a scale.
         and not (block and gated and out_features // 2 % block)
     )
 
 
-def multiply_few_pairs(
+def multiply_few_routed_tokens(
     x: torch.Tensor,
     x_scales: torch.Tensor,
     experts: torch.Tensor,
@@ -292,33 +294,33 @@ def multiply_few_pairs(
     weight: torch.Tensor,
     scales: torch.Tensor,
     out: torch.Tensor,
-    held: Held,
+    local_experts: LocalExperts,
     *,
     block: int,
     activation: int | None,
     overlap: bool,
-    left: Left | None = None,
+    fp8_out: QuantizedIntermediate | None = None,
 ) -> None:
-    """One product of experts into ``out``.
+    """One product of experts, into ``out``.
 
-    What was in front of the kernel in front must be done when this starts: experts are read without waiting.
+    Experts are read without waiting for the previous kernel, so they must be older than it.
 
     Args:
         x: in e4m3, ``[T, K]`` with an activation, else ``[rows of out, K]``.
         x_scales: float32 ``[groups, rows of x]``.
         experts: int32 ``[T, k]``.
-        blocks: the pairs in the order of their experts; None: of up to :data:`MAX_TOKENS` tokens, not sorted.
+        blocks: the routed tokens sorted by expert; None: up to :data:`MAX_TOKENS` tokens, not sorted.
         weights: float32 ``[T, k]`` without an activation.
         weight: ``[E, N, K]`` in e4m3.
         scales: see :mod:`atom_core.kernels.fp8_experts`.
         out: ``[T k, N / 2]``, or of blocks ``[blocks x rows, N / 2]``, with an activation, else ``[T k, N]``.
-        held: this rank's experts.
-        block: rows and columns that have one scale; 0: each row has one.
-        activation: one of ``ACTIVATIONS``' numbers, or None.
+        local_experts: the local experts.
+        block: size of the square blocks that share a scale; 0: one scale per row.
+        activation: a value of ``ACTIVATIONS``, or None.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
-        left: with an activation and scales of blocks, where ``out`` goes in FP8 as well.
+        fp8_out: with an activation and block scales, where to also write ``out`` in FP8.
     """
-    assert left is None or (block == COLUMNS and activation is not None)
+    assert fp8_out is None or (block == COLUMNS and activation is not None)
     _, out_features, in_features = weight.shape
     tokens, top_k = experts.shape
     tile = _UNSORTED if blocks is None else _SORTED
@@ -333,17 +335,17 @@ def multiply_few_pairs(
         weight,
         scales,
         out,
-        None if left is None else left.quantized.values,
-        None if left is None else left.quantized.scales,
-        None if left is None else left.arrivals,
+        None if fp8_out is None else fp8_out.quantized.values,
+        None if fp8_out is None else fp8_out.quantized.scales,
+        None if fp8_out is None else fp8_out.arrivals,
         tokens,
         in_features,
         out_features,
         x_scales.shape[1],
         scales[0].numel(),
-        0 if left is None else left.quantized.scales.shape[1],
-        FIRST=held.first,
-        COUNT=held.count,
+        0 if fp8_out is None else fp8_out.quantized.scales.shape[1],
+        FIRST=local_experts.first,
+        COUNT=local_experts.count,
         TOP_K=top_k,
         PLACES=triton.next_power_of_2(top_k),
         TOKENS=rows,

@@ -1,5 +1,5 @@
-"""A product of FP8 experts with many tokens: blocks of rows of one expert each, as
-:mod:`atom_core.kernels.experts.grouped` sorts them, by tensor cores that take FP8.
+"""A product of FP8 experts of many tokens, whose blocks :mod:`atom_core.kernels.experts.grouped` sorts, by tensor cores
+that multiply FP8.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.experts.grouped import Blocks, finish_block, load_tiles
-from atom_core.kernels.linear.parts import weight_rows
+from atom_core.kernels.linear.helpers import weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.triton_support import launch_options
 
@@ -41,11 +41,11 @@ def _multiply(
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A block of rows of one expert by some rows of its weight.
+    """A block of routed tokens of one expert by some rows of its weight.
 
-    With an activation rows of ``x`` are those of the pairs' tokens, and the result goes where the block is; without,
-    rows of ``x`` are the block's, and the result, times the pair's weight, goes where the pair is. ``SIZE`` is that of
-    a block of the weight, or 0 where each of its rows has a scale.
+    With an activation, rows of ``x`` are tokens and the result goes to the block's slots. Without, rows of ``x`` are
+    slots, and the result, times the routing weight, goes to the routed token. ``SIZE`` is that of the weight's scale
+    blocks, or 0 where each row has a scale.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     if OVERLAP:
@@ -55,11 +55,11 @@ def _multiply(
     if expert < 0:
         return
     slot = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    pair = tl.load(slots + slot).to(tl.int64)
-    used = pair >= 0
+    routed_token = tl.load(slots + slot).to(tl.int64)
+    used = routed_token >= 0
     row = weight_rows(N, BLOCK_N, GATED)
     column = tl.arange(0, BLOCK_K)
-    x_row = pair // TOP_K if GATED else slot
+    x_row = routed_token // TOP_K if GATED else slot
     x_at = x + x_row[:, None] * K + column[None, :]
     at = weight + expert * N * K + row[None, :] * K + column[:, None]
     scales += expert * stride_scales
@@ -78,7 +78,7 @@ def _multiply(
         tl.extra.cuda.gdc_launch_dependents()
     if SIZE == 0:
         total *= tl.load(x_scales + x_row, mask=used, other=0.0)[:, None] * tl.load(scales + row)[None, :]
-    finish_block(total, weights, None, out, expert, pair, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
+    finish_block(total, weights, None, out, expert, routed_token, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
 
 
 def multiply_blocks(
@@ -96,20 +96,20 @@ def multiply_blocks(
     nvidia: bool,
     overlap: bool,
 ) -> None:
-    """One product of all experts into ``out``.
+    """One product of all experts, into ``out``.
 
     Args:
-        x: in a form of e4m3: ``[T, K]`` with an activation, else ``[blocks x rows, K]``.
+        x: in a variant of e4m3: ``[T, K]`` with an activation, else ``[blocks x rows, K]``.
         x_scales: float32 ``[groups, rows of x]``.
-        blocks: the pairs in the order of their experts.
+        blocks: the routed tokens sorted by expert.
         weights: float32 ``[T, k]`` without an activation.
-        weight: ``[E, N, K]`` in the same form.
+        weight: ``[E, N, K]`` in the same variant.
         scales: see :mod:`atom_core.kernels.fp8_experts`.
-        out: ``[blocks x rows, N / 2]`` with an activation, else ``[T k, N]``; rows of no pair are left as they are.
-        top_k: experts of a token.
-        block: rows and columns that have one scale; 0: each row has one.
-        activation: one of ``ACTIVATIONS``' numbers, or None.
-        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        out: ``[blocks x rows, N / 2]`` with an activation, else ``[T k, N]``; unused rows are not written.
+        top_k: experts per token.
+        block: size of the square blocks that share a scale; 0: one scale per row.
+        activation: a value of ``ACTIVATIONS``, or None.
+        nvidia: whether the device is NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
     if on_hopper(x.device) and takes(x, weight, blocks, block, activation is not None):
@@ -130,7 +130,7 @@ def multiply_blocks(
         return
     _, rows, size = weight.shape
     columns = block or 128
-    tile_rows = 128 if nvidia else 64  # on AMD 128 spill
+    tile_rows = 128 if nvidia else 64  # 128 spill registers on AMD
     _multiply[(triton.cdiv(rows, tile_rows), len(blocks.experts))](
         x,
         x_scales,

@@ -1,6 +1,6 @@
-"""The experts one after the other, in torch: products in float32, and so the sum over a token's experts.
+"""Experts one after the other in torch: products and sums over a token's experts in float32.
 
-It looks at which experts were chosen, so it cannot be captured in a graph.
+The host reads which experts are used, so this cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from atom_core.kernels.experts.reference import pairs_by_expert
+from atom_core.kernels.experts.reference import routed_tokens_by_expert
 from atom_core.kernels.fp8_block_linear.reference import ReferenceFp8BlockLinear
 from atom_core.kernels.fp8_linear.reference import ReferenceFp8Linear
 from atom_core.kernels.gated_activation.reference import gated_activation
@@ -39,10 +39,10 @@ class ReferenceFp8Experts:
         """See :class:`atom_core.kernels.fp8_experts.Fp8ExpertsKernel`."""
         spec = self.spec
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, pairs in pairs_by_expert(experts, spec.first, spec.count):
-            tokens = pairs // spec.top_k
+        for expert, routed_tokens in routed_tokens_by_expert(experts, spec.first, spec.count):
+            tokens = routed_tokens // spec.top_k
             gate_up = self._product(x[tokens], layer.gate_up[expert], layer.gate_up_scale[expert])
-            middle = gated_activation(gate_up, spec.activation)
-            answer = self._product(middle, layer.down[expert], layer.down_scale[expert])
-            total.index_add_(0, tokens, answer.float() * weights.flatten()[pairs, None])
+            intermediate = gated_activation(gate_up, spec.activation)
+            output = self._product(intermediate, layer.down[expert], layer.down_scale[expert])
+            total.index_add_(0, tokens, output.float() * weights.flatten()[routed_tokens, None])
         return total.to(x.dtype)

@@ -1,7 +1,7 @@
-"""FP8 experts in Triton: :mod:`.few_tokens`, and more of them sorted by expert (:mod:`.many_tokens`).
+"""FP8 experts in Triton: few tokens by :mod:`.few_tokens`, more sorted by expert (:mod:`.many_tokens`).
 
-One token is not quantised; several are in a launch of their own, for gate and up and again for down, unless gate and up
-leave that in FP8 (:mod:`.hopper`).
+A single token is not quantised. Several are quantised by a separate launch before gate/up and again before down, unless
+the gate/up kernel also writes FP8 (:mod:`.hopper`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
-from atom_core.kernels.experts.grouped import ROOM, Held, block_rows, combine, sort_by_expert
+from atom_core.kernels.experts.grouped import HEADROOM, LocalExperts, block_rows, combine, sort_by_expert
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
 from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.fp8_experts.few_tokens import few_tokens, one_token, takes_one_token
@@ -26,11 +26,11 @@ from atom_core.quant.fp8 import BLOCK_SIZE
 from atom_core.types import Activation
 
 if why_no_gluon() is None:
-    from atom_core.kernels.fp8_experts.hopper import multiply_few_pairs, room_to_leave, takes
+    from atom_core.kernels.fp8_experts.hopper import empty_fp8_out, multiply_few_routed_tokens, takes
 
 
 class TritonFp8Experts:
-    """See the module's text and :mod:`atom_core.kernels.fp8_experts`.
+    """See the module and :mod:`atom_core.kernels.fp8_experts`.
 
     Args:
         spec: the layer.
@@ -41,12 +41,12 @@ class TritonFp8Experts:
     def __init__(self, spec: Fp8ExpertsSpec, target: Target, overlap: bool) -> None:
         self.spec, self.nvidia, self.overlap = spec, target.kind == "cuda", overlap
         self.fnuz = dtype_of(target) == FNUZ
-        self.held = Held(spec.first, spec.count, spec.top_k, whole=spec.total == spec.count)
+        self.local_experts = LocalExperts(spec.first, spec.count, spec.top_k, whole=spec.total == spec.count)
         self.block = BLOCK_SIZE if spec.block else 0
         self.max_normed = int(takes_one_token(spec.hidden_size, spec.intermediate_size, spec.dtype))
 
     def adopt(self, layer: Fp8ExpertWeights) -> None:
-        """Mend what the device would read otherwise."""
+        """Clear minus zeros, which are NaN in e4m3fnuz."""
         if self.fnuz:
             clear_minus_zeros(layer.gate_up)
             clear_minus_zeros(layer.down)
@@ -83,7 +83,7 @@ class TritonFp8Experts:
             weights,
             experts,
             self._stored(layer),
-            self.held,
+            self.local_experts,
             block=self.block,
             activation=self.spec.activation,
             nvidia=self.nvidia,
@@ -91,7 +91,7 @@ class TritonFp8Experts:
             residual=residual,
         )
 
-    def add_behind_norm(
+    def add_after_norm(
         self,
         stream: torch.Tensor,
         norm: torch.Tensor,
@@ -108,7 +108,7 @@ class TritonFp8Experts:
             weights,
             experts,
             self._stored(layer),
-            self.held,
+            self.local_experts,
             block=self.block,
             activation=ACTIVATIONS[self.spec.activation],
             nvidia=self.nvidia,
@@ -118,7 +118,7 @@ class TritonFp8Experts:
         )
 
     def _stored(self, layer: Fp8ExpertWeights) -> Fp8ExpertWeights:
-        """The weights in the form of e4m3 that the device multiplies."""
+        """The weights viewed in the device's variant of e4m3."""
         if not self.fnuz:
             return layer
         return layer._replace(gate_up=layer.gate_up.view(FNUZ), down=layer.down.view(FNUZ))
@@ -158,16 +158,16 @@ def fp8_mixture(
     nvidia: bool,
     overlap: bool,
 ) -> torch.Tensor:
-    """See :mod:`atom_core.kernels.fp8_experts`; weights are in the device's form of e4m3, scales those of e4m3fn.
+    """See :mod:`atom_core.kernels.fp8_experts`; weights are in the device's variant of e4m3, scales for e4m3fn.
 
-    ``first`` and ``count`` say which experts are held; ``block`` is 0 where each row has a scale.
+    ``first`` and ``count`` describe the local experts; ``block`` is 0 where each row has a scale.
     """
     return _launch(
         x,
         weights,
         experts,
         Fp8ExpertWeights(gate_up, gate_up_scale, down, down_scale),
-        Held(first, count, experts.shape[1]),
+        LocalExperts(first, count, experts.shape[1]),
         block=block,
         activation=cast(Activation, activation),
         nvidia=nvidia,
@@ -181,7 +181,7 @@ def _launch(
     weights: torch.Tensor,
     experts: torch.Tensor,
     layer: Fp8ExpertWeights,
-    held: Held,
+    local_experts: LocalExperts,
     *,
     block: int,
     activation: Activation,
@@ -202,7 +202,7 @@ def _launch(
         weights,
         experts,
         layer,
-        held,
+        local_experts,
         block=block,
         activation=ACTIVATIONS[activation],
         nvidia=nvidia,
@@ -216,7 +216,7 @@ def many_tokens(
     weights: torch.Tensor,
     experts: torch.Tensor,
     layer: Fp8ExpertWeights,
-    held: Held,
+    local_experts: LocalExperts,
     *,
     block: int,
     activation: int,
@@ -224,31 +224,35 @@ def many_tokens(
     overlap: bool,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See :func:`atom_core.kernels.fp8_experts.few_tokens.one_token`."""
+    """As :func:`atom_core.kernels.fp8_experts.few_tokens.one_token`, for any number of tokens."""
     tokens, hidden = x.shape
     group, dtype = block or None, layer.gate_up.dtype
-    rows = block_rows(tokens, held, ROOM if nvidia and block else 1.0)
+    rows = block_rows(tokens, local_experts, HEADROOM if nvidia and block else 1.0)
     if nvidia and block:
-        rows = min(64, rows)  # sums of a group and of all of them have to have room
+        rows = min(64, rows)  # registers must hold the sums of a group and the totals
     if not nvidia and (hidden % 128 or layer.down.shape[2] % 128):
-        rows = min(64, rows)  # on AMD more of them spill that need masks
-    blocks = sort_by_expert(experts, held, rows, overlap)
-    middle = x.new_empty(len(blocks.slots), layer.down.shape[2])
-    answers = x.new_empty(tokens * held.top_k, hidden)
+        rows = min(64, rows)  # larger blocks with masks spill registers on AMD
+    blocks = sort_by_expert(experts, local_experts, rows, overlap)
+    intermediate = x.new_empty(len(blocks.slots), layer.down.shape[2])
+    outputs = x.new_empty(tokens * local_experts.top_k, hidden)
     ready = None
     for given, slots, weight, scales, out, shares, act in (
-        (x, None, layer.gate_up, layer.gate_up_scale, middle, None, activation),
-        (middle, blocks.slots, layer.down, layer.down_scale, answers, weights, None),
+        (x, None, layer.gate_up, layer.gate_up_scale, intermediate, None, activation),
+        (intermediate, blocks.slots, layer.down, layer.down_scale, outputs, weights, None),
     ):
         few = on_hopper(x.device) and takes(weight, rows, block, act is not None)
-        left = room_to_leave(out, len(blocks.experts), dtype) if few and block and act is not None else None
+        fp8_out = empty_fp8_out(out, len(blocks.experts), dtype) if few and block and act is not None else None
         if ready is None:
-            arrivals = None if left is None else left.arrivals
+            arrivals = None if fp8_out is None else fp8_out.arrivals
             ready = quantize_groups(given, dtype, overlap, group=group, slots=slots, late=few, cleared=arrivals)
         way: dict[str, Any] = {"block": block, "activation": act, "overlap": overlap}
         if few:
-            multiply_few_pairs(*ready, experts, blocks, shares, weight, scales, out, held, left=left, **way)
+            multiply_few_routed_tokens(
+                *ready, experts, blocks, shares, weight, scales, out, local_experts, fp8_out=fp8_out, **way
+            )
         else:
-            multiply_blocks(*ready, blocks, shares, weight, scales, out, top_k=held.top_k, nvidia=nvidia, **way)
-        ready = None if left is None else left.quantized
-    return combine(answers, experts, held, x.dtype, overlap, residual)
+            multiply_blocks(
+                *ready, blocks, shares, weight, scales, out, top_k=local_experts.top_k, nvidia=nvidia, **way
+            )
+        ready = None if fp8_out is None else fp8_out.quantized
+    return combine(outputs, experts, local_experts, x.dtype, overlap, residual)

@@ -1,6 +1,6 @@
-"""Gated activations that quantise by aiter: in HIP SiLU with groups, for widths that its threads share out evenly.
+"""Gated activations that quantise by aiter: SiLU with groups in HIP, for widths that its threads divide evenly.
 
-For others there is one of its kernels in Triton, which has a row as its group where a token has one scale.
+Otherwise it is one of aiter's Triton kernels, whose group is a whole row where a token has one scale.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
-from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, room
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, empty_quantized
 from atom_core.kernels.opaque import opaque
 from atom_core.types import Activation
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 def in_hip(activation: Activation, size: int, form: InputForm) -> bool:
-    """Whether the kernel in HIP takes rows of ``size`` numbers.
+    """Whether the HIP kernel supports rows of ``size`` elements.
 
-    A thread of it has 24 of a row of 4097 to 6144 numbers, so threads do not share out groups of 128; it goes on all
-    the same, and scales are wrong.
+    For rows of 4097 to 6144 elements its threads have 24 elements each, which does not divide groups of 128; the kernel
+    runs anyway, with wrong scales.
     """
     return activation == "silu" and form.group == 128 and (size <= 4096 or 6144 < size <= 8192)
 
 
 def build(activation: Activation, size: int, form: InputForm) -> Fp8GatedActivationKernel:
-    """The kernel of ``activation``, once its function is known to be there."""
+    """The kernel of ``activation``; it requires that aiter has the function."""
     if in_hip(activation, size, form):
         require("aiter.silu_and_mul_quant")
         return partial(_in_hip, form=form)
@@ -45,27 +45,27 @@ def _in_triton(x: torch.Tensor, activation: str, form: InputForm) -> QuantizedIn
     return QuantizedInput(*_activate(x, form.dtype, form.group, activation))
 
 
-def _room(x: torch.Tensor, dtype: torch.dtype, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_quantized(x: torch.Tensor, dtype: torch.dtype, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     assert x.is_contiguous(), "aiter's activations take rows to follow each other"
-    values, scales = room(x.shape[0], x.shape[1] // 2, InputForm(dtype, group), x.device)
+    values, scales = empty_quantized(x.shape[0], x.shape[1] // 2, InputForm(dtype, group), x.device)
     return values, scales
 
 
-@opaque("aiter_fp8_silu_and_mul", _room)
+@opaque("aiter_fp8_silu_and_mul", _empty_quantized)
 def _silu(x: torch.Tensor, dtype: torch.dtype, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    values, scales = _room(x, dtype, group)
+    values, scales = _empty_quantized(x, dtype, group)
     if len(x):
         aiter_function("aiter.silu_and_mul_quant")(values, x, scales, group, shuffle_scale=True)
     return values, scales
 
 
-@opaque("aiter_fp8_gated_activation", lambda x, dtype, group, activation: _room(x, dtype, group))
+@opaque("aiter_fp8_gated_activation", lambda x, dtype, group, activation: _empty_quantized(x, dtype, group))
 def _activate(
     x: torch.Tensor, dtype: torch.dtype, group: int | None, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    values, scales = _room(x, dtype, group)
+    values, scales = _empty_quantized(x, dtype, group)
     if len(x):
-        # Triton's groups are powers of two; what a row lacks to one counts as zeros.
+        # Triton's groups are powers of two; a shorter row is padded with zeros.
         aiter_function("aiter.ops.triton.fusions.fused_clamp_act_mul.fused_clamp_act_mul")(
             x,
             out=values,

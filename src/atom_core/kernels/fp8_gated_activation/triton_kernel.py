@@ -1,4 +1,4 @@
-"""A gated activation that quantises in Triton: one launch, and the numbers of two."""
+"""A gated activation that quantises in Triton, in one launch with the results of two."""
 
 from __future__ import annotations
 

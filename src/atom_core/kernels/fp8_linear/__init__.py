@@ -1,9 +1,9 @@
 """Matrix product with a weight in FP8: ``y = (s_x * X) (s_w * W)^T + b``.
 
-``x``: ``[T, K]`` and ``b``: ``[N]`` or None, of the model's dtype; ``W``: ``[N, K]`` float8_e4m3fn with ``s_w [N]``
-float32, a scale a row however many the checkpoint has; ``y``: ``[T, N]``. ``X`` is ``x / s_x`` in e4m3, cut to what
-that holds (448): ``s_x`` is the checkpoint's (static), or for each token its largest magnitude / 448 (dynamic). One
-token alone may be left as it is.
+``x``: ``[T, K]`` and ``b``: ``[N]`` or None, of the model's dtype; ``W``: ``[N, K]`` float8_e4m3fn; ``s_w``: float32
+``[N]``, one scale per row whatever the checkpoint has; ``y``: ``[T, N]``. ``X`` is ``x / s_x`` in e4m3, clamped to its
+range (448). ``s_x`` is the checkpoint's (static), or each token's largest magnitude / 448 (dynamic). A kernel may leave
+a single token unquantised.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from atom_core.quant.fp8 import InputScale
 
 @dataclass(frozen=True)
 class Fp8LinearSpec:
-    """One product: ``in_features`` is K, ``out_features`` N, as this rank holds them; ``dtype`` is the model's."""
+    """One product: ``in_features`` is K and ``out_features`` N, both of this rank; ``dtype`` is the model's."""
 
     in_features: int
     out_features: int
@@ -33,10 +33,10 @@ class Fp8LinearSpec:
 
 
 class Fp8LinearKernel(Protocol):
-    """A product bound to one layer."""
+    """The product of one layer."""
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-        """See the weights once they are loaded; a kernel may change bits of them that do not count, or move them."""
+        """Take over loaded weights; a kernel may change bits without effect or reorder elements, in place."""
 
     def __call__(
         self,
@@ -51,12 +51,12 @@ class Fp8LinearKernel(Protocol):
 
 @runtime_checkable
 class FewRowsFp8Kernel(Protocol):
-    """A product that multiplies few rows by itself, so that others may be fused with it."""
+    """A product whose kernel for few rows can be fused with other ops."""
 
     max_rows: int
 
     def stored(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight in the form of e4m3 that the device multiplies."""
+        """The weight viewed in the device's variant of e4m3."""
 
     def add(
         self,
@@ -67,7 +67,7 @@ class FewRowsFp8Kernel(Protocol):
         bias: torch.Tensor | None,
         residual: torch.Tensor,
     ) -> torch.Tensor:
-        """``residual += y``, rounded once, of at most ``max_rows`` rows; ``residual`` is contiguous."""
+        """``residual += y``, rounded once, for at most ``max_rows`` rows; ``residual`` is contiguous."""
 
 
 def _aiter_supports(spec: Fp8LinearSpec, target: Target) -> str | None:
@@ -84,7 +84,7 @@ def _aiter_supports(spec: Fp8LinearSpec, target: Target) -> str | None:
 
 
 def _build_aiter(spec: Fp8LinearSpec, target: Target) -> Fp8LinearKernel:
-    from atom_core.kernels.fp8_linear.aiter_kernel import AiterFp8Linear  # looked for when it is chosen
+    from atom_core.kernels.fp8_linear.aiter_kernel import AiterFp8Linear  # imported only when chosen
 
     return AiterFp8Linear(spec, target)
 
@@ -98,7 +98,7 @@ def _triton_supports(spec: Fp8LinearSpec, target: Target) -> str | None:
         return reason
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"The Triton kernel is for inputs of two bytes, not for {spec.dtype}."
-    return _scaled_mm_supports(spec, target)  # takes the products of many rows
+    return _scaled_mm_supports(spec, target)  # which computes products of many rows
 
 
 def _build_triton(spec: Fp8LinearSpec, target: Target) -> Fp8LinearKernel:

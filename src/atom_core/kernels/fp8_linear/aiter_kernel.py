@@ -1,8 +1,8 @@
-"""The product by aiter: its quantiser, then a kernel that reads the weight in an order of its own.
+"""The product by aiter: its quantisation kernel, then a product with a preshuffled weight.
 
-gfx942 multiplies e4m3fnuz, whose bits are half of what they are in e4m3fn: weights keep their bits, but for minus
-zeros, and their scales are taken twice. A static scale is taken twice too, so that activations are cut where e4m3fn
-is, or a little later (480 for 448). aiter's quantiser cuts NaN to the largest negative number.
+gfx942 multiplies e4m3fnuz, in which the same bits mean half of their e4m3fn value: weights keep their bits, except that
+minus zeros become zeros, and their scales are doubled. A static scale is doubled too, so that activations are clamped
+at e4m3fn's limit or slightly above (480 instead of 448). aiter's quantisation turns NaN into the most negative value.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class ShuffledWeight:
-    """A layer's weight in the order that aiter's products read, and its scales as the device multiplies them.
+    """A layer's preshuffled weight, and its scales in the form that the device multiplies.
 
-    The layer keeps the weight, whose bytes are moved in place; the scales are kept here, since the layer's are loaded
-    again with new weights. What graphs have captured stays where it is.
+    The layer has the weight, which is reordered in place. The scales are stored here, because new weights load the
+    layer's again. Both keep their addresses, which CUDA graphs have captured.
     """
 
     def __init__(self, target: Target) -> None:
@@ -36,7 +36,7 @@ class ShuffledWeight:
         self.scale: torch.Tensor | None = None
 
     def adopt(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
-        """Move the loaded ``weight [N, K]``, or ``[E, N, K]`` of experts, and keep ``scale``, of any shape."""
+        """Preshuffle the loaded ``weight [N, K]``, or ``[E, N, K]`` of experts, and store ``scale``, of any shape."""
         if self.dtype == FNUZ:
             clear_minus_zeros(weight)
             scale = 2.0 * scale
@@ -50,13 +50,13 @@ class ShuffledWeight:
         unshuffle_in_place(weight.data.view(self.dtype))
 
     def __call__(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's ``weight`` as the device reads it, and the scales."""
+        """The layer's ``weight`` in the device's variant of e4m3, and the scales."""
         assert self.scale is not None, "weights are adopted before they are multiplied by"
         return weight.view(self.dtype), self.scale
 
 
 def shuffle_in_place(weight: torch.Tensor) -> None:
-    """Move the numbers of ``weight [N, K]``, or of each of ``[E, N, K]``, into the order of aiter's products."""
+    """Preshuffle ``weight [N, K]``, or each matrix of ``[E, N, K]``, for aiter's products."""
     for matrix in weight.view(-1, *weight.shape[-2:]):
         as_bytes(matrix).copy_(as_bytes(_moved(matrix)))
 
@@ -79,7 +79,7 @@ def _moved(weight: torch.Tensor) -> torch.Tensor:
 class AiterFp8Linear:
     """See :class:`atom_core.kernels.fp8_linear.Fp8LinearKernel`.
 
-    Where each token has a scale of its own, it is also a :class:`atom_core.kernels.fp8_inputs.QuantizedInputKernel`.
+    Where each token has its own scale, it is also a :class:`atom_core.kernels.fp8_inputs.QuantizedInputKernel`.
     """
 
     def __init__(self, spec: Fp8LinearSpec, target: Target) -> None:
@@ -87,11 +87,11 @@ class AiterFp8Linear:
         self.shuffled = ShuffledWeight(target)
         self.dtype = spec.dtype
         self.form = InputForm(self.shuffled.dtype, group=None) if spec.input_scale == "dynamic" else None
-        #: Twice the static scale where that is how the device reads it.
+        #: Factor of the static scale for the device's variant of e4m3.
         self.unit = 2.0 if self.shuffled.dtype == FNUZ else 1.0
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-        """Move the weight's bytes."""
+        """Preshuffle the weight."""
         self.shuffled.adopt(weight, weight_scale.data[:, None])
 
     def move_back(self, *weights: torch.Tensor) -> None:
@@ -107,12 +107,12 @@ class AiterFp8Linear:
         input_scale: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """``x [T, K]`` to ``[T, N]``; ``weight_scale`` is the layer's, of which this keeps its own."""
+        """``x [T, K]`` to ``[T, N]``; the layer's ``weight_scale`` is not used."""
         y: torch.Tensor = _fp8_linear(x.contiguous(), *self.shuffled(weight), input_scale, self.unit)
         return y if bias is None else y.add_(bias)
 
     def takes_quantized(self, rows: int) -> bool:
-        """All are."""
+        """Any number of rows."""
         return True
 
     def multiply(
@@ -144,7 +144,7 @@ def _fp8_linear(
 def of_product(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Room for what a product of aiter's gives for ``x [T, K]`` and ``weight [N, K]``: ``[T, N]``."""
+    """Uninitialised memory for the product of ``x [T, K]`` and ``weight [N, K]``: ``[T, N]``."""
     return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
 

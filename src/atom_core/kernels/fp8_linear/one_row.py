@@ -1,4 +1,4 @@
-"""One row by a weight in FP8, with a scale a row or a block, in one launch, and the input as it is (:mod:`.words`)."""
+"""One row by a weight in FP8 with row or block scales, in one launch with an unquantised input (:mod:`.packed`)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.fp8_linear.packed import first_row, packed_row_sums, scales_of_groups
 from atom_core.kernels.fp8_linear.quantize import unit_of
-from atom_core.kernels.fp8_linear.words import first_row, row_sums_of_words, scales_of_groups
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
-from atom_core.kernels.linear.parts import fetch_ahead, finish, weight_rows
+from atom_core.kernels.linear.helpers import fetch_ahead, finish, weight_rows
 from atom_core.kernels.linear.tiles import Tile
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
@@ -47,7 +47,7 @@ def _one_row(
     fp8: tl.constexpr = weight.dtype.element_ty
     if OVERLAP and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    # Weights are read four to a word, inputs two.
+    # An int32 holds four weights, or two inputs.
     row = weight_rows(N, BLOCK_N, GATED)
     four = tl.arange(0, BLOCK_K // 4)
     two = tl.arange(0, BLOCK_K // 2)
@@ -61,19 +61,19 @@ def _one_row(
     if BLOCK > 0:
         scale_at += first_row(BLOCK_N, GATED) // BLOCK * tl.cdiv(K, BLOCK)
         up_scale_at += (first_row(BLOCK_N, GATED) + N // 2) // BLOCK * tl.cdiv(K, BLOCK)
-    # The first tile of the weight is on its way before x is there, and each further one before the last is used.
+    # The first weight tile is loaded before x is ready, and each further one before the last is used.
     known = tl.full([BLOCK_K // 4], True, tl.int1) if EVEN else four < K // 4
     known_two = tl.full([BLOCK_K // 2], True, tl.int1) if EVEN else two < K // 2
     tile = tl.load(at, mask=known[None, :], other=0, eviction_policy="evict_first")
     mine = scales_of_groups(scale_at, 0, K, GROUPS, BLOCK)
     up_scales = scales_of_groups(up_scale_at, 0, K, GROUPS, BLOCK) if GATED else 0.0
-    norm_words = tl.load(norm_at, mask=known_two, other=0) if NORM else 0
+    packed_norm = tl.load(norm_at, mask=known_two, other=0) if NORM else 0
     if FETCH > 0:
         fetch_ahead(weight, N, stride_weight, BLOCK_K, FETCH, BLOCK_N, GATED)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    words = tl.load(x_at, mask=known_two, other=0)
-    sums, squares = row_sums_of_words(
+    packed = tl.load(x_at, mask=known_two, other=0)
+    sums, squares = packed_row_sums(
         at,
         scale_at,
         up_scale_at,
@@ -82,8 +82,8 @@ def _one_row(
         tile,
         mine,
         up_scales,
-        words,
-        norm_words,
+        packed,
+        packed_norm,
         K,
         NORM,
         GATED,
@@ -118,15 +118,15 @@ def tile_for(out_features: int, in_features: int) -> Tile:
 def why_not_one_row(
     x: torch.Tensor, out_features: int, tile: Tile, activation: Activation | None, block: int
 ) -> str | None:
-    """None where :func:`multiply_row` takes ``x [1, K]``, else the reason."""
+    """None where :func:`multiply_row` supports ``x [1, K]``, else the reason."""
     size = x.shape[1]
     if activation is not None and block and out_features // 2 % block and out_features // 2 % (tile.rows // 2):
-        return f"a program's rows of up may be those of two blocks: {out_features // 2} of gate are in front of them"
+        return f"a program's up rows may be in two blocks: they come after {out_features // 2} gate rows"
     if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"numbers are read two to a word, and {x.dtype} has other sizes"
+        return f"inputs are read as pairs of 16 bits, not as {x.dtype}"
     if size % 16:
         return f"{size} is no multiple of 16"
-    return "the row begins within a word" if x.storage_offset() % 2 else None
+    return "the row is not aligned to 4 bytes" if x.storage_offset() % 2 else None
 
 
 def multiply_row(
@@ -146,17 +146,17 @@ def multiply_row(
     """``act(norm(x) (weight_scale W)^T + b) + residual`` of one row, which is not quantised.
 
     Args:
-        x: ``[1, K]``, of which :func:`why_not_one_row` has nothing to say.
-        weight: ``[N, K]`` in a form of e4m3.
-        weight_scale: float32 of e4m3fn's numbers: ``[N]``, or of blocks ``[ceil(N / block), ceil(K / block)]``.
+        x: ``[1, K]``, supported according to :func:`why_not_one_row`.
+        weight: ``[N, K]`` in a variant of e4m3.
+        weight_scale: float32 for e4m3fn values: ``[N]``, or of blocks ``[ceil(N / block), ceil(K / block)]``.
         bias: ``[N]``.
-        tile: the kernel's name in it is not looked at; its rows divide a block, its columns are a multiple of 16.
-        block: rows and columns that have one scale; 0: each row has one.
-        native: the device has an instruction that widens e4m3 to float16.
+        tile: its kernel is ignored; its rows divide a block, and its columns are a multiple of 16.
+        block: size of the square blocks that share a scale; 0: one scale per row.
+        native: whether the device has an instruction that converts e4m3 to float16.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
-        norm: norm ``x`` first.
+        norm: the RMS norm to apply to ``x`` first.
         activation: the weight is ``[gate | up]``; the result is ``[1, N / 2]``.
-        residual: contiguous, in the result's shape; it is written to, and is the result.
+        residual: contiguous, of the result's shape; it is added to and returned.
     """
     out_features, in_features = weight.shape
     assert x.shape == (1, in_features)
@@ -186,7 +186,7 @@ def multiply_row(
         EVEN=in_features % columns == 0,
         ACTIVATION=None if activation is None else ACTIVATIONS[activation],
         UNIT=unit_of(weight.dtype),
-        # Triton's interpreter runs no assembly.
+        # Triton's interpreter runs no inline assembly.
         NATIVE=native and not triton.knobs.runtime.interpret,
         OVERLAP=overlap,
         EARLY=tile.early,

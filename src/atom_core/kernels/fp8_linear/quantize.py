@@ -1,5 +1,5 @@
-"""Activations in FP8, a scale a row or one for all, with what makes them: a norm, a residual's addition in front of
-it, a gated activation. Between those and the scale numbers are rounded to the model's dtype, as if each were alone.
+"""Quantise activations to FP8 with one scale or a scale per row, together with the op before: a norm, a residual's
+addition and a norm, or a gated activation. Values are rounded to the model's dtype as if the ops were separate.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from atom_core.types import Activation
 
 
 def unit_of(dtype: torch.dtype) -> float:
-    """What the bits of 1 in a form of e4m3 are in e4m3fn."""
+    """The e4m3fn value of the bits that mean 1 in a variant of e4m3."""
     return 2.0 if dtype == FNUZ else 1.0
 
 
 @triton.jit
 def norm_factor(numbers, K, eps):
-    """What an RMS norm multiplies a row of ``K`` numbers by, beside its weight."""
+    """The factor of an RMS norm over ``K`` numbers, without its weight."""
     return 1.0 / tl.sqrt(tl.sum(numbers * numbers, 0) / K + eps)
 
 
 @triton.jit
 def scale_of(numbers, given, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
-    """The scale of a row: what is given, or its largest magnitude over the largest number of e4m3."""
+    """The scale of a row: the given one, or its largest magnitude over e4m3's."""
     if given is None:
         return tl.div_rn(tl.maximum(tl.max(tl.abs(numbers), 0), SMALLEST), LIMIT)
-    else:  # noqa: RET505 - decided when compiling, and what stands behind a return would be compiled all the same
+    else:  # noqa: RET505 - a compile-time branch: code after a return would be compiled in either case
         return tl.load(given)
 
 
 @triton.jit
 def narrowed(numbers, inverse, LIMIT: tl.constexpr, UNIT: tl.constexpr, dtype: tl.constexpr):
-    """``numbers * inverse`` in a form of e4m3, cut to what that holds.
+    """``numbers * inverse`` in a variant of e4m3, clamped to its range.
 
-    ``UNIT``: see :func:`unit_of`; ``inverse``: what 1 is of so many times the scale.
+    ``UNIT``: see :func:`unit_of`; ``inverse``: 1 / (``UNIT`` * scale).
     """
     limit: tl.constexpr = LIMIT / UNIT
     numbers *= inverse
@@ -66,7 +66,7 @@ def made(
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """What is to be quantised of a row, in float32: see :class:`Made`; ``factors`` are the norm's."""
+    """The values of a row to quantise, in float32; see :class:`Made`; ``factors`` is the norm's weight."""
     dtype: tl.constexpr = x.dtype.element_ty
     at = x + row * stride_x + column
     numbers = tl.load(at, mask=known, other=0.0).to(tl.float32)
@@ -125,17 +125,17 @@ def _quantize(
 
 
 class Made(NamedTuple):
-    """What makes the numbers that are quantised, of ``x``."""
+    """The ops before the quantisation of ``x``."""
 
     norm: Norm | None = None
-    """Norms them, last."""
+    """An RMS norm, the last op."""
     residual: torch.Tensor | None = None
-    """``[T, K]``, written to: ``x`` is added to it, and the sum is what goes on."""
+    """``[T, K]``, written to: ``x`` is added to it, and the sum goes on."""
     activation: Activation | None = None
-    """``x [T, 2K]`` is ``[gate | up]`` of this gated activation."""
+    """A gated activation of ``x [T, 2K]``, ``[gate | up]``."""
 
     def arguments(self) -> dict[str, object]:
-        """A kernel's."""
+        """Keyword arguments of a kernel."""
         norm, residual, activation = self
         assert residual is None or residual.stride(1) == 1
         return {
@@ -147,7 +147,7 @@ class Made(NamedTuple):
         }
 
     def size(self, x: torch.Tensor) -> int:
-        """Numbers of a row."""
+        """Elements of a row after the ops."""
         return x.shape[1] if self.activation is None else x.shape[1] // 2
 
 
@@ -157,9 +157,9 @@ AS_IT_IS = Made()
 def quantize(
     x: torch.Tensor, input_scale: torch.Tensor | None, dtype: torch.dtype, overlap: bool, of: Made = AS_IT_IS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``of(x) [T, K]`` in ``dtype``, and float32 ``[T, 1]``, which goes with a product of e4m3fn's bits.
+    """``of(x) [T, K]`` in ``dtype``, and float32 scales ``[T, 1]`` for a product of e4m3fn's bits.
 
-    In e4m3fnuz the bits of both sides are half of what they are in e4m3fn, so that factor has two times two in it.
+    In e4m3fnuz the bits of both operands mean half of their e4m3fn values, so the scales contain a factor of four.
     """
     num_rows, size = len(x), of.size(x)
     assert x.stride(1) == 1

@@ -1,27 +1,27 @@
-"""The product as it is defined, in float32; and how numbers become FP8."""
+"""The product as it is defined, in float32; and quantisation to FP8."""
 
 from __future__ import annotations
 
 import torch
 
 E4M3 = torch.float8_e4m3fn
-#: The largest number of e4m3, and so what the largest magnitude of a row becomes.
+#: The largest e4m3fn value, to which the largest magnitude of a row is scaled.
 LIMIT = 448.0
-#: Magnitudes below are taken for this one, so that a row of zeros has a scale to divide by.
+#: Lower bound of a row's largest magnitude, so that a row of zeros has a scale above 0.
 SMALLEST = 1e-12
 
 
 def row_scales(x: torch.Tensor) -> torch.Tensor:
     """The scale of each row of ``x [R, C]``: float32 ``[R, 1]``; NaN where a row has one."""
-    # On a GPU torch divides by a number of the host's by multiplying, which may miss the nearest float32.
+    # On a GPU torch divides by a Python number through its inverse, which may not give the nearest float32.
     limit = torch.full((), LIMIT, device=x.device)
     return x.abs().amax(-1, keepdim=True).float().clamp_min(SMALLEST) / limit
 
 
 def to_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``x / scale`` in e4m3, cut to what that holds; NaN stays NaN.
+    """``x / scale`` in e4m3, clamped to its range; NaN stays NaN.
 
-    It is multiplied by what 1 is of the scale, as kernels do, which may round some numbers the other way.
+    As in kernels, it multiplies by the scale's inverse, which may round some values the other way.
     """
     return (x.float() * scale.reciprocal()).clamp_(-LIMIT, LIMIT).to(E4M3)
 
@@ -33,10 +33,10 @@ def quantize_input(x: torch.Tensor, input_scale: torch.Tensor | None) -> tuple[t
 
 
 class ReferenceFp8Linear:
-    """See :mod:`atom_core.kernels.fp8_linear`. Each call widens the whole weight."""
+    """See :mod:`atom_core.kernels.fp8_linear`. Each call converts the whole weight to float32."""
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-        """Nothing to change."""
+        """Weights stay as they are."""
 
     def __call__(
         self,

@@ -1,7 +1,7 @@
-"""The product through torch's own FP8 matrix product: cuBLASLt or CUTLASS on NVIDIA, hipBLASLt on AMD.
+"""The product by torch's own FP8 product: cuBLASLt or CUTLASS on NVIDIA, hipBLASLt on AMD.
 
-gfx942 multiplies e4m3fnuz alone: the same bits are half as much there, and minus zero is its NaN. So weights keep their
-bits, but for minus zeros, and each of the two scales is taken twice.
+gfx942 multiplies only e4m3fnuz, in which the same bits mean half and minus zero is NaN. So weights keep their bits,
+except that minus zeros become zeros, and both scales are doubled.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from atom_core.kernels.select import Target
 
 FNUZ = torch.float8_e4m3fnuz
 _MINUS_ZERO = 0x80
-#: What the sizes of a matrix in FP8 are multiples of.
+#: FP8 matrices have sizes that are multiples of this.
 MULTIPLE = 16
 
 
 def why_no_fp8(target: Target) -> str | None:
-    """None where the GPU ``target`` multiplies matrices in FP8, else the reason."""
+    """None where the GPU ``target`` multiplies FP8, else the reason."""
     if target.kind == "cuda" and int(target.arch.removeprefix("sm")) < 89:
         return f"NVIDIA's GPUs multiply FP8 from sm89 on, not on {target.arch}."
     if target.kind == "rocm" and target.arch not in ("gfx942", "gfx950"):
@@ -41,12 +41,12 @@ def why_no_scaled_mm(in_features: int, out_features: int, target: Target) -> str
 
 
 def dtype_of(target: Target) -> torch.dtype:
-    """The form of e4m3 that ``target`` multiplies."""
+    """The variant of e4m3 that ``target`` multiplies."""
     return FNUZ if target.arch == "gfx942" else E4M3
 
 
 def clear_minus_zeros(weight: torch.Tensor) -> None:
-    """Make zeros of minus zeros, in place: in e4m3 they are the same, in e4m3fnuz the latter is NaN."""
+    """Set minus zeros to zero, in place: equal in e4m3fn, but minus zero is NaN in e4m3fnuz."""
     stored = weight.view(torch.uint8)
     stored.masked_fill_(stored == _MINUS_ZERO, 0)
 
@@ -72,13 +72,13 @@ def multiply(
     if not len(x):
         return torch.empty(0, len(weight), dtype=dtype, device=x.device)
     right = weight.t()
-    # NVIDIA's tensor cores sum a few products in fewer bits than float32, and much faster; frameworks do so too.
+    # NVIDIA's tensor cores then sum a few products with less than float32, much faster; frameworks do the same.
     fast = torch.version.hip is None
     if dtype == torch.bfloat16:
         y = torch._scaled_mm(x, right, x_scale, weight_scale[None, :], out_dtype=dtype, use_fast_accum=fast)
-        # cuBLAS has no kernel with a scale a row and a bias for every shape.
+        # cuBLAS does not support row scales with a bias for every shape.
         return y if bias is None else y.add_(bias)
-    # With a scale a row torch gives bfloat16 alone.
+    # With row scales torch supports only bfloat16 results.
     one = torch.ones((), dtype=torch.float32, device=x.device)
     y = torch._scaled_mm(x, right, one, one, out_dtype=torch.float32, use_fast_accum=fast)
     y = y * x_scale * weight_scale
@@ -88,13 +88,13 @@ def multiply(
 
 
 class ScaledMm:
-    """See :mod:`atom_core.kernels.fp8_linear`; quantises its input with torch's ops."""
+    """See :mod:`atom_core.kernels.fp8_linear`; torch ops quantise the input."""
 
     def __init__(self, target: Target) -> None:
         self.dtype = dtype_of(target)
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-        """Mend what the device would read otherwise."""
+        """Clear minus zeros, which are NaN in e4m3fnuz."""
         if self.dtype == FNUZ:
             clear_minus_zeros(weight)
 
@@ -109,7 +109,7 @@ class ScaledMm:
         """``x [T, K]`` to ``[T, N]``."""
         quantized, scale = quantize_input(x, input_scale)
         if self.dtype == FNUZ:
-            # 4: twice for each of the two sides
+            # 4: both scales are doubled
             clear_minus_zeros(quantized)
             quantized, weight, scale = quantized.view(FNUZ), weight.view(FNUZ), 4.0 * scale
         return multiply(quantized, scale.expand(x.shape[0], 1).contiguous(), weight, weight_scale, bias, x.dtype)

@@ -1,8 +1,8 @@
 """Products with FP8 weights on a GPU.
 
-One row on NVIDIA's GPUs is one launch, and stays as it is (:mod:`.one_row`). Else the input is quantised in a launch of
-its own, with the norm in front where there is one: up to 64 rows are then multiplied by the kernel of
-:mod:`atom_core.kernels.linear`, more, which a norm or an activation in front may have quantised, by torch.
+On NVIDIA's GPUs one row takes one launch and is not quantised (:mod:`.one_row`). Otherwise one launch quantises the
+input and applies the norm before it. :mod:`atom_core.kernels.linear` multiplies up to 64 rows and torch more; a fused
+norm or activation may have quantised those already.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from atom_core.types import Activation
 
 
 class TritonFp8Linear:
-    """See the module's text.
+    """See the module.
 
     Args:
         target: the device.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
-        dtype: of results where the input is given quantised; None: it is not.
+        dtype: of results of quantised inputs; None: inputs are never quantised.
     """
 
     max_rows = MAX_ROWS
@@ -35,11 +35,11 @@ class TritonFp8Linear:
     def __init__(self, target: Target, overlap: bool, dtype: torch.dtype | None = None) -> None:
         self.nvidia, self.overlap, self.dtype = target.kind == "cuda", overlap, dtype
         self.fnuz = dtype_of(target) == FNUZ
-        # In e4m3fnuz factors have the scales' two twos in them, which others know nothing of.
+        # For e4m3fnuz the scales need a factor of four, which other kernels do not apply.
         self.form = None if self.fnuz or dtype is None else InputForm(E4M3, group=None)
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-        """Mend what the device would read otherwise."""
+        """Clear minus zeros, which are NaN in e4m3fnuz."""
         if self.fnuz:
             clear_minus_zeros(weight)
 
@@ -74,7 +74,7 @@ class TritonFp8Linear:
         return fp8_linear(x, self.stored(weight), weight_scale, input_scale, bias, self.nvidia, self.overlap)
 
     def takes_quantized(self, rows: int) -> bool:
-        """More rows than it quantises together with the norm in front; tracing would freeze how many there are."""
+        """Whether ``rows`` exceed those that a norm here quantises; False while tracing, which fixes ``rows``."""
         return not torch.compiler.is_compiling() and rows > MAX_ROWS
 
     def multiply(
@@ -107,7 +107,7 @@ def fp8_linear(
     nvidia: bool,
     overlap: bool,
 ) -> torch.Tensor:
-    """``x (weight_scale * weight)^T + b``; the weight is in the device's form of e4m3, the scale that of e4m3fn."""
+    """``x (weight_scale * weight)^T + b``; the weight is in the device's variant of e4m3, the scale for e4m3fn."""
     if 0 < x.shape[0] <= MAX_ROWS:
         return multiply_few(x, weight, weight_scale, input_scale, bias, nvidia=nvidia, overlap=overlap)
     quantized, scales = quantize(x, input_scale, weight.dtype, overlap)
@@ -127,10 +127,10 @@ def multiply_few(
     activation: Activation | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``act(norm(x) (weight_scale W)^T + b) + residual``, of 1 to :data:`MAX_ROWS` rows.
+    """``act(norm(x) (weight_scale W)^T + b) + residual`` for 1 to :data:`MAX_ROWS` rows.
 
-    As :func:`atom_core.kernels.fp8_linear.one_row.multiply_row`; several rows are quantised in a launch of their own,
-    with ``input_scale`` where it is static.
+    As :func:`atom_core.kernels.fp8_linear.one_row.multiply_row`; a separate launch quantises several rows, with
+    ``input_scale`` where it is static.
     """
     if nvidia and len(x) == 1:
         return multiply_row(

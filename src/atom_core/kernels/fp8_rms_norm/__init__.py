@@ -1,12 +1,11 @@
-"""Root mean square norm, with the residual added first where there is one, quantised for the FP8 product behind it.
+"""RMS norm, optionally after the addition of a residual, quantised for the FP8 product after it.
 
     x = x + residual                     (where a residual is given; it is also returned)
     y = rms_norm(x) in FP8, with its scales
 
 as :mod:`atom_core.kernels.rms_norm`, and :mod:`atom_core.kernels.fp8_linear` or
-:mod:`atom_core.kernels.fp8_block_linear`, define them. What is normed, and what is quantised, may be rounded to the
-dtype of ``x`` on the way, as it is between separate ops, or not, as in aiter.
-``x``, ``residual``: ``[T, K]`` of one dtype; the weight: ``[K]``.
+:mod:`atom_core.kernels.fp8_block_linear`, define them. A kernel may round the norm's input and result to the dtype of
+``x``, as separate ops do, or not, as aiter does. ``x``, ``residual``: ``[T, K]`` of one dtype; the weight: ``[K]``.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_no_triton
 from atom_core.kernels.triton_support import why_not_fused as why_not_fused_by_triton
 
-#: The longest row that a Triton program has in registers.
-LONGEST = 16384
+#: Largest row that a Triton program has in registers.
+MAX_SIZE = 16384
 
 
 @dataclass(frozen=True)
 class Fp8RmsNormSpec:
-    """One norm: its width and dtype, and what the product behind it takes.
+    """One norm: its width and dtype, and the input form of the next product.
 
-    ``separate`` names the implementation that was chosen for each op by itself: what is fused is what was chosen.
+    ``separate``: the implementation chosen for each separate op; only the same implementation is fused.
     """
 
     size: int
@@ -40,9 +39,9 @@ class Fp8RmsNormSpec:
 
 
 class Fp8RmsNormKernel(Protocol):
-    """The call: ``(x, weight, eps, residual)`` to the product's input and the new residual.
+    """Computes the product's input and the new residual, or None without one.
 
-    ``x`` is left alone; the residual may be written to, and then is the result. Without one the second result is None.
+    ``x`` is not modified; ``residual`` may be written to, and is then returned.
     """
 
     def __call__(
@@ -63,7 +62,7 @@ def _aiter_supports(spec: Fp8RmsNormSpec, target: Target) -> str | None:
 
 
 def _build_aiter(spec: Fp8RmsNormSpec, target: Target) -> Fp8RmsNormKernel | None:
-    from atom_core.kernels.fp8_rms_norm.aiter_kernel import AiterFp8RmsNorm  # looked for when it is chosen
+    from atom_core.kernels.fp8_rms_norm.aiter_kernel import AiterFp8RmsNorm  # imported only when chosen
 
     return AiterFp8RmsNorm(spec.form)
 
@@ -71,8 +70,8 @@ def _build_aiter(spec: Fp8RmsNormSpec, target: Target) -> Fp8RmsNormKernel | Non
 def _triton_supports(spec: Fp8RmsNormSpec, target: Target) -> str | None:
     if reason := why_no_triton(target) or why_not_fused_by_triton(spec.separate):
         return reason
-    if spec.size > LONGEST:
-        return f"Triton's norm that quantises is used for rows of up to {LONGEST} numbers, not of {spec.size}."
+    if spec.size > MAX_SIZE:
+        return f"Triton's norm that quantises is used for rows of up to {MAX_SIZE} numbers, not of {spec.size}."
     return None
 
 
@@ -82,7 +81,7 @@ def _build_triton(spec: Fp8RmsNormSpec, target: Target) -> Fp8RmsNormKernel | No
     return TritonFp8RmsNorm(spec.form, overlaps(target))
 
 
-#: "separate" is no kernel: the layers run each op by itself.
+#: "separate" is not a kernel: the layers run the separate ops.
 FP8_RMS_NORM: Op[Fp8RmsNormSpec, Fp8RmsNormKernel | None] = Op(
     "fp8_rms_norm",
     (

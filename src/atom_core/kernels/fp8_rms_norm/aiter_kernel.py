@@ -1,6 +1,6 @@
-"""A norm that quantises by aiter: of its kernels for two inputs those that take one, which have no holes up to 8192.
+"""An RMS norm that quantises by aiter: its kernels for two inputs (QK), called with one, support all sizes up to 8192.
 
-What is named for a norm alone (``add_rmsnorm_quant``) refuses groups of 128 in rows of 4097 to 6144 numbers.
+aiter's kernel for a single norm (``add_rmsnorm_quant``) refuses groups of 128 in rows of 4097 to 6144 elements.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
-from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, room
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, empty_quantized
 from atom_core.kernels.opaque import opaque
 
 
@@ -28,7 +28,7 @@ class AiterFp8RmsNorm:
         return QuantizedInput(values, scales), None if residual is None else summed
 
 
-def _room(
+def _empty_quantized(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
@@ -36,12 +36,12 @@ def _room(
     dtype: torch.dtype,
     group: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    values, scales = room(x.shape[0], x.shape[1], InputForm(dtype, group), x.device)
-    # An op of torch's returns tensors alone.
+    values, scales = empty_quantized(x.shape[0], x.shape[1], InputForm(dtype, group), x.device)
+    # A custom op returns tensors only.
     return values, scales, x.new_empty(0 if residual is None else x.shape)
 
 
-@opaque("aiter_fp8_rms_norm", _room)
+@opaque("aiter_fp8_rms_norm", _empty_quantized)
 def _norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -50,7 +50,7 @@ def _norm(
     dtype: torch.dtype,
     group: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    values, scales, summed = _room(x, weight, eps, residual, dtype, group)
+    values, scales, summed = _empty_quantized(x, weight, eps, residual, dtype, group)
     if not len(x):
         return values, scales, summed
     added = None if residual is None else summed
@@ -59,7 +59,7 @@ def _norm(
             values, scales, x, weight, eps, q_res_out=added, q_residual=residual
         )
     else:
-        # It asks for another shape than the bytes then have.
+        # It asks for the shape [T, groups], although the bytes are [groups, T].
         aiter_function("aiter.fused_qk_rmsnorm_group_quant")(
             values,
             scales.view(len(x), -1),

@@ -1,4 +1,4 @@
-"""A norm that quantises in Triton: one launch, with the residual's addition, and the numbers of three."""
+"""An RMS norm that quantises in Triton, in one launch with the residual's addition and the results of three."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atom_core.kernels.linear.triton_kernel import Norm
 
 
 class TritonFp8RmsNorm:
-    """See :class:`atom_core.kernels.fp8_rms_norm.Fp8RmsNormKernel`; what it adds to the residual is rounded.
+    """See :class:`atom_core.kernels.fp8_rms_norm.Fp8RmsNormKernel`; the sum with the residual is rounded.
 
     ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
@@ -28,7 +28,7 @@ class TritonFp8RmsNorm:
 
 
 def quantized(x: torch.Tensor, form: InputForm, overlap: bool, of: Made) -> QuantizedInput:
-    """What ``of`` makes of ``x``, in ``form``."""
+    """``of(x)`` quantised in ``form``."""
     if form.group is None:
         return QuantizedInput(*quantize(x, None, form.dtype, overlap, of))
     return QuantizedInput(*quantize_groups(x, form.dtype, overlap, group=form.group, of=of))

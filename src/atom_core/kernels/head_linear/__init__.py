@@ -1,10 +1,10 @@
-"""A matrix product for each head: ``y[t, h] = x[t, h, :K] W[h]``, with what is behind it in ``x`` carried over.
+"""A matrix product for each head: ``y[t, h] = x[t, h, :K] W[h]``, with the rest of ``x`` copied.
 
 ``x``: ``[T, H, K + C]``; ``W``: ``[H, K, N]``; ``out``: ``[T, H, N + C]``, written: products, then ``x[t, h, K:]``. All
-are of one dtype and of any strides with numbers side by side in ``x`` and ``out``, and in ``W`` along one of its sides.
+have one dtype and any strides, except that the last dimension of ``x`` and ``out``, and one of the last two of ``W``,
+are contiguous.
 
-Attention over latents folds the two halves of its projection from them into queries and out of results by it; of
-queries, what is rotated is carried over.
+MLA absorbs the two halves of its up-projection into queries and outputs by it; the rotary part of queries is copied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from atom_core.kernels.triton_support import overlaps, why_no_triton
 
 @dataclass(frozen=True)
 class HeadLinearSpec:
-    """One product: ``in_features`` is K, ``out_features`` N, of ``num_heads`` heads as this rank holds them."""
+    """One product: ``in_features`` is K, ``out_features`` N, for ``num_heads`` heads of this rank."""
 
     num_heads: int
     in_features: int
@@ -32,7 +32,7 @@ class HeadLinearSpec:
 
 
 class HeadLinearKernel(Protocol):
-    """The call: ``(x, weight, out)``."""
+    """Writes ``out``."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None: ...
 

@@ -1,4 +1,4 @@
-"""A product for each head in torch, which is the vendor's batched product on a GPU."""
+"""A product for each head in torch: the vendor's batched product on a GPU."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def widened_head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """The same in float32, rounded once, for CPUs that multiply 16-bit numbers one by one."""
+    """The same in float32, rounded once, for CPUs that multiply 16-bit values one by one."""
     head_linear(x.float(), weight.float(), out)

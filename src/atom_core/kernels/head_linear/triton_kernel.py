@@ -1,7 +1,7 @@
-"""A product for each head in Triton: a program takes some tokens and some outputs of one head.
+"""A product for each head in Triton: a program computes some outputs of some tokens for one head.
 
-For few tokens the weights' bytes are what counts, so tiles are narrow and there are many of them; for more, a tile of
-tokens reads them once. What is carried over is copied by the programs of the first outputs.
+For few tokens the time is that of reading the weights, so tiles are narrow and many; for more, a tile of tokens reads
+the weights once. The programs of the first outputs copy the rest of ``x``.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import triton.language as tl
 from atom_core.kernels.kept import kept_of
 from atom_core.kernels.triton_support import launch_options
 
-#: Tokens and outputs of a tile, for few tokens and for more.
+#: Tokens and outputs of a tile, for few tokens and for many.
 _FEW, _MANY, _FEW_OUTPUTS, _MANY_OUTPUTS = 16, 64, 32, 64
-#: Inputs that are multiplied at a time for more; for few tokens all of a latent, with fewer outputs a program.
+#: Inputs per step for many tokens; for few tokens a whole latent, with fewer outputs per program.
 _MANY_INPUTS, _ALL_INPUTS, _FEWER_OUTPUTS = 64, 512, 16
-#: Where it was measured, on Hopper in 16 bits: inputs up to which more tokens are multiplied by all at once with twice
-#: as many outputs a program, and at a time beyond, where there are many heads and so programs enough.
+#: Measured on Hopper in 16 bits: with up to this many inputs, many tokens take all inputs in one step, with twice the
+#: outputs per program; with more inputs and many heads, and so enough programs, this many per step.
 _AT_ONCE = 128
-#: Heads whose weights may as well be read from the second-level cache, once for each few of up to 64 tokens.
+#: Largest number of heads whose weights may be read from the L2 cache again for each few of up to 64 tokens.
 _FEW_HEADS = 32
 
 
 def _tile(num_tokens: int, heads: int, in_features: int, itemsize: int, overlap: bool) -> tuple[int, int, int, int]:
-    """Tokens, outputs, inputs that are multiplied at a time, and warps."""
+    """Tokens, outputs, inputs per step, and warps."""
     padded = max(16, triton.next_power_of_2(in_features))
     if num_tokens > (_MANY if heads <= _FEW_HEADS else _FEW):
         if not overlap or itemsize > 2:
@@ -69,7 +69,7 @@ def _head_linear(
     weights = weight + head * stride_w_head + column.to(tl.int64)[None, :] * stride_w_out
     row = tl.arange(0, BLOCK_K)
     wanted = (row < K)[:, None] & (column < N)[None, :]
-    if BLOCK_K >= K:  # all of them at once, before what is in front is done
+    if BLOCK_K >= K:  # all inputs in one step, loaded before the previous kernel ends
         b = tl.load(weights + row.to(tl.int64)[:, None] * stride_w_in, mask=wanted, other=0.0)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -91,7 +91,7 @@ def _head_linear(
         mask=taken[:, None] & (column < N)[None, :],
         eviction_policy=POLICY,
     )
-    if C > 0:  # noqa: SIM102 - decided when compiling, unlike the next
+    if C > 0:  # noqa: SIM102 - known at compile time, unlike the next
         if tl.program_id(2) == 0:
             carried = tl.arange(0, C_PADDED)
             used = taken[:, None] & (carried < C)[None, :]

@@ -20,45 +20,45 @@ from atom_core.kernels.triton_support import overlaps, remark_on_few_rows, why_n
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """One product: ``in_features`` is K, ``out_features`` N, as this rank holds them."""
+    """One product: ``in_features`` is K and ``out_features`` N, both of this rank."""
 
     in_features: int
     out_features: int
     bias: bool
     dtype: torch.dtype
     shares_weight: bool = False
-    """The weight is also read elsewhere (tied embeddings), so it must stay as it is."""
+    """Whether another layer reads the weight too (tied embeddings), so that it must not change."""
     few_rows: bool = False
-    """``x`` has rows only for tokens that are sampled from (a head), never a whole prompt's."""
+    """Whether ``x`` has rows only for sampled tokens (a head), never for a whole prompt."""
     float32_result: bool = False
-    """The product is in float32, and stays so."""
+    """Whether the result is in float32."""
 
 
 class LinearKernel(Protocol):
-    """A product bound to one layer: it may keep the weight in a form of its own."""
+    """The product of one layer; it may store the weight in another form."""
 
     def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Take over loaded weights. True: the kernel holds all it needs and the layer's copy is to be freed."""
+        """Take over loaded weights. True: the kernel has its own copy, and the caller frees the layer's weight."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
 
 
 @runtime_checkable
 class PackingLinearKernel(Protocol):
-    """A product whose :meth:`LinearKernel.adopt` may be True."""
+    """A product whose :meth:`LinearKernel.adopt` may return True."""
 
     def unpacked(self) -> torch.Tensor:
-        """The adopted weight ``[N, K]``, in memory of its own."""
+        """The adopted weight ``[N, K]``, newly allocated."""
 
 
 @runtime_checkable
 class AddingLinearKernel(Protocol):
-    """A product that can add to a residual on its way."""
+    """A product that can add its result to a residual."""
 
     def add(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
-        """``residual += x W^T + b``, rounded once; ``residual`` is contiguous, and is the result."""
+        """``residual += x W^T + b``, rounded once; ``residual`` is contiguous, and is returned."""
 
 
 def _torch_supports(spec: LinearSpec, target: Target) -> str | None:
@@ -86,7 +86,7 @@ def _aiter_supports(spec: LinearSpec, target: Target) -> str | None:
 
 
 def _build_aiter(spec: LinearSpec, target: Target) -> LinearKernel:
-    from atom_core.kernels.linear.aiter_kernel import AiterFloat32Linear, AiterLinear  # looked for when chosen
+    from atom_core.kernels.linear.aiter_kernel import AiterFloat32Linear, AiterLinear  # imported only when chosen
 
     return AiterFloat32Linear() if spec.float32_result else AiterLinear()
 

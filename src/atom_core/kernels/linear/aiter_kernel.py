@@ -1,4 +1,4 @@
-"""The product by aiter, which looks up the fastest of several libraries' kernels for its shape."""
+"""The product by aiter, which looks up the fastest kernel of several libraries for its shape."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from atom_core.kernels.opaque import opaque
 
 
 class AiterLinear:
-    """See :class:`atom_core.kernels.linear.LinearKernel`; reads the layer's weight as it is."""
+    """See :class:`atom_core.kernels.linear.LinearKernel`."""
 
     def __init__(self) -> None:
         require("aiter.tuned_gemm.gemm_a16w16")
 
     def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Nothing to keep."""
+        """Weights stay as they are."""
         return False
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -25,16 +25,16 @@ class AiterLinear:
 
 
 class AiterFloat32Linear:
-    """The same with a result in float32: that of few rows by our Triton kernels, of more by hipBLASLt.
+    """The same with a result in float32: few rows by our Triton kernels, more by hipBLASLt.
 
-    ``gemm_a16w16`` takes a dtype for the result, but some kernels that it may choose round to the input's first.
+    ``gemm_a16w16`` takes a dtype for the result, but some of its kernels round to the input's dtype first.
     """
 
     def __init__(self) -> None:
         require("aiter.tuned_gemm.hipb_gemm")
 
     def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Nothing to keep."""
+        """Weights stay as they are."""
         return False
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -67,6 +67,6 @@ def _float32_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         from atom_core.kernels.linear.triton_kernel import product
 
         return product(x, weight, None, tile=tile, overlap=False, dtype=torch.float32)
-    # -1: hipBLASLt says which of its kernels fits the shape.
+    # -1: hipBLASLt chooses its kernel for the shape.
     y: torch.Tensor = aiter_function("aiter.tuned_gemm.hipb_gemm")(x, weight, -1, otype=torch.float32)
     return y

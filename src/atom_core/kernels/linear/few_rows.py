@@ -1,20 +1,20 @@
-"""2 to 64 rows by a weight: they are the right side of a matrix product, whose instructions want few columns there."""
+"""2 to 64 rows by a weight: rows are the right operand of the matrix product, whose instructions take few columns."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from atom_core.kernels.linear.parts import finish, weight_rows
+from atom_core.kernels.linear.helpers import finish, weight_rows
 
-#: Bytes of a line of the second-level cache, and lines of each row of the weight that are fetched there while the input
-#: is not there yet, by the kernel whose loop cannot have its first tiles on their way by then.
+#: Bytes of an L2 cache line, and the number of lines of each weight row that are prefetched before the input is ready.
+#: The pipelined loop of this kernel cannot load its first tiles by then.
 LINE, FETCHED = 128, 4
 
 
 @triton.jit
 def _fetch(at):
-    """Have the second-level cache fetch the lines at these addresses."""
+    """Prefetch the lines at these addresses into the L2 cache."""
     tl.inline_asm_elementwise(
         "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -47,7 +47,7 @@ def few_rows(
     FETCH: tl.constexpr,
     LINE: tl.constexpr,
 ):
-    """Programs of ``BLOCK_N`` rows of the weight and all of ``x``."""
+    """A program has ``BLOCK_N`` weight rows and all rows of ``x``."""
     tl.static_assert(norm is None)
     if OVERLAP and EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,11 +1,11 @@
-"""2 to 256 rows by a weight on Hopper, in Gluon: tiles of the weight are on their way before the input is there.
+"""2 to 256 rows by a weight on Hopper, in Gluon: weight tiles are loaded before the input is ready.
 
-Triton's own pipeline loads tiles of both sides of a matrix product together, and so none before the input is there.
-Here the first tiles of the weight are asked for, then the kernel in front is waited for, and the input's tiles follow;
-tensor cores take both from shared memory (``wgmma``). Of a small weight programs may take some rows of the input each,
-so that there are enough of them; of few rows, fewer of the weight than tensor cores multiply at once. Then the parts of
-each row lie one below the other, and those of the input as well: of all products of parts only those are summed up
-whose places in their rows are the same.
+Triton's own pipeline loads both operands' tiles together, and so none before the input is ready. This kernel starts to
+copy the first weight tiles, waits for the previous kernel, then copies the input's tiles; ``wgmma`` reads both from
+shared memory. For a small weight, a program may have only some of the input rows, so that there are enough programs.
+For few input rows, a program may have fewer weight rows than ``wgmma`` multiplies at once. Then each row is split along
+K, and the splits of all rows fill the tile, for the weight and the input alike. Of the products of all splits, only
+those of corresponding splits are summed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.kept import KEPT
 
-#: Gluon's names changed between Triton 3.6 and 3.9.
+#: Gluon renamed these between Triton 3.6 and 3.9.
 load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _gated = gluon.jit(gated.fn)
 
-#: A tile's place is filled anew when the product behind the one that read it has begun.
+#: A tile's stage is reused once the product after the one that read it has started.
 LAG = 2
 
 
 @gluon.jit
 def weight_rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
-    """As :func:`atom_core.kernels.linear.parts.weight_rows`; of 16 rows the first eight are gates, then come theirs.
+    """As :func:`atom_core.kernels.linear.helpers.weight_rows`, but of 16 rows the first eight are gate, the others up.
 
-    So a thread has both, for it holds every eighth row of the result.
+    A thread has every eighth row of the result, and so both.
     """
     if GATED:
         half = N // 2
@@ -44,13 +44,13 @@ def weight_rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
 
 @gluon.jit
 def depend(INSTRUCTION: gl.constexpr):
-    """An instruction of programmatic dependent launch."""
+    """Execute an instruction of programmatic dependent launch."""
     gl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def ready(LATER: gl.constexpr):
-    """All tiles but the ``LATER`` groups asked for last are in shared memory, for all warps and for ``wgmma``."""
+    """Wait until all but the last ``LATER`` copy groups are in shared memory, for all warps and for ``wgmma``."""
     async_copy.wait_group(LATER)
     fence_async_shared()
     barrier()
@@ -58,18 +58,18 @@ def ready(LATER: gl.constexpr):
 
 @gluon.jit
 def all_copied():
-    """No copy of this thread's is on its way: where tiles are asked for by a mask, zeros are copied behind the last.
+    """Wait for all copies of this thread; masked ones past the last tile write zeros.
 
-    They must be there before shared memory serves for something else.
+    They must end before shared memory is reused.
     """
     async_copy.wait_group(0)
 
 
 @gluon.jit
 def activated(total, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, ACTIVATION: gl.constexpr, out_dtype: gl.constexpr):
-    """``[BLOCK_N / 2, BLOCK_M]`` of sums whose rows are those of :func:`weight_rows`."""
+    """``[BLOCK_N / 2, BLOCK_M]`` from sums whose rows are those of :func:`weight_rows`."""
     gate, up = gl.split(total.reshape([BLOCK_N // 16, 2, 8, BLOCK_M]).permute([0, 2, 3, 1]))
-    # Rounded where a kernel of its own would read them.
+    # Rounded as if the activation were a kernel of its own.
     gate = gate.to(out_dtype).to(gl.float32)
     up = up.to(out_dtype).to(gl.float32)
     return _gated(gate, up, ACTIVATION).reshape([BLOCK_N // 2, BLOCK_M])
@@ -89,9 +89,9 @@ def finish(
     ACTIVATION: gl.constexpr,
     WIDE: gl.constexpr,
 ):
-    """Add what is to be added to ``total [BLOCK_N, BLOCK_M]`` of the weight's rows ``of_sum``, activate and store.
+    """Add bias and residual to ``total [BLOCK_N, BLOCK_M]`` of weight rows ``of_sum``, activate it and store it.
 
-    ``WIDE``: a thread stores eight rows of the weight's together.
+    ``WIDE``: a thread stores eight weight rows together.
     """
     out_dtype: gl.constexpr = y.dtype.element_ty
     warps: gl.constexpr = gl.num_warps()
@@ -116,11 +116,11 @@ def finish(
 
 
 @gluon.jit
-def _sum_of_parts(total, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, SPLIT: gl.constexpr, layout: gl.constexpr):
-    """``[BLOCK_N, BLOCK_M]`` of the products of all parts with all parts: those of a part with its own."""
+def _sum_of_splits(total, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, SPLIT: gl.constexpr, layout: gl.constexpr):
+    """``[BLOCK_N, BLOCK_M]``: the sum of the products of corresponding splits, out of those of all splits."""
     of_row = gl.arange(0, BLOCK_N * SPLIT, gl.SliceLayout(1, layout)) // BLOCK_N
     of_input = gl.arange(0, BLOCK_M * SPLIT, gl.SliceLayout(0, layout)) // BLOCK_M
-    # Not by a factor: what another part's numbers overflow to is nobody's.
+    # Not a factor of 0: products of different splits may overflow.
     total = gl.where(of_row[:, None] == of_input[None, :], total, 0.0)
     return gl.sum(gl.sum(total.reshape([SPLIT, BLOCK_N, SPLIT, BLOCK_M]), 2), 0)
 
@@ -150,12 +150,12 @@ def few_rows_hopper(
     EARLY: gl.constexpr,
     STAGES: gl.constexpr,
     LAG: gl.constexpr,
-    PARTS: gl.constexpr,
+    SPLIT_INPUT: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    """Programs of ``BLOCK_N`` rows of the weight and ``BLOCK_M`` of ``x``, which are all of it but in ``PARTS``.
+    """A program has ``BLOCK_N`` weight rows and ``BLOCK_M`` rows of ``x``: all of them, unless ``SPLIT_INPUT``.
 
-    ``STAGES - LAG`` tiles are on their way at once, each of columns of all ``SPLIT`` parts of its rows.
+    ``STAGES - LAG`` tiles are copied ahead, each with columns of all ``SPLIT`` splits of its rows.
     """
     gl.static_assert(norm is None)
     gl.static_assert(EVEN)
@@ -170,7 +170,7 @@ def few_rows_hopper(
     INPUTS: gl.constexpr = BLOCK_M * SPLIT
     summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, INPUTS, 256 // bits])
     ahead: gl.constexpr = STAGES - LAG
-    policy: gl.constexpr = "" if PARTS else "evict_first"  # other programs read them too
+    policy: gl.constexpr = "" if SPLIT_INPUT else "evict_first"  # other programs read them too
     if OVERLAP and EARLY:
         depend("griddepcontrol.launch_dependents; // $0")
     tiles = gl.allocate_shared_memory(
@@ -213,14 +213,14 @@ def few_rows_hopper(
         filled = (filled + 1) % STAGES
         total = warpgroup_mma_wait(LAG - 1, [total])
     total = warpgroup_mma_wait(0, [total])
-    # Where sums are: as ``wgmma`` leaves them, or as :func:`finish` stores them, for those of parts are moved anyhow.
+    # The layout of ``wgmma``, or that of :func:`finish` for splits, whose sums change layout in any case.
     whole: gl.constexpr = summed if SPLIT == 1 else gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
     if SPLIT > 1:
-        total = gl.convert_layout(_sum_of_parts(total, BLOCK_N, BLOCK_M, SPLIT, summed), whole)
+        total = gl.convert_layout(_sum_of_splits(total, BLOCK_N, BLOCK_M, SPLIT, summed), whole)
     of_sum = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, whole)), N, BLOCK_N, ACTIVATION is not None)
     if input_scales is not None:
         each = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, whole))
         total *= gl.load(input_scales + each, mask=each < M, other=0.0)[None, :]
     if scales is not None:
         total *= gl.load(scales + of_sum)[:, None]
-    finish(total, of_sum, bias, residual, y, M, N, BLOCK_M, BLOCK_N, ACTIVATION, PARTS)
+    finish(total, of_sum, bias, residual, y, M, N, BLOCK_M, BLOCK_N, ACTIVATION, SPLIT_INPUT)

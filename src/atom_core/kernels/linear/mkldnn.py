@@ -1,4 +1,4 @@
-"""The product on a CPU over a weight that oneDNN has packed once, through torch's own binding of it."""
+"""The product on a CPU with a weight that oneDNN packs once, through torch's bindings."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 from atom_core.kernels.select import Target
 
-#: Rows that oneDNN packs for: a decoding batch. Prefills read the same blocks as fast.
+#: Rows that oneDNN packs for: a decode batch. Prefills are as fast with the same packing.
 _ROWS = 16
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has products of bfloat16, or of float16, for this processor."""
+    """Whether oneDNN multiplies ``dtype`` (bfloat16 or float16) on this processor."""
     if not torch._C._has_mkldnn:
         return False
     ops = torch.ops.mkldnn
@@ -19,7 +19,7 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def why_no_packing(dtype: torch.dtype, target: Target) -> str | None:
-    """None where packing pays, else the reason."""
+    """None where packing pays off, else the reason."""
     if target.kind != "cpu" or not torch._C._has_mkldnn:
         return "oneDNN's packed weights are for CPUs that it knows."
     if dtype != torch.bfloat16:
@@ -30,7 +30,7 @@ def why_no_packing(dtype: torch.dtype, target: Target) -> str | None:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """``weight [N, K]`` as oneDNN reads it."""
+    """``weight [N, K]`` in oneDNN's packed form."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
     return packed
 
@@ -45,7 +45,7 @@ class MkldnnLinear:
     """See :class:`atom_core.kernels.linear.LinearKernel`."""
 
     def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Keep the packed weight alone."""
+        """Store the packed weight only."""
         self._packed = pack(weight)
         return True
 

@@ -1,7 +1,7 @@
-"""One row by a weight, number by number.
+"""One row by a weight, element by element, without tensor cores.
 
-The first tile of the weight is on its way before the input is there, and each further one before the last is used, so
-that the memory always has something to do: in registers, or in shared memory, which has room for more.
+The first weight tile is loaded before the input is ready, and each further one before the last is used, so memory is
+always busy: in registers, or in shared memory, which has room for more tiles.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from atom_core.kernels.linear.parts import fetch_ahead, finish, products, row_sums, row_total, weight_rows
+from atom_core.kernels.linear.helpers import fetch_ahead, finish, products, row_sums, row_total, weight_rows
 
 
 @triton.jit
@@ -36,14 +36,14 @@ def one_row(
     EARLY: tl.constexpr,
     FETCH: tl.constexpr,
 ):
-    """Tiles in registers: one is loaded before the last is used."""
+    """Tiles in registers: each is loaded before the last is used."""
     tl.static_assert(input_scales is None)
     if OVERLAP and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     row = weight_rows(N, BLOCK_N, ACTIVATION is not None)
     column = tl.arange(0, BLOCK_K)
     at = weight + row[:, None] * stride_weight + column[None, :]
-    # The first tile of the weight is on its way before x is there, and each further one before the last is used.
+    # The first weight tile is loaded before x is ready, and each further one before the last is used.
     known = tl.full([BLOCK_K], True, tl.int1) if EVEN else column < K
     tile = tl.load(at, mask=known[None, :], other=0.0, eviction_policy="evict_first")
     factors = tl.load(norm + column, mask=known, other=0.0) if norm is not None else 0.0
@@ -82,7 +82,7 @@ def one_row_ring(
     EARLY: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Tiles in shared memory: ``STAGES`` are on their way at once."""
+    """Tiles in shared memory: ``STAGES`` are in flight."""
     tl.static_assert(input_scales is None)
     if OVERLAP and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -96,8 +96,8 @@ def one_row_ring(
         known = tl.full([BLOCK_K], True, tl.int1) if EVEN else begin + column < K
         tile = tl.load(at + begin, mask=known[None, :], other=0.0, eviction_policy="evict_first")
         here = following
-        # What is loaded ahead is loaded in front of the loop. The input must not be: it is loaded under a condition,
-        # which keeps it, and the wait for it, within.
+        # The pipeline hoists its loads above the loop. The input must not be hoisted, so its load, and the wait for it,
+        # are under a condition.
         if begin == 0:
             if OVERLAP:
                 tl.extra.cuda.gdc_wait()

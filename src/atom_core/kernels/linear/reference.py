@@ -1,4 +1,4 @@
-"""The product as torch computes it: the vendor's GEMM on a GPU, torch's own on a CPU."""
+"""The product by torch: the vendor's GEMM on a GPU, torch's own on a CPU."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import torch.nn.functional as F
 
 
 class TorchLinear:
-    """See :class:`atom_core.kernels.linear.LinearKernel`; reads the layer's weight as it is.
-
-    Args:
-        float32_result: the product is in float32, and stays so.
-    """
+    """See :class:`atom_core.kernels.linear.LinearKernel`; ``float32_result``: the result is in float32."""
 
     def __init__(self, float32_result: bool = False) -> None:
         self.float32_result = float32_result
 
     def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Nothing to keep."""
+        """Weights stay as they are."""
         return False
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -26,7 +22,7 @@ class TorchLinear:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, float32_result: bool) -> torch.Tensor:
-    """``x W^T + b``, in float32 or as it is."""
+    """``x W^T + b``, in float32 or in the inputs' dtype."""
     if float32_result:
         x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
     return F.linear(x, weight, bias)

@@ -1,4 +1,4 @@
-"""Which kernel multiplies few rows, and what one of its programs takes."""
+"""Which kernel multiplies few rows, and its tile."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import torch
 
 from atom_core.kernels import tuned
 
-#: Rows up to which our kernels multiply; more are torch's, but in 16 bits and by a small weight.
+#: Largest number of rows for our kernels; torch multiplies more, except in 16 bits by a small weight (MOST_ROWS).
 MAX_ROWS = 64
 MOST_ROWS = 256
-#: Rows up to which a program on Hopper may have fewer of the weight's than tensor cores multiply at once.
+#: Largest number of rows for which a program on Hopper may have fewer weight rows than ``wgmma`` multiplies at once.
 SPLIT_ROWS = 16
-#: Those of 16-bit weights on GPUs other than Hopper's.
+#: Largest number of rows for 16-bit weights on GPUs other than Hopper.
 _MAX_WIDE_ROWS = 16
 
-#: One row with tiles of the weight in registers or in shared memory; several rows, anywhere and on Hopper.
+#: One row with weight tiles in registers ("row") or in shared memory ("ring"); several rows, on any GPU or on Hopper.
 Kernel = Literal["row", "ring", "rows", "hopper"]
 
-#: Versions of Triton whose Gluon, an experiment there, the kernel for Hopper is known to compile with.
+#: Versions of Triton with whose experimental Gluon the Hopper kernel is known to compile.
 _GLUON = ((3, 6), (3, 9))
 
 
 def why_no_gluon() -> str | None:
-    """None where the kernel for Hopper can be compiled, else the reason."""
+    """None where the Hopper kernels can be compiled, else the reason."""
     import triton  # which a CPU may lack
 
     found = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -42,55 +42,55 @@ def why_no_gluon() -> str | None:
 
 @dataclass(frozen=True)
 class Tile:
-    """A kernel, and what one of its programs takes."""
+    """A kernel and the tile of one of its programs."""
 
     kernel: Kernel
     rows: int
     """Rows of the weight."""
     columns: int
-    """Columns of it at a time."""
+    """Columns of the weight per step."""
     warps: int
     stages: int = 1
-    """How many tiles are on their way at once."""
+    """Tiles in flight."""
     early: bool = False
-    """Whether the next kernel may start when this one's programs all have, and not only when they are done."""
+    """Whether the next kernel may start once all programs have started, rather than once they are done."""
     fetch: int = 0
-    """Bytes of a row, behind its first tile, that go to the second-level cache while the kernel in front runs."""
+    """Bytes of a row after its first tile that are prefetched into the L2 cache while the previous kernel runs."""
     tokens: int = 0
-    """Rows of the input that one of Hopper's takes; 0: all."""
+    """Input rows of a program on Hopper; 0: all."""
     split: int = 1
-    """Parts of each row that one of Hopper's multiplies side by side, for tensor cores want 64 rows of four warps."""
+    """Splits of each row that a program on Hopper multiplies side by side, because ``wgmma`` takes 64 rows."""
 
     @property
     def norms(self) -> bool:
-        """Whether the kernel can norm its input."""
+        """Whether the kernel can apply an RMS norm to its input."""
         return self.kernel in ("row", "ring")
 
     def fetched(self, weight: torch.Tensor, overlap: bool) -> int:
-        """How much of :attr:`fetch` there is of this weight, on this device."""
+        """The bytes of :attr:`fetch` that apply to this weight on this device."""
         import triton  # which a CPU may lack
 
         if not overlap or triton.knobs.runtime.interpret:
-            return 0  # there is no instruction for it
+            return 0  # without the instruction
         left = (weight.shape[1] - self.columns) * weight.itemsize
         return max(0, min(self.fetch, left)) if weight.stride(0) * weight.itemsize % 16 == left % 16 == 0 else 0
 
 
-#: Rows of a weight from which it is taken for a head.
+#: Rows from which a weight is taken for an LM head.
 _HEAD = 65536
-#: What bytes of a row of the weight are a multiple of in the kernel for Hopper.
+#: The Hopper kernel needs rows of a multiple of this many bytes.
 _HOPPER_BYTES = 256
-#: Bytes of a weight that is read in about the time that a kernel takes to start and to end.
+#: Largest weight in bytes that is read in about the time in which a kernel starts and ends.
 _SMALL_BYTES = 16 << 20
-#: Outputs up to which a weight is taken for a router's, by which more rows than a few are multiplied in parts as well.
-#: On an H100 steps of 32 to 192 requests of DeepSeek V2-Lite and V3 and of Qwen3 30B-A3B take 0.2 to 0.5% less so.
+#: Largest number of outputs for which a weight is taken for a router's. It is split for more rows than others, which
+#: makes steps of 32 to 192 requests of DeepSeek V2-Lite, V3 and Qwen3 30B-A3B 0.2 to 0.5% faster on an H100.
 _ROUTER = 256
 
 
 def tile_for(
     num_rows: int, out_features: int, in_features: int, itemsize: int, nvidia: bool, hopper: bool = False
 ) -> Tile | None:
-    """The tile of a product; on an H200 within a few per cent of the best of 60 in a chain of Qwen3 0.6B's and 8B's.
+    """The tile of a product, on an H200 within a few per cent of the best of 60 in a chain of Qwen3 0.6B's and 8B's.
 
     None: torch is as fast or faster.
     """
@@ -132,9 +132,9 @@ def tile_for(
 
 
 def _hopper_tile(num_rows: int, out_features: int, in_features: int, itemsize: int) -> Tile | None:
-    """Chosen in steps of the whole 8B: a chain of products tells little of which may let the next kernel start early.
+    """Chosen in steps of the whole 8B: a chain of products says little about ``early``.
 
-    The fewer rows, the more tiles have room.
+    With fewer rows, more tiles fit.
     """
     stages = 10 if num_rows <= 16 else 8 if num_rows <= 32 else 7
     widens = out_features > in_features
@@ -152,7 +152,7 @@ def _hopper_tile(num_rows: int, out_features: int, in_features: int, itemsize: i
         return Tile("hopper", 16, 128, 4, 6, early=True, tokens=16, split=4)
     small = out_features * in_features * itemsize <= _SMALL_BYTES
     if num_rows > MAX_ROWS or (num_rows > 32 and small and not widens):
-        return _tile_of_parts(num_rows, out_features, in_features) if small else None
+        return _split_input_tile(num_rows, out_features, in_features) if small else None
     if num_rows > 32 and in_features > 2048:
         return Tile("hopper", 64, 128, 4, stages) if widens and out_features < 16384 else None
     if out_features >= 16384:
@@ -163,10 +163,10 @@ def _hopper_tile(num_rows: int, out_features: int, in_features: int, itemsize: i
 
 
 def _split_tile(num_rows: int, out_features: int, in_features: int) -> Tile | None:
-    """For few outputs, of which 64 a program would leave most processors without one.
+    """For few outputs, where 64 per program would leave most multiprocessors idle.
 
-    In steps of the 0.6B, the 8B, 30B-A3B and DeepSeek V2-Lite, two to sixteen requests, it is the best of some 40 or
-    within 1% of it, and 2 to 3% behind for 1,024 x 3,072 and up to 4 rows.
+    In steps of the 0.6B, the 8B, 30B-A3B and DeepSeek V2-Lite with two to sixteen requests, it is the best of some 40
+    or within 1% of it, but 2 to 3% slower for 1,024 x 3,072 and up to 4 rows.
     """
     split = 4 if out_features <= min(2048, in_features // 2) else 2
     if out_features > 4096 or in_features % (split * 128):
@@ -175,10 +175,10 @@ def _split_tile(num_rows: int, out_features: int, in_features: int) -> Tile | No
     return Tile("hopper", 64 // split, 128, 4, stages, early=True, split=split)
 
 
-def _tile_of_parts(num_rows: int, out_features: int, in_features: int) -> Tile | None:
-    """For a small weight in 16 bits; chosen in steps of the whole 0.6B, and of DeepSeek V2-Lite's layers."""
+def _split_input_tile(num_rows: int, out_features: int, in_features: int) -> Tile | None:
+    """For a small weight in 16 bits; chosen in steps of the whole 0.6B and of DeepSeek V2-Lite's layers."""
     if out_features <= in_features:
-        # As many programs as there are processors: each can have only so much of the second-level cache.
+        # As many programs as multiprocessors, since the L2 bandwidth of each is limited.
         if num_rows <= MAX_ROWS:
             return Tile("hopper", 64, 128, 4, 10, early=True, tokens=16)
         if num_rows * out_features <= 256 * 1024:
@@ -193,13 +193,13 @@ def _tile_of_parts(num_rows: int, out_features: int, in_features: int) -> Tile |
 
 #: In a file of tuned tiles: torch's product is the fastest.
 TORCH = {"kernel": "torch"}
-#: What :func:`tried` says.
+#: The tiles of :func:`tried`.
 _TRIED: ContextVar[Mapping[tuned.Shape, Tile | None]] = ContextVar("tried", default=MappingProxyType({}))
 
 
 @contextmanager
 def tried(tiles: Mapping[tuned.Shape, Tile | None]) -> Iterator[None]:
-    """For who looks for the fastest: within, products of these shapes have these tiles, or are torch's (None)."""
+    """For a search of the fastest tiles: inside, products of these shapes use these tiles; None: torch."""
     token = _TRIED.set(tiles)
     try:
         yield
@@ -208,9 +208,9 @@ def tried(tiles: Mapping[tuned.Shape, Tile | None]) -> Iterator[None]:
 
 
 def chosen_tile(x: torch.Tensor, weight: torch.Tensor, nvidia: bool) -> Tile | None:
-    """The tile for ``x [M, K]`` and ``weight [N, K]``: the one measured to be fastest here, or the default.
+    """The tile for ``x [M, K]`` and ``weight [N, K]``: the fastest measured on this device, or the default.
 
-    None: the product is torch's.
+    None: torch computes the product.
     """
     num_rows, (out_features, in_features) = x.shape[0], weight.shape
     if not 0 < num_rows <= MOST_ROWS:
@@ -242,11 +242,11 @@ def _device_name(device: torch.device) -> str:
 
 @functools.lru_cache
 def on_hopper(device: torch.device) -> bool:
-    """Whether tensor cores are Hopper's, and the kernel written for them can be compiled."""
+    """Whether the device is a Hopper GPU for which the Hopper kernels can be compiled."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability(device) == (9, 0) and why_no_gluon() is None
 
 
 def aligned(matrix: torch.Tensor) -> bool:
-    """Whether Triton sees that rows can be copied to shared memory 16 bytes at a time: it asks for multiples of 16."""
+    """Whether Triton knows that rows are aligned to 16 bytes: it specialises arguments that are multiples of 16."""
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 16 == 0

@@ -1,10 +1,11 @@
-"""Products of few rows in Triton, where the time is that of reading the weight once.
+"""Products of few rows in Triton, whose time is that of reading the weight once.
 
-One row is multiplied number by number (:mod:`.one_row`), several are the right side of a matrix product: up to 64 on
-Hopper, of small weights up to 256 (:mod:`.few_rows_hopper`), up to 16 elsewhere (:mod:`.few_rows`). More are torch's.
+:mod:`.one_row` multiplies one row element by element. Several rows are the right operand of a matrix product: up to 64
+on Hopper, up to 256 by small weights (:mod:`.few_rows_hopper`), up to 16 elsewhere (:mod:`.few_rows`). torch multiplies
+more rows.
 
-All can end in a gated activation (rows of gate and up are taken in turns) or add to a residual. Where the input is read
-whole anyhow, they can norm it on the way, because the norm's factor may be applied to the sums.
+All kernels can apply a gated activation (gate and up rows alternate) or add to a residual. Those that read whole input
+rows can apply an RMS norm, because the norm's factor may be applied to the sums.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def product(
     residual: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``act(norm(input_scales x) (scales W)^T + b) + residual``, of a number of rows for which there is a tile.
+    """``act(norm(input_scales x) (scales W)^T + b) + residual``, for a number of rows that has a tile.
 
     Args:
         x: ``[M, K]`` in bfloat16, float16 or FP8.
@@ -62,9 +63,9 @@ def product(
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         scales: float32 ``[N]``, of the weight's rows.
         input_scales: float32 ``[M]``, with FP8.
-        norm: norm ``x`` first; only where ``tile.norms``.
+        norm: the RMS norm to apply to ``x`` first; only where ``tile.norms``.
         activation: the weight is ``[gate | up]``; the result is ``[M, N / 2]``.
-        residual: contiguous, in the result's shape; it is written to, and is the result.
+        residual: contiguous, of the result's shape; it is added to and returned.
         dtype: the result's; None: that of ``x``.
     """
     num_rows = x.shape[0]
@@ -74,13 +75,13 @@ def product(
     assert norm is None or tile.norms
     assert residual is None or residual.is_contiguous()
     if activation is not None and tile.split > 1:
-        # A thread activates what it has the gate and the up of, which of parts none has.
+        # A thread must have both gate and up to activate them, and with splits it does not.
         tile = replace(tile, rows=tile.rows * tile.split, split=1)
     out_features, in_features = weight.shape
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(num_rows, outputs, dtype=dtype) if residual is None else residual
     choices: dict[str, object] = {}
-    parts = 1
+    input_blocks = 1
     if tile.kernel == "row":
         choices = {"FETCH": tile.fetched(weight, overlap)}
     if tile.kernel == "ring":
@@ -90,10 +91,10 @@ def product(
         choices["FETCH"] = FETCHED if overlap and in_features * weight.itemsize >= FETCHED * LINE else 0
     if tile.kernel == "hopper":
         taken = tile.tokens or max(8, triton.next_power_of_2(num_rows))
-        choices = {"BLOCK_M": taken, "LAG": LAG, "PARTS": tile.tokens > 0, "SPLIT": tile.split}
-        parts = triton.cdiv(num_rows, taken)
+        choices = {"BLOCK_M": taken, "LAG": LAG, "SPLIT_INPUT": tile.tokens > 0, "SPLIT": tile.split}
+        input_blocks = triton.cdiv(num_rows, taken)
         choices["STAGES"] = min(tile.stages, in_features // (tile.split * tile.columns) + LAG)
-    _KERNELS[tile.kernel][(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2), parts)](
+    _KERNELS[tile.kernel][(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2), input_blocks)](
         x,
         input_scales,
         None if norm is None else norm.weight,
@@ -125,16 +126,16 @@ class TritonLinear:
     """See :mod:`atom_core.kernels.linear`.
 
     Args:
-        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        nvidia: whether the device is NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
-        float32_result: the product is in float32, and stays so.
+        float32_result: whether the result is in float32.
     """
 
     def __init__(self, nvidia: bool, overlap: bool, float32_result: bool = False) -> None:
         self.nvidia, self.overlap, self.float32_result = nvidia, overlap, float32_result
 
     def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """It reads the weight as it is."""
+        """Weights stay as they are."""
         return False
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -144,7 +145,7 @@ class TritonLinear:
     def add(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
-        """See :class:`atom_core.kernels.linear.AddingLinearKernel`: ours for few rows, torch's for more."""
+        """See :class:`atom_core.kernels.linear.AddingLinearKernel`; torch computes products of many rows."""
         tile = chosen_tile(x, weight, self.nvidia)
         if tile is None:
             residual.addmm_(x, weight.t())
@@ -155,7 +156,7 @@ class TritonLinear:
 def many_rows(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, float32_result: bool, nvidia: bool
 ) -> torch.Tensor:
-    """``x W^T + b`` by torch, which leaves sums in float32 without widening the factors only for NVIDIA's GPUs."""
+    """``x W^T + b`` by torch; only on NVIDIA GPUs it gives float32 results without converting the operands."""
     if not (float32_result and nvidia) or x.device.type == "cpu":
         return by_torch(x, weight, bias, float32_result)
     y = torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -182,7 +183,7 @@ def linear(
     overlap: bool,
     float32_result: bool,
 ) -> torch.Tensor:
-    """``x W^T + b``: ours for few rows, torch's for more."""
+    """``x W^T + b``; torch computes products of many rows."""
     tile = chosen_tile(x, weight, nvidia)
     if tile is None:
         return many_rows(x, weight, bias, float32_result, nvidia)

@@ -1,7 +1,7 @@
-"""The product of 16-bit numbers in float32, on CPUs that have no instructions for them.
+"""The product of 16-bit values in float32, on CPUs without instructions for 16 bits.
 
-torch multiplies them there number by number: eight times as long as float32 takes by the processor's vectors. What is
-widened at a time stays in the caches, so a weight is read from memory once, in its 16 bits.
+torch multiplies such values one by one there, which takes eight times as long as vectorised float32. The part of the
+weight that is converted at a time fits in the caches, so the weight is read from memory once, in 16 bits.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from atom_core.kernels.linear.mkldnn import multiplies
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 
-#: With fewer rows, reading the weight once takes longest, which torch's own product does as well.
+#: With fewer rows, reading the weight dominates, and torch's own product is as fast.
 _FEWEST_ROWS = 4
-#: Numbers of the weight that are widened at a time.
+#: Elements of the weight that are converted at a time.
 _AT_ONCE = 256 * 1024
 
 
 def why_not_widened(dtype: torch.dtype, target: Target) -> str | None:
-    """None where it pays, else the reason."""
+    """None where it pays off, else the reason."""
     if target.kind != "cpu":
         return "Products are widened on CPUs alone."
     if dtype not in (torch.bfloat16, torch.float16):
@@ -47,10 +47,10 @@ def widened_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 class WidenedLinear:
-    """See :class:`atom_core.kernels.linear.LinearKernel`; reads the layer's weight as it is."""
+    """See :class:`atom_core.kernels.linear.LinearKernel`."""
 
     def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Nothing to keep."""
+        """Weights stay as they are."""
         return False
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -23,7 +23,7 @@ from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_parts
 from atom_core.kernels.attention.triton_kernel import LOG2_E
 from atom_core.kernels.kept import kept_of
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready
-from atom_core.kernels.linear.parts import FETCH_ROWS
+from atom_core.kernels.linear.helpers import FETCH_ROWS
 from atom_core.kernels.linear.tiles import why_no_gluon
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
 from atom_core.kernels.triton_support import launch_options

@@ -1,18 +1,18 @@
-"""Which experts a token goes to, and with what weights.
+"""The experts of each token, and their weights.
 
-``logits``: ``[T, E]`` of the router, and where there is one a correction ``[E]`` in float32; the result is ``weights
-[T, k]`` float32 and ``experts [T, k]`` int32, in no order; ``k`` are chosen of ``E``. In float32 throughout:
+``logits``: ``[T, E]`` of the router; optionally a correction ``[E]`` in float32. The results are ``weights [T, k]``
+float32 and ``experts [T, k]`` int32, in no particular order. In float32 throughout:
 
     scores  = softmax(logits) or sigmoid(logits)
-    experts = the k with the largest scores + correction, among those of the groups that are let in
+    experts = the k with the largest scores + correction, within the selected groups
     weights = scale * scores[experts] (/ their sum, where renormalised)
 
-Where experts are in ``G`` equal groups, those of ``top_groups`` groups are let in: of the groups whose largest member
-is largest (DeepSeek V2, arXiv 2405.04434), or the sum of whose two largest is (V3, arXiv 2412.19437; GLM 4.5).
+With ``G`` equal groups of experts, ``top_groups`` groups are selected: those with the largest best member (DeepSeek V2,
+arXiv 2405.04434) or the largest sum of their two best members (V3, arXiv 2412.19437; GLM 4.5).
 
 With ``s`` shared experts both results are ``[T, k + s]``: the last columns are ``E .. E + s - 1``, with weights of 1.
 
-A softmax over the chosen logits alone (Mixtral, GPT-OSS) is a renormalised one over all.
+A softmax over the chosen logits only (Mixtral, GPT-OSS) equals a renormalised one over all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_no_triton
 from atom_core.types import RoutingConfig
 
-#: Experts that one program of the Triton kernel looks at.
+#: Largest number of experts for one program of the Triton kernel.
 _MAX_EXPERTS = 1024
 
 
@@ -44,7 +44,7 @@ def _aiter_supports(spec: RoutingConfig, target: Target) -> str | None:
 
 
 def _build_aiter(spec: RoutingConfig, target: Target) -> RoutingKernel:
-    from atom_core.kernels.moe_routing.aiter_kernel import build  # looked for when it is chosen
+    from atom_core.kernels.moe_routing.aiter_kernel import build  # imported only when chosen
 
     return build(spec)
 

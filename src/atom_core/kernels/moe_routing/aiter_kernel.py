@@ -1,6 +1,6 @@
-"""Routing by aiter: one of its kernels by what scores are, and whether experts are in groups.
+"""Routing by aiter; the kernel depends on the scoring function and on groups.
 
-Where it corrects scores in groups it reads the correction in the dtype of the logits: both are given in float32.
+aiter's kernel for corrected scores in groups reads the correction in the dtype of the logits: both are float32 here.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 Routed = tuple[torch.Tensor, torch.Tensor]
 
-#: A wave has a lane for each chosen expert.
+#: A wave has one lane for each chosen expert.
 _MAX_CHOSEN = 64
 
 
 def why_not(spec: RoutingConfig) -> str | None:
-    """None where aiter routes so, else the reason."""
+    """None where aiter supports this routing, else the reason."""
     if spec.shared:
-        # In wider rows, which most of its kernels can write to, the other columns would take a launch of their own. Its
-        # moe_fused_gate, which has columns for shared experts, gives them weights from memory that it does not write.
+        # Most of its kernels can write to wider rows, but the other columns would take another launch. Its
+        # moe_fused_gate, which has columns for shared experts, reads their weights from uninitialised memory.
         return "aiter's routing writes the experts that it chooses alone, and none that all tokens share."
     if spec.top_k > _MAX_CHOSEN:
         return f"aiter's routing chooses up to {_MAX_CHOSEN} experts, not {spec.top_k}."
@@ -43,7 +43,7 @@ def why_not(spec: RoutingConfig) -> str | None:
     if spec.scoring != "sigmoid" or not spec.correction:
         return "aiter's routing by the two best of each group is for sigmoids that are corrected."
     if spec.num_groups != 8 and size != 4:
-        # The lanes that share a group put their findings together in kernels of 8 groups alone.
+        # Only the kernels for 8 groups combine the results of the lanes that share a group.
         return (
             "aiter's routing finds the two best of each group where there are 8 groups, or 4 experts in each, "
             f"not {spec.num_groups} groups of {size}."
@@ -55,7 +55,7 @@ def why_not(spec: RoutingConfig) -> str | None:
 
 
 def build(spec: RoutingConfig) -> RoutingKernel:
-    """The kernel of a routing that :func:`why_not` lets through, once its function is known to be there."""
+    """The kernel of a routing that :func:`why_not` accepts; it requires that aiter has the function."""
     top_k, renormalize, scale = spec.top_k, spec.renormalize, spec.scale
     if spec.num_groups > 1:
         groups = (spec.num_groups, spec.top_groups)
@@ -182,7 +182,7 @@ def _biased_grouped_topk(
 ) -> Routed:
     weights, experts = _results(logits, top_k)
     if len(logits):
-        # By this name it does not turn to another kernel for many tokens, which always renormalises.
+        # aiter.biased_grouped_topk would switch to a kernel for many tokens that always renormalises.
         aiter_function("aiter.biased_grouped_topk_hip")(
             logits, correction, weights, experts, groups, top_groups, renormalize, routed_scaling_factor=scale
         )

@@ -1,4 +1,4 @@
-"""Routing as it is defined, in torch."""
+"""Routing in torch, as it is defined."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def route(
     experts = ranked.topk(spec.top_k, -1)[1]
     weights = scores.gather(-1, experts)
     if spec.renormalize:
-        # A sigmoid may be zero in float32 for all of them.
+        # In float32 all sigmoids may be zero.
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
     weights, experts = weights * spec.scale, experts.int()
     if spec.shared:

@@ -1,4 +1,4 @@
-"""Routing in Triton: a program a token, which takes the largest score again and again."""
+"""Routing in Triton: one program per token, which takes the largest score k times."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from atom_core.types import RoutingConfig
 
 
-#: What a chosen expert's score becomes: less than the bits of any.
+#: The score of an expert that is already chosen: below the bits of any score.
 _TAKEN: tl.constexpr = tl.constexpr(-(1 << 31))
 
 
 @triton.jit
 def _largest(numbers, place, AXIS: tl.constexpr):
-    """The largest number along an axis and the first place that has it; NaN is not larger than anything."""
+    """The largest value along an axis and its first index; NaN is larger than nothing."""
     most = tl.max(numbers, AXIS, keep_dims=True)
     first = tl.min(tl.where(numbers == most, place, 1 << 30), AXIS, keep_dims=True)
     return most, first
@@ -49,7 +49,7 @@ def _route(
     SHARED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``SIZE``: experts of a group, and ``GROUPS_PADDED`` groups, in powers of two; ``SHARED``: behind all experts."""
+    """``SIZE``: experts of a group, ``GROUPS_PADDED``: groups, rounded up to powers of two; ``SHARED``: experts."""
     EACH: tl.constexpr = E // GROUPS
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS_PADDED)[:, None]
@@ -82,7 +82,7 @@ def _route(
             _, best = _largest(tl.where(let_in, float("-inf"), of_group), group, 0)
             let_in |= group == best
         ranked = tl.where(let_in, ranked, float("-inf"))
-    # As integers in the same order, which have no NaN and something that is less than all of them.
+    # Integers in the same order, which have no NaN, and a value below all of them.
     bits = tl.where(ranked == ranked, ranked, float("-inf")).to(tl.int32, bitcast=True)
     left = tl.where(exists, bits ^ ((bits >> 31) & 0x7FFFFFFF), _TAKEN)
     place = tl.arange(0, K_PADDED)

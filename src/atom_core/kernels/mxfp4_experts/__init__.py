@@ -1,10 +1,10 @@
-"""The experts of a mixture whose weights are in MXFP4: as :mod:`atom_core.kernels.experts`, but for how these are kept.
+"""The experts of a mixture in MXFP4: :mod:`atom_core.kernels.experts` with other weights.
 
 Both products are those of :mod:`atom_core.kernels.mxfp4_linear`, whose inputs may be rounded to MXFP4.
 
-The weights of gate and up are ``[E, 2I, H]``, one behind the other, of down ``[E, H, I]``. They stay packed: kernels
-turn them into the model's dtype in registers, or multiply MXFP4 by MXFP4. Of an expert's scales ``[rows, groups]``
-those of a group lie side by side (:func:`empty_scales`): they are read for many rows and few groups at a time.
+Gate/up weights are ``[E, 2I, H]``, gate rows first, down weights ``[E, H, I]``. They stay packed: kernels convert them
+to the model's dtype in registers, or multiply MXFP4 by MXFP4. An expert's scales ``[rows, groups]`` are stored
+transposed (:func:`empty_scales`), because kernels read many rows of few groups at a time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from atom_core.quant.mxfp4 import GROUP
 
 @dataclass(frozen=True)
 class Mxfp4ExpertsSpec(ExpertsSpec):
-    """The experts of one layer that this rank holds."""
+    """The local experts of one layer."""
 
     rounded_inputs: bool = False
-    """Those of gate and up, and those of down, are rounded to MXFP4."""
+    """Whether the inputs of both products are rounded to MXFP4."""
 
 
 class Mxfp4Weights(NamedTuple):
-    """Of all experts that this rank holds."""
+    """The weights of all local experts."""
 
     gate_up: torch.Tensor
     gate_up_scale: torch.Tensor
@@ -43,15 +43,15 @@ class Mxfp4Weights(NamedTuple):
 
 
 def empty_scales(count: int, rows: int, columns: int, device: torch.device | None = None) -> torch.Tensor:
-    """uint8 ``[count, rows, columns / 32]``, as kernels read them, for a weight of ``columns``."""
+    """uint8 ``[count, rows, columns / 32]``, transposed in memory as kernels read them."""
     return torch.empty(count, columns // GROUP, rows, dtype=torch.uint8, device=device).transpose(1, 2)
 
 
 class Mxfp4ExpertsKernel(Protocol):
-    """The call, as :class:`atom_core.kernels.experts.ExpertsKernel`."""
+    """The call is that of :class:`atom_core.kernels.experts.ExpertsKernel`."""
 
     def adopt(self, layer: Mxfp4Weights) -> None:
-        """See the weights once they are loaded; a kernel may move bytes of the packed numbers in place."""
+        """Take over loaded weights; a kernel may reorder the packed bytes in place."""
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Mxfp4Weights
@@ -74,19 +74,19 @@ def _aiter_supports(spec: Mxfp4ExpertsSpec, target: Target) -> str | None:
         return f"aiter's experts in MXFP4 are used with silu, not with {spec.activation}."
     if spec.total not in (None, spec.count):
         return (
-            f"aiter's experts in MXFP4 are used where a rank holds them all, not {spec.count} of {spec.total}: "
+            f"aiter's experts in MXFP4 are used where all experts are local, not {spec.count} of {spec.total}: "
             "its tuned kernels refuse a share."
         )
     if spec.hidden_size % 256 or spec.intermediate_size % 256:
         return (
-            "aiter's experts in MXFP4 are used for hidden sizes and middles that are multiples of 256, "
+            "aiter's experts in MXFP4 are used for hidden and intermediate sizes that are multiples of 256, "
             f"not for {spec.hidden_size} and {spec.intermediate_size}."
         )
     return None
 
 
 def _build_aiter(spec: Mxfp4ExpertsSpec, target: Target) -> Mxfp4ExpertsKernel:
-    from atom_core.kernels.mxfp4_experts.aiter_kernel import AiterMxfp4Experts  # looked for when it is chosen
+    from atom_core.kernels.mxfp4_experts.aiter_kernel import AiterMxfp4Experts  # imported only when chosen
 
     return AiterMxfp4Experts()
 

@@ -1,8 +1,7 @@
-"""The experts of a mixture in MXFP4 by aiter's fused one, on gfx950, which rounds tokens itself, before either product.
+"""The experts in MXFP4 by aiter's fused MoE on gfx950, which rounds the inputs of both products itself.
 
-It does so with the smallest scale that cuts none of 32 numbers, where AMD Quark's "even", and so our other kernels, may
-take half of that: such numbers have coarser neighbours, and the largest is not cut. There is nothing to tell it
-otherwise by.
+aiter takes the smallest scale that clips none of 32 values. AMD Quark's "even", and so our other kernels, may take half
+of that scale, which clips the largest value but resolves the others better. aiter has no option for it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class AiterMxfp4Experts:
         self.gate_up, self.down = ShuffledMxfp4Weight(), ShuffledMxfp4Weight()
 
     def adopt(self, layer: Mxfp4Weights) -> None:
-        """Move the weights' bytes."""
+        """Preshuffle the weights."""
         self.gate_up.adopt(layer.gate_up, layer.gate_up_scale)
         self.down.adopt(layer.down, layer.down_scale)
 
@@ -38,7 +37,7 @@ class AiterMxfp4Experts:
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Mxfp4Weights
     ) -> torch.Tensor:
-        """See :class:`atom_core.kernels.mxfp4_experts.Mxfp4ExpertsKernel`; of the layer's scales this keeps its own."""
+        """See :class:`atom_core.kernels.mxfp4_experts.Mxfp4ExpertsKernel`; the layer's scales are not used."""
         gate_up, down = (layer.gate_up, self.gate_up()), (layer.down, self.down())
         y: torch.Tensor = _mxfp4_experts(x.contiguous(), weights, experts, *gate_up, *down)
         return y

@@ -1,19 +1,19 @@
-"""Where the bits of four numbers in MXFP4 lie within two bytes, for Hopper's kernel.
+"""Order of the bits of four MXFP4 values within two bytes for the Hopper kernel.
 
-A checkpoint has them one behind the other, four bits each. bfloat16 has a sign in bit 15, and what e2m1 has besides it
-in bits 8 to 6. So the first number is there already, and the second by one shift; the other two take two.
+Checkpoints store them in sequence, four bits each. In bfloat16 the sign is bit 15, and the other bits of e2m1 belong to
+bits 8 to 6. In this order the first value is in place already, the second needs one shift, and the others need two.
 """
 
 from __future__ import annotations
 
 import torch
 
-#: Of each number, from the first: where its sign is, and the lowest of the three bits behind it.
+#: For each value: the bit of its sign, and the lowest of its other three bits.
 PLACES = ((15, 6), (12, 3), (13, 0), (14, 9))
 
 
 def spread(blocks: torch.Tensor) -> None:
-    """Move the bits of ``blocks``, uint8 ``[E, rows, columns / 2]`` and contiguous, in place, an expert at a time."""
+    """Reorder the bits of ``blocks``, uint8 ``[E, rows, columns / 2]`` and contiguous, in place."""
     for expert in blocks.view(torch.int16):
         moved = torch.zeros_like(expert)
         for index, (sign, size) in enumerate(PLACES):

@@ -1,15 +1,15 @@
-"""A block of tokens by some rows of one expert's weight on Hopper, in Gluon, which says where each number is.
+"""Blocks of routed tokens of one expert in MXFP4 on Hopper, in Gluon, which controls where each value is.
 
-A weight goes from global memory to shared memory as it is kept, and from there to the registers in which tensor cores
-take their left side; there it becomes bfloat16, so it never lies anywhere with 16 bits. Four numbers in a row, two
-bytes, are one element of a tile of int16: the first of each four make one left side, the second another, and so on; the
-input is in that order (:func:`atom_core.kernels.mxfp4_linear.inputs.prepare`), so nothing is exchanged. Within the two
-bytes bits are moved once, when weights are loaded (:func:`atom_core.kernels.mxfp4_experts.bits.spread`), to where the
-fewest instructions take them to bfloat16's.
+A weight is copied from global to shared memory as it is stored, loaded to the registers of the left operand of the
+tensor cores, and converted to bfloat16 there, so its 16-bit form is never in memory. Four adjacent values, two bytes,
+are one element of an int16 tile. The first values of all elements form one left operand, the second values another, and
+so on. The input has the same order (:func:`atom_core.kernels.mxfp4_linear.inputs.prepare`), so threads exchange
+nothing. When weights are loaded, :func:`atom_core.kernels.mxfp4_experts.bits.spread` reorders the bits within the two
+bytes, so that the conversion takes the fewest instructions.
 
-e2m1's bits put into bfloat16's fields are the number times 2 ** -126, its subnormal included. Two numbers at a time
-are multiplied by their scale times 2 ** 62, and sums by 2 ** 64 in the end: there may be no scale above 2 ** 65, and
-numbers below 2 ** -62 may become zero.
+e2m1's bits in bfloat16's fields are the value times 2 ** -126, including the subnormal. The kernel multiplies two
+values at a time by their scale times 2 ** 62, and the sums by 2 ** 64 at the end. So scales above 2 ** 65 are not
+supported, and values below 2 ** -62 may become zero.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.experts.grouped import ROOM, Held, block_rows, combine, sort_by_expert
-from atom_core.kernels.experts.hopper import input_rows, pairs_of_block, store_pairs
+from atom_core.kernels.experts.grouped import HEADROOM, LocalExperts, block_rows, combine, sort_by_expert
+from atom_core.kernels.experts.hopper import input_rows, store_routed_tokens, tokens_of_block
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_linear.inputs import prepare
 from atom_core.kernels.triton_support import launch_options
 
-#: What takes each of an element's numbers to where bfloat16 has sign and size: two elements at a time.
+#: Instructions that move each of an element's values to bfloat16's sign and other bits, for two elements at a time.
 _BOTH = "and.b32 number, number, 0x01c001c0; lop3.b32 number, number, sign, 0x80008000, 0xf8; "
 _FIRST = gl.constexpr("and.b32 number, $1, 0x81c081c0; ")
 _SECOND = gl.constexpr("shl.b32 number, $1, 3; and.b32 number, number, 0x81c081c0; ")
 _THIRD = gl.constexpr("shl.b32 number, $1, 6; shl.b32 sign, $1, 2; " + _BOTH)
 _FOURTH = gl.constexpr("shr.u32 number, $1, 3; shl.b32 sign, $1, 1; " + _BOTH)
 
-#: Tokens up to which nothing is sorted.
+#: Largest number of tokens that are not sorted.
 MAX_TOKENS = 16
 
 
 @gluon.jit
 def _plane(packed, each, NUMBER: gl.constexpr):
-    """One of the four numbers of each element, in bfloat16: times 2 ** (each - 127 - 64)."""
+    """One of the four values of each element, in bfloat16: times 2 ** (each - 127 - 64)."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 scale, number, sign; mad.lo.u32 scale, $2, 0x00800080, 0x1f001f00; "
         + NUMBER
@@ -58,21 +58,21 @@ def _plane(packed, each, NUMBER: gl.constexpr):
 
 @gluon.jit
 def _rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
-    """The weight's rows in the order of a tile, and whether there are such.
+    """The weight rows of a tile, and whether they exist.
 
-    Of 16 rows the first eight are gates, then come theirs: a thread has both, for it holds every eighth row of sums.
+    The first eight of 16 rows are gate, the others up: a thread has every eighth row of the sums, and so both.
     """
     if GATED:
         out = gl.program_id(0) * (BLOCK_N // 2) + lane // 16 * 8 + lane % 8
         return out + lane // 8 % 2 * (N // 2), out < N // 2
-    else:  # noqa: RET505 - decided when compiling, and what stands behind a return would be compiled all the same
+    else:  # noqa: RET505 - a compile-time branch: code after a return would be compiled in either case
         out = gl.program_id(0) * BLOCK_N + lane
         return out, out < N
 
 
 @gluon.jit
 def _copy_weight(tiles, scale_tiles, at, scale_at, wide, wide_scales, begin, quarter, column, group, N, place):
-    """Columns from ``begin`` on, where an expert's row is not at its end: there, zero."""
+    """Start to copy columns from ``begin`` on; those past the end of a row are zeros."""
     known = wide & (begin + column < quarter)[None, :]
     load(tiles.index(place), at + begin, mask=known, eviction_policy="evict_first")
     known = wide_scales & (begin + group * 8 < quarter)[:, None]
@@ -86,17 +86,17 @@ def _copy_inputs(inputs, x_at, used, begin, quarter, column, place):
 
 @gluon.jit
 def _scales(tile, GROUP: gl.constexpr, layout: gl.constexpr):
-    """``[BLOCK_N, 1]`` of a group of 32 columns."""
+    """``[BLOCK_N, 1]``: the scales of a group of 32 columns."""
     return tile.slice(GROUP, 1, dim=0).permute((1, 0)).load(layout).to(gl.int32)
 
 
 @gluon.jit
 def _add_product(
-    left, inputs, total, PART: gl.constexpr, TOKENS: gl.constexpr, TOGETHER: gl.constexpr, right: gl.constexpr
+    left, inputs, total, PLANE: gl.constexpr, TOKENS: gl.constexpr, TOGETHER: gl.constexpr, right: gl.constexpr
 ):
-    """Add ``left`` times a fourth of the inputs' columns, ``[W, TOKENS]``; by groups of warps it is only begun."""
-    part = inputs.slice(PART * TOKENS, TOKENS, dim=0).permute((1, 0))
-    return warpgroup_mma(left, part, total, is_async=True) if TOGETHER else mma_v2(left, part.load(right), total)
+    """Add ``left`` times a quarter of the input columns, ``[W, TOKENS]``; ``wgmma`` only starts here."""
+    plane = inputs.slice(PLANE * TOKENS, TOKENS, dim=0).permute((1, 0))
+    return warpgroup_mma(left, plane, total, is_async=True) if TOGETHER else mma_v2(left, plane.load(right), total)
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -126,14 +126,14 @@ def expert_rows_hopper(
     SPLIT: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """A block of pairs of one expert by ``BLOCK_N`` rows of its weight.
+    """A block of routed tokens of one expert by ``BLOCK_N`` rows of its weight.
 
-    With an activation rows of ``x`` are tokens, and rows of ``out`` pairs, or where there are ``slots`` those; without,
-    the other way round, and results are given their pair's weight. A row of the weight has ``groups``; ``SPLIT``: the
-    result is in the order in which the next product reads its input; ``TOGETHER``: groups of
-    four warps multiply (``wgmma``), which reads the input from shared memory once for all of them.
+    With an activation, rows of ``x`` are tokens and rows of ``out`` are slots, or routed tokens without ``slots``.
+    Without, ``x`` has those rows, rows of ``out`` are routed tokens, and results are multiplied by the routing weight.
+    ``groups``: of a weight row; ``SPLIT``: the result has the order of the next product's input; ``TOGETHER``: four
+    warps multiply together (``wgmma``) and read the input from shared memory once.
     """
-    # Triton sees from the product that eight columns can be copied together.
+    # From this product Triton knows that eight columns can be copied together.
     quarter = groups * 8
     GATED: gl.constexpr = ACTIVATION is not None
     FEW: gl.constexpr = slots is None
@@ -147,15 +147,17 @@ def expert_rows_hopper(
         [1, vector], [max(1, 32 * vector // BLOCK_N), min(32, BLOCK_N // vector)], [warps, 1], [1, 0]
     )
     looked: gl.constexpr = gl.BlockedLayout([1, 1], [32 // PLACES, PLACES], [warps, 1], [1, 0])
-    parts: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
+    planes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
     version: gl.constexpr = 3 if TOGETHER else 2
     instruction: gl.constexpr = [16, TOKENS, 16] if TOGETHER else [16, 8]
     summed: gl.constexpr = gl.NVMMADistributedLayout([version, 0], [warps, 1], instruction)
     left: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, summed, 2)
-    expert, pair = pairs_of_block(experts, block_experts, slots, T, FIRST, COUNT, TOP_K, PLACES, TOKENS, looked)
+    expert, routed_token = tokens_of_block(
+        experts, block_experts, slots, T, FIRST, COUNT, TOP_K, PLACES, TOKENS, looked
+    )
     if expert < 0:
-        # One waits though it has nothing to do, so that whoever waits for this kernel waits for those in front as well.
+        # One program waits anyway, so that kernels that wait for this one also wait for those before it.
         if OVERLAP and gl.program_id(0) + gl.program_id(1) == 0:
             depend("griddepcontrol.wait; // $0")
         return
@@ -182,15 +184,15 @@ def expert_rows_hopper(
         async_copy.commit_group()
     if OVERLAP:
         depend("griddepcontrol.wait; // $0")
-        # Not earlier: the kernel behind reads which experts they are without waiting for this one.
+        # Not earlier: the next kernel reads the experts without waiting for this one.
         depend("griddepcontrol.launch_dependents; // $0")
-    # The four parts of each row, one behind the other.
-    part = gl.arange(0, 4, gl.SliceLayout(1, parts))
-    given = gl.convert_layout(pair, gl.SliceLayout(0, parts))
-    x_row = input_rows(given, not FEW, GATED, TOP_K, TOKENS, gl.SliceLayout(0, parts))
-    x_begin = x_row.to(gl.int64)[None, :] * (4 * groups) + part[:, None] * groups
+    # The four planes of each row, one after the other.
+    plane = gl.arange(0, 4, gl.SliceLayout(1, planes))
+    given = gl.convert_layout(routed_token, gl.SliceLayout(0, planes))
+    x_row = input_rows(given, not FEW, GATED, TOP_K, TOKENS, gl.SliceLayout(0, planes))
+    x_begin = x_row.to(gl.int64)[None, :] * (4 * groups) + plane[:, None] * groups
     x_begin = gl.convert_layout(x_begin.reshape([4 * TOKENS]), gl.SliceLayout(1, copied)) * 8
-    used = (given[None, :] + part[:, None] * 0).reshape([4 * TOKENS])
+    used = (given[None, :] + plane[:, None] * 0).reshape([4 * TOKENS])
     used = (gl.convert_layout(used, gl.SliceLayout(1, copied)) >= 0)[:, None]
     x_at = x + x_begin[:, None] + column[None, :]
     for stage in gl.static_range(STAGES - 1):
@@ -229,7 +231,7 @@ def expert_rows_hopper(
         fourth = _plane(packed, each, _FOURTH)
         total = _add_product(fourth, here, total, 3, TOKENS, TOGETHER, right)
         if TOGETHER:
-            # By masks, as behind a branch each product would be waited for.
+            # With masks: a branch would wait for each product.
             _copy_weight(tiles, scale_tiles, at, scale_at, wide, wide_scales, begin, quarter, column, group, N, filled)
             _copy_inputs(inputs, x_at, used, begin, quarter, column, filled)
             async_copy.commit_group()
@@ -240,25 +242,25 @@ def expert_rows_hopper(
     of_sum, there = _rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N, GATED)
     if bias is not None:
         total += gl.load(bias + expert * N + of_sum, mask=there, other=0.0).to(gl.float32)[:, None]
-    store_pairs(total, pair, weights, out, N, not FEW, SPLIT, BLOCK_N, TOKENS, ACTIVATION)
+    store_routed_tokens(total, routed_token, weights, out, N, not FEW, SPLIT, BLOCK_N, TOKENS, ACTIVATION)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program takes."""
+    """The tile of one program."""
 
     rows: int
-    """Of the weight."""
+    """Rows of the weight."""
     columns: int
-    """Of the weight, at a time."""
+    """Columns of the weight per step."""
     stages: int
     warps: int
     together: bool = False
-    """Whether four warps multiply together, which pays for 32 tokens or more."""
+    """Whether four warps multiply together, which pays off for 32 tokens or more."""
 
 
 def tile_for(tokens: int, block: int, gated: bool) -> Tile:
-    """The tile of blocks of ``block`` tokens; on an H200 the best of some eight for GPT-OSS 20B."""
+    """The tile for blocks of ``block`` tokens; on an H200 the best of some eight for GPT-OSS 20B."""
     if tokens == 1:
         return Tile(32, 128, 6, 2) if gated else Tile(16, 128, 8, 1)
     if block <= 8:
@@ -270,52 +272,52 @@ def tile_for(tokens: int, block: int, gated: bool) -> Tile:
     return Tile(128 if block <= 64 else 256, 128, 3, 8, together=True)
 
 
-#: Pairs that an expert has on average up to which a block has 64 rows at most.
+#: Largest average of routed tokens per expert for which a block has at most 64 rows.
 _SMALL_BLOCKS = 255
 
 
-def _rows_of_blocks(tokens: int, held: Held) -> int:
-    """Rows of a block: experts that need two of them are widened twice, but half empty ones are multiplied in vain."""
-    rows = block_rows(tokens, held, ROOM)
-    return rows if tokens * held.top_k > _SMALL_BLOCKS * held.count else min(rows, 64)
+def _rows_of_blocks(tokens: int, local_experts: LocalExperts) -> int:
+    """Rows of a block: a second block converts the weight again, but larger blocks have more empty slots."""
+    rows = block_rows(tokens, local_experts, HEADROOM)
+    return rows if tokens * local_experts.top_k > _SMALL_BLOCKS * local_experts.count else min(rows, 64)
 
 
 def mixture_on_hopper(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    to_middle: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    to_answer: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    held: Held,
+    gate_up: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    down: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    local_experts: LocalExperts,
     activation: int,
     rounded_inputs: bool,
     overlap: bool,
     residual: torch.Tensor | None,
     norm: Norm | None,
 ) -> torch.Tensor:
-    """See :func:`atom_core.kernels.mxfp4_experts.triton_kernel.mixture`, whose arguments these are.
+    """See :func:`atom_core.kernels.mxfp4_experts.triton_kernel.mixture`, which has the same arguments.
 
-    Up to :data:`MAX_TOKENS` tokens are not sorted: each program finds those that go to its expert.
+    Up to :data:`MAX_TOKENS` tokens are not sorted: each program finds the tokens of its expert.
     """
-    (tokens, hidden), pairs, few = x.shape, experts.numel(), len(x) <= MAX_TOKENS
-    size = 2 * to_answer[0].shape[2]
+    (tokens, hidden), num_routed_tokens, few = x.shape, experts.numel(), len(x) <= MAX_TOKENS
+    size = 2 * down[0].shape[2]
     if few:
-        block_experts, slots, num_blocks, rows = None, None, pairs, 8 if tokens <= 8 else 16
-        middle_rows = pairs
+        block_experts, slots, num_blocks, rows = None, None, num_routed_tokens, 8 if tokens <= 8 else 16
+        intermediate_rows = num_routed_tokens
     else:
-        sorted_pairs = sort_by_expert(experts, held, _rows_of_blocks(tokens, held), overlap)
-        block_experts, slots, rows = sorted_pairs.experts, sorted_pairs.slots, sorted_pairs.rows
-        num_blocks, middle_rows = len(block_experts), len(slots)
-    # Late, and last: the product behind it reads which experts they are, and weights, before it waits.
-    x = prepare(x, overlap, rounds=rounded_inputs, parts=4, norm=norm, late=True)
-    middle = torch.empty(middle_rows, size, dtype=x.dtype, device=x.device)
-    answers = torch.empty(pairs, hidden, dtype=torch.float32 if few else x.dtype, device=x.device)
+        sorted_tokens = sort_by_expert(experts, local_experts, _rows_of_blocks(tokens, local_experts), overlap)
+        block_experts, slots, rows = sorted_tokens.experts, sorted_tokens.slots, sorted_tokens.rows
+        num_blocks, intermediate_rows = len(block_experts), len(slots)
+    # Late and last: the next product reads experts and routing weights before it waits.
+    x = prepare(x, overlap, rounds=rounded_inputs, planes=4, norm=norm, late=True)
+    intermediate = torch.empty(intermediate_rows, size, dtype=x.dtype, device=x.device)
+    outputs = torch.empty(num_routed_tokens, hidden, dtype=torch.float32 if few else x.dtype, device=x.device)
     for given, shares, (blocks, scales, bias), out, act in (
-        (x, None, to_middle, middle, activation),
-        (middle, weights, to_answer, answers, None),
+        (x, None, gate_up, intermediate, activation),
+        (intermediate, weights, down, outputs, None),
     ):
         if act is None and rounded_inputs:
-            given = prepare(given, overlap, rounds=True, parts=4, slots=slots, late=True)
+            given = prepare(given, overlap, rounds=True, planes=4, slots=slots, late=True)
         out_features, tile = blocks.shape[1], tile_for(tokens, rows, act is not None)
         expert_rows_hopper[(triton.cdiv(out_features, tile.rows), num_blocks)](
             given,
@@ -330,10 +332,10 @@ def mixture_on_hopper(
             tokens,
             out_features,
             scales.shape[2],
-            FIRST=held.first,
-            COUNT=held.count,
-            TOP_K=held.top_k,
-            PLACES=triton.next_power_of_2(held.top_k),
+            FIRST=local_experts.first,
+            COUNT=local_experts.count,
+            TOP_K=local_experts.top_k,
+            PLACES=triton.next_power_of_2(local_experts.top_k),
             TOKENS=rows,
             BLOCK_N=tile.rows,
             BLOCK_K=tile.columns,
@@ -345,4 +347,4 @@ def mixture_on_hopper(
             num_warps=tile.warps,
             **launch_options(overlap),
         )
-    return combine(answers, experts, held, x.dtype, overlap, residual)
+    return combine(outputs, experts, local_experts, x.dtype, overlap, residual)

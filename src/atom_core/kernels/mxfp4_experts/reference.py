@@ -1,6 +1,6 @@
-"""Experts one after the other: a chosen one's weights are made for the time that it runs.
+"""Experts one after the other in torch; the weights of an expert are converted while it runs.
 
-It looks at which experts were chosen, so it cannot be captured in a graph.
+The host reads which experts are used, so this cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ReferenceMxfp4Experts:
         self.spec = spec
 
     def adopt(self, layer: Mxfp4Weights) -> None:
-        """Nothing to move."""
+        """Weights stay as they are."""
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, layer: Mxfp4Weights

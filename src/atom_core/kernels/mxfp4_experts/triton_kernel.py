@@ -1,11 +1,10 @@
-"""Experts in MXFP4 in Triton, few tokens and many as :mod:`atom_core.kernels.experts` has them.
+"""Experts in MXFP4 in Triton, for few tokens and for many, as in :mod:`atom_core.kernels.experts`.
 
-In bfloat16 on Hopper both are :mod:`.hopper`'s. Where inputs are rounded, that is a launch of its own in front of each
-product.
+In bfloat16 on Hopper :mod:`.hopper` runs both. Inputs that are rounded take a launch before each product.
 
-Few tokens: a program takes some rows of one expert's weight for one token. A group of 32 numbers is 16 bytes: their
-lower halves are multiplied by the even numbers of ``x``, the upper ones by the odd, and the scale enters once for all.
-Many tokens: tiles of the weight become numbers of ``x``'s dtype, for the tensor cores; in bfloat16 all are exact.
+Few tokens: a program computes some rows of one expert for one token. A group of 32 values has 16 bytes, whose lower
+halves are multiplied by the even elements of ``x`` and whose upper halves by the odd ones; the scale is applied once.
+Many tokens: weight tiles are converted to the dtype of ``x`` for the tensor cores, which is exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.experts.grouped import Held, block_rows, combine, finish_block, sort_by_expert
+from atom_core.kernels.experts.grouped import LocalExperts, block_rows, combine, finish_block, sort_by_expert
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.kept import KEPT
-from atom_core.kernels.linear.parts import finish, weight_rows
+from atom_core.kernels.linear.helpers import finish, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_experts import Mxfp4Weights
 from atom_core.kernels.mxfp4_experts.bits import gather, spread
+from atom_core.kernels.mxfp4_linear.conversion import number, scale_of
 from atom_core.kernels.mxfp4_linear.inputs import prepare
-from atom_core.kernels.mxfp4_linear.parts import number, scale_of
 from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 from atom_core.quant.mxfp4 import GROUP
@@ -38,13 +37,13 @@ if why_no_gluon() is None:
     from atom_core.kernels.mxfp4_experts.hopper import mixture_on_hopper
     from atom_core.kernels.mxfp4_experts.many_tokens import many_tokens, pays
 
-#: Tokens up to which each is multiplied by itself.
+#: Largest number of tokens that are multiplied one by one.
 MAX_TOKENS = 16
 
 
 @triton.jit
 def _row_products(x, blocks, scales, row, K, N, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr):
-    """``[BLOCK_N]``: rows of the weight, at ``blocks`` and ``scales``, by the vector ``x [K]``."""
+    """``[BLOCK_N]``: weight rows at ``blocks`` and ``scales`` by the vector ``x [K]``."""
     group = tl.arange(0, GROUPS)
     byte = tl.arange(0, 16)
     total = tl.zeros([BLOCK_N, GROUPS], tl.float32)
@@ -73,7 +72,7 @@ def _gate_up(
     blocks,
     scales,
     bias,
-    middle,
+    intermediate,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -85,12 +84,12 @@ def _gate_up(
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``middle [T k, N / 2]`` of a pair of a token and one of its experts."""
+    """``intermediate [T k, N / 2]``: some elements for one routed token."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    pair = tl.program_id(1)
-    expert = tl.load(experts + pair).to(tl.int64) - FIRST
+    routed_token = tl.program_id(1)
+    expert = tl.load(experts + routed_token).to(tl.int64) - FIRST
     if (expert < 0) | (expert >= COUNT):
         return
     row = weight_rows(N, BLOCK_N, True)
@@ -98,15 +97,15 @@ def _gate_up(
     scales += expert * N * (K // 32)
     if bias is not None:
         bias += expert * N
-    x += (pair // TOP_K).to(tl.int64) * stride_x
+    x += (routed_token // TOP_K).to(tl.int64) * stride_x
     total = _row_products(x, blocks, scales, row, K, N, BLOCK_N, GROUPS)
-    middle += pair.to(tl.int64) * (N // 2)
-    finish(total[None, :], None, None, bias, None, middle, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
+    intermediate += routed_token.to(tl.int64) * (N // 2)
+    finish(total[None, :], None, None, bias, None, intermediate, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
 
 
 @triton.jit
 def _down(
-    middle,
+    intermediate,
     weights,
     experts,
     blocks,
@@ -123,7 +122,7 @@ def _down(
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some of ``y [T, N]``, and ``residual`` where there is one, of one token."""
+    """Some of ``y [T, N]`` for one token, plus ``residual`` if there is one."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -131,11 +130,11 @@ def _down(
     row = weight_rows(N, BLOCK_N, False)
     total = tl.zeros([BLOCK_N], tl.float32)
     for place in tl.static_range(TOP_K):
-        pair = token * TOP_K + place
-        expert = tl.load(experts + pair).to(tl.int64) - FIRST
+        routed_token = token * TOP_K + place
+        expert = tl.load(experts + routed_token).to(tl.int64) - FIRST
         if (expert >= 0) & (expert < COUNT):
-            answer = _row_products(
-                middle + pair.to(tl.int64) * K,
+            output = _row_products(
+                intermediate + routed_token.to(tl.int64) * K,
                 blocks + expert * N * (K // 2),
                 scales + expert * N * (K // 32),
                 row,
@@ -145,8 +144,8 @@ def _down(
                 GROUPS,
             )
             if bias is not None:
-                answer += tl.load(bias + expert * N + row).to(tl.float32)
-            total += tl.load(weights + pair) * answer
+                output += tl.load(bias + expert * N + row).to(tl.float32)
+            total += tl.load(weights + routed_token) * output
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = token.to(tl.int64) * N + out
     if residual is not None:
@@ -173,19 +172,19 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """A block of rows of one expert by some rows of its weight; see the same of :mod:`atom_core.kernels.experts`."""
+    """A block of routed tokens of one expert by some rows of its weight; as in :mod:`atom_core.kernels.experts`."""
     GATED: tl.constexpr = ACTIVATION is not None
     block = tl.program_id(1)
     expert = tl.load(block_experts + block).to(tl.int64)
     if expert < 0:
         return
     slot = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    pair = tl.load(slots + slot).to(tl.int64)
-    used = pair >= 0
+    routed_token = tl.load(slots + slot).to(tl.int64)
+    used = routed_token >= 0
     row = weight_rows(N, BLOCK_N, GATED)
     column = tl.arange(0, BLOCK_K)
     byte = tl.arange(0, BLOCK_K // 2)
-    x_row = pair // TOP_K if GATED else slot
+    x_row = routed_token // TOP_K if GATED else slot
     x_at = x + x_row[:, None] * stride_x + column[None, :]
     at = blocks + (expert * N + row)[:, None] * (K // 2) + byte[None, :]
     scale_at = scales + (expert * N * (K // 32) + row)[:, None] + (byte // 16 * N)[None, :]
@@ -195,14 +194,14 @@ def _multiply(
         known = (begin + 2 * byte < K)[None, :]
         packed = tl.load(at + begin // 2, mask=known, other=0).to(tl.int32)
         each = scale_of(tl.load(scale_at + begin // 32 * N, mask=known, other=0))
-        pairs = tl.join(number(packed & 15) * each, number(packed >> 4) * each)
-        right = tl.reshape(pairs, (BLOCK_N, BLOCK_K)).to(left.dtype)
+        values = tl.join(number(packed & 15) * each, number(packed >> 4) * each)
+        right = tl.reshape(values, (BLOCK_N, BLOCK_K)).to(left.dtype)
         total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
-    finish_block(total, weights, bias, out, expert, pair, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
+    finish_block(total, weights, bias, out, expert, routed_token, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
 
 
 class TritonMxfp4Experts:
-    """See the module's text and :mod:`atom_core.kernels.mxfp4_experts`.
+    """See the module and :mod:`atom_core.kernels.mxfp4_experts`.
 
     Args:
         spec: the layer.
@@ -213,10 +212,10 @@ class TritonMxfp4Experts:
 
     def __init__(self, spec: Mxfp4ExpertsSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
-        self.held = Held(spec.first, spec.count, spec.top_k, whole=spec.total == spec.count)
+        self.local_experts = LocalExperts(spec.first, spec.count, spec.top_k, whole=spec.total == spec.count)
 
     def adopt(self, layer: Mxfp4Weights) -> None:
-        """For Hopper's kernel, bits are moved to where it wants them."""
+        """Reorder bits for the Hopper kernel."""
         if _by_hopper(self.spec.dtype, layer.gate_up.device):
             spread(layer.gate_up)
             spread(layer.down)
@@ -247,7 +246,7 @@ class TritonMxfp4Experts:
         """See :class:`atom_core.kernels.experts.AddingExpertsKernel`."""
         return self._launch(x, weights, experts, layer, residual, None)
 
-    def add_behind_norm(
+    def add_after_norm(
         self,
         stream: torch.Tensor,
         norm: torch.Tensor,
@@ -269,10 +268,8 @@ class TritonMxfp4Experts:
         residual: torch.Tensor,
         norm: Norm | None,
     ) -> torch.Tensor:
-        spec = self.spec
-        return _launch(
-            x, weights, experts, layer, self.held, spec.activation, spec.rounded_inputs, self.overlap, residual, norm
-        )
+        act, rounded = self.spec.activation, self.spec.rounded_inputs
+        return _launch(x, weights, experts, layer, self.local_experts, act, rounded, self.overlap, residual, norm)
 
 
 def _by_hopper(dtype: torch.dtype, device: torch.device) -> bool:
@@ -315,11 +312,11 @@ def mixture(
     rounded_inputs: bool,
     overlap: bool,
 ) -> torch.Tensor:
-    """See :mod:`atom_core.kernels.mxfp4_experts`; ``first`` and ``count`` say which experts are held."""
+    """See :mod:`atom_core.kernels.mxfp4_experts`; ``first`` and ``count`` describe the local experts."""
     layer = Mxfp4Weights(gate_up, gate_up_scale, down, down_scale, gate_up_bias, down_bias)
-    held = Held(first, count, experts.shape[1])
+    local_experts = LocalExperts(first, count, experts.shape[1])
     act = cast(Activation, activation)
-    return _launch(x, weights, experts, layer, held, act, rounded_inputs, overlap, None, None)
+    return _launch(x, weights, experts, layer, local_experts, act, rounded_inputs, overlap, None, None)
 
 
 def _launch(
@@ -327,14 +324,14 @@ def _launch(
     weights: torch.Tensor,
     experts: torch.Tensor,
     layer: Mxfp4Weights,
-    held: Held,
+    local_experts: LocalExperts,
     activation: Activation,
     rounded_inputs: bool,
     overlap: bool,
     residual: torch.Tensor | None,
     norm: Norm | None,
 ) -> torch.Tensor:
-    """``residual``: contiguous; it is added to, and is the result. ``norm``: norm ``x`` first."""
+    """``residual``: contiguous; it is added to and returned. ``norm``: the RMS norm to apply to ``x`` first."""
     assert x.stride(1) == 1
     assert all(it.is_contiguous() for it in (weights, experts, layer.gate_up, layer.down))
     assert all(it.transpose(1, 2).is_contiguous() for it in (layer.gate_up_scale, layer.down_scale))
@@ -347,20 +344,20 @@ def _launch(
     run = _few_tokens if tokens <= MAX_TOKENS else _many_tokens
     if _by_hopper(x.dtype, x.device):
         run = mixture_on_hopper
-        if pays(x, size, held):
+        if pays(x, size, local_experts):
             assert norm is None
             if rounded_inputs:
-                x = prepare(x, overlap, rounds=True, parts=1)
+                x = prepare(x, overlap, rounds=True, planes=1)
             run = many_tokens
     elif rounded_inputs or norm is not None:
-        x = prepare(x, overlap, rounds=rounded_inputs, parts=1, norm=norm)
+        x = prepare(x, overlap, rounds=rounded_inputs, planes=1, norm=norm)
     return run(
         x,
         weights,
         experts,
         (layer.gate_up, layer.gate_up_scale, layer.gate_up_bias),
         (layer.down, layer.down_scale, layer.down_bias),
-        held,
+        local_experts,
         ACTIVATIONS[activation],
         rounded_inputs,
         overlap,
@@ -373,34 +370,34 @@ def _few_tokens(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    to_middle: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    to_answer: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    held: Held,
+    gate_up: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    down: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    local_experts: LocalExperts,
     activation: int,
     rounded_inputs: bool,
     overlap: bool,
     residual: torch.Tensor | None,
     norm: Norm | None,
 ) -> torch.Tensor:
-    """``x`` is normed and rounded."""
-    (tokens, hidden), size = x.shape, 2 * to_answer[0].shape[2]
+    """``x`` is already normed and rounded."""
+    (tokens, hidden), size = x.shape, 2 * down[0].shape[2]
     y = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device) if residual is None else residual
-    middle = torch.empty(tokens * held.top_k, size, dtype=x.dtype, device=x.device)
+    intermediate = torch.empty(tokens * local_experts.top_k, size, dtype=x.dtype, device=x.device)
     constants = {
-        "FIRST": held.first,
-        "COUNT": held.count,
-        "TOP_K": held.top_k,
+        "FIRST": local_experts.first,
+        "COUNT": local_experts.count,
+        "TOP_K": local_experts.top_k,
         "BLOCK_N": 8,
         "GROUPS": 32,
         "OVERLAP": overlap,
         "num_warps": 4,
         **launch_options(overlap),
     }
-    _gate_up[(triton.cdiv(size, 4), tokens * held.top_k)](
+    _gate_up[(triton.cdiv(size, 4), tokens * local_experts.top_k)](
         x,
         experts,
-        *to_middle,
-        middle,
+        *gate_up,
+        intermediate,
         K=hidden,
         N=2 * size,
         stride_x=x.stride(0),
@@ -408,9 +405,9 @@ def _few_tokens(
         **constants,
     )
     if rounded_inputs:
-        middle = prepare(middle, overlap, rounds=True, parts=1)
+        intermediate = prepare(intermediate, overlap, rounds=True, planes=1)
     _down[(triton.cdiv(hidden, 8), tokens)](
-        middle, weights, experts, *to_answer, residual, y, K=size, N=hidden, **constants
+        intermediate, weights, experts, *down, residual, y, K=size, N=hidden, **constants
     )
     return y
 
@@ -419,29 +416,29 @@ def _many_tokens(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    to_middle: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    to_answer: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    held: Held,
+    gate_up: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    down: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    local_experts: LocalExperts,
     activation: int,
     rounded_inputs: bool,
     overlap: bool,
     residual: torch.Tensor | None,
     norm: Norm | None,
 ) -> torch.Tensor:
-    """``x`` is normed and rounded."""
-    (tokens, hidden), size = x.shape, 2 * to_answer[0].shape[2]
-    sorted_pairs = sort_by_expert(experts, held, block_rows(tokens, held))
-    num_blocks, rows = len(sorted_pairs.experts), sorted_pairs.rows
-    tile = {"TOP_K": held.top_k, "BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4 if rows < 64 else 8}
-    at = (sorted_pairs.slots, sorted_pairs.experts)
-    middle = torch.empty(num_blocks * rows, size, dtype=x.dtype, device=x.device)
+    """``x`` is already normed and rounded."""
+    (tokens, hidden), size, top_k = x.shape, 2 * down[0].shape[2], local_experts.top_k
+    sorted_tokens = sort_by_expert(experts, local_experts, block_rows(tokens, local_experts))
+    num_blocks, rows = len(sorted_tokens.experts), sorted_tokens.rows
+    tile = {"TOP_K": top_k, "BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4 if rows < 64 else 8}
+    at = (sorted_tokens.slots, sorted_tokens.experts)
+    intermediate = torch.empty(num_blocks * rows, size, dtype=x.dtype, device=x.device)
     _multiply[(triton.cdiv(2 * size, tile["BLOCK_N"]), num_blocks)](
-        x, *at, None, *to_middle, middle, hidden, 2 * size, x.stride(0), ACTIVATION=activation, **tile
+        x, *at, None, *gate_up, intermediate, hidden, 2 * size, x.stride(0), ACTIVATION=activation, **tile
     )
     if rounded_inputs:
-        middle = prepare(middle, False, rounds=True, parts=1, slots=sorted_pairs.slots)
-    answers = torch.empty(tokens * held.top_k, hidden, dtype=x.dtype, device=x.device)
+        intermediate = prepare(intermediate, False, rounds=True, planes=1, slots=sorted_tokens.slots)
+    outputs = torch.empty(tokens * top_k, hidden, dtype=x.dtype, device=x.device)
     _multiply[(triton.cdiv(hidden, tile["BLOCK_N"]), num_blocks)](
-        middle, *at, weights, *to_answer, answers, size, hidden, size, ACTIVATION=None, **tile
+        intermediate, *at, weights, *down, outputs, size, hidden, size, ACTIVATION=None, **tile
     )
-    return combine(answers, experts, held, x.dtype, False, residual)
+    return combine(outputs, experts, local_experts, x.dtype, False, residual)

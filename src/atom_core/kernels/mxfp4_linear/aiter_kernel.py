@@ -1,7 +1,7 @@
-"""MXFP4 by MXFP4 by aiter, on gfx950: its quantiser, then a product that reads numbers and scales in its own order.
+"""MXFP4 by MXFP4 by aiter on gfx950: its quantisation, then a product with preshuffled weights and scales.
 
-The quantiser is told to round as AMD Quark does; by default it takes a larger scale where one would cut numbers. It
-keeps no NaN: such a number becomes one of e2m1's.
+The quantisation rounds like AMD Quark's here; aiter's default takes a larger scale where one would clip values. It does
+not keep NaN, which becomes some e2m1 value.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from atom_core.kernels.aiter_library import aiter_function, require
 from atom_core.kernels.fp8_linear.aiter_kernel import shuffle_in_place, unshuffle_in_place
 from atom_core.kernels.opaque import opaque
 
-#: Two numbers a byte, and the powers of two that are their scales: what aiter knows MXFP4 by (aiter/utility/dtypes.py).
+#: aiter's dtypes for two packed values and for their power-of-two scales (aiter/utility/dtypes.py).
 FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
-#: The number of "even" among aiter's ways to find a scale (aiter/utility/mx_types.py:45).
+#: aiter's rounding mode "even" of a scale (aiter/utility/mx_types.py:45).
 EVEN = 2
 
 
 class ShuffledMxfp4Weight:
-    """A layer's weight in the order that aiter's products read.
+    """A layer's preshuffled weight.
 
-    The layer keeps the packed numbers, whose bytes are moved in place; scales are kept here, since the layer's are
-    loaded again with new weights. What graphs have captured stays where it is.
+    The layer has the packed values, which are reordered in place. The scales are stored here, because new weights load
+    the layer's again. Both keep their addresses, which CUDA graphs have captured.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class ShuffledMxfp4Weight:
         self.scales: torch.Tensor | None = None
 
     def adopt(self, blocks: torch.Tensor, scales: torch.Tensor) -> None:
-        """Move the loaded ``blocks [N, K / 2]``, or ``[E, N, K / 2]`` of experts, and keep their ``scales``."""
+        """Preshuffle the loaded ``blocks [N, K / 2]``, or ``[E, N, K / 2]`` of experts, and store their ``scales``."""
         shuffle_in_place(blocks.data)
         moved = _moved_scales(scales.data.reshape(-1, scales.shape[-1]).contiguous())
         if self.scales is None:
@@ -39,11 +39,11 @@ class ShuffledMxfp4Weight:
         self.scales.copy_(moved)
 
     def move_back(self, blocks: torch.Tensor) -> None:
-        """See :class:`atom_core.kernels.moved.MovingKernel`; the layer has the scales as they were loaded."""
+        """See :class:`atom_core.kernels.moved.MovingKernel`; the layer still has the scales as they were loaded."""
         unshuffle_in_place(blocks.data)
 
     def __call__(self) -> torch.Tensor:
-        """The scales, uint8 ``[E N, K / 32]``, rows filled up to 256."""
+        """The scales, uint8 ``[E N, K / 32]``, padded to a multiple of 256 rows."""
         assert self.scales is not None, "weights are adopted before they are multiplied by"
         return self.scales
 
@@ -67,7 +67,7 @@ class AiterMxfp4Linear:
         self.shuffled = ShuffledMxfp4Weight()
 
     def adopt(self, blocks: torch.Tensor, scales: torch.Tensor) -> None:
-        """Move the weight's bytes."""
+        """Preshuffle the weight."""
         self.shuffled.adopt(blocks, scales)
 
     def move_back(self, *weights: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ class AiterMxfp4Linear:
     def __call__(
         self, x: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """``x [T, K]`` to ``[T, N]``; ``scales`` are the layer's, of which this keeps its own."""
+        """``x [T, K]`` to ``[T, N]``; the layer's ``scales`` are not used."""
         y: torch.Tensor = _mxfp4_linear(x.contiguous(), blocks, self.shuffled())
         return y if bias is None else y.add_(bias)
 

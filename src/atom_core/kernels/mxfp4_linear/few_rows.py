@@ -1,6 +1,6 @@
-"""1 to 64 rows by a weight in MXFP4, which is read once: rows are the right side of a product, as in
-:mod:`atom_core.kernels.linear.few_rows`. Lower halves of bytes are multiplied by the even numbers of a row, upper ones
-by the odd, so no tile has to be put in another order.
+"""1 to 64 rows by a weight in MXFP4, which is read once: rows are the right operand of the product, as in
+:mod:`atom_core.kernels.linear.few_rows`. Lower halves of bytes are multiplied by the even elements of a row, upper
+halves by the odd ones, so no tile needs reordering.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
-from atom_core.kernels.linear.parts import finish, weight_rows
+from atom_core.kernels.linear.helpers import finish, weight_rows
 from atom_core.kernels.linear.tiles import MAX_ROWS
-from atom_core.kernels.mxfp4_linear.parts import number, scale_of
+from atom_core.kernels.mxfp4_linear.conversion import number, scale_of
 from atom_core.kernels.triton_support import launch_options
 from atom_core.types import Activation
 
@@ -36,7 +36,7 @@ def _few_rows(
     OVERLAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Programs of ``BLOCK_N`` rows of the weight and all of ``x``."""
+    """A program has ``BLOCK_N`` weight rows and all rows of ``x``."""
     row = weight_rows(N, BLOCK_N, ACTIVATION is not None)
     byte = tl.arange(0, BYTES)
     given = tl.arange(0, BLOCK_M)
@@ -80,17 +80,17 @@ def multiply_few_rows(
     activation: Activation | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``act(x W^T + b) + residual`` of 1 to :data:`MAX_ROWS` rows.
+    """``act(x W^T + b) + residual`` for 1 to :data:`MAX_ROWS` rows.
 
     Args:
-        x: ``[M, K]`` as :func:`.inputs.prepare` splits it.
+        x: ``[M, K]``, reordered by :func:`.inputs.prepare`.
         blocks: uint8 ``[N, K / 2]``, contiguous.
         scales: uint8 ``[N, K / 32]``, contiguous.
         bias: ``[N]``.
-        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        nvidia: whether the device is NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         activation: the weight is ``[gate | up]``; the result is ``[M, N / 2]``.
-        residual: contiguous, in the result's shape; it is written to, and is the result.
+        residual: contiguous, of the result's shape; it is added to and returned.
     """
     (num_rows, in_features), out_features = x.shape, len(blocks)
     assert 0 < num_rows <= MAX_ROWS

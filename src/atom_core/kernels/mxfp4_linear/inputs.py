@@ -1,4 +1,4 @@
-"""What comes in front of a product with MXFP4: a norm where there is one, rounding where asked for, and order."""
+"""Prepare the input of a product with MXFP4: optionally an RMS norm, optionally rounding, and reordering."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from atom_core.kernels.fp8_linear.quantize import norm_factor
 from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.triton_kernel import Norm
-from atom_core.kernels.mxfp4_linear.parts import rounded
+from atom_core.kernels.mxfp4_linear.conversion import rounded
 from atom_core.kernels.triton_support import launch_options
 from atom_core.quant.mxfp4 import GROUP
 
@@ -26,7 +26,7 @@ def _prepare(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     ROUNDED: tl.constexpr,
-    PARTS: tl.constexpr,
+    PLANES: tl.constexpr,
     OVERLAP: tl.constexpr,
     LATE: tl.constexpr,
 ):
@@ -42,16 +42,16 @@ def _prepare(
         tl.extra.cuda.gdc_wait()
     if OVERLAP and LATE:
         tl.extra.cuda.gdc_launch_dependents()
-    if slots is not None:  # noqa: SIM102 - decided when compiling; the other is not
+    if slots is not None:  # noqa: SIM102 - known at compile time, unlike the next
         if tl.load(slots + row) < 0:
             return
     numbers = tl.load(x + row * stride_x + column, mask=known, other=0.0).to(tl.float32)
     if norm is not None:
-        # rounded between norm and groups, as the model defines them
+        # The model defines a rounding between the norm and the groups.
         numbers = (numbers * norm_factor(numbers, K, eps) * factors).to(x.dtype.element_ty).to(tl.float32)
     if ROUNDED:
         numbers = tl.reshape(rounded(tl.reshape(numbers, (GROUPS, GROUP))), (GROUPS * GROUP,))
-    column = column % PARTS * (K // PARTS) + column // PARTS
+    column = column % PLANES * (K // PLANES) + column // PLANES
     tl.store(out + row * K + column, numbers.to(out.dtype.element_ty), mask=known, eviction_policy=KEPT)
 
 
@@ -60,7 +60,7 @@ def prepare(
     overlap: bool,
     *,
     rounds: bool,
-    parts: int = 2,
+    planes: int = 2,
     norm: Norm | None = None,
     slots: torch.Tensor | None = None,
     late: bool = False,
@@ -68,14 +68,14 @@ def prepare(
     """``norm(x) [T, K]`` in its own dtype.
 
     Args:
-        x: of contiguous rows, K a multiple of 32.
+        x: of contiguous rows; K is a multiple of 32.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         rounds: round to MXFP4.
-        parts: the first of each so many numbers of a row are in front of the second ones, and so on: with 2, as halves
-            of a weight's bytes are multiplied.
-        norm: norm rows first.
-        slots: int32 ``[T]``; rows where it is negative are left out, and what is returned for them means nothing.
-        late: the next kernel may start when those in front of this one are done, and read what they wrote.
+        planes: planes into which rows are reordered: elements 0, ``planes``, 2 ``planes``, ... first, then 1, ...; 2
+            planes fit the two halves of a weight's bytes.
+        norm: the RMS norm to apply first.
+        slots: int32 ``[T]``; rows where it is negative are skipped, and their results are undefined.
+        late: the next kernel may not start before the kernels before this one are done, so it can read their results.
     """
     rows, size = x.shape
     assert x.stride(1) == 1
@@ -94,7 +94,7 @@ def prepare(
             GROUP=GROUP,
             GROUPS=groups,
             ROUNDED=rounds,
-            PARTS=parts,
+            PLANES=planes,
             OVERLAP=overlap,
             LATE=late,
             num_warps=min(16, max(1, GROUP * groups // 512)),

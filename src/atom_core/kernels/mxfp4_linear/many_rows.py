@@ -1,4 +1,4 @@
-"""More rows than 64 by a weight in MXFP4: tiles of both sides; halves of bytes as in :mod:`.few_rows`."""
+"""More than 64 rows by a weight in MXFP4: tiles of both operands; halves of bytes as in :mod:`.few_rows`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.mxfp4_linear.parts import number, scale_of
+from atom_core.kernels.mxfp4_linear.conversion import number, scale_of
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -26,7 +26,7 @@ def _many_rows(
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A tile of ``y``. Programs that run at once share rows and columns: ``TOGETHER`` tiles of rows go side by side."""
+    """A tile of ``y``. ``TOGETHER`` tiles of rows are adjacent in launch order, which reuses the L2 cache."""
     program = tl.program_id(0)
     across = tl.cdiv(N, BLOCK_N)
     first = program // (TOGETHER * across) * TOGETHER
@@ -65,11 +65,11 @@ def _many_rows(
 def multiply_many_rows(
     x: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, *, nvidia: bool
 ) -> torch.Tensor:
-    """``x W^T + b``; arguments as those of :func:`.few_rows.multiply_few_rows`."""
+    """``x W^T + b``; the arguments are those of :func:`.few_rows.multiply_few_rows`."""
     (num_rows, in_features), out_features = x.shape, len(blocks)
     assert all(it.is_contiguous() for it in (x, blocks, scales))
     y = x.new_empty(num_rows, out_features)
-    # The fewer rows, the smaller the tiles, so that there are programs for the whole GPU.
+    # Fewer rows have smaller tiles, so that there are programs for the whole GPU.
     block_rows = 64 if num_rows <= 128 else 128
     block = 64 if num_rows <= 512 or not nvidia else 128
     columns = 32

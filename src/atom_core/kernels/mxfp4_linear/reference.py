@@ -1,4 +1,4 @@
-"""MXFP4 as it is defined, in torch: what packed numbers stand for, how numbers are rounded to it, and the product."""
+"""MXFP4 in torch, as it is defined: conversion of packed values, rounding, and the product."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from atom_core.quant.mxfp4 import GROUP
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-#: What the sixteen codes stand for.
+#: The values of the sixteen codes.
 NUMBERS = (*_POSITIVE, *(-number for number in _POSITIVE))
-#: Added to the bits of a float32, it rounds to one bit after the first, as many as e2m1 has, once the rest is cut off.
+#: Added to the bits of a float32 that is then truncated, it rounds to e2m1's single mantissa bit.
 HALF_OF_THAT_BIT = 0x200000
-#: The exponent in the bits of a float32, and where it begins there.
+#: The exponent mask of a float32's bits, and its shift.
 EXPONENT, EXPONENT_AT = 0x7F800000, 23
 
 
@@ -24,7 +24,7 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 
 
 def requantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The blocks ``[.., K / 2]`` of which :func:`dequantize` made ``weight [.., K]`` by ``scales [.., K / 32]``."""
+    """Undo :func:`dequantize`: ``blocks [.., K / 2]`` from ``weight [.., K]`` and ``scales [.., K / 32]``."""
     numbers = torch.ldexp(_grouped(weight), (127 - scales.int())[..., None]).flatten(-2)
     positive = torch.tensor(_POSITIVE, device=weight.device)
     codes = torch.bucketize(numbers.abs(), (positive[1:] + positive[:-1]) / 2) | torch.signbit(numbers).int() << 3
@@ -38,7 +38,7 @@ def _grouped(x: torch.Tensor) -> torch.Tensor:
 
 
 def group_scales(x: torch.Tensor) -> torch.Tensor:
-    """The scales of the groups of ``x [.., K]``, float32 ``[.., K / 32]``; infinite or NaN where some number is."""
+    """The scales of the groups of ``x [.., K]``, float32 ``[.., K / 32]``; infinite or NaN where an element is."""
     largest = _grouped(x).abs().amax(-1)
     exponent = (largest.view(torch.int32) + HALF_OF_THAT_BIT & EXPONENT) >> EXPONENT_AT
     scales = (exponent - 2).clamp_min(1) << EXPONENT_AT
@@ -49,24 +49,23 @@ def round_groups(x: torch.Tensor) -> torch.Tensor:
     """``x [.., K]`` rounded to MXFP4, in its own dtype."""
     scales = group_scales(x)[..., None]
     numbers = _grouped(x) / scales
-    # Of e2m1 the numbers below 2 are 0.5 apart, those below 4 by 1, and those above by 2.
+    # e2m1 values below 2 are 0.5 apart, those below 4 by 1, and those above by 2.
     step = torch.where(numbers.abs() < 2, 0.5, torch.where(numbers.abs() < 4, 1.0, 2.0))
     nearest = ((numbers / step).round() * step).clamp(-6.0, 6.0)
     return (nearest * scales).view(x.shape).to(x.dtype)
 
 
 class ReferenceMxfp4Linear:
-    """See :mod:`atom_core.kernels.mxfp4_linear`. Each call makes the whole weight anew.
+    """See :mod:`atom_core.kernels.mxfp4_linear`. Each call converts the whole weight.
 
-    Args:
-        rounded_inputs: round them to MXFP4.
+    ``rounded_inputs``: round inputs to MXFP4.
     """
 
     def __init__(self, rounded_inputs: bool) -> None:
         self.rounded_inputs = rounded_inputs
 
     def adopt(self, blocks: torch.Tensor, scales: torch.Tensor) -> None:
-        """Nothing to move."""
+        """Weights stay as they are."""
 
     def __call__(
         self, x: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None

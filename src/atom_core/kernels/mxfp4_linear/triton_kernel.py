@@ -1,5 +1,5 @@
-"""Products with MXFP4 weights on a GPU: the input is put in order in a launch of its own, with the norm in front where
-there is one; up to 64 rows are multiplied by :mod:`.few_rows`, more by :mod:`.many_rows`.
+"""Products with MXFP4 weights on a GPU: one launch applies the norm and reorders the input. :mod:`.few_rows` multiplies
+up to 64 rows, :mod:`.many_rows` more.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from atom_core.types import Activation
 
 
 class TritonMxfp4Linear:
-    """See the module's text.
+    """See the module.
 
     Args:
-        rounded_inputs: round them to MXFP4.
-        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        rounded_inputs: round inputs to MXFP4.
+        nvidia: whether the device is NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
 
@@ -30,7 +30,7 @@ class TritonMxfp4Linear:
         self.rounded_inputs, self.nvidia, self.overlap = rounded_inputs, nvidia, overlap
 
     def adopt(self, blocks: torch.Tensor, scales: torch.Tensor) -> None:
-        """Nothing to move."""
+        """Weights stay as they are."""
 
     def add(
         self,
@@ -102,7 +102,7 @@ def multiply_few(
     activation: Activation | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``act(norm(x) W^T + b) + residual``, of 1 to :data:`MAX_ROWS` rows of the model's dtype."""
+    """``act(norm(x) W^T + b) + residual`` for 1 to :data:`MAX_ROWS` rows of the model's dtype."""
     return multiply_few_rows(
         prepare(x, overlap, rounds=rounded_inputs, norm=norm),
         blocks,

@@ -1,11 +1,11 @@
-"""A norm, the product behind it, and the gated activation behind that where there is one, in as few launches as pay.
+"""An RMS norm, the product after it, and optionally a gated activation, in as few launches as pay off.
 
     y = act(rms_norm(x) W^T + b)
 
 as :mod:`atom_core.kernels.rms_norm`, one of :mod:`atom_core.kernels.linear`, :mod:`atom_core.kernels.fp8_linear`,
 :mod:`atom_core.kernels.fp8_block_linear` and :mod:`atom_core.kernels.mxfp4_linear`, and
-:mod:`atom_core.kernels.gated_activation` define them. ``x``: ``[T, K]``, left as it is; ``y``: ``[T, N]``, with an
-activation ``[T, N / 2]``. It is for few rows: more are run by the ops that it is made of.
+:mod:`atom_core.kernels.gated_activation` define them. ``x``: ``[T, K]``, not modified; ``y``: ``[T, N]``, with an
+activation ``[T, N / 2]``. This op is for few rows; more rows run by the separate ops.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from atom_core.types import Activation
 class NormedLinearSpec:
     """One norm and product.
 
-    ``separate`` names the implementation that was chosen for each op by itself: what is fused is what was chosen.
+    ``separate``: the implementation chosen for each separate op; only the same implementation is fused.
     """
 
     in_features: int
@@ -35,29 +35,26 @@ class NormedLinearSpec:
 
 
 class Operands(NamedTuple):
-    """A layer's side of the product."""
+    """The weight side of a layer's product."""
 
     weight: torch.Tensor
-    """``[N, K]``, in FP8 as the device multiplies it; in MXFP4 uint8 ``[N, K / 2]``."""
+    """``[N, K]``, in FP8 in the device's variant; in MXFP4 uint8 ``[N, K / 2]``."""
     bias: torch.Tensor | None
     scale: torch.Tensor | None = None
-    """With FP8: float32 ``[N]``, of the weight's rows, or ``[ceil(N / 128), ceil(K / 128)]``, of its blocks.
-
-    With MXFP4: uint8 ``[N, K / 32]``.
-    """
+    """FP8: float32 ``[N]`` of rows, or ``[ceil(N / 128), ceil(K / 128)]`` of blocks; MXFP4: uint8 ``[N, K / 32]``."""
     input_scale: torch.Tensor | None = None
-    """With FP8: float32 ``[1]`` where it is static."""
+    """FP8: float32 ``[1]`` where it is static."""
     rounded_inputs: bool = False
-    """With MXFP4: whether the input is rounded to it."""
+    """MXFP4: whether the input is rounded to it."""
     float32_result: bool = False
-    """In 16 bits: the product is in float32, and stays so."""
+    """16 bits: whether the result is in float32."""
 
 
 class NormedLinearKernel(Protocol):
-    """The call: ``(x, norm weight, eps, the layer's)`` to ``y``."""
+    """Computes ``y`` from ``x``, the norm's weight and eps, and the layer."""
 
     max_rows: int
-    """Rows of ``x`` up to which it is to be called, from 1 on."""
+    """The largest number of rows, at least 1, for which it may be called."""
 
     def __call__(self, x: torch.Tensor, norm: torch.Tensor, eps: float, layer: Operands) -> torch.Tensor: ...
 
@@ -73,7 +70,7 @@ def _build_triton(spec: NormedLinearSpec, target: Target) -> NormedLinearKernel 
     return TritonNormedLinear(spec.activation, target.kind == "cuda", overlaps(target), quantized)
 
 
-#: "separate" is no kernel: the layers run each op by itself.
+#: "separate" is not a kernel: the layers run the separate ops.
 NORMED_LINEAR: Op[NormedLinearSpec, NormedLinearKernel | None] = Op(
     "normed_linear",
     (

@@ -1,4 +1,4 @@
-"""A norm and a product of few rows in Triton: one launch where the product's kernel can norm, else more."""
+"""A norm and a product of few rows in Triton: one launch where the product's kernel can apply the norm, else more."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class TritonNormedLinear:
     """See :mod:`atom_core.kernels.normed_linear`.
 
     Args:
-        activation: behind the product.
-        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        activation: after the product.
+        nvidia: whether the device is NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
-        quantized: whether the product's weight is.
+        quantized: whether the weight is quantised.
     """
 
     def __init__(self, activation: Activation | None, nvidia: bool, overlap: bool, quantized: bool = False) -> None:

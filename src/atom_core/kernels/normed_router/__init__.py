@@ -1,10 +1,9 @@
-"""A norm and the router behind it, of few tokens in one launch.
+"""An RMS norm and the router after it, for few tokens in one launch.
 
     y = rms_norm(x);  logits = y W^T + b
 
-as :mod:`atom_core.kernels.rms_norm` and :mod:`atom_core.kernels.linear` define them, but that what the router
-multiplies need not be rounded to the dtype of ``x``. ``x``: ``[T, H]``, left as it is; ``y``: ``[T, H]``, for the
-experts; ``logits``: ``[T, E]``.
+as :mod:`atom_core.kernels.rms_norm` and :mod:`atom_core.kernels.linear` define them, except that the router's input may
+be unrounded. ``x``: ``[T, H]``, not modified; ``y``: ``[T, H]``, for the experts; ``logits``: ``[T, E]``.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from atom_core.kernels.triton_support import overlaps, why_not_fused
 
 @dataclass(frozen=True)
 class NormedRouterSpec:
-    """One mixture's.
+    """The norm and router of one mixture.
 
-    ``separate`` names the implementation that was chosen for each op by itself: what is fused is what was chosen.
+    ``separate``: the implementation chosen for each separate op; only the same implementation is fused.
     """
 
     separate: tuple[tuple[str, str], ...]
 
 
 class NormedRouterKernel(Protocol):
-    """The call: ``(x, norm weight, eps, the router's)`` to ``y`` and the logits."""
+    """Computes ``y`` and the logits from ``x``, the norm's weight and eps, and the router's operands."""
 
     tokens: range
-    """How many tokens it is to be called for."""
+    """The numbers of tokens for which it may be called."""
 
     def __call__(
         self, x: torch.Tensor, norm: torch.Tensor, eps: float, router: Operands
@@ -50,7 +49,7 @@ def _build_triton(spec: NormedRouterSpec, target: Target) -> NormedRouterKernel 
     return TritonNormedRouter(overlaps(target))
 
 
-#: "separate" is no kernel: the layers run each op by itself.
+#: "separate" is not a kernel: the layers run the separate ops.
 NORMED_ROUTER: Op[NormedRouterSpec, NormedRouterKernel | None] = Op(
     "normed_router",
     (

@@ -1,9 +1,8 @@
-"""Norm and router in Triton: programs of one token and some experts each.
+"""Norm and router in Triton: each program has one token and some experts.
 
-Each multiplies its token by its experts' rows, as one row is multiplied anywhere
-(:mod:`atom_core.kernels.linear.one_row`), and norms its share of the token. The router's weight is read once a token,
-from the second-level cache: of few tokens that takes less time than a norm of its own and one product of them all, for
-which the weight makes too few programs.
+A program multiplies its token by its experts' rows, like any single row (:mod:`atom_core.kernels.linear.one_row`), and
+writes its share of the normed token. The router's weight is read once per token, from the L2 cache. For few tokens this
+is faster than a separate norm and one product, because a router's weight is too small for enough programs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.kept import KEPT
-from atom_core.kernels.linear.parts import normed_total, row_sums, weight_rows
+from atom_core.kernels.linear.helpers import normed_total, row_sums, weight_rows
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.triton_support import launch_options
 
@@ -36,7 +35,7 @@ def _norm_and_score(
     SHARE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A token's ``logits`` of ``ROWS`` experts, and ``SHARE`` of its ``normed`` columns."""
+    """Logits of ``ROWS`` experts for one token, and ``SHARE`` of its normed columns."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(1).to(tl.int64)
@@ -68,7 +67,7 @@ class TritonNormedRouter:
     ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
 
-    #: Of one the products behind the norm have it within, and nothing is stored.
+    #: For one token, the products after the norm apply it themselves, and nothing is stored.
     tokens = range(2, 17)
 
     def __init__(self, overlap: bool) -> None:
@@ -85,7 +84,7 @@ class TritonNormedRouter:
         wide = router.float32_result or router.weight.dtype == torch.float32
         logits = torch.empty(tokens, num_experts, dtype=torch.float32 if wide else x.dtype, device=x.device)
         normed = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-        # What a program takes at once of the router's weight; chosen on an H200.
+        # Rows and columns of a step; chosen on an H200.
         rows, columns = 2 if tokens <= 8 else 4, min(2048, max(16, triton.next_power_of_2(hidden)))
         programs = triton.cdiv(num_experts, rows)
         _norm_and_score[(programs, tokens)](

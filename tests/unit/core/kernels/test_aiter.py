@@ -19,7 +19,7 @@ from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearS
 from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec
 from atom_core.kernels.fp8_gated_activation import FP8_GATED_ACTIVATION, Fp8GatedActivationSpec
 from atom_core.kernels.fp8_gated_activation.aiter_kernel import in_hip
-from atom_core.kernels.fp8_inputs import InputForm, QuantizedInputKernel, if_it_takes_quantized
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInputKernel, as_quantized_input_kernel
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM, Fp8RmsNormSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
@@ -228,12 +228,12 @@ def test_products_say_what_they_take_quantised():
     assert of_rows["dynamic"].form == InputForm(torch.float8_e4m3fnuz, None)
     assert of_blocks.form == GROUPS
     assert all(it.takes_quantized(1) for it in (of_rows["dynamic"], of_blocks))
-    assert if_it_takes_quantized(of_blocks) is of_blocks
-    assert if_it_takes_quantized(of_rows["static"]) is None
-    assert if_it_takes_quantized(plain) is None
+    assert as_quantized_input_kernel(of_blocks) is of_blocks
+    assert as_quantized_input_kernel(of_rows["static"]) is None
+    assert as_quantized_input_kernel(plain) is None
 
 
-def test_middles_of_384_are_for_gfx942_alone_where_rows_have_scales():
+def test_intermediate_sizes_of_384_are_for_gfx942_alone_where_rows_have_scales():
     spec = replace(FP8_EXPERTS_SPEC, intermediate_size=384)
     for arch, name in (("gfx942", "aiter"), ("gfx950", "triton")):
         with fake_aiter(arch):
@@ -251,7 +251,7 @@ def test_middles_of_384_are_for_gfx942_alone_where_rows_have_scales():
         (MXFP4_EXPERTS, replace(MXFP4_EXPERTS_SPEC, dtype=torch.float16), "not of torch.float16"),
         (MXFP4_EXPERTS, replace(MXFP4_EXPERTS_SPEC, activation="gelu"), "with silu, not with gelu"),
         (MXFP4_EXPERTS, replace(MXFP4_EXPERTS_SPEC, bias=True), "used without biases"),
-        (MXFP4_EXPERTS, replace(MXFP4_EXPERTS_SPEC, total=8), "where a rank holds them all, not 4 of 8"),
+        (MXFP4_EXPERTS, replace(MXFP4_EXPERTS_SPEC, total=8), "where all experts are local, not 4 of 8"),
         (MXFP4_EXPERTS, replace(MXFP4_EXPERTS_SPEC, hidden_size=384), "not for 384 and 256"),
         (MXFP4_EXPERTS, replace(MXFP4_EXPERTS_SPEC, intermediate_size=384), "not for 256 and 384"),
     ],

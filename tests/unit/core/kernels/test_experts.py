@@ -35,24 +35,24 @@ SPECS = {
     "several tiles of down": replace(SPEC, intermediate_size=1040, top_k=1),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-8}
-#: Gate and up, what they make and the answer are rounded, each.
+#: Gate and up, what they make and the output are rounded, each.
 TOLERANCE_PACKED = 2**-6
 
 
 def operands(spec, tokens, dtype, total=None):
-    """Of ``total`` experts, six or more, of which the spec's are held."""
+    """Of ``total`` experts, six or more, of which the spec's are local."""
     total = total or max(6, spec.first + spec.count)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
         return torch.randn(shape, generator=generator).to(dtype)
 
-    hidden, size, held = spec.hidden_size, spec.intermediate_size, slice(spec.first, spec.first + spec.count)
+    hidden, size, local_experts = spec.hidden_size, spec.intermediate_size, slice(spec.first, spec.first + spec.count)
     layer = ExpertWeights(
-        (random(total, 2 * size, hidden) / hidden**0.5)[held].contiguous(),
-        (random(total, hidden, size) / size**0.5)[held].contiguous(),
-        random(total, 2 * size)[held].contiguous() if spec.bias else None,
-        random(total, hidden)[held].contiguous() if spec.bias else None,
+        (random(total, 2 * size, hidden) / hidden**0.5)[local_experts].contiguous(),
+        (random(total, hidden, size) / size**0.5)[local_experts].contiguous(),
+        random(total, 2 * size)[local_experts].contiguous() if spec.bias else None,
+        random(total, hidden)[local_experts].contiguous() if spec.bias else None,
     )
     chosen = [torch.randperm(total, generator=generator)[: spec.top_k] for _ in range(tokens)]
     experts = torch.stack(chosen).int() if tokens else torch.empty(0, spec.top_k, dtype=torch.int32)
@@ -60,18 +60,18 @@ def operands(spec, tokens, dtype, total=None):
 
 
 def by_definition(spec, x, weights, experts, layer):
-    """float64, a pair at a time."""
+    """float64, a routed token at a time."""
     y = torch.zeros(x.shape, dtype=torch.float64)
     for token in range(len(x)):
         for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
             index = expert - spec.first
             if not 0 <= index < spec.count:
                 continue
-            middle = layer.gate_up[index].double() @ x[token].double()
-            middle += 0 if layer.gate_up_bias is None else layer.gate_up_bias[index].double()
-            answer = layer.down[index].double() @ gated_activation(middle, spec.activation)
-            answer += 0 if layer.down_bias is None else layer.down_bias[index].double()
-            y[token] += weight * answer
+            intermediate = layer.gate_up[index].double() @ x[token].double()
+            intermediate += 0 if layer.gate_up_bias is None else layer.gate_up_bias[index].double()
+            output = layer.down[index].double() @ gated_activation(intermediate, spec.activation)
+            output += 0 if layer.down_bias is None else layer.down_bias[index].double()
+            y[token] += weight * output
     return y
 
 
@@ -177,7 +177,7 @@ def test_one_token_is_normed_on_the_way(spec, dtype):
     normed = rms_norm(x, norm, 1e-5, None)[0]
     wanted = x.double() + by_definition(spec, normed, weights, experts, layer)
     stream = x.clone()
-    found = TritonExperts(spec, overlap=False).add_behind_norm(stream, norm, 1e-5, weights, experts, layer)
+    found = TritonExperts(spec, overlap=False).add_after_norm(stream, norm, 1e-5, weights, experts, layer)
     assert found is stream
     assert_close(found, wanted)
 
@@ -196,30 +196,32 @@ def test_a_token_of_nan_leaves_its_neighbours_alone(tokens):
         assert_close(found[:-1], wanted[:-1])
 
 
-@pytest.mark.parametrize("few_pairs", [0, 2048], ids=["in several launches", "in one launch"])
+@pytest.mark.parametrize("max_one_launch", [0, 2048], ids=["in several launches", "in one launch"])
 @pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize("tokens", [1, 20, 300])
 @pytest.mark.parametrize("spec", [SPEC, SPECS["the last of them, with biases"]], ids=["all", "some"])
-def test_every_pair_is_in_one_block_of_its_expert(monkeypatch, spec, tokens, rows, few_pairs):
+def test_every_routed_token_is_in_one_block_of_its_expert(monkeypatch, spec, tokens, rows, max_one_launch):
     from atom_core.kernels.experts import grouped
-    from atom_core.kernels.experts.grouped import Held, sort_by_expert
+    from atom_core.kernels.experts.grouped import LocalExperts, sort_by_expert
 
-    monkeypatch.setattr(grouped, "_FEW_PAIRS", few_pairs)
+    monkeypatch.setattr(grouped, "_MAX_ONE_LAUNCH", max_one_launch)
     experts = operands(spec, tokens, torch.float32)[2]
     if tokens == 300:
         experts[:] = torch.tensor([5, 4, 0])  # as uneven as can be
-    blocks = sort_by_expert(experts, Held(spec.first, spec.count, spec.top_k), rows)
-    held = {
-        pair for pair, expert in enumerate(experts.flatten().tolist()) if spec.first <= expert < spec.first + spec.count
+    blocks = sort_by_expert(experts, LocalExperts(spec.first, spec.count, spec.top_k), rows)
+    local_experts = {
+        routed_token
+        for routed_token, expert in enumerate(experts.flatten().tolist())
+        if spec.first <= expert < spec.first + spec.count
     }
     found = []
     for expert, slots in zip(blocks.experts.tolist(), blocks.slots.view(-1, rows).tolist(), strict=True):
-        pairs = [pair for pair in slots if pair >= 0]
-        assert all(pair == -1 for pair in slots if pair < 0)
-        assert bool(pairs) == (expert >= 0)
-        assert all(experts.flatten()[pair] == expert + spec.first for pair in pairs)
-        found += pairs
-    assert sorted(found) == sorted(held)
+        routed_tokens = [routed_token for routed_token in slots if routed_token >= 0]
+        assert all(routed_token == -1 for routed_token in slots if routed_token < 0)
+        assert bool(routed_tokens) == (expert >= 0)
+        assert all(experts.flatten()[routed_token] == expert + spec.first for routed_token in routed_tokens)
+        found += routed_tokens
+    assert sorted(found) == sorted(local_experts)
 
 
 def test_ranks_that_hold_some_experts_each_add_up_to_one_that_holds_all():
@@ -227,8 +229,8 @@ def test_ranks_that_hold_some_experts_each_add_up_to_one_that_holds_all():
     whole = ReferenceExperts(SPEC)(x, weights, experts, layer)
     parts = []
     for first, count in ((0, 2), (2, 3), (5, 1)):
-        held = ExpertWeights(layer.gate_up[first : first + count], layer.down[first : first + count])
-        parts.append(ReferenceExperts(replace(SPEC, first=first, count=count))(x, weights, experts, held))
+        local_experts = ExpertWeights(layer.gate_up[first : first + count], layer.down[first : first + count])
+        parts.append(ReferenceExperts(replace(SPEC, first=first, count=count))(x, weights, experts, local_experts))
     torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-5)
 
 

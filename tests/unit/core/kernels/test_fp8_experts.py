@@ -32,8 +32,8 @@ SPECS = {
 }
 #: Of one product's numbers, as a share of the largest: sums in another order, and the roundings of gate, up and result.
 ONE_PRODUCT = 2**-9
-#: Of a token's answer, as a share of its length, for half of the tokens and for all: now and then a number of the
-#: middle rounds the other way in e4m3 and is off by up to an 8th, and there are dozens.
+#: Of a token's output, as a share of its length, for half of the tokens and for all: now and then a number of the
+#: intermediate result rounds the other way in e4m3 and is off by up to an 8th, and there are dozens.
 MOST, ALL = 2**-8, 2**-5
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 #: What differs on gfx942 is the form of e4m3, so few cases say all.
@@ -45,20 +45,20 @@ every_way = pytest.mark.parametrize(
 
 
 def operands(spec, tokens, dtype, total=None):
-    """Of ``total`` experts, six or more, of which the spec's are held; scales differ by up to 16 times."""
+    """Of ``total`` experts, six or more, of which the spec's are local; scales differ by up to 16 times."""
     total = total or max(6, spec.first + spec.count)
     generator = torch.Generator().manual_seed(0)
-    hidden, size, held = spec.hidden_size, spec.intermediate_size, slice(spec.first, spec.first + spec.count)
+    hidden, size, local_experts = spec.hidden_size, spec.intermediate_size, slice(spec.first, spec.first + spec.count)
 
     def weight(rows, columns):
         stored = (100 * torch.randn(total, rows, columns, generator=generator)).clamp(-448, 448).to(E4M3)
         stored.view(torch.uint8).view(-1)[::37] = 0x80  # minus zeros
-        return stored[held].contiguous()
+        return stored[local_experts].contiguous()
 
     def scale(rows, columns):
         shape = (total, -(-rows // 128), -(-columns // 128)) if spec.block else (total, rows)
         scales = torch.exp2(4 * torch.rand(shape, generator=generator)) / (400 * columns**0.5)
-        return scales[held].contiguous()
+        return scales[local_experts].contiguous()
 
     layer = Fp8ExpertWeights(
         weight(2 * size, hidden), scale(2 * size, hidden), weight(hidden, size), scale(hidden, size)
@@ -90,15 +90,15 @@ def product(spec, row, weight, scale, alone=False):
 
 
 def by_definition(spec, x, weights, experts, layer, alone=False):
-    """A pair at a time."""
+    """A routed token at a time."""
     y = torch.zeros(x.shape, dtype=torch.float64)
     for token in range(len(x)):
         for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
             index = expert - spec.first
             if not 0 <= index < spec.count:
                 continue
-            middle = middle_of(spec, x[token], layer, expert, alone)
-            y[token] += weight * product(spec, middle, layer.down[index], layer.down_scale[index], alone)
+            intermediate = intermediate_of(spec, x[token], layer, expert, alone)
+            y[token] += weight * product(spec, intermediate, layer.down[index], layer.down_scale[index], alone)
     return y
 
 
@@ -158,8 +158,8 @@ def test_many_tokens_in_triton(spec, target, tokens):
     assert_close(kernel(*given, layer), ReferenceFp8Experts(spec)(*given, layer))
 
 
-def middle_of(spec, x, layer, expert, alone=False):
-    """What an expert that is held makes of one token, rounded as the model's dtype."""
+def intermediate_of(spec, x, layer, expert, alone=False):
+    """What a local expert makes of one token, rounded as the model's dtype."""
     at = expert - spec.first
     gate_up = product(spec, x, layer.gate_up[at], layer.gate_up_scale[at], alone)
     return gated_activation(gate_up.to(x.dtype), spec.activation)
@@ -170,10 +170,10 @@ def assert_product(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=ONE_PRODUCT, atol=ONE_PRODUCT * wanted.abs().max().item())
 
 
-def held_pairs(spec, experts):
-    """(place among all pairs, token, expert) of those that are held."""
-    pairs = enumerate(experts.flatten().tolist())
-    return [(pair, pair // spec.top_k, it) for pair, it in pairs if spec.first <= it < spec.first + spec.count]
+def local_routed_tokens(spec, experts):
+    """(place among all routed tokens, token, expert) of those that are local."""
+    routed_tokens = enumerate(experts.flatten().tolist())
+    return [(at, at // spec.top_k, it) for at, it in routed_tokens if spec.first <= it < spec.first + spec.count]
 
 
 def quantized_in_triton(spec, x):
@@ -182,72 +182,76 @@ def quantized_in_triton(spec, x):
     return launch(x, E4M3, overlap=False, group=128 if spec.block else None)
 
 
-def weighed_answers(spec, middle, weights, experts, layer, alone=False):
-    """float64 of each pair that is held."""
-    answers = []
-    for pair, _, expert in held_pairs(spec, experts):
+def weighted_outputs(spec, intermediate, weights, experts, layer, alone=False):
+    """float64 of each routed token that is local."""
+    outputs = []
+    for routed_token, _, expert in local_routed_tokens(spec, experts):
         at = expert - spec.first
-        answer = product(spec, middle[pair], layer.down[at], layer.down_scale[at], alone)
-        answers.append(weights.flatten()[pair].double() * answer)
-    return answers
+        output = product(spec, intermediate[routed_token], layer.down[at], layer.down_scale[at], alone)
+        outputs.append(weights.flatten()[routed_token].double() * output)
+    return outputs
 
 
 @every_spec
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.usefixtures("exact_fp8_casts")
 def test_each_product_of_one_token_in_triton(normed, spec):
-    from atom_core.kernels.experts.grouped import Held
+    from atom_core.kernels.experts.grouped import LocalExperts
     from atom_core.kernels.fp8_experts.few_tokens import down_of_one, gate_up_of_one
     from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
     from atom_core.kernels.linear.triton_kernel import Norm
 
     spec = in_words(spec)
     x, weights, experts, layer = operands(spec, 1, torch.float16)
-    experts[0, 0] = spec.first  # one at least is held
+    experts[0, 0] = spec.first  # one at least is local
     norm = Norm(torch.rand(spec.hidden_size).to(torch.float16) + 0.5, 1e-5) if normed else None
     row = x if norm is None else rms_norm(x, norm.weight, norm.eps, None)[0]
     common = {"block": 128 if spec.block else 0, "overlap": False, "nvidia": True}
-    held, activation = Held(spec.first, spec.count, spec.top_k), ACTIVATIONS[spec.activation]
-    given = (x, experts, layer.gate_up, layer.gate_up_scale, held)
+    local_experts, activation = LocalExperts(spec.first, spec.count, spec.top_k), ACTIVATIONS[spec.activation]
+    given = (x, experts, layer.gate_up, layer.gate_up_scale, local_experts)
     found = gate_up_of_one(*given, activation=activation, norm=norm, **common)
-    pairs = held_pairs(spec, experts)
-    wanted = torch.stack([middle_of(spec, row[0], layer, expert, alone=True) for *_, expert in pairs])
-    assert_product(found[[pair for pair, *_ in pairs]], wanted)
-    middle = torch.full((spec.top_k, spec.intermediate_size), float("nan"), dtype=torch.float16)
-    middle[[pair for pair, *_ in pairs]] = torch.randn(len(pairs), spec.intermediate_size).to(torch.float16)
+    routed_tokens = local_routed_tokens(spec, experts)
+    wanted = torch.stack([intermediate_of(spec, row[0], layer, expert, alone=True) for *_, expert in routed_tokens])
+    assert_product(found[[it for it, *_ in routed_tokens]], wanted)
+    intermediate = torch.full((spec.top_k, spec.intermediate_size), float("nan"), dtype=torch.float16)
+    places, size = [it for it, *_ in routed_tokens], spec.intermediate_size
+    intermediate[places] = torch.randn(len(places), size).to(torch.float16)
     residual = x.clone() if normed else None
-    found = down_of_one(middle, weights, experts, layer.down, layer.down_scale, held, residual=residual, **common)
+    found = down_of_one(
+        intermediate, weights, experts, layer.down, layer.down_scale, local_experts, residual=residual, **common
+    )
     assert found is residual or not normed
-    wanted = sum(weighed_answers(spec, middle, weights, experts, layer, alone=True))[None]
+    wanted = sum(weighted_outputs(spec, intermediate, weights, experts, layer, alone=True))[None]
     assert_product(found, wanted + x.double() if normed else wanted)
 
 
 @every_spec
 @pytest.mark.usefixtures("exact_fp8_casts")
 def test_each_product_of_few_tokens_in_triton(spec):
-    from atom_core.kernels.experts.grouped import Held
+    from atom_core.kernels.experts.grouped import LocalExperts
     from atom_core.kernels.fp8_experts.few_tokens import multiply_of_experts
     from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 
     x, weights, experts, layer = operands(spec, 5, torch.float16)
     common = {"block": 128 if spec.block else 0, "overlap": False, "nvidia": True}
-    held, activation = Held(spec.first, spec.count, spec.top_k), ACTIVATIONS[spec.activation]
-    pairs = held_pairs(spec, experts)
-    places = [pair for pair, *_ in pairs]
+    local_experts, activation = LocalExperts(spec.first, spec.count, spec.top_k), ACTIVATIONS[spec.activation]
+    routed_tokens = local_routed_tokens(spec, experts)
+    places = [it for it, *_ in routed_tokens]
     found = torch.full((experts.numel(), spec.intermediate_size), float("nan"), dtype=torch.float16)
-    given = (*quantized_in_triton(spec, x), experts, None, layer.gate_up, layer.gate_up_scale, found, held)
+    given = (*quantized_in_triton(spec, x), experts, None, layer.gate_up, layer.gate_up_scale, found, local_experts)
     multiply_of_experts(*given, activation=activation, **common)
-    wanted = torch.stack([middle_of(spec, x[token], layer, expert) for _, token, expert in pairs])
+    wanted = torch.stack([intermediate_of(spec, x[token], layer, expert) for _, token, expert in routed_tokens])
     assert_product(found[places], wanted)
-    middle = torch.full((experts.numel(), spec.intermediate_size), float("nan"), dtype=torch.float16)
-    middle[places] = torch.randn(len(places), spec.intermediate_size).to(torch.float16)
-    answers = torch.full((experts.numel(), spec.hidden_size), float("nan"))
-    given = (*quantized_in_triton(spec, middle), experts, weights, layer.down, layer.down_scale, answers, held)
+    intermediate = torch.full((experts.numel(), spec.intermediate_size), float("nan"), dtype=torch.float16)
+    intermediate[places] = torch.randn(len(places), spec.intermediate_size).to(torch.float16)
+    outputs = torch.full((experts.numel(), spec.hidden_size), float("nan"))
+    down = (layer.down, layer.down_scale, outputs, local_experts)
+    given = (*quantized_in_triton(spec, intermediate), experts, weights, *down)
     multiply_of_experts(*given, activation=None, **common)
-    assert_product(answers[places], torch.stack(weighed_answers(spec, middle, weights, experts, layer)))
-    elsewhere = torch.ones(len(answers), dtype=torch.bool)
+    assert_product(outputs[places], torch.stack(weighted_outputs(spec, intermediate, weights, experts, layer)))
+    elsewhere = torch.ones(len(outputs), dtype=torch.bool)
     elsewhere[places] = False
-    assert answers[elsewhere].isnan().all()
+    assert outputs[elsewhere].isnan().all()
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 20])
@@ -276,7 +280,7 @@ def test_one_token_is_normed_on_the_way(spec):
     for token in range(5):
         one = slice(token, token + 1)
         stream = x[one].clone()
-        found.append(kernel.add_behind_norm(stream, norm, 1e-5, weights[one], experts[one], layer))
+        found.append(kernel.add_after_norm(stream, norm, 1e-5, weights[one], experts[one], layer))
         assert found[-1] is stream
     assert_close(torch.cat(found), wanted)
 
@@ -300,15 +304,15 @@ def test_one_token_that_is_not_read_in_words(spec):
 @every_spec
 @pytest.mark.usefixtures("exact_fp8_casts")
 def test_each_product_of_many_tokens_in_triton(spec):
-    from atom_core.kernels.experts.grouped import Held, sort_by_expert
+    from atom_core.kernels.experts.grouped import LocalExperts, sort_by_expert
     from atom_core.kernels.fp8_experts.many_tokens import multiply_blocks
     from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 
     x, weights, experts, layer = operands(spec, 20, torch.float16)
-    blocks = sort_by_expert(experts, Held(spec.first, spec.count, spec.top_k), 16)
+    blocks = sort_by_expert(experts, LocalExperts(spec.first, spec.count, spec.top_k), 16)
     common = {"top_k": spec.top_k, "block": 128 if spec.block else 0, "nvidia": True, "overlap": False}
     slots = blocks.slots.tolist()
-    pairs = held_pairs(spec, experts)[:20]
+    routed_tokens = local_routed_tokens(spec, experts)[:20]
     found = torch.full((len(slots), spec.intermediate_size), float("nan"), dtype=torch.float16)
     multiply_blocks(
         *quantized_in_triton(spec, x),
@@ -320,19 +324,19 @@ def test_each_product_of_many_tokens_in_triton(spec):
         activation=ACTIVATIONS[spec.activation],
         **common,
     )
-    wanted = torch.stack([middle_of(spec, x[token], layer, expert) for _, token, expert in pairs])
-    assert_product(found[[slots.index(pair) for pair, *_ in pairs]], wanted)
-    middle = torch.randn(len(slots), spec.intermediate_size).to(torch.float16)
-    middle[torch.tensor(slots) < 0] = float("nan")
-    answers = torch.full((experts.numel(), spec.hidden_size), float("nan"), dtype=torch.float16)
-    given = (*quantized_in_triton(spec, middle), blocks, weights, layer.down, layer.down_scale, answers)
+    wanted = torch.stack([intermediate_of(spec, x[token], layer, expert) for _, token, expert in routed_tokens])
+    assert_product(found[[slots.index(routed_token) for routed_token, *_ in routed_tokens]], wanted)
+    intermediate = torch.randn(len(slots), spec.intermediate_size).to(torch.float16)
+    intermediate[torch.tensor(slots) < 0] = float("nan")
+    outputs = torch.full((experts.numel(), spec.hidden_size), float("nan"), dtype=torch.float16)
+    given = (*quantized_in_triton(spec, intermediate), blocks, weights, layer.down, layer.down_scale, outputs)
     multiply_blocks(*given, activation=None, **common)
     wanted = []
-    for pair, _, expert in pairs:
+    for routed_token, _, expert in routed_tokens:
         at = expert - spec.first
-        answer = product(spec, middle[slots.index(pair)], layer.down[at], layer.down_scale[at])
-        wanted.append(weights.flatten()[pair].double() * answer)
-    assert_product(answers[[pair for pair, *_ in pairs]], torch.stack(wanted))
+        output = product(spec, intermediate[slots.index(routed_token)], layer.down[at], layer.down_scale[at])
+        wanted.append(weights.flatten()[routed_token].double() * output)
+    assert_product(outputs[[it for it, *_ in routed_tokens]], torch.stack(wanted))
 
 
 @pytest.mark.parametrize("tokens", [3, 20])
@@ -362,8 +366,8 @@ def test_ranks_that_hold_some_experts_each_add_up_to_one_that_holds_all():
     whole = ReferenceFp8Experts(BLOCKS)(x, weights, experts, layer)
     parts = []
     for first, count in ((0, 2), (2, 3), (5, 1)):
-        held = Fp8ExpertWeights(*(it[first : first + count] for it in layer))
-        parts.append(ReferenceFp8Experts(replace(BLOCKS, first=first, count=count))(x, weights, experts, held))
+        local_experts = Fp8ExpertWeights(*(it[first : first + count] for it in layer))
+        parts.append(ReferenceFp8Experts(replace(BLOCKS, first=first, count=count))(x, weights, experts, local_experts))
     torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-4)
 
 

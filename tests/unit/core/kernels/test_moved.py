@@ -35,11 +35,11 @@ def test_bits_that_are_spread_are_gathered():
 
 
 def test_tiles_are_laid_out_in_rows_again():
-    from atom_core.kernels.experts import tiled
+    from atom_core.kernels.experts import blocked_layout
 
     weight = torch.randn(3, 128, 192, dtype=torch.bfloat16)
     moved = weight.clone()
-    tiled.tile_in_place(moved)
+    blocked_layout.to_blocked_layout(moved)
     assert not torch.equal(moved, weight)
-    tiled.untile_in_place(moved)
+    blocked_layout.from_blocked_layout(moved)
     assert torch.equal(moved, weight)

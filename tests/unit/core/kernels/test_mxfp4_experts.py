@@ -52,7 +52,7 @@ def packed_operands(spec, tokens, dtype):
 
 
 def expected(spec, x, weights, experts, layer):
-    """float64; where inputs are rounded, the middle has the dtype of ``x`` first."""
+    """float64; where inputs are rounded, the intermediate result has the dtype of ``x`` first."""
     if spec.rounded_inputs:
         return by_definition_rounded(spec, x, weights, experts, layer)
     gate_up = dequantize(layer.gate_up, layer.gate_up_scale, torch.float64)
@@ -64,8 +64,8 @@ def expected(spec, x, weights, experts, layer):
 def by_definition_rounded(spec, x, weights, experts, layer):
     y = torch.zeros(x.shape, dtype=torch.float64)
     rounded = round_groups(x).double()
-    for token, pair in ((token, pair) for token in range(len(x)) for pair in range(spec.top_k)):
-        index = int(experts[token, pair]) - spec.first
+    for token, place in ((token, place) for token in range(len(x)) for place in range(spec.top_k)):
+        index = int(experts[token, place]) - spec.first
         if not 0 <= index < spec.count:
             continue
         gate_up = dequantize(layer.gate_up[index], layer.gate_up_scale[index], torch.float64)
@@ -74,11 +74,11 @@ def by_definition_rounded(spec, x, weights, experts, layer):
         if layer.gate_up_bias is not None:
             both = both + layer.gate_up_bias[index].double()
         # A number at the middle of two becomes the other where it was rounded otherwise before.
-        middle = round_groups(gated_activation(both.to(x.dtype), spec.activation)).double()
-        answer = down @ middle
+        intermediate = round_groups(gated_activation(both.to(x.dtype), spec.activation)).double()
+        output = down @ intermediate
         if layer.down_bias is not None:
-            answer = answer + layer.down_bias[index].double()
-        y[token] += weights[token, pair].double() * answer
+            output = output + layer.down_bias[index].double()
+        y[token] += weights[token, place].double() * output
     return y
 
 
@@ -118,7 +118,7 @@ def test_triton(spec, dtype, tokens):
     given = packed_operands(spec, tokens, dtype)
     found, wanted = TritonMxfp4Experts(spec, overlap=False)(*given), expected(spec, *given)
     if tokens and spec.rounded_inputs and dtype != torch.float32:
-        # A number of the middle that is at a tie, and is the next of float16's here, becomes another of four bits.
+        # A number of the intermediate result at a tie, the next of float16's here, becomes another of four bits.
         near = (found.double() - wanted).abs().amax(-1) <= TOLERANCE[dtype] * wanted.abs().max()
         assert near.double().mean() >= NEAR
         found, wanted = found[near], wanted[near]
@@ -145,6 +145,6 @@ def test_one_token_is_normed_on_the_way(rounded):
     x, weights, experts, layer = packed_operands(spec, 1, torch.float32)
     stream, norm = x.contiguous(), torch.rand(spec.hidden_size)
     wanted = stream.double() + expected(spec, rms_norm(stream, norm, 1e-6, None)[0], weights, experts, layer)
-    found = TritonMxfp4Experts(spec, overlap=False).add_behind_norm(stream, norm, 1e-6, weights, experts, layer)
+    found = TritonMxfp4Experts(spec, overlap=False).add_after_norm(stream, norm, 1e-6, weights, experts, layer)
     assert found is stream
     assert_close(found, wanted)

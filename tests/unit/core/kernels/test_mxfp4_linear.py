@@ -92,10 +92,10 @@ def triton(rounded, nvidia=True):
     return TritonMxfp4Linear(rounded, nvidia=nvidia, overlap=False)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("planes", [1, 2, 4])
 @pytest.mark.parametrize("size", [32, 96, 1056])
 @either
-def test_triton_prepares_inputs_as_the_reference_rounds(rounded, size, parts):
+def test_triton_prepares_inputs_as_the_reference_rounds(rounded, size, planes):
     from atom_core.kernels.mxfp4_linear.inputs import prepare
 
     x = operands(4, torch.bfloat16, size)[0]
@@ -103,8 +103,8 @@ def test_triton_prepares_inputs_as_the_reference_rounds(rounded, size, parts):
     if size == 96:
         x[:2] = edges()
     expected = round_groups(x) if rounded else x
-    expected = torch.cat([expected[:, part::parts] for part in range(parts)], 1)
-    assert torch.equal(prepare(x, overlap=False, rounds=rounded, parts=parts), expected)
+    expected = torch.cat([expected[:, plane::planes] for plane in range(planes)], 1)
+    assert torch.equal(prepare(x, overlap=False, rounds=rounded, planes=planes), expected)
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
@@ -113,7 +113,7 @@ def test_what_is_not_finite_stays_in_its_group(name):
 
     x = torch.ones(2, 96, dtype=torch.bfloat16)
     x[0, 3], x[1, 40] = float("nan"), float("-inf")
-    found = round_groups(x) if name == "reference" else prepare(x, overlap=False, rounds=True, parts=1)
+    found = round_groups(x) if name == "reference" else prepare(x, overlap=False, rounds=True, planes=1)
     nan = found.isnan().view(2, 3, 32)
     assert nan.all(-1).tolist() == [[True, False, False], [False, True, False]]
     assert found[~found.isnan()].eq(1).all()
@@ -123,7 +123,7 @@ def test_rows_that_are_no_slots_are_left_out():
     from atom_core.kernels.mxfp4_linear.inputs import prepare
 
     x, slots = operands(4)[0], torch.tensor([3, -1, 0, -1], dtype=torch.int32)
-    found = prepare(x, overlap=False, rounds=True, parts=1, slots=slots)
+    found = prepare(x, overlap=False, rounds=True, planes=1, slots=slots)
     assert torch.equal(found[[0, 2]], round_groups(x)[[0, 2]])
 
 

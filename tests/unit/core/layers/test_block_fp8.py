@@ -10,7 +10,7 @@ import torch
 from atom_core.kernels.fp8_block_linear.reference import ReferenceFp8BlockLinear
 from atom_core.layers.block_fp8 import check_blocks
 from atom_core.layers.linear import Column, Linear, MergedColumnLinear, QkvLinear, RowLinear
-from atom_core.layers.linear_methods import Part
+from atom_core.layers.linear_methods import Shard
 from atom_core.quant.fp8 import Fp8Config
 from atom_core.runtime import SingleRank
 from atom_core.standalone import build_runtime
@@ -137,7 +137,7 @@ def test_heads_that_ranks_share_are_whole_blocks_too():
 
 def test_a_part_that_begins_within_a_block_is_refused():
     says = (
-        "mlp.up_proj and what stands in front of it are one weight here, in which it begins at row 200: within an FP8 "
+        "mlp.up_proj is merged with other matrices into one weight, in which it begins at row 200: within an FP8 "
         r"block of 128 by 128 \(weight_block_size, .*\). Supported: sizes that are multiples of 128"
     )
     columns = (Column("gate_proj", 200, range(200)), Column("up_proj", 200, range(200)))
@@ -147,7 +147,7 @@ def test_a_part_that_begins_within_a_block_is_refused():
 
 def test_another_way_out_is_named():
     with pytest.raises(ValueError, match=r"whole blocks \(1\), or stand on your head, or a checkpoint"):
-        check_blocks(Part("", 128, 8, range(64), range(8)), "m", 2, ", or stand on your head")
+        check_blocks(Shard("", 128, 8, range(64), range(8)), "m", 2, ", or stand on your head")
 
 
 @pytest.mark.parametrize(

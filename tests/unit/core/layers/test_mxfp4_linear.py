@@ -9,7 +9,7 @@ import torch
 
 from atom_core.kernels.mxfp4_linear.reference import ReferenceMxfp4Linear, dequantize
 from atom_core.layers.linear import Column, Linear, MergedColumnLinear, QkvLinear, RowLinear
-from atom_core.layers.linear_methods import Part
+from atom_core.layers.linear_methods import Shard
 from atom_core.layers.mxfp4_linear import check_groups
 from atom_core.quant import Mxfp4LinearConfig
 from atom_core.runtime import SingleRank
@@ -125,7 +125,7 @@ def test_a_row_that_is_no_whole_groups_is_refused():
 
 def test_another_way_out_is_named():
     with pytest.raises(ValueError, match=r"whole groups \(1\), or stand on your head\.$"):
-        check_groups(Part("", 8, 96, range(8), range(48)), "m", 2, ", or stand on your head")
+        check_groups(Shard("", 8, 96, range(8), range(48)), "m", 2, ", or stand on your head")
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_ranks_that_would_cut_a_block_are_refused_and_may_share_out_whole_expert
 
 def test_experts_smaller_than_a_block_are_refused(tmp_path):
     folder = make(tmp_path, BLOCKS, moe_intermediate_size=64)
-    with pytest.raises(ValueError, match=r"mlp.experts.0.up_proj and what stands in front .* begins at row 64: within"):
+    with pytest.raises(ValueError, match=r"mlp.experts.0.up_proj is merged with other .* begins at row 64: within"):
         Runner(folder)
 
 

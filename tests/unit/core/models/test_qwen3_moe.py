@@ -102,7 +102,7 @@ def test_a_rank_holds_its_experts_alone(tmp_path):
 
     def work(group):
         experts = build(runner, tmp_path, tensor_parallel=group, expert_parallel=True).model.layers[0].mlp.experts
-        return experts.held, experts.gate_up_proj.shape, experts.down_proj.shape
+        return experts.local_experts, experts.gate_up_proj.shape, experts.down_proj.shape
 
     assert on_ranks(2, work) == [(held, (3, 80, 96), (3, 96, 40)) for held in (range(3), range(3, 6))]
 

@@ -1,8 +1,8 @@
-"""A block of few pairs of one expert by some rows of its weight in 16 bits on Hopper, in Gluon.
+"""Blocks of few routed tokens of one expert, in 16 bits on Hopper, in Gluon.
 
-The pairs are the right side of a matrix product, whose left side wants many rows: tensor cores take both from shared
-memory (``wgmma``), where few rows on the left would go through registers first. Which experts they are the second
-product knows when it starts: its tiles of the weight are on their way before the input is there.
+Routed tokens are the right operand of the matrix product and weight rows the left: ``wgmma`` needs 64 rows on the left
+and then reads both operands from shared memory. The second product knows its experts when it starts, so it loads its
+first weight tiles before its input is ready.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.experts.hopper import input_rows, row_at, sorted_pairs, store_pairs
-from atom_core.kernels.experts.tiled import FAR
+from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE
+from atom_core.kernels.experts.hopper import input_rows, row_at, sorted_routed_tokens, store_routed_tokens
 from atom_core.kernels.linear.few_rows_hopper import LAG, all_copied, depend, load, ready, weight_rows
 from atom_core.kernels.triton_support import launch_options
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts.grouped import Blocks
 
-#: Columns of a tile: bytes that shared memory interleaves together.
+#: Columns of a tile: 128 bytes, the swizzle width of shared memory.
 COLUMNS = 64
 
 
 @gluon.jit
 def _ask_weight(tiles, at, step, steps, place, apart: gl.constexpr):
-    """Ask for the weight's tile of a step, where there is such."""
+    """Start to copy the weight tile of a step, if the step exists."""
     load(tiles.index(place), at + step * apart, mask=step < steps, eviction_policy="evict_first")
 
 
 @gluon.jit
 def _ask_input(inputs, x_at, used, step, steps, place, COLUMNS: gl.constexpr):
-    """The same of the input's."""
+    """Start to copy the input tile of a step, if the step exists."""
     load(inputs.index(place), x_at + step * COLUMNS, mask=used & (step < steps))
 
 
 @gluon.jit
-def few_pairs_hopper(
+def few_routed_tokens_hopper(
     x,
     block_experts,
     slots,
@@ -60,13 +60,14 @@ def few_pairs_hopper(
     STAGES: gl.constexpr,
     LAG: gl.constexpr,
     ACTIVATION: gl.constexpr,
-    TILED: gl.constexpr,
+    BLOCKED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """A block of ``TOKENS`` pairs of one expert by ``BLOCK_N`` rows of its weight; see :func:`multiply_few_pairs`.
+    """One block of ``TOKENS`` routed tokens by ``BLOCK_N`` weight rows; see :func:`multiply_few_routed_tokens`.
 
-    With an activation rows of ``x`` are tokens, and rows of ``out`` slots; without, the other way round, and results
-    are given their pair's weight. ``STAGES - LAG`` tiles are on their way at once.
+    With an activation, rows of ``x`` are tokens and rows of ``out`` are slots. Without, rows of ``x`` are slots, rows
+    of ``out`` are routed tokens, and results are multiplied by the routing weight. ``STAGES - LAG`` tiles are copied
+    ahead.
     """
     GATED: gl.constexpr = ACTIVATION is not None
     dtype: gl.constexpr = weight.dtype.element_ty
@@ -77,11 +78,11 @@ def few_pairs_hopper(
     ahead: gl.constexpr = STAGES - LAG
     if OVERLAP and GATED:
         depend("griddepcontrol.wait; // $0")
-        # Not earlier: the second product reads which experts they are without waiting for this one.
+        # Not earlier: the second product reads the experts without waiting for this kernel.
         depend("griddepcontrol.launch_dependents; // $0")
-    expert, pair = sorted_pairs(block_experts, slots, TOKENS, gl.SliceLayout(1, copied))
+    expert, routed_token = sorted_routed_tokens(block_experts, slots, TOKENS, gl.SliceLayout(1, copied))
     if expert < 0:
-        # One waits though it has nothing to do, so that whoever waits for this kernel waits for those in front as well.
+        # One program waits anyway, so that kernels that wait for this one also wait for those before it.
         if OVERLAP and not GATED and gl.program_id(0) + gl.program_id(1) == 0:
             depend("griddepcontrol.wait; // $0")
         return
@@ -94,11 +95,11 @@ def few_pairs_hopper(
     )
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, copied))
     row = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, GATED)
-    at = weight + row_at(expert * N + row, K, TILED)[:, None] + column[None, :]
-    # A tile's columns are those of a tile in memory.
-    apart: gl.constexpr = COLUMNS * FAR if TILED else COLUMNS
-    x_row = input_rows(pair, True, GATED, TOP_K, TOKENS, gl.SliceLayout(1, copied))
-    used = (pair >= 0)[:, None]
+    at = weight + row_at(expert * N + row, K, BLOCKED)[:, None] + column[None, :]
+    # In the blocked layout, the columns of this tile are those of one block.
+    apart: gl.constexpr = COLUMNS * BLOCK_SIZE if BLOCKED else COLUMNS
+    x_row = input_rows(routed_token, True, GATED, TOP_K, TOKENS, gl.SliceLayout(1, copied))
+    used = (routed_token >= 0)[:, None]
     x_at = x + x_row.to(gl.int64)[:, None] * stride_x + column[None, :]
     steps = K // COLUMNS
     for stage in gl.static_range(ahead):
@@ -131,25 +132,25 @@ def few_pairs_hopper(
     if bias is not None:
         of_sum = weight_rows(gl.arange(0, BLOCK_N, of_rows), N, BLOCK_N, GATED)
         total += gl.load(bias + expert * N + of_sum).to(gl.float32)[:, None]
-    store_pairs(total, pair, weights, out, N, True, False, BLOCK_N, TOKENS, ACTIVATION)
+    store_routed_tokens(total, routed_token, weights, out, N, True, False, BLOCK_N, TOKENS, ACTIVATION)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program takes."""
+    """The tile of one program."""
 
     rows: int
-    """Of the weight."""
+    """Rows of the weight."""
     stages: int
-    """How many tiles shared memory has room for."""
+    """Tiles that shared memory has room for."""
     warps: int
 
 
-#: Of some eight, see docs/experiments.md, the fastest for 16 pairs.
+#: The fastest of some eight for 16 routed tokens; see docs/experiments.md.
 _TILE = Tile(128, 4, 4)
 
 
-def multiply_few_pairs(
+def multiply_few_routed_tokens(
     x: torch.Tensor,
     weights: torch.Tensor | None,
     weight: torch.Tensor,
@@ -159,13 +160,12 @@ def multiply_few_pairs(
     *,
     top_k: int,
     activation: int | None,
-    tiled: bool,
+    blocked: bool,
     overlap: bool,
 ) -> None:
-    """One product of blocks of pairs into ``out``.
+    """One product of blocks of routed tokens, into ``out``.
 
-    Without an activation what was in front of the kernel in front must be done when this starts: blocks are read
-    without waiting.
+    Without an activation, ``blocks`` are read without waiting for the previous kernel, so they must be older than it.
 
     Args:
         x: ``[T, K]`` with an activation, else ``[slots, K]``.
@@ -173,14 +173,14 @@ def multiply_few_pairs(
         weight: ``[E, N, K]`` in the dtype of ``x``.
         bias: ``[E, N]``.
         out: ``[slots, N / 2]`` with an activation, else ``[T k, N]``.
-        blocks: the pairs in the order of their experts.
-        top_k: pairs of a token.
-        activation: one of ``ACTIVATIONS``' numbers, or None.
-        tiled: whether the weight's numbers are where :mod:`atom_core.kernels.experts.tiled` moves them.
+        blocks: the routed tokens sorted by expert.
+        top_k: experts per token.
+        activation: a value of ``ACTIVATIONS``, or None.
+        blocked: whether the weight is in the blocked layout of :mod:`atom_core.kernels.experts.blocked_layout`.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
     _, out_features, in_features = weight.shape
-    few_pairs_hopper[triton.cdiv(out_features, _TILE.rows), len(blocks.experts)](
+    few_routed_tokens_hopper[triton.cdiv(out_features, _TILE.rows), len(blocks.experts)](
         x,
         blocks.experts,
         blocks.slots,
@@ -198,7 +198,7 @@ def multiply_few_pairs(
         STAGES=_TILE.stages,
         LAG=LAG,
         ACTIVATION=activation,
-        TILED=tiled,
+        BLOCKED=blocked,
         OVERLAP=overlap,
         num_warps=_TILE.warps,
         **launch_options(overlap),

@@ -1,14 +1,13 @@
-"""Products of one row by FP8 without tensor cores: weights are read four to a word, inputs two.
+"""Products of one row by FP8 without tensor cores; an int32 holds four weights, or two inputs.
 
-Tensor cores take FP8 from shared memory alone, and 64 rows of the weight at a time: too few programs for one row. Here
-e4m3 is widened to float16 by the hardware's instruction, two numbers at a time; eight products are added in float16,
-and those sums in float32.
+Tensor cores read FP8 from shared memory only, and 64 weight rows at a time: too few programs for one row. Here an
+instruction converts e4m3 to float16, two values at a time. Eight products are added in float16, and those sums in
+float32.
 
-The input is not quantised. That needs the largest number of what shares a scale, which is a launch of its own, or a
-wait in each program. It becomes float16 in groups of 16 numbers, each multiplied by a power of 2 such that nothing
-overflows: a bfloat16 or float16 loses nothing by that but what is less than a 2^18th of its group's largest. The
-rounding of products and of their sums in float16 is less than bfloat16's own, and far less than that of an input in
-e4m3.
+The input is not quantised: that needs the largest value of each scale's group, which takes a launch of its own or a
+wait in each program. It is converted to float16 in groups of 16 values. Each group is multiplied by a power of 2 that
+prevents overflow, so a bfloat16 or float16 loses only what is below 2^-18 of its group's largest value. The rounding of
+products and their sums in float16 is less than bfloat16's own, and far less than that of an input in e4m3.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ import triton.language as tl
 
 
 @triton.jit
-def halves(words, dtype: tl.constexpr):
-    """The two 16-bit numbers of each word, in float32."""
-    low = (words & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
-    high = ((words >> 16) & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+def halves(packed, dtype: tl.constexpr):
+    """The two 16-bit values of each int32, in float32."""
+    low = (packed & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+    high = ((packed >> 16) & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
     return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit
 def _units(most):
-    """What groups are multiplied by, whose largest numbers ``most`` are then between 8 and 16, and what undoes it.
+    """Powers of 2 that scale groups with largest values ``most`` to between 8 and 16, and their inverses.
 
-    Both are powers of 2. Less than 2^-95 is taken for that: the inverse would overflow.
+    ``most`` has a lower bound of 2^-95, below which the scale would overflow.
     """
     exponent = tl.maximum(most.to(tl.int32, bitcast=True) & 0x7F800000, 0x10000000)
     inverse = (0x7F000000 - exponent + 0x01800000).to(tl.float32, bitcast=True)
@@ -38,26 +37,26 @@ def _units(most):
 
 @triton.jit
 def _bits(numbers):
-    """Of float16, in a word."""
+    """float16 bits as int32."""
     return numbers.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
 def _float16(numbers, factors, GROUPS: tl.constexpr):
-    """:func:`_bits`, with a factor for each 8 ``numbers``."""
+    """:func:`_bits` after a multiplication by one factor per 8 ``numbers``."""
     return _bits(tl.reshape(tl.reshape(numbers, (GROUPS, 8)) * factors[:, None], (GROUPS * 8,)))
 
 
 @triton.jit
-def as_multiplied(words, norm_words, squares, NORM: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr):
-    """Pairs of the input's numbers, times the norm's weight, as pairs of float16 below 16 in magnitude.
+def as_multiplied(packed, packed_norm, squares, NORM: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr):
+    """Pairs of inputs times the norm's weight, as pairs of float16 below 16 in magnitude.
 
-    Also what each group of 16 has to be multiplied by to be what it was, and ``squares`` with those of the input.
+    Also the inverse scale of each group of 16, and ``squares`` plus the squares of the inputs.
     """
-    low, high = halves(words, dtype)
+    low, high = halves(packed, dtype)
     if NORM:
         squares += low * low + high * high
-        norm_low, norm_high = halves(norm_words, dtype)
+        norm_low, norm_high = halves(packed_norm, dtype)
         low *= norm_low
         high *= norm_high
     most = tl.max(tl.reshape(tl.maximum(tl.abs(low), tl.abs(high)), (GROUPS, 8)), 1)
@@ -66,9 +65,9 @@ def as_multiplied(words, norm_words, squares, NORM: tl.constexpr, GROUPS: tl.con
 
 
 @triton.jit
-def places_as_multiplied(words, PLACES: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr):
-    """As :func:`as_multiplied` without a norm, of several rows: ``words [PLACES, 8 GROUPS]``."""
-    low, high = halves(words, dtype)
+def places_as_multiplied(packed, PLACES: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr):
+    """As :func:`as_multiplied` without a norm, for several rows: ``packed [PLACES, 8 GROUPS]``."""
+    low, high = halves(packed, dtype)
     most = tl.max(tl.reshape(tl.maximum(tl.abs(low), tl.abs(high)), (PLACES, GROUPS, 8)), 2)
     inverse, unit = _units(most)
     each = tl.reshape(tl.broadcast_to(inverse[:, :, None], (PLACES, GROUPS, 8)), (PLACES, GROUPS * 8))
@@ -76,20 +75,20 @@ def places_as_multiplied(words, PLACES: tl.constexpr, GROUPS: tl.constexpr, dtyp
 
 
 @triton.jit
-def _of_word(word, pair0, pair1, fp8: tl.constexpr):
+def _dot_four(packed, x_packed0, x_packed1, fp8: tl.constexpr):
     """The sum of four products, in float32."""
-    x0, x1 = halves(pair0, tl.float16)
-    x2, x3 = halves(pair1, tl.float16)
-    w0 = (word & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
-    w1 = ((word >> 8) & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
-    w2 = ((word >> 16) & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
-    w3 = ((word >> 24) & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
+    x0, x1 = halves(x_packed0, tl.float16)
+    x2, x3 = halves(x_packed1, tl.float16)
+    w0 = (packed & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
+    w1 = ((packed >> 8) & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
+    w2 = ((packed >> 16) & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
+    w3 = ((packed >> 24) & 0xFF).to(tl.uint8).to(fp8, bitcast=True).to(tl.float32)
     return w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
 
 
 @triton.jit
-def _sixteen(w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, NATIVE: tl.constexpr, fp8: tl.constexpr):
-    """The sum of the products of 16 numbers: four words of e4m3, eight of float16."""
+def _dot_sixteen(w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, NATIVE: tl.constexpr, fp8: tl.constexpr):
+    """The sum of 16 products: four int32 of e4m3, eight of float16."""
     if NATIVE:
         return tl.inline_asm_elementwise(
             """{
@@ -112,15 +111,15 @@ def _sixteen(w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, NATIVE: tl.constexp
             is_pure=True,
             pack=1,
         )
-    else:  # noqa: RET505 - decided when compiling, and what stands behind a return would be compiled all the same
-        return (_of_word(w0, x0, x1, fp8) + _of_word(w1, x2, x3, fp8)) + (
-            _of_word(w2, x4, x5, fp8) + _of_word(w3, x6, x7, fp8)
+    else:  # noqa: RET505 - a compile-time branch: code after a return would be compiled in either case
+        return (_dot_four(w0, x0, x1, fp8) + _dot_four(w1, x2, x3, fp8)) + (
+            _dot_four(w2, x4, x5, fp8) + _dot_four(w3, x6, x7, fp8)
         )
 
 
 @triton.jit
 def _four(tile):
-    """``[.., 2, 2]`` as four tensors, in the order in which they lie."""
+    """Split ``[.., 2, 2]`` into four tensors in memory order."""
     even, odd = tl.split(tile)
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -128,22 +127,22 @@ def _four(tile):
 
 
 @triton.jit
-def _eight(pairs):
-    """``[.., 2, 2, 2]`` as eight tensors, in the order in which they lie."""
-    even, odd = tl.split(pairs)
+def _eight(x_packed):
+    """Split ``[.., 2, 2, 2]`` into eight tensors in memory order."""
+    even, odd = tl.split(x_packed)
     x0, x2, x4, x6 = _four(even)
     x1, x3, x5, x7 = _four(odd)
     return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 @triton.jit
-def products_of_words(
-    tile, pairs, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, NATIVE: tl.constexpr, fp8: tl.constexpr
+def packed_products(
+    tile, x_packed, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, NATIVE: tl.constexpr, fp8: tl.constexpr
 ):
-    """``tile [BLOCK_N, 4 GROUPS]`` times ``pairs [8 GROUPS]``, summed up in groups of 16 numbers."""
+    """``tile [BLOCK_N, 4 GROUPS]`` times ``x_packed [8 GROUPS]``, summed in groups of 16 values."""
     w0, w1, w2, w3 = _four(tl.reshape(tile, (BLOCK_N, GROUPS, 2, 2)))
-    x0, x1, x2, x3, x4, x5, x6, x7 = _eight(tl.reshape(pairs, (GROUPS, 2, 2, 2)))
-    return _sixteen(
+    x0, x1, x2, x3, x4, x5, x6, x7 = _eight(tl.reshape(x_packed, (GROUPS, 2, 2, 2)))
+    return _dot_sixteen(
         w0,
         w1,
         w2,
@@ -162,19 +161,19 @@ def products_of_words(
 
 
 @triton.jit
-def products_of_places(
+def packed_products_by_place(
     tile,
-    pairs,
+    x_packed,
     PLACES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     NATIVE: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """As :func:`products_of_words`, of ``tile [PLACES, BLOCK_N, 4 GROUPS]`` and ``pairs [PLACES, 8 GROUPS]``."""
+    """As :func:`packed_products`, for ``tile [PLACES, BLOCK_N, 4 GROUPS]`` and ``x_packed [PLACES, 8 GROUPS]``."""
     w0, w1, w2, w3 = _four(tl.reshape(tile, (PLACES, BLOCK_N, GROUPS, 2, 2)))
-    x0, x1, x2, x3, x4, x5, x6, x7 = _eight(tl.reshape(pairs, (PLACES, GROUPS, 2, 2, 2)))
-    return _sixteen(
+    x0, x1, x2, x3, x4, x5, x6, x7 = _eight(tl.reshape(x_packed, (PLACES, GROUPS, 2, 2, 2)))
+    return _dot_sixteen(
         w0,
         w1,
         w2,
@@ -194,16 +193,16 @@ def products_of_places(
 
 @triton.jit
 def first_row(BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """The first of the rows of :func:`atom_core.kernels.linear.parts.weight_rows`; behind it are those of its block."""
+    """The first of the rows of :func:`atom_core.kernels.linear.helpers.weight_rows`; the others are in its block."""
     rows: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     return tl.program_id(0) * rows
 
 
 @triton.jit
 def scales_of_groups(at, begin, K, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """The scale at ``at`` of each group of 16 columns of a tile from column ``begin`` on; nothing where rows have them.
+    """The scale of each group of 16 columns of a tile from column ``begin`` on; 0 where rows have scales.
 
-    A group's scale is loaded by whoever multiplies by it: sent there, it would go by way of shared memory.
+    Each thread loads the scales that it multiplies by: an exchange would go through shared memory.
     """
     if BLOCK > 0:
         column = begin + 16 * tl.arange(0, GROUPS)
@@ -218,7 +217,7 @@ def _scaled(
     tile,
     scales,
     up_scales,
-    pairs,
+    x_packed,
     unit,
     GATED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -227,20 +226,20 @@ def _scaled(
     NATIVE: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """A tile of the weight by what it meets of the row, ``[BLOCK_N, GROUPS]``; with blocks times their scales."""
-    parts = products_of_words(tile, pairs, BLOCK_N, GROUPS, NATIVE, fp8)
+    """A weight tile times its inputs, ``[BLOCK_N, GROUPS]``, with block scales applied."""
+    sums = packed_products(tile, x_packed, BLOCK_N, GROUPS, NATIVE, fp8)
     if BLOCK > 0:
         each = (scales * unit)[None, :]
         if GATED:
             each = tl.where((tl.arange(0, BLOCK_N) % 2 == 0)[:, None], each, (up_scales * unit)[None, :])
-        parts *= each
+        sums *= each
     else:
-        parts *= unit[None, :]
-    return parts
+        sums *= unit[None, :]
+    return sums
 
 
 @triton.jit
-def row_sums_of_words(
+def packed_row_sums(
     at,
     scale_at,
     up_scale_at,
@@ -249,8 +248,8 @@ def row_sums_of_words(
     tile,
     scales,
     up_scales,
-    words,
-    norm_words,
+    packed,
+    packed_norm,
     K,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
@@ -264,12 +263,12 @@ def row_sums_of_words(
 ):
     """``[BLOCK_N, BLOCK_K / 16]``: one row times some of a weight, each tile loaded before the last is used.
 
-    Beside it the sums of squares of the row's numbers, ``[BLOCK_K / 2]``, where there is a norm: its weight is in what
-    was multiplied, its factor is left to the caller.
+    Also ``[BLOCK_K / 2]``: sums of squares of the row, with a norm. The norm's weight is applied; its factor is left to
+    the caller.
 
-    The first of all is loaded already: ``tile`` from ``at``, ``words`` of the row from ``x_at``, ``norm_words`` from
-    ``norm_at``. ``BLOCK``: columns that share a scale, and the rows are of one block, whose ``scales`` are from
-    ``scale_at``, or with gates theirs are, and ups' are ``up_scales``. 0: each row has one, which is the caller's.
+    The first tile is loaded already: ``tile`` from ``at``, ``packed`` of the row from ``x_at``, ``packed_norm`` from
+    ``norm_at``. ``BLOCK``: size of scale blocks; all rows are in one block with ``scales`` from ``scale_at``; up rows
+    have ``up_scales``. 0: each row has a scale, which the caller applies.
     """
     GROUPS: tl.constexpr = BLOCK_K // 16
     four = tl.arange(0, BLOCK_K // 4)
@@ -285,15 +284,15 @@ def row_sums_of_words(
         ahead = tl.load(at + begin // 4, mask=known[None, :], other=0, eviction_policy="evict_first")
         scales_ahead = scales_of_groups(scale_at, begin, K, GROUPS, BLOCK)
         up_scales_ahead = scales_of_groups(up_scale_at, begin, K, GROUPS, BLOCK) if GATED else 0.0
-        words_ahead = tl.load(x_at + begin // 2, mask=known_two, other=0)
-        pairs, unit, squares = as_multiplied(words, norm_words, squares, NORM, GROUPS, dtype)
+        packed_ahead = tl.load(x_at + begin // 2, mask=known_two, other=0)
+        x_packed, unit, squares = as_multiplied(packed, packed_norm, squares, NORM, GROUPS, dtype)
         if NORM:
-            norm_words = tl.load(norm_at + begin // 2, mask=known_two, other=0)
-        sums += _scaled(tile, scales, up_scales, pairs, unit, GATED, BLOCK_N, GROUPS, BLOCK, NATIVE, fp8)
+            packed_norm = tl.load(norm_at + begin // 2, mask=known_two, other=0)
+        sums += _scaled(tile, scales, up_scales, x_packed, unit, GATED, BLOCK_N, GROUPS, BLOCK, NATIVE, fp8)
         tile = ahead
         scales = scales_ahead
         up_scales = up_scales_ahead
-        words = words_ahead
-    pairs, unit, squares = as_multiplied(words, norm_words, squares, NORM, GROUPS, dtype)
-    sums += _scaled(tile, scales, up_scales, pairs, unit, GATED, BLOCK_N, GROUPS, BLOCK, NATIVE, fp8)
+        packed = packed_ahead
+    x_packed, unit, squares = as_multiplied(packed, packed_norm, squares, NORM, GROUPS, dtype)
+    sums += _scaled(tile, scales, up_scales, x_packed, unit, GATED, BLOCK_N, GROUPS, BLOCK, NATIVE, fp8)
     return sums, squares

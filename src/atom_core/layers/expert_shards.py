@@ -1,7 +1,7 @@
-"""What checkpoints have of a mixture's experts one by one: three matrices of each.
+"""Checkpoint tensors of single experts: three matrices each.
 
-Shared experts are one network there, side by side. Where they are run as experts behind the routed ones, each has its
-rows of that network's gate and up, and its columns of down.
+Checkpoints store shared experts as one network. Where they run as experts after the routed ones, each has its rows of
+that network's gate and up, and its columns of down.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from atom_core.config import MoEConfig
 from atom_core.kernels.shared_experts import SHARED_EXPERTS, SharedExpertsSpec
-from atom_core.layers.linear_methods import Part
+from atom_core.layers.linear_methods import Shard
 from atom_core.layers.parameters import Placement, checkpoint_module
 from atom_core.runtime import Runtime
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from atom_core.layers.experts import Experts
 
 
-def expert_parts(layer: Experts, expert: int) -> Iterator[tuple[str, Part]]:
-    """An expert's matrices, and which of our weights each belongs to; shared experts come behind the routed ones."""
+def expert_shards(layer: Experts, expert: int) -> Iterator[tuple[str, Shard]]:
+    """(our weight, shard) of each of an expert's matrices; shared experts come after the routed ones."""
     names, hidden, place = layer.names, layer.hidden_size, expert - layer.routed
-    module, size, first = f"{layer.folder}.{expert}", layer.size, 0
+    module, size, first, mine = f"{layer.folder}.{expert}", layer.intermediate_size, 0, layer.intermediate_range
     if place >= 0:
-        module, size, first = layer.shared_module, layer.size * (layer.total - layer.routed), layer.size * place
-    mine = range(first + layer.mine.start, first + layer.mine.stop)
+        module, size, first = layer.shared_module, size * (layer.total - layer.routed), size * place
+    mine = range(first + mine.start, first + mine.stop)
     for name, begin in ((names.gate, 0), (names.up, len(mine))):
-        yield "gate_up", Part(f"{module}.{name}", size, hidden, mine, range(hidden), begin)
-    yield "down", Part(f"{module}.{names.down}", hidden, size, range(hidden), mine)
+        yield "gate_up", Shard(f"{module}.{name}", size, hidden, mine, range(hidden), begin)
+    yield "down", Shard(f"{module}.{names.down}", hidden, size, range(hidden), mine)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeveralPlacements(Placement):
-    """A checkpoint tensor of which each of several experts has a part."""
+    """A checkpoint tensor with shards of several experts."""
 
     each: tuple[Placement, ...]
 
     def problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
-        """See :class:`Placement`; they ask for the same tensor."""
+        """See :class:`Placement`; they all expect the same tensor."""
         return self.each[0].problem(shape, dtype)
 
     def check(self, tensor: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ class SeveralPlacements(Placement):
 
 
 def one_a_tensor(placements: Iterable[tuple[str, str, Placement]]) -> Iterator[tuple[str, str, Placement]]:
-    """``placements`` as :meth:`ParameterLayer.placements` has them, of which several may be of one tensor."""
+    """Merge ``placements``, as of :meth:`ParameterLayer.placements`, that belong to the same tensor."""
     found: dict[tuple[str, str], list[Placement]] = {}
     for module, name, placement in placements:
         found.setdefault((module, name), []).append(placement)
@@ -75,10 +75,10 @@ def one_a_tensor(placements: Iterable[tuple[str, str, Placement]]) -> Iterator[t
 
 
 def shared_as_routed(config: MoEConfig, runtime: Runtime, name: str) -> int:
-    """How many experts behind the routed ones the shared ones of the mixture ``name`` are; 0: a network apart, or none.
+    """The number of shared experts of the mixture ``name`` that run as routed ones; 0: a separate network, or none.
 
     Raises:
-        ValueError: matrices that are read together are not quantised alike; ``ATOM_KERNELS`` asks for what cannot be.
+        ValueError: matrices of one weight are quantised differently, or ``ATOM_KERNELS`` asks for an unsupported one.
     """
     if not (config.shared_size and runtime.fuses_modules):
         return 0

@@ -1,4 +1,4 @@
-"""What the kernels of few rows begin and end with, whichever dtype the weight has."""
+"""The common beginning and end of the kernels for few rows, for any dtype of the weight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.kept import KEPT
 
-#: Has each thread's bytes at an address, as many as it says, fetched to the second-level cache; none where it says 0.
+#: Prefetch a number of bytes at an address into the L2 cache, for each thread; 0: nothing.
 FETCH_ROWS: tl.constexpr = tl.constexpr(
     "{ .reg .pred any; setp.ne.u32 any, $2, 0; @any cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
 )
@@ -16,7 +16,7 @@ FETCH_ROWS: tl.constexpr = tl.constexpr(
 
 @triton.jit
 def weight_rows(N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """The weight's rows of this program, in the order in which it takes them; past the last, the last again."""
+    """This program's weight rows, gate and up alternating; indices past the last row repeat it."""
     lane = tl.arange(0, BLOCK_N)
     if GATED:
         half = N // 2
@@ -30,14 +30,14 @@ def weight_rows(N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
 def fetch_ahead(
     weight, N, stride, BEGIN: tl.constexpr, BYTES: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr
 ):
-    """Have ``BYTES`` of each of this program's rows fetched to the second-level cache, from the column ``BEGIN`` on.
+    """Prefetch ``BYTES`` of each of this program's rows, from column ``BEGIN`` on, into the L2 cache.
 
-    A row is one instruction of one thread, and from sm90 on there is one for it.
+    One thread prefetches a row with one instruction, which needs sm90.
     """
     row = weight_rows(N, BLOCK_N, GATED)
     THREADS: tl.constexpr = tl.extra.cuda.num_threads()
     tl.static_assert(BLOCK_N <= THREADS)
-    # A row of a tile for each thread, which has one element then; those beyond ask for nothing.
+    # One row for each thread of the first BLOCK_N; the other threads prefetch nothing.
     at = (weight + row * stride + BEGIN).to(tl.int64, bitcast=True)
     at = tl.reshape(tl.broadcast_to(at[None, :], (THREADS // BLOCK_N, BLOCK_N)), (THREADS,))
     size = tl.where(tl.arange(0, THREADS) < BLOCK_N, BYTES, 0)
@@ -67,7 +67,7 @@ def finish(
     BLOCK_N: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Scale ``total [BLOCK_M, BLOCK_N]``, add what is to be added, activate and store."""
+    """Scale ``total [BLOCK_M, BLOCK_N]``, add bias and residual, activate and store it."""
     if input_scales is not None:
         total *= tl.load(input_scales + given, mask=given < M, other=0.0)[:, None]
     if scales is not None:
@@ -77,7 +77,7 @@ def finish(
     width = N
     if ACTIVATION is not None:
         gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
-        # Rounded where a kernel of its own would read them.
+        # Rounded as if the activation were a kernel of its own.
         gate = gate.to(y.dtype.element_ty).to(tl.float32)
         up = up.to(y.dtype.element_ty).to(tl.float32)
         total = gated(gate, up, ACTIVATION)
@@ -94,7 +94,7 @@ def finish(
 
 @triton.jit
 def products(tile, wide, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``tile * wide``, summed up as far as one thread has the numbers: few registers, no exchange."""
+    """``tile * wide``, summed over the elements that one thread has: few registers, no exchange."""
     return tl.sum(tl.reshape(tile.to(tl.float32) * wide[None, :], (BLOCK_N, BLOCK_K // 8, 8)), 2)
 
 
@@ -110,12 +110,12 @@ def row_sums(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
-    FAR: tl.constexpr = 1,
+    COLUMN_STRIDE: tl.constexpr = 1,
 ):
-    """All but the last tile of one row ``x [K]`` times the weight at ``at``, each loaded before the last is used.
+    """One row ``x [K]`` times all but the last tile of the weight at ``at``, each loaded before the last is used.
 
-    ``tile``, and with a norm its weights ``factors``, are the first, loaded already; what is returned is for
-    :func:`row_total`. ``FAR``: how far the weight's columns are apart, where those of one tile lie together.
+    ``tile``, and with a norm its weights ``factors``, are the first tile, already loaded. :func:`row_total` takes the
+    results. ``COLUMN_STRIDE``: distance of adjacent columns' tiles in the weight, for the blocked layout.
     """
     column = tl.arange(0, BLOCK_K)
     wide = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
@@ -124,7 +124,7 @@ def row_sums(
     for begin in tl.range(BLOCK_K, K, BLOCK_K):
         if not EVEN:
             known = begin + column < K
-        ahead = tl.load(at + begin * FAR, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+        ahead = tl.load(at + begin * COLUMN_STRIDE, mask=known[None, :], other=0.0, eviction_policy="evict_first")
         wide_ahead = tl.load(x + begin + column, mask=known, other=0.0).to(tl.float32)
         if norm is not None:
             squares += wide * wide
@@ -138,8 +138,8 @@ def row_sums(
 
 @triton.jit
 def normed_total(sums, squares, tile, wide, factors, eps, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``[BLOCK_N]`` of what :func:`row_sums` left behind a norm, its last tile included, and the norm's factor."""
-    # First, while the last tile of the weight is on its way; behind the products LLVM gives up on it in Triton 3.9.
+    """``[BLOCK_N]``: the normed total of :func:`row_sums` including its last tile, and the norm's factor."""
+    # First, while the last weight tile arrives: LLVM in Triton 3.9 fails to optimise it after the products.
     factor = 1.0 / tl.sqrt(tl.sum(squares + wide * wide, 0) / K + eps)
     total = tl.sum(sums + products(tile, wide * factors.to(tl.float32), BLOCK_N, BLOCK_K), 1)
     return total * factor, factor
@@ -147,7 +147,7 @@ def normed_total(sums, squares, tile, wide, factors, eps, K, BLOCK_N: tl.constex
 
 @triton.jit
 def row_total(sums, squares, tile, wide, factors, norm, eps, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``[BLOCK_N]`` of what :func:`row_sums` left, its last tile included."""
+    """``[BLOCK_N]``: the total of :func:`row_sums` including its last tile."""
     if norm is not None:
         total, _ = normed_total(sums, squares, tile, wide, factors, eps, K, BLOCK_N, BLOCK_K)
     else:
