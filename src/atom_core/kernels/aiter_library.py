@@ -1,7 +1,7 @@
 """AMD's kernel library aiter: who can use it, and how its functions are reached.
 
 Importing aiter asks the device and may compile, so nothing is imported until a kernel of it is built. Each call stands
-in an op of ours (:func:`atom_core.kernels.opaque.opaque`): aiter's own ops declare every tensor as written to.
+in an op of ours (:func:`atom_core.kernels.custom_op.custom_op`): aiter's own ops declare every tensor as written to.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from atom_core.kernels.attention.aiter_choice import (
     inclusive_window,
 )
 from atom_core.kernels.attention.aiter_persistent import PersistentDecode
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
 from atom_core.types import GraphSupport
 
 #: Tokens of a request that a program of the Gluon kernel goes through; those of a window are one program's.
@@ -168,7 +168,7 @@ class AiterAttention:
         )
 
 
-@opaque("aiter_pa_fwd_asm", lambda *args: None, mutates=("out",))
+@custom_op("aiter_pa_fwd_asm", lambda *args: None, mutates=("out",))
 def _pa_fwd_asm(
     q: torch.Tensor,
     key: torch.Tensor,
@@ -194,7 +194,7 @@ def _pa_fwd_asm(
     )
 
 
-@opaque("aiter_pa_decode_gluon", lambda *args: None, mutates=("out",))
+@custom_op("aiter_pa_decode_gluon", lambda *args: None, mutates=("out",))
 def _pa_decode_gluon(
     q: torch.Tensor,
     key: torch.Tensor,
@@ -233,7 +233,7 @@ def _pa_decode_gluon(
     )
 
 
-@opaque("aiter_mha_batch_prefill", lambda *args: None, mutates=("out",))
+@custom_op("aiter_mha_batch_prefill", lambda *args: None, mutates=("out",))
 def _mha_batch_prefill(
     q: torch.Tensor,
     key: torch.Tensor,
@@ -269,7 +269,7 @@ def _mha_batch_prefill(
     )
 
 
-@opaque("aiter_unified_attention", lambda *args: None, mutates=("out",))
+@custom_op("aiter_unified_attention", lambda *args: None, mutates=("out",))
 def _unified_attention(
     q: torch.Tensor,
     key: torch.Tensor,

@@ -16,7 +16,7 @@ from atom_core.batch import Batch, capturing
 from atom_core.cache import KVCacheView
 from atom_core.kernels.aiter_library import aiter_enum, aiter_function, require
 from atom_core.kernels.aiter_work import Sizes, Work
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
 
 #: The kinds of scales that there are kernels for, by the tokens of a page.
 _QUANTIZED = {256: "per_256x128", 1024: "per_1024x128"}
@@ -121,7 +121,7 @@ def _sizes(requests: int, kv_heads: int) -> Sizes:
     return sizes
 
 
-@opaque(
+@custom_op(
     "aiter_pa_shares",
     lambda *args: None,
     mutates=("pointers", "work_starts", "work", "sum_starts", "sums", "parts"),
@@ -161,7 +161,7 @@ def _share_out(
     )
 
 
-@opaque("aiter_pa_persistent", lambda *args: None, mutates=("out",))
+@custom_op("aiter_pa_persistent", lambda *args: None, mutates=("out",))
 def _pa_persistent(
     q: torch.Tensor,
     key: torch.Tensor,

@@ -30,7 +30,7 @@ from atom_core.cache import KVCacheView
 from atom_core.kernels.attention.splits import SplitBuffers
 from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joined, scaled, wait_for_stores
 from atom_core.kernels.cache_dtypes import saturation_limit
-from atom_core.kernels.kept import KEPT
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.qk_norm_rope import QkvWeights
 from atom_core.kernels.qk_norm_rope_cache.triton_kernel import stored
 from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
@@ -660,16 +660,16 @@ def _decode_attention(
             part_rows = tl.cast(num_tokens, tl.int64) * H
             mine = split * part_rows + part
             kept = is_query[:, None] & dim_used[None, :]
-            tl.store(parts + mine[:, None] * D + dim[None, :], acc, mask=kept, eviction_policy=KEPT)
-            tl.store(part_sums + mine * 2, highest, mask=is_query, eviction_policy=KEPT)
-            tl.store(part_sums + mine * 2 + 1, total, mask=is_query, eviction_policy=KEPT)
+            tl.store(parts + mine[:, None] * D + dim[None, :], acc, mask=kept, eviction_policy=EVICT_LAST)
+            tl.store(part_sums + mine * 2, highest, mask=is_query, eviction_policy=EVICT_LAST)
+            tl.store(part_sums + mine * 2 + 1, total, mask=is_query, eviction_policy=EVICT_LAST)
             if not is_last(arrivals + request * K + kv_head, working, AMD):
                 return
             total, acc = parts_joined(parts, part_sums, part, part_rows, working, is_query, D, BLOCK_M, D_PADDED)
 
     acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     o_at = out + token * stride_o_token + (kv_head * GROUP + row)[:, None] * stride_o_head + dim[None, :]
-    tl.store(o_at, acc.to(out.dtype.element_ty), mask=is_query[:, None] & dim_used[None, :], eviction_policy=KEPT)
+    tl.store(o_at, acc.to(out.dtype.element_ty), mask=is_query[:, None] & dim_used[None, :], eviction_policy=EVICT_LAST)
 
 
 class Tile(NamedTuple):

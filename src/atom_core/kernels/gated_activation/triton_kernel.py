@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.kept import KEPT
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.triton_support import launch_options
 
 #: What the kernels call them, by the names of :data:`atom_core.config.Activation`.
@@ -41,14 +41,16 @@ def _gated_activation(x, out, stride_x, N, BLOCK: tl.constexpr, KIND: tl.constex
     used = columns < N
     gate = tl.load(x + row * stride_x + columns, mask=used, other=0.0).to(tl.float32)
     up = tl.load(x + row * stride_x + N + columns, mask=used, other=0.0).to(tl.float32)
-    tl.store(out + row * N + columns, gated(gate, up, KIND).to(out.dtype.element_ty), mask=used, eviction_policy=KEPT)
+    tl.store(
+        out + row * N + columns, gated(gate, up, KIND).to(out.dtype.element_ty), mask=used, eviction_policy=EVICT_LAST
+    )
 
 
 def _fake(x: torch.Tensor, activation: str, overlap: bool = False) -> torch.Tensor:
     return x.new_empty(x.shape[0], x.shape[1] // 2)
 
 
-@opaque("gated_activation", _fake)
+@custom_op("gated_activation", _fake)
 def gated_activation(x: torch.Tensor, activation: str, overlap: bool = False) -> torch.Tensor:
     """See :mod:`atom_core.kernels.gated_activation`; ``overlap``: see :func:`triton_support.overlaps`."""
     num_rows, size = x.shape[0], x.shape[1] // 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.gated_activation.triton_kernel import gated
-from atom_core.kernels.kept import KEPT
 
 #: Has each thread's bytes at an address, as many as it says, fetched to the second-level cache; none where it says 0.
 FETCH_ROWS: tl.constexpr = tl.constexpr(
@@ -89,7 +89,7 @@ def finish(
     used = (given < M)[:, None] & (out < width)[None, :]
     if residual is not None:
         total += tl.load(residual + at, mask=used, other=0.0).to(tl.float32)
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=used, eviction_policy=KEPT)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=used, eviction_policy=EVICT_LAST)
 
 
 @triton.jit

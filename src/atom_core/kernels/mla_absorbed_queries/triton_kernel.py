@@ -16,7 +16,7 @@ import triton.language as tl
 
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import saturation_limit
-from atom_core.kernels.kept import kept_of
+from atom_core.kernels.eviction import eviction_policy
 from atom_core.kernels.mla_cache.triton_kernel import angles_of, turn, write_rows
 from atom_core.kernels.triton_support import launch_options
 
@@ -215,7 +215,7 @@ class TritonMlaAbsorbedQueries:
             ROWS=triton.next_power_of_2(rows),
             INTERLEAVED=spec.interleaved,
             LIMIT=saturation_limit(cache.rows.dtype),
-            POLICY=kept_of(spec.num_heads) if tile is _MANY else "",
+            POLICY=eviction_policy(spec.num_heads) if tile is _MANY else "",
             OVERLAP=self.overlap,
             num_warps=tile.warps,
             **launch_options(self.overlap),

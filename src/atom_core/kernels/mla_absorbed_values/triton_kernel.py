@@ -14,7 +14,7 @@ import triton.language as tl
 from atom_core.batch import Batch
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import MAX_SPLITS, Splits, empty_parts
-from atom_core.kernels.kept import KEPT
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.mla_attention.hopper import KEYS, LatentDecode
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
 from atom_core.kernels.triton_support import launch_options
@@ -116,7 +116,7 @@ def _values_of_parts(
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     known = (token < tl.load(query_start_loc + num_requests))[:, None] & inside
     to = out + token.to(tl.int64)[:, None] * stride_o_token + head * stride_o_head + column[None, :]
-    tl.store(to, values.to(out.dtype.element_ty), mask=known, eviction_policy=KEPT)
+    tl.store(to, values.to(out.dtype.element_ty), mask=known, eviction_policy=EVICT_LAST)
 
 
 class TritonMlaAbsorbedValues:

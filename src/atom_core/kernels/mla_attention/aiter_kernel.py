@@ -17,10 +17,10 @@ from atom_core.batch import Batch, capturing
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.aiter_library import aiter_function, require
 from atom_core.kernels.aiter_work import Sizes, Work
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.mla_attention import MlaAttentionKernel
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
 from atom_core.kernels.mla_attention.token_slots import TokenSlots, token_slots
-from atom_core.kernels.opaque import opaque
 from atom_core.types import GraphSupport
 
 
@@ -145,7 +145,7 @@ def _sizes(requests: int, queries_each: int, heads: int, dtype: torch.dtype, cac
     return sizes
 
 
-@opaque(
+@custom_op(
     "aiter_mla_shares",
     lambda *args: None,
     mutates=("pointers", "work_starts", "work", "sum_starts", "sums", "parts"),
@@ -189,7 +189,7 @@ def _share_out(
     )
 
 
-@opaque("aiter_mla_decode", lambda *args: None, mutates=("out",))
+@custom_op("aiter_mla_decode", lambda *args: None, mutates=("out",))
 def _decode(
     q: torch.Tensor,
     rows: torch.Tensor,

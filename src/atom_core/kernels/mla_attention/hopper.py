@@ -21,7 +21,7 @@ from atom_core.batch import Batch
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_parts
 from atom_core.kernels.attention.triton_kernel import LOG2_E
-from atom_core.kernels.kept import kept_of
+from atom_core.kernels.eviction import eviction_policy
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready
 from atom_core.kernels.linear.parts import FETCH_ROWS
 from atom_core.kernels.linear.tiles import why_no_gluon
@@ -451,7 +451,7 @@ class LatentDecode:
             SPLIT=splits.count > 1,
             LEAST=least,
             FETCH=num_requests >= _FETCHING,
-            POLICY=kept_of(shape.num_heads),
+            POLICY=eviction_policy(shape.num_heads),
             OVERLAP=self.overlap,
             num_warps=4 if tile_rows == 16 else 8,
             **launch_options(self.overlap),

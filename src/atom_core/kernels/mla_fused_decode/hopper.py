@@ -22,7 +22,7 @@ from atom_core.batch import Batch
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import Splits, empty_parts
 from atom_core.kernels.attention.triton_kernel import LOG2_E
-from atom_core.kernels.kept import KEPT
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready
 from atom_core.kernels.mla_absorbed_values.triton_kernel import join_parts
 from atom_core.kernels.mla_attention.hopper import KEYS, LatentDecode, copy_rows, pages_of
@@ -187,8 +187,8 @@ def mla_fused_decode_hopper(
     folded = warpgroup_mma_wait(0, [folded]).to(dtype)
     if not few:
         target = queries + head.to(gl.int64) * stride_o_head
-        gl.store(target + number, _first_column(folded.to(gl.float32), summed).to(dtype), eviction_policy=KEPT)
-        gl.store(target + L + turning, turned_query.to(dtype), eviction_policy=KEPT)
+        gl.store(target + number, _first_column(folded.to(gl.float32), summed).to(dtype), eviction_policy=EVICT_LAST)
+        gl.store(target + L + turning, turned_query.to(dtype), eviction_policy=EVICT_LAST)
         return
     plain.store(folded.permute((1, 0)))
     own_score = gl.sum(folded.to(gl.float32) * own[:, None], 0) + gl.sum(turned_query * turned_own, 0)
@@ -214,11 +214,11 @@ def mla_fused_decode_hopper(
     acc = warpgroup_mma(latents.index(0).permute((1, 0)), given.index(0).permute((1, 0)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
     mine = tile.to(gl.int64) * H + head
-    gl.store(parts + mine * L + number, _first_column(acc, summed), eviction_policy=KEPT)
+    gl.store(parts + mine * L + number, _first_column(acc, summed), eviction_policy=EVICT_LAST)
     column = gl.arange(0, COLUMNS, of_scores)
     sums = part_sums + mine * 2 + column * 0
-    gl.store(sums, highest, mask=column == 0, eviction_policy=KEPT)
-    gl.store(sums + 1, total, mask=column == 0, eviction_policy=KEPT)
+    gl.store(sums, highest, mask=column == 0, eviction_policy=EVICT_LAST)
+    gl.store(sums + 1, total, mask=column == 0, eviction_policy=EVICT_LAST)
 
 
 class MlaFusedDecode:

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from atom_core.batch import Batch
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.aiter_library import aiter_function, require
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
 from atom_core.kernels.mla_prefill.plan import PrefillPlan, gathered
 from atom_core.kernels.mla_prefill.ranges import RangesCall, calls_of
-from atom_core.kernels.opaque import opaque
 
 
 class AiterMlaPrefill:
@@ -126,7 +126,7 @@ def _like(
     return q.new_empty(*q.shape[:2], values.shape[-1]), q.new_empty(shape, dtype=torch.float32)
 
 
-@opaque("aiter_flash_attention", _like)
+@custom_op("aiter_flash_attention", _like)
 def _attend(
     q: torch.Tensor,
     keys: torch.Tensor,

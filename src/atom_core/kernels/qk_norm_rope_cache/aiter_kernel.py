@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from atom_core.batch import capturing
 from atom_core.cache import SHUFFLED, KVCacheView
 from atom_core.kernels.aiter_library import aiter_function, require
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
 
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvWeights
@@ -79,7 +79,7 @@ class AiterFillCache:
         return q
 
 
-@opaque(
+@custom_op(
     "aiter_fill_cache",
     lambda qkv, *others: qkv.new_empty(qkv.shape[0], others[4], others[6]),
     mutates=("key", "value"),

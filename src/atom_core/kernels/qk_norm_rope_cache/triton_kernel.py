@@ -16,7 +16,7 @@ import triton.language as tl
 
 from atom_core.cache import SHUFFLED, KVCacheView
 from atom_core.kernels.cache_dtypes import saturation_limit
-from atom_core.kernels.kept import KEPT
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.triton_support import launch_options
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ def _qk_norm_rope_cache(
 
     query_at = q_out + (token * H + head[:, None]) * D
     asked = is_query[:, None] & paired[None, :]
-    tl.store(query_at + first[None, :], turned_x.to(q_out.dtype.element_ty), mask=asked, eviction_policy=KEPT)
-    tl.store(query_at + second[None, :], turned_y.to(q_out.dtype.element_ty), mask=asked, eviction_policy=KEPT)
+    tl.store(query_at + first[None, :], turned_x.to(q_out.dtype.element_ty), mask=asked, eviction_policy=EVICT_LAST)
+    tl.store(query_at + second[None, :], turned_y.to(q_out.dtype.element_ty), mask=asked, eviction_policy=EVICT_LAST)
 
     page = slot // PAGE
     offset = slot % PAGE
@@ -143,7 +143,7 @@ def _qk_norm_rope_cache(
             query_at + rest[None, :],
             wide_z.to(q_out.dtype.element_ty),
             mask=is_query[:, None] & inside,
-            eviction_policy=KEPT,
+            eviction_policy=EVICT_LAST,
         )
         stored_z = stored(wide_z.to(x.dtype).to(tl.float32), k_scale, LIMIT).to(key.dtype.element_ty)
         tl.store(key_at + rest_key[None, :], stored_z, mask=kept & inside)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
 
 if TYPE_CHECKING:
     from atom_core.kernels.rms_norm import RmsNormKernel
@@ -26,7 +26,7 @@ def rms_norm(
     return (_norm(x, weight, eps), None) if residual is None else _add_and_norm(x, weight, eps, residual)
 
 
-@opaque("aiter_rms_norm", lambda x, weight, eps: torch.empty_like(x))
+@custom_op("aiter_rms_norm", lambda x, weight, eps: torch.empty_like(x))
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if not len(x):
         return torch.empty_like(x)
@@ -34,7 +34,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return normed
 
 
-@opaque("aiter_add_and_rms_norm", lambda x, weight, eps, residual: (torch.empty_like(x), torch.empty_like(residual)))
+@custom_op("aiter_add_and_rms_norm", lambda x, weight, eps, residual: (torch.empty_like(x), torch.empty_like(residual)))
 def _add_and_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.kept import KEPT
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.triton_support import launch_options
 
 
@@ -38,14 +38,14 @@ def _rms_norm(
         stream = residual + row * stride_residual + columns
         # The sum is rounded before it is normed: the next layer adds to what was stored.
         values = (values.to(tl.float32) + tl.load(stream, mask=used, other=0.0).to(tl.float32)).to(values.dtype)
-        tl.store(stream, values, mask=used, eviction_policy=KEPT)
+        tl.store(stream, values, mask=used, eviction_policy=EVICT_LAST)
     wide = values.to(tl.float32)
     factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / N + eps)
     tl.store(
         out + row * stride_out + columns,
         (wide * factor * scale).to(out.dtype.element_ty),
         mask=used,
-        eviction_policy=KEPT,
+        eviction_policy=EVICT_LAST,
     )
 
 
@@ -62,14 +62,14 @@ def rms_norm(
     return x, residual
 
 
-@opaque("rms_norm", lambda x, weight, eps, overlap: torch.empty_like(x))
+@custom_op("rms_norm", lambda x, weight, eps, overlap: torch.empty_like(x))
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, overlap: bool) -> torch.Tensor:
     out = torch.empty_like(x)
     _launch(x, weight, eps, None, out, overlap)
     return out
 
 
-@opaque("add_and_rms_norm", lambda x, weight, eps, residual, overlap: None, mutates=("x", "residual"))
+@custom_op("add_and_rms_norm", lambda x, weight, eps, residual, overlap: None, mutates=("x", "residual"))
 def _add_and_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor, overlap: bool) -> None:
     _launch(x, weight, eps, residual, x, overlap)
 
