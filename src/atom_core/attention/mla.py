@@ -24,7 +24,7 @@ from atom_core.kernels.mla_attention import MLA_ATTENTION, MlaAttentionKernel, M
 from atom_core.kernels.mla_cache import MLA_CACHE, MlaSpec, MlaWeights
 from atom_core.kernels.mla_fused_decode import MLA_FUSED_DECODE, MlaFusedDecodeSpec
 from atom_core.kernels.mla_prefill import MLA_PREFILL
-from atom_core.kernels.mla_prefill.plan import PrefillPlan, keys_at_a_time, plan_prefill
+from atom_core.kernels.mla_prefill.plan import PrefillPlan, keys_per_chunk, plan_prefill
 from atom_core.runtime import Runtime
 from atom_core.types import GraphSupport
 
@@ -179,7 +179,7 @@ class CachedMlaAttention(BaseMlaAttention):
 
     def _room(self, q: torch.Tensor, width: int) -> torch.Tensor:
         """``[T, H, width]``, with as much room beside it as the kernel wants."""
-        return q.new_empty(q.shape[0], self.kernel.room, width)[:, : self.spec.latent.num_heads]
+        return q.new_empty(q.shape[0], self.kernel.padded_heads, width)[:, : self.spec.latent.num_heads]
 
 
 class PagedMlaAttention(CachedMlaAttention):
@@ -205,7 +205,7 @@ class PagedMlaAttention(CachedMlaAttention):
     def _take_room(self, out: torch.Tensor) -> None:
         """Have for a moment what prompts need beside ``out``: by such runs engines measure how much memory is left."""
         shape = self.spec.latent
-        keys, numbers = keys_at_a_time(shape), shape.nope_dim + shape.value_dim + self.prefill.laid_out
+        keys, numbers = keys_per_chunk(shape), shape.nope_dim + shape.value_dim + self.prefill.laid_out
         heads = shape.num_heads * numbers
         _ = out.new_empty(keys, heads), out.new_empty(keys, shape.row), torch.empty_like(out, dtype=torch.float32)
 

@@ -1,6 +1,6 @@
-"""Token embedding in Triton: a program copies a row, or a part of a long one.
+"""Token embedding in Triton: a program copies a row, or one block of a long row.
 
-It is the first kernel of a step, so there is none that it could overlap with.
+It is the first kernel of a step, so it overlaps with no other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gated activations by aiter, whose clamped SwiGLU has GPT-OSS's limit and steepness built in."""
+"""Gated activations by aiter; its clamped SwiGLU has GPT-OSS's limit and steepness built in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def build(activation: Activation) -> GatedActivationKernel:
-    """The kernel of ``activation``, once its function is known to be there."""
+    """The kernel of ``activation``, after a check that aiter has its function."""
     path, kernel = {
         "silu": ("aiter.silu_and_mul", _silu),
         "gelu": ("aiter.gelu_and_mul", _gelu),
@@ -27,7 +27,7 @@ def build(activation: Activation) -> GatedActivationKernel:
 
 
 def _halved(x: torch.Tensor) -> torch.Tensor:
-    assert x.is_contiguous(), "aiter's activations take rows to follow each other"
+    assert x.is_contiguous(), "aiter's activations need contiguous rows"
     return x.new_empty(x.shape[0], x.shape[1] // 2)
 
 

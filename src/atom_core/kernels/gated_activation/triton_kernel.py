@@ -10,7 +10,7 @@ from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.triton_support import launch_options
 
-#: What the kernels call them, by the names of :data:`atom_core.config.Activation`.
+#: The kernels' numbers for :data:`atom_core.types.Activation`.
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 _BLOCK = 1024
 
@@ -23,7 +23,7 @@ def gated(gate, up, KIND: tl.constexpr):
     if KIND == 1:
         return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
     if KIND == 3:
-        # Comparisons let NaN through, which min and max may not.
+        # Comparisons keep NaN; min and max may not.
         gate = tl.where(gate > 7.0, 7.0, gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def build() -> RmsNormKernel:
-    """The kernel, once both functions are known to be there."""
+    """The kernel, after a check that aiter has both functions."""
     require("aiter.rms_norm", "aiter.rmsnorm2d_fwd_with_add")
     return rms_norm
 
@@ -22,7 +22,7 @@ def build() -> RmsNormKernel:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See :mod:`atom_core.kernels.rms_norm`; inputs are left alone."""
+    """See :mod:`atom_core.kernels.rms_norm`; inputs are not changed."""
     return (_norm(x, weight, eps), None) if residual is None else _add_and_norm(x, weight, eps, residual)
 
 
@@ -40,7 +40,7 @@ def _add_and_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, summed = torch.empty_like(x), torch.empty_like(residual)
     if len(x):
-        # By name: what comes seventh has changed its meaning between versions.
+        # By name: the seventh parameter differs between versions.
         aiter_function("aiter.rmsnorm2d_fwd_with_add")(
             out=out, input=x, residual_in=residual, residual_out=summed, weight=weight, epsilon=eps
         )

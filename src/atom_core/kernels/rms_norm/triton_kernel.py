@@ -36,7 +36,7 @@ def _rms_norm(
     values = tl.load(x + row * stride_x + columns, mask=used, other=0.0)
     if ADD:
         stream = residual + row * stride_residual + columns
-        # The sum is rounded before it is normed: the next layer adds to what was stored.
+        # The norm reads the rounded sum, which is also what the next layer adds to.
         values = (values.to(tl.float32) + tl.load(stream, mask=used, other=0.0).to(tl.float32)).to(values.dtype)
         tl.store(stream, values, mask=used, eviction_policy=EVICT_LAST)
     wide = values.to(tl.float32)
@@ -52,7 +52,7 @@ def _rms_norm(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, *, overlap: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See :mod:`atom_core.kernels.rms_norm`; with a residual both are written to in place.
+    """See :mod:`atom_core.kernels.rms_norm`; with a residual, ``x`` and ``residual`` are written to in place.
 
     ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
