@@ -652,7 +652,7 @@ def mla_prefill(target: Target, device: torch.device) -> None:
     """All requests expanded, with all keys at a time, and so few that requests go on from chunk to chunk."""
     of_all = mock.patch.object(plan, "expanding_is_cheaper", lambda new, *_: new > 0)
     for most in (1024, 24):
-        some = mock.patch.multiple(plan, BUFFER_BYTES=0, FEWEST_KEYS=most)
+        some = mock.patch.multiple(plan, BUFFER_BYTES=0, MIN_KEYS=most)
         for it in LATENT_CASES:
             if it.rank != 32 or it.nope_dim != 16 or it.heads > 20:
                 continue  # other sizes than these kernels have

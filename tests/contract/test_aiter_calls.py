@@ -127,13 +127,13 @@ def test_no_function_is_named_that_is_not_recorded(file):
 
 
 def ops_of(file: Path) -> list[tuple[str, str]]:
-    """(function, op) of every ``@opaque("op", ...)``."""
+    """(function, op) of every ``@custom_op("op", ...)``."""
     return [
         (node.name, decorator.args[0].value)
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.FunctionDef)
         for decorator in node.decorator_list
-        if isinstance(decorator, ast.Call) and decorator.func.id == "opaque"
+        if isinstance(decorator, ast.Call) and decorator.func.id == "custom_op"
     ]
 
 

@@ -26,7 +26,7 @@ NVIDIA = {
     "fp8_experts.hopper.expert_rows_fp8_hopper",
     "mla_attention.hopper.latent_decode_hopper",
     "mla_fused_decode.hopper.mla_fused_decode_hopper",
-    "mla_absorbed_values.triton_kernel._values_of_parts",
+    "mla_absorbed_values.triton_kernel._values_of_splits",
     "linear.few_rows_hopper.few_rows_hopper",
     "linear.one_row.one_row_ring",
     "mxfp4_experts.hopper.expert_rows_hopper",

@@ -173,7 +173,7 @@ def test_one_token_alone(before, heads, dtype):
 @pytest.mark.parametrize("keys", [1024, 24])
 def test_the_expanded_form(case, dtype, keys, monkeypatch):
     monkeypatch.setattr("atom_core.kernels.mla_prefill.plan.BUFFER_BYTES", 0)
-    monkeypatch.setattr("atom_core.kernels.mla_prefill.plan.FEWEST_KEYS", keys)
+    monkeypatch.setattr("atom_core.kernels.mla_prefill.plan.MIN_KEYS", keys)
     check_expanded(case, TritonMlaPrefill(case.spec(dtype), **HERE), latent_batch(case, dtype, GPU), ulps=2)
 
 

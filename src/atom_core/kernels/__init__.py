@@ -1,7 +1,6 @@
-"""One folder an op: ``reference.py`` is the definition in torch, the others are measured against it.
+"""The ops, one folder each: ``reference.py`` defines the op in torch, and the other kernels are tested against it.
 
-``__init__.py`` of an op holds its formula, its spec and its list of implementations; :mod:`atom_core.kernels.select`
-decides which one runs.
+An op's ``__init__.py`` has its formula, spec and implementations; :mod:`atom_core.kernels.select` selects one.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from atom_core.kernels.rms_norm import RMS_NORM
 from atom_core.kernels.select import Implementation, KernelSet, Op, Target
 from atom_core.kernels.shared_experts import SHARED_EXPERTS
 
-#: Every op, in the order of a decoder layer; start-up tables keep it.
+#: Every op, in the order of a decoder layer and of the table at start-up.
 OPS = cast(
     "tuple[Op[Hashable, object], ...]",
     (
@@ -80,7 +79,7 @@ OPS = cast(
 )
 
 
-#: Kernels of aiter's that are used where they are asked for alone, and why.
+#: aiter's kernels that are used on request only, and why.
 ON_REQUEST = {
     (ATTENTION.name, "aiter_shuffled"): "It has the cache in aiter's own order, which ATOM_SHUFFLED_CACHE=1 asks for.",
     (QK_NORM_ROPE_CACHE.name, "aiter"): (
@@ -88,7 +87,7 @@ ON_REQUEST = {
     ),
 }
 
-#: Kernels that are used where they are asked for alone, on any GPU, and why.
+#: Kernels that are used on request only, on any GPU, and why.
 UNTRIED = {
     (ALL_REDUCE_NORM.name, "triton"): (
         "No engine has run with it on several GPUs yet; ATOM_KERNELS=all_reduce_norm=triton asks for it."
@@ -107,10 +106,10 @@ def kernel_set(
 ) -> KernelSet:
     """The kernels of all ops for ``target``; see :class:`KernelSet`.
 
-    ``with_aiter``: whether AMD's library is used where it can be; without it only an op that is forced to uses it.
+    ``with_aiter``: whether aiter's kernels are used; if not, only forced ops use them.
 
     Raises:
-        ValueError: it is to be used on ``target``, and is not installed; and what :class:`KernelSet` raises.
+        ValueError: ``target`` needs aiter and it is not installed; and the errors of :class:`KernelSet`.
     """
     passed_over = dict(UNTRIED) if target.kind != "cpu" else {}
     if target.kind == "rocm":

@@ -1,7 +1,8 @@
-"""AMD's kernel library aiter: who can use it, and how its functions are reached.
+"""AMD's kernel library aiter: which targets can use it, and access to its functions.
 
-Importing aiter asks the device and may compile, so nothing is imported until a kernel of it is built. Each call stands
-in an op of ours (:func:`atom_core.kernels.opaque.opaque`): aiter's own ops declare every tensor as written to.
+Importing aiter touches the device and may compile, so it is imported when its first kernel is built. Each call is
+inside a custom op of ours (:func:`atom_core.kernels.custom_op.custom_op`): aiter's own ops declare every tensor as
+mutated.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 
 from atom_core.kernels.select import Target
 
-#: The GPUs whose limits the ``supports`` of our ``aiter_kernel`` modules state: MI300 and MI325, MI350 and MI355.
+#: The GPUs that ``supports`` of the ops with ``aiter_kernel`` modules knows: MI300 and MI325, MI350 and MI355.
 ARCHITECTURES = ("gfx942", "gfx950")
 
-#: What aiter's own kernels multiply and cache as FP8.
+#: The FP8 dtype of aiter's kernels and caches.
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 
-#: Every function of aiter's that a kernel of ours calls, by the op's name.
+#: Every aiter function that our kernels call, by op name.
 CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "rms_norm": ("aiter.rms_norm", "aiter.rmsnorm2d_fwd_with_add"),
@@ -83,12 +84,12 @@ _INSTALL = "Install it from https://github.com/ROCm/aiter; AMD's images of vLLM 
 
 
 def is_installed() -> bool:
-    """Whether there is an aiter to import; it is not imported."""
+    """Whether aiter is installed; it is not imported."""
     return importlib.util.find_spec("aiter") is not None
 
 
 def why_no_aiter(target: Target) -> str | None:
-    """None where aiter's kernels can run on ``target``, else the reason."""
+    """Why aiter's kernels cannot run on ``target``, or None."""
     if target.kind != "rocm":
         return "aiter's kernels are for AMD's GPUs."
     if target.arch not in ARCHITECTURES:
@@ -99,7 +100,7 @@ def why_no_aiter(target: Target) -> str | None:
 
 
 def why_not_fused(separate: Iterable[tuple[str, str]]) -> str | None:
-    """None where each of the ops, which come with the implementations chosen for them, is aiter's, else the reason."""
+    """Why a fused aiter kernel does not replace the (op, implementation) in ``separate``, or None: all are aiter's."""
     for op, chosen in separate:
         if chosen != "aiter":
             return f"It fuses kernels of aiter's, and {op} is {chosen} here."
@@ -107,10 +108,10 @@ def why_not_fused(separate: Iterable[tuple[str, str]]) -> str | None:
 
 
 def check_installed(target: Target) -> None:
-    """Refuse to go on without aiter where it is expected.
+    """Raise if the target needs aiter and it is missing.
 
     Raises:
-        ValueError: ``target`` is a GPU that aiter's kernels are for, and it is not installed.
+        ValueError: ``target`` is a GPU that aiter supports, and aiter is not installed.
     """
     if target.kind == "rocm" and target.arch in ARCHITECTURES and not is_installed():
         raise ValueError(
@@ -120,17 +121,17 @@ def check_installed(target: Target) -> None:
 
 
 def aiter_function(path: str) -> Callable[..., Any]:
-    """The function that users import as ``path``, "aiter.rms_norm".
+    """The aiter function with the import path ``path``, e.g. "aiter.rms_norm".
 
     Raises:
-        ValueError: the installed aiter has none of that name.
+        ValueError: the installed aiter does not have it.
     """
     module, _, name = path.rpartition(".")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("aiter"):
-            raise  # something that aiter itself needs
+            raise  # a dependency of aiter is missing
         raise ValueError(_lacks(path)) from None
     return found
 
@@ -144,10 +145,10 @@ def _lacks(path: str) -> str:
 
 
 def aiter_enum(name: str, member: str) -> Any:
-    """``aiter.name.member``, of an enum that some functions take.
+    """The enum member ``aiter.name.member``.
 
     Raises:
-        ValueError: the installed aiter has none of that name.
+        ValueError: the installed aiter does not have it.
     """
     try:
         return getattr(getattr(importlib.import_module("aiter"), name), member)
@@ -156,7 +157,7 @@ def aiter_enum(name: str, member: str) -> Any:
 
 
 def missing() -> dict[str, list[str]]:
-    """The functions that the installed aiter lacks, by the op that calls them; asking imports aiter."""
+    """The functions that the installed aiter lacks, by the op that calls them; this imports aiter."""
     found: dict[str, list[str]] = {}
     for op, paths in CALLED.items():
         for path in paths:
@@ -168,10 +169,10 @@ def missing() -> dict[str, list[str]]:
 
 
 def require(*paths: str) -> None:
-    """Fail while a model is built, and not at its first request, where functions are missing.
+    """Check the aiter functions ``paths`` when a model is built, not at its first request.
 
     Raises:
-        ValueError: the first that is.
+        ValueError: names the first missing function.
     """
     for path in paths:
         aiter_function(path)

@@ -1,7 +1,7 @@
-"""What aiter's persistent kernels are told: which compute unit reads what of a batch, and where parts of one meet.
+"""The metadata of aiter's persistent kernels: which keys each compute unit reads, and how partial results are reduced.
 
-A function of aiter's says how large these are, another fills them on the device. In a captured graph that stands in the
-graph itself, in the graph's memory: it is refilled by each replay, and never moves.
+One aiter function returns the sizes of these tensors, another fills them on the device. In a captured graph they belong
+to the graph: each replay fills the same memory again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-#: Of each tensor of :class:`Work`, as aiter tells them.
+#: (size, dtype) of each tensor of :class:`Work`, from aiter.
 Sizes = tuple[tuple[int | tuple[int, ...], torch.dtype], ...]
 
 
@@ -19,13 +19,13 @@ class Work(NamedTuple):
 
     pointers: torch.Tensor
     """uint64 ``[2]``: the addresses of the next two."""
-    starts: torch.Tensor
+    work_starts: torch.Tensor
     work: torch.Tensor
-    sum_starts: torch.Tensor
-    sums: torch.Tensor
-    parts: torch.Tensor
+    reduce_starts: torch.Tensor
+    reduce_final: torch.Tensor
+    reduce_partial: torch.Tensor
 
     @classmethod
     def empty(cls, sizes: Sizes, device: torch.device) -> Work:
-        """Room for it."""
+        """Uninitialised tensors of these sizes."""
         return cls(*(torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes))

@@ -1,7 +1,7 @@
-"""Weights whose numbers a kernel has moved within their memory, and the way back.
+"""Weights whose elements a kernel has moved within their memory, and how to move them back.
 
-A layer that is to be written to in part needs the rest as it was loaded. What moves numbers may be a library's, which
-has no inverse; that it moves them, and changes none, is all that has to be known of it.
+A partial weight update needs the rest of a layer in the order in which it was loaded. The function that moves the
+elements may be a library's and have no inverse. It has to move elements only, and change none.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 
 @runtime_checkable
 class MovingKernel(Protocol):
-    """A kernel that moves the numbers of weights that it adopts, in place."""
+    """A kernel that moves the elements of the weights that it adopts, in place."""
 
     def move_back(self, *weights: torch.Tensor) -> None:
-        """Bring adopted ``weights [.., N, K]`` into the order in which they are loaded, in place."""
+        """Move the elements of adopted ``weights [.., N, K]`` back to the order of loading, in place."""
 
 
 def move_back(weight: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Undo ``move`` in each matrix of ``weight [.., N, K]``, contiguous, of one or two bytes a number.
+    """Undo ``move`` in each matrix of ``weight [.., N, K]``: contiguous, with elements of one or two bytes.
 
     Args:
-        weight: the moved numbers; written to.
-        move: what had moved them, from one matrix to another of as many numbers. It is asked where it moves each, for
-            which some 16 bytes a number of one matrix are needed on the way.
+        weight: the moved elements; written to.
+        move: the function that moved them, from one matrix to another of the same size. Finding out where it moves each
+            element needs about 16 bytes of memory for each element of one matrix.
     """
     matrices = weight.view(-1, *weight.shape[-2:])
     if not len(matrices):
         return
     came_from = _origins(matrices[0], move)
     for matrix in matrices:
-        numbers = matrix.view(_INTEGERS[matrix.itemsize]).view(-1)
-        numbers.copy_(torch.empty_like(numbers).scatter_(0, came_from, numbers))
+        elements = matrix.view(_INTEGERS[matrix.itemsize]).view(-1)
+        elements.copy_(torch.empty_like(elements).scatter_(0, came_from, elements))
 
 
 def _origins(matrix: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Of each number that ``move`` gives for ``matrix``, its place before, int64."""
+    """The index in ``matrix`` of each element of ``move(matrix)``, int64."""
     kind, count = _INTEGERS[matrix.itemsize], matrix.numel()
     places = torch.arange(count, device=matrix.device)
     found = torch.zeros_like(places)

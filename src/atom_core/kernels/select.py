@@ -1,7 +1,7 @@
-"""Who can run an op's call, and if not, why: implementations, their selection, and the record of it.
+"""Implementations of ops: whether each can run a call, which one is selected, and the record of the selection.
 
 Selection happens once, when a model is built. The first implementation in the target's order whose ``supports``
-answers None wins; a forced one that cannot run is an error; nothing is ever swapped quietly.
+returns None wins. A forced implementation that cannot run is an error, so nothing is replaced silently.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ KernelT = TypeVar("KernelT")
 
 DeviceKind = Literal["cpu", "cuda", "rocm"]
 
-#: Which implementation is tried first, by kind of device. "framework" is what an adapter contributes, and so are those
-#: with "flash_attention_3"; "torch" a faster way that torch has on a CPU, "scaled_mm" its FP8 product on a GPU;
-#: "widened" computes in float32 on CPUs that have no instructions for 16 bits; "separate" runs what an op fuses by the
-#: ops that it is made of, "routed" runs shared experts among the routed ones.
+#: The order in which implementations are tried, by kind of device. Adapters contribute "framework" and the names with
+#: "flash_attention_3". "torch" is torch's faster way on a CPU, "scaled_mm" its FP8 product on a GPU. "widened" computes
+#: in float32 on CPUs without 16-bit instructions. "separate" runs the ops that a fused op consists of one by one, and
+#: "routed" runs shared experts as routed ones.
 PRIORITY: Mapping[DeviceKind, tuple[str, ...]] = {
     "rocm": ("aiter", "aiter_shuffled", "triton", "framework", "scaled_mm", "reference", "routed", "separate"),
     "cuda": ("triton_and_flash_attention_3", "triton", "framework", "scaled_mm", "reference", "routed", "separate"),
@@ -31,14 +31,14 @@ PRIORITY: Mapping[DeviceKind, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """The device that kernels are chosen for: its kind and its architecture ("gfx942", "sm90", "x86_64")."""
+    """The device that kernels are selected for: its kind and its architecture ("gfx942", "sm90", "x86_64")."""
 
     kind: DeviceKind
     arch: str
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
-        """The target that ``device`` is."""
+        """The target for ``device``."""
         if device.type == "cuda":
             if torch.version.hip:
                 name: str = torch.cuda.get_device_properties(device).gcnArchName
@@ -55,9 +55,9 @@ class Target:
 class Implementation(Generic[SpecT, KernelT]):
     """One way to run an op.
 
-    ``supports`` answers None, or one sentence saying why this call cannot run; ``build`` makes the kernel of a call
-    that it can; ``remark`` has what a user should know where it is chosen. None may touch a device: all run while a
-    model is being laid out.
+    ``supports`` returns None, or one sentence saying why it cannot run this call. ``build`` makes the kernel.
+    ``remark`` returns what a user should know if it is selected. None of them may touch a device: they run before a
+    model has weights.
     """
 
     name: str
@@ -82,11 +82,11 @@ class Choice:
     implementation: str
     forced: bool
     passed_over: tuple[tuple[str, str], ...]
-    """(implementation, why it cannot run) for each that came earlier in the order."""
+    """(implementation, why it cannot run) for each earlier one in the order."""
     remark: str | None = None
-    """What the implementation has to say."""
+    """The implementation's remark."""
     asked_by: str = "ATOM_KERNELS"
-    """The setting that forced it, where one did."""
+    """The setting that forced it, if any did."""
 
 
 @dataclass
@@ -95,10 +95,10 @@ class KernelSet:
 
     Args:
         target: the device.
-        ops: every op there is; names in ``forced`` are checked against it.
-        forced: implementation by op name, from ``ATOM_KERNELS`` or a setting of its own.
+        ops: every op; names in ``forced`` are checked against it.
+        forced: implementation by op name, from ``ATOM_KERNELS`` or the op's own setting.
         contributed: the framework's own kernels, by op name.
-        excluded: why an implementation is not used here unless forced, by op name and implementation.
+        excluded: why an implementation is not used unless forced, by (op name, implementation).
 
     Raises:
         ValueError: ``forced`` names an unknown op, or an implementation that the op does not have.
@@ -110,7 +110,7 @@ class KernelSet:
     contributed: Mapping[str, Implementation[Hashable, object]] = field(default_factory=dict)
     excluded: Mapping[tuple[str, str], str] = field(default_factory=dict)
     asked_by: Mapping[str, str] = field(default_factory=dict)
-    """By op name: the setting, where it is not ``ATOM_KERNELS``, that an entry of ``forced`` is from."""
+    """The setting that an entry of ``forced`` comes from, by op name, unless it is ``ATOM_KERNELS``."""
     _choices: dict[tuple[str, Hashable], tuple[Implementation[Hashable, object], Choice]] = field(
         default_factory=dict, init=False
     )
@@ -130,11 +130,11 @@ class KernelSet:
                 )
 
     def select(self, op: Op[SpecT, KernelT], spec: SpecT) -> KernelT:
-        """A kernel of its own for one call site.
+        """A new kernel for one call site.
 
         Args:
             op: the op.
-            spec: what the call needs; equal specs are decided once.
+            spec: the call; equal specs are decided once.
 
         Raises:
             ValueError: the forced implementation cannot run it, or none can.
@@ -142,7 +142,7 @@ class KernelSet:
         return cast(KernelT, self._chosen(op, spec).build(spec, self.target))
 
     def chosen(self, op: Op[SpecT, KernelT], spec: SpecT) -> str:
-        """The name of the implementation that :meth:`select` takes; it raises what that raises."""
+        """The name of the implementation that :meth:`select` builds; raises the same errors."""
         return self._chosen(op, spec).name
 
     def _chosen(self, op: Op[SpecT, KernelT], spec: SpecT) -> Implementation[Hashable, object]:
@@ -152,7 +152,7 @@ class KernelSet:
         return self._choices[key][0]
 
     def choices(self) -> list[Choice]:
-        """What was chosen so far, without repetitions, in the order of the ops."""
+        """The selections so far, without repetitions, in the order of the ops."""
         order = {op.name: index for index, op in enumerate(self.ops)}
         rows = dict.fromkeys(choice for _, choice in self._choices.values())
         return sorted(rows, key=lambda row: order[row.op])
@@ -165,7 +165,7 @@ class KernelSet:
         if op.name in self.contributed:
             available = (*available, self.contributed[op.name])
         priority = PRIORITY[self.target.kind]
-        # One that the target's order does not name (Triton on a CPU) can still be forced, and says why it cannot run.
+        # Implementations outside the target's order (Triton on a CPU) can be forced; they say why they cannot run.
         return sorted(available, key=lambda it: priority.index(it.name) if it.name in priority else len(priority))
 
     def _decide(self, op: Op[Hashable, object], spec: Hashable) -> tuple[Implementation[Hashable, object], Choice]:
@@ -198,5 +198,5 @@ def always(spec: Hashable, target: Target) -> str | None:
 
 
 def only_on_cpu(spec: Hashable, target: Target) -> str | None:
-    """``supports`` of what is written in the torch ops that are quickest on a CPU."""
+    """``supports`` of implementations that use the torch ops that are fastest on a CPU."""
     return None if target.kind == "cpu" else "It is made of the torch ops that are quickest on a CPU."

@@ -1,4 +1,4 @@
-"""What every Triton kernel asks first."""
+"""Checks and launch options that all Triton kernels share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atom_core.kernels.select import Target
 
 
 def why_no_triton(target: Target) -> str | None:
-    """None where Triton kernels can run on ``target``, else the reason."""
+    """Why Triton kernels cannot run on ``target``, or None."""
     if target.kind == "cpu":
         return "Triton kernels need a GPU."
     if importlib.util.find_spec("triton") is None:
@@ -22,9 +22,9 @@ def why_no_triton(target: Target) -> str | None:
 
 
 def why_not_fused(separate: Iterable[tuple[str, str]], or_else: Iterable[tuple[str, str]] = ()) -> str | None:
-    """None where each of the ops, which come with the implementations chosen for them, is Triton's, else the reason.
+    """Why a fused Triton kernel does not replace the selected implementations of its ops, or None.
 
-    ``or_else``: ops with implementations of others beside which the fused kernel is used as well.
+    It replaces Triton's, as (op, implementation) in ``separate``, and those in ``or_else``.
     """
     for op, chosen in separate:
         if chosen != "triton" and (op, chosen) not in or_else:
@@ -33,7 +33,7 @@ def why_not_fused(separate: Iterable[tuple[str, str]], or_else: Iterable[tuple[s
 
 
 def remark_on_few_rows(target: Target) -> str | None:
-    """What a user should know of Triton's products on ``target``: whether those of several rows are the slower ones."""
+    """The remark that Triton's products of 2 to 64 rows are slow on ``target``, or None."""
     if (target.kind, target.arch) != ("cuda", "sm90"):
         return None
     from atom_core.kernels.linear.tiles import why_no_gluon  # needs triton, which a CPU may lack
@@ -43,16 +43,16 @@ def remark_on_few_rows(target: Target) -> str | None:
 
 
 def overlaps(target: Target) -> bool:
-    """Whether a kernel may start while the one before it still runs ("programmatic dependent launch", from sm90 on).
+    """Whether a kernel may start while the kernel before it still runs (programmatic dependent launch, from sm90 on).
 
-    A kernel that is launched so waits before it touches what others have written; what it does before, with weights
-    alone, costs no time. Small kernels let the next one start at once, those that fill the GPU when they are done.
+    The kernel waits before it touches what others have written. Its loads of weights before the wait cost no time.
+    Small kernels let the next one start at once, kernels that fill the GPU when they end.
     """
     return target.kind == "cuda" and int(target.arch.removeprefix("sm")) >= 90
 
 
 def takes_amd_assembly(nvidia: bool) -> bool:
-    """Whether a kernel's instructions of AMD's own are compiled; Triton's interpreter runs no assembly."""
+    """Whether a kernel uses AMD's inline assembly; Triton's interpreter runs none."""
     import triton  # which a CPU may lack
 
     return not nvidia and not triton.knobs.runtime.interpret
@@ -60,17 +60,17 @@ def takes_amd_assembly(nvidia: bool) -> bool:
 
 @functools.lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """How many of them a GPU has; 1 for a CPU, where the interpreter runs one program after the other."""
+    """The number of a GPU's multiprocessors; 1 for a CPU, where the interpreter runs programs one by one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def launch_options(overlap: bool) -> dict[str, bool]:
-    """What a launch of such a kernel takes beside its arguments; other backends of Triton do not know the option."""
+    """The options of a launch that may overlap; other backends of Triton do not know them."""
     return {"launch_pdl": True} if overlap else {}
 
 
 def why_no_triton_cache(dtype: torch.dtype, cache_dtype: torch.dtype, target: Target) -> str | None:
-    """None where a Triton kernel of a model in ``dtype`` can use a cache of ``cache_dtype``, else the reason."""
+    """Why a Triton kernel of a model in ``dtype`` cannot use a cache of ``cache_dtype``, or None."""
     if cache_dtype == dtype:
         return None
     if cache_dtype not in FP8_DTYPES:

@@ -1,6 +1,6 @@
-"""Tiles that were measured to be the fastest, by device and shape: small JSON files beside an op's kernels.
+"""The fastest measured tiles by device and shape, in small JSON files beside an op's kernels.
 
-`atom-plugin bench kernels --tune` makes them; serving only reads them. ``<op>/tuned/NVIDIA_H200.json``::
+`atom-plugin bench kernels --tune` writes them; serving only reads them. ``<op>/tuned/NVIDIA_H200.json``::
 
     {
         "device": "NVIDIA H200",
@@ -17,8 +17,8 @@
         ],
     }
 
-``{"kernel": "torch"}`` for a tile says that torch's product is the fastest. The figures say why a tile is there: what a
-decoding step of a model, cut to some layers, takes with it, and with the default.
+The tile ``{"kernel": "torch"}`` says that torch's product is the fastest. The figures are the times of a decode step
+of a model, cut to some layers, with this tile and with the default.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: What a kernel's own tile is made of: names and whole numbers by the names of its fields.
+#: The fields of a kernel's own tile by name: strings, booleans and integers.
 Tile = Mapping[str, Any]
 
 _SIZES = ("rows", "out_features", "in_features")
@@ -39,7 +39,7 @@ _FIGURES = ("microseconds", "default_microseconds")
 
 
 class Shape(NamedTuple):
-    """One product: rows of the input, the weight's sizes, the weight's dtype without "torch."."""
+    """One product: rows of the input, sizes of the weight, and its dtype without "torch."."""
 
     rows: int
     out_features: int
@@ -50,14 +50,14 @@ class Shape(NamedTuple):
 def lookup(
     op_folder: Path, device_name: str, rows: int, out_features: int, in_features: int, dtype: str
 ) -> Tile | None:
-    """The tile for a product on a device; None where nothing was measured, and the kernel's default is right.
+    """The tile for a product on a device, or None if nothing was measured: the kernel then uses its default.
 
-    A number of rows that was not measured takes the tile of the next larger one that was. A kernel makes its own tile
-    of the answer; see :func:`atom_core.kernels.linear.tiles.chosen_tile`.
+    If this number of rows was not measured, the tile is that of the next larger number that was. The kernel builds its
+    own tile from the result; see :func:`atom_core.kernels.linear.tiles.chosen_tile`.
 
     Args:
-        op_folder: of the kernel, which holds ``tuned/``.
-        device_name: as ``torch.cuda.get_device_name()`` gives it.
+        op_folder: the kernel's folder, with ``tuned/`` in it.
+        device_name: the result of ``torch.cuda.get_device_name()``.
         rows, out_features, in_features, dtype: see :class:`Shape`.
 
     Raises:
@@ -75,7 +75,7 @@ def _find(op_folder: Path, device_name: str, shape: Shape) -> Tile | None:
 
 @functools.lru_cache
 def load(op_folder: Path, device_name: str) -> Mapping[Shape, Tile]:
-    """All tiles of an op for a device; none where there is no file for it.
+    """All tiles of an op for a device; empty if the device has no file.
 
     Raises:
         ValueError: the file is damaged; the message names it and the entry.
@@ -87,7 +87,7 @@ def load(op_folder: Path, device_name: str) -> Mapping[Shape, Tile]:
 
 
 def tuned_file(op_folder: Path, device_name: str) -> Path:
-    """Where the tiles of an op for a device are: its name with an underscore for whatever is no letter or digit."""
+    """The file with an op's tiles for a device, named after it with underscores for other characters than A-Za-z0-9."""
     return op_folder / "tuned" / f"{re.sub('[^A-Za-z0-9]+', '_', device_name).strip('_')}.json"
 
 
@@ -95,7 +95,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     """The checked entries of a file, tiles and figures.
 
     Raises:
-        ValueError: it is no such file; the message names what is wrong.
+        ValueError: the file is invalid; the message names what is wrong.
     """
     try:
         found = json.loads(path.read_text())
@@ -120,7 +120,7 @@ def _shape(entry: Mapping[str, Any]) -> Shape:
 
 
 def _why_wrong(entry: object) -> str | None:
-    """What is wrong with an entry of a file; None: nothing."""
+    """What is wrong with an entry of a file, or None."""
     if not isinstance(entry, dict):
         return f"is a {type(entry).__name__}, not an object"
     wanted = {*Shape._fields, "tile", *_FIGURES}

@@ -26,7 +26,7 @@ from atom_core.kernels.mla_attention import MLA_ATTENTION, MlaAttentionKernel, M
 from atom_core.kernels.mla_cache import MLA_CACHE, MlaSpec, MlaWeights
 from atom_core.kernels.mla_fused_decode import MLA_FUSED_DECODE, MlaFusedDecodeSpec
 from atom_core.kernels.mla_prefill import MLA_PREFILL
-from atom_core.kernels.mla_prefill.plan import PrefillPlan, keys_at_a_time, plan_prefill
+from atom_core.kernels.mla_prefill.plan import PrefillPlan, keys_per_chunk, plan_prefill
 from atom_core.kernels.select import KernelSet
 from atom_core.layers.latent_expansion import LatentExpansion
 from atom_core.layers.linear import Column, MergedColumnLinear, RowLinear
@@ -166,12 +166,12 @@ class MlaMixer(TokenMixer):
 
     def _empty_heads(self, q: torch.Tensor, width: int) -> torch.Tensor:
         """Uninitialised ``[T, H, width]`` within as many heads as the kernel wants allocated."""
-        return q.new_empty(q.shape[0], self.kernel.room, width)[:, : self.shape.num_heads]
+        return q.new_empty(q.shape[0], self.kernel.padded_heads, width)[:, : self.shape.num_heads]
 
     def profile(self, out: torch.Tensor) -> None:
         """See :meth:`TokenMixer.profile`: what prompts need."""
         shape = self.shape
-        keys, each = keys_at_a_time(shape), shape.nope_dim + shape.value_dim + self.prefill.laid_out
+        keys, each = keys_per_chunk(shape), shape.nope_dim + shape.value_dim + self.prefill.laid_out
         _ = out.new_empty(keys, shape.num_heads * each), out.new_empty(keys, shape.row)
         _ = torch.empty_like(out, dtype=torch.float32)
 

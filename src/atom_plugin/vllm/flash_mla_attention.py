@@ -58,10 +58,10 @@ class ManyRowsElsewhere:
     """A kernel that leaves batches to another where many rows meet a request's latents; both read the same cache."""
 
     def __init__(self, spec: MlaAttentionSpec, kernel: MlaAttentionKernel, many: MlaAttentionKernel) -> None:
-        assert kernel.room == many.room
+        assert kernel.padded_heads == many.padded_heads
         assert kernel.graph_support == many.graph_support
         self.spec, self.kernel, self.many = spec, kernel, many
-        self.room, self.graph_support = kernel.room, kernel.graph_support
+        self.padded_heads, self.graph_support = kernel.padded_heads, kernel.graph_support
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
@@ -84,7 +84,7 @@ class FlashMlaAttention3:
         self.attend = binding().flash_attn_varlen_func
         self.schedule = binding().get_scheduler_metadata
         self.spec = spec
-        self.room = spec.latent.num_heads
+        self.padded_heads = spec.latent.num_heads
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""

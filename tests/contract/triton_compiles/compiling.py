@@ -185,9 +185,9 @@ def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> Compile
     compiled = triton.compile(
         source(kernel, order, places, specialized(kernel, positional)), target=gpu.target, options=options
     )
-    assert compiled.batch.shared <= gpu.shared_memory
+    assert compiled.metadata.shared <= gpu.shared_memory
     if not gpu.nvidia:
-        resources = Resources.of(str(gpu.target.arch), compiled.batch, compiled.asm)
+        resources = Resources.of(str(gpu.target.arch), compiled.metadata, compiled.asm)
         COMPILED.append((f"{kernel.fn.__module__}.{kernel.__name__}".removeprefix("atom_core.kernels."), resources))
         assert not resources.faults()
         assert f"; Occupancy: {resources.waves_by_registers}\n" in compiled.asm["amdgcn"], "LLVM counts other waves"

@@ -143,7 +143,7 @@ def test_experts_of_more_routed_tokens_compile_for_hopper(monkeypatch, shared, t
             assert launch.constants["TOKENS"] == block
             compiled = compile_launch(kernel, launch, GPUS[-1])
             # Three such programs, and what is set aside for each, share a multiprocessor's 228 KiB.
-            assert 3 * (compiled.batch.shared + 1024) <= 228 * 1024
+            assert 3 * (compiled.metadata.shared + 1024) <= 228 * 1024
             # A wait in the loop for all and one for half of the block: a compiler that waits for each has more.
             assert compiled.asm["ptx"].count("wgmma.wait_group") == 2
 

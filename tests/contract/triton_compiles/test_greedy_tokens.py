@@ -15,7 +15,7 @@ from tests.contract.triton_compiles.compiling import compile_launch, every_gpu, 
 @every_gpu
 @pytest.mark.parametrize("least", [False, True], ids=["all tokens", "some barred"])
 def test_greedy_tokens_compile(monkeypatch, least, gpu):
-    kept = keep(monkeypatch, (greedy_kernel, "_best_of_parts"), (greedy_kernel, "_best_of_rows"))
+    kept = keep(monkeypatch, (greedy_kernel, "_best_of_splits"), (greedy_kernel, "_best_of_rows"))
     ints = partial(torch.zeros, dtype=torch.int32)
     barred = Barred(ints(8), ints(8), ints(8, 128)) if least else None
     kernel = greedy_kernel.TritonGreedyTokens(GreedyTokensSpec(102_400))

@@ -15,7 +15,7 @@ from tests.latent_cases import LatentCase, latent_batch
 @pytest.mark.parametrize(("heads", "requests"), [(16, 1), (16, 8), (16, 16), (16, 32), (20, 10), (128, 1)])
 def test_decoding_to_values_compiles_for_hopper(monkeypatch, heads, requests):
     case = LatentCase("", ((200, 1),) * (requests - 1) + ((300, 1),), heads=heads, **DEEPSEEK)
-    kept = keep(monkeypatch, (latent_hopper, "latent_decode_hopper"), (mla_absorbed_values_kernel, "_values_of_parts"))
+    kept = keep(monkeypatch, (latent_hopper, "latent_decode_hopper"), (mla_absorbed_values_kernel, "_values_of_splits"))
     monkeypatch.setattr(splits, "multiprocessors", lambda device: 132)
     launch = mla_absorbed_values_kernel.TritonMlaAbsorbedValues(case.spec(torch.bfloat16), overlap=True)
     inputs = latent_batch(case, torch.bfloat16, CPU)

@@ -17,7 +17,7 @@ from tests.latent_cases import LatentCase, check_mla_fused_decode
 def test_one_token_over_latents_compiles_for_hopper(monkeypatch, heads, before):
     case = LatentCase("", ((before, 1),), heads=heads, **DEEPSEEK)
     kernels = [(mla_fused_decode_hopper, "mla_fused_decode_hopper"), (latent_hopper, "latent_decode_hopper")]
-    kept = keep(monkeypatch, *kernels, (mla_absorbed_values_kernel, "_values_of_parts"))
+    kept = keep(monkeypatch, *kernels, (mla_absorbed_values_kernel, "_values_of_splits"))
     monkeypatch.setattr(splits, "multiprocessors", lambda device: 132)
     launch = mla_fused_decode_hopper.MlaFusedDecode(case.spec(torch.bfloat16), overlap=True)
     with pytest.raises(AssertionError, match="differs by nan"):  # nothing has run

@@ -157,7 +157,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, binding: ModuleType) -> Mock:
 @pytest.mark.parametrize("case", [case for case in LATENT_CASES if not case.gap], ids=str)
 def test_its_arguments_mean_what_is_meant_of_latents(case: LatentCase) -> None:
     kernel = FlashMlaAttention3(case.spec(torch.bfloat16))
-    assert kernel.room == case.heads
+    assert kernel.padded_heads == case.heads
     check_absorbed(case, kernel, latent_batch(case, torch.bfloat16, torch.device("cpu")))
 
 
@@ -248,9 +248,11 @@ def test_many_rows_that_meet_a_requests_latents_are_read_elsewhere(
 ) -> None:
     case = LatentCase("", ((9, queries), *((7, 1),) * (requests - 1)), heads=heads)
     spec = case.spec(torch.float32)
-    ours, other = (Mock(wraps=ReferenceMlaAttention(spec), room=heads, graph_support="always") for _ in range(2))
+    ours, other = (
+        Mock(wraps=ReferenceMlaAttention(spec), padded_heads=heads, graph_support="always") for _ in range(2)
+    )
     kernel = ManyRowsElsewhere(spec, ours, other)
-    assert (kernel.room, kernel.graph_support) == (heads, "always")
+    assert (kernel.padded_heads, kernel.graph_support) == (heads, "always")
     check_absorbed(case, kernel, latent_batch(case, torch.float32, torch.device("cpu")))
     assert (ours.called, other.called) == (not many, many)
 

@@ -1,6 +1,6 @@
-"""Memory of each rank's that the others' kernels read and write, and the counters by which they wait for each other.
+"""Memory of each rank that the other ranks' kernels access, with counters by which programs wait for each other.
 
-It is torch's symmetric memory: every rank of a process group allocates the same, and is told where the others' lies.
+It is torch's symmetric memory: every rank of a process group allocates the same size and gets the others' addresses.
 """
 
 from __future__ import annotations
@@ -9,41 +9,41 @@ from dataclasses import dataclass
 
 import torch
 
-#: Programs of one launch. All of them are on the GPU at once, whatever GPU of a server's it is: each waits for the
-#: program of its number on the other ranks.
+#: The most programs of a launch. All have to run at once on any server GPU, as each waits for the program of the same
+#: number on the other ranks.
 PROGRAMS = 64
-#: Bytes between two programs' counters, so that no two share a cache line.
+#: Bytes between two programs' counters: no two share a cache line.
 COUNTER_PITCH = 128
-#: Where the programs' shares begin, in bytes.
+#: The offset of the programs' shares in bytes.
 SHARES = PROGRAMS * COUNTER_PITCH
-#: Bytes of one half of a program's share. A program writes to its halves in turn: one rank that is a launch ahead
-#: writes to the half that no other still reads.
+#: Bytes of one half of a program's share. A program alternates between its halves, so a rank that is one launch ahead
+#: writes to the half that no other rank still reads.
 HALF = 32 * 1024
 SIZE = SHARES + PROGRAMS * 2 * HALF
 
 
 @dataclass(frozen=True)
 class Peers:
-    """What the kernel is told."""
+    """The arguments of the kernel."""
 
     rank: int
     addresses: torch.Tensor
-    """int64 ``[ranks]``: where each rank's memory begins."""
+    """int64 ``[ranks]``: the address of each rank's memory."""
     rounds: torch.Tensor
-    """int32 ``[PROGRAMS]``: how often each program of this rank has met the others; it wraps around."""
+    """int32 ``[PROGRAMS]``: how often each program of this rank has waited for the others; it wraps around."""
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.addresses)
 
 
 class PeerMemory:
-    """A group's, for all norms of one model.
+    """The peer memory of a group, for all norms of one model.
 
     Args:
-        group: of torch.distributed, with a backend for GPUs.
-        rank: this rank's place in it.
+        group: a process group with a backend for GPUs.
+        rank: this rank in the group.
         device: this rank's GPU.
     """
 
@@ -53,23 +53,23 @@ class PeerMemory:
         self._peers: Peers | None = None
 
     def peers(self) -> Peers:
-        """The ranks' memory, which the first call allocates: all ranks make it, and none while it captures a graph.
+        """The ranks' memory. All ranks have to make the first call, which allocates it, outside of a graph capture.
 
         Raises:
-            ValueError: torch can share no memory between these GPUs.
+            ValueError: torch cannot share memory between these GPUs.
         """
         if self._peers is None:
             self._peers = self._allocate()
         return self._peers
 
     def _allocate(self) -> Peers:
-        from torch.distributed import _symmetric_memory as symmetric  # what no rank needs that is alone
+        from torch.distributed import _symmetric_memory as symmetric  # only needed with several ranks
 
-        assert not torch.cuda.is_current_stream_capturing(), "memory is allocated by the run before a capture"
+        assert not torch.cuda.is_current_stream_capturing(), "the warm-up before a capture allocates the memory"
         try:
             memory = symmetric.empty(SIZE, dtype=torch.uint8, device=self.device)
             memory.zero_()
-            # Every rank is past this once all have met below, so no counter is cleared that was counted up.
+            # The rendezvous below waits for all ranks, so no rank clears a counter that another has incremented.
             torch.cuda.synchronize(self.device)
             found = symmetric.rendezvous(memory, self.group)
         except RuntimeError as error:

@@ -1,13 +1,13 @@
-"""The sum over ranks, the residual's addition and the norm in one Triton kernel that reads the other ranks' memory.
+"""The all-reduce, the residual's addition and the norm in one Triton kernel that reads the other ranks' memory.
 
-A program has some of the rows. It copies its rank's parts of them to memory that all ranks see, meets the program of
-its number on every other rank, and then reads everyone's parts, in the order of the ranks: all ranks add up the same
-numbers in the same order. Nothing is reset between launches, and what counts them is on the device, so a captured
-graph may be replayed.
+A program takes some of the rows. It copies its rank's partial sums to memory that all ranks see, waits for the program
+of the same number on every other rank, and then reads all ranks' partial sums in the order of the ranks: all ranks add
+the same values in the same order. Nothing is reset between launches and the counters are on the device, so a captured
+graph can be replayed.
 
-Two ranks are never more than one launch apart at one program, for the later one's signal is waited for. So two halves
-of a program's memory, in turn, are enough: the half that a slow rank reads is written to again behind a signal that it
-gives when it is done with it.
+A program is never more than one launch ahead of those of its number on other ranks, as it waits for their signals. So
+two alternating halves of its memory are enough: it writes to a half again only after a signal that slower ranks send
+when they have read it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton.language as tl
 from atom_core.kernels.all_reduce_norm.peer_memory import COUNTER_PITCH, HALF, PROGRAMS, SHARES, PeerMemory, Peers
 from atom_core.kernels.triton_support import takes_amd_assembly
 
-#: Bytes of ``x`` up to which every rank reads all of them; above, reducing a share each is less to read.
+#: The most bytes of ``x``; above, a reduce-scatter and an all-gather read less.
 MAX_BYTES = {2: 512 * 1024, 3: 512 * 1024, 4: 512 * 1024}
 MAX_BYTES_OF_MORE = 256 * 1024
 
@@ -35,25 +35,25 @@ def _meet(
     LANES: tl.constexpr,
     AMD: tl.constexpr,
 ):
-    """Go on when the programs of this number have come here on all ranks, ``arrivals`` in all so far.
+    """Wait until the programs of this number are here on all ranks: ``arrivals`` in all launches so far.
 
-    A count that takes in one rank's next arrival in place of another's is as good: who arrives again has seen all.
+    The count may include one rank's next arrival instead of another's: that rank has seen all arrivals of this launch.
     """
     if AMD:
-        # The signal below is one wave's. Its release need not have the other waves' stores, for which a barrier alone
+        # One wave sends the signal below. Its release may not cover the other waves' stores, for which a barrier alone
         # does not wait (see is_last of attention), and LLVM before https://github.com/llvm/llvm-project/pull/178316,
-        # as in Triton 3.6.0, may signal before what it releases is written back. So each wave writes back and waits.
+        # as in Triton 3.6.0, may send it before the write-back. So each wave writes back and waits.
         tl.inline_asm_elementwise(
             "buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)", "=v", [], dtype=tl.int32, is_pure=False, pack=1
         )
-    # What all threads have stored is before the first one's signal, and what they load behind its wait.
+    # All threads' stores come before the signal, and their loads after the wait.
     tl.debug_barrier()
     lanes = tl.arange(0, LANES)
     there = lanes < WORLD
     counters = tl.load(peers + lanes, mask=there, other=0).to(tl.pointer_type(tl.int32)) + program * PITCH
     tl.atomic_add(counters, 1, mask=there, sem="release", scope="sys")
     mine = tl.load(peers + rank).to(tl.pointer_type(tl.int32)) + program * PITCH
-    # Counts wrap around, so it is their difference that has a sign.
+    # Counts wrap around, so compare their difference with 0.
     while tl.atomic_add(mine, 0, sem="acquire", scope="sys") - arrivals < 0:
         pass
     tl.debug_barrier()
@@ -88,17 +88,17 @@ def _all_reduce_norm(
     used = columns < N
     met = tl.load(rounds + program)
     share = SHARES + (program * 2 + (met & 1)).to(tl.int64) * HALF
-    numbers = tl.pointer_type(x.dtype.element_ty)
-    mine = tl.multiple_of((tl.load(peers + rank) + share).to(numbers), 16)
-    # Where they are is known before they are waited for.
+    pointer = tl.pointer_type(x.dtype.element_ty)
+    mine = tl.multiple_of((tl.load(peers + rank) + share).to(pointer), 16)
+    # The addresses are loaded before the wait.
     theirs = ()
     for peer in tl.static_range(WORLD):
-        theirs = theirs + ((tl.load(peers + peer) + share).to(numbers),)  # type: ignore[assignment]  # noqa: RUF005 - Triton unpacks no stars
+        theirs = theirs + ((tl.load(peers + peer) + share).to(pointer),)  # type: ignore[assignment]  # noqa: RUF005 - Triton unpacks no stars
     rows = tl.cdiv(num_rows - program, programs)
     for index in range(rows):
         row = (program + index * programs).to(tl.int64)
-        part = tl.load(x + row * stride_x + columns, mask=used, other=0.0)
-        tl.store(mine + index * PITCH + columns, part, mask=used)
+        partial = tl.load(x + row * stride_x + columns, mask=used, other=0.0)
+        tl.store(mine + index * PITCH + columns, partial, mask=used)
     if MEET:
         _meet(peers, rank, program, (met + 1) * WORLD, COUNTERS, WORLD, LANES, AMD)
     scale = tl.load(weight + columns, mask=used, other=0.0).to(tl.float32)
@@ -106,10 +106,10 @@ def _all_reduce_norm(
         row = (program + index * programs).to(tl.int64)
         total = tl.zeros([BLOCK], tl.float32)
         for peer in tl.static_range(WORLD):
-            part = tl.multiple_of(theirs[peer], 16) + index * PITCH
-            total += tl.load(part + columns, mask=used, other=0.0).to(tl.float32)
+            source = tl.multiple_of(theirs[peer], 16) + index * PITCH
+            total += tl.load(source + columns, mask=used, other=0.0).to(tl.float32)
         stream = residual + row * stride_residual + columns
-        # The sum is rounded before it is normed: the next layer adds to what was stored.
+        # The norm reads the rounded sum, which is also what the next layer adds to.
         values = (total + tl.load(stream, mask=used, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(stream, values, mask=used)
         wide = values.to(tl.float32)
@@ -149,8 +149,8 @@ def all_reduce_norm(
 ) -> torch.Tensor:
     """``y``, with ``residual`` added to in place; see :mod:`atom_core.kernels.all_reduce_norm`.
 
-    ``nvidia``: whether the GPU is one of NVIDIA's, not gfx942 or gfx950: a warp has 32 threads, not 64.
-    ``meet``: whether ranks wait for each other. Without it, what this rank reads is what the others have written.
+    ``nvidia``: whether the GPU is NVIDIA's, with 32 threads in a warp; gfx942 and gfx950 have 64.
+    ``meet``: whether ranks wait for each other. Without it, the others' partial sums have to be there already.
     """
     num_rows, size = x.shape
     assert x.stride(1) == residual.stride(1) == 1

@@ -6,9 +6,9 @@ For request ``r`` with ``n`` cached and new tokens, of which the last ``m`` are 
     s_j = scale * q_i . k_j;  s_j = cap * tanh(s_j / cap) where capped
     o_i = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink_h))     (the sink term where the layer has sinks)
 
-The step's keys and values are in the cache already; an FP8 one holds them divided by the scales of its view. ``q``,
+The cache already has the step's keys and values; an FP8 cache stores them divided by the scales of its view. ``q``,
 ``out``: ``[T, H, D]``; query head ``h`` reads key/value head ``h // (H / K)``. Rows of ``out`` past the batch's tokens
-are left alone.
+are not written.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from atom_core.kernels.select import Implementation, Op, Target, only_on_cpu
 from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
 from atom_core.types import GraphSupport
 
-#: An implementation that adapters contribute: Triton's, but for batches with long prompts. See
+#: An implementation that adapters contribute: FlashAttention 3 for batches with long prompts, Triton for others. See
 #: :data:`atom_core.kernels.select.PRIORITY`.
 TRITON_AND_FLASH_ATTENTION_3 = "triton_and_flash_attention_3"
 
 
 @dataclass(frozen=True)
 class PagedAttentionSpec:
-    """One attention layer over a paged cache, as this rank holds it."""
+    """One attention layer over a paged cache, with this rank's heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -57,10 +57,10 @@ class PagedAttentionKernel(Protocol):
     graph_support: GraphSupport
 
     def plan_key(self) -> Hashable | None:
-        """Under which key :meth:`plan`'s result is kept; layers of one key share it. None: it plans nothing."""
+        """The key of :meth:`plan`'s result in ``Batch.plans``, shared by layers with equal keys. None: no plan."""
 
     def plan(self, batch: Batch) -> object:
-        """What can be worked out once a step for all layers of the same key."""
+        """What the layers of one key compute once a step."""
 
     def __call__(
         self,
@@ -76,7 +76,7 @@ def _aiter_supports(spec: PagedAttentionSpec, target: Target, *, order: CacheOrd
     if reason := why_no_aiter(target):
         return reason
     if spec.dtype not in (torch.bfloat16, torch.float16):
-        return f"aiter's attention has queries of two bytes, not {spec.dtype}."
+        return f"aiter's attention has queries in bfloat16 and float16, not {spec.dtype}."
     if spec.head_dim > 256:
         return f"aiter's attention is used for head sizes up to 256, not {spec.head_dim}."
     if spec.cache_dtype not in (spec.dtype, FP8[target.arch]):
@@ -85,12 +85,12 @@ def _aiter_supports(spec: PagedAttentionSpec, target: Target, *, order: CacheOrd
             f"{FP8[target.arch]}, not {spec.cache_dtype}."
         )
     if order == SHUFFLED and spec.head_dim not in (32, 64, 128, 256):
-        return f"aiter's attention over shuffled pages has heads of 32, 64, 128 and 256 numbers, not {spec.head_dim}."
+        return f"aiter's attention over shuffled pages has head sizes 32, 64, 128 and 256, not {spec.head_dim}."
     return None
 
 
 def _build_aiter(spec: PagedAttentionSpec, target: Target, *, order: CacheOrder = "plain") -> PagedAttentionKernel:
-    from atom_core.kernels.attention.aiter_kernel import AiterAttention  # looked for when it is chosen
+    from atom_core.kernels.attention.aiter_kernel import AiterAttention  # imports aiter when it is built
 
     return AiterAttention(spec, order)
 

@@ -1,6 +1,6 @@
-"""Which of aiter's attention kernels takes a batch, with what each cannot do in words; and the windows of each.
+"""Selection of aiter's attention kernel for a batch, with the reasons against each kernel and its window argument.
 
-A window of ``W`` tokens is what HuggingFace's configs mean by it: the query's own and the ``W - 1`` before.
+A window of ``W`` tokens has the meaning of HuggingFace's configs: the query's own token and the ``W - 1`` before it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PA_DECODE_GLUON = "pa_decode_gluon"
 UNIFIED_ATTENTION = "unified_attention"
 MHA_BATCH_PREFILL = "mha_batch_prefill"
 
-#: Tokens of a page that ``pa_persistent_fwd`` has kernels for.
+#: Page sizes, in tokens, of ``pa_persistent_fwd``.
 PERSISTENT_PAGES = (1024, 256)
 E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
@@ -29,17 +29,17 @@ Reasons = Iterator[tuple[bool, str]]
 
 @dataclass(frozen=True)
 class Call:
-    """What decides: a layer, the order of its cache, and of a batch what a captured graph cannot change."""
+    """What the selection depends on: the layer, its cache's order, and batch properties that a graph fixes."""
 
     spec: PagedAttentionSpec
     order: CacheOrder
     page_size: int
     query_len: int
-    """Tokens of each request where ``uniform``, else the most that any has."""
+    """Query tokens of each request if ``uniform``, else the maximum."""
     uniform: bool
-    """Every request has as many."""
+    """All requests have equally many query tokens."""
     by_token: bool = True
-    """A token's heads lie together in a plain cache, and its tokens one after the other."""
+    """The heads of a token are contiguous in a plain cache, and the tokens of a page follow one another."""
 
     @property
     def group(self) -> int:
@@ -48,12 +48,12 @@ class Call:
 
 
 def inclusive_window(window: int | None) -> tuple[int, int]:
-    """(keys before the query, after it): of unified_attention and mha_batch_prefill; -1 is no limit."""
+    """(keys before the query, after it) for unified_attention and mha_batch_prefill; -1 is no limit."""
     return (-1, -1) if window is None else (window - 1, 0)
 
 
 def gluon_window(window: int | None, query_len: int) -> int:
-    """Of pa_decode_gluon, which keeps as many keys fewer as a request has new tokens; 0 is no window."""
+    """For pa_decode_gluon, which subtracts the number of new tokens from the window; 0 is no window."""
     return 0 if window is None else window + query_len
 
 
@@ -61,18 +61,18 @@ def _pa_fwd_asm(call: Call) -> Reasons:
     spec = call.spec
     yield call.order != SHUFFLED, "It reads shuffled pages."
     yield call.page_size != 16, f"It has pages of 16 tokens, not {call.page_size}."
-    yield spec.head_dim != 128, f"It has heads of 128 numbers, not {spec.head_dim}."
+    yield spec.head_dim != 128, f"It has head size 128, not {spec.head_dim}."
     yield not math.isclose(spec.scale, 128**-0.5, rel_tol=1e-6), f"Its scale is 1/sqrt(128), not {spec.scale:.4g}."
     yield spec.dtype != torch.bfloat16, f"Its queries are bfloat16 here, not {spec.dtype}."
     yield (
         spec.cache_dtype != spec.dtype,
-        f"It scales an FP8 cache token by token; ours has one scale, {spec.cache_dtype}.",
+        f"It has a scale for each token of an FP8 cache; ours has one scale, {spec.cache_dtype}.",
     )
     yield spec.window is not None, "It has no window."
     yield bool(spec.soft_cap), "It has no soft cap."
     yield spec.sinks, "It has no sinks."
     yield call.group > 16, f"It has up to 16 query heads a group, not {call.group}."
-    yield not call.uniform, "Requests differ in how many tokens they bring."
+    yield not call.uniform, "Requests have different numbers of tokens."
     yield (
         call.query_len > 1 and (call.group != 8 or call.query_len > 2),
         f"Of several tokens a request it takes two, of 8 query heads a group, not {call.query_len} of {call.group}.",
@@ -84,17 +84,17 @@ def _pa_persistent(call: Call) -> Reasons:
     yield call.order != SHUFFLED, "It reads shuffled pages."
     yield call.page_size not in PERSISTENT_PAGES, f"It has pages of 256 and of 1024 tokens, not {call.page_size}."
     yield spec.cache_dtype not in E4M3, f"It has caches in e4m3, not in {spec.cache_dtype}."
-    yield spec.head_dim != 128, f"It has heads of 128 numbers, not {spec.head_dim}."
+    yield spec.head_dim != 128, f"It has head size 128, not {spec.head_dim}."
     yield not math.isclose(spec.scale, 128**-0.5, rel_tol=1e-6), f"Its scale is 1/sqrt(128), not {spec.scale:.4g}."
     yield spec.dtype != torch.bfloat16, f"Its queries are bfloat16, not {spec.dtype}."
     yield spec.window is not None, "It has no window."
     yield bool(spec.soft_cap), "It has no soft cap."
     yield spec.sinks, "It has no sinks."
-    yield not call.uniform, "Requests differ in how many tokens they bring."
+    yield not call.uniform, "Requests have different numbers of tokens."
     yield rows > 64, f"It takes up to 64 rows (tokens times heads of a group) a request, not {rows}."
     yield (
         16 % spec.num_kv_heads != 0,
-        f"It shares the GPU's compute units out among key/value heads, 1, 2, 4, 8 or 16, not {spec.num_kv_heads}.",
+        f"It divides the GPU's compute units among 1, 2, 4, 8 or 16 key/value heads, not {spec.num_kv_heads}.",
     )
 
 
@@ -102,9 +102,9 @@ def _pa_decode_gluon(call: Call) -> Reasons:
     spec, rows = call.spec, call.group * call.query_len
     yield call.order != SHUFFLED, "It reads shuffled pages."
     yield call.page_size not in (16, 64, 1024), f"It has pages of 16, 64 and 1024 tokens, not {call.page_size}."
-    yield spec.head_dim not in (64, 128), f"It is known to be right for heads of 64 and 128, not {spec.head_dim}."
+    yield spec.head_dim not in (64, 128), f"It is known to be right for head sizes 64 and 128, not {spec.head_dim}."
     yield bool(spec.soft_cap), "It has no soft cap."
-    yield not call.uniform, "Requests differ in how many tokens they bring."
+    yield not call.uniform, "Requests have different numbers of tokens."
     yield call.query_len > 4, f"It takes up to 4 tokens a request, not {call.query_len}."
     yield rows > 64, f"It takes up to 64 rows (tokens times heads of a group) a request, not {rows}."
     yield spec.window is not None and call.page_size == 1024, "It has no window over pages of 1024 tokens."
@@ -113,12 +113,12 @@ def _pa_decode_gluon(call: Call) -> Reasons:
 def _mha_batch_prefill(call: Call) -> Reasons:
     spec = call.spec
     yield call.query_len == 1, "It is for prompts."
-    yield spec.head_dim not in (128, 256), f"It is known to be right for heads of 128 and 256, not {spec.head_dim}."
+    yield spec.head_dim not in (128, 256), f"It is known to be right for head sizes 128 and 256, not {spec.head_dim}."
     yield call.page_size not in (1, 16, 1024), f"It is known for pages of 1, 16 and 1024 tokens, not {call.page_size}."
     yield spec.cache_dtype != spec.dtype, f"Its cache has the queries' dtype, not {spec.cache_dtype}."
-    yield spec.sinks, "What it does with sinks is not known."
-    yield spec.window == 1, "A window of one token is no window to it."
-    yield not call.by_token, "It goes through plain pages token by token."
+    yield spec.sinks, "Its results with sinks are not known."
+    yield spec.window == 1, "It ignores a window of one token."
+    yield not call.by_token, "It reads plain pages token by token."
 
 
 def _unified_attention(call: Call) -> Reasons:
@@ -140,20 +140,20 @@ PREFILL: tuple[tuple[str, Callable[[Call], Reasons]], ...] = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that takes a batch, and why those before it do not."""
+    """The kernel for a batch, and why the kernels before it cannot run it."""
 
     kernel: str
     passed_over: tuple[tuple[str, str], ...]
 
 
 def choose(call: Call) -> Choice:
-    """The first kernel that can run it: of those for decoding where every request brings few tokens.
+    """The first kernel that can run it, from the decode kernels if all requests have equally many, few tokens.
 
     Raises:
-        ValueError: none can.
+        ValueError: no kernel can.
     """
     passed_over: list[tuple[str, str]] = []
-    # A request of up to four new tokens that all others bring too is one that decodes, with drafts or without.
+    # Decoding requests have one token, or up to four with speculative decoding.
     for name, reasons in DECODE if call.uniform and call.query_len <= 4 else PREFILL:
         reason = next((reason for applies, reason in reasons(call) if applies), None)
         if reason is None:

@@ -1,8 +1,7 @@
-"""Paged attention by aiter: each batch, or each of its two parts, by the kernel that :mod:`.aiter_choice` names.
+"""Paged attention by aiter. :mod:`.aiter_choice` selects the kernel for a batch.
 
-Requests that decode come first in a batch; where they are counted they are run by themselves. No length is read on the
-host, and what one kernel wants worked out ahead (:mod:`.aiter_persistent`) is, on the device, so any batch may be
-replayed from a graph.
+Decoding requests come first in a batch; if the batch counts them, they run in a launch of their own. No length is read
+on the host, and :mod:`.aiter_persistent` fills its metadata on the device, so a graph can replay any batch.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from atom_core.kernels.attention.aiter_choice import (
     inclusive_window,
 )
 from atom_core.kernels.attention.aiter_persistent import PersistentDecode
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
 from atom_core.types import GraphSupport
 
-#: Tokens of a request that a program of the Gluon kernel goes through; those of a window are one program's.
+#: Tokens of a request that one program of the Gluon kernel reads; with a window, one program reads all of them.
 _PARTITION, _WINDOWED_PARTITION = 256, 128
 
 
@@ -52,7 +51,7 @@ class AiterAttention:
             self._persistent = PersistentDecode(spec.num_heads)
 
     def plan_key(self) -> None:
-        """It plans nothing."""
+        """No plan."""
         return
 
     def plan(self, batch: Batch) -> object:
@@ -60,12 +59,12 @@ class AiterAttention:
         raise AssertionError("aiter's attention has no plan")
 
     def scales(self, cache: KVCacheView) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The scales of an FP8 cache on its device; there are none of another, which kernels would multiply by."""
+        """The scales of an FP8 cache on its device; None for other caches, as kernels would multiply by them."""
         if cache.key.itemsize > 1:
             return None, None
         key = (cache.k_scale, cache.v_scale, cache.key.device)
         if key not in self._scales:
-            # What is made while a graph is captured belongs to that graph.
+            # A tensor that is made during a capture belongs to that graph.
             assert not capturing(cache.key.device), "warm up before capturing"
             both = torch.tensor([cache.k_scale, cache.v_scale], dtype=torch.float32, device=cache.key.device)
             self._scales[key] = (both[:1].clone(), both[1:].clone())
@@ -90,20 +89,19 @@ class AiterAttention:
         self._run(q[tokens:], cache, others, sinks, out[tokens:])
 
     def call_for(self, cache: KVCacheView, batch: Batch, num_tokens: int) -> Call:
-        """What decides who takes a batch."""
-        longest = batch.max_query_len
-        # None has more than the longest, so they have as many each if they have that together.
-        uniform = num_tokens == batch.num_requests * longest
+        """What the selection depends on."""
+        # No request has more than max_query_len tokens, so all have as many if the sum says so.
+        uniform = num_tokens == batch.num_requests * batch.max_query_len
         by_token = True
         if self.order != SHUFFLED:
             by_token = all(
                 side.stride(0) >= cache.page_size * side.stride(2) and side.stride(2) >= side.shape[1] * side.stride(1)
                 for side in (cache.key, cache.value)
             )
-        return Call(self.spec, self.order, cache.page_size, longest, uniform, by_token)
+        return Call(self.spec, self.order, cache.page_size, batch.max_query_len, uniform, by_token)
 
     def chosen(self, cache: KVCacheView, batch: Batch, num_tokens: int) -> Choice:
-        """Who takes a batch."""
+        """The kernel for a batch."""
         return self.choose(self.call_for(cache, batch, num_tokens))
 
     def _run(
@@ -117,11 +115,11 @@ class AiterAttention:
         spec = self.spec
         if not len(q):
             return
-        longest, lengths, table = batch.max_query_len, batch.seq_lens, batch.pages.table
+        max_query_len, lengths, table = batch.max_query_len, batch.seq_lens, batch.pages.table
         starts = batch.query_start_loc
         kernel = self.chosen(cache, batch, len(q)).kernel
         if kernel == PA_FWD_ASM:
-            _pa_fwd_asm(q, cache.key, cache.value, table, lengths, starts, longest, out)
+            _pa_fwd_asm(q, cache.key, cache.value, table, lengths, starts, max_query_len, out)
             return
         if kernel == PA_PERSISTENT:
             assert self._persistent is not None, "it is for shuffled pages in FP8"
@@ -129,32 +127,43 @@ class AiterAttention:
             return
         k_scale, v_scale = self.scales(cache)
         if kernel == PA_DECODE_GLUON:
-            window = gluon_window(spec.window, longest)
+            window = gluon_window(spec.window, max_query_len)
             _pa_decode_gluon(
-                q, cache.key, cache.value, lengths, table, spec.scale, longest, k_scale, v_scale, sinks, window, out
+                q,
+                cache.key,
+                cache.value,
+                lengths,
+                table,
+                spec.scale,
+                max_query_len,
+                k_scale,
+                v_scale,
+                sinks,
+                window,
+                out,
             )
             return
         left, right = inclusive_window(spec.window)
         keys, values = cache.key, cache.value
         if self.order != SHUFFLED:
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-        most, cap = batch.max_seq_len, spec.soft_cap or 0.0
+        max_seq_len, cap = batch.max_seq_len, spec.soft_cap or 0.0
         if kernel == MHA_BATCH_PREFILL:
             _mha_batch_prefill(
-                q, keys, values, starts, table, lengths, longest, most, spec.scale, cap, left, right, out
+                q, keys, values, starts, table, lengths, max_query_len, max_seq_len, spec.scale, cap, left, right, out
             )
             return
         if len(q) < batch.num_requests:
-            # With one token each the kernel takes row i for request i's, padded ones too, and writes past the end.
-            longest = max(longest, 2)
+            # With max_query_len 1 the kernel takes row i as request i's, also of padded requests: past the end of q.
+            max_query_len = max(max_query_len, 2)
         _unified_attention(
             q,
             keys,
             values,
             starts,
-            longest,
+            max_query_len,
             lengths,
-            most,
+            max_seq_len,
             spec.scale,
             left,
             right,
@@ -168,7 +177,7 @@ class AiterAttention:
         )
 
 
-@opaque("aiter_pa_fwd_asm", lambda *args: None, mutates=("out",))
+@custom_op("aiter_pa_fwd_asm", lambda *args: None, mutates=("out",))
 def _pa_fwd_asm(
     q: torch.Tensor,
     key: torch.Tensor,
@@ -188,13 +197,13 @@ def _pa_fwd_asm(
         page_table.stride(0),
         max_qlen=query_len,
         out_=out,
-        # Without it the kernel for one token a request runs, whatever is asked for.
+        # Without it aiter runs the kernel for one token a request, whatever max_qlen says.
         qo_indptr=query_start_loc if query_len > 1 else None,
-        high_precision=0,  # 1 takes whichever of several comes first in a map without an order
+        high_precision=0,  # 1 matches several kernels, and takes the first in an unordered map
     )
 
 
-@opaque("aiter_pa_decode_gluon", lambda *args: None, mutates=("out",))
+@custom_op("aiter_pa_decode_gluon", lambda *args: None, mutates=("out",))
 def _pa_decode_gluon(
     q: torch.Tensor,
     key: torch.Tensor,
@@ -233,7 +242,7 @@ def _pa_decode_gluon(
     )
 
 
-@opaque("aiter_mha_batch_prefill", lambda *args: None, mutates=("out",))
+@custom_op("aiter_mha_batch_prefill", lambda *args: None, mutates=("out",))
 def _mha_batch_prefill(
     q: torch.Tensor,
     key: torch.Tensor,
@@ -249,7 +258,7 @@ def _mha_batch_prefill(
     right: int,
     out: torch.Tensor,
 ) -> None:
-    # With a page table, the list of pages and where each request's begin are checked, and not read.
+    # With a page table, aiter checks the list of pages and its offsets, but does not read them.
     aiter_function("aiter.mha_batch_prefill_func")(
         q,
         key,
@@ -269,7 +278,7 @@ def _mha_batch_prefill(
     )
 
 
-@opaque("aiter_unified_attention", lambda *args: None, mutates=("out",))
+@custom_op("aiter_unified_attention", lambda *args: None, mutates=("out",))
 def _unified_attention(
     q: torch.Tensor,
     key: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the definition, one request at a time. It reads lengths on the host, so no graphs."""
+"""Paged attention in plain torch: the definition, one request at a time. It reads lengths on the host: no graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReferenceAttention:
         self.spec = spec
 
     def plan_key(self) -> None:
-        """It plans nothing."""
+        """No plan."""
         return
 
     def plan(self, batch: Batch) -> object:

@@ -1,6 +1,6 @@
-"""Paged attention on a CPU through torch's own attention, over keys gathered from their pages.
+"""Paged attention on a CPU by torch's scaled_dot_product_attention, over keys gathered from their pages.
 
-Requests that all decode are attended to together where their lengths are alike, else one after the other.
+Requests that all decode run together if their lengths are similar, otherwise one by one.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from atom_core.kernels.attention import PagedAttentionSpec
 
 
-#: Of plans, which are one for all layers.
+#: All layers share one plan.
 PLAN_KEY = "sdpa"
 
 
 class SdpaAttention:
     """See :mod:`atom_core.kernels.attention`; it reads lengths on the host, so no graphs.
 
-    Keys and values of an FP8 cache are widened to the queries' dtype, which is exact; their scales go to the scores and
-    to the result.
+    Keys and values of an FP8 cache are cast to the queries' dtype, which is exact. Their scales multiply the scores and
+    the result.
     """
 
     order: CacheOrder = "plain"
@@ -37,11 +37,11 @@ class SdpaAttention:
         self.spec = spec
 
     def plan_key(self) -> str:
-        """One for all layers."""
+        """All layers share one plan."""
         return PLAN_KEY
 
     def plan(self, batch: Batch) -> tuple[list[int], list[int]]:
-        """On the host: where each request's queries start, and its length."""
+        """The start of each request's queries and its length, on the host."""
         return batch.query_start_loc.tolist(), batch.seq_lens.tolist()
 
     def __call__(
@@ -67,18 +67,18 @@ class SdpaAttention:
                 continue
             first = self._first_page(length, end - begin, page_size)
             used = batch.pages.table[request, first : -(-length // page_size)]
-            left = first * page_size  # tokens that the window has left behind
+            left = first * page_size  # tokens before the window
             keys = self._gather(cache.key, used, length - left, q.dtype)
             values = self._gather(cache.value, used, length - left, q.dtype)
             attended = self._attend(q[begin:end], keys, values, self.spec.scale * cache.k_scale)
             torch.mul(attended, cache.v_scale, out=out[begin:end])
 
     def _width(self, lengths: list[int]) -> int:
-        """Keys that the longest of these requests looks back at."""
+        """The most keys that any of these requests attends to."""
         return min(max(lengths), self.spec.window or max(lengths))
 
     def _alike(self, starts: list[int], lengths: list[int]) -> bool:
-        """Whether every request has one query, and padding them to one length costs less than twice their own."""
+        """Whether all requests have one query, and padding to one length at most doubles the number of keys."""
         decode = starts == list(range(len(lengths) + 1))
         return decode and self._width(lengths) * len(lengths) <= 2 * sum(lengths)
 
@@ -91,7 +91,7 @@ class SdpaAttention:
         lengths: list[int],
         out: torch.Tensor,
     ) -> None:
-        """One query of each request, all at once: shorter ones look at their last key again, masked."""
+        """One query of each request, all at once. Shorter requests repeat their last key, masked."""
         count, width = len(lengths), self._width(lengths)
         ends = batch.seq_lens[:, None].long()
         position = (ends - width).clamp(min=0) + torch.arange(width)
@@ -103,7 +103,7 @@ class SdpaAttention:
             side.index_select(0, slots).view(cache.key.dtype).view(count, width, -1, self.spec.head_dim).to(q.dtype)
             for side in sides
         )
-        # The heads of a group are queries of one head: torch's own grouping is many times slower for single queries.
+        # A group's heads are queries of one head: torch's enable_gqa is many times slower for single queries.
         attended = F.scaled_dot_product_attention(
             q[:count].reshape(count, self.spec.num_kv_heads, -1, self.spec.head_dim),
             keys.transpose(1, 2),
@@ -140,7 +140,7 @@ class SdpaAttention:
         return attended[0].transpose(0, 1)
 
     def _mask(self, num_queries: int, length: int) -> torch.Tensor:
-        """Which keys each query sees, bool ``[queries, length]``."""
+        """The keys that each query sees, bool ``[queries, length]``."""
         position = torch.arange(length - num_queries, length)[:, None]
         other = torch.arange(length)[None]
         seen = other <= position
@@ -150,9 +150,9 @@ class SdpaAttention:
 
 
 def _by_slot(side: torch.Tensor) -> torch.Tensor | None:
-    """``[pages, K, page size, D]`` as rows of 64-bit words, one a slot; None where storage has no such order.
+    """``[pages, K, page size, D]`` as int64 rows, one for each slot; None if its memory has another order.
 
-    torch copies rows of such words ten times as fast as those of numbers of two bytes.
+    torch copies int64 rows ten times as fast as rows of 16-bit elements.
     """
     by_token = side.transpose(1, 2)
     pages, page_size, heads, dim = by_token.shape

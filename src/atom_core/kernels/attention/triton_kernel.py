@@ -1,13 +1,13 @@
 """Paged attention in Triton: prefill, decode and mixed batches in one launch.
 
-A program takes ``BLOCK_Q`` query tokens of one request and all query heads of one key/value head, so that a tile of
-keys serves the whole group; it walks the request's keys in tiles of ``BLOCK_N`` with an online softmax
-(arXiv 2205.14135). Programs are numbered so that request ``r`` starts at ``query_start_loc[r] // BLOCK_Q + r``: the
-grid depends on the number of tokens and requests alone, never on a length, so a captured graph replays for any batch.
+A program takes ``BLOCK_Q`` query tokens of one request and all query heads of one key/value head, so a tile of keys
+serves the whole group. It reads the request's keys in tiles of ``BLOCK_N`` with an online softmax (arXiv 2205.14135).
+The programs of request ``r`` start at ``query_start_loc[r] // BLOCK_Q + r``: the grid depends on the numbers of tokens
+and requests only, so a captured graph can replay any lengths.
 
-Few programs leave most of a GPU idle, so where there are few, several share the keys of one tile ("splits"; flash
-decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). How many there may be depends on the grid, how many
-have work on the length. Each stores its part; the last to arrive adds the parts up, always in the same order.
+If the programs are too few for the GPU, several share the keys of one tile of queries (splits, FlashDecoding,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The grid limits the number of splits; the length determines
+how many have keys. Each stores its partial result, and the last one to finish merges them in a fixed order.
 
 ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size up to 256, ``P`` page size, any strides.
 """
@@ -30,79 +30,79 @@ if TYPE_CHECKING:
     from atom_core.kernels.attention import PagedAttentionSpec
 
 
-#: Softmaxes are of powers of 2, which the hardware has.
+#: Softmaxes use powers of 2, for which the hardware has an instruction.
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def capped(scores, soft_cap):
     """``soft_cap * tanh(scores / soft_cap)``."""
-    # tanh(x) = 2 / (1 + exp(-2x)) - 1, which Triton has on every target
+    # tanh(x) = 2 / (1 + exp(-2x)) - 1: Triton has exp on every target.
     return soft_cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / soft_cap)) - 1.0)
 
 
 @triton.jit
 def wait_for_stores():
-    """Have a wave of AMD's wait until its stores have been done."""
+    """Make a wave (AMD) wait for its own stores."""
     tl.inline_asm_elementwise("s_waitcnt vmcnt(0)", "=v", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def is_last(arrival, working, AMD: tl.constexpr):
-    """Whether a program, which has stored its part, is the last of ``working`` to be here and may load the others'.
+    """Whether this program is the last of ``working`` to have stored its partial result, and may load the others'.
 
-    ``arrival`` counts them, and is zero again as the next launch wants it.
+    ``arrival`` counts the programs; the last one resets it to zero for the next launch.
     """
     if AMD:
-        # Programs run on XCDs with L2s of their own. The atomic below, which one wave does for all, writes back what
-        # has reached this XCD's, and a barrier alone does not wait until the other waves' stores have: see
-        # https://github.com/llvm/llvm-project/pull/160501 of a later generation, where that failed.
+        # Each XCD has its own L2. One wave runs the atomic below, which writes the L2 back; a barrier alone does not
+        # wait until the other waves' stores have reached the L2: that failed on a later generation, see
+        # https://github.com/llvm/llvm-project/pull/160501.
         wait_for_stores()
-    tl.debug_barrier()  # all of this program's stores before its arrival is seen
+    tl.debug_barrier()  # all stores of this program come before its arrival
     last = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == working - 1
     if last:
         tl.store(arrival, 0)
     if AMD:
-        tl.debug_barrier()  # what tells the other waves of the count orders LDS alone
+        tl.debug_barrier()  # the count reaches the other waves by LDS, which orders nothing else
     return last
 
 
 @triton.jit
-def parts_joined(
-    parts,
-    part_sums,
+def merged_splits(
+    partial_out,
+    partial_stats,
     row,
-    part_rows,
+    split_rows,
     working,
     row_used,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     D_PADDED: tl.constexpr,
 ):
-    """The softmax's sums and the weighted values of rows that ``working`` programs have shared the keys of."""
+    """The softmax's sums and the weighted values of rows, merged from ``working`` splits."""
     dim = tl.arange(0, D_PADDED)
-    kept = row_used[:, None] & (dim < D)[None, :]
+    mask = row_used[:, None] & (dim < D)[None, :]
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PADDED], tl.float32)
     for split in range(working):
-        at = split * part_rows + row
-        part_highest = tl.load(part_sums + at * 2, mask=row_used, other=float("-inf"), cache_modifier=".cg")
-        part_total = tl.load(part_sums + at * 2 + 1, mask=row_used, other=0.0, cache_modifier=".cg")
-        part = tl.load(parts + at[:, None] * D + dim[None, :], mask=kept, other=0.0, cache_modifier=".cg")
-        new_highest = tl.maximum(highest, part_highest)
+        at = split * split_rows + row
+        split_highest = tl.load(partial_stats + at * 2, mask=row_used, other=float("-inf"), cache_modifier=".cg")
+        split_total = tl.load(partial_stats + at * 2 + 1, mask=row_used, other=0.0, cache_modifier=".cg")
+        partial = tl.load(partial_out + at[:, None] * D + dim[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, split_highest)
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         shrink = tl.exp2(highest - base)
-        part_shrink = tl.exp2(part_highest - base)
-        total = total * shrink + part_total * part_shrink
-        acc = acc * shrink[:, None] + part * part_shrink[:, None]
+        split_shrink = tl.exp2(split_highest - base)
+        total = total * shrink + split_total * split_shrink
+        acc = acc * shrink[:, None] + partial * split_shrink[:, None]
         highest = new_highest
     return total, acc
 
 
 @triton.jit
 def scaled(scores, scale, soft_cap, HAS_CAP: tl.constexpr):
-    """Logits to the base of 2."""
+    """Logits to the base 2."""
     if HAS_CAP:
         scores = capped(scores * scale, soft_cap) * LOG2_E
     else:
@@ -111,23 +111,23 @@ def scaled(scores, scale, soft_cap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def place_of(block, starts, num_places, BLOCK_Q: tl.constexpr):
-    """The place, of those that begin at query tokens ``starts``, that program ``block`` takes ``BLOCK_Q`` tokens of.
+def range_of(block, starts, num_ranges, BLOCK_Q: tl.constexpr):
+    """The range (request or piece) whose queries program ``block`` takes; range ``i`` begins at token ``starts[i]``.
 
-    Each place has its own programs, one more than its tokens may need.
+    Each range has its own programs, up to one more than it needs.
     """
     low = 0
-    high = num_places
+    high = num_ranges
     while low < high:
-        middle = (low + high) // 2
-        if tl.load(starts + middle) // BLOCK_Q + middle <= block:
-            low = middle + 1
+        mid = (low + high) // 2
+        if tl.load(starts + mid) // BLOCK_Q + mid <= block:
+            low = mid + 1
         else:
-            high = middle
+            high = mid
     return low - 1
 
 
-#: Batches differ in these: one kernel must do for all.
+#: One compiled kernel serves all values of these.
 _VARYING = ["num_requests", "num_tokens"]
 
 
@@ -138,8 +138,8 @@ def _attention(
     value,
     out,
     sinks,
-    parts,
-    part_sums,
+    partial_out,
+    partial_stats,
     arrivals,
     query_start_loc,
     seq_lens,
@@ -183,7 +183,7 @@ def _attention(
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
 
-    request = tl.cast(place_of(block, query_start_loc, num_requests, BLOCK_Q), tl.int64)
+    request = tl.cast(range_of(block, query_start_loc, num_requests, BLOCK_Q), tl.int64)
     start = tl.load(query_start_loc + request)
     num_queries = tl.load(query_start_loc + request + 1) - start
     first = (block - (start // BLOCK_Q + request).to(tl.int32)) * BLOCK_Q
@@ -219,8 +219,8 @@ def _attention(
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:  # noqa: SIM102 - decided when compiling, unlike the next
-        # The sink is one more key of no value: its logit opens the running softmax, once.
+    if HAS_SINKS:  # noqa: SIM102 - constexpr, unlike the next
+        # The sink is a key without a value: its logit starts the running softmax of the first split.
         if split == 0:
             highest = tl.load(sinks + head, mask=row_used, other=0.0).to(tl.float32) * LOG2_E
             total = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -229,7 +229,7 @@ def _attention(
     key += kv_head * stride_k_head
     value += kv_head * stride_v_head
     table = page_table + request * stride_table
-    # Keys that every query of the tile sees need no mask: with a window, none are told apart.
+    # Keys that every query of the tile sees need no mask; with a window all keys are masked.
     unmasked_end = begin
     if WINDOW == 0:
         seen_by_all = tl.minimum(length - num_queries + first + 1, end) - begin
@@ -276,19 +276,21 @@ def _attention(
         acc = tl.dot(weights.to(query.dtype), values.to(query.dtype), acc, input_precision="ieee")
         highest = new_highest
 
-    if SPLIT:  # noqa: SIM102 - decided when compiling, unlike the next
+    if SPLIT:  # noqa: SIM102 - constexpr, unlike the next
         if working > 1:
-            # Rows of the parts: split, token, head.
+            # Rows of partial results: split, token, head.
             at = ((start + token).to(tl.int64) * tl.num_programs(1) + kv_head) * GROUP + rows % GROUP
-            part_rows = tl.cast(num_tokens, tl.int64) * tl.num_programs(1) * GROUP
-            mine = split * part_rows + at
-            kept = row_used[:, None] & dim_used[None, :]
-            tl.store(parts + mine[:, None] * D + dim[None, :], acc, mask=kept)
-            tl.store(part_sums + mine * 2, highest, mask=row_used)
-            tl.store(part_sums + mine * 2 + 1, total, mask=row_used)
+            split_rows = tl.cast(num_tokens, tl.int64) * tl.num_programs(1) * GROUP
+            mine = split * split_rows + at
+            mask = row_used[:, None] & dim_used[None, :]
+            tl.store(partial_out + mine[:, None] * D + dim[None, :], acc, mask=mask)
+            tl.store(partial_stats + mine * 2, highest, mask=row_used)
+            tl.store(partial_stats + mine * 2 + 1, total, mask=row_used)
             if not is_last(arrivals + block * tl.num_programs(1) + kv_head, working, AMD):
                 return
-            total, acc = parts_joined(parts, part_sums, at, part_rows, working, row_used, D, BLOCK_M, D_PADDED)
+            total, acc = merged_splits(
+                partial_out, partial_stats, at, split_rows, working, row_used, D, BLOCK_M, D_PADDED
+            )
 
     acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     o_at = (start + token).to(tl.int64)[:, None] * stride_o_token + head[:, None] * stride_o_head + dim[None, :]
@@ -300,7 +302,7 @@ class TritonAttention:
 
     Args:
         spec: the layer.
-        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        nvidia: whether the GPU is NVIDIA's; AMD's have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
 
@@ -315,19 +317,19 @@ class TritonAttention:
         self.split_buffers = SplitBuffers()
 
     def _rows(self, max_query_len: int, d_padded: int) -> int:
-        """Rows of a tile: as few as can be where each request has few queries, else enough to reuse keys.
+        """Rows of a tile: the minimum if each request has few queries, else enough to reuse keys.
 
-        Any choice is right for any batch, so a graph captured with one may replay with other lengths.
+        Every choice is correct for every batch, so a captured graph can replay other lengths.
         """
         if max_query_len * self.group <= self.decode_rows:
             return self.decode_rows
         return max(self.decode_rows, 64 if d_padded * self.spec.dtype.itemsize <= 256 else 32)
 
-    def _keys_a_tile(self, d_padded: int, few_queries: bool, split: bool) -> int:
-        """64, or as many fewer as keep two tiles of keys and values within the 64 KiB of shared memory of gfx942.
+    def _keys_per_tile(self, d_padded: int, few_queries: bool, split: bool) -> int:
+        """Keys of a tile: at most 64, so that two tiles of keys and values fit in gfx942's 64 KiB of shared memory.
 
-        Where requests are split a program waits for memory most of the time, and takes more at once if it can. On
-        NVIDIA many queries want fewer keys at once, for the registers that their weights take.
+        On NVIDIA, programs of split requests wait for memory most of the time, so they take twice as many; tiles of
+        many queries take half as many, because the weights need registers.
         """
         keys = 64 // (2 if d_padded > 128 else 1) // (2 if self.spec.dtype == torch.float32 else 1)
         if not self.nvidia:
@@ -335,7 +337,7 @@ class TritonAttention:
         return 2 * keys if split else keys if few_queries else max(16, keys // 2)
 
     def plan_key(self) -> None:
-        """It plans nothing."""
+        """No plan."""
         return
 
     def plan(self, batch: Batch) -> object:
@@ -371,8 +373,8 @@ class TritonAttention:
             cache.value,
             out,
             sinks,
-            splits.parts,
-            splits.sums,
+            splits.partial_out,
+            splits.partial_stats,
             splits.arrivals,
             batch.query_start_loc,
             batch.seq_lens,
@@ -394,7 +396,7 @@ class TritonAttention:
             D_PADDED=d_padded,
             BLOCK_Q=block_q,
             BLOCK_M=block_m,
-            BLOCK_N=self._keys_a_tile(d_padded, few_queries, splits.count > 1),
+            BLOCK_N=self._keys_per_tile(d_padded, few_queries, splits.count > 1),
             WINDOW=spec.window or 0,
             HAS_CAP=bool(spec.soft_cap),
             HAS_SINKS=sinks is not None,

@@ -1,7 +1,7 @@
-"""All of a decoding layer's attention at once, where every request has one new token: from raw qkv to the output.
+"""A layer's attention in one launch, from raw qkv to the output, where every request has one new token.
 
-:mod:`atom_core.kernels.qk_norm_rope_cache`, then :mod:`atom_core.kernels.attention`, with the same results: the new
-key and value are in the cache afterwards. ``qkv``: ``[T, (H + 2K) * D]``; ``out``: ``[T, H, D]``.
+The result is that of :mod:`atom_core.kernels.qk_norm_rope_cache` followed by :mod:`atom_core.kernels.attention`; the
+new keys and values are in the cache afterwards. ``qkv``: ``[T, (H + 2K) * D]``; ``out``: ``[T, H, D]``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from atom_core.types import SameStepReads
 class DecodeAttentionSpec:
     """One attention layer.
 
-    ``separate`` names the implementation that was chosen for each op by itself: what is fused is Triton's, or what
-    :data:`BESIDE` names.
+    ``separate`` has the (op, implementation) selected for the single ops. The fused kernel replaces those of Triton and
+    those in :data:`ALSO_REPLACES`.
     """
 
     qkv: QkvSpec
@@ -35,10 +35,10 @@ class DecodeAttentionSpec:
 
 
 class DecodeAttentionKernel(Protocol):
-    """The call; :meth:`takes` says whether it may be made for a batch."""
+    """The call, for batches for which :meth:`takes` is true."""
 
     def takes(self, batch: Batch) -> bool:
-        """Whether it can run this batch, and in a captured graph every batch that the graph may replay."""
+        """Whether it can run this batch and, during a capture, every batch that the graph can replay."""
 
     def __call__(
         self,
@@ -52,14 +52,14 @@ class DecodeAttentionKernel(Protocol):
     ) -> None: ...
 
 
-#: Attention of others that has prompts, mixed batches and several tokens a request while this kernel has decodes. aiter
-#: attends to plain pages by Triton too (unified_attention), in two launches behind ours that fills the cache; over
-#: shuffled pages it has kernels in assembly, to which decodes stay.
-BESIDE = ((ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3), (ATTENTION.name, "aiter"))
+#: Other implementations that this kernel replaces for decode batches. They run prompts, mixed batches and requests of
+#: several tokens. Over plain pages aiter uses Triton too (unified_attention), in two launches after ours that fills the
+#: cache. Over shuffled pages aiter's assembly kernels run decodes as well.
+ALSO_REPLACES = ((ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3), (ATTENTION.name, "aiter"))
 
 
 def _triton_supports(spec: DecodeAttentionSpec, target: Target) -> str | None:
-    return why_not_fused(spec.separate, or_else=BESIDE)
+    return why_not_fused(spec.separate, or_else=ALSO_REPLACES)
 
 
 def _build_triton(spec: DecodeAttentionSpec, target: Target) -> DecodeAttentionKernel | None:
@@ -68,7 +68,7 @@ def _build_triton(spec: DecodeAttentionSpec, target: Target) -> DecodeAttentionK
     return TritonDecodeAttention(spec, nvidia=target.kind == "cuda", overlap=overlaps(target))
 
 
-#: "separate" is no kernel: the cache is filled, then attention runs.
+#: "separate" is no kernel: two ops fill the cache and run attention.
 DECODE_ATTENTION: Op[DecodeAttentionSpec, DecodeAttentionKernel | None] = Op(
     "decode_attention",
     (

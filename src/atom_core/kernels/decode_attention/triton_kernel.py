@@ -1,18 +1,18 @@
-"""Decoding attention in Triton, straight from raw qkv: q/k norm, rope, the cache write and attention in one launch.
+"""Decode attention in Triton, from raw qkv: q/k norm, rope, the cache write and attention in one launch.
 
-A program takes one request and all query heads of one key/value head. The new token's key and value never go through
-the cache: they open the running softmax (arXiv 2205.14135), as a sink does. What is cached already was written by
-earlier steps, so the first tile of it is loaded before the product in front has ended.
+A program takes one request and all query heads of one key/value head. It does not read the new token's key and value
+from the cache: they start the running softmax (arXiv 2205.14135), like a sink. Earlier steps wrote the other tokens, so
+the program loads the first tile of the cache before the qkv projection has ended.
 
-One cached token may be written in this very launch: a framework that shares pages hands one on in the step that fills
-it, to a request with one token left (:data:`atom_core.batch.SameStepReads`). Nothing orders a launch's programs, so
-one that reads such a page writes the token itself first, as the token's own program does. Whole pages are shared, so
-only where the new token opens a page is there something to look for: a token of the step that fills a page of the
-request's. There is one at most, as whoever writes further on has the page filled already.
+One cached token may be written in this same launch: a framework that shares pages can hand on a page in the step that
+fills it, to a request with one token left (:data:`atom_core.batch.SameStepReads`). Programs of a launch run in any
+order, so a program that reads this page first writes the token itself. Only whole pages are shared, so the program
+looks for a token of the step that fills one of its request's pages only if its new token starts a page. There is at
+most one: a request that writes further on has had this page filled earlier.
 
-Few programs leave most of a GPU idle, so where there are few, several share the keys of a request ("splits"; flash
-decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). How many there may be depends on the grid, how many
-have work on the length. Each stores its part; the last to arrive adds the parts up, always in the same order.
+If the programs are too few for the GPU, several share the keys of a request (splits, FlashDecoding,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The grid limits the number of splits; the length determines
+how many have keys. Each stores its partial result, and the last one to finish merges them in a fixed order.
 
 ``R`` requests, ``H`` query heads, ``K`` key/value heads, ``D`` head size up to 256, pages of any size and strides.
 """
@@ -28,9 +28,9 @@ import triton.language as tl
 from atom_core.batch import Batch
 from atom_core.cache import KVCacheView
 from atom_core.kernels.attention.splits import SplitBuffers
-from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joined, scaled, wait_for_stores
+from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, merged_splits, scaled, wait_for_stores
 from atom_core.kernels.cache_dtypes import saturation_limit
-from atom_core.kernels.kept import KEPT
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.qk_norm_rope import QkvWeights
 from atom_core.kernels.qk_norm_rope_cache.triton_kernel import stored
 from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
@@ -38,14 +38,14 @@ from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
 if TYPE_CHECKING:
     from atom_core.kernels.decode_attention import DecodeAttentionSpec
 
-#: Tokens of the step whose slots are looked at at a time.
+#: Tokens of the step whose slots are compared at a time.
 _TOKENS = tl.constexpr(128)
 
 
 @triton.jit
 def _located(table, tile, known, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
-    """Pages of the tokens of a tile, which begins at a multiple of its size, and their places there."""
-    lane = tl.arange(0, BLOCK_N).to(tl.uint32)  # unsigned numbers divide in fewer instructions
+    """The pages of a tile's tokens and their offsets there; the tile begins at a multiple of its size."""
+    lane = tl.arange(0, BLOCK_N).to(tl.uint32)  # unsigned division takes fewer instructions
     if BLOCK_N % PAGE == 0:
         page = tl.load(table + tl.cast(tile, tl.uint32) // PAGE + lane // PAGE, mask=known, other=0)
         within = lane % PAGE
@@ -66,7 +66,7 @@ def _rows(
     stride_v_token,
     SAME_STRIDES: tl.constexpr,
 ):
-    """Where the tokens' keys and values are."""
+    """The offsets of the tokens' keys and values."""
     key_row = page * stride_k_page + within * stride_k_token
     value_row = key_row
     if not SAME_STRIDES:
@@ -88,7 +88,7 @@ def _keys(
     REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """A tile of keys in the parts of the query's: first and second of what is rotated (interleaved: both), the rest."""
+    """A tile of keys: first and second of each rotated pair (interleaved: both in one), and the rest."""
     keys_x = tl.load(key + row + first[None, :], mask=known[:, None] & first_used[None, :], other=0.0)
     keys_y = keys_x
     if not INTERLEAVED:
@@ -101,7 +101,7 @@ def _keys(
 
 @triton.jit
 def _normed(x, y, z, norm_x, norm_y, norm_z, eps, AXIS: tl.constexpr, D: tl.constexpr, REST: tl.constexpr):
-    """RMS norms of heads along an axis, in the dtype of what they are of."""
+    """RMS norms of heads along an axis, in the dtype of ``x``."""
     dtype: tl.constexpr = x.dtype
     x = x.to(tl.float32)
     y = y.to(tl.float32)
@@ -110,7 +110,7 @@ def _normed(x, y, z, norm_x, norm_y, norm_z, eps, AXIS: tl.constexpr, D: tl.cons
         z = z.to(tl.float32)
         squares += tl.sum(z * z, AXIS, keep_dims=True)
     factor = 1.0 / tl.sqrt(squares / D + eps)
-    # rounded between norm and rope, as the model defines it
+    # The model rounds between norm and rope.
     x = (x * factor * norm_x).to(dtype)
     y = (y * factor * norm_y).to(dtype)
     z = (z * factor * norm_z).to(dtype) if REST > 0 else x
@@ -118,15 +118,15 @@ def _normed(x, y, z, norm_x, norm_y, norm_z, eps, AXIS: tl.constexpr, D: tl.cons
 
 
 @triton.jit
-def _turned(x, y, cos, sin):
-    """Pairs of numbers, rotated."""
+def _rotated(x, y, cos, sin):
+    """Rotated pairs."""
     wide_x = x.to(tl.float32)
     wide_y = y.to(tl.float32)
     return (wide_x * cos - wide_y * sin).to(x.dtype), (wide_y * cos + wide_x * sin).to(x.dtype)
 
 
 @triton.jit
-def _kept(
+def _cache_entry(
     key_x,
     key_y,
     key_z,
@@ -146,14 +146,14 @@ def _kept(
     NORM: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """A new token's key, in its parts, and its value as the cache holds them."""
+    """A new token's key (first and second of each rotated pair, rest) and value, as the cache stores them."""
     if NORM:
         key_x, key_y, key_z = _normed(key_x, key_y, key_z, k_x, k_y, k_z, eps, 0, D, REST)
-    key_x, key_y = _turned(key_x, key_y, cos, sin)
-    kept_x = stored(key_x.to(tl.float32), k_scale, LIMIT).to(KEY)
-    kept_y = stored(key_y.to(tl.float32), k_scale, LIMIT).to(KEY)
-    kept_z = stored(key_z.to(tl.float32), k_scale, LIMIT).to(KEY) if REST > 0 else kept_x
-    return kept_x, kept_y, kept_z, stored(value.to(tl.float32), v_scale, LIMIT).to(VALUE)
+    key_x, key_y = _rotated(key_x, key_y, cos, sin)
+    cached_x = stored(key_x.to(tl.float32), k_scale, LIMIT).to(KEY)
+    cached_y = stored(key_y.to(tl.float32), k_scale, LIMIT).to(KEY)
+    cached_z = stored(key_z.to(tl.float32), k_scale, LIMIT).to(KEY) if REST > 0 else cached_x
+    return cached_x, cached_y, cached_z, stored(value.to(tl.float32), v_scale, LIMIT).to(VALUE)
 
 
 @triton.jit
@@ -161,10 +161,10 @@ def _store(
     key,
     value,
     slot,
-    kept_x,
-    kept_y,
-    kept_z,
-    kept_value,
+    cached_x,
+    cached_y,
+    cached_z,
+    cached_value,
     first,
     second,
     rest,
@@ -182,21 +182,21 @@ def _store(
     """Write a token's key and value to the cache."""
     k_new = key + slot // PAGE * stride_k_page + slot % PAGE * stride_k_token
     v_new = value + slot // PAGE * stride_v_page + slot % PAGE * stride_v_token
-    tl.store(k_new + first, kept_x, mask=paired)
-    tl.store(k_new + second, kept_y, mask=paired)
+    tl.store(k_new + first, cached_x, mask=paired)
+    tl.store(k_new + second, cached_y, mask=paired)
     if REST > 0:
-        tl.store(k_new + rest, kept_z, mask=rest_used)
-    tl.store(v_new + dim, kept_value, mask=dim_used)
+        tl.store(k_new + rest, cached_z, mask=rest_used)
+    tl.store(v_new + dim, cached_value, mask=dim_used)
 
 
 @triton.jit
 def _writer(table, slots, positions, num_tokens, newest, begin, end, PAGE: tl.constexpr, READS: tl.constexpr):
-    """The step's token that fills a page of a request, at a place of ``begin .. end - 1``; -1: there is none."""
+    """The step's token that fills a page of a request at a position in ``begin .. end - 1``, or -1."""
     writer = -1
-    looks = newest % PAGE == 0
+    searches = newest % PAGE == 0
     if READS == "anywhere":
-        looks = newest > 0
-    if looks:
+        searches = newest > 0
+    if searches:
         found = tl.full([_TOKENS], -1, tl.int32)
         for first in tl.range(0, num_tokens, _TOKENS):
             token = first + tl.arange(0, _TOKENS)
@@ -244,9 +244,9 @@ def _write(
     OVERLAP: tl.constexpr,
     AMD: tl.constexpr,
 ):
-    """Write another request's token to the cache, for all of this program to read.
+    """Write another request's token to the cache, so that all threads of this program can read it.
 
-    Its own program writes the same numbers, but for how the sum of a norm may be rounded.
+    The token's own program writes the same values, up to the rounding of a norm's sum.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -268,7 +268,7 @@ def _write(
         k_y = tl.load(k_norm + second, mask=paired, other=0.0).to(tl.float32)
         if REST > 0:
             k_z = tl.load(k_norm + rest, mask=rest_used, other=0.0).to(tl.float32)
-    kept_x, kept_y, kept_z, kept_value = _kept(
+    cached_x, cached_y, cached_z, cached_value = _cache_entry(
         key_x,
         key_y,
         key_z,
@@ -292,10 +292,10 @@ def _write(
         key,
         value,
         tl.load(slots + token),
-        kept_x,
-        kept_y,
-        kept_z,
-        kept_value,
+        cached_x,
+        cached_y,
+        cached_z,
+        cached_value,
         first,
         second,
         rest,
@@ -329,7 +329,7 @@ def _scores(
     INTERLEAVED: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """To the base of 2."""
+    """Logits to the base 2."""
     dtype: tl.constexpr = query_x.dtype
     scores = tl.dot(query_x, tl.trans(keys_x.to(dtype)), input_precision="ieee")
     if not INTERLEAVED:
@@ -347,7 +347,7 @@ def _seen(scores, other, known, values, highest, total, acc, newest, WINDOW: tl.
         seen &= other > newest - WINDOW
     scores = tl.where(seen[None, :], scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
-    # No key may have been seen yet: keep exp2() away from inf - inf.
+    # A row may have seen no key yet: keep exp2() away from inf - inf.
     base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(highest - base)
@@ -368,8 +368,8 @@ def _decode_attention(
     value,
     out,
     sinks,
-    parts,
-    part_sums,
+    partial_out,
+    partial_stats,
     arrivals,
     query_start_loc,
     seq_lens,
@@ -422,19 +422,19 @@ def _decode_attention(
     request = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    # Loads that need not wait for each other stand before the first branch, behind which they would.
+    # Independent loads come before the first branch: after it, they would wait for each other.
     token = tl.load(query_start_loc + request).to(tl.int64)
     following = tl.load(query_start_loc + request + 1)
     newest = tl.load(seq_lens + request) - 1
     num_written = 0
     if READS != "never":
-        num_written = tl.load(query_start_loc + tl.num_programs(0))  # tokens behind are padding
+        num_written = tl.load(query_start_loc + tl.num_programs(0))  # later tokens are padding
     other = tl.arange(0, BLOCK_N)
     FROM_FIRST: tl.constexpr = not SPLIT and WINDOW == 0
     table = page_table + request * stride_table
     begin = 0
     if FROM_FIRST:
-        # Past the request's pages the table has room for more: what it says there is looked at by nobody.
+        # Nothing uses the table's entries past the request's pages.
         page, within = _located(table, begin, other < stride_table * PAGE, BLOCK_N, PAGE)
     if following == token:
         return
@@ -452,7 +452,7 @@ def _decode_attention(
         begin += split * share * BLOCK_N
         end = tl.minimum(begin + share * BLOCK_N, end)
 
-    # Dimensions of the parts of a key: first and second of each pair, where they lie side by side both at once.
+    # The dimensions of a key: first and second of each rotated pair, in one tile if they are interleaved, and the rest.
     pair = tl.arange(0, PAIRS)
     paired = pair < HALF
     first = 2 * pair if INTERLEAVED else pair
@@ -469,7 +469,7 @@ def _decode_attention(
     key += kv_head * stride_k_head
     value += kv_head * stride_v_head
 
-    # Who looks does so before anything of the cache is asked for: on NVIDIA the product in front still runs then.
+    # This search precedes all loads from the cache; on NVIDIA the product before this kernel still runs.
     if READS != "never":
         writer = _writer(table, slots, positions, num_written, newest, begin, end, PAGE, READS)
         if writer >= 0:
@@ -508,7 +508,7 @@ def _decode_attention(
                 AMD,
             )
 
-    # The first tile of what is cached is on its way before qkv is there.
+    # The first tile of cached tokens is loaded before qkv is there.
     other += begin
     known = other < end
     if not FROM_FIRST:
@@ -563,18 +563,18 @@ def _decode_attention(
         query_x, query_y, query_z = _normed(
             query_x, query_y, query_z, q_x[None, :], q_y[None, :], q_z[None, :], eps, 1, D, REST
         )
-    query_x, query_y = _turned(query_x, query_y, cos[None, :], sin[None, :])
+    query_x, query_y = _rotated(query_x, query_y, cos[None, :], sin[None, :])
 
-    # The new key and value as the cache holds them. They, and the sink, which is one more key of no value, open the
-    # running softmax, once.
-    kept_x, kept_y, kept_z, kept_value = _kept(
+    # The new key and value, as the cache stores them, and the sink (a key without a value) start the running softmax
+    # of the first split.
+    cached_x, cached_y, cached_z, cached_value = _cache_entry(
         key_x, key_y, key_z, new_value, k_x, k_y, k_z, cos, sin, eps, k_scale, v_scale, KEY, VALUE, D, REST, NORM, LIMIT
     )
-    products = query_x.to(tl.float32) * kept_x.to(tl.float32)[None, :]
-    products += query_y.to(tl.float32) * kept_y.to(tl.float32)[None, :]
+    products = query_x.to(tl.float32) * cached_x.to(tl.float32)[None, :]
+    products += query_y.to(tl.float32) * cached_y.to(tl.float32)[None, :]
     score = tl.sum(products, 1)
     if REST > 0:
-        score += tl.sum(query_z.to(tl.float32) * kept_z.to(tl.float32)[None, :], 1)
+        score += tl.sum(query_z.to(tl.float32) * cached_z.to(tl.float32)[None, :], 1)
     score = scaled(score, scale * k_scale, soft_cap, HAS_CAP)
     highest = tl.maximum(score, sink)
     opened = tl.exp2(score - highest)
@@ -583,16 +583,16 @@ def _decode_attention(
         highest = tl.where(split == 0, highest, float("-inf"))
         opened = tl.where(split == 0, opened, 0.0)
         total = tl.where(split == 0, total, 0.0)
-    acc = opened[:, None] * kept_value.to(tl.float32)[None, :]
+    acc = opened[:, None] * cached_value.to(tl.float32)[None, :]
     if (slot >= 0) & (split == 0):
         _store(
             key,
             value,
             slot,
-            kept_x,
-            kept_y,
-            kept_z,
-            kept_value,
+            cached_x,
+            cached_y,
+            cached_z,
+            cached_value,
             first,
             second,
             rest,
@@ -653,31 +653,33 @@ def _decode_attention(
             scores, place, cached, values.to(query_x.dtype), highest, total, acc, newest, WINDOW
         )
 
-    if SPLIT:  # noqa: SIM102 - decided when compiling, unlike the next
+    if SPLIT:  # noqa: SIM102 - constexpr, unlike the next
         if working > 1:
-            # Rows of the parts: split, token, head.
-            part = (token * K + kv_head) * GROUP + row
-            part_rows = tl.cast(num_tokens, tl.int64) * H
-            mine = split * part_rows + part
-            kept = is_query[:, None] & dim_used[None, :]
-            tl.store(parts + mine[:, None] * D + dim[None, :], acc, mask=kept, eviction_policy=KEPT)
-            tl.store(part_sums + mine * 2, highest, mask=is_query, eviction_policy=KEPT)
-            tl.store(part_sums + mine * 2 + 1, total, mask=is_query, eviction_policy=KEPT)
+            # Rows of partial results: split, token, head.
+            query_row = (token * K + kv_head) * GROUP + row
+            split_rows = tl.cast(num_tokens, tl.int64) * H
+            mine = split * split_rows + query_row
+            mask = is_query[:, None] & dim_used[None, :]
+            tl.store(partial_out + mine[:, None] * D + dim[None, :], acc, mask=mask, eviction_policy=EVICT_LAST)
+            tl.store(partial_stats + mine * 2, highest, mask=is_query, eviction_policy=EVICT_LAST)
+            tl.store(partial_stats + mine * 2 + 1, total, mask=is_query, eviction_policy=EVICT_LAST)
             if not is_last(arrivals + request * K + kv_head, working, AMD):
                 return
-            total, acc = parts_joined(parts, part_sums, part, part_rows, working, is_query, D, BLOCK_M, D_PADDED)
+            total, acc = merged_splits(
+                partial_out, partial_stats, query_row, split_rows, working, is_query, D, BLOCK_M, D_PADDED
+            )
 
     acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     o_at = out + token * stride_o_token + (kv_head * GROUP + row)[:, None] * stride_o_head + dim[None, :]
-    tl.store(o_at, acc.to(out.dtype.element_ty), mask=is_query[:, None] & dim_used[None, :], eviction_policy=KEPT)
+    tl.store(o_at, acc.to(out.dtype.element_ty), mask=is_query[:, None] & dim_used[None, :], eviction_policy=EVICT_LAST)
 
 
 class Tile(NamedTuple):
-    """What a program takes at once."""
+    """The tile of keys of a program."""
 
     keys: int
     stages: int
-    """Tiles on their way at once."""
+    """Tiles that are loaded at the same time."""
     warps: int
 
 
@@ -686,7 +688,7 @@ class TritonDecodeAttention:
 
     Args:
         spec: the layer.
-        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        nvidia: whether the GPU is NVIDIA's; AMD's have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
 
@@ -699,15 +701,15 @@ class TritonDecodeAttention:
         self.split_buffers = SplitBuffers()
 
     def takes(self, batch: Batch) -> bool:
-        """One new token a request. In a graph ``max_query_len`` bounds every batch that it may replay."""
+        """Whether requests have one new token. A graph's ``max_query_len`` bounds every batch that it can replay."""
         return batch.max_query_len == 1
 
     def tile(self, programs: int) -> Tile:
-        """As many keys as keep two tiles of keys and values within the 64 KiB of shared memory of gfx942.
+        """The tile for a number of programs. On AMD two tiles of keys and values fit in gfx942's 64 KiB of LDS.
 
-        On NVIDIA the choice is that of an H200 with heads of 128, among the products of a layer: few programs each wait
-        for memory most of the time and take more keys at once, all loaded before they wait for qkv; many get a warp
-        each, which needs no other for its softmax, unless eight heads or more share a key and leave it more to do.
+        On NVIDIA these are the fastest tiles in a layer of head size 128 on an H200. Few programs wait for memory most
+        of the time, so they take more keys, all loaded before they wait for qkv. Many programs have one warp each, so
+        their softmax needs no exchange, or two if eight heads or more share a key.
         """
         spec = self.spec.attention
         halved = (2 if spec.head_dim > 128 else 1) * (2 if spec.dtype == torch.float32 else 1)
@@ -750,8 +752,8 @@ class TritonDecodeAttention:
             cache.value,
             out,
             sinks,
-            splits.parts,
-            splits.sums,
+            splits.partial_out,
+            splits.partial_stats,
             splits.arrivals,
             batch.query_start_loc,
             batch.seq_lens,

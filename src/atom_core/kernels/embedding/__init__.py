@@ -1,7 +1,7 @@
 """Token embedding over a slice of the vocabulary.
 
 ``ids``: ``[T]`` integers; ``weight``: rows ``first .. first + rows - 1`` of the table, ``[rows, N]``; result
-``[T, N]`` with zeros for ids outside the slice, so that a sum over ranks completes it.
+``[T, N]``, with zeros for ids outside the slice: an all-reduce completes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EmbeddingSpec:
 
 
 class EmbeddingKernel(Protocol):
-    """The call: ``(ids, weight, first row)``; ``first`` is None where the whole vocabulary is here."""
+    """The call: ``(ids, weight, first row)``; ``first`` is None if this rank has the whole vocabulary."""
 
     def __call__(self, ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor: ...
 

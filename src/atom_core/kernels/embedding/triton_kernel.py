@@ -1,6 +1,6 @@
-"""Token embedding in Triton: a program copies a row, or a part of a long one.
+"""Token embedding in Triton: a program copies a row, or one block of a long row.
 
-It is the first kernel of a step, so there is none that it could overlap with.
+It is the first kernel of a step, so it overlaps with no other.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.kept import KEPT
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
+from atom_core.kernels.eviction import EVICT_LAST
 
 _BLOCK = 2048
 
@@ -22,14 +22,14 @@ def _embedding(ids, weight, out, first, rows, stride_weight, N, BLOCK: tl.conste
     row = tl.load(ids + token).to(tl.int64) - first
     inside = tl.where((row >= 0) & (row < rows), columns < N, False)
     found = tl.load(weight + row * stride_weight + columns, mask=inside, other=0.0)
-    tl.store(out + token * N + columns, found, mask=columns < N, eviction_policy=KEPT)
+    tl.store(out + token * N + columns, found, mask=columns < N, eviction_policy=EVICT_LAST)
 
 
 def _fake(ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
     return weight.new_empty(ids.shape[0], weight.shape[1])
 
 
-@opaque("embedding", _fake)
+@custom_op("embedding", _fake)
 def embedding(ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
     """See :mod:`atom_core.kernels.embedding`; ids outside a whole vocabulary give zeros too."""
     num_tokens, (rows, size) = ids.shape[0], weight.shape

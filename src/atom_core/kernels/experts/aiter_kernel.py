@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from atom_core.kernels.aiter_library import aiter_enum, aiter_function, require
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.fp8_linear.aiter_kernel import shuffle_in_place, unshuffle_in_place
-from atom_core.kernels.opaque import opaque
 
 
 class AiterExperts:
@@ -63,7 +63,7 @@ def as_shuffled(weight: torch.Tensor) -> torch.Tensor:
     return marked
 
 
-@opaque("aiter_experts", lambda x, weights, experts, gate_up, down, mask: torch.empty_like(x))
+@custom_op("aiter_experts", lambda x, weights, experts, gate_up, down, mask: torch.empty_like(x))
 def _experts(
     x: torch.Tensor,
     weights: torch.Tensor,

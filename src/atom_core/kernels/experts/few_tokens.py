@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE, column_at, row_at
 from atom_core.kernels.experts.grouped import LocalExperts, combine, finish_block
-from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.helpers import finish, row_sums, row_total, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
@@ -140,7 +140,7 @@ def _down_of_one(
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if residual is not None:
         total += tl.load(residual + out, mask=out < N, other=0.0).to(tl.float32)
-    tl.store(y + out, total.to(y.dtype.element_ty), mask=out < N, eviction_policy=KEPT)
+    tl.store(y + out, total.to(y.dtype.element_ty), mask=out < N, eviction_policy=EVICT_LAST)
 
 
 @triton.jit

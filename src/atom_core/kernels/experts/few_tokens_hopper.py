@@ -17,9 +17,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE
 from atom_core.kernels.experts.hopper import column_at, row_at
-from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.few_rows_hopper import all_copied, depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import launch_options, multiprocessors
@@ -193,7 +193,7 @@ def down_of_few_hopper(
             out + out_routed_token.to(gl.int64)[None, :] * N + to[:, None],
             result.to(out.dtype.element_ty),
             mask=mask,
-            eviction_policy=KEPT,
+            eviction_policy=EVICT_LAST,
         )
         item, expert, routed_token, at, x_at = then, next_expert, next_routed, next_at, next_x_at
     all_copied()

@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE, column_at, row_at
 from atom_core.kernels.gated_activation.triton_kernel import gated
-from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.helpers import weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.triton_support import launch_options
@@ -122,15 +122,15 @@ def _sort(
     first = tl.sum(tl.where(each > expert, needed, 0), 0)
     end = first + tl.sum(tl.where(each == expert, needed, 0), 0)
     mine = (whose == expert).to(tl.int32)
-    tl.store(slots + first * BLOCK_M + tl.cumsum(mine, 0) - 1, routed_token, mask=mine > 0, eviction_policy=KEPT)
+    tl.store(slots + first * BLOCK_M + tl.cumsum(mine, 0) - 1, routed_token, mask=mine > 0, eviction_policy=EVICT_LAST)
     place = tl.arange(0, BLOCK_M)
     empty = first * BLOCK_M + tl.sum(mine, 0) + place
-    tl.store(slots + empty, tl.full([BLOCK_M], -1, tl.int32), mask=empty < end * BLOCK_M, eviction_policy=KEPT)
+    tl.store(slots + empty, tl.full([BLOCK_M], -1, tl.int32), mask=empty < end * BLOCK_M, eviction_policy=EVICT_LAST)
     for block in range(first, end):
-        tl.store(block_experts + block, expert, eviction_policy=KEPT)
+        tl.store(block_experts + block, expert, eviction_policy=EVICT_LAST)
     for block in range(tl.sum(needed, 0) + expert, num_blocks, COUNT):
-        tl.store(block_experts + block, -1, eviction_policy=KEPT)
-        tl.store(slots + block * BLOCK_M + place, tl.full([BLOCK_M], -1, tl.int32), eviction_policy=KEPT)
+        tl.store(block_experts + block, -1, eviction_policy=EVICT_LAST)
+        tl.store(slots + block * BLOCK_M + place, tl.full([BLOCK_M], -1, tl.int32), eviction_policy=EVICT_LAST)
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def finish_block(
         out + out_row[:, None] * width + to[None, :],
         total.to(out.dtype.element_ty),
         mask=used[:, None] & (to < width)[None, :],
-        eviction_policy=KEPT,
+        eviction_policy=EVICT_LAST,
     )
 
 
@@ -272,7 +272,7 @@ def _combine(
         total += tl.load(outputs + routed_token * N + column, mask=local, other=0.0).to(tl.float32)
     if residual is not None:
         total += tl.load(residual + token * N + column, mask=column < N, other=0.0).to(tl.float32)
-    tl.store(y + token * N + column, total.to(y.dtype.element_ty), mask=column < N, eviction_policy=KEPT)
+    tl.store(y + token * N + column, total.to(y.dtype.element_ty), mask=column < N, eviction_policy=EVICT_LAST)
 
 
 @dataclass(frozen=True)

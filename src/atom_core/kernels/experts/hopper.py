@@ -20,10 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts import blocked_layout
 from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE
 from atom_core.kernels.gated_activation.triton_kernel import gated
-from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.few_rows_hopper import LAG, activated, all_copied, depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import launch_options
@@ -139,7 +139,7 @@ def store_routed_tokens(
         out + out_row.to(gl.int64)[None, :] * width + to[:, None],
         result.to(out_dtype),
         mask=known,
-        eviction_policy=KEPT,
+        eviction_policy=EVICT_LAST,
     )
 
 
@@ -351,7 +351,7 @@ def grouped_rows_hopper(
         out_row = out_slot
     to = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, stored))
     known = (out_routed_token >= 0)[:, None] & (to < width)[None, :]
-    gl.store(out + out_row.to(gl.int64)[:, None] * width + to[None, :], result, mask=known, eviction_policy=KEPT)
+    gl.store(out + out_row.to(gl.int64)[:, None] * width + to[None, :], result, mask=known, eviction_policy=EVICT_LAST)
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.few_routed_tokens_hopper import COLUMNS
 from atom_core.kernels.gated_activation.triton_kernel import gated
-from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.few_rows_hopper import all_copied, barrier, depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import launch_options
@@ -148,7 +148,7 @@ def _sums(
 def _store(total, out, to, row, routed_token, width):
     """Store ``total [rows, TOKENS]`` at columns ``to`` of rows ``row`` of ``out``, except for unused slots."""
     known = (routed_token >= 0)[None, :] & (to < width)[:, None]
-    gl.store(out + row.to(gl.int64)[None, :] * width + to[:, None], total, mask=known, eviction_policy=KEPT)
+    gl.store(out + row.to(gl.int64)[None, :] * width + to[:, None], total, mask=known, eviction_policy=EVICT_LAST)
 
 
 @gluon.jit

@@ -6,6 +6,7 @@ from typing import cast
 
 import torch
 
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.blocked_layout import fits_blocked_layout, from_blocked_layout, to_blocked_layout
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS, few_tokens, one_token
@@ -13,7 +14,6 @@ from atom_core.kernels.experts.grouped import LocalExperts, many_tokens
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.tiles import on_hopper
 from atom_core.kernels.linear.triton_kernel import Norm
-from atom_core.kernels.opaque import opaque
 from atom_core.types import Activation
 
 
@@ -105,7 +105,7 @@ def _fake(
     return torch.empty_like(x)
 
 
-@opaque("experts", _fake)
+@custom_op("experts", _fake)
 def mixture(
     x: torch.Tensor,
     weights: torch.Tensor,

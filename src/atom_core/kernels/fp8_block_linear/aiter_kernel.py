@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear.aiter_kernel import ShuffledWeight, of_product
-from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 from atom_core.quant.fp8 import BLOCK_SIZE
 
@@ -59,7 +59,7 @@ class AiterFp8BlockLinear:
         return y if bias is None else y.add_(bias)
 
 
-@opaque("aiter_fp8_block_linear", lambda x, weight, scale: x.new_empty(x.shape[0], weight.shape[0]))
+@custom_op("aiter_fp8_block_linear", lambda x, weight, scale: x.new_empty(x.shape[0], weight.shape[0]))
 def _fp8_block_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if not len(x):
         return x.new_empty(0, weight.shape[0])
@@ -71,7 +71,7 @@ def _fp8_block_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
     return product
 
 
-@opaque("aiter_fp8_block_product", of_product)
+@custom_op("aiter_fp8_block_product", of_product)
 def _product(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:

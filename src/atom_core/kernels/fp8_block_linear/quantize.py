@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.fp8_linear.quantize import AS_IT_IS, Made, made, narrowed, unit_of
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
-from atom_core.kernels.kept import KEPT
 from atom_core.kernels.triton_support import launch_options
 
 #: Groups of a row in one program, where no op needs the whole row.
@@ -67,11 +67,13 @@ def _quantize_groups(
         scales + group.to(tl.int64) * stride_scales + row,
         scale * (UNIT * UNIT),
         mask=group * GROUP < K,
-        eviction_policy=KEPT,
+        eviction_policy=EVICT_LAST,
     )
     inverse = tl.div_rn(1.0, scale * UNIT)
     stored = narrowed(grouped, inverse[:, None], LIMIT, UNIT, quantized.dtype.element_ty)
-    tl.store(quantized + row * K + column, tl.reshape(stored, (GROUPS * GROUP,)), mask=known, eviction_policy=KEPT)
+    tl.store(
+        quantized + row * K + column, tl.reshape(stored, (GROUPS * GROUP,)), mask=known, eviction_policy=EVICT_LAST
+    )
 
 
 def quantize_groups(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.fp8_block_linear import cublas
 from atom_core.kernels.fp8_block_linear.few_rows import multiply_few_rows
 from atom_core.kernels.fp8_block_linear.many_rows import multiply_many_rows
@@ -21,7 +22,6 @@ from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtype_of
 from atom_core.kernels.linear.tiles import MAX_ROWS
 from atom_core.kernels.linear.triton_kernel import Norm
-from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 from atom_core.quant.fp8 import BLOCK_SIZE
 from atom_core.types import Activation
@@ -97,7 +97,7 @@ def _fake(
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@opaque("fp8_block_linear", _fake)
+@custom_op("fp8_block_linear", _fake)
 def fp8_block_linear(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from atom_core.kernels.aiter_library import aiter_enum, aiter_function, require
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.experts.aiter_kernel import as_shuffled, expert_mask
 from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.fp8_linear.aiter_kernel import ShuffledWeight
-from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 
 
@@ -64,7 +64,7 @@ def _as_x(
     return torch.empty_like(x)
 
 
-@opaque("aiter_fp8_experts", _as_x)
+@custom_op("aiter_fp8_experts", _as_x)
 def _fp8_experts(
     x: torch.Tensor,
     weights: torch.Tensor,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS, tokens_of_expert
 from atom_core.kernels.experts.grouped import LocalExperts, combine, finish_block
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
@@ -24,7 +25,6 @@ from atom_core.kernels.fp8_linear.packed import (
     scales_of_groups,
 )
 from atom_core.kernels.fp8_linear.quantize import unit_of
-from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.helpers import finish, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
@@ -220,7 +220,7 @@ def _down_of_one(
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if residual is not None:
         total += tl.load(residual + out, mask=out < N, other=0.0).to(tl.float32)
-    tl.store(y + out, total.to(y.dtype.element_ty), mask=out < N, eviction_policy=KEPT)
+    tl.store(y + out, total.to(y.dtype.element_ty), mask=out < N, eviction_policy=EVICT_LAST)
 
 
 @triton.jit(do_not_specialize=["T", "stride_x_scales"])

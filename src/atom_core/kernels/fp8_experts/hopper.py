@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.few_routed_tokens_hopper import Tile
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
 from atom_core.kernels.experts.grouped import Blocks, LocalExperts
@@ -25,7 +26,6 @@ from atom_core.kernels.fp8_block_linear.few_rows_hopper import scale_places
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, empty_quantized
 from atom_core.kernels.fp8_linear.quantize import narrowed
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
-from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.few_rows_hopper import all_copied, barrier, depend, load, ready, weight_rows
 from atom_core.kernels.triton_support import launch_options
 
@@ -100,9 +100,9 @@ def _quantize_whole_group(
         # Other programs have stored these values since this kernel started.
         numbers = gl.load(out + at, mask=known[None, :], other=0.0, cache_modifier=".cg").to(gl.float32)
         scale = gl.maximum(gl.max(gl.abs(numbers), 0), SMALLEST) / LIMIT
-        gl.store(out_scales + group * stride_out_scales + row, scale, mask=known, eviction_policy=KEPT)
+        gl.store(out_scales + group * stride_out_scales + row, scale, mask=known, eviction_policy=EVICT_LAST)
         stored = _narrowed(numbers, (1.0 / scale)[None, :], LIMIT, 1.0, quantized.dtype.element_ty)
-        gl.store(quantized + at, stored, mask=known[None, :], eviction_policy=KEPT)
+        gl.store(quantized + at, stored, mask=known[None, :], eviction_policy=EVICT_LAST)
 
 
 @gluon.jit(do_not_specialize=["T", "stride_x_scales", "stride_out_scales"])

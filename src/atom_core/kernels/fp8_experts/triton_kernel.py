@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
 from atom_core.kernels.experts.grouped import HEADROOM, LocalExperts, block_rows, combine, sort_by_expert
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
@@ -20,7 +21,6 @@ from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtyp
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
-from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 from atom_core.quant.fp8 import BLOCK_SIZE
 from atom_core.types import Activation
@@ -142,7 +142,7 @@ def _fake(
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@opaque("fp8_experts", _fake)
+@custom_op("fp8_experts", _fake)
 def fp8_mixture(
     x: torch.Tensor,
     weights: torch.Tensor,

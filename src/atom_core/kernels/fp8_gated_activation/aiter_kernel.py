@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, empty_quantized
-from atom_core.kernels.opaque import opaque
 from atom_core.types import Activation
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _empty_quantized(x: torch.Tensor, dtype: torch.dtype, group: int | None) -> 
     return values, scales
 
 
-@opaque("aiter_fp8_silu_and_mul", _empty_quantized)
+@custom_op("aiter_fp8_silu_and_mul", _empty_quantized)
 def _silu(x: torch.Tensor, dtype: torch.dtype, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     values, scales = _empty_quantized(x, dtype, group)
     if len(x):
@@ -59,7 +59,7 @@ def _silu(x: torch.Tensor, dtype: torch.dtype, group: int | None) -> tuple[torch
     return values, scales
 
 
-@opaque("aiter_fp8_gated_activation", lambda x, dtype, group, activation: _empty_quantized(x, dtype, group))
+@custom_op("aiter_fp8_gated_activation", lambda x, dtype, group, activation: _empty_quantized(x, dtype, group))
 def _activate(
     x: torch.Tensor, dtype: torch.dtype, group: int | None, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,10 +13,10 @@ import torch
 
 from atom_core.kernels.aiter_library import FP8, aiter_function, require
 from atom_core.kernels.cache_dtypes import as_bytes
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros
 from atom_core.kernels.moved import move_back
-from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _as_large(weight: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(weight)
 
 
-@opaque("aiter_shuffle_weight", _as_large)
+@custom_op("aiter_shuffle_weight", _as_large)
 def _moved(weight: torch.Tensor) -> torch.Tensor:
     moved: torch.Tensor = aiter_function("aiter.ops.shuffle.shuffle_weight")(weight, (16, 16))
     return moved
@@ -123,7 +123,7 @@ class AiterFp8Linear:
         return y if bias is None else y.add_(bias)
 
 
-@opaque("aiter_fp8_linear", lambda x, weight, scale, input_scale, unit: x.new_empty(x.shape[0], weight.shape[0]))
+@custom_op("aiter_fp8_linear", lambda x, weight, scale, input_scale, unit: x.new_empty(x.shape[0], weight.shape[0]))
 def _fp8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, input_scale: torch.Tensor | None, unit: float
 ) -> torch.Tensor:
@@ -148,7 +148,7 @@ def of_product(
     return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
 
-@opaque("aiter_fp8_product", of_product)
+@custom_op("aiter_fp8_product", of_product)
 def _product(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:

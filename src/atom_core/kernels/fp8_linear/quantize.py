@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS, gated
-from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.triton_support import launch_options
 from atom_core.types import Activation
@@ -76,7 +76,7 @@ def made(
     if residual is not None:
         stream = residual + row * stride_residual + column
         numbers = (numbers + tl.load(stream, mask=known, other=0.0).to(tl.float32)).to(dtype)
-        tl.store(stream, numbers, mask=known, eviction_policy=KEPT)
+        tl.store(stream, numbers, mask=known, eviction_policy=EVICT_LAST)
         numbers = numbers.to(tl.float32)
     if norm is not None:
         numbers = (numbers * norm_factor(numbers, K, eps) * factors).to(dtype).to(tl.float32)
@@ -114,13 +114,13 @@ def _quantize(
         tl.extra.cuda.gdc_wait()
     numbers = made(x, residual, norm, factors, row, column, known, eps, stride_x, stride_residual, K, ACTIVATION)
     scale = scale_of(numbers, given, LIMIT, SMALLEST)
-    tl.store(scales + row, scale * (UNIT * UNIT), eviction_policy=KEPT)
+    tl.store(scales + row, scale * (UNIT * UNIT), eviction_policy=EVICT_LAST)
     inverse = tl.div_rn(1.0, scale * UNIT)
     tl.store(
         quantized + row * K + column,
         narrowed(numbers, inverse, LIMIT, UNIT, quantized.dtype.element_ty),
         mask=known,
-        eviction_policy=KEPT,
+        eviction_policy=EVICT_LAST,
     )
 
 

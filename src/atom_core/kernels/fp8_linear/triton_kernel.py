@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear.one_row import multiply_row, tile_for
 from atom_core.kernels.fp8_linear.quantize import Made, quantize
@@ -16,7 +17,6 @@ from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtype_of, multiply
 from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
 from atom_core.kernels.linear.triton_kernel import Norm, product
-from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 from atom_core.types import Activation
 
@@ -97,7 +97,7 @@ def _fake(
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@opaque("fp8_linear", _fake)
+@custom_op("fp8_linear", _fake)
 def fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, empty_quantized
-from atom_core.kernels.opaque import opaque
 
 
 class AiterFp8RmsNorm:
@@ -41,7 +41,7 @@ def _empty_quantized(
     return values, scales, x.new_empty(0 if residual is None else x.shape)
 
 
-@opaque("aiter_fp8_rms_norm", _empty_quantized)
+@custom_op("aiter_fp8_rms_norm", _empty_quantized)
 def _norm(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -1,7 +1,7 @@
-"""The gated MLP's middle: ``act(gate) * up`` over ``x = [gate | up]``.
+"""The activation of a gated MLP: ``act(gate) * up`` over ``x = [gate | up]``.
 
 ``x``: ``[T, 2N]``; result ``[T, N]``. ``act`` is SiLU, GELU (erf) or GELU (tanh); see arXiv 2002.05202. The clamped
-SwiGLU of GPT-OSS (arXiv 2508.10925) is of another form:
+SwiGLU of GPT-OSS (arXiv 2508.10925) is:
 
     gate * sigmoid(1.702 * gate) * (up + 1),  gate at most 7, up from -7 to 7
 """
@@ -37,12 +37,12 @@ def _aiter_supports(spec: GatedActivationSpec, target: Target) -> str | None:
     if reason := why_no_aiter(target):
         return reason
     if spec.dtype not in (torch.bfloat16, torch.float16):
-        return f"aiter's activations are for numbers of two bytes, not for {spec.dtype}."
-    return f"aiter's activations take widths in multiples of 8, not {spec.size}." if spec.size % 8 else None
+        return f"aiter's activations are for bfloat16 and float16, not for {spec.dtype}."
+    return f"aiter's activations have widths in multiples of 8, not {spec.size}." if spec.size % 8 else None
 
 
 def _build_aiter(spec: GatedActivationSpec, target: Target) -> GatedActivationKernel:
-    from atom_core.kernels.gated_activation.aiter_kernel import build  # looked for when it is chosen
+    from atom_core.kernels.gated_activation.aiter_kernel import build  # imports aiter when it is built
 
     return build(spec.activation)
 

@@ -1,4 +1,4 @@
-"""Gated activations by aiter, whose clamped SwiGLU has GPT-OSS's limit and steepness built in."""
+"""Gated activations by aiter; its clamped SwiGLU has GPT-OSS's limit and steepness built in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
 from atom_core.types import Activation
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def build(activation: Activation) -> GatedActivationKernel:
-    """The kernel of ``activation``, once its function is known to be there."""
+    """The kernel of ``activation``, after a check that aiter has its function."""
     path, kernel = {
         "silu": ("aiter.silu_and_mul", _silu),
         "gelu": ("aiter.gelu_and_mul", _gelu),
@@ -27,11 +27,11 @@ def build(activation: Activation) -> GatedActivationKernel:
 
 
 def _halved(x: torch.Tensor) -> torch.Tensor:
-    assert x.is_contiguous(), "aiter's activations take rows to follow each other"
+    assert x.is_contiguous(), "aiter's activations need contiguous rows"
     return x.new_empty(x.shape[0], x.shape[1] // 2)
 
 
-@opaque("aiter_silu_and_mul", _halved)
+@custom_op("aiter_silu_and_mul", _halved)
 def _silu(x: torch.Tensor) -> torch.Tensor:
     out = _halved(x)
     if len(x):
@@ -39,7 +39,7 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@opaque("aiter_gelu_and_mul", _halved)
+@custom_op("aiter_gelu_and_mul", _halved)
 def _gelu(x: torch.Tensor) -> torch.Tensor:
     out = _halved(x)
     if len(x):
@@ -47,7 +47,7 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@opaque("aiter_gelu_tanh_and_mul", _halved)
+@custom_op("aiter_gelu_tanh_and_mul", _halved)
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     out = _halved(x)
     if len(x):
@@ -55,7 +55,7 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@opaque("aiter_swiglu_and_mul", _halved)
+@custom_op("aiter_swiglu_and_mul", _halved)
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
     out = _halved(x)
     if len(x):

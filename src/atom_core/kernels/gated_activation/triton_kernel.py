@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.kept import KEPT
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.triton_support import launch_options
 
-#: What the kernels call them, by the names of :data:`atom_core.config.Activation`.
+#: The kernels' numbers for :data:`atom_core.types.Activation`.
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 _BLOCK = 1024
 
@@ -23,7 +23,7 @@ def gated(gate, up, KIND: tl.constexpr):
     if KIND == 1:
         return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
     if KIND == 3:
-        # Comparisons let NaN through, which min and max may not.
+        # Comparisons keep NaN; min and max may not.
         gate = tl.where(gate > 7.0, 7.0, gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
@@ -41,14 +41,16 @@ def _gated_activation(x, out, stride_x, N, BLOCK: tl.constexpr, KIND: tl.constex
     used = columns < N
     gate = tl.load(x + row * stride_x + columns, mask=used, other=0.0).to(tl.float32)
     up = tl.load(x + row * stride_x + N + columns, mask=used, other=0.0).to(tl.float32)
-    tl.store(out + row * N + columns, gated(gate, up, KIND).to(out.dtype.element_ty), mask=used, eviction_policy=KEPT)
+    tl.store(
+        out + row * N + columns, gated(gate, up, KIND).to(out.dtype.element_ty), mask=used, eviction_policy=EVICT_LAST
+    )
 
 
 def _fake(x: torch.Tensor, activation: str, overlap: bool = False) -> torch.Tensor:
     return x.new_empty(x.shape[0], x.shape[1] // 2)
 
 
-@opaque("gated_activation", _fake)
+@custom_op("gated_activation", _fake)
 def gated_activation(x: torch.Tensor, activation: str, overlap: bool = False) -> torch.Tensor:
     """See :mod:`atom_core.kernels.gated_activation`; ``overlap``: see :func:`triton_support.overlaps`."""
     num_rows, size = x.shape[0], x.shape[1] // 2

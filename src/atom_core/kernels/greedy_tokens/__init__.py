@@ -1,10 +1,10 @@
-"""The likeliest token of each row of logits, and of several that are the one with the least number.
+"""The token with the largest logit in each row; of equal ones, the token with the smallest id.
 
-``logits``: ``[T, vocabulary]``. Row ``t`` belongs to request ``requests[t]``, or to none where that is negative. A
-request may have tokens that it must not take yet: those that would end it before it has as many tokens as it was asked
-for. They are given as a table by request, :class:`Barred`, and hold while the next token's position is below ``until``.
+``logits``: ``[T, vocabulary]``. Row ``t`` belongs to request ``requests[t]``, or to no request if that is negative. A
+request may have barred tokens: stop tokens, until it has its minimum number of tokens. :class:`Barred` has them by
+request. They are barred while the next token's position is below ``until``.
 
-A sampler that copies logits to float32, masks them there and then looks for the largest moves five times what this
+A sampler that copies logits to float32, masks the copy and then takes its argmax moves five times the bytes that this
 reads: 52 MB for 256 rows of 102,400 logits in bfloat16.
 """
 
@@ -22,24 +22,24 @@ from atom_core.kernels.triton_support import why_no_triton
 
 @dataclass(frozen=True)
 class GreedyTokensSpec:
-    """One head."""
+    """One LM head."""
 
     vocab_size: int
 
 
 class Barred(NamedTuple):
-    """What requests must not take yet, by request."""
+    """Tokens that requests must not take yet."""
 
     until: torch.Tensor
-    """Integers ``[R]``: tokens below which a request must not end."""
+    """Integers ``[R]``: the length in tokens below which a request must not end."""
     counts: torch.Tensor
-    """Integers ``[R]``: how many of a request's ``tokens`` are any."""
+    """Integers ``[R]``: how many of a request's ``tokens`` are used."""
     tokens: torch.Tensor
-    """Integers ``[R, most]``."""
+    """Integers ``[R, max count]``."""
 
 
 class GreedyTokensKernel(Protocol):
-    """See the module's text."""
+    """See the module."""
 
     def __call__(
         self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor, barred: Barred | None = None
@@ -47,10 +47,10 @@ class GreedyTokensKernel(Protocol):
         """Return int64 ``[T]``.
 
         Args:
-            logits: ``[T, vocabulary]``, not written to. Rows that have no number above minus infinity give 0.
+            logits: ``[T, vocabulary]``, not written to. Rows without a value above minus infinity give 0.
             requests: integers ``[T]``, rows of ``barred``.
-            positions: integers ``[T]``, of the tokens that these logits follow.
-            barred: None where no request has any.
+            positions: integers ``[T]``, of the tokens before these logits.
+            barred: None if no request has barred tokens.
         """
 
 

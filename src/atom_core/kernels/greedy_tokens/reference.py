@@ -1,4 +1,4 @@
-"""The likeliest tokens in torch, by a mask as large as the logits where some are barred."""
+"""Greedy tokens in torch; if tokens are barred, with a mask as large as the logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ReferenceGreedyTokens:
             mine = requests.clamp(min=0).long()
             places = torch.arange(barred.tokens.shape[1], device=logits.device)
             counts = torch.where((requests >= 0) & (positions + 1 < barred.until[mine]), barred.counts[mine], 0)
-            # Tokens that are none go to a column of their own.
+            # Unused entries go to an extra column.
             taken = torch.where(places < counts[:, None], barred.tokens[mine].long(), self.vocab_size)
             mask = torch.zeros(len(logits), self.vocab_size + 1, dtype=torch.bool, device=logits.device)
             logits = logits.masked_fill(mask.scatter_(1, taken, True)[:, :-1], -torch.inf)

@@ -1,4 +1,4 @@
-"""The likeliest tokens in Triton: programs find the best of a row's parts, one of each row the best of those."""
+"""Greedy tokens in Triton: programs find the best token of each split of a row, then the best of those."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import triton.language as tl
 if TYPE_CHECKING:
     from atom_core.kernels.greedy_tokens import Barred, GreedyTokensSpec
 
-#: Logits that a program reads at once.
+#: Logits of a block, which a program reads at once.
 _BLOCK = 2048
-#: Parts of a row at most, and of all rows about.
-_EACH, _ALL = 32, 512
+#: The most splits of a row, and about the most of all rows.
+_MAX_SPLITS, _PROGRAMS = 32, 512
 
 
 @triton.jit
-def _best(row, begin, end, vocab, below, behind, AFTER: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a row's tokens from ``begin`` to ``end`` the likeliest, of several the first, and its number.
+def _best(row, begin, end, vocab, below, last, AFTER: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest logit of a row's tokens ``begin .. end - 1``, and its token; of equal ones, the first.
 
-    ``AFTER``: of those that come after the token ``behind`` and its number ``below`` in that order. Minus infinity,
-    and any token, where there is none.
+    ``AFTER``: only of the tokens that come after ``last`` with logit ``below`` in that order. If there is none: minus
+    infinity, and any token.
     """
-    # Each lane keeps the first of its largest; of lanes with the same number the least token counts.
+    # Each lane has the first of its largest logits; among lanes with equal logits, the smallest token counts.
     lanes = tl.arange(0, BLOCK)
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     chosen = begin + lanes
     for first in tl.range(begin, end, BLOCK):
         token = first + lanes
-        # By the vocabulary's end, which is a multiple of what a lane loads at once, as ``end`` need not be.
+        # The mask uses ``vocab``, not ``end``: it is a multiple of the elements that a lane loads at once.
         x = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         better = x > highest
         if AFTER:
-            better = better & ((x < below) | ((x == below) & (token > behind)))
+            better = better & ((x < below) | ((x == below) & (token > last)))
         highest = tl.where(better, x, highest)
         chosen = tl.where(better, token, chosen)
     top = tl.max(highest, 0)
@@ -42,7 +42,7 @@ def _best(row, begin, end, vocab, below, behind, AFTER: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit(do_not_specialize=["requests", "positions", "until", "counts", "blocks"])
-def _best_of_parts(
+def _best_of_splits(
     logits,
     requests,
     positions,
@@ -56,12 +56,12 @@ def _best_of_parts(
     stride_logits,
     stride_barred,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     BARRED: tl.constexpr,
 ):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     mine = logits + row * stride_logits
-    begin = part * blocks * BLOCK
+    begin = split * blocks * BLOCK
     end = min(begin + blocks * BLOCK, vocab)
     top, token = _best(mine, begin, end, vocab, 0.0, 0, False, BLOCK)
     if barred is not None:
@@ -71,18 +71,18 @@ def _best_of_parts(
         count = tl.load(counts + request, mask=short, other=0)
         place = tl.arange(0, BARRED)
         taken = tl.load(barred + request * stride_barred + place, mask=place < count, other=-1)
-        # The likeliest is seldom barred, so it is looked for once more, which costs less than to compare all of them.
+        # The best token is seldom barred. A second search then costs less than comparing all tokens with the barred.
         while (top > float("-inf")) & (tl.max((taken == token).to(tl.int32), 0) > 0):
             top, token = _best(mine, begin, end, vocab, top, token, True, BLOCK)
-    tl.store(best + row * PARTS + part, top)
-    tl.store(tokens + row * PARTS + part, token)
+    tl.store(best + row * SPLITS + split, top)
+    tl.store(tokens + row * SPLITS + split, token)
 
 
-@triton.jit(do_not_specialize=["parts"])
-def _best_of_rows(best, tokens, result, parts, PARTS: tl.constexpr):
-    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
-    highest = tl.load(best + row * PARTS + part, mask=part < parts, other=float("-inf"))
-    token = tl.load(tokens + row * PARTS + part, mask=part < parts, other=0x7FFFFFFF)
+@triton.jit(do_not_specialize=["splits"])
+def _best_of_rows(best, tokens, result, splits, SPLITS: tl.constexpr):
+    row, split = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
+    highest = tl.load(best + row * SPLITS + split, mask=split < splits, other=float("-inf"))
+    token = tl.load(tokens + row * SPLITS + split, mask=split < splits, other=0x7FFFFFFF)
     tl.store(result + row, tl.min(tl.where(highest == tl.max(highest, 0), token, 0x7FFFFFFF), 0).to(tl.int64))
 
 
@@ -103,15 +103,15 @@ class TritonGreedyTokens:
         if not rows:
             return result
         blocks = triton.cdiv(vocab, _BLOCK)
-        # Whole blocks each, as few as make no more parts than there may be, none of them empty.
-        each = triton.cdiv(blocks, max(1, min(_EACH, _ALL // rows)))
-        parts = triton.cdiv(blocks, each)
-        best = torch.empty(rows, _EACH, dtype=torch.float32, device=logits.device)
-        tokens = torch.empty(rows, _EACH, dtype=torch.int32, device=logits.device)
-        # Without what is barred nothing else of the requests is looked at, and integers of any size are one kernel.
+        # The fewest whole blocks in a split with which there are not too many splits; no split is empty.
+        each = triton.cdiv(blocks, max(1, min(_MAX_SPLITS, _PROGRAMS // rows)))
+        splits = triton.cdiv(blocks, each)
+        best = torch.empty(rows, _MAX_SPLITS, dtype=torch.float32, device=logits.device)
+        tokens = torch.empty(rows, _MAX_SPLITS, dtype=torch.int32, device=logits.device)
+        # Without barred tokens no argument by request is read, and one kernel serves their integer dtypes.
         by_request = (None,) * 5 if barred is None else (requests, positions, *barred)
         taken = by_request[-1]
-        _best_of_parts[(rows, parts)](
+        _best_of_splits[(rows, splits)](
             logits,
             *by_request,
             best,
@@ -121,9 +121,9 @@ class TritonGreedyTokens:
             logits.stride(0),
             0 if taken is None else taken.stride(0),
             BLOCK=_BLOCK,
-            PARTS=_EACH,
+            SPLITS=_MAX_SPLITS,
             BARRED=1 if taken is None else triton.next_power_of_2(taken.shape[1]),
             num_warps=8,
         )
-        _best_of_rows[(rows,)](best, tokens, result, parts, PARTS=_EACH, num_warps=1)
+        _best_of_rows[(rows,)](best, tokens, result, splits, SPLITS=_MAX_SPLITS, num_warps=1)
         return result

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.kept import kept_of
+from atom_core.kernels.eviction import eviction_policy
 from atom_core.kernels.triton_support import launch_options
 
 #: Tokens and outputs of a tile, for few tokens and for many.
@@ -127,7 +127,7 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, ove
         BLOCK_T=block_t,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        POLICY=kept_of(heads),
+        POLICY=eviction_policy(heads),
         OVERLAP=overlap,
         num_warps=warps,
         **launch_options(overlap),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
 
 
 class AiterLinear:
@@ -44,7 +44,7 @@ class AiterFloat32Linear:
         return y
 
 
-@opaque("aiter_linear", lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]))
+@custom_op("aiter_linear", lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]))
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if not len(x):
         return x.new_empty(0, weight.shape[0])
@@ -56,7 +56,7 @@ def _float32_result(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
-@opaque("aiter_float32_linear", _float32_result)
+@custom_op("aiter_float32_linear", _float32_result)
 def _float32_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if not len(x):
         return _float32_result(x, weight)

@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.gated_activation.triton_kernel import gated
-from atom_core.kernels.kept import KEPT
 
 #: Gluon renamed these between Triton 3.6 and 3.9.
 load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -112,7 +112,7 @@ def finish(
     known = (to < M)[None, :] & (out < width)[:, None]
     if residual is not None:
         result += gl.load(residual + y_at, mask=known, other=0.0).to(gl.float32)
-    gl.store(y + y_at, result.to(out_dtype), mask=known, eviction_policy=KEPT)
+    gl.store(y + y_at, result.to(out_dtype), mask=known, eviction_policy=EVICT_LAST)
 
 
 @gluon.jit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.gated_activation.triton_kernel import gated
-from atom_core.kernels.kept import KEPT
 
 #: Prefetch a number of bytes at an address into the L2 cache, for each thread; 0: nothing.
 FETCH_ROWS: tl.constexpr = tl.constexpr(
@@ -89,7 +89,7 @@ def finish(
     used = (given < M)[:, None] & (out < width)[None, :]
     if residual is not None:
         total += tl.load(residual + at, mask=used, other=0.0).to(tl.float32)
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=used, eviction_policy=KEPT)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=used, eviction_policy=EVICT_LAST)
 
 
 @triton.jit

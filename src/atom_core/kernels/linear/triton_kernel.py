@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.few_rows import FETCHED, LINE, few_rows
 from atom_core.kernels.linear.one_row import one_row, one_row_ring
 from atom_core.kernels.linear.reference import linear as by_torch
 from atom_core.kernels.linear.tiles import MAX_ROWS, MOST_ROWS, Tile, chosen_tile, why_no_gluon
-from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 from atom_core.types import Activation
 
@@ -174,7 +174,7 @@ def _fake(
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32 if float32_result else x.dtype)
 
 
-@opaque("linear", _fake)
+@custom_op("linear", _fake)
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.linear.mkldnn import multiplies
-from atom_core.kernels.opaque import opaque
 from atom_core.kernels.select import Target
 
 #: With fewer rows, reading the weight dominates, and torch's own product is as fast.
@@ -30,7 +30,7 @@ def why_not_widened(dtype: torch.dtype, target: Target) -> str | None:
     return None
 
 
-@opaque("widened_linear", lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]))
+@custom_op("widened_linear", lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]))
 def widened_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``x W^T + b``, summed in float32 and rounded once."""
     if len(x) < _FEWEST_ROWS:

@@ -1,12 +1,12 @@
-"""What is in front of attention over latents at once: the latent's row in the cache, and queries that meet latents.
+"""The ops before attention over latents in one launch: the latent's cache row, and the absorbed queries.
 
-:mod:`atom_core.kernels.mla_cache`, then :mod:`atom_core.kernels.head_linear` into latents, with the same results but
-that ``q`` is left as it is:
+The result is that of :mod:`atom_core.kernels.mla_cache` followed by :mod:`atom_core.kernels.head_linear` into latents,
+but ``q`` is not changed:
 
     queries[t, h] = q[t, h, :N] expand[h, :N], rotate(q[t, h, N:])
 
-``q``: ``[T, H, N + R]``; ``latent``: ``[T, L + R]``; ``queries``: ``[T, H, L + R]``, written. It is for few tokens:
-more are run by the ops that it is made of.
+``q``: ``[T, H, N + R]``; ``latent``: ``[T, L + R]``; ``queries``: ``[T, H, L + R]``, written. It is for few tokens; the
+separate ops run more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atom_core.kernels.triton_support import overlaps, why_not_fused
 class MlaAbsorbedQueriesSpec:
     """One attention layer.
 
-    ``separate`` names the implementation that was chosen for each op by itself: what is fused is Triton's.
+    ``separate`` has the (op, implementation) selected for the single ops. The fused kernel replaces Triton's.
     """
 
     latent: MlaSpec
@@ -37,7 +37,7 @@ class MlaAbsorbedQueriesKernel(Protocol):
     """The call: ``(q, latent, positions [T], weights, cache, slots [T], queries)``."""
 
     max_tokens: int
-    """Tokens up to which it is to be called, from 1 on."""
+    """The most tokens of a call; the fewest are 1."""
 
     def __call__(
         self,
@@ -63,7 +63,7 @@ def _build_triton(spec: MlaAbsorbedQueriesSpec, target: Target) -> MlaAbsorbedQu
     return TritonMlaAbsorbedQueries(spec.latent, overlaps(target))
 
 
-#: "separate" is no kernel: the cache is filled, then queries are multiplied.
+#: "separate" is no kernel: mla_cache and head_linear run.
 MLA_ABSORBED_QUERIES: Op[MlaAbsorbedQueriesSpec, MlaAbsorbedQueriesKernel | None] = Op(
     "mla_absorbed_queries",
     (

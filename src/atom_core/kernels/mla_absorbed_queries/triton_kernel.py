@@ -1,8 +1,8 @@
-"""The latent's cache row and the queries that meet latents in Triton: one launch.
+"""The latent's cache row and the absorbed queries in Triton: one launch.
 
-A program takes some tokens and some of the latent's numbers of one head's queries, with its weights on their way before
-the kernel in front is done; those of the first numbers rotate the rest of the query as well. Behind the last head are
-programs that write some tokens' latents to the cache, as in :mod:`atom_core.kernels.mla_cache`.
+A program takes some tokens and some elements of one head's absorbed queries. It loads its weights before the kernel
+before it has ended. The programs of the first elements also rotate the rest of the query. Programs after those of the
+last head write some tokens' latents to the cache, as in :mod:`atom_core.kernels.mla_cache`.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import triton.language as tl
 
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import saturation_limit
-from atom_core.kernels.kept import kept_of
-from atom_core.kernels.mla_cache.triton_kernel import angles_of, turn, write_rows
+from atom_core.kernels.eviction import eviction_policy
+from atom_core.kernels.mla_cache.triton_kernel import angles_of, rotate, write_rows
 from atom_core.kernels.triton_support import launch_options
 
 if TYPE_CHECKING:
     from atom_core.kernels.mla_cache import MlaSpec, MlaWeights
 
-#: Tokens up to which there are many programs, by small tiles, and those of a launch at most.
+#: The most tokens that use small tiles, for many programs, and the most tokens of a launch.
 _FEW_TOKENS, _MAX_TOKENS = 64, 256
-#: Inputs up to which a program of many tokens multiplies by all of them at once.
+#: The most inputs for the larger tile, which multiplies by all of them at once.
 _AT_ONCE = 128
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program takes."""
+    """The tile of one program."""
 
     tokens: int
-    numbers: int
-    """Of a latent."""
+    columns: int
+    """Elements of a latent."""
     warps: int
     extra: int
-    """As many heads' programs, behind the last head, write to the cache."""
+    """As many heads' worth of programs, after the last head, write to the cache."""
 
 
-#: Few and more tokens as in :mod:`atom_core.kernels.head_linear`.
+#: For few and for more tokens, as in :mod:`atom_core.kernels.head_linear`.
 _FEW, _MANY = Tile(16, 32, 4, 1), Tile(64, 128, 8, 4)
 
 
@@ -119,10 +119,10 @@ def _mla_absorbed_queries(
 
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (column < L)[None, :]
-    number = tl.arange(0, BLOCK_K)
+    inner = tl.arange(0, BLOCK_K)
     weights = expand + head * stride_expand_head + column[None, :]
     factors = tl.load(
-        weights + number.to(tl.int64)[:, None] * stride_expand, mask=(number < N)[:, None] & inside, other=0.0
+        weights + inner.to(tl.int64)[:, None] * stride_expand, mask=(inner < N)[:, None] & inside, other=0.0
     )
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -132,22 +132,22 @@ def _mla_absorbed_queries(
     token = token.to(tl.int64)
     query = q + token[:, None] * stride_q_token + head * stride_q_head
     target = queries + token[:, None] * stride_o_token + head * stride_o_head
-    x = tl.load(query + number[None, :], mask=taken[:, None] & (number < N)[None, :], other=0.0)
+    x = tl.load(query + inner[None, :], mask=taken[:, None] & (inner < N)[None, :], other=0.0)
     total = tl.dot(x, factors, input_precision="ieee")
     for begin in tl.range(BLOCK_K, N, BLOCK_K):
-        number = begin + tl.arange(0, BLOCK_K)
-        known = number < N
+        inner = begin + tl.arange(0, BLOCK_K)
+        known = inner < N
         factors = tl.load(
-            weights + number.to(tl.int64)[:, None] * stride_expand, mask=known[:, None] & inside, other=0.0
+            weights + inner.to(tl.int64)[:, None] * stride_expand, mask=known[:, None] & inside, other=0.0
         )
-        x = tl.load(query + number[None, :], mask=taken[:, None] & known[None, :], other=0.0)
+        x = tl.load(query + inner[None, :], mask=taken[:, None] & known[None, :], other=0.0)
         total = tl.dot(x, factors, total, input_precision="ieee")
-    folded = total.to(queries.dtype.element_ty)
-    tl.store(target + column[None, :], folded, mask=taken[:, None] & inside, eviction_policy=POLICY)
+    absorbed = total.to(queries.dtype.element_ty)
+    tl.store(target + column[None, :], absorbed, mask=taken[:, None] & inside, eviction_policy=POLICY)
 
     if block == 0:
         cos, sin, first, second, paired = angles_of(cos_sin, positions, token, taken, R, PAIRS, INTERLEAVED)
-        turn(query + N, target + L, cos, sin, first, second, paired, taken, R, BLOCK_T, PAIRS, INTERLEAVED)
+        rotate(query + N, target + L, cos, sin, first, second, paired, taken, R, BLOCK_T, PAIRS, INTERLEAVED)
 
 
 class TritonMlaAbsorbedQueries:
@@ -160,7 +160,7 @@ class TritonMlaAbsorbedQueries:
 
     def __init__(self, spec: MlaSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
-        # Measured on Hopper alone, where a tile's numbers fit in registers.
+        # Measured on Hopper only, where the larger tile fits in registers.
         many = overlap and spec.dtype.itemsize == 2 and spec.nope_dim <= _AT_ONCE
         self.max_tokens = _MAX_TOKENS if many else _FEW_TOKENS
 
@@ -174,7 +174,7 @@ class TritonMlaAbsorbedQueries:
         slots: torch.Tensor,
         queries: torch.Tensor,
     ) -> None:
-        """Launch it."""
+        """Launch the kernel."""
         spec, num_tokens = self.spec, q.shape[0]
         assert num_tokens <= self.max_tokens
         assert q.stride(-1) == latent.stride(-1) == cache.rows.stride(-1) == queries.stride(-1) == 1
@@ -182,7 +182,7 @@ class TritonMlaAbsorbedQueries:
         if not num_tokens:
             return
         tile = _FEW if num_tokens <= _FEW_TOKENS else _MANY
-        blocks = triton.cdiv(spec.rank, tile.numbers)
+        blocks = triton.cdiv(spec.rank, tile.columns)
         rows = triton.cdiv(tile.tokens, blocks * tile.extra)
         _mla_absorbed_queries[blocks, spec.num_heads + tile.extra, triton.cdiv(num_tokens, tile.tokens)](
             q,
@@ -210,12 +210,12 @@ class TritonMlaAbsorbedQueries:
             L_PADDED=triton.next_power_of_2(spec.rank),
             PAIRS=triton.next_power_of_2(spec.rope_dim // 2),
             BLOCK_T=tile.tokens,
-            BLOCK_N=tile.numbers,
+            BLOCK_N=tile.columns,
             BLOCK_K=max(16, min(128, triton.next_power_of_2(spec.nope_dim))),
             ROWS=triton.next_power_of_2(rows),
             INTERLEAVED=spec.interleaved,
             LIMIT=saturation_limit(cache.rows.dtype),
-            POLICY=kept_of(spec.num_heads) if tile is _MANY else "",
+            POLICY=eviction_policy(spec.num_heads) if tile is _MANY else "",
             OVERLAP=self.overlap,
             num_warps=tile.warps,
             **launch_options(self.overlap),

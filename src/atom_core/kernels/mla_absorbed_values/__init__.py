@@ -1,12 +1,12 @@
-"""Decoding over latents to each head's values, at once: attention leaves its sums in parts, which a product joins.
+"""MLA decode up to each head's values: attention leaves its splits, and the value projection merges them.
 
-:mod:`atom_core.kernels.mla_attention`, then :mod:`atom_core.kernels.head_linear` out of latents, with the same
-results but for how sums are rounded in between:
+The result is that of :mod:`atom_core.kernels.mla_attention` followed by :mod:`atom_core.kernels.head_linear` from
+latents to values, up to the rounding in between:
 
-    out[t, h] = sum_p a_p (o_p expand[h]);    a_p: the share that the keys of part p have in the softmax
+    out[t, h] = sum_p a_p (o_p expand[h]);    a_p: the weight of split p in the softmax
 
-``q``: ``[T, H, L + R]``; ``expand``: ``[H, L, V]``; ``out``: ``[T, H, V]``. It is for few requests of one token each,
-whose keys are shared out: others are run by the ops that it is made of.
+``q``: ``[T, H, L + R]``; ``expand``: ``[H, L, V]``; ``out``: ``[T, H, V]``. It is for few requests of one token each
+whose keys are split. The separate ops run other batches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from atom_core.kernels.triton_support import overlaps, why_not_fused
 class MlaAbsorbedValuesSpec:
     """One attention layer.
 
-    ``separate`` names the implementation that was chosen for each op by itself: what is fused is Triton's.
+    ``separate`` has the (op, implementation) selected for the single ops. The fused kernel replaces Triton's.
     """
 
     attention: MlaAttentionSpec
@@ -40,7 +40,7 @@ class MlaAbsorbedValuesKernel(Protocol):
     """The call: ``(q, cache, batch, expand, out)``."""
 
     def takes(self, num_tokens: int, cache: LatentCacheView, batch: Batch) -> bool:
-        """Whether it is to be called for this batch, and in a captured graph for every batch that it may replay."""
+        """Whether it can run this batch and, during a capture, every batch that the graph can replay."""
 
     def __call__(
         self,
@@ -52,19 +52,19 @@ class MlaAbsorbedValuesKernel(Protocol):
     ) -> None: ...
 
 
-#: Attention of others that has batches of many rows a request while this kernel has decodes of few.
-BESIDE = ((MLA_ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3),)
+#: Another implementation that this kernel replaces for decode batches of few rows.
+ALSO_REPLACES = ((MLA_ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3),)
 
 
 def _triton_supports(spec: MlaAbsorbedValuesSpec, target: Target) -> str | None:
-    if reason := why_not_fused(spec.separate, or_else=BESIDE):
+    if reason := why_not_fused(spec.separate, or_else=ALSO_REPLACES):
         return reason
     if (target.kind, target.arch) != ("cuda", "sm90"):
-        return "It is for Hopper, whose kernel for decoding leaves parts."
+        return "It is for Hopper, whose decode kernel can leave splits unmerged."
     from atom_core.kernels.mla_attention.hopper import LatentDecode  # needs triton, which a CPU may lack
 
     shape = spec.attention.latent
-    return None if LatentDecode.fits(spec.attention) else f"Hopper's kernel for decoding does not have {shape}."
+    return None if LatentDecode.fits(spec.attention) else f"Hopper's decode kernel does not support {shape}."
 
 
 def _build_triton(spec: MlaAbsorbedValuesSpec, target: Target) -> MlaAbsorbedValuesKernel | None:
@@ -73,7 +73,7 @@ def _build_triton(spec: MlaAbsorbedValuesSpec, target: Target) -> MlaAbsorbedVal
     return TritonMlaAbsorbedValues(spec.attention, overlaps(target))
 
 
-#: "separate" is no kernel: attention adds its parts up, then they are multiplied.
+#: "separate" is no kernel: attention merges its splits, then head_linear runs.
 MLA_ABSORBED_VALUES: Op[MlaAbsorbedValuesSpec, MlaAbsorbedValuesKernel | None] = Op(
     "mla_absorbed_values",
     (

@@ -1,13 +1,14 @@
-"""Causal attention of queries that latents are keys and values to, in any batch: the absorbed form of MLA.
+"""Causal attention over latents in any batch: the absorbed form of MLA.
 
-A head's key is its matrix times the latent, so its query times that matrix can meet the latent itself, and what it
-sums up are latents, of which its value is made afterwards (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). All heads
-read one row a token, ``c_j`` (its latent) and ``k_j`` (its rotated key):
+A head's key is its up-projection of the latent. Multiplying the query by that projection instead (an absorbed query)
+lets it attend to the latents themselves; the outputs are latents too, which the head's value projection multiplies
+afterwards (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). All heads read one row per token: ``c_j`` (its latent) and
+``k_j`` (its rotated key):
 
     s_j = scale * (q_i[:L] . c_j + q_i[L:] . k_j);    o_i = sum_j exp(s_j) c_j / sum_j exp(s_j)
 
-``q``: ``[T, H, L + R]``, any strides with numbers side by side; ``out``: ``[T, H, L]``, written in the rows of the
-batch's tokens. Which keys a query sees: see :mod:`atom_core.kernels.attention`. The step's rows are in the cache.
+``q``: ``[T, H, L + R]``, any strides with a contiguous last dimension; ``out``: ``[T, H, L]``, written for the batch's
+tokens. The causal mask is that of :mod:`atom_core.kernels.attention`. The step's rows are in the cache already.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class MlaAttentionKernel(Protocol):
     """An attention kernel bound to one layer's spec."""
 
     graph_support: GraphSupport
-    room: int
-    """Heads for which a token's queries and results best have room: where they have, what is behind the layer's own is
-    nobody's, and may be written to."""
+    padded_heads: int
+    """Heads to allocate for a token's queries and outputs, to avoid copies; the kernel may write to those after the
+    layer's own."""
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None: ...
 
@@ -45,22 +46,22 @@ def _reference_supports(spec: MlaAttentionSpec, target: Target) -> str | None:
 
 
 def triton_supports(spec: MlaAttentionSpec, target: Target) -> str | None:
-    """Of both forms of attention."""
+    """Why Triton cannot run the layer, absorbed or expanded, or None."""
     shape = spec.latent
     if reason := why_no_triton(target):
         return reason
     if shape.rank > 512 or shape.rope_dim > 64:
         return (
-            "The Triton kernel has latents of up to 512 numbers and rotated keys of up to 64, not "
-            f"{shape.rank} and {shape.rope_dim}."
+            f"The Triton kernel has latents of rank up to 512 and rope dimensions up to 64, not {shape.rank} and "
+            f"{shape.rope_dim}."
         )
     if shape.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"The Triton kernel has queries in bfloat16, float16 and float32, not {shape.dtype}."
     return why_no_triton_cache(shape.dtype, shape.cache_dtype, target)
 
 
-#: Heads of a rank that aiter decodes, and up to how many tokens of each request at a time; fewer than 16 are decoded as
-#: 16. gfx942 has a kernel of 16 heads, and takes more for so many more requests, which holds for one token alone.
+#: Heads of a rank that aiter decodes, and the most tokens of each request; fewer than 16 heads are padded to 16. gfx942
+#: has a kernel for 16 heads and treats more heads as more requests, which is right for one token only.
 AITER_HEADS = {"gfx942": {16: 4, 64: 1, 128: 1}, "gfx950": {16: 4, 32: 4, 64: 4, 128: 4}}
 
 
@@ -72,7 +73,7 @@ def _aiter_supports(spec: MlaAttentionSpec, target: Target) -> str | None:
         return f"aiter's decode over latents is for bfloat16, not for {shape.dtype}."
     if (shape.rank, shape.rope_dim) != (512, 64):
         return (
-            "aiter's decode over latents is for latents of 512 numbers and rotated keys of 64, not for "
+            "aiter's decode over latents is for rank 512 and rope dimension 64, not for "
             f"{shape.rank} and {shape.rope_dim}."
         )
     heads = AITER_HEADS[target.arch]
@@ -88,18 +89,18 @@ def _aiter_supports(spec: MlaAttentionSpec, target: Target) -> str | None:
             f"aiter's decode over a cache in {shape.cache_dtype} on {target.arch} is used with up to 16 heads on each "
             f"rank{more}, not with {shape.num_heads}."
         )
-    return triton_supports(spec, target)  # what aiter does not decode is Triton's
+    return triton_supports(spec, target)  # Triton runs the batches that aiter cannot
 
 
 def _build_aiter(spec: MlaAttentionSpec, target: Target) -> MlaAttentionKernel:
-    from atom_core.kernels.mla_attention.aiter_kernel import AiterMlaAttention  # looked for when it is chosen
+    from atom_core.kernels.mla_attention.aiter_kernel import AiterMlaAttention  # imports aiter when it is built
 
-    room = max(spec.latent.num_heads, 16)
-    return AiterMlaAttention(spec, room, AITER_HEADS[target.arch][room], build_triton(spec, target))
+    padded_heads = max(spec.latent.num_heads, 16)
+    return AiterMlaAttention(spec, padded_heads, AITER_HEADS[target.arch][padded_heads], build_triton(spec, target))
 
 
 def build_triton(spec: MlaAttentionSpec, target: Target) -> MlaAttentionKernel:
-    """The kernel where :func:`triton_supports` has no reason against it."""
+    """The Triton kernel, for specs that :func:`triton_supports`."""
     from atom_core.kernels.mla_attention.triton_kernel import TritonMlaAttention  # needs triton
 
     foreign = is_foreign(spec.latent.cache_dtype, target.arch)

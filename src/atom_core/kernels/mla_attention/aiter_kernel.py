@@ -1,10 +1,10 @@
-"""Decode over latents by aiter's kernels in assembly; other batches are Triton's.
+"""Decode over latents by aiter's assembly kernels; Triton runs other batches.
 
-A launch has as many programs as the GPU has compute units, and what each of them reads is worked out on the device
-before (:mod:`atom_core.kernels.aiter_work`): the first layer of a step has it worked out for all.
+A launch has one program for each compute unit. Metadata on the device (:mod:`atom_core.kernels.aiter_work`) says what
+each program reads; the first layer of a step makes it for all layers.
 
-Requests are decoded by aiter where each brings as many tokens as the others, up to four: behind drafts as well. To it
-a token is a page, so any size of pages will do.
+aiter decodes requests with equally many tokens, up to four, as with speculative decoding. To aiter a token is a page,
+so the cache may have any page size.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from atom_core.batch import Batch, capturing
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.aiter_library import aiter_function, require
 from atom_core.kernels.aiter_work import Sizes, Work
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.mla_attention import MlaAttentionKernel
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
 from atom_core.kernels.mla_attention.token_slots import TokenSlots, token_slots
-from atom_core.kernels.opaque import opaque
 from atom_core.types import GraphSupport
 
 
 @dataclass(frozen=True, eq=False)
-class Shares:
-    """Who reads what, for layers of one shape in one step; see aiter's ``get_mla_metadata_v1``."""
+class Metadata:
+    """Which program reads what, for layers of one shape in one step; see aiter's ``get_mla_metadata_v1``."""
 
     slots: TokenSlots
     work: Work
@@ -37,20 +37,22 @@ class AiterMlaAttention:
 
     Args:
         spec: the layer.
-        room: heads that a kernel of aiter's has, at least the layer's; queries and results have room for them.
-        most_queries: tokens of each request that aiter takes.
-        others: for all other batches.
+        padded_heads: heads of aiter's kernel, at least the layer's.
+        max_query_len: the most tokens of each request.
+        others: the kernel for all other batches.
     """
 
     graph_support: GraphSupport = "always"
 
-    def __init__(self, spec: MlaAttentionSpec, room: int, most_queries: int, others: MlaAttentionKernel) -> None:
+    def __init__(
+        self, spec: MlaAttentionSpec, padded_heads: int, max_query_len: int, others: MlaAttentionKernel
+    ) -> None:
         require("aiter.get_mla_metadata_info_v1", "aiter.get_mla_metadata_v1", "aiter.mla.mla_decode_fwd")
-        self.spec, self.room, self.most_queries, self.others = spec, room, most_queries, others
+        self.spec, self.padded_heads, self.max_query_len, self.others = spec, padded_heads, max_query_len, others
         self._scales: dict[tuple[float, torch.device], torch.Tensor] = {}
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
-        """Write the attention of every request's queries to ``out``; also in rows of padded requests that decode."""
+        """Write the attention of every request's queries to ``out``; also to rows of padded requests that decode."""
         if not 0 < batch.num_decode_requests < batch.num_requests:
             self._run(q, cache, batch, out)
             return
@@ -62,75 +64,75 @@ class AiterMlaAttention:
     def _run(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         if not q.shape[0]:
             return
-        longest = batch.max_query_len
-        # None has more than the longest, so they have as many each if they have that together.
-        if longest > self.most_queries or q.shape[0] != batch.seq_lens.shape[0] * longest:
+        query_len = batch.max_query_len
+        # No request has more than query_len tokens, so all have as many if the sum says so.
+        if query_len > self.max_query_len or q.shape[0] != batch.seq_lens.shape[0] * query_len:
             self.others(q, cache, batch, out)
             return
         heads = self.spec.latent.num_heads
-        queries, answers = self._with_room(q), self._with_room(out)
+        queries, padded_out = self._padded(q), self._padded(out)
         if queries is None:
-            queries = q.new_empty(q.shape[0], self.room, q.shape[2])
+            queries = q.new_empty(q.shape[0], self.padded_heads, q.shape[2])
             queries[:, :heads] = q
-        kept = out.new_empty(out.shape[0], self.room, out.shape[2]) if answers is None else answers
-        assert cache.rows.is_contiguous(), "to aiter a token is a page, behind the one before"
-        shares = self._shares(batch, cache)
-        slots = shares.slots
+        target = out.new_empty(out.shape[0], self.padded_heads, out.shape[2]) if padded_out is None else padded_out
+        assert cache.rows.is_contiguous(), "aiter reads consecutive tokens as pages"
+        metadata = self._metadata(batch, cache)
+        slots = metadata.slots
         _decode(
             queries,
             cache.rows.view(-1, 1, 1, self.spec.latent.row),
-            kept,
+            target,
             slots.query_starts,
             slots.key_starts,
             slots.slots,
             slots.ones,
-            *shares.work,
+            *metadata.work,
             self._scale(cache),
-            longest,
+            query_len,
             self.spec.scale,
         )
-        if answers is None:
-            out.copy_(kept[:, :heads])
+        if padded_out is None:
+            out.copy_(target[:, :heads])
 
-    def _with_room(self, x: torch.Tensor) -> torch.Tensor | None:
-        """``x [T, H, numbers]`` with all heads that there is room for; None: there is none."""
-        strides = (self.room * x.shape[2], x.shape[2], 1)
-        return x.as_strided((x.shape[0], self.room, x.shape[2]), strides) if x.stride() == strides else None
+    def _padded(self, x: torch.Tensor) -> torch.Tensor | None:
+        """``x [T, H, width]`` with its padded heads, or None if its memory has none."""
+        strides = (self.padded_heads * x.shape[2], x.shape[2], 1)
+        return x.as_strided((x.shape[0], self.padded_heads, x.shape[2]), strides) if x.stride() == strides else None
 
-    def _shares(self, batch: Batch, cache: LatentCacheView) -> Shares:
-        """Those of the step, made by its first layer."""
+    def _metadata(self, batch: Batch, cache: LatentCacheView) -> Metadata:
+        """The step's metadata, made by its first layer."""
         shape = self.spec.latent
-        key = (self.room, shape.dtype, shape.cache_dtype, cache.rows.shape[:2], capturing(cache.rows.device))
+        key = (self.padded_heads, shape.dtype, shape.cache_dtype, cache.rows.shape[:2], capturing(cache.rows.device))
         if key not in batch.scratch:
             slots = token_slots(batch, batch.max_query_len, cache.rows.shape[0], cache.page_size)
-            batch.scratch[key] = self._shared_out(slots)
-        shares: Shares = batch.scratch[key]
-        return shares
+            batch.scratch[key] = self._make_metadata(slots)
+        metadata: Metadata = batch.scratch[key]
+        return metadata
 
-    def _shared_out(self, slots: TokenSlots) -> Shares:
+    def _make_metadata(self, slots: TokenSlots) -> Metadata:
         shape = self.spec.latent
         requests = slots.ones.shape[0]
-        sizes = _sizes(requests, slots.queries_each, self.room, shape.dtype, shape.cache_dtype)
-        shares = Shares(slots, Work.empty(sizes, slots.ones.device))
-        _share_out(
+        sizes = _sizes(requests, slots.queries_each, self.padded_heads, shape.dtype, shape.cache_dtype)
+        metadata = Metadata(slots, Work.empty(sizes, slots.ones.device))
+        _fill_metadata(
             slots.query_starts,
             slots.key_starts,
             slots.ones,
-            self.room,
+            self.padded_heads,
             slots.queries_each,
             shape.dtype,
             shape.cache_dtype,
-            *shares.work,
+            *metadata.work,
         )
-        return shares
+        return metadata
 
     def _scale(self, cache: LatentCacheView) -> torch.Tensor | None:
-        """The scale of an FP8 cache on its device; there is none of another."""
+        """The scale of an FP8 cache on its device; None for other caches."""
         if cache.rows.itemsize > 1:
             return None
         key = (cache.scale, cache.rows.device)
         if key not in self._scales:
-            # What is made while a graph is captured belongs to that graph.
+            # A tensor that is made during a capture belongs to that graph.
             assert not capturing(cache.rows.device), "warm up before capturing"
             self._scales[key] = torch.tensor([cache.scale], dtype=torch.float32, device=cache.rows.device)
         return self._scales[key]
@@ -138,19 +140,19 @@ class AiterMlaAttention:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _sizes(requests: int, queries_each: int, heads: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> Sizes:
-    """Of :class:`Work`."""
+    """The sizes of :class:`Work`."""
     sizes: Sizes = aiter_function("aiter.get_mla_metadata_info_v1")(
         requests, queries_each, heads, dtype, cache_dtype, is_sparse=False, fast_mode=True
     )
     return sizes
 
 
-@opaque(
-    "aiter_mla_shares",
+@custom_op(
+    "aiter_mla_metadata",
     lambda *args: None,
-    mutates=("pointers", "work_starts", "work", "sum_starts", "sums", "parts"),
+    mutates=("pointers", "work_starts", "work", "reduce_starts", "reduce_final", "reduce_partial"),
 )
-def _share_out(
+def _fill_metadata(
     query_starts: torch.Tensor,
     key_starts: torch.Tensor,
     ones: torch.Tensor,
@@ -161,9 +163,9 @@ def _share_out(
     pointers: torch.Tensor,
     work_starts: torch.Tensor,
     work: torch.Tensor,
-    sum_starts: torch.Tensor,
-    sums: torch.Tensor,
-    parts: torch.Tensor,
+    reduce_starts: torch.Tensor,
+    reduce_final: torch.Tensor,
+    reduce_partial: torch.Tensor,
 ) -> None:
     aiter_function("aiter.get_mla_metadata_v1")(
         query_starts,
@@ -172,13 +174,13 @@ def _share_out(
         heads,
         1,
         True,
-        # By name: the function that says the sizes has the next two the other way about.
+        # By name: the function that returns the sizes has the next two in the opposite order.
         work_metadata_ptrs=pointers,
         work_info_set=work,
         work_indptr=work_starts,
-        reduce_indptr=sum_starts,
-        reduce_final_map=sums,
-        reduce_partial_map=parts,
+        reduce_indptr=reduce_starts,
+        reduce_final_map=reduce_final,
+        reduce_partial_map=reduce_partial,
         page_size=1,
         kv_granularity=16,
         max_seqlen_qo=queries_each,
@@ -189,7 +191,7 @@ def _share_out(
     )
 
 
-@opaque("aiter_mla_decode", lambda *args: None, mutates=("out",))
+@custom_op("aiter_mla_decode", lambda *args: None, mutates=("out",))
 def _decode(
     q: torch.Tensor,
     rows: torch.Tensor,
@@ -201,9 +203,9 @@ def _decode(
     pointers: torch.Tensor,
     work_starts: torch.Tensor,
     work: torch.Tensor,
-    sum_starts: torch.Tensor,
-    sums: torch.Tensor,
-    parts: torch.Tensor,
+    reduce_starts: torch.Tensor,
+    reduce_final: torch.Tensor,
+    reduce_partial: torch.Tensor,
     cache_scale: torch.Tensor | None,
     queries_each: int,
     scale: float,
@@ -219,14 +221,14 @@ def _decode(
         queries_each,
         page_size=1,
         sm_scale=scale,
-        # As many as there are compute units. Where no number is named, batches of 32 requests and more on gfx950 are
-        # read in equal parts of the longest request that there may be instead, by a launch more.
+        # 0: one program for each compute unit. Without it, batches of 32 requests and more on gfx950 are split by the
+        # longest possible request, with one more launch.
         num_kv_splits=0,
         work_meta_data=pointers,
         work_indptr=work_starts,
         work_info_set=work,
-        reduce_indptr=sum_starts,
-        reduce_final_map=sums,
-        reduce_partial_map=parts,
+        reduce_indptr=reduce_starts,
+        reduce_final_map=reduce_final,
+        reduce_partial_map=reduce_partial,
         kv_scale=cache_scale,
     )

@@ -1,11 +1,11 @@
-"""Decoding over latents on Hopper, in Gluon: tensor cores read cached rows from shared memory, as keys and as values.
+"""Decode over latents on Hopper, in Gluon: tensor cores read cached rows from shared memory, as keys and as values.
 
-A request has one query token, or a few that are verified, each of which sees one key more than the one before.
+A request has one query token, or a few tokens of speculative decoding, each of which sees one key more than the one
+before.
 
-What ``wgmma`` takes 64 of at a time are keys for the scores, and numbers of the latent for the sums; heads, of which
-there are few, are its columns. So neither is moved to registers, and of a tile's time little is not the memory's. A
-multiprocessor has one program, which copies a tile of rows while it works on the one before, and of few heads while
-it waits for that.
+The 64 rows of a ``wgmma`` are keys for the scores, and elements of the latent for the outputs; the few heads are its
+columns. So neither operand moves to registers, and most of a tile's time is the memory's. A multiprocessor runs one
+program, which copies a tile of rows while it works on the one before.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from atom_core.batch import Batch
 from atom_core.cache import LatentCacheView
-from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_parts
+from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_splits
 from atom_core.kernels.attention.triton_kernel import LOG2_E
-from atom_core.kernels.kept import kept_of
+from atom_core.kernels.eviction import eviction_policy
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready
 from atom_core.kernels.linear.helpers import FETCH_ROWS
 from atom_core.kernels.linear.tiles import why_no_gluon
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
 from atom_core.kernels.triton_support import launch_options
 
-#: Keys of a tile: as many as ``wgmma`` takes.
+#: Keys of a tile: the rows of a ``wgmma``.
 KEYS = 64
-#: Tiles that a part has at least: adding parts up takes as long as a few of them.
-FEWEST_TILES = 4
-#: Requests up to which a program takes so many heads of all query tokens, and heads beyond: few requests leave room for
-#: more programs, each with less to do, but every program reads all of its request's rows.
-_HEADS, _MOST_HEADS = ((8, 16), (32, 32)), 64
-#: Query tokens of a request up to which they are decoded.
+#: The fewest tiles of a split: merging splits takes the time of a few tiles.
+MIN_TILES = 4
+#: (number of requests, heads of a program, over all query tokens), and the heads for more requests. With few requests
+#: more programs fit, each with fewer heads, but every program reads all rows of its request.
+_HEADS, _MAX_HEADS = ((8, 16), (32, 32)), 64
+#: The most query tokens of a request.
 MAX_QUERIES = 8
-#: Requests from which on first tiles are fetched to the second-level cache while the kernel in front ends: fewer wait
-#: for nothing but memory there, and lose by one more instruction.
+#: The fewest requests whose first tiles are prefetched to the L2 cache while the previous kernel ends: with fewer, the
+#: added instruction costs more than it gains.
 _FETCHING = 32
-#: Bytes that are copied at once.
+#: Bytes of one copy.
 _VECTOR = 16
 
 
@@ -54,7 +54,7 @@ def pages_of(table, key, end, PAGE: gl.constexpr):
 def copy_rows(
     latents, keys, rows, key, page, end, stride_page, stride_row, L: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr
 ):
-    """A tile of rows to shared memory; behind the last, zeros."""
+    """Copy a tile of rows to shared memory, with zeros after the last row."""
     layout: gl.constexpr = key.type.layout.parent
     row = rows + (page.to(gl.int64) * stride_page + (key % PAGE).to(gl.int64) * stride_row)[:, None]
     known = (key < end)[:, None]
@@ -78,7 +78,7 @@ def _copy_next(
     R: gl.constexpr,
     PAGE: gl.constexpr,
 ):
-    """Have the rows behind a tile copied to one of two places, where there are such; a group of copies in any case."""
+    """Start to copy the next tile's rows, if any, to one of two buffers; this commits a group of copies in any case."""
     if tile + key.shape[0] < end:
         copy_rows(latents.index(place), keys.index(place), rows, key, page, end, stride_page, stride_row, L, R, PAGE)
     async_copy.commit_group()
@@ -96,19 +96,19 @@ def _fetch(
     PAGE: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Have a tile's rows of ``ROW`` numbers fetched to the second-level cache, a part of a row by each thread.
+    """Prefetch a tile's rows of ``ROW`` elements to the L2 cache, some bytes of a row by each thread.
 
-    Who writes to them later writes there, so what is read behind the wait is never what was fetched too early.
+    Later stores go through the L2 cache, so loads after the wait never see stale data.
     """
     warps: gl.constexpr = gl.num_warps()
-    parts: gl.constexpr = max(1, warps * 32 // BLOCK_N)
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // parts, parts], [warps, 1], [1, 0])
+    threads: gl.constexpr = max(1, warps * 32 // BLOCK_N)
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // threads, threads], [warps, 1], [1, 0])
     size: gl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
-    width: gl.constexpr = (ROW * size // 16 + parts - 1) // parts * 16
+    width: gl.constexpr = (ROW * size // 16 + threads - 1) // threads * 16
     key = begin + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
     page = pages_of(table, key, end, PAGE)
     at = rows + (page.to(gl.int64) * stride_page + (key % PAGE).to(gl.int64) * stride_row)[:, None]
-    first = gl.arange(0, parts, gl.SliceLayout(0, layout))[None, :] * width
+    first = gl.arange(0, threads, gl.SliceLayout(0, layout))[None, :] * width
     at = at.to(gl.int64, bitcast=True) + first
     asked = gl.where((key < end)[:, None], gl.minimum(ROW * size - first, width), 0)
     gl.inline_asm_elementwise(
@@ -123,7 +123,7 @@ def _fetch(
 
 @gluon.jit
 def _row(row, count, H: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr):
-    """Which of the request's tokens and which head rows are of, and which are of one."""
+    """The token and the head of each row, and whether it has any."""
     if QUERIES == 1:
         token = row * 0
         head = gl.program_id(1) * HEADS + row
@@ -136,34 +136,43 @@ def _row(row, count, H: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr
 
 
 @gluon.jit
-def _part(parts, part_sums, mine, used, number, L: gl.constexpr):
-    """The highest scores, the weights' sums and the sums of rows of a part; none of a part that is not used."""
-    highest = gl.load(part_sums + mine * 2, mask=used, other=float("-inf"), cache_modifier=".cg")
-    total = gl.load(part_sums + mine * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
-    source = (parts + mine * L)[:, None] + number[None, :]
+def _load_split(partial_out, partial_stats, mine, used, column, L: gl.constexpr):
+    """A split's largest scores, softmax sums and outputs of rows where ``used``; elsewhere those of no keys."""
+    highest = gl.load(partial_stats + mine * 2, mask=used, other=float("-inf"), cache_modifier=".cg")
+    total = gl.load(partial_stats + mine * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
+    source = (partial_out + mine * L)[:, None] + column[None, :]
     return highest, total, gl.load(source, mask=used[:, None], other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
-def _join(
-    parts, part_sums, at, part_rows, working, used, to, L: gl.constexpr, layout: gl.constexpr, POLICY: gl.constexpr
+def _merge(
+    partial_out,
+    partial_stats,
+    at,
+    split_rows,
+    working,
+    used,
+    to,
+    L: gl.constexpr,
+    layout: gl.constexpr,
+    POLICY: gl.constexpr,
 ):
-    """Write what parts of a program's rows add up to; ``at`` and ``to``: where rows are, of parts and of results."""
+    """Merge the splits of a program's rows, at ``at`` in the partial results, and write them to ``to``."""
     warps: gl.constexpr = gl.num_warps()
     BLOCK_M: gl.constexpr = at.shape[0]
-    # Two parts are asked for at a time, which fill the registers.
+    # Two splits are loaded at a time, which fill the registers.
     block: gl.constexpr = min(L, warps * 2048 // BLOCK_M)
     for first in gl.static_range(0, L, block):
-        number = first + gl.arange(0, block, gl.SliceLayout(0, layout))
+        column = first + gl.arange(0, block, gl.SliceLayout(0, layout))
         highest = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
         total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, layout))
         acc = gl.zeros([BLOCK_M, block], gl.float32, layout)
         for index in range(0, working, 2):
-            mine = index * part_rows + at
-            one_highest, one_total, one = _part(parts, part_sums, mine, used, number, L)
+            mine = index * split_rows + at
+            one_highest, one_total, one = _load_split(partial_out, partial_stats, mine, used, column, L)
             there = used & (index + 1 < working)
-            two_highest, two_total, two = _part(parts, part_sums, mine + part_rows, there, number, L)
-            # The first part has keys that all queries see.
+            two_highest, two_total, two = _load_split(partial_out, partial_stats, mine + split_rows, there, column, L)
+            # All queries see keys of the first split, so the maximum is finite.
             new_highest = gl.maximum(highest, gl.maximum(one_highest, two_highest))
             shrink = gl.exp2(highest - new_highest)
             one_shrink = gl.exp2(one_highest - new_highest)
@@ -172,22 +181,22 @@ def _join(
             acc = acc * shrink[:, None] + one * one_shrink[:, None] + two * two_shrink[:, None]
             highest = new_highest
         acc = acc / total[:, None]
-        gl.store(to[:, None] + number[None, :], acc.to(to.dtype.element_ty), mask=used[:, None], eviction_policy=POLICY)
+        gl.store(to[:, None] + column[None, :], acc.to(to.dtype.element_ty), mask=used[:, None], eviction_policy=POLICY)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "beyond"])
+@gluon.jit(do_not_specialize=["num_tokens", "done_tiles"])
 def latent_decode_hopper(
     q,
     rows,
     out,
-    parts,
-    part_sums,
+    partial_out,
+    partial_stats,
     arrivals,
     query_start_loc,
     seq_lens,
     page_table,
     num_tokens,
-    beyond,
+    done_tiles,
     scale,
     stride_q_token,
     stride_q_head,
@@ -205,19 +214,19 @@ def latent_decode_hopper(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr,
-    LEAST: gl.constexpr,
+    MIN_TILES: gl.constexpr,
     FETCH: gl.constexpr,
     POLICY: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """``HEADS`` heads of a request, which has up to ``QUERIES`` query tokens or, as padding, none.
+    """``HEADS`` heads of a request, which has up to ``QUERIES`` query tokens; a padded one has none.
 
-    Without ``out`` its sums stay in parts, of ``LEAST`` tiles or more each, for whoever reads them. Requests of up to
-    ``beyond`` tiles have been attended to already.
+    Without ``out`` it leaves splits of ``MIN_TILES`` tiles or more for the next launch to merge. It skips requests of
+    up to ``done_tiles`` tiles, which an earlier launch has done.
     """
-    JOINED: gl.constexpr = out is not None
-    # Whether the next tile is asked for before one is waited for, so that two are on their way. With 64 heads a step
-    # takes up to 0.5% longer so on an H200.
+    MERGED: gl.constexpr = out is not None
+    # Whether the copy of the next tile starts before the wait for this one, so two are in flight. With 64 heads that
+    # makes a step up to 0.5% slower on an H200.
     EARLY: gl.constexpr = BLOCK_M == 16
     if OVERLAP:
         depend("griddepcontrol.launch_dependents; // $0")
@@ -234,8 +243,8 @@ def latent_decode_hopper(
     start = gl.load(query_start_loc + request)
     count = gl.load(query_start_loc + request + 1) - start
     length = gl.load(seq_lens + request)
-    if (count == 0) | (length <= beyond * BLOCK_N):
-        # One waits though it has nothing to do, so that whoever waits for this kernel waits for those in front as well.
+    if (count == 0) | (length <= done_tiles * BLOCK_N):
+        # One idle program still waits, so that a wait for this kernel is also a wait for the kernels before it.
         if OVERLAP and request + gl.program_id(1) + split == 0:
             depend("griddepcontrol.wait; // $0")
         return
@@ -244,9 +253,9 @@ def latent_decode_hopper(
     working = end * 0 + 1
     if SPLIT:
         num_tiles = gl.cdiv(end, BLOCK_N)
-        share = gl.maximum(gl.cdiv(num_tiles, gl.num_programs(2)), LEAST)
-        if JOINED:
-            # One program adds up all parts, each of about as many bytes as a tile: no more parts than each has tiles.
+        share = gl.maximum(gl.cdiv(num_tiles, gl.num_programs(2)), MIN_TILES)
+        if MERGED:
+            # One program merges all splits, each as large as a tile of keys: no more splits than tiles in a split.
             share = gl.maximum(share, gl.ceil(gl.sqrt(num_tiles.to(gl.float32))).to(gl.int32))
         working = gl.cdiv(num_tiles, share)
         if split >= working:
@@ -259,15 +268,17 @@ def latent_decode_hopper(
     )
     keys = gl.allocate_shared_memory(dtype, [2, BLOCK_N, R], gl.NVMMASharedLayout.get_default_for([BLOCK_N, R], dtype))
     plain = gl.allocate_shared_memory(dtype, [BLOCK_M, L], gl.NVMMASharedLayout.get_default_for([BLOCK_M, L], dtype))
-    turned = gl.allocate_shared_memory(dtype, [BLOCK_M, R], gl.NVMMASharedLayout.get_default_for([BLOCK_M, R], dtype))
+    rope_queries = gl.allocate_shared_memory(
+        dtype, [BLOCK_M, R], gl.NVMMASharedLayout.get_default_for([BLOCK_M, R], dtype)
+    )
     weights = gl.allocate_shared_memory(
         dtype, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     )
     table = page_table + request.to(gl.int64) * stride_table
     key = begin + gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied))
     page = pages_of(table, key, end, PAGE)
-    # So far nothing was read that a kernel of this package writes. Rows of earlier tokens may be written in this step,
-    # too: requests that begin alike share pages, and the one that fills them may be computed beside the other.
+    # No load so far reads what a kernel of this package writes. This step may also write rows of earlier tokens:
+    # requests with a common prefix share pages, and one of them may fill a page in this step.
     if OVERLAP:
         if FETCH:
             _fetch(rows, table, begin, end, stride_page, stride_row, L + R, PAGE, BLOCK_N)
@@ -278,7 +289,7 @@ def latent_decode_hopper(
     used = used[:, None]
     query = q + (start + token).to(gl.int64)[:, None] * stride_q_token + head.to(gl.int64)[:, None] * stride_q_head
     plain.store(gl.load(query + gl.arange(0, L, gl.SliceLayout(0, copied))[None, :], mask=used, other=0.0))
-    turned.store(gl.load(query + L + gl.arange(0, R, gl.SliceLayout(0, copied))[None, :], mask=used, other=0.0))
+    rope_queries.store(gl.load(query + L + gl.arange(0, R, gl.SliceLayout(0, copied))[None, :], mask=used, other=0.0))
     key += BLOCK_N
     page = pages_of(table, key, end, PAGE)
 
@@ -298,7 +309,7 @@ def latent_decode_hopper(
             ready(0)
         scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scored)
         scores = warpgroup_mma(latents.index(place), plain.permute((1, 0)), scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma(keys.index(place), turned.permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(keys.index(place), rope_queries.permute((1, 0)), scores, is_async=True)
         if not EARLY:
             _copy_next(latents, keys, 1 - place, rows, key, page, tile, end, stride_page, stride_row, L, R, PAGE)
         key += BLOCK_N
@@ -311,7 +322,7 @@ def latent_decode_hopper(
         new_highest = gl.maximum(highest, gl.max(scores, 0))
         base = new_highest
         if QUERIES > 1:
-            # Of the part's keys all may be behind a query. The only one of a request sees one of each tile.
+            # A query may see no key of this split. A request's only query sees a key of each tile.
             base = gl.where(new_highest == float("-inf"), 0.0, new_highest)
         shrink = gl.exp2(highest - base)
         scores = gl.exp2(scores - base[None, :])
@@ -325,40 +336,42 @@ def latent_decode_hopper(
         acc = warpgroup_mma_wait(0, [acc])
         place = 1 - place
 
-    # Rows that lie together in memory are stored by threads that lie together.
+    # Adjacent threads store adjacent memory.
     stored: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, stored)
-    number = gl.arange(0, L, gl.SliceLayout(0, stored))
+    column = gl.arange(0, L, gl.SliceLayout(0, stored))
     token, head, used = _row(gl.arange(0, BLOCK_M, of_rows), count, H, HEADS, QUERIES)
     token += start
-    # Rows of the parts: split, token, head.
+    # Rows of partial results: split, token, head.
     at = token.to(gl.int64) * H + head
-    part_rows = num_tokens.to(gl.int64) * H
-    if SPLIT:  # noqa: SIM102 - decided when compiling, unlike the next
-        if (working > 1) | (not JOINED):
-            mine = split * part_rows + at
-            part = gl.convert_layout(acc.permute((1, 0)), stored)
-            gl.store((parts + mine * L)[:, None] + number[None, :], part, mask=used[:, None], eviction_policy=POLICY)
-            gl.store(part_sums + mine * 2, gl.convert_layout(highest, of_rows), mask=used, eviction_policy=POLICY)
-            gl.store(part_sums + mine * 2 + 1, gl.convert_layout(total, of_rows), mask=used, eviction_policy=POLICY)
-    if JOINED:
+    split_rows = num_tokens.to(gl.int64) * H
+    if SPLIT:  # noqa: SIM102 - constexpr, unlike the next
+        if (working > 1) | (not MERGED):
+            mine = split * split_rows + at
+            partial = gl.convert_layout(acc.permute((1, 0)), stored)
+            gl.store(
+                (partial_out + mine * L)[:, None] + column[None, :], partial, mask=used[:, None], eviction_policy=POLICY
+            )
+            gl.store(partial_stats + mine * 2, gl.convert_layout(highest, of_rows), mask=used, eviction_policy=POLICY)
+            gl.store(partial_stats + mine * 2 + 1, gl.convert_layout(total, of_rows), mask=used, eviction_policy=POLICY)
+    if MERGED:
         to = out + token.to(gl.int64) * stride_o_token + head.to(gl.int64) * stride_o_head
         if SPLIT:  # noqa: SIM102 - likewise
             if working > 1:
-                barrier()  # all of this program's stores before its arrival is seen
+                barrier()  # all stores of this program come before its arrival
                 arrival = arrivals + request * gl.num_programs(1) + gl.program_id(1)
                 if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
                     return
                 gl.store(arrival, 0)
-                _join(parts, part_sums, at, part_rows, working, used, to, L, stored, POLICY)
+                _merge(partial_out, partial_stats, at, split_rows, working, used, to, L, stored, POLICY)
                 return
         acc = acc / gl.convert_layout(total, of_sums)[None, :]
         result = gl.convert_layout(acc.to(out.dtype.element_ty).permute((1, 0)), stored)
-        gl.store(to[:, None] + number[None, :], result, mask=used[:, None], eviction_policy=POLICY)
+        gl.store(to[:, None] + column[None, :], result, mask=used[:, None], eviction_policy=POLICY)
 
 
 class LatentDecode:
-    """See the module's text; ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`."""
+    """See the module; ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`."""
 
     def __init__(self, spec: MlaAttentionSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
@@ -366,14 +379,14 @@ class LatentDecode:
 
     @staticmethod
     def fits(spec: MlaAttentionSpec) -> bool:
-        """Whether there is such a kernel for a layer, on Hopper."""
+        """Whether the kernel supports a layer, on Hopper."""
         shape = spec.latent
-        # Tiles' columns are powers of two, and the sums of a latent's 512 numbers fill the registers.
+        # The columns of tiles are powers of two, and the outputs of rank 512 fill the registers.
         sizes = shape.rank in (64, 128, 256, 512) and shape.rope_dim in (16, 32, 64)
         return sizes and shape.dtype.itemsize == 2 and shape.cache_dtype == shape.dtype and why_no_gluon() is None
 
     def takes(self, cache: LatentCacheView, batch: Batch) -> bool:
-        """Whether it can run this batch, and in a captured graph every batch that the graph may replay."""
+        """Whether it can run this batch and, during a capture, every batch that the graph can replay."""
         rows = cache.rows
         apart = rows.data_ptr() | rows.stride(0) * rows.itemsize | rows.stride(1) * rows.itemsize
         return batch.max_query_len <= MAX_QUERIES and cache.scale == 1.0 and apart % _VECTOR == 0
@@ -388,20 +401,20 @@ class LatentDecode:
             shape.rank,
             q.device,
         )
-        self.launch(q, cache, batch, out, splits, FEWEST_TILES)
+        self.launch(q, cache, batch, out, splits, MIN_TILES)
 
     def groups(self, num_requests: int, max_query_len: int) -> int:
-        """Programs of a request that is not shared out."""
+        """Programs of a request without splits."""
         return int(triton.cdiv(self.spec.latent.num_heads, self._heads(num_requests, max_query_len)))
 
-    def most_parts(self, batch: Batch) -> int:
-        """Parts in which a request is left, where they are not joined, at most; 1: it is not shared out."""
+    def max_splits(self, batch: Batch) -> int:
+        """The most splits of a request that a launch without ``out`` leaves; 1: no splits."""
         requests = len(batch.seq_lens)
         programs = requests * self.groups(requests, batch.max_query_len)
-        return count_parts(programs, batch.max_seq_len, batch.seq_lens.device, fill_once=True)
+        return count_splits(programs, batch.max_seq_len, batch.seq_lens.device, fill_once=True)
 
     def _heads(self, num_requests: int, max_query_len: int) -> int:
-        fitting = next((heads for most, heads in _HEADS if num_requests <= most), _MOST_HEADS)
+        fitting = next((heads for limit, heads in _HEADS if num_requests <= limit), _MAX_HEADS)
         return int(min(self.spec.latent.num_heads, fitting // triton.next_power_of_2(max_query_len)))
 
     def launch(
@@ -411,12 +424,12 @@ class LatentDecode:
         batch: Batch,
         out: torch.Tensor | None,
         splits: Splits,
-        least: int,
-        beyond: int = 0,
+        min_tiles: int,
+        done_tiles: int = 0,
     ) -> None:
-        """Write to ``out``; without it leave parts of ``least`` tiles or more, not divided by their weights' sums.
+        """Write to ``out``; without it leave partial results of ``min_tiles`` tiles or more in ``splits``.
 
-        Requests of up to ``beyond`` tiles are left alone.
+        Requests of up to ``done_tiles`` tiles are skipped.
         """
         assert out is not None or splits.count > 1
         shape, num_requests = self.spec.latent, batch.seq_lens.shape[0]
@@ -427,14 +440,14 @@ class LatentDecode:
             q,
             cache.rows,
             out,
-            splits.parts,
-            splits.sums,
+            splits.partial_out,
+            splits.partial_stats,
             splits.arrivals,
             batch.query_start_loc,
             batch.seq_lens,
             batch.pages.table,
             q.shape[0],
-            beyond,
+            done_tiles,
             self.spec.scale,
             *q.stride()[:2],
             *cache.rows.stride()[:2],
@@ -449,9 +462,9 @@ class LatentDecode:
             BLOCK_M=tile_rows,
             BLOCK_N=KEYS,
             SPLIT=splits.count > 1,
-            LEAST=least,
+            MIN_TILES=min_tiles,
             FETCH=num_requests >= _FETCHING,
-            POLICY=kept_of(shape.num_heads),
+            POLICY=eviction_policy(shape.num_heads),
             OVERLAP=self.overlap,
             num_warps=4 if tile_rows == 16 else 8,
             **launch_options(self.overlap),

@@ -18,7 +18,7 @@ class ReferenceMlaAttention:
 
     def __init__(self, spec: MlaAttentionSpec) -> None:
         self.spec = spec
-        self.room = spec.latent.num_heads
+        self.padded_heads = spec.latent.num_heads
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
@@ -35,13 +35,13 @@ class ReferenceMlaAttention:
 
 
 def cached_rows(cache: LatentCacheView, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """The first ``length`` tokens of a request with ``pages``, float32 ``[length, L + R]``."""
+    """The rows of the first ``length`` tokens in ``pages``, float32 ``[length, L + R]``."""
     used = pages[: -(-length // cache.page_size)].long()
     found = as_bytes(cache.rows)[used].view(cache.rows.dtype)
     return found.flatten(0, 1)[:length].float() * cache.scale
 
 
 def unseen(num_queries: int, length: int, device: torch.device) -> torch.Tensor:
-    """Which keys each of the last ``num_queries`` tokens does not see, bool ``[queries, length]``."""
+    """The keys that each of the last ``num_queries`` tokens does not see, bool ``[queries, length]``."""
     position = torch.arange(length - num_queries, length, device=device)[:, None]
     return torch.arange(length, device=device)[None] > position

@@ -1,4 +1,4 @@
-"""What an attention kernel over latents needs to know of its layer."""
+"""The spec of an attention layer over latents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atom_core.kernels.mla_cache import MlaSpec
 
 @dataclass(frozen=True)
 class MlaAttentionSpec:
-    """One attention layer over cached latents, as this rank holds it."""
+    """One attention layer over cached latents, with this rank's heads."""
 
     latent: MlaSpec
     scale: float

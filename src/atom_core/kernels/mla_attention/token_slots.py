@@ -1,6 +1,6 @@
-"""A batch of requests that bring equally many tokens, with each key's slot: what kernels read that know no pages.
+"""The slot of every key of a batch whose requests have equally many tokens, for kernels without page tables.
 
-On the device alone, and for any lengths at one launch shape: a captured graph that has it in it refills it itself.
+It is filled on the device in one launch shape for all lengths: a captured graph that contains the launch refills it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from atom_core.batch import Batch
 
-#: Keys that a program looks up, and lengths that it adds up at a time.
+#: Keys of a program, and lengths that it sums at a time.
 _KEYS, _LENGTHS = 1024, 1024
 
 
@@ -23,16 +23,16 @@ class TokenSlots:
 
     queries_each: int
     query_starts: torch.Tensor
-    """``[R + 1]``: also of padded requests, whose tokens there are as well."""
+    """``[R + 1]``, with the padded requests, which have tokens too."""
     key_starts: torch.Tensor
-    """``[R + 1]``: of each request's keys in ``slots``. A padded request has as many keys as tokens, of some page."""
+    """``[R + 1]``: each request's keys in ``slots``. A padded request has as many keys as tokens, in any page."""
     slots: torch.Tensor
-    """``[R * most]``: page * page size + offset of each key, one request behind the other; what follows is not set."""
+    """``[R * max_keys]``: page * page size + offset of each key, request by request; the rest is uninitialised."""
     ones: torch.Tensor
-    """``[R]``: tokens of a page, where each is one."""
+    """``[R]`` ones: to aiter a token is a page, and this is the number of tokens in each last page."""
 
 
-@triton.jit(do_not_specialize=["num_requests", "queries_each", "most", "num_pages"])
+@triton.jit(do_not_specialize=["num_requests", "queries_each", "max_keys", "num_pages"])
 def _token_slots(
     seq_lens,
     page_table,
@@ -42,7 +42,7 @@ def _token_slots(
     ones,
     num_requests,
     queries_each,
-    most,
+    max_keys,
     num_pages,
     stride_table,
     PAGE: tl.constexpr,
@@ -51,7 +51,7 @@ def _token_slots(
 ):
     request = tl.program_id(0)
     first = tl.program_id(1) * KEYS
-    length = tl.minimum(tl.maximum(tl.load(seq_lens + request), queries_each), most)
+    length = tl.minimum(tl.maximum(tl.load(seq_lens + request), queries_each), max_keys)
     if first >= length:
         return
     begin = 0
@@ -59,7 +59,7 @@ def _token_slots(
         other = start + tl.arange(0, LENGTHS)
         before = other < request
         found = tl.load(seq_lens + other, mask=before, other=0)
-        found = tl.minimum(tl.maximum(found, queries_each), most)
+        found = tl.minimum(tl.maximum(found, queries_each), max_keys)
         begin += tl.sum(tl.where(before, found, 0), 0)
     if first == 0:
         tl.store(query_starts + request, request * queries_each)
@@ -71,7 +71,7 @@ def _token_slots(
     key = first + tl.arange(0, KEYS)
     known = key < length
     row = page_table + request.to(tl.int64) * stride_table
-    # The pages of padded requests may be anything.
+    # Padded requests may have invalid pages.
     page = tl.minimum(tl.maximum(tl.load(row + key // PAGE, mask=known, other=0), 0), num_pages - 1)
     tl.store(slots + begin + key, page * PAGE + key % PAGE, mask=known)
 
@@ -80,20 +80,22 @@ def token_slots(batch: Batch, queries_each: int, num_pages: int, page_size: int)
     """The slots of a batch's keys.
 
     Args:
-        batch: the batch; its table is wide enough for the longest request that may come.
-        queries_each: tokens of each request. There are ``R * queries_each`` rows of queries, padded ones among them.
-        num_pages: of the cache.
-        page_size: tokens a page.
+        batch: the batch; its page table is wide enough for the longest request.
+        queries_each: tokens of each request. There are ``R * queries_each`` rows of queries, with the padded ones.
+        num_pages: pages of the cache.
+        page_size: tokens of a page.
     """
     lengths, table = batch.seq_lens, batch.pages.table
-    requests, most = lengths.shape[0], table.shape[1] * page_size
+    requests, max_keys = lengths.shape[0], table.shape[1] * page_size
     assert lengths.dtype == table.dtype == torch.int32
     assert lengths.stride(0) == table.stride(1) == 1
 
     def empty(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int32, device=lengths.device)
 
-    found = TokenSlots(queries_each, empty(requests + 1), empty(requests + 1), empty(requests * most), empty(requests))
+    found = TokenSlots(
+        queries_each, empty(requests + 1), empty(requests + 1), empty(requests * max_keys), empty(requests)
+    )
     fill = fill_on_host if lengths.device.type == "cpu" else fill_on_device
     fill(found, lengths, table, num_pages, page_size)
     return found
@@ -102,9 +104,9 @@ def token_slots(batch: Batch, queries_each: int, num_pages: int, page_size: int)
 def fill_on_device(
     found: TokenSlots, lengths: torch.Tensor, table: torch.Tensor, num_pages: int, page_size: int
 ) -> None:
-    """In one launch."""
-    requests, most = lengths.shape[0], table.shape[1] * page_size
-    _token_slots[requests, triton.cdiv(most, _KEYS)](
+    """Fill it in one launch."""
+    requests, max_keys = lengths.shape[0], table.shape[1] * page_size
+    _token_slots[requests, triton.cdiv(max_keys, _KEYS)](
         lengths,
         table,
         found.query_starts,
@@ -113,7 +115,7 @@ def fill_on_device(
         found.ones,
         requests,
         found.queries_each,
-        most,
+        max_keys,
         num_pages,
         table.stride(0),
         PAGE=page_size,
@@ -124,14 +126,14 @@ def fill_on_device(
 
 
 def fill_on_host(found: TokenSlots, lengths: torch.Tensor, table: torch.Tensor, num_pages: int, page_size: int) -> None:
-    """The definition."""
-    requests, most = lengths.shape[0], table.shape[1] * page_size
-    lengths = lengths.clamp(found.queries_each, most)
+    """Fill it by torch: the definition."""
+    requests, max_keys = lengths.shape[0], table.shape[1] * page_size
+    lengths = lengths.clamp(found.queries_each, max_keys)
     found.query_starts.copy_(torch.arange(requests + 1) * found.queries_each)
     found.key_starts[0] = 0
     found.key_starts[1:] = lengths.cumsum(0)
     found.ones.fill_(1)
-    key = torch.arange(most)
+    key = torch.arange(max_keys)
     slots = table.clamp(0, num_pages - 1)[:, key // page_size] * page_size + key % page_size
     slots = slots[key < lengths[:, None]]
     found.slots[: len(slots)] = slots

@@ -1,11 +1,11 @@
-"""Attention over latents in Triton: decode, drafts that are verified, and prompts, in one launch.
+"""Attention over latents in Triton: decode, speculative decoding and prompts in one launch.
 
-A program takes some query tokens of one request, and of their heads as many as a tile of rows holds: one tile of
-latents is keys and values to all of them. It walks the request's rows with an online softmax (arXiv 2205.14135).
-Programs are numbered, and share a request's rows where there are few of them, as in
-:mod:`atom_core.kernels.attention.triton_kernel`: a captured graph replays for any lengths.
+A program takes some query tokens of one request, and as many of their heads as fit in a tile of rows. A tile of latents
+is keys and values to all of them. The program reads the request's rows with an online softmax (arXiv 2205.14135). The
+numbering of programs and the splits are those of :mod:`atom_core.kernels.attention.triton_kernel`, so a captured graph
+can replay any lengths.
 
-``H`` heads, of which ``HEADS`` a tile; latents of ``L`` numbers, rotated keys of ``R``; pages of any strides.
+``H`` heads, ``HEADS`` of them in a tile; latents of rank ``L``, rotated keys of size ``R``; pages of any strides.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import triton.language as tl
 from atom_core.batch import Batch
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import SplitBuffers
-from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, parts_joined, place_of
+from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, merged_splits, range_of
 from atom_core.kernels.mla_attention.hopper import LatentDecode
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
 from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
 from atom_core.types import GraphSupport
 
-#: Batches differ in these: one kernel must do for all.
+#: One compiled kernel serves all values of these.
 _VARYING = ["num_requests", "num_tokens"]
 
 
@@ -32,8 +32,8 @@ def _mla_attention(
     q,
     rows,
     out,
-    parts,
-    part_sums,
+    partial_out,
+    partial_stats,
     arrivals,
     query_start_loc,
     seq_lens,
@@ -70,7 +70,7 @@ def _mla_attention(
         tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     split = tl.program_id(2)
-    request = tl.cast(place_of(block, query_start_loc, num_requests, BLOCK_Q), tl.int64)
+    request = tl.cast(range_of(block, query_start_loc, num_requests, BLOCK_Q), tl.int64)
     start = tl.load(query_start_loc + request)
     num_queries = tl.load(query_start_loc + request + 1) - start
     first = (block - (start // BLOCK_Q + request).to(tl.int32)) * BLOCK_Q
@@ -84,13 +84,13 @@ def _mla_attention(
     head = tl.program_id(1) * HEADS + tile_row % HEADS
     row_used = (token < num_queries) & (tile_row < BLOCK_Q * HEADS) & (head < H)
     position = length - num_queries + token
-    number = tl.arange(0, L_PADDED)
-    number_used = number < L
-    turned = tl.arange(0, R_PADDED)
-    turned_used = turned < R
+    column = tl.arange(0, L_PADDED)
+    column_used = column < L
+    rope_dim = tl.arange(0, R_PADDED)
+    rope_used = rope_dim < R
     query = q + (start + token).to(tl.int64)[:, None] * stride_q_token + head.to(tl.int64)[:, None] * stride_q_head
-    plain_query = tl.load(query + number[None, :], mask=row_used[:, None] & number_used[None, :], other=0.0)
-    turned_query = tl.load(query + L + turned[None, :], mask=row_used[:, None] & turned_used[None, :], other=0.0)
+    plain_query = tl.load(query + column[None, :], mask=row_used[:, None] & column_used[None, :], other=0.0)
+    rope_query = tl.load(query + L + rope_dim[None, :], mask=row_used[:, None] & rope_used[None, :], other=0.0)
 
     begin = 0
     end = length - num_queries + tl.minimum(first + BLOCK_Q, num_queries)
@@ -98,8 +98,8 @@ def _mla_attention(
     if SPLIT:
         num_tiles = tl.cdiv(end, BLOCK_N)
         share = tl.cdiv(num_tiles, tl.num_programs(2))
-        if not AMD:  # where none has measured it
-            # One program adds up all parts, each of about as many bytes as a tile: no more parts than each has tiles.
+        if not AMD:  # not measured on AMD
+            # One program merges all splits, each as large as a tile of keys: no more splits than tiles in a split.
             share = tl.maximum(share, tl.ceil(tl.sqrt(num_tiles.to(tl.float32))).to(tl.int32))
         working = tl.cdiv(num_tiles, share)
         if split >= working:
@@ -112,7 +112,7 @@ def _mla_attention(
     acc = tl.zeros([BLOCK_M, L_PADDED], tl.float32)
     table = page_table + request * stride_table
     if AHEAD:
-        # Rows are fetched while tiles before theirs are worked on: with their pages known, they wait for nothing else.
+        # The pages of the next tile are loaded a tile ahead, so its rows can be loaded without a wait for them.
         ahead = begin + tl.arange(0, BLOCK_N)
         next_page = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
     for tile in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
@@ -125,16 +125,16 @@ def _mla_attention(
         else:
             page = tl.load(table + other // PAGE, mask=known, other=0)
         row = rows + (page.to(tl.int64) * stride_page + (other % PAGE).to(tl.int64) * stride_row)[:, None]
-        latents = tl.load(row + number[None, :], mask=known[:, None] & number_used[None, :], other=0.0)
-        keys = tl.load(row + L + turned[None, :], mask=known[:, None] & turned_used[None, :], other=0.0)
+        latents = tl.load(row + column[None, :], mask=known[:, None] & column_used[None, :], other=0.0)
+        keys = tl.load(row + L + rope_dim[None, :], mask=known[:, None] & rope_used[None, :], other=0.0)
         latents = latents.to(plain_query.dtype)
         scores = tl.dot(plain_query, tl.trans(latents), input_precision="ieee")
-        scores = tl.dot(turned_query, tl.trans(keys.to(plain_query.dtype)), scores, input_precision="ieee")
+        scores = tl.dot(rope_query, tl.trans(keys.to(plain_query.dtype)), scores, input_precision="ieee")
         scores *= scale * cache_scale * LOG2_E
         seen = (other[None, :] <= position[:, None]) & known[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # A query may see no row of this part: keep exp2() away from inf - inf.
+        # A query may see no row of this split: keep exp2() away from inf - inf.
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(highest - base)
@@ -142,23 +142,25 @@ def _mla_attention(
         acc = tl.dot(weights.to(latents.dtype), latents, acc * shrink[:, None], input_precision="ieee")
         highest = new_highest
 
-    kept = row_used[:, None] & number_used[None, :]
-    if SPLIT:  # noqa: SIM102 - decided when compiling, unlike the next
+    mask = row_used[:, None] & column_used[None, :]
+    if SPLIT:  # noqa: SIM102 - constexpr, unlike the next
         if working > 1:
-            # Rows of the parts: split, token, head.
+            # Rows of partial results: split, token, head.
             at = (start + token).to(tl.int64) * H + head
-            part_rows = tl.cast(num_tokens, tl.int64) * H
-            mine = split * part_rows + at
-            tl.store(parts + mine[:, None] * L + number[None, :], acc, mask=kept)
-            tl.store(part_sums + mine * 2, highest, mask=row_used)
-            tl.store(part_sums + mine * 2 + 1, total, mask=row_used)
+            split_rows = tl.cast(num_tokens, tl.int64) * H
+            mine = split * split_rows + at
+            tl.store(partial_out + mine[:, None] * L + column[None, :], acc, mask=mask)
+            tl.store(partial_stats + mine * 2, highest, mask=row_used)
+            tl.store(partial_stats + mine * 2 + 1, total, mask=row_used)
             if not is_last(arrivals + block * tl.num_programs(1) + tl.program_id(1), working, AMD):
                 return
-            total, acc = parts_joined(parts, part_sums, at, part_rows, working, row_used, L, BLOCK_M, L_PADDED)
+            total, acc = merged_splits(
+                partial_out, partial_stats, at, split_rows, working, row_used, L, BLOCK_M, L_PADDED
+            )
 
     acc = acc * cache_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     o_at = (start + token).to(tl.int64)[:, None] * stride_o_token + head.to(tl.int64)[:, None] * stride_o_head
-    tl.store(out + o_at + number[None, :], acc.to(out.dtype.element_ty), mask=kept)
+    tl.store(out + o_at + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
 class TritonMlaAttention:
@@ -166,10 +168,10 @@ class TritonMlaAttention:
 
     Args:
         spec: the layer.
-        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
-        overlap: see :func:`atom_core.kernels.triton_support.overlaps`; from Hopper on.
+        nvidia: whether the GPU is NVIDIA's; AMD's have less shared memory.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`; true from Hopper on.
         foreign: see :func:`atom_core.kernels.cache_dtypes.is_foreign`.
-        hopper: whether the device is one, which has a kernel of its own for decoding.
+        hopper: whether the GPU is a Hopper, which has its own decode kernel.
     """
 
     graph_support: GraphSupport = "always"
@@ -179,20 +181,20 @@ class TritonMlaAttention:
     ) -> None:
         self.spec, self.foreign = spec, foreign
         self.decode = LatentDecode(spec, overlap) if hopper and LatentDecode.fits(spec) else None
-        self.room = spec.latent.num_heads
+        self.padded_heads = spec.latent.num_heads
         self.nvidia, self.overlap = nvidia, overlap
-        #: Rows of the largest tile: its sums, a row's as long as a latent, have to fit into registers.
-        self.most_rows = (64 if nvidia else 32) // (2 if spec.latent.dtype == torch.float32 else 1)
-        self.heads: int = min(spec.latent.num_heads, self.most_rows)
+        #: Rows of the largest tile: its accumulator, as wide as a latent, has to fit in registers.
+        self.max_rows = (64 if nvidia else 32) // (2 if spec.latent.dtype == torch.float32 else 1)
+        self.heads: int = min(spec.latent.num_heads, self.max_rows)
         self.decode_rows: int = max(16, triton.next_power_of_2(self.heads))  # tl.dot wants at least 16
         self.split_buffers = SplitBuffers()
 
     def _tile(self, rows: int) -> tuple[int, int, int]:
         """Keys, warps and stages for ``rows`` rows.
 
-        On NVIDIA 4 warps hold the sums of 16 rows in 16 bits without spills, and two such programs share a
-        multiprocessor. More rows take 8 warps; three stages of them fit into Hopper's 227 KiB of shared memory up to
-        32 rows. gfx942 has 64 KiB, and takes registers to widen a foreign FP8: with more keys or warps it spills.
+        On NVIDIA 4 warps have the registers for 16 rows of 16 bits, and two such programs share a multiprocessor. More
+        rows need 8 warps; with up to 32 rows, three stages fit in Hopper's 227 KiB of shared memory. gfx942 has 64 KiB,
+        and needs registers to widen a foreign FP8 dtype: with more keys or warps it spills.
         """
         shape = self.spec.latent
         if self.nvidia and shape.dtype.itemsize == shape.cache_dtype.itemsize == 2:
@@ -213,7 +215,7 @@ class TritonMlaAttention:
             return
         num_tokens, num_requests = q.shape[0], batch.seq_lens.shape[0]
         few_queries = batch.max_query_len * self.heads <= self.decode_rows
-        block_m = self.decode_rows if few_queries else max(self.decode_rows, self.most_rows)
+        block_m = self.decode_rows if few_queries else max(self.decode_rows, self.max_rows)
         block_q = max(1, block_m // self.heads)
         blocks, groups = num_tokens // block_q + num_requests, triton.cdiv(shape.num_heads, self.heads)
         row_count = num_tokens * shape.num_heads
@@ -223,8 +225,8 @@ class TritonMlaAttention:
             q,
             cache.rows,
             out,
-            splits.parts,
-            splits.sums,
+            splits.partial_out,
+            splits.partial_stats,
             splits.arrivals,
             batch.query_start_loc,
             batch.seq_lens,
@@ -249,7 +251,7 @@ class TritonMlaAttention:
             BLOCK_N=keys,
             SPLIT=splits.count > 1,
             STAGES=stages,
-            AHEAD=stages > 2,  # elsewhere registers spill for it
+            AHEAD=stages > 2,  # with fewer stages it spills registers
             OVERLAP=self.overlap,
             AMD=takes_amd_assembly(self.nvidia),
             num_warps=warps,

@@ -1,13 +1,13 @@
-"""From a token's raw latent to its row in the cache, with its queries rotated, in one step.
+"""From a token's raw latent to its row in the cache, and rope of its queries.
 
-``latent``: ``[T, L + R]``, straight from the projection; ``q``: ``[T, H, N + R]``; both of any strides with numbers
-side by side. ``cos_sin [P, R]`` has a row for each position:
+``latent``: ``[T, L + R]``, the projection's output; ``q``: ``[T, H, N + R]``; both of any strides with a contiguous
+last dimension. ``cos_sin [P, R]`` has a row for each position:
 
     row = rms_norm(latent[:L]) * weight, rotate(latent[L:])
     q[h, N:] = rotate(q[h, N:]), in place
 
-The row goes to the token's slot; tokens with a negative slot write none. An FP8 cache gets ``row / scale``, cut to what
-it can hold. Multi-head latent attention: DeepSeek-V2, arXiv 2405.04434.
+The row goes to the token's slot; tokens with a negative slot write none. An FP8 cache stores ``row / scale``, clamped
+to its range. Multi-head latent attention: DeepSeek-V2, arXiv 2405.04434.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_tri
 
 @dataclass(frozen=True)
 class MlaSpec:
-    """The shapes of one attention layer over latents, as this rank holds them."""
+    """The shapes of one attention layer over latents on this rank."""
 
     num_heads: int
     """H"""
     rank: int
-    """L: numbers of the latent that keys and values are made of."""
+    """L: the rank of the latent that keys and values are projected from."""
     nope_dim: int
-    """N: numbers of a head's query and key that are not rotated."""
+    """N: the dimension of a head's query and key without rope."""
     rope_dim: int
-    """R: numbers that are."""
+    """R: the dimension with rope."""
     value_dim: int
-    """V: numbers of a head's value."""
+    """V: the dimension of a head's value."""
     interleaved: bool
     dtype: torch.dtype
     cache_dtype: torch.dtype
 
     @property
     def row(self) -> int:
-        """Numbers that are cached of a token."""
+        """Elements of a token's row in the cache."""
         return self.rank + self.rope_dim
 
 
 @dataclass(frozen=True)
 class MlaWeights:
-    """What latents are transformed with. The weights are the model's own parameters, referred to.
+    """The weights of latents: the model's own parameters, not copies.
 
-    ``cos_sin``: float32 ``[P, R]``; ``norm``: ``[L]``, of the latent, with its ``eps``; ``expand``: ``[H, N + V, L]``,
-    by which a head's key (but for what is rotated) and value are made of a latent.
+    ``cos_sin``: float32 ``[P, R]``; ``norm``: ``[L]``, the latent's norm with ``eps``; ``expand``: ``[H, N + V, L]``,
+    which projects a latent to a head's key (without its rope dimension) and value.
     """
 
     cos_sin: torch.Tensor

@@ -25,19 +25,19 @@ def mla_cache(
 ) -> None:
     """See :mod:`atom_core.kernels.mla_cache`."""
     cos_sin = weights.cos_sin[positions]
-    turned = q[..., spec.nope_dim :]
-    turned.copy_(rotate(turned, cos_sin[:, None], spec.interleaved))
+    rotated = q[..., spec.nope_dim :]
+    rotated.copy_(rotate(rotated, cos_sin[:, None], spec.interleaved))
     wide = latent[:, : spec.rank].float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + weights.eps) * weights.norm.float()
     key = rotate(latent[:, spec.rank :], cos_sin, spec.interleaved)
     rows = torch.cat((normed.to(spec.dtype), key.to(spec.dtype)), -1)
-    kept = slots >= 0
-    page, offset = slots[kept] // cache.page_size, slots[kept] % cache.page_size
-    as_bytes(cache.rows)[page, offset] = as_bytes(quantize(rows[kept], cache.scale, cache.rows.dtype))
+    has_slot = slots >= 0
+    page, offset = slots[has_slot] // cache.page_size, slots[has_slot] % cache.page_size
+    as_bytes(cache.rows)[page, offset] = as_bytes(quantize(rows[has_slot], cache.scale, cache.rows.dtype))
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """``x [..., R]`` turned by ``cos_sin [..., R]``, float32."""
+    """``x [..., R]`` rotated by ``cos_sin [..., R]``, float32."""
     cos, sin = cos_sin.float().chunk(2, dim=-1)
     wide = x.float()
     if interleaved:

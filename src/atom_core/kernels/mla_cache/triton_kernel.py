@@ -1,8 +1,8 @@
 """The latent's norm, rope and the cache write in Triton, with the rope of all queries: one launch.
 
-Of a token, one program norms the latent, rotates the key beside it and writes the row; others rotate some heads'
-queries in place. Partners that lie side by side are loaded as one tile, several to a word, others as two tiles of their
-own. Padded tokens (negative slots) get their queries rotated, and write nothing to the cache.
+For each token, one program norms the latent, rotates the key next to it and writes the row; others rotate some heads'
+queries in place. Interleaved pairs are loaded as one tile, others as two. Padded tokens (negative slots) get rotated
+queries, and write nothing to the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atom_core.kernels.triton_support import launch_options
 if TYPE_CHECKING:
     from atom_core.kernels.mla_cache import MlaSpec, MlaWeights
 
-#: Heads that a program rotates: few where latency counts, more where there are tokens enough to fill a GPU.
+#: Heads that a program rotates: few for latency, more if the tokens fill a GPU.
 _FEW_HEADS, _MANY_HEADS, _MANY_TOKENS = 16, 64, 64
 
 
@@ -35,7 +35,7 @@ def angles_of(
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Of ``token [T]``, where ``taken``: cosines and sines ``[T, PAIRS]``; which numbers, ``[1, PAIRS]``, they turn."""
+    """Cosines and sines ``[T, PAIRS]`` of ``token [T]`` where ``taken``, and each pair's elements ``[1, PAIRS]``."""
     half: tl.constexpr = R // 2
     pair = tl.arange(0, PAIRS)[None, :]
     paired = pair < half
@@ -49,7 +49,7 @@ def angles_of(
 
 
 @triton.jit
-def turn(
+def rotate(
     source,
     target,
     cos,
@@ -63,16 +63,16 @@ def turn(
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Rotate the numbers ``first`` and ``second`` behind ``source [ROWS, 1]`` to those behind ``target``.
+    """Rotate the elements ``first`` and ``second`` of the rows at ``source [ROWS, 1]``, and write them to ``target``.
 
-    ``cos`` and ``sin`` are ``[1 or ROWS, PAIRS]``, of the pairs where ``paired``; rows are those where ``taken``.
+    ``cos`` and ``sin`` are ``[1 or ROWS, PAIRS]``. The masks are ``paired`` for pairs and ``taken`` for rows.
     """
     if INTERLEAVED and R == 2 * PAIRS:
-        number = tl.arange(0, R)[None, :]
-        both = tl.load(source + number, mask=taken[:, None], other=0.0).to(tl.float32)
+        column = tl.arange(0, R)[None, :]
+        both = tl.load(source + column, mask=taken[:, None], other=0.0).to(tl.float32)
         x, y = tl.split(tl.reshape(both, (ROWS, PAIRS, 2)))
-        turned = tl.reshape(tl.join(x * cos - y * sin, y * cos + x * sin), (ROWS, R))
-        tl.store(target + number, turned.to(target.dtype.element_ty), mask=taken[:, None])
+        rotated = tl.reshape(tl.join(x * cos - y * sin, y * cos + x * sin), (ROWS, R))
+        tl.store(target + column, rotated.to(target.dtype.element_ty), mask=taken[:, None])
     else:
         used = taken[:, None] & paired
         x = tl.load(source + first, mask=used, other=0.0).to(tl.float32)
@@ -104,29 +104,29 @@ def write_rows(
     INTERLEAVED: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """Norm the latents of ``token [T]``, where ``taken``, rotate the keys beside them, and write those with a slot."""
+    """Norm the latents of ``token [T]`` where ``taken``, rotate their keys, and write the rows that have a slot."""
     slot = tl.load(slots + token, mask=taken, other=-1)
-    kept = slot >= 0
-    slot = tl.where(kept, slot, 0)
+    has_slot = slot >= 0
+    slot = tl.where(has_slot, slot, 0)
     column = tl.arange(0, L_PADDED)[None, :]
-    inside = kept[:, None] & (column < L)
+    inside = has_slot[:, None] & (column < L)
     raw = latent + token[:, None] * stride_latent
     row = rows + ((slot // PAGE) * stride_page + (slot % PAGE) * stride_row)[:, None]
-    # Numbers go through the model's dtype first: what attention would see of an uncached row.
+    # Values are rounded to the model's dtype first, as attention without a cache would see them.
     values = tl.load(raw + column, mask=inside, other=0.0)
     wide = values.to(tl.float32)
     factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / L + eps)
     normed = wide * factor[:, None] * tl.load(norm + column, mask=column < L, other=0.0).to(tl.float32)
-    numbers = stored(normed.to(values.dtype).to(tl.float32), scale, LIMIT)
-    tl.store(row + column, numbers.to(rows.dtype.element_ty), mask=inside)
-    cos, sin, first, second, paired = angles_of(cos_sin, positions, token, kept, R, PAIRS, INTERLEAVED)
-    used = kept[:, None] & paired
+    cached = stored(normed.to(values.dtype).to(tl.float32), scale, LIMIT)
+    tl.store(row + column, cached.to(rows.dtype.element_ty), mask=inside)
+    cos, sin, first, second, paired = angles_of(cos_sin, positions, token, has_slot, R, PAIRS, INTERLEAVED)
+    used = has_slot[:, None] & paired
     key_x = tl.load(raw + L + first, mask=used, other=0.0).to(tl.float32)
     key_y = tl.load(raw + L + second, mask=used, other=0.0).to(tl.float32)
-    kept_x = stored((key_x * cos - key_y * sin).to(values.dtype).to(tl.float32), scale, LIMIT)
-    kept_y = stored((key_y * cos + key_x * sin).to(values.dtype).to(tl.float32), scale, LIMIT)
-    tl.store(row + L + first, kept_x.to(rows.dtype.element_ty), mask=used)
-    tl.store(row + L + second, kept_y.to(rows.dtype.element_ty), mask=used)
+    stored_x = stored((key_x * cos - key_y * sin).to(values.dtype).to(tl.float32), scale, LIMIT)
+    stored_y = stored((key_y * cos + key_x * sin).to(values.dtype).to(tl.float32), scale, LIMIT)
+    tl.store(row + L + first, stored_x.to(rows.dtype.element_ty), mask=used)
+    tl.store(row + L + second, stored_y.to(rows.dtype.element_ty), mask=used)
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def _mla_cache(
     cos, sin, first, second, paired = angles_of(cos_sin, positions, token, taken, R, PAIRS, INTERLEAVED)
     head = (block - 1) * HEADS + tl.arange(0, HEADS)
     query = q + tl.program_id(0).to(tl.int64) * stride_q_token + head.to(tl.int64)[:, None] * stride_q_head + N
-    turn(query, query, cos, sin, first, second, paired, head < H, R, HEADS, PAIRS, INTERLEAVED)
+    rotate(query, query, cos, sin, first, second, paired, head < H, R, HEADS, PAIRS, INTERLEAVED)
 
 
 def mla_cache(

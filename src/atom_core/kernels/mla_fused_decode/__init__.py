@@ -1,7 +1,7 @@
-"""From one token's raw query and latent to each head's values, where it is the only token of the only request.
+"""MLA decode of the only token of the only request, from its raw query and latent to each head's values.
 
-:mod:`atom_core.kernels.mla_absorbed_queries`, then :mod:`atom_core.kernels.mla_absorbed_values`. Results are the
-same but for how sums are rounded in between:
+The result is that of :mod:`atom_core.kernels.mla_absorbed_queries` followed by
+:mod:`atom_core.kernels.mla_absorbed_values`, up to the rounding in between:
 
     out[0, h] = sum_k softmax_k(q[h, :N] expand[h, :N] row_k[:L] + rotate(q[h, N:]) row_k[L:]) row_k[:L] expand[h, N:]
 
@@ -27,7 +27,7 @@ from atom_core.kernels.triton_support import overlaps, why_not_fused
 class MlaFusedDecodeSpec:
     """One attention layer.
 
-    ``separate`` names the implementation that was chosen for each op by itself: what is fused is Triton's.
+    ``separate`` has the (op, implementation) selected for the single ops. The fused kernel replaces Triton's.
     """
 
     attention: MlaAttentionSpec
@@ -38,7 +38,7 @@ class MlaFusedDecodeKernel(Protocol):
     """The call: ``(q, latent, positions [1], weights, cache, slots [1], batch, out)``."""
 
     def takes(self, num_tokens: int, cache: LatentCacheView, batch: Batch) -> bool:
-        """Whether it is to be called for this batch, and in a captured graph for every batch that it may replay."""
+        """Whether it can run this batch and, during a capture, every batch that the graph can replay."""
 
     def __call__(
         self,
@@ -55,11 +55,11 @@ class MlaFusedDecodeKernel(Protocol):
 
 def _triton_supports(spec: MlaFusedDecodeSpec, target: Target) -> str | None:
     if reason := why_not_fused(spec.separate):
-        return reason  # the second of them is Hopper's alone
+        return reason  # mla_absorbed_values is for Hopper only
     from atom_core.kernels.mla_fused_decode.hopper import MlaFusedDecode  # needs triton, which a CPU may lack
 
     shape = spec.attention.latent
-    return None if MlaFusedDecode.fits(spec.attention) else f"Hopper's kernel for one token does not have {shape}."
+    return None if MlaFusedDecode.fits(spec.attention) else f"Hopper's kernel for one token does not support {shape}."
 
 
 def _build_triton(spec: MlaFusedDecodeSpec, target: Target) -> MlaFusedDecodeKernel | None:
@@ -68,7 +68,7 @@ def _build_triton(spec: MlaFusedDecodeSpec, target: Target) -> MlaFusedDecodeKer
     return MlaFusedDecode(spec.attention, overlaps(target))
 
 
-#: "separate" is no kernel: the cache is filled and queries are folded, then they meet latents.
+#: "separate" is no kernel: mla_absorbed_queries and mla_absorbed_values run.
 MLA_FUSED_DECODE: Op[MlaFusedDecodeSpec, MlaFusedDecodeKernel | None] = Op(
     "mla_fused_decode",
     (

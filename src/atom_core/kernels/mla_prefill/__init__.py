@@ -1,14 +1,14 @@
 """Causal attention over cached latents for prompts, with keys and values expanded for each head: MLA as it is defined.
 
-For each latent ``c_j`` of a request, and the rotated key ``k_j`` beside it (DeepSeek-V2, arXiv 2405.04434):
+For each latent ``c_j`` of a request, and its rotated key ``k_j`` (DeepSeek-V2, arXiv 2405.04434):
 
     key[h, j] = expand[h, :N] c_j, k_j;    value[h, j] = expand[h, N:] c_j
     s_j = scale * q_i[h] . key[h, j];      o_i[h] = sum_j exp(s_j) value[h, j] / sum_j exp(s_j)
 
-``q``: ``[T, H, N + R]``, any strides with numbers side by side; ``expand``: ``[H, N + V, L]``; ``out``: ``[T, H, V]``,
-written for the requests of the plan alone. The step's rows are in the cache already, and are read from there like those
-of earlier steps. :mod:`atom_core.kernels.mla_prefill.plan` says for which requests this costs less than
-:mod:`atom_core.kernels.mla_attention`, whose answer is the same.
+``q``: ``[T, H, N + R]``, any strides with a contiguous last dimension; ``expand``: ``[H, N + V, L]``; ``out``:
+``[T, H, V]``, written for the plan's requests only. The cache has the step's rows already, and they are read from it
+like those of earlier steps. The result is that of :mod:`atom_core.kernels.mla_attention`;
+:mod:`atom_core.kernels.mla_prefill.plan` selects the requests for which this costs less.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MlaPrefillKernel(Protocol):
     """An attention kernel bound to one layer's spec."""
 
     laid_out: int
-    """Numbers of each key and head that it needs room for beside the expanded ones."""
+    """Elements of temporary memory for each key and head, in addition to the expanded keys and values."""
 
     def __call__(
         self,
@@ -54,17 +54,17 @@ def _aiter_supports(spec: MlaAttentionSpec, target: Target) -> str | None:
         return reason
     shape = spec.latent
     if shape.dtype != torch.bfloat16:
-        return f"aiter's flash attention of keys wider than values is for bfloat16, not for {shape.dtype}."
+        return f"aiter's flash attention with keys wider than values is for bfloat16, not for {shape.dtype}."
     if (shape.nope_dim + shape.rope_dim, shape.value_dim) != (192, 128):
         return (
-            "aiter's flash attention of keys wider than values is for keys of 192 numbers and values of 128, "
+            "aiter's flash attention with keys wider than values is for key size 192 and value size 128, "
             f"not for {shape.nope_dim + shape.rope_dim} and {shape.value_dim}."
         )
     return why_unreadable(shape.cache_dtype)
 
 
 def _build_aiter(spec: MlaAttentionSpec, target: Target) -> MlaPrefillKernel:
-    from atom_core.kernels.mla_prefill.aiter_kernel import AiterMlaPrefill  # looked for when it is chosen
+    from atom_core.kernels.mla_prefill.aiter_kernel import AiterMlaPrefill  # imports aiter when it is built
 
     return AiterMlaPrefill(spec)
 
@@ -75,7 +75,7 @@ def _triton_supports(spec: MlaAttentionSpec, target: Target) -> str | None:
         return reason
     if max(shape.nope_dim, shape.value_dim) > 128:
         return (
-            "The Triton kernel has keys (but for what is rotated) and values of up to 128 numbers, not "
+            "The Triton kernel has keys (without the rope dimension) and values of sizes up to 128, not "
             f"{shape.nope_dim} and {shape.value_dim}."
         )
     return None

@@ -1,7 +1,7 @@
-"""Attention over expanded latents by aiter's flash attention, a chunk of keys at a time.
+"""Attention over expanded latents by aiter's flash attention, one chunk of keys at a time.
 
-As in Triton's kernel a chunk's rows are gathered from their pages, and expanded by one product; here each head's keys
-are laid out whole, with what is rotated behind the rest.
+As in the Triton kernel, a chunk's rows are gathered from their pages and expanded by one product. Here each head's keys
+are contiguous, with the rope dimension last.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from atom_core.batch import Batch
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.aiter_library import aiter_function, require
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
 from atom_core.kernels.mla_prefill.plan import PrefillPlan, gathered
 from atom_core.kernels.mla_prefill.ranges import RangesCall, calls_of
-from atom_core.kernels.opaque import opaque
 
 
 class AiterMlaPrefill:
@@ -37,18 +37,18 @@ class AiterMlaPrefill:
     ) -> None:
         """Write the attention of the plan's requests to ``out``."""
         shape = self.spec.latent
-        sums = _Sums(out)
+        partials = _PartialOutputs(out)
         for chunk in plan.chunks:
             rows = gathered(chunk, cache, batch, q.dtype)
             expanded = F.linear(rows[:, : shape.rank], expand.flatten(0, 1))
             expanded = torch.unflatten(expanded, -1, (shape.num_heads, -1))
-            turned = rows[:, None, shape.rank :].expand(-1, shape.num_heads, -1)
-            keys = torch.cat((expanded[..., : shape.nope_dim], turned), -1)
+            rope_keys = rows[:, None, shape.rank :].expand(-1, shape.num_heads, -1)
+            keys = torch.cat((expanded[..., : shape.nope_dim], rope_keys), -1)
             values = expanded[..., shape.nope_dim :].contiguous()
             for call in calls_of(chunk, plan, q.device):
                 begin, end = call.keys
-                self._run(call, q, keys[begin:end], values[begin:end], out, sums)
-        sums.write()
+                self._run(call, q, keys[begin:end], values[begin:end], out, partials)
+        partials.write()
 
     def _run(
         self,
@@ -57,10 +57,10 @@ class AiterMlaPrefill:
         keys: torch.Tensor,
         values: torch.Tensor,
         out: torch.Tensor,
-        sums: _Sums,
+        partials: _PartialOutputs,
     ) -> None:
         queries = torch.cat([q[begin:end] for begin, end in call.queries])
-        found, logarithms = _attend(
+        found, lse = _attend(
             queries,
             keys,
             values,
@@ -74,40 +74,40 @@ class AiterMlaPrefill:
         )
         if not call.whole:
             ((begin, end),) = call.queries
-            sums.add(begin, end, found, logarithms)
+            partials.add(begin, end, found, lse)
             return
         counts = [end - begin for begin, end in call.queries]
-        for (begin, end), part in zip(call.queries, torch.split(found, counts), strict=True):
-            out[begin:end] = part
+        for (begin, end), attended in zip(call.queries, torch.split(found, counts), strict=True):
+            out[begin:end] = attended
 
 
-class _Sums:
-    """Answers to queries that see keys of several calls, summed up in float32, as ``out [T, H, V]`` is to have them."""
+class _PartialOutputs:
+    """Outputs of queries that see keys of several calls, merged in float32 and written to ``out [T, H, V]``."""
 
     def __init__(self, out: torch.Tensor) -> None:
         self.out = out
-        #: Float32 ``[T, H, V]``, and the logarithms of the softmax's sums ``[T, H]``; made at need.
-        self.sums: torch.Tensor | None = None
-        self.logarithms: torch.Tensor | None = None
+        #: float32 ``[T, H, V]`` and the log-sum-exp of the scores ``[T, H]``; allocated when needed.
+        self.partials: torch.Tensor | None = None
+        self.lse: torch.Tensor | None = None
         self.ranges: set[tuple[int, int]] = set()
 
-    def add(self, begin: int, end: int, found: torch.Tensor, logarithms: torch.Tensor) -> None:
-        """``found [t, H, V]`` and the logarithms of its softmax's sums ``[H, t]``, of tokens ``begin .. end - 1``."""
-        if self.sums is None or self.logarithms is None:
-            self.sums = torch.zeros(self.out.shape, dtype=torch.float32, device=self.out.device)
-            self.logarithms = self.sums.new_full(self.out.shape[:2], float("-inf"))
-        before, new = self.logarithms[begin:end], logarithms.t()
+    def add(self, begin: int, end: int, found: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge ``found [t, H, V]`` with log-sum-exp ``lse [H, t]`` into tokens ``begin .. end - 1``."""
+        if self.partials is None or self.lse is None:
+            self.partials = torch.zeros(self.out.shape, dtype=torch.float32, device=self.out.device)
+            self.lse = self.partials.new_full(self.out.shape[:2], float("-inf"))
+        before, new = self.lse[begin:end], lse.t()
         both = torch.logaddexp(before, new)
-        part = self.sums[begin:end]
-        part.mul_((before - both).exp()[..., None]).add_(found.float() * (new - both).exp()[..., None])
+        merged = self.partials[begin:end]
+        merged.mul_((before - both).exp()[..., None]).add_(found.float() * (new - both).exp()[..., None])
         before.copy_(both)
         self.ranges.add((begin, end))
 
     def write(self) -> None:
-        """Have ``out`` what was summed up."""
-        if self.sums is not None:
+        """Write the merged outputs to ``out``."""
+        if self.partials is not None:
             for begin, end in self.ranges:
-                self.out[begin:end] = self.sums[begin:end].to(self.out.dtype)
+                self.out[begin:end] = self.partials[begin:end].to(self.out.dtype)
 
 
 def _like(
@@ -120,13 +120,13 @@ def _like(
     max_keys: int,
     scale: float,
     causal: bool,
-    logarithms: bool,
+    lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (q.shape[1], q.shape[0]) if logarithms else (0, 0)
+    shape = (q.shape[1], q.shape[0]) if lse else (0, 0)
     return q.new_empty(*q.shape[:2], values.shape[-1]), q.new_empty(shape, dtype=torch.float32)
 
 
-@opaque("aiter_flash_attention", _like)
+@custom_op("aiter_flash_attention", _like)
 def _attend(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -137,9 +137,9 @@ def _attend(
     max_keys: int,
     scale: float,
     causal: bool,
-    logarithms: bool,
+    lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # Without logarithms gfx950 has a kernel of its own for these sizes.
+    # Without lse, gfx950 has a special kernel for these sizes.
     found = aiter_function("aiter.flash_attn_varlen_func")(
         q,
         keys,
@@ -150,6 +150,6 @@ def _attend(
         max_keys,
         softmax_scale=scale,
         causal=causal,
-        return_lse=logarithms,
+        return_lse=lse,
     )
-    return (found[0], found[1]) if logarithms else (found, q.new_empty((0, 0), dtype=torch.float32))
+    return (found[0], found[1]) if lse else (found, q.new_empty((0, 0), dtype=torch.float32))

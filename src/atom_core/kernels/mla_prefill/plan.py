@@ -1,15 +1,15 @@
-"""Which requests of a batch have their latents expanded, by what either form costs, and in which chunks.
+"""The requests of a batch whose latents are expanded, by the cost of both forms, and the chunks in which they are.
 
-For ``m`` new tokens of a request of ``n``, with ``p`` pairs of a query and a key that it sees, one head multiplies
+For ``m`` new tokens of a request of ``n``, with ``p`` (query, key) pairs under the causal mask, one head takes
 
     absorbed:  m L (N + V)  +  p (2 L + R)          expanded:  n L (N + V)  +  p (N + R + V)
 
-numbers. A whole prompt is always cheaper expanded, a token behind a long context never: at DeepSeek's sizes the forms
-meet where some 170 tokens are added. Either is right for any request, so only time depends on the choice.
+multiplications. For a whole prompt the expanded form is always cheaper, for one token after a long context never. At
+DeepSeek's sizes the costs are equal at about 170 new tokens. Both forms are correct for every request.
 
-Expanded keys and values are as many times larger than latents as there are heads, so they are made for as many keys at
-a time as a buffer of :data:`BUFFER_BYTES` holds; a request's pieces follow one another. It is worked out on the host,
-once a step for all layers, from lengths that it knows anyway. Where it does not, or in a graph, nothing is expanded.
+Expanded keys and values are larger than latents by the number of heads, so a chunk has as many keys as fit in
+:data:`BUFFER_BYTES`; the pieces of a request follow one another. The plan is made on the host, once a step for all
+layers, from lengths that the host has. Without them, or in a graph, nothing is expanded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import as_bytes
 from atom_core.kernels.mla_cache import MlaSpec
 
-#: Of expanded keys and values at a time, at least as many as :data:`FEWEST_KEYS` take.
+#: Memory for the expanded keys and values of a chunk, unless :data:`MIN_KEYS` need more.
 BUFFER_BYTES = 256 * 2**20
-FEWEST_KEYS = 1024
+MIN_KEYS = 1024
 
 
 @dataclass(frozen=True)
@@ -42,25 +42,25 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Pieces that are expanded at a time. On the device, with a row for each piece or each key:"""
+    """Pieces that are expanded together. The tensors on the device have a row for each piece or each key."""
 
     pieces: tuple[Piece, ...]
     table: torch.Tensor
-    """int32 ``[pieces, 6]``: of its request the first query token, how many there are, the position of the first; the
-    position of the first key, the row of the expanded ones that it is, and how many keys there are."""
+    """int32 ``[pieces, 6]``: the request's first query token, its number of queries and the position of the first; the
+    first key's position, its row among the expanded keys, and the number of keys."""
     tile_starts: torch.Tensor
-    """int32 ``[pieces]``: query tokens of the pieces before."""
+    """int32 ``[pieces]``: query tokens of the earlier pieces."""
     requests: torch.Tensor
-    """int64 ``[keys]``: whose each key is."""
+    """int64 ``[keys]``: the request of each key."""
     positions: torch.Tensor
-    """int64 ``[keys]``: and where in it."""
+    """int64 ``[keys]``: the position of each key."""
     num_queries: int
     scratch: dict[str, Any] = field(default_factory=dict)
-    """What kernels work out once a step."""
+    """Kernels' results that are computed once a step."""
     _found: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def places(self, page_table: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The page of each key and its place there, int64 ``[keys]``; looked up once a step."""
+        """The page of each key and its offset there, int64 ``[keys]``; computed once a step."""
         if page_size not in self._found:
             pages = page_table[self.requests, self.positions // page_size].long()
             self._found[page_size] = pages, self.positions % page_size
@@ -69,7 +69,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Run:
-    """Requests in a row that go by latents: their tokens ``begin .. end - 1``, as a batch of its own."""
+    """Consecutive requests in absorbed form: their tokens ``begin .. end - 1``, as a batch."""
 
     begin: int
     end: int
@@ -78,7 +78,7 @@ class Run:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """See the module's text."""
+    """See the module."""
 
     host: HostLengths
     expanded: tuple[int, ...]
@@ -88,7 +88,7 @@ class PrefillPlan:
 
 
 def plan_prefill(batch: Batch, spec: MlaSpec) -> PrefillPlan | None:
-    """How the step runs; None: no latents are expanded."""
+    """The step's plan; None if no latents are expanded."""
     host = batch.host
     if host is None:
         return None
@@ -100,7 +100,7 @@ def plan_prefill(batch: Batch, spec: MlaSpec) -> PrefillPlan | None:
     expanded = tuple(request for request, is_chosen in enumerate(chosen) if is_chosen)
     if not expanded:
         return None
-    chunks = cut(expanded, host.lengths, keys_at_a_time(spec))
+    chunks = cut(expanded, host.lengths, keys_per_chunk(spec))
     others = [list(run) for is_chosen, run in groupby(range(len(new)), key=chosen.__getitem__) if not is_chosen]
     return PrefillPlan(
         host=host,
@@ -111,38 +111,38 @@ def plan_prefill(batch: Batch, spec: MlaSpec) -> PrefillPlan | None:
 
 
 def gathered(chunk: Chunk, cache: LatentCacheView, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
-    """The chunk's rows ``[keys, L + R]``, scaled."""
+    """The chunk's cached rows ``[keys, L + R]``, multiplied by the cache's scale."""
     pages, offsets = chunk.places(batch.pages.table, cache.page_size)
     rows = as_bytes(cache.rows)[pages, offsets].view(cache.rows.dtype).to(dtype)
     return rows if cache.scale == 1.0 else rows * cache.scale
 
 
-def keys_at_a_time(spec: MlaSpec) -> int:
-    """How many latents are expanded at a time."""
+def keys_per_chunk(spec: MlaSpec) -> int:
+    """The most keys of a chunk."""
     size = spec.num_heads * (spec.nope_dim + spec.value_dim) * spec.dtype.itemsize
-    return max(FEWEST_KEYS, BUFFER_BYTES // size)
+    return max(MIN_KEYS, BUFFER_BYTES // size)
 
 
 def expanding_is_cheaper(new: int, length: int, spec: MlaSpec) -> bool:
-    """Whether ``new`` tokens, the last of ``length``, cost less with keys and values for each head."""
+    """Whether the expanded form is cheaper for the last ``new`` of ``length`` tokens."""
     L, N, R, V = spec.rank, spec.nope_dim, spec.rope_dim, spec.value_dim
     pairs = new * length - new * (new - 1) // 2
     return length * L * (N + V) + pairs * (N + R + V) < new * L * (N + V) + pairs * (2 * L + R)
 
 
-def cut(requests: Sequence[int], lengths: Sequence[int], most: int) -> Iterator[tuple[Piece, ...]]:
-    """All keys of ``requests`` in order, ``most`` at a time."""
+def cut(requests: Sequence[int], lengths: Sequence[int], max_keys: int) -> Iterator[tuple[Piece, ...]]:
+    """All keys of ``requests`` in order, in chunks of ``max_keys``."""
     pieces: list[Piece] = []
-    room = most
+    left = max_keys
     for request in requests:
         first = 0
         while first < lengths[request]:
-            count = min(room, lengths[request] - first)
+            count = min(left, lengths[request] - first)
             pieces.append(Piece(request, first, count))
-            first, room = first + count, room - count
-            if room == 0:
+            first, left = first + count, left - count
+            if left == 0:
                 yield tuple(pieces)
-                pieces, room = [], most
+                pieces, left = [], max_keys
     if pieces:
         yield tuple(pieces)
 
@@ -182,7 +182,7 @@ def _run(batch: Batch, host: HostLengths, requests: list[int]) -> Run:
         replace(
             batch,
             query_start_loc=batch.query_start_loc[first : last + 1] - begin,
-            # Copies, as kernels are compiled anew for pointers that are aligned otherwise.
+            # Copies, as Triton compiles kernels again for pointers of another alignment.
             seq_lens=batch.seq_lens[first:last].clone() if first else batch.seq_lens[:last],
             pages=Pages(
                 batch.pages.table[first:last].clone() if first else batch.pages.table[:last],

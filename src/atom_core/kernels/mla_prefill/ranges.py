@@ -1,8 +1,8 @@
-"""A chunk of expanded keys as calls of a kernel that has causal attention of whole ranges of queries and keys alone.
+"""A chunk of expanded keys as calls of a kernel that only has causal attention of whole ranges of queries and keys.
 
-Causal, the last query of a range sees its last key, and each query before it a key less. A request whose keys are all
-in the chunk is such a range, and all those of a chunk are one call. Of a request that is cut, queries that see all keys
-of the piece are a range without a mask, and those that end within it a causal one; what calls answer is summed up.
+In a causal range the last query sees the last key, and each query before it sees one key less. A request with all its
+keys in the chunk is such a range; all of them are one call. For a request that is cut, the queries that see all keys of
+the piece are a range without a mask, and those that end in it a causal range; the partial outputs are merged.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from atom_core.kernels.mla_prefill.plan import Chunk, Piece, PrefillPlan
 
 @dataclass(frozen=True, eq=False)
 class RangesCall:
-    """One call: as many ranges of queries as of keys."""
+    """One call, with equally many ranges of queries and of keys."""
 
     queries: tuple[tuple[int, int], ...]
     """Tokens of the step, ``begin .. end - 1`` of each range."""
     keys: tuple[int, int]
-    """Rows of the chunk, of all ranges together."""
+    """Rows of the chunk, for all ranges together."""
     query_starts: torch.Tensor
-    """int32 ``[ranges + 1]``, counted among the call's own queries; and so of keys:"""
+    """int32 ``[ranges + 1]``, in the call's queries."""
     key_starts: torch.Tensor
+    """int32 ``[ranges + 1]``, in the call's keys."""
     max_queries: int
     max_keys: int
     causal: bool
     whole: bool
-    """The queries see no keys but these."""
+    """The queries see no other keys."""
 
 
 def calls_of(chunk: Chunk, plan: PrefillPlan, device: torch.device) -> tuple[RangesCall, ...]:
-    """The calls of a chunk, worked out once a step for all layers."""
+    """The calls of a chunk, computed once a step for all layers."""
     key = "ranges"
     if key not in chunk.scratch:
         chunk.scratch[key] = tuple(_calls(chunk.pieces, plan, device))
@@ -49,7 +50,7 @@ def _calls(pieces: Sequence[Piece], plan: PrefillPlan, device: torch.device) -> 
     whole = [at for at, it in enumerate(pieces) if it.count == lengths[it.request]]
     calls = []
     if whole:
-        assert whole == list(range(whole[0], whole[-1] + 1)), "the first and the last piece alone can be cut"
+        assert whole == list(range(whole[0], whole[-1] + 1)), "only the first and the last piece can be cut"
         queries = tuple((starts[pieces[at].request], starts[pieces[at].request + 1]) for at in whole)
         bounds = [rows[at] for at in whole] + [rows[whole[-1] + 1]]
         calls.append(_call(queries, bounds, True, True, device))
@@ -58,7 +59,7 @@ def _calls(pieces: Sequence[Piece], plan: PrefillPlan, device: torch.device) -> 
             continue
         length, end = lengths[piece.request], piece.first + piece.count
         last = starts[piece.request + 1]
-        # Positions of the first query, of the first that sees any of these keys, and of the first that sees them all.
+        # The positions of the first query, the first that sees any of these keys, and the first that sees all of them.
         first = length - (last - starts[piece.request])
         seeing, beyond = max(first, piece.first), max(first, end)
         bounds = [rows[at], rows[at + 1]]

@@ -12,7 +12,7 @@ from atom_core.kernels.mla_prefill.plan import PrefillPlan
 
 
 class ReferenceMlaPrefill:
-    """See :mod:`atom_core.kernels.mla_prefill`; float32 arithmetic, rounded once. It cuts nothing into chunks."""
+    """See :mod:`atom_core.kernels.mla_prefill`; float32 arithmetic, rounded once. It has no chunks."""
 
     laid_out = 0
 
@@ -33,11 +33,13 @@ class ReferenceMlaPrefill:
         for request in plan.expanded:
             begin, end, length = plan.host.starts[request], plan.host.starts[request + 1], plan.host.lengths[request]
             rows = cached_rows(cache, batch.pages.table[request], length)
-            latents, turned = torch.split(rows, [shape.rank, shape.rope_dim], -1)
+            latents, rope_keys = torch.split(rows, [shape.rank, shape.rope_dim], -1)
             expanded = torch.einsum("kl,hdl->khd", latents, expand.float())
             keys, values = torch.split(expanded, [shape.nope_dim, shape.value_dim], -1)
-            plain, rotated = torch.split(q[begin:end].float(), [shape.nope_dim, shape.rope_dim], -1)
-            scores = torch.einsum("qhd,khd->hqk", plain, keys) + torch.einsum("qhd,kd->hqk", rotated, turned)
+            nope_queries, rope_queries = torch.split(q[begin:end].float(), [shape.nope_dim, shape.rope_dim], -1)
+            scores = torch.einsum("qhd,khd->hqk", nope_queries, keys) + torch.einsum(
+                "qhd,kd->hqk", rope_queries, rope_keys
+            )
             hidden = unseen(end - begin, length, q.device)
             weights = (scores * self.spec.scale).masked_fill(hidden, float("-inf")).softmax(-1)
             out[begin:end] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)

@@ -1,11 +1,11 @@
-"""Attention over expanded latents in Triton: a chunk of keys at a time, each in one launch behind torch's product.
+"""Attention over expanded latents in Triton: for each chunk of keys, one launch after torch's product.
 
-A chunk's rows are gathered from their pages, and expanded to keys and values of all heads by one product. A program
-takes query tokens of one piece and one head, and walks the piece's keys with an online softmax (arXiv 2205.14135).
-Where a request's keys are in several chunks, a tile of queries goes on where it was: what it has summed up so far, and
-the logarithm of its softmax's sum, are kept in float32 until its last key.
+A chunk's rows are gathered from their pages and expanded to keys and values of all heads by one product. A program
+takes query tokens of one piece and one head, and reads the piece's keys with an online softmax (arXiv 2205.14135). If a
+request's keys are in several chunks, a tile of queries continues where it was: its output so far and the log-sum-exp of
+its scores stay in float32 until the last key.
 
-``H`` heads, whose queries have ``N`` and ``R`` numbers, the latter rotated; ``V`` numbers of a value.
+``H`` heads, whose queries have ``N`` elements without rope and ``R`` with it; values have ``V`` elements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from atom_core.batch import Batch
 from atom_core.cache import LatentCacheView
-from atom_core.kernels.attention.triton_kernel import LOG2_E, place_of
+from atom_core.kernels.attention.triton_kernel import LOG2_E, range_of
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
 from atom_core.kernels.mla_prefill.plan import PrefillPlan, gathered
 from atom_core.kernels.triton_support import launch_options
@@ -31,9 +31,9 @@ def _walked(
     position,
     first_key,
     plain_query,
-    turned_query,
+    rope_query,
     keys,
-    turned_keys,
+    rope_keys,
     values,
     stride_expanded,
     stride_row,
@@ -51,10 +51,10 @@ def _walked(
     MASKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The running softmax after keys ``begin .. end - 1`` of the piece, of which there are ``length``."""
+    """The running softmax after keys ``begin .. end - 1`` of the piece, which has ``length`` keys."""
     plain = tl.arange(0, N_PADDED)
-    turned = tl.arange(0, R_PADDED)
-    number = tl.arange(0, V_PADDED)
+    rope_dim = tl.arange(0, R_PADDED)
+    column = tl.arange(0, V_PADDED)
     for tile in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         other = tile + tl.arange(0, BLOCK_N)
         known = other < length
@@ -64,13 +64,13 @@ def _walked(
             mask=known[None, :] & (plain < N)[:, None],
             other=0.0,
         )
-        turned_key = tl.load(
-            turned_keys + row[None, :] * stride_row + turned[:, None],
-            mask=known[None, :] & (turned < R)[:, None],
+        rope_key = tl.load(
+            rope_keys + row[None, :] * stride_row + rope_dim[:, None],
+            mask=known[None, :] & (rope_dim < R)[:, None],
             other=0.0,
         )
         scores = tl.dot(plain_query, key, input_precision="ieee")
-        scores = tl.dot(turned_query, turned_key, scores, input_precision="ieee") * factor
+        scores = tl.dot(rope_query, rope_key, scores, input_precision="ieee") * factor
         if MASKED:
             seen = (first_key + other[None, :] <= position[:, None]) & known[None, :]
             scores = tl.where(seen, scores, float("-inf"))
@@ -81,8 +81,8 @@ def _walked(
         shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(weights, 1)
         value = tl.load(
-            values + row[:, None] * stride_expanded + number[None, :],
-            mask=known[:, None] & (number < V)[None, :],
+            values + row[:, None] * stride_expanded + column[None, :],
+            mask=known[:, None] & (column < V)[None, :],
             other=0.0,
         )
         acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
@@ -97,7 +97,7 @@ def _mla_prefill(
     rows,
     out,
     sums,
-    logarithms,
+    lse,
     table,
     tile_starts,
     num_pieces,
@@ -126,7 +126,7 @@ def _mla_prefill(
     block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
-    piece = place_of(block, tile_starts, num_pieces, BLOCK_Q)
+    piece = range_of(block, tile_starts, num_pieces, BLOCK_Q)
     start = tl.load(table + piece * 6).to(tl.int64)
     num_queries = tl.load(table + piece * 6 + 1)
     first_position = tl.load(table + piece * 6 + 2)
@@ -138,53 +138,53 @@ def _mla_prefill(
         return
     last_position = first_position + tl.minimum(first + BLOCK_Q, num_queries) - 1
     end = tl.minimum(last_position - first_key + 1, num_keys)
-    if end <= 0:  # these queries were done with an earlier piece
+    if end <= 0:  # an earlier piece has finished these queries
         return
 
     token = first + tl.arange(0, BLOCK_Q)
     used = token < num_queries
     position = first_position + token
     plain = tl.arange(0, N_PADDED)
-    turned = tl.arange(0, R_PADDED)
-    number = tl.arange(0, V_PADDED)
+    rope_dim = tl.arange(0, R_PADDED)
+    column = tl.arange(0, V_PADDED)
     query = q + (start + token)[:, None] * stride_q_token + head * stride_q_head
     plain_query = tl.load(query + plain[None, :], mask=used[:, None] & (plain < N)[None, :], other=0.0)
-    turned_query = tl.load(query + N + turned[None, :], mask=used[:, None] & (turned < R)[None, :], other=0.0)
+    rope_query = tl.load(query + N + rope_dim[None, :], mask=used[:, None] & (rope_dim < R)[None, :], other=0.0)
     highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, V_PADDED], tl.float32)
-    kept = used[:, None] & (number < V)[None, :]
-    # Where sums so far are: token, head.
+    mask = used[:, None] & (column < V)[None, :]
+    # Rows of the outputs so far: token, head.
     at = (start + token) * num_heads + head
     if first_key > 0:
-        highest = tl.load(logarithms + at, mask=used, other=0.0)
+        highest = tl.load(lse + at, mask=used, other=0.0)
         total = tl.full([BLOCK_Q], 1.0, tl.float32)
-        acc = tl.load(sums + at[:, None] * V + number[None, :], mask=kept, other=0.0)
+        acc = tl.load(sums + at[:, None] * V + column[None, :], mask=mask, other=0.0)
 
     keys = expanded + first_row * stride_expanded + head * (N + V)
-    turned_keys = rows + first_row * stride_row + L
+    rope_keys = rows + first_row * stride_row + L
     values = keys + N
     factor = scale * LOG2_E
     # Keys that every query of the tile sees need no mask.
     seen_by_all = tl.minimum(first_position + first - first_key + 1, num_keys)
     unmasked_end = tl.maximum(seen_by_all, 0) // BLOCK_N * BLOCK_N
     highest, total, acc = _walked(
-        0, unmasked_end, num_keys, position, first_key, plain_query, turned_query, keys, turned_keys, values,
+        0, unmasked_end, num_keys, position, first_key, plain_query, rope_query, keys, rope_keys, values,
         stride_expanded, stride_row, factor, highest, total, acc,
         N, N_PADDED, R, R_PADDED, V, V_PADDED, BLOCK_N, False, STAGES,
     )  # fmt: skip
     highest, total, acc = _walked(
-        unmasked_end, end, num_keys, position, first_key, plain_query, turned_query, keys, turned_keys, values,
+        unmasked_end, end, num_keys, position, first_key, plain_query, rope_query, keys, rope_keys, values,
         stride_expanded, stride_row, factor, highest, total, acc,
         N, N_PADDED, R, R_PADDED, V, V_PADDED, BLOCK_N, True, STAGES,
     )  # fmt: skip
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     if last_position >= first_key + num_keys:
-        tl.store(sums + at[:, None] * V + number[None, :], acc, mask=kept)
-        tl.store(logarithms + at, highest + tl.log2(total), mask=used)
+        tl.store(sums + at[:, None] * V + column[None, :], acc, mask=mask)
+        tl.store(lse + at, highest + tl.log2(total), mask=used)
         return
     target = out + (start + token)[:, None] * stride_o_token + head * stride_o_head
-    tl.store(target + number[None, :], acc.to(out.dtype.element_ty), mask=kept)
+    tl.store(target + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
 class TritonMlaPrefill:
@@ -192,7 +192,7 @@ class TritonMlaPrefill:
 
     Args:
         spec: the layer.
-        nvidia: whether the device is one of NVIDIA's; others have less shared memory.
+        nvidia: whether the GPU is NVIDIA's; AMD's have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
 
@@ -216,10 +216,10 @@ class TritonMlaPrefill:
         """Write the attention of the plan's requests to ``out``."""
         shape = self.spec.latent
         assert q.stride(-1) == out.stride(-1) == 1
-        # Nothing is kept where all keys are in one chunk.
-        kept = q.shape[:2] if len(plan.chunks) > 1 else (0, 0)
-        sums = torch.empty(*kept, shape.value_dim, dtype=torch.float32, device=q.device)
-        logarithms = torch.empty(kept, dtype=torch.float32, device=q.device)
+        # A single chunk needs no outputs so far.
+        rows_and_heads = q.shape[:2] if len(plan.chunks) > 1 else (0, 0)
+        sums = torch.empty(*rows_and_heads, shape.value_dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(rows_and_heads, dtype=torch.float32, device=q.device)
         for chunk in plan.chunks:
             rows = gathered(chunk, cache, batch, q.dtype)
             expanded = F.linear(rows[:, : shape.rank], expand.flatten(0, 1))
@@ -230,7 +230,7 @@ class TritonMlaPrefill:
                 rows,
                 out,
                 sums,
-                logarithms,
+                lse,
                 chunk.table,
                 chunk.tile_starts,
                 num_pieces,

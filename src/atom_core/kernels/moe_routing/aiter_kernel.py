@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
 
 if TYPE_CHECKING:
     from atom_core.kernels.moe_routing import RoutingKernel
@@ -119,7 +119,7 @@ def _results(logits: torch.Tensor, top_k: int) -> Routed:
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
-@opaque("aiter_topk_softmax", lambda logits, top_k, renormalize: _results(logits, top_k))
+@custom_op("aiter_topk_softmax", lambda logits, top_k, renormalize: _results(logits, top_k))
 def _topk_softmax(logits: torch.Tensor, top_k: int, renormalize: bool) -> Routed:
     weights, experts = _results(logits, top_k)
     if len(logits):
@@ -127,7 +127,7 @@ def _topk_softmax(logits: torch.Tensor, top_k: int, renormalize: bool) -> Routed
     return weights, experts
 
 
-@opaque("aiter_topk_gating", lambda logits, correction, top_k, renormalize, scale, scoring: _results(logits, top_k))
+@custom_op("aiter_topk_gating", lambda logits, correction, top_k, renormalize, scale, scoring: _results(logits, top_k))
 def _topk_gating(
     logits: torch.Tensor, correction: torch.Tensor | None, top_k: int, renormalize: bool, scale: float, scoring: str
 ) -> Routed:
@@ -145,7 +145,7 @@ def _topk_gating(
     return weights, experts
 
 
-@opaque(
+@custom_op(
     "aiter_grouped_topk",
     lambda logits, top_k, groups, top_groups, renormalize, softmax, scale: _results(logits, top_k),
 )
@@ -167,7 +167,7 @@ def _grouped_topk(
     return weights, experts
 
 
-@opaque(
+@custom_op(
     "aiter_biased_grouped_topk",
     lambda logits, correction, top_k, groups, top_groups, renormalize, scale: _results(logits, top_k),
 )

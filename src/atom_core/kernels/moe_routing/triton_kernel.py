@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.kept import KEPT
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.triton_support import launch_options
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ def _route(
         given /= tl.maximum(tl.sum(given, 0), 1e-20)
     weights += token * (TOP_K + SHARED)
     experts += token * (TOP_K + SHARED)
-    tl.store(weights + place, given * scale, mask=place < TOP_K, eviction_policy=KEPT)
-    tl.store(experts + place, chosen, mask=place < TOP_K, eviction_policy=KEPT)
+    tl.store(weights + place, given * scale, mask=place < TOP_K, eviction_policy=EVICT_LAST)
+    tl.store(experts + place, chosen, mask=place < TOP_K, eviction_policy=EVICT_LAST)
     for number in tl.static_range(SHARED):
-        tl.store(weights + (TOP_K + number), 1.0, eviction_policy=KEPT)
-        tl.store(experts + (TOP_K + number), E + number, eviction_policy=KEPT)
+        tl.store(weights + (TOP_K + number), 1.0, eviction_policy=EVICT_LAST)
+        tl.store(experts + (TOP_K + number), E + number, eviction_policy=EVICT_LAST)
 
 
 def route(
@@ -145,7 +145,7 @@ def _fake(
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
-@opaque("moe_routing", _fake)
+@custom_op("moe_routing", _fake)
 def _routed(
     logits: torch.Tensor,
     correction: torch.Tensor | None,

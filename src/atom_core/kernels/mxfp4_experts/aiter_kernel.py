@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from atom_core.kernels.aiter_library import aiter_enum, aiter_function, require
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.experts.aiter_kernel import as_shuffled
 from atom_core.kernels.mxfp4_experts import Mxfp4Weights
 from atom_core.kernels.mxfp4_linear.aiter_kernel import FP4, ShuffledMxfp4Weight
-from atom_core.kernels.opaque import opaque
 
 
 class AiterMxfp4Experts:
@@ -55,7 +55,7 @@ def _as_x(
     return torch.empty_like(x)
 
 
-@opaque("aiter_mxfp4_experts", _as_x)
+@custom_op("aiter_mxfp4_experts", _as_x)
 def _mxfp4_experts(
     x: torch.Tensor,
     weights: torch.Tensor,

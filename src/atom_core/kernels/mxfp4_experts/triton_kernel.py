@@ -15,9 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.custom_op import custom_op
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.grouped import LocalExperts, block_rows, combine, finish_block, sort_by_expert
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
-from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.helpers import finish, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
@@ -25,7 +26,6 @@ from atom_core.kernels.mxfp4_experts import Mxfp4Weights
 from atom_core.kernels.mxfp4_experts.bits import gather, spread
 from atom_core.kernels.mxfp4_linear.conversion import number, scale_of
 from atom_core.kernels.mxfp4_linear.inputs import prepare
-from atom_core.kernels.opaque import opaque
 from atom_core.kernels.triton_support import launch_options
 from atom_core.quant.mxfp4 import GROUP
 from atom_core.types import Activation
@@ -150,7 +150,7 @@ def _down(
     at = token.to(tl.int64) * N + out
     if residual is not None:
         total += tl.load(residual + at, mask=out < N, other=0.0).to(tl.float32)
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=out < N, eviction_policy=KEPT)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=out < N, eviction_policy=EVICT_LAST)
 
 
 @triton.jit
@@ -295,7 +295,7 @@ def _fake(
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@opaque("mxfp4_experts", _fake)
+@custom_op("mxfp4_experts", _fake)
 def mixture(
     x: torch.Tensor,
     weights: torch.Tensor,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from atom_core.kernels.aiter_library import aiter_function, require
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.fp8_linear.aiter_kernel import shuffle_in_place, unshuffle_in_place
-from atom_core.kernels.opaque import opaque
 
 #: aiter's dtypes for two packed values and for their power-of-two scales (aiter/utility/dtypes.py).
 FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
@@ -53,7 +53,7 @@ def _filled_up(scales: torch.Tensor) -> torch.Tensor:
     return scales.new_empty(-(-rows // 256) * 256, -(-groups // 8) * 8)
 
 
-@opaque("aiter_shuffle_scales", _filled_up)
+@custom_op("aiter_shuffle_scales", _filled_up)
 def _moved_scales(scales: torch.Tensor) -> torch.Tensor:
     moved: torch.Tensor = aiter_function("aiter.utility.fp4_utils.e8m0_shuffle")(scales)
     return moved
@@ -83,7 +83,7 @@ class AiterMxfp4Linear:
         return y if bias is None else y.add_(bias)
 
 
-@opaque("aiter_mxfp4_linear", lambda x, blocks, scales: x.new_empty(x.shape[0], blocks.shape[0]))
+@custom_op("aiter_mxfp4_linear", lambda x, blocks, scales: x.new_empty(x.shape[0], blocks.shape[0]))
 def _mxfp4_linear(x: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     if not len(x):
         return x.new_empty(0, blocks.shape[0])

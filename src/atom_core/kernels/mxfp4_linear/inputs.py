@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.fp8_linear.quantize import norm_factor
-from atom_core.kernels.kept import KEPT
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_linear.conversion import rounded
 from atom_core.kernels.triton_support import launch_options
@@ -52,7 +52,7 @@ def _prepare(
     if ROUNDED:
         numbers = tl.reshape(rounded(tl.reshape(numbers, (GROUPS, GROUP))), (GROUPS * GROUP,))
     column = column % PLANES * (K // PLANES) + column // PLANES
-    tl.store(out + row * K + column, numbers.to(out.dtype.element_ty), mask=known, eviction_policy=KEPT)
+    tl.store(out + row * K + column, numbers.to(out.dtype.element_ty), mask=known, eviction_policy=EVICT_LAST)
 
 
 def prepare(

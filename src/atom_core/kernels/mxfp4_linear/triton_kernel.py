@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import torch
 
+from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.linear.tiles import MAX_ROWS
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_linear.few_rows import multiply_few_rows
 from atom_core.kernels.mxfp4_linear.inputs import prepare
 from atom_core.kernels.mxfp4_linear.many_rows import multiply_many_rows
-from atom_core.kernels.opaque import opaque
 from atom_core.types import Activation
 
 
@@ -71,7 +71,7 @@ def _fake(
     return x.new_empty(x.shape[0], blocks.shape[0])
 
 
-@opaque("mxfp4_linear", _fake)
+@custom_op("mxfp4_linear", _fake)
 def mxfp4_linear(
     x: torch.Tensor,
     blocks: torch.Tensor,

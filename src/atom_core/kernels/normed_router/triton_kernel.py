@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.kept import KEPT
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.linear.helpers import normed_total, row_sums, weight_rows
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.triton_support import launch_options
@@ -54,11 +54,11 @@ def _norm_and_score(
     sums, squares, tile, wide, factors = row_sums(at, x, norm, tile, factors, known, K, ROWS, BLOCK_K, EVEN)
     total, factor = normed_total(sums, squares, tile, wide, factors, eps, K, ROWS, BLOCK_K)
     numbers *= factor * my_factors
-    tl.store(normed + token * K + mine, numbers.to(normed.dtype.element_ty), mask=mine < K, eviction_policy=KEPT)
+    tl.store(normed + token * K + mine, numbers.to(normed.dtype.element_ty), mask=mine < K, eviction_policy=EVICT_LAST)
     if bias is not None:
         total += tl.load(bias + row).to(tl.float32)
     out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tl.store(logits + token * E + out, total.to(logits.dtype.element_ty), mask=out < E, eviction_policy=KEPT)
+    tl.store(logits + token * E + out, total.to(logits.dtype.element_ty), mask=out < E, eviction_policy=EVICT_LAST)
 
 
 class TritonNormedRouter:

@@ -1,7 +1,7 @@
 """Split raw qkv, norm the heads of q and k, rotate both.
 
-``qkv``: ``[T, (H + 2K) * D]``: ``H`` query heads, then ``K`` key and ``K`` value heads, each of ``D`` numbers.
-Per head: ``x / sqrt(mean(x^2) + eps) * weight`` where the model has q/k norm, then the first ``R`` numbers are rotated
+``qkv``: ``[T, (H + 2K) * D]``: ``H`` query heads, then ``K`` key and ``K`` value heads, each of size ``D``.
+Per head: ``x / sqrt(mean(x^2) + eps) * weight`` if the model has q/k norm, then the first ``R`` elements are rotated
 by the row of ``cos_sin [P, R]`` at the token's position. Results: q ``[T, H, D]``, k and v ``[T, K, D]``.
 """
 
@@ -19,7 +19,7 @@ from atom_core.kernels.select import Implementation, Op, always
 
 @dataclass(frozen=True)
 class QkvSpec:
-    """The shapes of one attention layer's qkv, as this rank holds them."""
+    """The shapes of one attention layer's qkv on this rank."""
 
     num_heads: int
     num_kv_heads: int
@@ -32,9 +32,9 @@ class QkvSpec:
 
 @dataclass(frozen=True)
 class QkvWeights:
-    """What q and k are transformed with: float32 ``cos_sin [P, R]``, and the norms' weights ``[D]`` where it has them.
+    """The rope table, float32 ``cos_sin [P, R]``, and the q/k norms' weights ``[D]``, if any.
 
-    The weights are the model's own parameters, referred to: loading writes into them in place.
+    The weights are the model's own parameters, not copies: loading writes into them.
     """
 
     cos_sin: torch.Tensor

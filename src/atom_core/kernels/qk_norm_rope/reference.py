@@ -30,12 +30,12 @@ def _norm_and_rotate(
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * norm.float()
         wide = wide.to(x.dtype).float()  # the model's norm rounds before rope
     rotary_dim = cos_sin.shape[-1]
-    turned, rest = wide[..., :rotary_dim], wide[..., rotary_dim:]
+    rotated, rest = wide[..., :rotary_dim], wide[..., rotary_dim:]
     cos, sin = cos_sin[:, None].float().chunk(2, dim=-1)
     if interleaved:
-        even, odd = turned[..., ::2], turned[..., 1::2]
-        turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+        even, odd = rotated[..., ::2], rotated[..., 1::2]
+        rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
     else:
-        first, second = turned.chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((turned, rest), dim=-1).to(x.dtype)
+        first, second = rotated.chunk(2, dim=-1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((rotated, rest), dim=-1).to(x.dtype)

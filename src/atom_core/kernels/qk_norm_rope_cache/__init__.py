@@ -1,8 +1,8 @@
-"""From raw qkv to a query and a filled cache, in one step.
+"""From raw qkv to queries and a filled cache.
 
-:mod:`atom_core.kernels.qk_norm_rope`, then each token's key and value are written to its slot. Tokens with a negative
-slot write nothing. An FP8 cache gets ``key / k_scale`` and ``value / v_scale``, cut to what it can hold. The cache's
-order must be the one that the attention kernel reads. Result: q ``[T, H, D]``.
+This is :mod:`atom_core.kernels.qk_norm_rope`, followed by writing each token's key and value to its slot. Tokens with a
+negative slot write nothing. An FP8 cache stores ``key / k_scale`` and ``value / v_scale``, clamped to its range. The
+cache's order must be the one that the attention kernel reads. Result: q ``[T, H, D]``.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ def _aiter_supports(spec: QkvCacheSpec, target: Target) -> str | None:
         return reason
     qkv = spec.qkv
     if not qkv.qk_norm:
-        return "aiter's kernel norms q and k, which this model does not."
+        return "aiter's kernel norms q and k, and this model has no q/k norm."
     if qkv.dtype not in (torch.bfloat16, torch.float16):
-        return f"aiter's kernel is for numbers of two bytes, not for {qkv.dtype}."
+        return f"aiter's kernel is for bfloat16 and float16, not for {qkv.dtype}."
     if qkv.head_dim not in (64, 128, 256):
-        return f"aiter's kernel has heads of 64, 128 and 256 numbers, not {qkv.head_dim}."
-    # A thread has a 64th of a head, and finds a rotation's partner in one other.
+        return f"aiter's kernel has head sizes 64, 128 and 256, not {qkv.head_dim}."
+    # A thread has a 64th of a head, and the partners of its rotations are in one other thread.
     of_thread = qkv.head_dim // 64
     if qkv.interleaved and of_thread < 2:
-        return "aiter's kernel rotates neighbours in heads of 128 and 256 numbers alone."
+        return "aiter's kernel has interleaved rope for head sizes 128 and 256 only."
     if not qkv.interleaved and qkv.rotary_dim // 2 % of_thread:
-        return f"aiter's kernel rotates halves in multiples of {of_thread} numbers, not {qkv.rotary_dim // 2}."
+        return f"aiter's kernel has rotary dimensions in multiples of {2 * of_thread}, not {qkv.rotary_dim}."
     if spec.order not in ("plain", SHUFFLED):
         return f"aiter's kernel writes plain pages and shuffled ones, not {spec.order!r} ones."
     if spec.cache_dtype == qkv.dtype:
         return None
     if spec.cache_dtype != FP8[target.arch] or qkv.head_dim < 128:
         return (
-            f"aiter's kernel on {target.arch} fills a cache in the model's dtype {qkv.dtype} or, with heads of 128 and "
-            f"256 numbers, in {FP8[target.arch]}, not in {spec.cache_dtype}."
+            f"aiter's kernel on {target.arch} fills a cache in the model's dtype {qkv.dtype} or, with head sizes 128 "
+            f"and 256, in {FP8[target.arch]}, not in {spec.cache_dtype}."
         )
     return None
 
 
 def _build_aiter(spec: QkvCacheSpec, target: Target) -> QkNormRopeCacheKernel:
-    from atom_core.kernels.qk_norm_rope_cache.aiter_kernel import AiterFillCache  # looked for when it is chosen
+    from atom_core.kernels.qk_norm_rope_cache.aiter_kernel import AiterFillCache  # imports aiter when it is built
 
     return AiterFillCache(spec)
 

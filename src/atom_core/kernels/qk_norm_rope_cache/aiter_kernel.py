@@ -1,6 +1,6 @@
-"""q/k norm, rope and the cache write by aiter, which takes cosines and sines in the model's dtype.
+"""q/k norm, rope and the cache write by aiter, with cosines and sines in the model's dtype.
 
-It reads the scales of an FP8 cache on the host, so they are tensors there.
+aiter reads the scales of an FP8 cache on the host, so they are CPU tensors.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from atom_core.batch import capturing
 from atom_core.cache import SHUFFLED, KVCacheView
 from atom_core.kernels.aiter_library import aiter_function, require
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
 
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvWeights
     from atom_core.kernels.qk_norm_rope_cache import QkvCacheSpec
 
-#: The layers of a model share one table, so they share what it becomes, by the table and the dtype.
+#: Rope tables in the model's dtype, by table and dtype: the layers of a model share one.
 _TABLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _table(cos_sin: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     by_dtype: dict[torch.dtype, torch.Tensor] = _TABLES.setdefault(cos_sin, {})  # type: ignore[no-untyped-call]
     if dtype not in by_dtype:
-        # What is made while a graph is captured belongs to that graph.
+        # A tensor that is made during a capture belongs to that graph.
         assert not capturing(cos_sin.device), "warm up before capturing"
         by_dtype[dtype] = cos_sin.to(dtype).contiguous()
     return by_dtype[dtype]
@@ -47,7 +47,7 @@ class AiterFillCache:
         cache: KVCacheView,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """q ``[T, H, D]``; the cache is filled."""
+        """Fill the cache and return q ``[T, H, D]``."""
         cache.expect(self.spec.order, self.spec.cache_dtype)
         assert cache.page_size & (cache.page_size - 1) == 0, "aiter's kernel has pages of a power of two"
         assert weights.q_norm is not None
@@ -79,7 +79,7 @@ class AiterFillCache:
         return q
 
 
-@opaque(
+@custom_op(
     "aiter_fill_cache",
     lambda qkv, *others: qkv.new_empty(qkv.shape[0], others[4], others[6]),
     mutates=("key", "value"),

@@ -1,4 +1,4 @@
-"""q/k norm, rope and the cache write in the torch ops that are quickest on a CPU: q and k together, rows whole."""
+"""q/k norm, rope and the cache write in the torch ops that are fastest on a CPU: q and k together, whole rows."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def qk_norm_rope_cache(
 ) -> torch.Tensor:
     """See :mod:`atom_core.kernels.qk_norm_rope_cache`; float32 arithmetic, rounded where the reference rounds."""
     heads = qkv.view(qkv.shape[0], spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-    turned = spec.num_heads + spec.num_kv_heads
-    wide = heads[:, :turned].to(torch.float32, copy=True)
+    num_rotated = spec.num_heads + spec.num_kv_heads
+    wide = heads[:, :num_rotated].to(torch.float32, copy=True)
     if weights.q_norm is not None and weights.k_norm is not None:
         wide.mul_(inverse_rms(wide, weights.eps))
         wide[:, : spec.num_heads].mul_(weights.q_norm.float())
         wide[:, spec.num_heads :].mul_(weights.k_norm.float())
         wide = wide.to(spec.dtype).float()  # the model's norm rounds before rope
     qk = _rotate(wide, weights.cos_sin.index_select(0, positions), spec.interleaved).to(spec.dtype)
-    q, k, v = qk[:, : spec.num_heads], qk[:, spec.num_heads :], heads[:, turned:]
+    q, k, v = qk[:, : spec.num_heads], qk[:, spec.num_heads :], heads[:, num_rotated:]
     if bool((slots < 0).any()):
         write_cache(k, v, cache, slots)
     else:
@@ -44,11 +44,11 @@ def qk_norm_rope_cache(
 
 
 def _rotate(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """``x [T, heads, D]`` turned in its first ``R`` numbers by ``cos_sin [T, R]``."""
+    """``x [T, heads, D]`` with the first ``R`` elements of each head rotated by ``cos_sin [T, R]``."""
     rotary_dim = cos_sin.shape[-1]
     cos, sin = cos_sin[:, None].float().chunk(2, dim=-1)
-    turned = x if rotary_dim == x.shape[-1] else x[..., :rotary_dim]
-    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    rotated = x if rotary_dim == x.shape[-1] else x[..., :rotary_dim]
+    first, second = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
     result = torch.empty_like(x)
     target = result[..., :rotary_dim]
     left, right = (target[..., ::2], target[..., 1::2]) if interleaved else target.chunk(2, dim=-1)

@@ -31,14 +31,14 @@ def qk_norm_rope_cache(
 
 def write_cache(k: torch.Tensor, v: torch.Tensor, cache: KVCacheView, slots: torch.Tensor) -> None:
     """Write ``k``, ``v`` ``[T, K, D]`` to ``slots [T]``; negative slots are skipped."""
-    kept = slots >= 0
-    page, offset = slots[kept] // cache.page_size, slots[kept] % cache.page_size
+    has_slot = slots >= 0
+    page, offset = slots[has_slot] // cache.page_size, slots[has_slot] % cache.page_size
     if cache.order == SHUFFLED:
         together = cache.key.shape[-1]
-        keys = as_bytes(quantize(k[kept], cache.k_scale, cache.key.dtype))
-        values = as_bytes(quantize(v[kept], cache.v_scale, cache.value.dtype))
+        keys = as_bytes(quantize(k[has_slot], cache.k_scale, cache.key.dtype))
+        values = as_bytes(quantize(v[has_slot], cache.v_scale, cache.value.dtype))
         as_bytes(cache.key)[page, :, :, offset] = keys.view(*keys.shape[:2], -1, together)
         as_bytes(cache.value)[page, :, offset // together, :, offset % together] = values
         return
     for rows, side, scale in ((k, cache.key, cache.k_scale), (v, cache.value, cache.v_scale)):
-        as_bytes(side)[page, :, offset] = as_bytes(quantize(rows[kept], scale, side.dtype))
+        as_bytes(side)[page, :, offset] = as_bytes(quantize(rows[has_slot], scale, side.dtype))

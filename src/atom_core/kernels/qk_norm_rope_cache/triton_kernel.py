@@ -1,9 +1,9 @@
-"""q/k norm, rope and the cache write in Triton, one launch straight from raw qkv.
+"""q/k norm, rope and the cache write in Triton: one launch from raw qkv.
 
-A program takes some heads of one token. ``T`` tokens, ``H`` query and ``K`` key/value heads of ``D`` numbers, the first
-``R`` of them rotated: the partners of a rotation are loaded as two tiles of their own, so that every number is read
-once and turned without a shuffle between threads. Padded tokens (negative slots) still get a query, and write nothing
-to the cache. Pages are plain, or in the order that aiter's kernels read.
+A program takes some heads of one token. ``T`` tokens, ``H`` query and ``K`` key/value heads of size ``D``, with ``R``
+rotated elements first. The two elements of a rotated pair are loaded as two tiles, so each element is read once, and no
+thread needs another's. Padded tokens (negative slots) get a query, and write nothing to the cache. Pages are plain, or
+in the order that aiter's kernels read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import triton.language as tl
 
 from atom_core.cache import SHUFFLED, KVCacheView
 from atom_core.kernels.cache_dtypes import saturation_limit
-from atom_core.kernels.kept import KEPT
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.triton_support import launch_options
 
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 
-#: Heads a program takes: few where latency counts, more where there are tokens enough to fill a GPU.
+#: Heads of a program: few for latency, more if the tokens fill a GPU.
 _FEW_HEADS, _MANY_HEADS, _MANY_TOKENS = 4, 16, 64
 
 
@@ -71,7 +71,7 @@ def _qk_norm_rope_cache(
     is_value = (head >= H + K) & (head < H + 2 * K)
     exists = head < H + 2 * K
 
-    # The two halves of what is rotated, partner by partner, and the numbers past it.
+    # The first and second elements of the rotated pairs; ``rest`` are the elements after them.
     half: tl.constexpr = R // 2
     pair = tl.arange(0, PAIRS)
     paired = pair < half
@@ -96,20 +96,20 @@ def _qk_norm_rope_cache(
         squares += tl.sum(wide_z * wide_z, 1)
     if NORM:
         factor = (1.0 / tl.sqrt(squares / D + eps))[:, None]
-        # rounded between norm and rope, as the model defines it
+        # The model rounds between norm and rope.
         wide_x = (wide_x * factor * norm_weights(q_norm, k_norm, first, paired, is_query)).to(x.dtype).to(tl.float32)
         wide_y = (wide_y * factor * norm_weights(q_norm, k_norm, second, paired, is_query)).to(x.dtype).to(tl.float32)
         if REST > 0:
             wide_z = (
                 (wide_z * factor * norm_weights(q_norm, k_norm, rest, rest < D, is_query)).to(x.dtype).to(tl.float32)
             )
-    turned_x = wide_x * cos - wide_y * sin
-    turned_y = wide_y * cos + wide_x * sin
+    rotated_x = wide_x * cos - wide_y * sin
+    rotated_y = wide_y * cos + wide_x * sin
 
     query_at = q_out + (token * H + head[:, None]) * D
     asked = is_query[:, None] & paired[None, :]
-    tl.store(query_at + first[None, :], turned_x.to(q_out.dtype.element_ty), mask=asked, eviction_policy=KEPT)
-    tl.store(query_at + second[None, :], turned_y.to(q_out.dtype.element_ty), mask=asked, eviction_policy=KEPT)
+    tl.store(query_at + first[None, :], rotated_x.to(q_out.dtype.element_ty), mask=asked, eviction_policy=EVICT_LAST)
+    tl.store(query_at + second[None, :], rotated_y.to(q_out.dtype.element_ty), mask=asked, eviction_policy=EVICT_LAST)
 
     page = slot // PAGE
     offset = slot % PAGE
@@ -123,19 +123,19 @@ def _qk_norm_rope_cache(
         value_at += offset * stride_v_token
     first_key, first_value = places(first, PAGE, TOGETHER)
     second_key, second_value = places(second, PAGE, TOGETHER)
-    kept = tl.where(slot >= 0, is_key, False)[:, None]
-    also = tl.where(slot >= 0, is_value, False)[:, None]
+    writes_key = tl.where(slot >= 0, is_key, False)[:, None]
+    writes_value = tl.where(slot >= 0, is_value, False)[:, None]
     key_at = key + key_at[:, None]
     value_at = value + value_at[:, None]
-    # Keys go through the model's dtype first: what attention would see of an uncached one.
-    stored_x = stored(turned_x.to(x.dtype).to(tl.float32), k_scale, LIMIT).to(key.dtype.element_ty)
-    stored_y = stored(turned_y.to(x.dtype).to(tl.float32), k_scale, LIMIT).to(key.dtype.element_ty)
-    tl.store(key_at + first_key[None, :], stored_x, mask=kept & paired[None, :])
-    tl.store(key_at + second_key[None, :], stored_y, mask=kept & paired[None, :])
+    # Keys are rounded to the model's dtype first, as attention without a cache would see them.
+    stored_x = stored(rotated_x.to(x.dtype).to(tl.float32), k_scale, LIMIT).to(key.dtype.element_ty)
+    stored_y = stored(rotated_y.to(x.dtype).to(tl.float32), k_scale, LIMIT).to(key.dtype.element_ty)
+    tl.store(key_at + first_key[None, :], stored_x, mask=writes_key & paired[None, :])
+    tl.store(key_at + second_key[None, :], stored_y, mask=writes_key & paired[None, :])
     plain_x = stored(x.to(tl.float32), v_scale, LIMIT).to(value.dtype.element_ty)
     plain_y = stored(y.to(tl.float32), v_scale, LIMIT).to(value.dtype.element_ty)
-    tl.store(value_at + first_value[None, :], plain_x, mask=also & paired[None, :])
-    tl.store(value_at + second_value[None, :], plain_y, mask=also & paired[None, :])
+    tl.store(value_at + first_value[None, :], plain_x, mask=writes_value & paired[None, :])
+    tl.store(value_at + second_value[None, :], plain_y, mask=writes_value & paired[None, :])
     if REST > 0:
         inside = (rest < D)[None, :]
         rest_key, rest_value = places(rest, PAGE, TOGETHER)
@@ -143,26 +143,26 @@ def _qk_norm_rope_cache(
             query_at + rest[None, :],
             wide_z.to(q_out.dtype.element_ty),
             mask=is_query[:, None] & inside,
-            eviction_policy=KEPT,
+            eviction_policy=EVICT_LAST,
         )
         stored_z = stored(wide_z.to(x.dtype).to(tl.float32), k_scale, LIMIT).to(key.dtype.element_ty)
-        tl.store(key_at + rest_key[None, :], stored_z, mask=kept & inside)
+        tl.store(key_at + rest_key[None, :], stored_z, mask=writes_key & inside)
         plain_z = stored(z.to(tl.float32), v_scale, LIMIT).to(value.dtype.element_ty)
-        tl.store(value_at + rest_value[None, :], plain_z, mask=also & inside)
+        tl.store(value_at + rest_value[None, :], plain_z, mask=writes_value & inside)
 
 
 @triton.jit
 def places(column, PAGE: tl.constexpr, TOGETHER: tl.constexpr):
-    """Where numbers of a key and of a value are, from where their token begins; shuffled where some lie together."""
+    """Offsets of a key's and a value's elements from their token's; in shuffled pages if ``TOGETHER > 0``."""
     if TOGETHER > 0:
         return column // TOGETHER * (PAGE * TOGETHER) + column % TOGETHER, column * TOGETHER
-    else:  # noqa: RET505 - what stands behind a return would be compiled all the same
+    else:  # noqa: RET505 - Triton compiles code after a return
         return column, column
 
 
 @triton.jit
 def norm_weights(q_norm, k_norm, columns, used, is_query):
-    """For rows that are query heads the query norm's weight, for others the key norm's, in float32."""
+    """The query norm's weight for query heads, the key norm's for the others, in float32."""
     q_weight = tl.load(q_norm + columns, mask=used, other=0.0).to(tl.float32)
     k_weight = tl.load(k_norm + columns, mask=used, other=0.0).to(tl.float32)
     return tl.where(is_query[:, None], q_weight[None, :], k_weight[None, :])
@@ -170,10 +170,10 @@ def norm_weights(q_norm, k_norm, columns, used, is_query):
 
 @triton.jit
 def stored(x, scale, LIMIT: tl.constexpr):
-    """What a cache holds of ``x``, in float32: in FP8, which has a ``LIMIT``, divided by the scale and within it."""
+    """What a cache stores of ``x``, in float32: for FP8, which has a ``LIMIT``, divided by the scale and clamped."""
     if LIMIT is not None:
         x = x / scale
-        # Comparisons let NaN through, which min and max may not.
+        # Comparisons keep NaN; min and max may not.
         x = tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
     return x
 
@@ -191,7 +191,7 @@ def qk_norm_rope_cache(
     """See :mod:`atom_core.kernels.qk_norm_rope_cache`; ``overlap``: see :func:`triton_support.overlaps`."""
     assert qkv.stride(-1) == cache.key.stride(-1) == cache.value.stride(-1) == 1
     shuffled = cache.order == SHUFFLED
-    assert shuffled or cache.order == "plain", f"there is no way here to write pages in the order {cache.order!r}"
+    assert shuffled or cache.order == "plain", f"no kernel writes pages in the order {cache.order!r}"
     num_tokens = qkv.shape[0]
     q_out = torch.empty(num_tokens, spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device)
     rest = spec.head_dim - spec.rotary_dim
@@ -225,7 +225,7 @@ def qk_norm_rope_cache(
         LIMIT=saturation_limit(cache.key.dtype),
         TOGETHER=cache.key.shape[-1] if shuffled else 0,
         OVERLAP=overlap,
-        # Many programs hide each other's waits: a warp that waits for no other is the fastest then.
+        # Many programs hide each other's waits; programs of one warp, which has no other to wait for, are fastest then.
         num_warps=4 if heads == _FEW_HEADS else max(1, spec.head_dim // 128),
         **launch_options(overlap),
     )

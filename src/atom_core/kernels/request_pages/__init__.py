@@ -1,12 +1,12 @@
-"""A step's lengths and page tables, from a pool that knows the slot of every token of every request, as SGLang's do.
+"""A step's lengths and page tables, from a pool with the slot of every token of every request, as SGLang's.
 
-``slots``: int32 ``[rows, tokens]``, a row for each request that may be served, and a page's tokens in order. The step's
-request ``r`` has row ``rows[r]`` and, with the ``added`` tokens of this step, ``seq_lens[r] + added`` tokens. It gets
-its length and, from ``table[r, 0]`` on, its pages. A pool whose older tokens move to another one, for layers with a
-window, says by ``mapping`` where a slot is there; those pages go to ``windowed``.
+``slots``: int32 ``[rows, tokens]``, a row for each request of the pool, with the tokens of a page in order. The step's
+request ``r`` has row ``rows[r]``, and ``seq_lens[r] + added`` tokens: ``added`` are those of this step. Its length goes
+to ``lengths[r]``, its pages to ``table[r]``. Layers with a window may have another pool: ``mapping`` has the slot there
+for each slot here, and the pages there go to ``windowed``.
 
-All of it happens on the device at the same shapes, so a captured graph can begin with it. What a table has behind a
-request's own pages is not written, or is another number of a page.
+It runs on the device at fixed shapes, so a captured graph can begin with it. Table entries after a request's pages are
+not written, or are some page's number.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class RequestPagesSpec:
     """One pool."""
 
     page_size: int
-    """Tokens a page."""
+    """Tokens of a page."""
 
 
 class RequestPagesKernel(Protocol):
-    """See the module's text."""
+    """See the module."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Lengths and page tables in torch, as wide as the tables are."""
+"""Lengths and page tables in torch, for all columns of the tables."""
 
 from __future__ import annotations
 

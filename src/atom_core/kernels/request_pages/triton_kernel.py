@@ -1,6 +1,6 @@
-"""Lengths and page tables in Triton: some programs share a request's pages, and read no more than it has.
+"""Lengths and page tables in Triton: several programs share a request's pages, and read only the pages that it has.
 
-It is launched in front of a step's first kernel, which waits for all of it, as all behind do then.
+The launch precedes a step's first kernel, which waits for all of it, so later kernels do too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import triton.language as tl
 if TYPE_CHECKING:
     from atom_core.kernels.request_pages import RequestPagesSpec
 
-#: Pages that a program reads at once.
+#: Pages of a block, which a program reads at once.
 _BLOCK = 1024
-#: Programs of one request at most, and of all requests about.
-_EACH, _ALL = 32, 2048
+#: The most programs of a request, and about the most of all requests.
+_MAX_PROGRAMS, _PROGRAMS = 32, 2048
 
 
 @triton.jit(do_not_specialize=["added"])
@@ -77,7 +77,7 @@ class TritonRequestPages:
         requests, columns = table.shape
         if not requests:
             return
-        each = max(1, min(_EACH, _ALL // requests, triton.cdiv(columns, _BLOCK)))
+        each = max(1, min(_MAX_PROGRAMS, _PROGRAMS // requests, triton.cdiv(columns, _BLOCK)))
         _request_pages[(requests, each)](
             slots,
             rows,

@@ -1,6 +1,6 @@
-"""Root mean square norm (arXiv 1910.07467), alone or with the residual added first.
+"""Root mean square norm (arXiv 1910.07467), with or without a residual that is added first.
 
-    x = x + residual                     (where a residual is given; it is also returned)
+    x = x + residual                     (if a residual is given; it is also returned)
     y = x / sqrt(mean(x^2) + eps) * weight
 
 ``x``, ``residual``: ``[T, N]`` of one dtype; ``weight``: ``[N]``. Sums are float32 and rounded once.
@@ -32,7 +32,7 @@ class RmsNormSpec:
 class RmsNormKernel(Protocol):
     """The call: ``(x, weight, eps, residual)`` to ``(y, new residual)``.
 
-    Without a residual the second result is None. Inputs may be overwritten: callers use the results alone.
+    Without a residual the second result is None. Inputs may be overwritten, so callers use only the results.
     """
 
     def __call__(
@@ -44,12 +44,12 @@ def _aiter_supports(spec: RmsNormSpec, target: Target) -> str | None:
     if reason := why_no_aiter(target):
         return reason
     if spec.dtype not in (torch.bfloat16, torch.float16):
-        return f"aiter's norm is for numbers of two bytes, not for {spec.dtype}."
-    return "aiter's norm is fast for rows of up to 8192 numbers." if spec.size > 8192 else None
+        return f"aiter's norm is for bfloat16 and float16, not for {spec.dtype}."
+    return "aiter's norm is fast for rows of up to 8192 elements." if spec.size > 8192 else None
 
 
 def _build_aiter(spec: RmsNormSpec, target: Target) -> RmsNormKernel:
-    from atom_core.kernels.rms_norm.aiter_kernel import build  # a kernel of aiter's is looked for when it is chosen
+    from atom_core.kernels.rms_norm.aiter_kernel import build  # imports aiter when it is built
 
     return build()
 
@@ -57,7 +57,7 @@ def _build_aiter(spec: RmsNormSpec, target: Target) -> RmsNormKernel:
 def _triton_supports(spec: RmsNormSpec, target: Target) -> str | None:
     if reason := why_no_triton(target):
         return reason
-    return "The Triton kernel holds rows of up to 32768 numbers." if spec.size > 32768 else None
+    return "The Triton kernel has rows of up to 32768 elements." if spec.size > 32768 else None
 
 
 def _build_triton(spec: RmsNormSpec, target: Target) -> RmsNormKernel:

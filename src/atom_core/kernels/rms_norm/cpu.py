@@ -1,6 +1,6 @@
-"""RMS norm in the torch ops that are quickest on a CPU.
+"""RMS norm in the torch ops that are fastest on a CPU.
 
-Its sum of squares goes through ``vector_norm``, which is vectorised, where a mean of squares is not.
+``vector_norm`` computes the sum of squares, as it is vectorised and a mean of squares is not.
 """
 
 from __future__ import annotations

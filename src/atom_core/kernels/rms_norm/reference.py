@@ -8,7 +8,7 @@ import torch
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See :mod:`atom_core.kernels.rms_norm`; inputs are left alone."""
+    """See :mod:`atom_core.kernels.rms_norm`; inputs are not changed."""
     if residual is not None:
         x = residual = x + residual
     wide = x.float()

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.kept import KEPT
-from atom_core.kernels.opaque import opaque
+from atom_core.kernels.custom_op import custom_op
+from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.triton_support import launch_options
 
 
@@ -36,23 +36,23 @@ def _rms_norm(
     values = tl.load(x + row * stride_x + columns, mask=used, other=0.0)
     if ADD:
         stream = residual + row * stride_residual + columns
-        # The sum is rounded before it is normed: the next layer adds to what was stored.
+        # The norm reads the rounded sum, which is also what the next layer adds to.
         values = (values.to(tl.float32) + tl.load(stream, mask=used, other=0.0).to(tl.float32)).to(values.dtype)
-        tl.store(stream, values, mask=used, eviction_policy=KEPT)
+        tl.store(stream, values, mask=used, eviction_policy=EVICT_LAST)
     wide = values.to(tl.float32)
     factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / N + eps)
     tl.store(
         out + row * stride_out + columns,
         (wide * factor * scale).to(out.dtype.element_ty),
         mask=used,
-        eviction_policy=KEPT,
+        eviction_policy=EVICT_LAST,
     )
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, *, overlap: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See :mod:`atom_core.kernels.rms_norm`; with a residual both are written to in place.
+    """See :mod:`atom_core.kernels.rms_norm`; with a residual, ``x`` and ``residual`` are written to in place.
 
     ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
@@ -62,14 +62,14 @@ def rms_norm(
     return x, residual
 
 
-@opaque("rms_norm", lambda x, weight, eps, overlap: torch.empty_like(x))
+@custom_op("rms_norm", lambda x, weight, eps, overlap: torch.empty_like(x))
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, overlap: bool) -> torch.Tensor:
     out = torch.empty_like(x)
     _launch(x, weight, eps, None, out, overlap)
     return out
 
 
-@opaque("add_and_rms_norm", lambda x, weight, eps, residual, overlap: None, mutates=("x", "residual"))
+@custom_op("add_and_rms_norm", lambda x, weight, eps, residual, overlap: None, mutates=("x", "residual"))
 def _add_and_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor, overlap: bool) -> None:
     _launch(x, weight, eps, residual, x, overlap)
 

@@ -134,8 +134,8 @@ def test_what_aiter_itself_lacks_is_not_taken_for_a_missing_function(tmp_path, m
 @pytest.mark.parametrize(
     ("op", "spec", "reason"),
     [
-        (RMS_NORM, RmsNormSpec(64, torch.float32), "numbers of two bytes, not for torch.float32"),
-        (RMS_NORM, RmsNormSpec(8200, torch.bfloat16), "rows of up to 8192 numbers"),
+        (RMS_NORM, RmsNormSpec(64, torch.float32), "bfloat16 and float16, not for torch.float32"),
+        (RMS_NORM, RmsNormSpec(8200, torch.bfloat16), "rows of up to 8192 elements"),
         (LINEAR, LinearSpec(8, 8, False, torch.float32), "numbers of two bytes, not for torch.float32"),
         (FP8_LINEAR, Fp8LinearSpec(64, 64, False, torch.float16, "dynamic"), "not of torch.float16"),
         (FP8_LINEAR, Fp8LinearSpec(48, 64, False, torch.bfloat16, "dynamic"), "multiples of 16, not 48 and 64"),
@@ -169,13 +169,13 @@ def test_what_aiter_itself_lacks_is_not_taken_for_a_missing_function(tmp_path, m
         (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, intermediate_size=192), "scales of rows are, on gfx942, for hidden"),
         (FP8_EXPERTS, replace(FP8_EXPERTS_SPEC, block=True, hidden_size=384), "not for 384 and 256"),
         (MLA_ATTENTION, latents(num_heads=16, dtype=torch.float16), "for bfloat16, not for torch.float16"),
-        (MLA_ATTENTION, latents(num_heads=16, rank=256), "rotated keys of 64, not for 256 and 64"),
-        (MLA_ATTENTION, latents(num_heads=16, rope_dim=32), "rotated keys of 64, not for 512 and 32"),
+        (MLA_ATTENTION, latents(num_heads=16, rank=256), "rope dimension 64, not for 256 and 64"),
+        (MLA_ATTENTION, latents(num_heads=16, rope_dim=32), "rope dimension 64, not for 512 and 32"),
         (MLA_ATTENTION, latents(num_heads=20), "up to 16 heads on each rank, or 64, or 128, not with 20"),
         (MLA_ATTENTION, latents(num_heads=128, cache_dtype=FP8), "with up to 16 heads on each rank, not with 128"),
         (MLA_ATTENTION, latents(num_heads=16, cache_dtype=torch.float8_e4m3fn), "torch.float8_e4m3fnuz, not torch."),
         (MLA_PREFILL, latents(dtype=torch.float16), "for bfloat16, not for torch.float16"),
-        (MLA_PREFILL, latents(value_dim=64), "values of 128, not for 192 and 64"),
+        (MLA_PREFILL, latents(value_dim=64), "value size 128, not for 192 and 64"),
         (MOE_ROUTING, RoutingConfig(128, 65, "softmax", True), "up to 64 experts, not 65"),
         (MOE_ROUTING, RoutingConfig(60, 6, "softmax", True, False, 1.0, 6, 3, "largest"), "not 6 groups of 10"),
         (MOE_ROUTING, RoutingConfig(8, 2, "sigmoid", True, True, 1.5, 4, 2), "not 4 groups of 2"),
@@ -344,11 +344,11 @@ def test_every_implementation_says_that_a_gpu_of_nvidias_is_not_for_it():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"qk_norm": False}, "norms q and k, which this model does not"),
-        ({"dtype": torch.float32}, "numbers of two bytes"),
-        ({"head_dim": 96, "rotary_dim": 96}, "heads of 64, 128 and 256 numbers, not 96"),
-        ({"head_dim": 64, "rotary_dim": 64, "interleaved": True}, "rotates neighbours in heads of 128 and 256"),
-        ({"rotary_dim": 2}, "halves in multiples of 2 numbers, not 1"),
+        ({"qk_norm": False}, "norms q and k, and this model has no q"),
+        ({"dtype": torch.float32}, "bfloat16 and float16"),
+        ({"head_dim": 96, "rotary_dim": 96}, "head sizes 64, 128 and 256, not 96"),
+        ({"head_dim": 64, "rotary_dim": 64, "interleaved": True}, "interleaved rope for head sizes 128 and 256"),
+        ({"rotary_dim": 2}, "rotary dimensions in multiples of 4, not 2"),
     ],
 )
 def test_what_aiter_cannot_fill_a_cache_from(changes, reason):

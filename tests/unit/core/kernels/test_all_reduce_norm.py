@@ -172,10 +172,10 @@ def test_what_an_adapter_has_of_aiters_is_left_out_with_it():
         (AllReduceNormSpec(4096, torch.bfloat16, SingleRank(world_size=4)), H200, "share no memory"),
         (AllReduceNormSpec(4096, torch.bfloat16, group(reason="Ranks are on several hosts.")), H200, "several hosts"),
         (AllReduceNormSpec(4096, torch.bfloat16, group(16)), H200, "2 to 8 ranks, not 16"),
-        (AllReduceNormSpec(4096, torch.float32, group()), H200, "numbers of two bytes"),
-        (AllReduceNormSpec(20480, torch.bfloat16, group()), H200, "up to 16384 numbers"),
+        (AllReduceNormSpec(4096, torch.float32, group()), H200, "bfloat16 and float16"),
+        (AllReduceNormSpec(20480, torch.bfloat16, group()), H200, "up to 16384 elements"),
         (AllReduceNormSpec(4096, torch.bfloat16, group()), Target("cpu", ""), "need a GPU"),
-        (AllReduceNormSpec(4096, torch.bfloat16, group()), Target("rocm", "gfx90a"), "not as on gfx90a"),
+        (AllReduceNormSpec(4096, torch.bfloat16, group()), Target("rocm", "gfx90a"), "not for gfx90a"),
     ],
     ids=["one rank", "several hosts", "16 ranks", "float32", "long rows", "a CPU", "another GPU of AMD's"],
 )

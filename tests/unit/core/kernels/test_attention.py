@@ -8,7 +8,7 @@ import torch
 from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
 from atom_core.kernels.attention.reference import ReferenceAttention
 from atom_core.kernels.attention.sdpa import SdpaAttention
-from atom_core.kernels.attention.splits import fewest_turns
+from atom_core.kernels.attention.splits import best_split_count
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.select import Target
 from tests.kernel_cases import ATTENTION_CASES, attention_batch, check_attention
@@ -91,4 +91,4 @@ def test_keys_are_shared_so_that_a_gpu_is_filled_once_or_evenly():
         (140, 3, 3),
         (256, 2, 1),
     ):
-        assert fewest_turns(programs, most, 132) == expected
+        assert best_split_count(programs, most, 132) == expected

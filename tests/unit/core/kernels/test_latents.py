@@ -87,15 +87,15 @@ def test_the_triton_kernel_of_the_absorbed_form_reads_an_fp8_cache(exact_fp8_cas
 
 
 @pytest.fixture(params=[1024, 24])
-def keys_at_a_time(request, monkeypatch):
+def keys_per_chunk(request, monkeypatch):
     """How many keys are expanded at a time: all, or so few that requests go on from chunk to chunk."""
     monkeypatch.setattr("atom_core.kernels.mla_prefill.plan.BUFFER_BYTES", 0)
-    monkeypatch.setattr("atom_core.kernels.mla_prefill.plan.FEWEST_KEYS", request.param)
+    monkeypatch.setattr("atom_core.kernels.mla_prefill.plan.MIN_KEYS", request.param)
 
 
 @every_case_expanded
 @interpreted
-@pytest.mark.usefixtures("all_expanded", "keys_at_a_time")
+@pytest.mark.usefixtures("all_expanded", "keys_per_chunk")
 def test_the_triton_kernel_of_the_expanded_form_answers_as_token_by_token(case, dtype, nvidia):
     from atom_core.kernels.mla_prefill.triton_kernel import TritonMlaPrefill
 
@@ -217,7 +217,7 @@ def test_the_triton_kernel_joins_parts_to_values(monkeypatch, case, dtype, count
     from atom_core.kernels.mla_absorbed_values import triton_kernel
     from atom_core.kernels.mla_attention.hopper import KEYS
 
-    monkeypatch.setattr(triton_kernel, "_FEWEST_TILES", least)
+    monkeypatch.setattr(triton_kernel, "_MIN_TILES", least)
 
     class Parted:
         def takes(self, *inputs):
@@ -228,7 +228,7 @@ def test_the_triton_kernel_joins_parts_to_values(monkeypatch, case, dtype, count
             parts = torch.full((count, len(q) * heads, case.rank), float("nan"))
             sums = torch.full((count, len(q) * heads, 2), float("nan"))
             leave_parts(q, cache, batch, case.spec(dtype), parts, sums, least, KEYS)
-            triton_kernel.join_parts(parts, sums, batch, expand, out, overlap=False)
+            triton_kernel.merged_values(parts, sums, batch, expand, out, overlap=False)
 
     check_values(case, Parted(), latent_batch(case, dtype, CPU))
 
@@ -305,6 +305,6 @@ def test_requests_that_decode_are_not_expanded():
 def test_triton_says_which_latents_are_too_long():
     (_, triton, _) = MLA_ATTENTION.implementations
     spec = LatentCase("", (), rank=576).spec(torch.bfloat16)
-    assert "up to 512 numbers and rotated keys of up to 64, not 576 and 16" in triton.supports(
+    assert "rank up to 512 and rope dimensions up to 64, not 576 and 16" in triton.supports(
         spec, Target("cuda", "sm90")
     )

@@ -1,6 +1,6 @@
-"""Kernels that torch.compile must not look into: called straight through, but one op of torch's while it traces.
+"""Functions that launch kernels: torch.compile sees each as one custom op, other callers call it directly.
 
-Branches on a batch's size would be frozen by tracing, and launches of Triton kernels need no compiler around them.
+torch.compile would freeze the function's branches on the batch size while it traces.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def opaque(
+def custom_op(
     name: str, fake: Callable[P, R], mutates: tuple[str, ...] = ()
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function that launches kernels.
 
     Args:
-        name: of the op, ``atom::name``.
-        fake: the same call on tensors without data; it returns what the function would, in shape and dtype.
-        mutates: parameters that are written to. What is returned may be none of the parameters.
+        name: the op is ``atom::name``.
+        fake: the same call on tensors without data; its results have the function's shapes and dtypes.
+        mutates: the parameters that the function writes to. It may not return any of its parameters.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
