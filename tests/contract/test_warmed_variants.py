@@ -22,7 +22,7 @@ from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.quant import read_quantization
 from atom_core.standalone import Step, build_runtime, empty_caches, finalize
-from atom_core.warmup import Batch, batches_to_serve, run_batch
+from atom_core.warmup import BatchShape, batches_to_serve, run_batch
 from atom_plugin.bench.models import read_config
 from benchmarks._launches import META, launching
 
@@ -52,7 +52,7 @@ def _told(parameter: KernelParam, value: Any) -> tuple[str, object]:
     return parameter.name, type(value)
 
 
-def served() -> Iterator[Batch]:
+def served() -> Iterator[BatchShape]:
     """Batches as an engine makes them: decodes, and behind them prompts, whole or in chunks, cached or not."""
     chance = random.Random(0)
     while True:
@@ -64,7 +64,7 @@ def served() -> Iterator[Batch]:
         if not queries or len(queries) > MAX_REQUESTS or sum(queries) > MAX_TOKENS:
             continue
         longest = max(queries) + cached
-        yield Batch(queries, chance.choice((longest, chance.randint(longest, MAX_MODEL_LEN))), cached)
+        yield BatchShape(queries, chance.choice((longest, chance.randint(longest, MAX_MODEL_LEN))), cached)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def served() -> Iterator[Batch]:
 )
 @torch.inference_mode()
 def test_what_batches_launch_the_warm_up_has_launched(model, num_layers, target):
-    launched: dict[Variant, Batch | None] = {}
-    batch: Batch | None = None
+    launched: dict[Variant, BatchShape | None] = {}
+    batch: BatchShape | None = None
 
     def launch(kernel: JITFunction, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
         launched.setdefault(variant_of(kernel, args, kwargs), batch)
@@ -96,7 +96,7 @@ def test_what_batches_launch_the_warm_up_has_launched(model, num_layers, target)
         pools = empty_caches(network, runtime, 64, PAGE_SIZE)
         width = MAX_MODEL_LEN // PAGE_SIZE
 
-        def run(batch: Batch) -> None:
+        def run(batch: BatchShape) -> None:
             run_batch(batch, network, runtime, width, lambda metadata: nullcontext(Step(metadata, pools)))
 
         for batch in batches_to_serve(MAX_REQUESTS, MAX_TOKENS, MAX_MODEL_LEN):
