@@ -23,7 +23,7 @@ class Body(nn.Module):
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
-        self._decoder = (decoder,)  # its modules are this one's, under the same names; itself it is none
+        self._decoder = (decoder,)  # not registered: its children are this module's, under the same names
         for name, module in decoder.named_children():
             self.add_module(name, module)
 
@@ -35,10 +35,10 @@ class Body(nn.Module):
         input_embeds: torch.Tensor | None = None,
         pp_proxy_tensors: PPProxyTensors | None = None,
     ) -> torch.Tensor | PPProxyTensors:
-        """Hidden states ``[T, hidden]`` after the final norm; before the last stage, what it carries on."""
+        """Hidden states ``[T, hidden]`` after the final norm; before the last stage, intermediate tensors."""
         (decoder,) = self._decoder
         count, carried = len(positions), None
-        # SGLang captures the first stage's graphs with tensors in the place of what a stage before would carry.
+        # SGLang captures the first stage's graphs with placeholder tensors of a previous stage.
         if pp_proxy_tensors is not None and not decoder.is_first:
             hidden, residual = pp_proxy_tensors["hidden_states"], pp_proxy_tensors["residual"]
             carried = Carried(or_stand_in(hidden), or_stand_in(residual))
@@ -53,7 +53,7 @@ class Body(nn.Module):
 class DraftBody(nn.Module):
     """A draft's modules under the name that SGLang's own drafts have for them: ``decoder`` is the layer that drafts.
 
-    SGLang captures prefill graphs of what has ``layers``, and a draft reads more than such a graph is given.
+    It has no ``layers``, for SGLang would capture prefill graphs, and a draft reads inputs that those do not have.
     """
 
     def __init__(self, core: DraftModel) -> None:

@@ -1,10 +1,9 @@
-"""vLLM's own CPU kernels as implementations of the core's ops: C++ for the processor at hand, oneDNN for products.
+"""vLLM's CPU kernels as implementations of the core's ops: C++ for the processor at hand, oneDNN for linear layers.
 
-The gated activation is not among them: vLLM's takes exponentials one at a time, torch's by whole vectors, and is two to
-eight times as fast.
+The gated activation is torch's: it vectorises exponentials, which vLLM's does not, and is two to eight times as fast.
 
-vLLM's CPU attention arranges a page in its own way (keys of a head, then its values, packed for the instruction set),
-so the kernel that fills the cache and the one that reads it come together, under one page order.
+vLLM's CPU attention has a page layout of its own (a head's keys, then its values, packed for the instruction set). So
+the kernel that writes the cache and the one that reads it are chosen together, by one page order.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 PAGE_ORDER: CacheOrder = "vllm-cpu"
 
-#: Unit vectors that a packed weight is read back by at once.
+#: How many columns of a packed weight are read back at once.
 _UNITS = 256
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -70,9 +69,9 @@ def cpu_kernels(vllm_config: VllmConfig) -> Mapping[str, Implementation[Hashable
 
 
 def _instruction_set(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
-    """Which of vLLM's kernels fills the cache and attends: its own choice, but for one.
+    """The instruction set of vLLM's cache and attention kernels: vLLM's choice, with one exception.
 
-    With AVX-512 its 16-wide kernel prefills 16-bit dtypes a fifth faster than the 32-wide one, and decodes as fast.
+    With AVX-512, vLLM's 16-wide kernel prefills 16-bit dtypes a fifth faster than the 32-wide one, and decodes as fast.
     """
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -102,7 +101,7 @@ def _rms_norm(
 
 def _linear_supports(spec: LinearSpec, target: Target) -> str | None:
     if spec.shares_weight:
-        return "Packing a weight that the embedding reads too would keep it in memory twice."
+        return "The embedding reads this weight too; packing it would store it twice."
     if spec.float32_result:
         return "vLLM's products have results in the model's dtype, not in float32."
     if not torch.cpu._is_avx512_supported() and why_not_widened(spec.dtype, target) is None:
@@ -115,10 +114,11 @@ def _build_linear(spec: LinearSpec, target: Target) -> LinearKernel:
 
 
 def _blocks_pay(spec: LinearSpec) -> bool:
-    """Whether the product that vLLM keeps for small weights on AMX is the better one for this layer.
+    """Whether vLLM's kernel over a blocked weight, which vLLM itself uses for small weights on AMX, is faster here.
 
-    On processors with bfloat16 dot products but no AMX it takes up to 16 rows a fifth to a third faster than oneDNN. A
-    prefill's many rows it takes within 1% or 2% from 2,048 inputs on, and 3% or 4% slower below: there only heads gain.
+    On processors with bfloat16 dot products and without AMX, it is a fifth to a third faster than oneDNN for up to 16
+    rows. For the many rows of a prefill it is 1% to 2% slower from 2,048 input features on, and 3% to 4% below; there
+    only heads gain.
     """
     if spec.dtype != torch.bfloat16 or spec.in_features % 32 or spec.out_features % 32 or not _has_dot_products_alone():
         return False
@@ -126,23 +126,23 @@ def _blocks_pay(spec: LinearSpec) -> bool:
 
 
 def _has_dot_products_alone() -> bool:
-    """Whether the processor has bfloat16 dot products and no tiles of them, where products in blocks were measured."""
+    """Whether the processor has bfloat16 dot products and no AMX: blocked weights were measured there."""
     tiles = torch.cpu._is_amx_tile_supported()
     return torch.cpu._is_avx512_bf16_supported() and not tiles and not current_platform.is_zen_cpu()
 
 
 def _unblocked(blocks: torch.Tensor) -> torch.Tensor:
-    """The weight, or the experts' weights, that are in ``blocks``: these have the same numbers in another order."""
+    """The weight that ``blocks`` hold in another order; of experts, all weights."""
     weight = blocks.clone()
     move_back(weight, torch.ops._C.convert_weight_packed)
     return weight
 
 
 class BlockedLinear:
-    """The product over a weight in blocks of pairs (VNNI); see :class:`atom_core.kernels.linear.LinearKernel`."""
+    """A linear layer over a weight in VNNI blocks; see :class:`atom_core.kernels.linear.LinearKernel`."""
 
     def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Keep the blocks, and the bias in float32, as the kernel wants it."""
+        """Store the blocks, and the bias in float32, which the kernel requires."""
         self._blocks = torch.ops._C.convert_weight_packed(weight)
         self._bias = None if bias is None else bias.float()
         return True
@@ -152,16 +152,16 @@ class BlockedLinear:
         return _unblocked(self._blocks)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x W^T + b``; a row-parallel layer withholds its bias on all ranks but the first."""
+        """``x W^T + b``. A row-parallel layer passes its bias on the first rank alone."""
         bias = None if bias is None else self._bias
         return ops.weight_packed_linear_cpu(x, self._blocks, self._blocks.shape[0], bias)
 
 
 class DispatchedLinear:
-    """The product as vLLM dispatches it on a CPU; see :class:`atom_core.kernels.linear.LinearKernel`."""
+    """A linear layer as vLLM dispatches it on a CPU; see :class:`atom_core.kernels.linear.LinearKernel`."""
 
     def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Have vLLM pack the weight; True where the packed form is all that is needed."""
+        """Have vLLM pack the weight. True: the packed form is all that is needed."""
         layer: Any = SimpleNamespace(
             weight=torch.nn.Parameter(weight.detach(), requires_grad=False),
             bias=None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False),
@@ -177,8 +177,8 @@ class DispatchedLinear:
     def unpacked(self) -> torch.Tensor:
         """See :class:`atom_core.kernels.linear.PackingLinearKernel`.
 
-        What vLLM packs cannot be read back, but by the products of unit vectors, which are its columns; zeros lose
-        their signs. It is asked for where some tensors of a layer come without the others.
+        vLLM cannot unpack a weight, so its columns are computed as products with unit vectors; zeros lose their signs.
+        An update that brings some tensors of a layer without the others needs this.
         """
         columns = self._shape[1]
         weight = torch.empty(self._shape, dtype=self._dtype)
@@ -190,7 +190,7 @@ class DispatchedLinear:
         return weight
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x W^T + b``; a row-parallel layer withholds its bias on all ranks but the first."""
+        """``x W^T + b``. A row-parallel layer passes its bias on the first rank alone."""
         return cast(torch.Tensor, self._linear(x, self._weight, None if bias is None else self._bias))
 
 
@@ -205,7 +205,7 @@ def _experts_supports(spec: ExpertsSpec, target: Target) -> str | None:
         return f"They take all experts of a layer, not {spec.count} of {spec.total}."
     if spec.hidden_size % 32 or spec.intermediate_size % 32:
         return (
-            "They take hidden sizes and middles that are multiples of 32, not "
+            "They take hidden and intermediate sizes that are multiples of 32, not "
             f"{spec.hidden_size} and {spec.intermediate_size}."
         )
     return None
@@ -214,11 +214,11 @@ def _experts_supports(spec: ExpertsSpec, target: Target) -> str | None:
 class FusedExperts:
     """All experts of a layer in one call, over weights in blocks; see :class:`atom_core.kernels.experts.ExpertsKernel`.
 
-    The middle and each pair's answer are rounded to bfloat16.
+    Intermediate values and the output of each routed token are rounded to bfloat16.
     """
 
     def adopt(self, layer: ExpertWeights) -> bool:
-        """Keep the blocks."""
+        """Store the blocks."""
         self._blocks = tuple(torch.ops._C.convert_weight_packed(it.detach()) for it in (layer.gate_up, layer.down))
         return True
 
@@ -247,7 +247,7 @@ def _qkv_supports(spec: QkvCacheSpec, target: Target) -> str | None:
 
 
 class RopeTables:
-    """Rope tables in the model's dtype, which vLLM's kernel wants: one for all layers that share a float32 one."""
+    """Rope tables in the model's dtype, as vLLM's kernel requires: one for all layers that share a float32 table."""
 
     def __init__(self) -> None:
         self._tables: dict[int, torch.Tensor] = {}
@@ -295,7 +295,7 @@ class FillCpuCache:
         return q.unflatten(1, (heads, dim))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        rows = x.reshape(-1, self.spec.head_dim).contiguous()  # one head alone reshapes to a view, strides and all
+        rows = x.reshape(-1, self.spec.head_dim).contiguous()  # a single head reshapes to a view with strides
         torch.ops._C.rms_norm(rows, rows, weight, eps)
         return rows.view(x.shape)
 
@@ -329,7 +329,7 @@ class CpuAttention:
         return ("cpu", self.window, self.spec.num_heads, self.spec.num_kv_heads)
 
     def plan(self, batch: Batch) -> torch.Tensor:
-        """How vLLM's kernel spreads a batch over threads."""
+        """vLLM's schedule of the batch over threads."""
         from vllm import envs
 
         return ops.cpu_attn_get_scheduler_metadata(

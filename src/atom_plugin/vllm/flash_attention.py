@@ -1,10 +1,10 @@
 """FlashAttention 3, which vLLM's CUDA build ships for Hopper, as an implementation of the core's attention.
 
-By itself it prefills faster than the core's Triton kernel (arXiv 2407.08608): on an H200, 8,192 tokens of Qwen3 8B in
-1.03 ms a layer in place of 1.78. Within an engine a prompt of 4,000 tokens has its first token after 99 ms in place of
-106, but one of 128 after 12.7 ms in place of 8.6: a call takes more of the host's time. So batches with a long prompt
-are its, and all others the core's kernel's. Decoding alone stays with the core too, where norms, rope and the cache's
-filling are fused with it.
+Its kernel prefills faster than the core's Triton kernel (arXiv 2407.08608): on an H200, 8,192 tokens of Qwen3 8B take
+1.03 ms a layer, with the core's 1.78. In an engine, a prompt of 4,000 tokens has its first token after 99 ms instead of
+106, but one of 128 tokens after 12.7 ms instead of 8.6, because a call takes more host time. So FlashAttention 3 runs
+batches with a long prompt, and the core's kernel all others. Decodes stay with the core, which fuses norms, rope and
+the cache write with attention.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from atom_core.kernels.attention import (
 from atom_core.kernels.select import Target
 from atom_core.types import GraphSupport
 
-#: New tokens of a batch's longest prompt from which on it is read by FlashAttention 3: what was measured, and won.
+#: FlashAttention 3 runs batches in which some request has at least so many new tokens; measured, see above.
 LONG_PROMPT = 4000
 
 
 def why_no_both(spec: PagedAttentionSpec, target: Target) -> str | None:
-    """None where the layer can be run by ours and by it, else the reason."""
+    """None where our kernel and FlashAttention 3 both run the layer, else the reason."""
     return TRITON_ATTENTION.supports(spec, target) or why_no_flash_attention(spec, target)
 
 
 def build_both(spec: PagedAttentionSpec, target: Target) -> PagedAttentionKernel:
-    """Ours, and FlashAttention 3 where that is faster."""
-    return LongPromptsElsewhere(TRITON_ATTENTION.build(spec, target), FlashAttention3(spec))
+    """Our kernel, and FlashAttention 3 for the batches that it runs faster."""
+    return DispatchByPromptLength(TRITON_ATTENTION.build(spec, target), FlashAttention3(spec))
 
 
 def why_no_flash_attention(spec: PagedAttentionSpec, target: Target) -> str | None:
-    """None where it can run the layer, else the reason."""
+    """None where FlashAttention 3 runs the layer, else the reason."""
     if reason := why_no_dtypes(target, spec.dtype, spec.cache_dtype):
         return reason
     if spec.head_dim > 256 or spec.head_dim % 8:
@@ -62,7 +62,7 @@ def why_no_dtypes(target: Target, dtype: torch.dtype, cache_dtype: torch.dtype) 
 
 
 def why_not_here() -> str | None:
-    """None where vLLM's binding says that it runs on this machine, else the reason."""
+    """None where vLLM's binding says that FlashAttention 3 runs on this machine, else the reason."""
     interface = _interface()
     if isinstance(interface, str):
         return interface
@@ -81,21 +81,21 @@ def _interface() -> ModuleType | str:
 
 
 def binding() -> ModuleType:
-    """The binding that vLLM has, where :func:`why_not_here` has no reason against it."""
+    """vLLM's binding; call it where :func:`why_not_here` gives None."""
     interface = _interface()
     assert isinstance(interface, ModuleType), interface
     return interface
 
 
 def aligned(pages: torch.Tensor) -> bool:
-    """Whether it can copy from them by tensor descriptors."""
+    """Whether FlashAttention 3 can copy from these pages by tensor descriptors."""
     return pages.data_ptr() % 16 == 0 and all(stride * pages.itemsize % 16 == 0 for stride in pages.stride()[:-1])
 
 
 class FlashAttention3:
     """See :class:`atom_core.kernels.attention.PagedAttentionKernel`; it reads the cache by its strides.
 
-    It is scheduled on the GPU within each call, so a captured graph holds for any lengths.
+    Each call schedules itself on the GPU, so a captured graph is valid for any lengths.
     """
 
     order: CacheOrder = "plain"
@@ -113,7 +113,7 @@ class FlashAttention3:
 
     def plan(self, batch: Batch) -> object:
         """See :meth:`plan_key`."""
-        raise AssertionError("without a key nothing is planned")
+        raise AssertionError("a kernel without a plan_key plans nothing")
 
     def __call__(
         self,
@@ -145,14 +145,14 @@ class FlashAttention3:
         )
 
 
-class LongPromptsElsewhere:
-    """A kernel that leaves batches with a long prompt to another; both read the same cache. See :data:`LONG_PROMPT`."""
+class DispatchByPromptLength:
+    """Two kernels over the same cache: ``long`` runs batches with a long prompt. See :data:`LONG_PROMPT`."""
 
     order: CacheOrder = "plain"
 
     def __init__(self, kernel: PagedAttentionKernel, long: PagedAttentionKernel) -> None:
         assert kernel.order == long.order == self.order
-        assert long.plan_key() is None, "who plans does not know yet whose batch it is"
+        assert long.plan_key() is None, "a plan is made before the kernel is chosen"
         self.kernel, self.long = kernel, long
         self.graph_support: GraphSupport = kernel.graph_support
 

@@ -1,9 +1,9 @@
-"""FlashAttention 3 over latents, which vLLM's CUDA build ships for Hopper, where it decodes faster than ours.
+"""FlashAttention 3 over latents, which vLLM's CUDA build ships for Hopper, for the decodes that it runs faster.
 
-That is where many rows meet one request's latents: 128 heads of a token, as each rank has them that shares requests and
-not heads, or fewer heads of several tokens that are verified. By itself it took 75 us a layer on an H200 for 64
-requests of 2,048 tokens with 128 heads, where ours took 112, but 50 with 16 heads, where ours took 44; of short or few
-requests it takes longer, and graphs do not know how long those will be that they replay.
+It is faster where many query rows read one request's latents: 128 heads of a token (data-parallel attention), or fewer
+heads of several tokens that are verified. On an H200, 64 requests of 2,048 tokens took 75 us a layer with 128 heads
+where our kernel took 112, and 50 us with 16 heads where ours took 44. It is slower for few or short requests, and a
+captured graph does not know the lengths that it will replay.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from atom_core.kernels.select import Target
 from atom_core.types import GraphSupport
 from atom_plugin.vllm.flash_attention import aligned, binding, why_no_dtypes, why_not_here
 
-#: Rows (heads of a request's tokens) and requests from which on it decodes, and up to how many tokens of a request:
-#: longer prompts run outside of graphs, where a call takes the host longer than ours.
-MANY_ROWS, FEW_REQUESTS, MOST_QUERIES = 64, 8, 8
+#: It runs batches of at least so many query rows (heads of a request's tokens) and requests, and of at most so many
+#: tokens a request. Longer prompts run outside of graphs, where its call takes more host time than ours.
+MIN_ROWS, MIN_REQUESTS, MAX_QUERY_LEN = 64, 8, 8
 
-#: At most how many programs share a request's rows of latents, as in vLLM's own captured graphs, and how much memory
-#: the parts of their answers may take: vLLM has not counted it.
-_MOST_PARTS, _PARTS_BYTES = 32, 256 << 20
+#: Most splits of one request's latents, as in vLLM's own captured graphs, and the most bytes of their partial results,
+#: which vLLM's memory profile does not count.
+_MAX_SPLITS, _PARTIAL_BYTES = 32, 256 << 20
 
 
-def why_no_both_over_latents(spec: MlaAttentionSpec, target: Target) -> str | None:
-    """None where the layer can be run by ours and by it, else the reason."""
+def why_no_both_mla(spec: MlaAttentionSpec, target: Target) -> str | None:
+    """None where our kernel and FlashAttention 3 both run the layer, else the reason."""
     return triton_supports(spec, target) or why_no_flash_mla_attention(spec, target)
 
 
-def build_both_over_latents(spec: MlaAttentionSpec, target: Target) -> MlaAttentionKernel:
-    """Ours, and FlashAttention 3 where that is faster."""
-    return ManyRowsElsewhere(spec, build_triton(spec, target), FlashMlaAttention3(spec))
+def build_both_mla(spec: MlaAttentionSpec, target: Target) -> MlaAttentionKernel:
+    """Our kernel, and FlashAttention 3 for the batches that it runs faster."""
+    return DispatchByRows(spec, build_triton(spec, target), FlashMlaAttention3(spec))
 
 
 def why_no_flash_mla_attention(spec: MlaAttentionSpec, target: Target) -> str | None:
-    """None where it can run the layer, else the reason."""
+    """None where FlashAttention 3 runs the layer, else the reason."""
     shape = spec.latent
     if reason := why_no_dtypes(target, shape.dtype, shape.cache_dtype):
         return reason
     if (shape.rank, shape.rope_dim) != (512, 64):
         return (
-            "FlashAttention 3 has latents of 512 numbers with rotated keys of 64, not "
+            "FlashAttention 3 has latents of 512 elements with rotated keys of 64, not "
             f"{shape.rank} with {shape.rope_dim}."
         )
     return why_not_here()
 
 
-class ManyRowsElsewhere:
-    """A kernel that leaves batches to another where many rows meet a request's latents; both read the same cache."""
+class DispatchByRows:
+    """Two kernels over the same cache: ``many`` runs batches of many query rows, ``kernel`` the others."""
 
     def __init__(self, spec: MlaAttentionSpec, kernel: MlaAttentionKernel, many: MlaAttentionKernel) -> None:
         assert kernel.padded_heads == many.padded_heads
@@ -67,15 +67,15 @@ class ManyRowsElsewhere:
         """Write the attention of every request's queries to ``out``."""
         queries = batch.max_query_len
         rows, requests = self.spec.latent.num_heads * queries, batch.seq_lens.shape[0]
-        many = queries <= MOST_QUERIES and rows >= MANY_ROWS and requests >= FEW_REQUESTS
+        many = queries <= MAX_QUERY_LEN and rows >= MIN_ROWS and requests >= MIN_REQUESTS
         (self.many if many else self.kernel)(q, cache, batch, out)
 
 
 class FlashMlaAttention3:
     """See :class:`atom_core.kernels.mla_attention.MlaAttentionKernel`; it reads the cache by its strides.
 
-    Rotated keys are its keys, and what the latents add to the scores its ``q_v``: the latents are its values. Who reads
-    what is worked out on the GPU by the first layer of a step, for all of them.
+    FlashAttention's keys are the rotated keys, its values the latents, and its ``q_v`` the queries in the latents'
+    space. The first layer of a step computes the schedule on the GPU, for all layers.
     """
 
     graph_support: GraphSupport = "always"
@@ -90,7 +90,7 @@ class FlashMlaAttention3:
         """Write the attention of every request's queries to ``out``."""
         assert aligned(cache.rows), "it copies by tensor descriptors, whose strides are multiples of 16 bytes"
         rank = self.spec.latent.rank
-        schedule, parts = self._scheduled(q, cache, batch)
+        schedule, splits = self._scheduled(q, cache, batch)
         rows = cache.rows.unsqueeze(2)  # [pages, page size, one head, L + R]
         self.attend(
             q=q[..., rank:],
@@ -106,17 +106,17 @@ class FlashMlaAttention3:
             causal=batch.causal,
             block_table=batch.pages.table,
             scheduler_metadata=schedule,
-            num_splits=parts,
+            num_splits=splits,
             fa_version=3,
         )
 
     def _scheduled(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch) -> tuple[torch.Tensor, int]:
-        """The step's schedule, and at most how many parts a request has in it."""
+        """The step's schedule, and at most how many splits a request has in it."""
         shape = self.spec.latent
         key = ("flash_attention_3", shape, cache.page_size, capturing(q.device))
         if key not in batch.scratch:
-            part_bytes = q.shape[0] * shape.num_heads * shape.rank * torch.float32.itemsize
-            parts = max(1, min(_MOST_PARTS, _PARTS_BYTES // max(1, part_bytes)))
+            split_bytes = q.shape[0] * shape.num_heads * shape.rank * torch.float32.itemsize
+            splits = max(1, min(_MAX_SPLITS, _PARTIAL_BYTES // max(1, split_bytes)))
             schedule = self.schedule(
                 batch_size=batch.seq_lens.shape[0],
                 max_seqlen_q=batch.max_query_len,
@@ -130,8 +130,8 @@ class FlashMlaAttention3:
                 cu_seqlens_q=batch.query_start_loc,
                 page_size=cache.page_size,
                 causal=batch.causal,
-                num_splits=parts,
+                num_splits=splits,
             )
-            batch.scratch[key] = schedule, parts
+            batch.scratch[key] = schedule, splits
         found: tuple[torch.Tensor, int] = batch.scratch[key]
         return found

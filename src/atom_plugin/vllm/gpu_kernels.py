@@ -9,15 +9,13 @@ from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3
 from atom_core.kernels.mla_attention import MLA_ATTENTION
 from atom_core.kernels.select import Implementation
 from atom_plugin.vllm.flash_attention import build_both, why_no_both
-from atom_plugin.vllm.flash_mla_attention import build_both_over_latents, why_no_both_over_latents
+from atom_plugin.vllm.flash_mla_attention import build_both_mla, why_no_both_mla
 
 
 def gpu_kernels() -> Mapping[str, Implementation[Hashable, object]]:
     """By op name."""
     found = {
         ATTENTION.name: Implementation(TRITON_AND_FLASH_ATTENTION_3, why_no_both, build_both),
-        MLA_ATTENTION.name: Implementation(
-            TRITON_AND_FLASH_ATTENTION_3, why_no_both_over_latents, build_both_over_latents
-        ),
+        MLA_ATTENTION.name: Implementation(TRITON_AND_FLASH_ATTENTION_3, why_no_both_mla, build_both_mla),
     }
     return cast("Mapping[str, Implementation[Hashable, object]]", found)

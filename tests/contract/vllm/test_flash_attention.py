@@ -30,16 +30,16 @@ from atom_core.kernels.mla_attention.reference import ReferenceMlaAttention
 from atom_core.kernels.select import KernelSet, Target
 from atom_plugin.vllm.flash_attention import (
     LONG_PROMPT,
+    DispatchByPromptLength,
     FlashAttention3,
-    LongPromptsElsewhere,
     why_no_flash_attention,
 )
 from atom_plugin.vllm.flash_mla_attention import (
-    FEW_REQUESTS,
-    MANY_ROWS,
-    MOST_QUERIES,
+    MAX_QUERY_LEN,
+    MIN_REQUESTS,
+    MIN_ROWS,
+    DispatchByRows,
     FlashMlaAttention3,
-    ManyRowsElsewhere,
     why_no_flash_mla_attention,
 )
 from atom_plugin.vllm.gpu_kernels import gpu_kernels
@@ -210,7 +210,7 @@ def test_what_it_cannot_run_it_says(spec: Any, target: Target, reason: str) -> N
         ({}, Target("cuda", "sm80"), "written for Hopper"),
         ({"dtype": torch.float32, "cache_dtype": torch.float32}, HOPPER, "not torch.float32"),
         ({"cache_dtype": torch.float8_e4m3fn}, HOPPER, "queries in the cache's dtype"),
-        ({"rank": 256}, HOPPER, "latents of 512 numbers with rotated keys of 64, not 256 with 64"),
+        ({"rank": 256}, HOPPER, "latents of 512 elements with rotated keys of 64, not 256 with 64"),
         ({}, HOPPER, "vLLM's FlashAttention cannot be imported"),
     ],
 )
@@ -226,7 +226,7 @@ def test_long_prompts_are_read_elsewhere(tokens: int, long: bool) -> None:
     inputs = attention_batch(case, torch.float32, torch.device("cpu"))
     one, other = (Mock(wraps=ReferenceAttention(case.spec(torch.float32)), order="plain") for _ in range(2))
     other.plan_key.return_value = None
-    kernel = LongPromptsElsewhere(one, other)
+    kernel = DispatchByPromptLength(one, other)
     kernel(inputs.q, inputs.cache, inputs.batch, None, inputs.q.new_empty(inputs.q.shape))
     assert (one.called, other.called) == (not long, long)
 
@@ -234,13 +234,13 @@ def test_long_prompts_are_read_elsewhere(tokens: int, long: bool) -> None:
 @pytest.mark.parametrize(
     ("heads", "requests", "queries", "many"),
     [
-        (MANY_ROWS, FEW_REQUESTS, 1, True),
-        (MANY_ROWS // 2, FEW_REQUESTS, 1, False),
-        (MANY_ROWS // 2, FEW_REQUESTS, 2, True),
-        (MANY_ROWS, FEW_REQUESTS - 1, 1, False),
-        (MANY_ROWS, FEW_REQUESTS - 1, 2, False),
-        (MANY_ROWS // 8, FEW_REQUESTS, MOST_QUERIES, True),
-        (MANY_ROWS, FEW_REQUESTS, MOST_QUERIES + 1, False),
+        (MIN_ROWS, MIN_REQUESTS, 1, True),
+        (MIN_ROWS // 2, MIN_REQUESTS, 1, False),
+        (MIN_ROWS // 2, MIN_REQUESTS, 2, True),
+        (MIN_ROWS, MIN_REQUESTS - 1, 1, False),
+        (MIN_ROWS, MIN_REQUESTS - 1, 2, False),
+        (MIN_ROWS // 8, MIN_REQUESTS, MAX_QUERY_LEN, True),
+        (MIN_ROWS, MIN_REQUESTS, MAX_QUERY_LEN + 1, False),
     ],
 )
 def test_many_rows_that_meet_a_requests_latents_are_read_elsewhere(
@@ -251,7 +251,7 @@ def test_many_rows_that_meet_a_requests_latents_are_read_elsewhere(
     ours, other = (
         Mock(wraps=ReferenceMlaAttention(spec), padded_heads=heads, graph_support="always") for _ in range(2)
     )
-    kernel = ManyRowsElsewhere(spec, ours, other)
+    kernel = DispatchByRows(spec, ours, other)
     assert (kernel.padded_heads, kernel.graph_support) == (heads, "always")
     check_absorbed(case, kernel, latent_batch(case, torch.float32, torch.device("cpu")))
     assert (ours.called, other.called) == (not many, many)
@@ -264,9 +264,9 @@ def test_it_can_run_where_vllm_says_so(monkeypatch: pytest.MonkeyPatch, binding:
     assert why_no_flash_mla_attention(LATENT_SPEC, HOPPER) is None
     kernels = KernelSet(HOPPER, OPS, contributed=gpu_kernels())
     assert kernels.chosen(ATTENTION, SPEC) == TRITON_AND_FLASH_ATTENTION_3
-    assert isinstance(kernels.select(ATTENTION, SPEC), LongPromptsElsewhere)
+    assert isinstance(kernels.select(ATTENTION, SPEC), DispatchByPromptLength)
     assert kernels.chosen(ATTENTION, replace(SPEC, cache_dtype=torch.float8_e4m3fn)) == "triton"
-    assert isinstance(kernels.select(MLA_ATTENTION, LATENT_SPEC), ManyRowsElsewhere)
+    assert isinstance(kernels.select(MLA_ATTENTION, LATENT_SPEC), DispatchByRows)
     separate = ((MLA_ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3),)
     assert kernels.chosen(MLA_ABSORBED_VALUES, MlaAbsorbedValuesSpec(LATENT_SPEC, separate)) == "triton"
     in_fp8 = replace(LATENT_SPEC, latent=replace(LATENT_SPEC.latent, cache_dtype=torch.float8_e4m3fn))

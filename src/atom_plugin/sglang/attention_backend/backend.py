@@ -1,7 +1,7 @@
 """``--attention-backend atom``: SGLang's backend interface over the core's ops.
 
-Our own models hand their raw qkv along and get the fused step. A model of SGLang's own, run on this backend by name,
-brings q, k and v that are ready: they are written by the pool and attended to by the same kernel.
+Our models pass their raw qkv and get the fused step. A model of SGLang's own passes q, k and v after norms
+and rope: the pool writes them, and the same kernel attends.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from atom_core.kernels.select import Target
 from atom_core.updates import ModelWeights
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
+from atom_plugin.sglang.attention_backend.batch import eager_batch, windowed
 from atom_plugin.sglang.attention_backend.graph_state import PADDED_LENGTH, GraphState
 from atom_plugin.sglang.attention_backend.kv_view import Pools
-from atom_plugin.sglang.attention_backend.metadata import eager_metadata, windowed
 from atom_plugin.sglang.kernels import check_order, unfit_pages
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ class AtomAttentionBackend(AttentionBackend):
 
     Args:
         runner: SGLang's runner, its pools made.
-        step: for a draft that decodes several tokens in a row: how many it has decoded when this backend's turn comes.
+        step: of a draft that decodes several tokens in a row: how many it has decoded before this backend runs.
     """
 
-    #: So SGLang does not wait for the GPU to tell it how many drafts were right.
+    #: So SGLang does not wait for the GPU to count the accepted tokens.
     needs_cpu_seq_lens = False
 
     def __init__(self, runner: ModelRunner, step: int = 0) -> None:
@@ -54,7 +54,7 @@ class AtomAttentionBackend(AttentionBackend):
         self.max_context_len = int(runner.model_config.context_len)
         self.dtype: torch.dtype = runner.dtype
         settings, target = load_settings(), Target.of(self.pools.req_to_token.device)
-        check_order(settings)  # of a model of SGLang's own nobody has asked before
+        check_order(settings)  # no model of ours has checked it where the model is SGLang's
         self.kernels = chosen_kernels(target, settings, excluded=unfit_pages(self.pools.page_size))
         self.step = step
         self.graphs: GraphState | None = None
@@ -74,12 +74,12 @@ class AtomAttentionBackend(AttentionBackend):
             self.forward_metadata = self.windowed_metadata = None
             return
         self._plans = {True: {}, False: {}}
-        batch = eager_metadata(forward_batch, self.pools, self.max_context_len, self.step)
+        batch = eager_batch(forward_batch, self.pools, self.max_context_len, self.step)
         self.forward_metadata = batch
         self.windowed_metadata = windowed(batch, self.pools) if self.pools.hybrid else batch
 
     def _check_weights(self) -> None:
-        """A graph that is replayed asks no model of ours whether its weights are complete."""
+        """A replayed graph does not call our model, which checks that its weights are complete."""
         weights = getattr(self.runner.model, "weights", None)
         if isinstance(weights, ModelWeights):
             weights.check_ready()
@@ -136,7 +136,7 @@ class AtomAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Attention of the step's tokens: ``[T, H * D]``."""
         if atom_layer is not None:
-            rows = q.shape[0]  # SGLang trims q of padded rows, and knows nothing of ours
+            rows = q.shape[0]  # SGLang has cut padded rows off q, and not off our inputs
             fits = all(len(it) == rows for it in atom_inputs)
             inputs = atom_inputs if fits else [it[:rows] for it in atom_inputs]
             return atom_layer.attend(inputs, self, _wanted(forward_batch))
@@ -167,8 +167,8 @@ class AtomAttentionBackend(AttentionBackend):
         heads, dim, rows = layer.tp_q_head_num, layer.head_dim, batch.num_tokens
         wanted = _wanted(forward_batch)
         out = q.new_empty(q.shape[0], heads * dim) if wanted is None else wanted
-        queries, answers = q.view(-1, heads, dim), out.view(-1, heads, dim)
-        self._kernel(layer, sinks is not None)(queries[:rows], view, batch, sinks, answers[:rows])
+        queries, outputs = q.view(-1, heads, dim), out.view(-1, heads, dim)
+        self._kernel(layer, sinks is not None)(queries[:rows], view, batch, sinks, outputs[:rows])
         return out
 
     def _refuse(self, layer: HostAttention, others: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ class AtomAttentionBackend(AttentionBackend):
 
 
 def _refuse_native(runner: ModelRunner) -> None:
-    """Models of SGLang's own bring latents in forms of theirs."""
+    """SGLang's own models pass latents in forms that our kernels do not read."""
     from atom_plugin.sglang.updates import AtomModel  # imports us
 
     if not isinstance(runner.model, AtomModel):
@@ -215,11 +215,11 @@ def _refuse_native(runner: ModelRunner) -> None:
 
 
 def _wanted(batch: ForwardBatch) -> torch.Tensor | None:
-    """Where SGLang wants a layer's answer ``[T, H * D]``, or copies it to: what a captured piece behind it reads."""
+    """SGLang's output tensor ``[T, H * D]``, which the next captured graph reads; None: a new one."""
     out: torch.Tensor | None = getattr(batch, "_attn_output", None)
     return out
 
 
 def _scale(scale: torch.Tensor | float | None, number: float | None) -> float:
-    """A scale of a layer of SGLang's: a tensor and its number from a checkpoint, one bare number from a file."""
+    """A scale of SGLang's layer: a checkpoint gives a tensor and its number, a file gives the number alone."""
     return number or (scale if isinstance(scale, float) else 1.0)

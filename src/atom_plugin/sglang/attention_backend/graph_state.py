@@ -1,7 +1,7 @@
-"""The batch of steps inside captured graphs: the same tensors for every replay, which each graph begins by filling.
+"""The batches of captured graphs: the same tensors for every replay, which each graph fills first.
 
-So nothing is left for the host to do before a replay, and it need not know how long requests are. What a graph reads
-are SGLang's own static tensors and its table of slots.
+So the host does nothing before a replay, and need not know the requests' lengths. A graph reads SGLang's static tensors
+and SGLang's table of slots.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from atom_core.batch import Batch, Pages
 from atom_core.kernels.request_pages import REQUEST_PAGES, RequestPagesSpec
 from atom_core.kernels.select import KernelSet
-from atom_plugin.sglang.attention_backend.metadata import Shape
+from atom_plugin.sglang.attention_backend.batch import Shape
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     from atom_plugin.sglang.attention_backend.kv_view import Pools
 
-#: The length of a padded request: one token, which every kernel can take.
+#: The length of a padded request: one token, which every kernel supports.
 PADDED_LENGTH = 1
 
-#: Metadata for full and for windowed layers.
-Plan = tuple[Batch, Batch]
+#: The batch of full layers and that of windowed layers.
+Batches = tuple[Batch, Batch]
 
 
 class GraphState:
@@ -37,7 +37,7 @@ class GraphState:
         max_context: the longest sequence that is served.
         pools: of the runner.
         kernels: for its device.
-        step: see :meth:`Shape.of`. A draft's step has slots of its own here, for SGLang hands it a slice of others.
+        step: see :meth:`Shape.of`. A draft's step has slots of its own, for SGLang passes a slice.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class GraphState:
         self.pools, self.max_context, self.step = pools, max_context, step
         self.request_pages = kernels.select(REQUEST_PAGES, RequestPagesSpec(pools.page_size))
         self.seq_lens = torch.full((max_requests,), PADDED_LENGTH, dtype=torch.int32, device=device)
-        # Kernels may look at what is behind a request's pages: it has to be numbers of pages.
+        # Kernels may read the table past a request's pages: its entries have to be page numbers.
         self.page_table = torch.zeros(max_requests, pages, dtype=torch.int32, device=device)
         self._ramp = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
         self._starts: dict[int, torch.Tensor] = {1: self._ramp}
@@ -57,19 +57,19 @@ class GraphState:
         if pools.hybrid:
             self.windowed_slots = torch.zeros(max_tokens, dtype=torch.int64, device=device)
             self.windowed_table = torch.zeros_like(self.page_table)
-        self._plans: dict[Shape, Plan] = {}
+        self._plans: dict[Shape, Batches] = {}
 
-    def plan(self, forward_batch: ForwardBatch, in_capture: bool) -> Plan:
-        """The batch of a graph, when it is captured and before each replay."""
+    def plan(self, forward_batch: ForwardBatch, in_capture: bool) -> Batches:
+        """The batches of a graph, when it is captured and before each replay."""
         shape = Shape.of(forward_batch, self.step)
         if in_capture:
             self._plans[shape] = self._plan(shape, forward_batch)
         full, windowed = self._plans[shape]
-        full = replace(full)  # what kernels keep for a step's other layers is of that step alone
+        full = replace(full)  # another step has an empty scratch
         return full, replace(windowed) if self.pools.hybrid else full
 
     def fill(self, forward_batch: ForwardBatch) -> None:
-        """What the graph of ``batch``, whose tensors are the runner's static ones, begins with."""
+        """Fill the tensors: the first thing in the graph of ``forward_batch``, whose tensors are the runner's static ones."""
         shape = Shape.of(forward_batch, self.step)
         count, num_tokens = shape.num_requests, shape.num_tokens
         slots = forward_batch.out_cache_loc[:num_tokens]
@@ -90,7 +90,7 @@ class GraphState:
             windowed,
         )
 
-    def _plan(self, shape: Shape, forward_batch: ForwardBatch) -> Plan:
+    def _plan(self, shape: Shape, forward_batch: ForwardBatch) -> Batches:
         count, num_tokens, queries_each = shape.num_requests, shape.num_tokens, shape.queries_each
         assert queries_each is not None, "only batches of equal requests are captured"
         decodes = count if queries_each == 1 else 0

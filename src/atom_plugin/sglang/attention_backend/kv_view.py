@@ -1,7 +1,7 @@
 """SGLang's pools as the core sees them: which pages a request has, and a layer's keys and values.
 
-A pool gives each token a slot; page ``p`` is the slots ``p * page_size .. (p + 1) * page_size - 1``, and a request's
-tokens fill its pages in order. Slot 0's page belongs to nobody: padded tokens are written there.
+A pool gives each token a slot. Page ``p`` is the slots ``p * page_size .. (p + 1) * page_size - 1``, and a request's
+tokens fill its pages in order. The page of slot 0 belongs to no request: padded tokens are written there.
 
 A hybrid pool keeps layers with a window in a second, smaller pool with slots of its own.
 """
@@ -38,7 +38,7 @@ class Pools:
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self.kv: Any = runner.token_to_kv_pool
         self._pages: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
-        #: Whether a token has one row for all heads, of its latent and a rotated key.
+        #: Whether the pool is MLA's: one row a token, of a latent and a rotated key.
         self.latent = type(self.kv) is MLATokenToKVPool and not self.kv.use_dsa
         self.hybrid = isinstance(self.kv, SWAKVPool) and self.kv.swa_layer_nums > 0
         inner = (self.kv.full_kv_pool, self.kv.swa_kv_pool) if isinstance(self.kv, SWAKVPool) else (self.kv,)
@@ -80,7 +80,7 @@ class Pools:
     def _paged(self, which: tuple[int, str], rows: torch.Tensor) -> torch.Tensor:
         """``[slots, K, D]`` as ``[pages, K, page size, D]``.
 
-        Made once for as long as the pool hands out the same tensor: outside of graphs a layer's attention waits for it.
+        The view is made once for each tensor of the pool: outside of graphs, the host's time counts.
         """
         made_of, pages = self._pages.get(which, (None, rows))
         if made_of is not rows:
@@ -99,13 +99,13 @@ class Pools:
         return first_slots // self.page_size if self.page_size > 1 else first_slots
 
     def windowed_table(self, page_table: torch.Tensor) -> torch.Tensor:
-        """The same requests' pages in the windowed pool; pages that left the window become the nobody's page."""
+        """The same requests' pages in the windowed pool; pages that have left the window become page 0."""
         slots = self.windowed_slots(page_table.long().flatten() * self.page_size)
         return (slots // self.page_size).to(torch.int32).view_as(page_table)
 
     @property
     def windowed_mapping(self) -> torch.Tensor | None:
-        """Where each slot of the full pool is in the windowed one, if there is such: one tensor, kept up to date."""
+        """The windowed pool's slot of each slot of the full pool: one tensor that SGLang updates."""
         mapping: torch.Tensor | None = self.kv.full_to_swa_index_mapping if self.hybrid else None
         return mapping
 

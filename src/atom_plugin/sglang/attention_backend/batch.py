@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a mode makes of a batch, known without looking at the device."""
+    """The sizes of a batch in its forward mode, which the host knows."""
 
     num_requests: int
     queries_each: int | None
-    """Query tokens of every request; None: ``extend_seq_lens`` says."""
+    """Query tokens of every request. None: as ``extend_seq_lens`` says."""
     added_tokens: int
     """Tokens that the step adds beyond ``seq_lens``."""
 
@@ -42,12 +42,12 @@ class Shape:
 
     @classmethod
     def of(cls, forward_batch: ForwardBatch, step: int = 0) -> Shape:
-        """The shape of ``batch``; ``step`` counts the tokens that a draft has decoded since its lengths were taken."""
+        """The shape of ``forward_batch``; ``step`` counts the tokens that a draft has decoded since its lengths were taken."""
         mode = forward_batch.forward_mode
         if mode.is_target_verify():
             draft_tokens = int(forward_batch.spec_info.draft_token_num)
             return cls(forward_batch.batch_size, draft_tokens, draft_tokens)
-        if mode.is_decode_or_idle():  # a rank without requests replays the others' graph, all of its own padded
+        if mode.is_decode_or_idle():  # a rank without requests replays the other ranks' graph with padded rows
             return cls(forward_batch.batch_size, 1, step)
         return cls(forward_batch.batch_size, None, 0)
 
@@ -55,7 +55,7 @@ class Shape:
 def longest(forward_batch: ForwardBatch, shape: Shape, fallback: int) -> int:
     """An upper bound of the requests' lengths after this step, from the host's copy where there is one.
 
-    Behind drafts there is none: SGLang would have to wait for the GPU to count those that were right.
+    After drafts there is none: SGLang would have to wait until the GPU has counted the accepted tokens.
     """
     lengths = forward_batch.seq_lens_cpu
     if lengths is None or lengths.numel() == 0:
@@ -63,11 +63,11 @@ def longest(forward_batch: ForwardBatch, shape: Shape, fallback: int) -> int:
     return min(int(lengths.max()) + shape.added_tokens, fallback)
 
 
-def eager_metadata(forward_batch: ForwardBatch, pools: Pools, max_context: int, step: int = 0) -> Batch:
+def eager_batch(forward_batch: ForwardBatch, pools: Pools, max_context: int, step: int = 0) -> Batch:
     """The batch of a step that runs outside captured graphs, in tensors of its own.
 
     Args:
-        batch: any mode but idle.
+        forward_batch: any mode but idle.
         pools: of the runner.
         max_context: the longest sequence that is served.
         step: see :meth:`Shape.of`.
@@ -83,7 +83,7 @@ def eager_metadata(forward_batch: ForwardBatch, pools: Pools, max_context: int, 
         on_host = forward_batch.extend_seq_lens_cpu
         new = list(on_host) if on_host is not None else forward_batch.extend_seq_lens.tolist()
         num_tokens, max_query_len = sum(map(int, new)), max(map(int, new))
-        # Behind drafts the host does not know how many of them were right.
+        # After drafts the host does not know how many tokens were accepted.
         if forward_batch.seq_lens_cpu is not None and not forward_batch.forward_mode.is_draft_extend_v2():
             host = HostLengths([0, *accumulate(map(int, new))], forward_batch.seq_lens_cpu.tolist())
     max_seq_len = longest(forward_batch, shape, max_context)
