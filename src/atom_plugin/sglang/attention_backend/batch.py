@@ -42,7 +42,7 @@ class Shape:
 
     @classmethod
     def of(cls, forward_batch: ForwardBatch, step: int = 0) -> Shape:
-        """The shape of ``forward_batch``; ``step`` counts the tokens that a draft has decoded since its lengths were taken."""
+        """The shape of a batch; ``step`` counts the tokens that a draft has decoded since its lengths were taken."""
         mode = forward_batch.forward_mode
         if mode.is_target_verify():
             draft_tokens = int(forward_batch.spec_info.draft_token_num)

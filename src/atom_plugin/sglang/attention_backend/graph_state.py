@@ -69,7 +69,7 @@ class GraphState:
         return full, replace(windowed) if self.pools.hybrid else full
 
     def fill(self, forward_batch: ForwardBatch) -> None:
-        """Fill the tensors: the first thing in the graph of ``forward_batch``, whose tensors are the runner's static ones."""
+        """Fill the tensors, first in the graph of ``forward_batch``, whose tensors are the runner's static ones."""
         shape = Shape.of(forward_batch, self.step)
         count, num_tokens = shape.num_requests, shape.num_tokens
         slots = forward_batch.out_cache_loc[:num_tokens]
