@@ -10,5 +10,5 @@ gives tensors. This package runs the same modules' weights by kernels that do th
 - a router behind its norm, experts behind theirs, and experts that add to the residual (:mod:`.moe`).
 
 :class:`.layers.FusedLayers` is built of a model's layers, once, and then runs in their place. Where hooks are to see
-each module (``Runtime.fuses_modules`` is false) it is not built, and the modules run by their own calls.
+each module (``Runtime.fuse_modules`` is false) it is not built, and the modules run by their own calls.
 """

@@ -41,7 +41,7 @@ class FusedMoE:
 
     def __init__(self, norm: StreamNorm, moe: MoE, runtime: Runtime) -> None:
         self.norm, self.moe, self.router, self.experts = norm, moe, moe.router_layer, moe.experts
-        kernels, self.replicas = runtime.kernels, runtime.data_parallel
+        kernels, self.data_parallel = runtime.kernels, runtime.data_parallel
         self.is_partial = runtime.tensor_parallel.world_size > 1
         separate = (
             (RMS_NORM.name, kernels.chosen(RMS_NORM, norm.layer.spec)),
@@ -50,7 +50,7 @@ class FusedMoE:
         self.normed_router = kernels.select(NORMED_ROUTER, NormedRouterSpec(separate))
         self.shared = None if moe.shared_experts is None else FusedSharedExpert(norm, moe.shared_experts, runtime)
         #: Nothing comes between the experts' sum and the stream.
-        self.adds = not self.is_partial and self.replicas.world_size == 1
+        self.adds = not self.is_partial and self.data_parallel.world_size == 1
         #: Up to so many tokens the norm is within each product that reads it: the experts' and the router's.
         self.max_normed = self.experts.max_normed if self.adds and self.router.dtype == runtime.dtype else 0
         self.router_logits = NormedLinear(norm, self.router, None, runtime) if self.max_normed else None
@@ -61,11 +61,11 @@ class FusedMoE:
             return self._normed_in_products(stream)
         x, residual, logits = self._routed(stream)
         weights, experts = self.router.choose(logits)
-        rows = self.replicas.gather(x, weights, experts)
+        rows = self.data_parallel.gather(x, weights, experts)
         self.moe.tell(rows[2])
         if self.adds and (summed := self.experts.add(x, weights, experts, residual)) is not None:
             return Stream(None, summed) if self.shared is None else self.shared.add(x, summed)
-        mine = self.replicas.reduce(self.experts.forward(*rows))
+        mine = self.data_parallel.reduce(self.experts.forward(*rows))
         if self.shared is not None:
             mine = mine + self.shared(x)
         return Stream(mine, residual, self.is_partial)

@@ -80,7 +80,7 @@ def shared_as_routed(config: MoEConfig, runtime: Runtime, name: str) -> int:
     Raises:
         ValueError: matrices that are read together are not quantised alike; ``ATOM_KERNELS`` asks for what cannot be.
     """
-    if not (config.shared_size and runtime.fuses_modules):
+    if not (config.shared_size and runtime.fuse_modules):
         return 0
     names = config.names
     first = checkpoint_module(f"{name}.experts", f"../../{names.module}.experts.0")

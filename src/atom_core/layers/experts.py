@@ -71,13 +71,13 @@ class Experts(ParameterLayer):
     ) -> None:
         super().__init__()
         self.names, self.fused = config.names, config.fused
-        group, replicas, routing = runtime.tensor_parallel, runtime.data_parallel, config.routing
+        tp, dp, routing = runtime.tensor_parallel, runtime.data_parallel, config.routing
         self.hidden_size, self.size = hidden_size, config.intermediate_size
         #: Experts that are chosen from, and with the shared ones behind them.
         self.routed, self.total = routing.num_experts, routing.total_experts
-        rank, self.num_ranks = replicas.rank * group.world_size + group.rank, replicas.world_size * group.world_size
+        rank, self.num_ranks = dp.rank * tp.world_size + tp.rank, dp.world_size * tp.world_size
         #: What users know the number of ranks by.
-        self.ranks = "tensor parallel size" if replicas.world_size == 1 else "tensor times data parallel size"
+        self.ranks = "tensor parallel size" if dp.world_size == 1 else "tensor times data parallel size"
         #: This rank's experts, and what it has of the middle of each.
         self.held, self.mine = range(self.total), range(self.size)
         assert not (routing.shared and (runtime.expert_parallel or config.fused or config.bias))

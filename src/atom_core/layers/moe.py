@@ -86,7 +86,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.index, self.top_k, self.routed_experts = index, config.routing.top_k, runtime.routed_experts
-        self.group, self.replicas = runtime.tensor_parallel, runtime.data_parallel
+        self.group, self.data_parallel = runtime.tensor_parallel, runtime.data_parallel
         shared = shared_as_routed(config, runtime, name)
         config = replace(config, routing=replace(config.routing, shared=shared))
         self.router_name = config.names.router
@@ -101,9 +101,9 @@ class MoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
         weights, experts = self.router_layer.choose(self.router_layer(x.to(self.router_layer.dtype)))
-        rows = self.replicas.gather(x, weights, experts)
+        rows = self.data_parallel.gather(x, weights, experts)
         self.tell(rows[2])
-        partial = self.replicas.reduce(self.experts(*rows))
+        partial = self.data_parallel.reduce(self.experts(*rows))
         if self.shared_experts is not None:
             partial = partial + self.shared_experts(x)
         return self.group.all_reduce(partial)

@@ -12,14 +12,14 @@ import torch
 
 from atom_core.checkpoint import Checkpoint
 from atom_core.weights import Mismatch, dtype_name
-from atom_plugin.common.held_model import HoldsModel
 from atom_plugin.common.hub import SHARDED_STATE
+from atom_plugin.common.wrapped_model import WrappedModel
 
 #: What the frameworks call the files where the user says nothing.
 PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 
 
-def check_shards(model: HoldsModel, directory: Path, pattern: str) -> None:
+def check_shards(model: WrappedModel, directory: Path, pattern: str) -> None:
     """Compare a rank's files, which match ``pattern``, with ``model``, which has been built and not loaded.
 
     Raises:

@@ -98,12 +98,12 @@ class AtomForCausalLM(AtomModel):
         )
         model_config = padded(model_config, config, self.runtime)
         core: DecoderForCausalLM = load_model_class(architecture)(model_config, self.runtime, prefix)
-        self.hold(core)
+        self.wrap(core)
         head: Any = core.lm_head
         if core.model.is_last:
             head.quant_method = HeadMethod()
         self.model, self.lm_head = Body(core.model), head
-        self.hold_weights()
+        self.set_up_weights()
         stage = self.runtime.pipeline.layers(model_config.num_layers)
         self.start_layer, self.end_layer = stage.start, stage.stop
         self.is_last = self.runtime.pipeline.is_last(model_config.num_layers)

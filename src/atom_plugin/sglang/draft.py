@@ -46,9 +46,9 @@ class AtomDraft(AtomModel):
         self.runtime = build_runtime(config, quant_config, model_config.num_layers, SglangRadixAttention, settings)
         model_config = padded(model_config, config, self.runtime)
         core: DraftModel = draft_class(model_config, self.runtime, prefix)
-        self.hold(core)
+        self.wrap(core)
         self.model, self.lm_head = DraftBody(core), core.lm_head
-        self.hold_weights()
+        self.set_up_weights()
         self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
         self.checkpoint = str(getattr(config, "_name_or_path", "") or self.architecture)
         if self.runtime.tensor_parallel.rank == self.runtime.data_parallel.rank == 0:

@@ -11,15 +11,15 @@ from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.runtime_context import get_exec, get_model, get_observability, get_parallel, get_server_args
 
 from atom_core.kernels.select import Target
-from atom_core.runtime import Binder, OneReplica, PipelineStage, RoutedExperts, Runtime
+from atom_core.runtime import Binder, PipelineStage, RoutedExperts, Runtime, SingleDataParallelRank
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
 from atom_plugin.sglang.all_reduce import aiter_all_reduce_norm
 from atom_plugin.sglang.checkpoint_config import FLOAT32_HEAD
+from atom_plugin.sglang.data_parallel import SglangDataParallelGroup
 from atom_plugin.sglang.kernels import unfit_pages
 from atom_plugin.sglang.quantization import quantization_of
-from atom_plugin.sglang.replicas import SglangReplicas
 
 
 def build_runtime(
@@ -61,13 +61,15 @@ def build_runtime(
         max_model_len=int(config.context_len),
         cache_dtype=_cache_dtype(dtype, quant_config),
         tensor_parallel=GroupCommunicator(group, reads_peers=not get_exec().comm.disable_custom_all_reduce),
-        data_parallel=SglangReplicas(parallel.tp_group, group.world_size) if replicated else OneReplica(),
+        data_parallel=SglangDataParallelGroup(parallel.tp_group, group.world_size)
+        if replicated
+        else SingleDataParallelRank(),
         expert_parallel=parallel.moe_ep_size > 1,
         pipeline=PipelineStage(first, end),
         quant=quantization_of(config, None if quant_config is None else quant_config.get_name()),
         # What a batch has written is found in the radix tree by later ones alone.
         same_step_reads="never",
-        fuses_modules=not looks_at_modules(),
+        fuse_modules=not uses_module_hooks(),
         routed_experts=routed_experts,
         # Some configurations ask for it themselves.
         head_dtype=torch.float32
@@ -76,7 +78,7 @@ def build_runtime(
     )
 
 
-def looks_at_modules() -> bool:
+def uses_module_hooks() -> bool:
     """Whether SGLang puts hooks on modules, which are to see each of them (``--forward-hooks``, tensor dumps)."""
     asked = get_observability()
     return bool(asked.forward_hooks) or asked.debug_tensor_dump_output_folder is not None

@@ -23,8 +23,8 @@ from atom_core.loading import check_update, weights_of
 from atom_core.runtime import Runtime
 from atom_core.updates import ModelWeights
 from atom_core.weights import unread_layers
-from atom_plugin.common.held_model import HoldsModel
 from atom_plugin.common.hub import cached_folder, patterns, whole_folder
+from atom_plugin.common.wrapped_model import WrappedModel
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -64,7 +64,7 @@ class UpdateSession(nn.Module):
         self.quant_method = SessionMethod(weights)
 
 
-class AtomModel(HoldsModel):
+class AtomModel(WrappedModel):
     """What SGLang should know of any model of ours, and how it gets its weights."""
 
     #: Safetensors only: SGLang must not turn to pickles where there are none.
@@ -88,7 +88,7 @@ class AtomModel(HoldsModel):
         args = get_server_args()
         return args.revision, args.download_dir
 
-    def hold_weights(self) -> None:
+    def set_up_weights(self) -> None:
         """Called once the core is built."""
         self.weights = weights_of(self.core, self.runtime)
         self.update_session = UpdateSession(self.weights)

@@ -24,7 +24,7 @@ from atom_plugin.vllm.attention import VllmPagedAttention, is_compiled
 from atom_plugin.vllm.checkpoint_config import values_of_draft
 from atom_plugin.vllm.graphs import compile_nothing_between_breaks
 from atom_plugin.vllm.runtime import build_runtime
-from atom_plugin.vllm.updates import HeldWeights
+from atom_plugin.vllm.updates import AtomModel
 from atom_plugin.vllm.warmup import register_warm_up
 
 logger = logging.getLogger("vllm.atom_plugin")
@@ -34,7 +34,7 @@ _compile = support_torch_compile(
 )
 
 
-class AtomDraft(HeldWeights):
+class AtomDraft(AtomModel):
     """A draft of the core behind vLLM's interface of such models."""
 
     #: The model that the layers are behind, as ``config.json`` spells it.
@@ -53,10 +53,10 @@ class AtomDraft(HeldWeights):
         config = draft_class.from_hf(values_of_draft(vllm_config, self.architecture))
         self.runtime = build_runtime(vllm_config, model_config, config.num_layers, VllmPagedAttention, load_settings())
         core: DraftModel = draft_class(config, self.runtime, prefix)
-        self.hold(core)
+        self.wrap(core)
         self.model = core.model
         self.checkpoint = str(model_config.model)
-        self.hold_weights(model_config, vllm_config.load_config.download_dir)
+        self.set_up_weights(model_config, vllm_config.load_config.download_dir)
         register_warm_up(core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
             name = type(core).__name__

@@ -288,7 +288,7 @@ _HONOURED: tuple[Ours, ...] = (
     ),
     Ours(
         "replicas of a mixture share its experts, whole ones or a part of each",
-        _VLLM + "test_mixtures.py::test_replicas_that_share_each_expert_give_hugging_faces_tokens",
+        _VLLM + "test_mixtures.py::test_data_parallel_ranks_that_share_each_expert_give_hugging_faces_tokens",
         settings_of("ParallelConfig", "data_parallel_size enable_expert_parallel"),
     ),
     Ours(

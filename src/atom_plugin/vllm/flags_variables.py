@@ -101,7 +101,7 @@ _HONOURED: tuple[Ours, ...] = (
     ),
     Ours(
         "replicas exchange tokens through torch where NCCL's own library is not to be used",
-        "tests/contract/vllm/test_replicas.py::test_all_see_the_rows_of_all_and_have_their_own_of_the_sum",
+        "tests/contract/vllm/test_data_parallel.py::test_all_see_the_rows_of_all_and_have_their_own_of_the_sum",
         ("VLLM_DISABLE_PYNCCL",),
     ),
     Ours(

@@ -26,7 +26,7 @@ from atom_plugin.vllm.framework_attention import FrameworkAttention
 from atom_plugin.vllm.graphs import compile_nothing_between_breaks
 from atom_plugin.vllm.routed_experts import routing_sources
 from atom_plugin.vllm.runtime import build_runtime
-from atom_plugin.vllm.updates import HeldWeights, check_files_of_rank
+from atom_plugin.vllm.updates import AtomModel, check_files_of_rank
 from atom_plugin.vllm.warmup import register_warm_up
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _compile = support_torch_compile(
 )
 
 
-class AtomForCausalLM(HeldWeights):
+class AtomForCausalLM(AtomModel):
     """A model of the core behind vLLM's model interface."""
 
     supports_pp = True
@@ -59,10 +59,10 @@ class AtomForCausalLM(HeldWeights):
             vllm_config, model_config, config.num_layers, attention, settings, self.routed_experts
         )
         core: DecoderForCausalLM = load_model_class(architecture)(config, self.runtime, prefix)
-        self.hold(core)
+        self.wrap(core)
         self.model, self.lm_head = core.model, core.lm_head
         self.checkpoint = str(model_config.model)
-        self.hold_weights(model_config, vllm_config.load_config.download_dir)
+        self.set_up_weights(model_config, vllm_config.load_config.download_dir)
         if vllm_config.load_config.load_format == SHARDED_STATE and Path(self.checkpoint).is_dir():
             check_files_of_rank(self, Path(self.checkpoint), vllm_config.load_config)
         register_warm_up(core, self.runtime, vllm_config)
@@ -108,8 +108,8 @@ class AtomForCausalLM(HeldWeights):
         self.weights.close()
         self._hand_over()
 
-    def written(self) -> None:
-        """See :class:`HeldWeights`."""
+    def weights_written(self) -> None:
+        """See :class:`AtomModel`."""
         self._hand_over()
 
     def _hand_over(self) -> None:

@@ -10,7 +10,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from atom_core.kernels.select import Target
-from atom_core.runtime import Binder, OneReplica, PipelineStage, RoutedExperts, Runtime
+from atom_core.runtime import Binder, PipelineStage, RoutedExperts, Runtime, SingleDataParallelRank
 from atom_core.types import SameStepReads
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
@@ -18,9 +18,9 @@ from atom_plugin.common.settings import Settings
 from atom_plugin.vllm.all_reduce import aiter_all_reduce_norm
 from atom_plugin.vllm.attention import is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
+from atom_plugin.vllm.data_parallel import VllmDataParallelGroup
 from atom_plugin.vllm.gpu_kernels import gpu_kernels
 from atom_plugin.vllm.quantization import quantization_of
-from atom_plugin.vllm.replicas import VllmReplicas
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -102,7 +102,7 @@ def build_runtime(
         tensor_parallel=VllmCommunicator(
             get_tp_group(), reads_peers=not vllm_config.parallel_config.disable_custom_all_reduce
         ),
-        data_parallel=VllmReplicas(get_dp_group()) if replicated else OneReplica(),
+        data_parallel=VllmDataParallelGroup(get_dp_group()) if replicated else SingleDataParallelRank(),
         expert_parallel=vllm_config.parallel_config.enable_expert_parallel,
         pipeline=PipelineStage(first, end),
         quant=quantization_of(model_config),

@@ -23,9 +23,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from atom_core.loading import check_update, weights_of
 from atom_core.runtime import Runtime
 from atom_core.weights import unread_layers
-from atom_plugin.common.held_model import HoldsModel
 from atom_plugin.common.hub import cached_folder, patterns, whole_folder
 from atom_plugin.common.shards import PATTERN, check_shards
+from atom_plugin.common.wrapped_model import WrappedModel
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -45,7 +45,7 @@ class EndOfLoading(nn.Module, AttentionLayerBase):
     not among the layers for which vLLM makes one.
     """
 
-    def __init__(self, model: HeldWeights) -> None:
+    def __init__(self, model: AtomModel) -> None:
         super().__init__()
         self._model = (model,)  # referred to, for it is the module around this one
 
@@ -62,7 +62,7 @@ class EndOfLoading(nn.Module, AttentionLayerBase):
         self._model[0].end_update()
 
 
-def check_files_of_rank(model: HoldsModel, directory: Path, load_config: LoadConfig) -> None:
+def check_files_of_rank(model: WrappedModel, directory: Path, load_config: LoadConfig) -> None:
     """What vLLM's loader of ``sharded_state`` will read of ``directory``; see :func:`check_shards`."""
     stages, rank = get_pp_group(), get_tp_group().rank_in_group
     pattern = (load_config.model_loader_extra_config or {}).get("pattern")
@@ -72,14 +72,14 @@ def check_files_of_rank(model: HoldsModel, directory: Path, load_config: LoadCon
     check_shards(model, directory, pattern.format(rank=rank, tp_rank=rank, pp_rank=stages.rank_in_group, part="*"))
 
 
-class HeldWeights(HoldsModel):
+class AtomModel(WrappedModel):
     """A model behind vLLM's interface, as far as its weights go."""
 
     runtime: Runtime
     #: The folder that it was built for.
     checkpoint: str
 
-    def hold_weights(self, model_config: ModelConfig, cache: str | None) -> None:
+    def set_up_weights(self, model_config: ModelConfig, cache: str | None) -> None:
         """Called once the core is built.
 
         Args:
@@ -109,7 +109,7 @@ class HeldWeights(HoldsModel):
             if get_tp_group().rank_in_group == 0 and (line := unread_layers(self.core, source)):
                 logger.info(line)
             return names
-        if self._put_back():
+        if self._restore_tensors():
             self.weights.begin()
         # vLLM's `reload_weights` without an iterator hands over what this method of its loader gives.
         of_folder = getattr(weights, "__name__", "") == "get_all_weights"
@@ -130,7 +130,7 @@ class HeldWeights(HoldsModel):
                 return {name for name, _ in self.named_parameters()}
             raise
         self._from = (self._model_config.model, self._model_config.revision)
-        self.written()
+        self.weights_written()
         return names
 
     def _update_from_folder(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -144,7 +144,7 @@ class HeldWeights(HoldsModel):
         """The folder whose configuration the model has; a draft's is read from the same in another way."""
         return None if self.core.borrowed else cached_folder(*self._built_for, self._cache)
 
-    def _put_back(self) -> bool:
+    def _restore_tensors(self) -> bool:
         """Put what layer-wise reloading has taken out of the modules back; whether it has taken something.
 
         It is told that nothing is left for it to do, but to say when the update has ended.
@@ -169,7 +169,7 @@ class HeldWeights(HoldsModel):
         """All tensors of the first weights, or of an update, have come."""
         self.weights.end()
         if self.weights.loaded:
-            self.written()
+            self.weights_written()
 
-    def written(self) -> None:
+    def weights_written(self) -> None:
         """New weights are there; vLLM's layers may have been told of others, or forgotten theirs."""

@@ -48,12 +48,12 @@ CASES = {
     "an unsupported architecture": Case(
         ("--model-impl atom has no model for the architecture OPTForCausalLM", f"supported: {SUPPORTED}"), model="opt"
     ),
-    "replicas that exchange tokens in another way": Case(
+    "data-parallel ranks that exchange tokens in another way": Case(
         ("(--all2all-backend deepep_low_latency)", "supported: allgather_reducescatter", "--data-parallel-size 2"),
         {"data_parallel_size": 2, "all2all_backend": "deepep_low_latency", "load_format": "dummy"},
         model="a mixture",
     ),
-    "experts that replicas cannot share out": Case(
+    "experts that data-parallel ranks cannot split": Case(
         ("tensor times data parallel size 4 does not divide num_experts=6",),
         {"data_parallel_size": 4, "enable_expert_parallel": True, "load_format": "dummy"},
         model="a mixture",
