@@ -1,8 +1,7 @@
-"""Layers of a checkpoint that draft (multi-token prediction), as vLLM's runners see them; see :mod:`.models`.
+"""Draft models made of a checkpoint's own layers (multi-token prediction), for vLLM; see :mod:`.models`.
 
-Both runners build the draft after the target and give it the target's embedding and head, as modules: ``embed_tokens``
-of :attr:`AtomDraft.model`, and ``lm_head``. What a draft returns is what logits are made of and what the next step
-reads; vLLM asks for both apart of classes by other names than ours alone.
+Both of vLLM's runners build the draft after the target and set the target's modules in it: ``embed_tokens`` of
+:attr:`AtomDraft.model`, and ``lm_head``. One output of the draft serves for the logits and as the next step's input.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ _compile = support_torch_compile(
 
 
 class AtomDraft(AtomModel):
-    """A draft of the core behind vLLM's interface of such models."""
+    """A draft of the core with vLLM's interface of drafts."""
 
-    #: The model that the layers are behind, as ``config.json`` spells it.
+    #: The target's architecture, as in ``config.json``.
     architecture: str
-    #: The target's, which vLLM puts here.
+    #: The target's, set by vLLM.
     lm_head: nn.Module
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         compile_nothing_between_breaks(vllm_config)
-        # What vLLM hands over is the target's configuration, with the draft's within.
+        # vLLM passes the target's configuration, which contains the draft's.
         assert vllm_config.speculative_config is not None
         model_config = vllm_config.speculative_config.draft_model_config
         self.config = model_config.hf_config

@@ -1,5 +1,5 @@
-"""Our models as vLLM sees them. vLLM inspects these classes in a process of its own and caches what it found by this
-file's contents, so every fact about them (pipeline support and the like) stands here and in no base class elsewhere.
+"""Our model classes for vLLM. vLLM inspects them in another process and caches the result by the contents of this file.
+So every property that vLLM asks for (such as pipeline support) is set in this file and not in a base class elsewhere.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _compile = support_torch_compile(
 
 
 class AtomForCausalLM(AtomModel):
-    """A model of the core behind vLLM's model interface."""
+    """A model of the core with vLLM's model interface."""
 
     supports_pp = True
 
@@ -71,8 +71,8 @@ class AtomForCausalLM(AtomModel):
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
 
     def get_model_state_cls(self) -> type[ModelState]:
-        """What vLLM's newer model runner keeps of a model, where it looks for it."""
-        from atom_plugin.vllm.sampling import AtomModelState  # of that runner, which this process may not have loaded
+        """The model state for vLLM's model runner V2."""
+        from atom_plugin.vllm.sampling import AtomModelState  # imports runner V2, which may not be in use
 
         return AtomModelState
 
@@ -120,7 +120,7 @@ class AtomForCausalLM(AtomModel):
     def make_empty_intermediate_tensors(
         self, batch_size: int, dtype: torch.dtype, device: torch.device
     ) -> IntermediateTensors:
-        """What a later pipeline stage is profiled with."""
+        """Zeros with which vLLM profiles a later pipeline stage."""
         shape = (batch_size, self.core.config.hidden_size)
         return IntermediateTensors(
             {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("hidden_states", "residual")}

@@ -62,7 +62,7 @@ def test_shared_experts_among_the_routed_ones_are_left_out(tmp_path, family):
     assert told_by(runner, tmp_path, kernels=runner.runtime.kernels) == expected
 
 
-def test_replicas_tell_of_the_rows_of_all():
+def test_data_parallel_ranks_report_the_rows_of_all():
     """As both frameworks count them; here the other data-parallel rank has the same rows in another order."""
 
     class Two(SingleDataParallelRank):
