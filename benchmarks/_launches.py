@@ -175,11 +175,11 @@ class CountedGroup(WithoutPeers):
         return x if self.world_size == 1 else x.new_empty(shape)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """No decoding step without replicas asks for it."""
+        """No decoding step without data parallelism asks for it."""
         raise AssertionError("not part of such a step")
 
     def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        """No decoding step without replicas asks for it."""
+        """No decoding step without data parallelism asks for it."""
         raise AssertionError("not part of such a step")
 
 

@@ -16,7 +16,7 @@ from atom_core.models.decoder import CheckpointModel
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_draft_class, load_model_class
 from atom_core.quant import QuantConfig, Unquantized
-from atom_core.runtime import OneReplica, Runtime, SingleRank
+from atom_core.runtime import Runtime, SingleDataParallelRank, SingleRank
 from atom_core.updates import UNCHANGED, ModelWeights, check_stored_scales
 from atom_core.weights import check_checkpoint, layers_behind
 
@@ -39,7 +39,7 @@ def check_files(
         tensor_parallel_size: ranks that would share the layers.
         quant: of the linear layers.
         expert_parallel: whether the ranks would share out experts whole.
-        data_parallel_size: replicas that would share the experts.
+        data_parallel_size: data-parallel ranks, which split the experts.
 
     Raises:
         ValueError: damaged files, tensors that do not fit, heads or experts that do not divide over the ranks, or a
@@ -158,5 +158,5 @@ def _without_memory(
         ),
         tensor_parallel=SingleRank(world_size=tensor_parallel_size),
         expert_parallel=expert_parallel,
-        data_parallel=OneReplica(world_size=data_parallel_size),
+        data_parallel=SingleDataParallelRank(world_size=data_parallel_size),
     )

@@ -92,16 +92,16 @@ class SingleRank(WithoutPeers):
         return x
 
 
-class Replicas(Protocol):
-    """Ranks that serve requests of their own with the same model, and share out its experts (data parallelism)."""
+class DataParallelGroup(Protocol):
+    """The data-parallel ranks of one model: each serves its own requests, and the experts are split over all."""
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index in the group."""
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """The number of data-parallel ranks."""
 
     def gather(self, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of each tensor, the rows of all ranks in their order; ranks may have different numbers of rows."""
@@ -111,8 +111,8 @@ class Replicas(Protocol):
 
 
 @dataclass(frozen=True)
-class OneReplica:
-    """A model that serves alone."""
+class SingleDataParallelRank:
+    """The group of a model without data parallelism."""
 
     rank: int = 0
     world_size: int = 1
@@ -152,8 +152,8 @@ Binder = Callable[["TokenMixer", "Runtime"], "BaseAttention"]
 RoutedExperts = Callable[[int, torch.Tensor], None]
 """Told by each mixture which experts its router chose: the layer's index, and ``experts [T, k]`` int32.
 
-They are those of all experts, in no order, without shared ones; ``T`` are the rows of all replicas, as
-:meth:`Replicas.gather` has them. It is called within captured graphs too, so what it does must be done on the device.
+They are those of all experts, in no order, without shared ones; ``T`` counts the rows of all data-parallel ranks, in
+the order of :meth:`DataParallelGroup.gather`. It is called within captured graphs too, so it must work on the device.
 """
 
 
@@ -169,13 +169,13 @@ class Runtime:
     """The longest sequence that will be served: rows of the rope table."""
     cache_dtype: torch.dtype
     tensor_parallel: Communicator = field(default_factory=SingleRank)
-    data_parallel: Replicas = field(default_factory=OneReplica)
+    data_parallel: DataParallelGroup = field(default_factory=SingleDataParallelRank)
     expert_parallel: bool = False
-    """Whether ranks of the tensor-parallel group and of replicas share out the experts, not each expert's middle."""
+    """Whether tensor- and data-parallel ranks split the experts, not the intermediate size of each expert."""
     pipeline: PipelineStage = field(default_factory=PipelineStage)
     quant: QuantConfig = field(default_factory=Unquantized)
     same_step_reads: SameStepReads = "at page starts"
-    fuses_modules: bool = True
+    fuse_modules: bool = True
     """Whether one kernel may do the work of several modules. If not, each module runs by its own call, for hooks."""
     head_dtype: torch.dtype | None = None
     """Of the head's product and of logits, float32 or None: the model's. The head's weight has the model's."""

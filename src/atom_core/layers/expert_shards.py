@@ -80,7 +80,7 @@ def shared_as_routed(config: MoEConfig, runtime: Runtime, name: str) -> int:
     Raises:
         ValueError: matrices of one weight are quantised differently, or ``ATOM_KERNELS`` asks for an unsupported one.
     """
-    if not (config.shared_size and runtime.fuses_modules):
+    if not (config.shared_size and runtime.fuse_modules):
         return 0
     names = config.names
     first = checkpoint_module(f"{name}.experts", f"../../{names.module}.experts.0")

@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         held, norm = [cast(DecoderLayer, self.layers[index]) for index in mine], self.norm
         #: What runs in the place of the layers and the norm; None: their own calls.
         self.fused = (
-            FusedLayers(held, norm if isinstance(norm, RMSNorm) else None, runtime) if runtime.fuses_modules else None
+            FusedLayers(held, norm if isinstance(norm, RMSNorm) else None, runtime) if runtime.fuse_modules else None
         )
 
     def forward(

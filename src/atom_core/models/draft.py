@@ -49,7 +49,7 @@ class DraftLayer(DecoderLayer):
         self.hnorm = RMSNorm(size, config.rms_norm_eps, runtime)
         self.eh_proj = Linear(2 * size, size, False, _of_entry(runtime, f"{name}.eh_proj"), f"{name}.eh_proj")
         self.shared_head = SharedHead(config, runtime)
-        self.fused = FusedLayers([self], self.shared_head.norm, runtime) if runtime.fuses_modules else None
+        self.fused = FusedLayers([self], self.shared_head.norm, runtime) if runtime.fuse_modules else None
 
     def draft(
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, step: object

@@ -1,1 +1,1 @@
-"""What both adapters and the command line share: settings, framework versions, what is supported."""
+"""Code that both adapters and the command line share."""

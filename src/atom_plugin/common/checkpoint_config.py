@@ -1,7 +1,6 @@
-"""A framework's configuration object beside the ``config.json`` that it was made of.
+"""Reading a framework's configuration object together with the ``config.json`` that it was made from.
 
-What a framework hands over is not what stands in the file: overrides replace whole dictionaries in it, and the
-framework writes values of its own into it.
+The two differ: overrides replace whole dictionaries, and the framework adds its own values.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from atom_plugin.common.hub import cached_folder, whole_folder
 
 logger = logging.getLogger(__name__)
 
-#: What a rope dictionary has beside its kind of stretching: an override that replaces the dictionary means to keep it.
-_KEPT_OF_ROPE = ("rope_theta", "partial_rotary_factor")
+#: Keys of a rope dictionary that an override of the scaling should not drop.
+_RESTORED_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 
 
 def file_values(model: str, revision: str | None = None) -> Mapping[str, Any]:
-    """What ``config.json`` of a model says: of a folder, or of a name that Hugging Face's cache has; else nothing.
+    """The ``config.json`` of a folder, or of a name in Hugging Face's cache; empty if there is none.
 
     Raises:
         ValueError: the file is not a JSON object.
@@ -38,8 +37,8 @@ def config_values(
     Args:
         hf_config: the object, or its values.
         file: see :func:`file_values`.
-        architecture: in place of the one that the framework has put there; None: that one.
-        added: keys that the framework writes into every configuration; one that the file has too is the file's.
+        architecture: replaces the framework's value, unless None.
+        added: keys that the framework adds to every configuration, removed unless the file has them.
     """
     values = {key: value for key, value in as_mapping(hf_config).items() if key not in added or key in file}
     if architecture is not None:
@@ -48,7 +47,7 @@ def config_values(
 
 
 def _of_first_layers(values: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with the file's kinds of the first layers alone, where an override asks for fewer layers."""
+    """``values`` with ``layer_types`` cut to the number of layers, if an override asks for fewer layers."""
     count, types = values.get("num_hidden_layers"), values.get("layer_types")
     if not isinstance(count, int) or not isinstance(types, list) or len(types) != file.get("num_hidden_layers"):
         return values
@@ -56,7 +55,7 @@ def _of_first_layers(values: dict[str, Any], file: Mapping[str, Any]) -> dict[st
 
 
 def untied(values: dict[str, Any], model: str, revision: str | None = None, cache: str | None = None) -> dict[str, Any]:
-    """``values`` without a tied head where the files of a model have another one; see ``config_of`` of the core."""
+    """``values`` with an untied head if the weight files have a separate one; see ``config_of`` of the core."""
     if values.get("tie_word_embeddings"):
         folder = whole_folder(model, revision, cache)
         if folder is not None and has_own_head(folder):
@@ -65,22 +64,22 @@ def untied(values: dict[str, Any], model: str, revision: str | None = None, cach
 
 
 def _with_rope_of_file(values: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with the rope base of the file, where an override has replaced the dictionary that had it.
+    """``values`` with the file's rope base, if an override has replaced the dictionary that had it.
 
-    ``--hf-overrides '{"rope_parameters": {"rope_type": "yarn", ...}}'``, the official way to stretch Qwen's context,
-    leaves no base, and no base means another one.
+    ``--hf-overrides '{"rope_parameters": {"rope_type": "yarn", ...}}'``, the official way to extend Qwen's context,
+    drops the base, and the default base is another.
     """
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     rope = values.get(name)
     if not isinstance(rope, Mapping) or not rope:
         return values
     of_file = {**file, **(file.get("rope_scaling") or {}), **(file.get("rope_parameters") or {})}
-    for key in _KEPT_OF_ROPE:
+    for key in _RESTORED_ROPE_KEYS:
         value = of_file.get(key)
         if value is None or rope.get(key) is not None or values.get(key) is not None:
             continue
-        # A framework may have noted the base that an override lacks as null.
+        # A framework may have set a missing base to null.
         values[name] = {k: v for k, v in values[name].items() if k != key}
         values[key] = value
-        logger.info("%s=%s is the checkpoint's own: the rope that was asked for has none", key, value)
+        logger.info("%s=%s is taken from the checkpoint, because the rope override has none", key, value)
     return values

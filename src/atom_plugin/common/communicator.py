@@ -1,6 +1,6 @@
 """A framework's parallel group as the core's Communicator.
 
-vLLM's and SGLang's groups have a common ancestor: the same names, and collectives that survive captured graphs.
+vLLM's and SGLang's groups have a common ancestor, so their methods have the same names and work in captured graphs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Place = tuple[str, str]
 
 
 class Group(Protocol):
-    """What is used of a ``GroupCoordinator``."""
+    """The used part of a ``GroupCoordinator``."""
 
     rank_in_group: int
     world_size: int
@@ -40,7 +40,7 @@ class GroupCommunicator:
 
     Args:
         group: the framework's.
-        reads_peers: whether ranks may read each other's memory, as the framework's own all-reduce of few tokens does.
+        reads_peers: whether ranks may read each other's memory, as the framework's custom all-reduce does.
     """
 
     def __init__(self, group: Group, *, reads_peers: bool = True) -> None:
@@ -61,9 +61,9 @@ class GroupCommunicator:
         """See :class:`atom_core.runtime.Communicator`."""
         if self.world_size == 1:
             return x
-        parts = x.movedim(dim, 0).contiguous()
-        result = parts.new_empty(parts.shape[0] // self.world_size, *parts.shape[1:])
-        torch.distributed.reduce_scatter_tensor(result, parts, group=self.group.device_group)
+        rows = x.movedim(dim, 0).contiguous()
+        result = rows.new_empty(rows.shape[0] // self.world_size, *rows.shape[1:])
+        torch.distributed.reduce_scatter_tensor(result, rows, group=self.group.device_group)
         return result.movedim(0, dim)
 
     def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
@@ -79,14 +79,14 @@ class GroupCommunicator:
     @functools.cached_property
     def _why_no_peer_memory(self) -> str | None:
         if self.world_size == 1 or self.group.device.type != "cuda":
-            return "Only several GPUs read each other's memory."
+            return "It needs several GPUs that can read each other's memory."
         if not self.reads_peers:
-            return "--disable-custom-all-reduce keeps ranks from reading each other's memory."
-        places = self._of_all((_host(), _gpu(self.group.device)))
-        # Each rank looks at its own GPU; what one cannot do is left alone by all.
-        return next((reason for reason in self._of_all(why_out_of_reach(self.rank, places)) if reason), None)
+            return "--disable-custom-all-reduce prevents ranks from reading each other's memory."
+        places = self._gather_objects((_host(), _gpu(self.group.device)))
+        # Each rank checks its own GPU. If one rank fails, no rank uses peer memory.
+        return next((reason for reason in self._gather_objects(why_out_of_reach(self.rank, places)) if reason), None)
 
-    def _of_all(self, mine: T) -> list[T]:
+    def _gather_objects(self, mine: T) -> list[T]:
         found: list[T] = [mine] * self.world_size
         torch.distributed.all_gather_object(found, mine, group=self.group.cpu_group)
         return found
@@ -98,7 +98,7 @@ class GroupCommunicator:
 
 
 def _host() -> str:
-    """The machine and, where it has several, the container that this process is in."""
+    """An identifier of this process's machine and container."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
@@ -108,7 +108,7 @@ def _gpu(device: torch.device) -> str:
 
 
 def why_out_of_reach(rank: int, places: Sequence[Place]) -> str | None:
-    """None where the GPU of ``rank`` reads the memory of all, else the reason; ``places`` has every rank's."""
+    """Why the GPU of ``rank`` cannot read the memory of all ranks, which are at ``places``; None if it can."""
     host, mine = places[rank]
     if any(theirs != host for theirs, _ in places):
         return "The ranks are on several hosts, whose GPUs do not read each other's memory."

@@ -1,4 +1,4 @@
-"""The tables of flags for people and programs: counts, and the rows of what is refused and of what is honoured."""
+"""The tables of flags as Markdown, as a table for a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HONOURED = ("Settings", "With our models")
 
 
 def as_markdown(table: Sequence[Row]) -> str:
-    """For a page: counts, what is refused, what is honoured, and where all else acts."""
+    """For a page: counts, refused settings, honoured settings, and the reasons of all others."""
     found = counts(table)
     total = ", ".join(f"{found[kind]} are {_TITLES[kind]}" for kind in KINDS)
     refused = [(_names(row), row.what, ", ".join(_code(row.allowed)), row.instead) for row in refusals(table)]
@@ -28,13 +28,13 @@ def as_markdown(table: Sequence[Row]) -> str:
         + _markdown(_REFUSED, _merged(refused))
         + "\n"
         + _markdown(_HONOURED, honoured)
-        + "\nThe framework's own act in, or are:\n\n"
+        + "\nThe framework's own settings, by what they concern:\n\n"
         + "".join(theirs)
     )
 
 
 def as_table(table: Sequence[Row]) -> RichTable:
-    """For a terminal: what is refused and what is honoured; all else is the framework's."""
+    """For a terminal: the refused and the honoured settings."""
     from rich.table import Table as RichTable
 
     shown = RichTable("Setting", "With our models")
@@ -49,7 +49,7 @@ def as_table(table: Sequence[Row]) -> RichTable:
 
 
 def as_json(table: Sequence[Row]) -> str:
-    """For a program: one object a setting."""
+    """For a program: one object for each setting."""
     return json.dumps([entry for row in table for entry in _objects(row)], indent=2)
 
 
@@ -74,7 +74,7 @@ def _code(names: Iterable[str]) -> list[str]:
 
 
 def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """One line for rows that differ in their first cell alone."""
+    """One line for rows that differ only in their first cell."""
     merged: dict[tuple[str, ...], list[str]] = {}
     for first, *rest in rows:
         merged.setdefault(tuple(rest), []).append(first)

@@ -1,10 +1,10 @@
-"""What becomes of each setting of a framework: who acts on it, and what our models refuse.
+"""The rows of the tables of a framework's settings: its own, those that our models honour, and those that they refuse.
 
-Each adapter has one table of these rows (``flags.py`` beside its ``routing.py``). A setting is a field of one of the
-framework's configuration classes (``SchedulerConfig.max_num_seqs``, ``ServerArgs.enable_lora``) or an environment
-variable (``VLLM_BATCH_INVARIANT``). Every setting of every supported version stands in exactly one row, which a test
-compares with the installed framework: a new flag is looked at before it is served. ``routing`` refuses by the table,
-and the documentation and ``atom-plugin doctor`` are made from it. A table imports no framework.
+Each adapter has one table (``flags.py``). A setting is a field of one of the framework's configuration classes
+(``SchedulerConfig.max_num_seqs``, ``ServerArgs.enable_lora``) or an environment variable (``VLLM_BATCH_INVARIANT``).
+Every setting of every supported version is in exactly one row. A test compares the table with the installed framework,
+so that a new setting is reviewed before it is supported. ``routing.py`` refuses by the table, and the documentation and
+``atom-plugin doctor`` are made from it. A table imports no framework.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Theirs:
-    """Settings that act outside the model's code, so that they mean with our models what they mean with native ones."""
+    """Settings that act outside the model's code, and so do the same with our models as with native ones."""
 
     why: str
-    """Where they act, and so why we need do nothing."""
+    """Where they act."""
     settings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Ours:
-    """Settings that native models act on inside their code, and that our models honour."""
+    """Settings that native models read in their own code, and that our models honour."""
 
     how: str
     """What our models do with them."""
     test: str
-    """The test that compares them with the native model or with what they promise: ``path::name`` in the checkout."""
+    """The test that our models honour them, as ``path::name`` in the repository."""
     settings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A setting that asks for what our models cannot do, but for the values that it may have."""
+    """A setting that asks for something that our models do not support, except at some values."""
 
     setting: str
     what: str
     """What is asked for, as in "atom-plugin does not support ..."."""
     flags: tuple[str, ...] = ()
-    """How a user gives it on the command line, each spelling; none for a variable."""
+    """All spellings of its flag; empty for a variable."""
     allowed: tuple[str, ...] = ()
-    """The values that are served, as a user writes them; where there are none, the unset setting alone is."""
+    """The supported values, as a user writes them; if empty, the setting must be unset."""
     instead: str = ""
-    """What to use in its place, as a sentence; by default, to leave our models out."""
+    """What to do instead, as a sentence; by default, to leave our models out."""
     refuses: Callable[[Any], bool] | None = None
     """Whether a value of the field is refused; by default, one that is set and not in :attr:`allowed`."""
     unless: str = ""
-    """A variable of ours that, set to 1, has the framework's own code act on the setting."""
+    """One of our variables that, set to 1, lets the framework's own code act on the setting."""
     as_given: bool = False
-    """Whether the framework chooses a value too, which our models leave aside, so that only the user's own counts."""
+    """Whether only the user's value counts, because the framework sets the field itself and our models ignore that."""
     beside: Callable[[Any], bool] | None = None
-    """With which other settings it is refused, of the configuration as the user gave it; by default, with all."""
+    """Whether it is refused with the other settings, which are given as the user set them; by default, always."""
 
     def is_refused(self, value: Any) -> bool:
         """Whether our models refuse the setting at ``value``, a field of the framework's configuration."""
@@ -74,16 +74,16 @@ class Refused:
         if self.flags:
             given = f" ({self.flags[0]})" if isinstance(value, bool) else f" ({self.flags[0]} {value})"
         else:
-            # A field that no flag sets is known to users by what it asks for.
+            # Users do not know a field without a flag by its name.
             given = "" if "." in self.setting else f" ({self.setting}={int(value) if value is True else value})"
         return f"atom-plugin does not support {self.what}{given}{self.supported()}. {self.instead or otherwise}"
 
     def supported(self) -> str:
-        """What a message says of the values that are served."""
+        """The supported values, as a part of a message."""
         return f"; supported: {', '.join(self.allowed)}" if self.allowed else ""
 
     def is_refused_on_the_command_line(self, flag: str, text: str) -> bool:
-        """The same as :meth:`is_refused` where only what stands behind a flag is known, maybe nothing."""
+        """The same as :meth:`is_refused` for the text after a flag, which may be empty."""
         if text in self.allowed:
             return False
         if not text:
@@ -107,7 +107,7 @@ def listed(table: Sequence[Row]) -> tuple[str, ...]:
     """Every setting of a table.
 
     Raises:
-        AssertionError: one stands in more than one row.
+        AssertionError: a setting is in more than one row.
     """
     names = Counter(name for row in table for name in ((row.setting,) if isinstance(row, Refused) else row.settings))
     assert not (twice := [name for name, count in names.items() if count > 1]), f"more than one row: {twice}"
@@ -115,17 +115,17 @@ def listed(table: Sequence[Row]) -> tuple[str, ...]:
 
 
 def refusals(table: Sequence[Row]) -> Iterator[Refused]:
-    """What a table refuses, in its order."""
+    """The rows of a table that refuse a setting, in order."""
     return (row for row in table if isinstance(row, Refused))
 
 
 def owner_of(setting: str) -> str:
-    """The class of a field; nothing for a variable."""
+    """The class of a field; empty for a variable."""
     return setting.rpartition(".")[0]
 
 
 def counts(table: Sequence[Row]) -> Counter[str]:
-    """How many settings are the framework's, ours and refused, by the name of the kind of row."""
+    """The number of settings by the name of their kind of row."""
     return Counter({kind: sum(_size(row) for row in table if type(row).__name__ == kind) for kind in KINDS})
 
 
@@ -133,5 +133,5 @@ def _size(row: Row) -> int:
     return 1 if isinstance(row, Refused) else len(row.settings)
 
 
-#: Kinds of rows, in the order in which pages have them.
+#: Kinds of rows, in the order of the documentation.
 KINDS = ("Theirs", "Ours", "Refused")

@@ -1,7 +1,7 @@
 """The folder of a model that is given by a name on Hugging Face's hub, and which of its files are read.
 
-Frameworks download a name's files once the model is built. What is looked at before is what is here by then: all of it
-where nothing may be fetched (``HF_HUB_OFFLINE``), else the names of the files and their index.
+Frameworks download the files after the model is built. Before that we can check only what is on this machine: all files
+if downloads are off (``HF_HUB_OFFLINE``), else the file names and the index.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from atom_core.checkpoint import INDEX, WEIGHT_FILES, choose_files, read_index
 
 #: A value of ``--load-format``: a rank's weights by the model's own names (:mod:`atom_plugin.common.shards`).
 SHARDED_STATE = "sharded_state"
-#: Those with which no checkpoint is there to be compared with the model before it is built.
+#: Load formats without a checkpoint to compare with the model before it is built.
 UNCHECKED_FORMATS = ("dummy", SHARDED_STATE)
 
-#: Of the HTTP library that huggingface_hub brings, which versions call differently.
+#: The base class of the HTTP library of huggingface_hub, which depends on the version.
 _HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
-#: The hub has no such model, or cannot be asked; frameworks go by what they have, or say it themselves.
-_NOT_TOLD = (HFValidationError, _HTTP_ERROR, OSError)
+#: The hub does not have the model, or cannot be reached. Frameworks then use local files, or raise their own error.
+_HUB_ERRORS = (HFValidationError, _HTTP_ERROR, OSError)
 
 
 def cached_folder(model: str, revision: str | None = None, cache: str | None = None) -> Path | None:
-    """A folder itself, or what Hugging Face's cache has of a name, which may be a part; None: nothing.
+    """A folder itself, or a name's folder in Hugging Face's cache, which may be incomplete; None if there is none.
 
     Args:
         model: the folder or the name.
@@ -38,23 +38,23 @@ def cached_folder(model: str, revision: str | None = None, cache: str | None = N
         return folder
     try:
         return Path(huggingface_hub.snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
-    except (EntryNotFoundError, *_NOT_TOLD):
+    except (EntryNotFoundError, *_HUB_ERRORS):
         return None
 
 
 def whole_folder(model: str, revision: str | None = None, cache: str | None = None) -> Path | None:
-    """The same where all files that will be read are there by now, if they ever are; else None."""
+    """The same if no files will be downloaded later, so that all are here; else None."""
     if not Path(model).is_dir() and not constants.HF_HUB_OFFLINE:
         return None
     return cached_folder(model, revision, cache)
 
 
 def folder_to_check(model: str, revision: str | None, cache: str | None, load_format: str) -> Path | None:
-    """What can be looked at of a model before it is built: the names of its files, and its whole folder, if it is here.
+    """The folder of a model to check before it is built; None if it is incomplete. The file names are checked here.
 
     Args:
         model, revision, cache: see :func:`cached_folder`.
-        load_format: the framework's name of it; with one of :data:`UNCHECKED_FORMATS` there is nothing to look at.
+        load_format: the framework's load format; with one of :data:`UNCHECKED_FORMATS` nothing is checked.
 
     Raises:
         ValueError: see :func:`check_names`.
@@ -66,32 +66,32 @@ def folder_to_check(model: str, revision: str | None, cache: str | None, load_fo
 
 
 def check_names(model: str, revision: str | None = None, cache: str | None = None) -> None:
-    """Look at the names of a model's files on the hub, where they are still to be fetched.
+    """Check the names of a model's files on the hub, if they are not downloaded yet.
 
     Raises:
-        ValueError: Transformers and the frameworks would read different ones; see :func:`choose_files`.
+        ValueError: Transformers and the frameworks would read different files; see :func:`choose_files`.
     """
     if Path(model).is_dir() or constants.HF_HUB_OFFLINE:
         return
     try:
         names = huggingface_hub.list_repo_files(model, revision=revision)
-    except _NOT_TOLD:
+    except _HUB_ERRORS:
         return
     found = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     choose_files(model, found, _indexed(model, revision, cache) if INDEX in names else None)
 
 
 def patterns(model: str, revision: str | None = None, cache: str | None = None) -> list[str] | None:
-    """What frameworks are told to read of a model, their ``allow_patterns_overrides``; None: what the index names."""
+    """The frameworks' ``allow_patterns_overrides`` for a model; None to read the files that the index names."""
     return None if _indexed(model, revision, cache) is not None else list(WEIGHT_FILES)
 
 
 def _indexed(model: str, revision: str | None, cache: str | None) -> set[str] | None:
-    """The files that a model's index names; None: it has none."""
+    """The files that a model's index names; None if it has no index."""
     index = Path(model) / INDEX
     if not Path(model).is_dir():
         try:
             index = Path(huggingface_hub.hf_hub_download(model, INDEX, revision=revision, cache_dir=cache))
-        except (EntryNotFoundError, *_NOT_TOLD):
+        except (EntryNotFoundError, *_HUB_ERRORS):
             return None
     return read_index(index) if index.is_file() else None

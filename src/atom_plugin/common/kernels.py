@@ -1,4 +1,4 @@
-"""The kernels that a process's settings ask for."""
+"""The kernels that the settings ask for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from atom_plugin.common.settings import Settings
 
 
 def forced_kernels(settings: Settings) -> Mapping[str, str]:
-    """ATOM_KERNELS, and what settings of their own force.
+    """The kernels that ATOM_KERNELS and other settings force, by op.
 
     Raises:
         ValueError: they contradict each other.
@@ -37,7 +37,7 @@ def chosen_kernels(
 
 
 def _own_settings(settings: Settings) -> tuple[tuple[str, bool, str, str], ...]:
-    """Of each setting that forces a kernel: its variable, whether it is on, the op and the implementation."""
+    """For each setting that forces a kernel: its variable, whether it is on, the op and the implementation."""
     return (
         ("ATOM_SHUFFLED_CACHE", settings.shuffled_cache, "attention", "aiter_shuffled"),
         ("ATOM_AITER_QK_NORM_ROPE_CACHE", settings.aiter_qk_norm_rope_cache, "qk_norm_rope_cache", "aiter"),

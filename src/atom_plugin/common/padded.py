@@ -1,4 +1,4 @@
-"""Different numbers of rows from the ranks of a group that exchanges equal numbers alone."""
+"""Gathering different numbers of rows over a group that exchanges only equal numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def gather_padded(group: Group, rows: torch.Tensor, sizes: Sequence[int]) -> tor
     Args:
         group: the ranks.
         rows: this rank's, ``[sizes[rank], ...]``, of any dtype that the group gathers.
-        sizes: how many rows each rank has; the same list on all of them.
+        sizes: the number of rows of each rank; the same list on all ranks.
 
     Returns:
         ``[sum(sizes), ...]``
@@ -28,4 +28,4 @@ def gather_padded(group: Group, rows: torch.Tensor, sizes: Sequence[int]) -> tor
     gathered = group.all_gather(padded, dim=0)
     if min(sizes) == most:
         return gathered
-    return torch.cat([part[:size] for part, size in zip(torch.split(gathered, most), sizes, strict=True)])
+    return torch.cat([each[:size] for each, size in zip(torch.split(gathered, most), sizes, strict=True)])

@@ -1,4 +1,4 @@
-"""The table that a server prints when it starts: what runs, and why nothing faster does."""
+"""The table that a server logs at start-up: the chosen kernels, and why faster ones were not chosen."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 def startup_table(framework: str, model_class: str, attention_class: str, runtime: Runtime) -> str:
-    """Plain text, one fact a line: server logs have no colours to rely on.
+    """The table as plain text, without colours, for a server's log.
 
     Args:
-        framework: the server, and its version.
+        framework: the framework and its version.
         model_class: the core's model.
         attention_class: the adapter's attention layer.
-        runtime: of the model, after it was built.
+        runtime: of the model, after it is built.
     """
     kernels = runtime.kernels
     lines = [
@@ -30,7 +30,7 @@ def startup_table(framework: str, model_class: str, attention_class: str, runtim
 
 
 def kernel_lines(choices: list[Choice]) -> list[str]:
-    """One line a choice: op, implementation, what was passed over, and what the chosen one has to say."""
+    """One line for each choice: op, implementation, and its notes or why faster implementations were passed over."""
     lines = []
     for choice in choices:
         passed = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over)

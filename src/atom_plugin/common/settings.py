@@ -1,9 +1,8 @@
-"""Every ATOM_* environment variable, typed, documented and read once.
+"""All ATOM_* environment variables, with their types and descriptions.
 
-`load_settings` reads them; who needs a setting is given the frozen result, so nothing else looks at the environment.
-A value that does not parse, and an ATOM_* variable that does not exist, are errors.
-
-A plain dataclass, since this is read while vLLM looks for its platform: importing it must cost nothing.
+`load_settings` reads them. Other code gets the frozen result, so nothing else reads the environment. A value that does
+not parse and an unknown ATOM_* variable are errors. This module imports only the standard library, because vLLM's
+platform detection imports it for every user.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class Settings:
         bool,
         _parse_bool,
         "0, 1, true or false",
-        "Behave in vLLM as if this package were not installed. `--model-impl atom` then means nothing to vLLM, which "
-        "runs its own model; one warning says so.",
+        "Behave in vLLM as if this package were not installed. vLLM then ignores `--model-impl atom` and runs its own "
+        "model; one warning says so.",
     )
     disable_vllm_attention: bool = _variable(
         bool,
@@ -65,39 +64,39 @@ class Settings:
         lambda: True,
         _parse_bool,
         "0, 1, true or false",
-        "On AMD's gfx942 and gfx950: whether kernels of AMD's library aiter come first. Without it our models run on "
-        "Triton's; ATOM_KERNELS may still name aiter for single ops. By default 1, and a missing aiter is an error.",
+        "On AMD's gfx942 and gfx950: prefer the kernels of AMD's library aiter. With 0 our models run on Triton "
+        "kernels, and ATOM_KERNELS may name aiter for single ops. The default is 1; then a missing aiter is an error.",
     )
     shuffled_cache: bool = _variable(
         bool,
         _parse_bool,
         "0, 1, true or false",
-        "On AMD: keep keys and values in the order that aiter's fastest decode kernels read, for models without MLA.",
+        "On AMD: store keys and values in the layout of aiter's fastest decode kernels, for models without MLA.",
     )
     aiter_qk_norm_rope_cache: bool = _variable(
         bool,
         _parse_bool,
         "0, 1, true or false",
-        "On AMD: norm and rotate q and k and fill the cache by aiter's kernel in place of Triton's; it rounds cosines "
-        "and sines to the model's dtype.",
+        "On AMD: use aiter's kernel instead of Triton's for norm and rope of q and k and the cache write; it rounds "
+        "cosines and sines to the model's dtype.",
     )
     allow_untested_framework: bool = _variable(
         bool,
         _parse_bool,
         "0, 1, true or false",
-        "Serve our models also beside a version of vLLM or SGLang that is outside the supported range, with a warning.",
+        "Also serve our models with a version of vLLM or SGLang outside the supported range, with a warning.",
     )
     kernels: Mapping[str, str] = _variable(
         lambda: MappingProxyType({}),
         _parse_kernels,
         "op=implementation,...",
-        "Force the implementation of single ops. One that cannot run the model is an error, never replaced by another.",
+        "Force the implementation of single ops. An implementation that cannot run the model is an error.",
     )
 
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable, for people to read."""
+    """The name and description of an environment variable."""
 
     name: str
     form: str
@@ -113,7 +112,7 @@ def variables() -> tuple[Variable, ...]:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The ATOM_* variables of `environ` that do not exist, each with the message that says so."""
+    """The unknown ATOM_* variables of `environ`, each with its error message."""
     known = [variable.name for variable in variables()]
     messages = {}
     for name in sorted(environ):
@@ -125,7 +124,7 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def readable_settings(environ: Mapping[str, str]) -> Settings:
-    """The settings that can be read; what cannot is at its default."""
+    """The settings that can be read; all others have their defaults."""
     values: dict[str, Any] = {}
     for item in dataclasses.fields(Settings):
         try:
@@ -139,7 +138,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Read all settings from `environ`, by default the environment of the process.
 
     Raises:
-        ValueError: a variable does not exist, or its value is not of the form it takes.
+        ValueError: a variable is unknown, or its value does not parse.
     """
     environ = os.environ if environ is None else environ
     for message in unknown_variables(environ).values():

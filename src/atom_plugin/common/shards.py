@@ -1,7 +1,7 @@
-"""A rank's weights as a framework saves and loads them by the model's own names (``sharded_state``).
+"""Checks of one rank's weights that a framework saves and loads by the model's own names (``sharded_state``).
 
-The frameworks' loaders copy what a file has to the parameter of that name, and only the part of it that the file has.
-So the files are compared with the model before that: they are a rank's of one number of ranks and one quantisation.
+The frameworks' loaders copy a file's tensor to the parameter of its name, even if the tensor is smaller. The files are
+for one number of ranks and one quantisation. So they are compared with the model before they are loaded.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import torch
 
 from atom_core.checkpoint import Checkpoint
 from atom_core.weights import Mismatch, dtype_name
-from atom_plugin.common.held_model import HoldsModel
 from atom_plugin.common.hub import SHARDED_STATE
+from atom_plugin.common.wrapped_model import WrappedModel
 
-#: What the frameworks call the files where the user says nothing.
+#: The frameworks' default file names.
 PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 
 
-def check_shards(model: HoldsModel, directory: Path, pattern: str) -> None:
-    """Compare a rank's files, which match ``pattern``, with ``model``, which has been built and not loaded.
+def check_shards(model: WrappedModel, directory: Path, pattern: str) -> None:
+    """Compare a rank's files, which match ``pattern``, with ``model``, which is built and not loaded.
 
     Raises:
-        ValueError: they are of another model, another number of ranks or another quantisation; or there are none.
+        ValueError: there are no files, or they do not fit (another model, number of ranks or quantisation).
     """
     found = Checkpoint.of_files(directory, pattern).tensors
     if not found:
         raise ValueError(
-            f"--load-format {SHARDED_STATE}: {directory} has no file {pattern}, which this rank's weights would be in. "
+            f"--load-format {SHARDED_STATE}: {directory} has no file {pattern} with this rank's weights. "
             "Save them with save_sharded_state (vLLM) or save_sharded_model (SGLang), or leave the flag out."
         )
     state: dict[str, torch.Tensor] = model.state_dict()
-    # Of names that share one tensor, files have the first.
+    # If several names share one tensor, files have only the first.
     places = {name: (it.data_ptr(), it.shape) for name, it in state.items()}
     given = {places[name] for name in found if name in places}
     mismatch = Mismatch(missing=sorted(name for name, it in state.items() if it.numel() and places[name] not in given))
@@ -46,6 +46,6 @@ def check_shards(model: HoldsModel, directory: Path, pattern: str) -> None:
     mismatch.raise_if_any(
         model.core.config.architecture,
         f"--load-format {SHARDED_STATE}: {pattern} in {directory} does",
-        "Such files are read by atom-plugin as it has saved them, with the same number of ranks, --dtype, "
-        "--quantization and kernels.",
+        "Load these files with the number of ranks, --dtype, --quantization and kernels with which atom-plugin has "
+        "saved them.",
     )

@@ -1,6 +1,6 @@
-"""What is supported: architecture x framework x quantisation x device, derived from the core's model registry.
+"""The supported combinations of architecture, framework, quantisation and device, from the core's model registry.
 
-The README's table, the documentation and `atom-plugin models` are made from `support_rows`, so none can drift from it.
+The README's table, the documentation and `atom-plugin models` are made from `support_rows`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FrameworkSupport:
-    """What one adapter can run."""
+    """The quantisations and devices of one adapter."""
 
     framework: str
     quantizations: tuple[str, ...]
     devices: tuple[str, ...]
     refuses: tuple[tuple[str, str], ...] = ()
-    """A quantisation of one architecture's own checkpoints, and a device where the framework itself refuses it."""
+    """Pairs of an architecture's own quantisation and a device on which the framework itself refuses it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def support_rows() -> tuple[SupportRow, ...]:
     )
 
 
-#: How pages write the names.
+#: Names in the documentation.
 _NAMES: Mapping[str, str] = MappingProxyType({"vllm": "vLLM", "sglang": "SGLang"})
 _WEIGHTS: Mapping[str, str] = MappingProxyType({"none": "16 or 32 bits", "fp8": "FP8", "mxfp4": "MXFP4"})
 
@@ -87,7 +87,7 @@ def as_table(rows: Sequence[SupportRow]) -> Table:
 
 
 def as_markdown(rows: Sequence[SupportRow]) -> str:
-    """For a page: one line a family, for all its architectures, frameworks, quantisations and devices."""
+    """For a page: one line for each family."""
     families: dict[str, list[SupportRow]] = {}
     for row in rows:
         families.setdefault(row.family, []).append(row)
@@ -97,7 +97,7 @@ def as_markdown(rows: Sequence[SupportRow]) -> str:
 
 
 def _folded(family: str, rows: Sequence[SupportRow]) -> tuple[str, ...]:
-    """A family's line; a combination of its cells that is not supported is named in brackets."""
+    """A family's line; unsupported combinations of its cells are in brackets."""
     architectures = dict.fromkeys(row.architecture for row in rows)
     frameworks = dict.fromkeys(row.framework for row in rows)
     devices = dict.fromkeys(row.device for row in rows)
@@ -119,5 +119,5 @@ def _folded(family: str, rows: Sequence[SupportRow]) -> tuple[str, ...]:
 
 
 def as_json(rows: Sequence[SupportRow]) -> str:
-    """For a program: one object a combination."""
+    """For a program: one object for each combination."""
     return json.dumps([dataclasses.asdict(row) for row in rows], indent=2)

@@ -1,6 +1,6 @@
-"""Which versions of the frameworks and compilers are installed, and whether this package supports them.
+"""The installed versions of frameworks and compilers, and whether this package supports them.
 
-The supported ranges are the extras of this distribution (`atom-plugin[vllm]`), read back from its own metadata.
+The supported ranges are those of this distribution's extras (`atom-plugin[vllm]`), read from its metadata.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _DISTRIBUTIONS = MappingProxyType(
 
 
 def installed(package: str) -> Installed | None:
-    """The distribution of `package` in this environment, or None."""
+    """The installed distribution of `package`, or None."""
     return find_installed(*_DISTRIBUTIONS.get(package, (package,)))
 
 
 def installed_versions() -> dict[str, Installed | None]:
-    """This package, the frameworks, and what they run on."""
+    """This package, the frameworks and their libraries."""
     return {package: installed(package) for package in (DISTRIBUTION, *_DISTRIBUTIONS)}
 
 
 def framework_line(framework: str) -> str:
-    """A framework and its version, for the start-up table; an untested version is called so."""
+    """A framework and its version for the start-up table, with a note if the version is untested."""
     found = installed(framework)
     if found is None:
         return framework

@@ -1,1 +1,1 @@
-"""`atom-plugin doctor`: what would keep a server from running our models, above all what would do so silently."""
+"""`atom-plugin doctor`: finds what prevents a server from running our models, above all silent causes."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def stage_table(result: Report) -> Table:
-    """How far apart the two models are, a row a stage."""
+    """The difference between the two models, one row for each stage."""
     dtype = str(result.dtype).removeprefix("torch.")
     table = Table(title=f"{result.directory}: {result.num_tokens} tokens, {dtype}", title_justify="left")
     table.add_column("After")

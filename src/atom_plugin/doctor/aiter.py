@@ -1,4 +1,4 @@
-"""Checks of AMD's kernel library: whether it is here, imports, and has what our kernels call."""
+"""Checks of AMD's kernel library: whether it is installed, can be imported and has the functions that we call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TRITON = "or set ATOM_AITER=0 to run on Triton's kernels."
 
 
 def check_aiter(target: Target, settings: Settings) -> Iterable[Finding]:
-    """What keeps aiter from being used on ``target``; it is imported where it is to be used."""
+    """What prevents aiter from running on ``target``. aiter is imported only if it would be used."""
     if target.kind != "rocm" or not settings.aiter or target.arch not in aiter_library.ARCHITECTURES:
         return
     try:
@@ -24,11 +24,11 @@ def check_aiter(target: Target, settings: Settings) -> Iterable[Finding]:
         return
     try:
         missing = aiter_library.missing()
-    except Exception as error:  # noqa: BLE001 - whatever another package's import raises
+    except Exception as error:  # noqa: BLE001 - another package's import may raise anything
         yield Finding(
             f"aiter is installed and cannot be imported: {type(error).__name__}: {error}.",
             "A server that is asked for our models refuses to start.",
-            f"Mend or reinstall aiter (https://github.com/ROCm/aiter), {_TRITON}",
+            f"Repair or reinstall aiter (https://github.com/ROCm/aiter), {_TRITON}",
         )
         return
     for op, paths in missing.items():

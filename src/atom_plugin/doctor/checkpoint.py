@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's folder, by the code that reads it when it is served."""
+"""Checks of a checkpoint's folder, by the code that loads it in a server."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from atom_plugin.doctor.framework import VLLM, Framework
 
 
 def check_checkpoint(folder: Path, tensor_parallel_size: int = 1, framework: Framework = VLLM) -> Iterable[Finding]:
-    """What keeps us from serving `folder`: its config, or weights whose headers do not fit the model."""
-    # These bring torch, which the doctor's other checks do without.
+    """Errors in `folder`: in its config, or weights whose headers do not fit the model."""
+    # These import torch, which other checks of the doctor do not need.
     from atom_core.checkpoint import config_of, read_config_json
     from atom_core.loading import check_files
     from atom_core.models.read_config import read_model_config

@@ -1,4 +1,4 @@
-"""A server's command line, taken apart, and its checks: the flags of both frameworks, and vLLM's `--model-impl`."""
+"""Parses a server's command line and checks it: the flags of both frameworks, and vLLM's `--model-impl`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from atom_plugin.doctor.sglang import check_asked_for, check_attention_backends,
 
 MODEL_IMPL = "atom"
 VLLM_MODEL_IMPLS = ("auto", "vllm", "transformers", "terratorch")
-NATIVE = "vLLM accepts any word there and runs its own model without a word of its own."
-# Servers that are started as `python -m MODULE`, by how the module's name begins.
+NATIVE = "vLLM accepts any value there and silently runs its own model."
+# Servers that are started as `python -m MODULE`, by the prefix of the module's name.
 _MODULES = (("vllm.entrypoints", VLLM), ("sglang.launch_server", SGLANG))
 _MODEL_FLAGS = ("--model", "--model-path")
 _ON = ("1", "true")
-#: Names of vLLM's for one flag, as its rows have it.
+#: vLLM's other names of flags, and the name in its table.
 _SHORT = {"--compilation-config": "-cc", "-ac": "--attention-config", "-sc": "--speculative-config"}
 _TENSOR_PARALLEL_FLAGS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, taken apart; nothing in it where none was given."""
+    """A parsed command line; empty if none was given."""
 
     environment: dict[str, str] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
@@ -37,60 +37,61 @@ class Command:
 
 
 def parse_command(arguments: Sequence[str]) -> Command:
-    """Read `[NAME=VALUE ...] vllm serve MODEL --flag value ...`, SGLang's likewise, or the same server as a module.
+    """Parse `[NAME=VALUE ...] vllm serve MODEL --flag value ...`, the same for SGLang, or the server as a module.
 
-    As vLLM does, it takes `--model_impl` for `--model-impl`, and the last of a flag given twice. It knows no flag's
-    number of values, so the word behind a flag is its value, and the model is looked for where it must be.
+    Like vLLM it accepts `--model_impl` for `--model-impl`, and uses the last value of a repeated flag. It does not know
+    how many values a flag has, so it takes the argument after a flag as its value. The model must be the first argument
+    or a flag's value.
 
     Raises:
         ValueError: this is not the command line of a server.
     """
-    words = list(arguments)
+    rest = list(arguments)
     environment = {}
-    while words and (words[0] == "env" or ("=" in words[0] and not words[0].startswith("-"))):
-        name, equals, value = words.pop(0).partition("=")
+    while rest and (rest[0] == "env" or ("=" in rest[0] and not rest[0].startswith("-"))):
+        name, equals, value = rest.pop(0).partition("=")
         if equals:
             environment[name] = value
-    server = _server(words)
+    server = _server(rest)
     if server is None:
         raise ValueError(
-            f"{' '.join(arguments)!r} is not the command of a vLLM server, nor of an SGLang server; the doctor reads "
+            f"{' '.join(arguments)!r} is not the command of a vLLM or SGLang server; the doctor reads "
             "`vllm serve MODEL ...`, `python -m vllm.entrypoints.openai.api_server --model MODEL ...`, "
             "`sglang serve MODEL ...` and `python -m sglang.launch_server --model-path MODEL ...`"
         )
-    framework, words = server
+    framework, rest = server
     flags: dict[str, str] = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if _is_flag(word):
-            name, equals, value = word.partition("=")
+    for argument, following in zip(rest, [*rest[1:], ""], strict=True):
+        if _is_flag(argument):
+            name, equals, value = argument.partition("=")
             flags[name.replace("_", "-")] = value if equals else "" if _is_flag(following) else following
-    model = words[0] if words and not _is_flag(words[0]) else _first(flags, _MODEL_FLAGS)
+    model = rest[0] if rest and not _is_flag(rest[0]) else _first(flags, _MODEL_FLAGS)
     return Command(environment, flags, model, framework)
 
 
-def _server(words: list[str]) -> tuple[Framework, list[str]] | None:
-    """Whose server `words` would start, and what is behind its name."""
-    if "serve" in words[1:2]:
-        return SGLANG if PurePath(words[0]).name == SGLANG.package else VLLM, words[2:]
-    for index, word in enumerate(words):
+def _server(arguments: list[str]) -> tuple[Framework, list[str]] | None:
+    """The framework whose server `arguments` start, and the arguments after the server's name."""
+    if "serve" in arguments[1:2]:
+        return SGLANG if PurePath(arguments[0]).name == SGLANG.package else VLLM, arguments[2:]
+    for index, argument in enumerate(arguments):
         for module, framework in _MODULES:
-            if word.startswith(module):
-                return framework, words[index + 1 :]
+            if argument.startswith(module):
+                return framework, arguments[index + 1 :]
     return None
 
 
 def _first(flags: Mapping[str, str], names: Iterable[str]) -> str | None:
-    """The value of the first of `names` that is given."""
+    """The value of the first of `names` that is in `flags`."""
     return next((flags[name] for name in names if name in flags), None)
 
 
-def _is_flag(word: str) -> bool:
-    """Whether `word` is a flag, and not the value -1 of one."""
-    return word.startswith("-") and not word[1:].isdecimal()
+def _is_flag(argument: str) -> bool:
+    """Whether `argument` is a flag, and not a negative number."""
+    return argument.startswith("-") and not argument[1:].isdecimal()
 
 
 def check_command(command: Command, environ: Mapping[str, str]) -> Iterable[Finding]:
-    """Whether `command`, run in `environ`, asks for our models, and for nothing that they cannot do."""
+    """Whether `command`, run in `environ`, asks for our models, and only for what they support."""
     if command.framework is VLLM:
         yield from check_model_impl(command)
     if command.framework is SGLANG:
@@ -101,7 +102,7 @@ def check_command(command: Command, environ: Mapping[str, str]) -> Iterable[Find
 
 
 def check_model_impl(command: Command) -> Iterable[Finding]:
-    """`--model-impl` missing, misspelt, or asking for another implementation."""
+    """`--model-impl` is missing, misspelt, or asks for another implementation."""
     value = command.flags.get("--model-impl")
     remedy = f"Use --model-impl {MODEL_IMPL}."
     if value is None:
@@ -116,7 +117,7 @@ def check_model_impl(command: Command) -> Iterable[Finding]:
 
 
 def check_flags(command: Command, environ: Mapping[str, str] = MappingProxyType({})) -> Iterable[Finding]:
-    """Flags and variables that ask for what our models cannot do, by the rows that routing refuses by."""
+    """Flags and variables that our models refuse, by the same table as routing."""
     framework = command.framework
     if framework is None:
         return
@@ -136,7 +137,7 @@ def check_flags(command: Command, environ: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class _AsFields:
-    """Flags as the fields that they set, None where they are not there: what a row asks of other settings."""
+    """Flags as attributes with the names of their fields, None if not given; for :attr:`Refused.beside`."""
 
     flags: Mapping[str, str]
 
@@ -147,20 +148,20 @@ class _AsFields:
 def _given(row: Refused, flags: Mapping[str, str], environ: Mapping[str, str]) -> Iterable[tuple[str, str]]:
     if not row.flags:
         return ((row.setting, environ[row.setting]),) if row.setting in environ else ()
-    # vLLM takes underscores for dashes in names.
+    # vLLM accepts underscores for dashes in names.
     return tuple((flag, value) for flag in row.flags if (value := flags.get(flag.replace("_", "-"))) is not None)
 
 
 def _expanded(flags: Mapping[str, str]) -> Iterable[tuple[str, str]]:
-    """Flags, and for one with a JSON object the flags that give its parts: `--kernel-config.moe-backend`."""
+    """Flags, with a JSON object also as one flag for each of its keys: `--kernel-config.moe-backend`."""
     for name, value in flags.items():
         first, dot, rest = name.partition(".")
         yield _SHORT.get(first, first) + dot + rest, value
         try:
-            parts = json.loads(value) if value.startswith("{") else {}
+            fields = json.loads(value) if value.startswith("{") else {}
         except ValueError:
             continue
-        inner = {f"{name}.{key.replace('_', '-')}": _text(part) for key, part in parts.items()}
+        inner = {f"{name}.{key.replace('_', '-')}": _text(it) for key, it in fields.items()}
         yield from _expanded(inner)
 
 
@@ -169,19 +170,19 @@ def _text(value: object) -> str:
 
 
 def tensor_parallel_size(command: Command) -> int:
-    """How many ranks share each layer."""
+    """The number of tensor-parallel ranks."""
     value = _first(command.flags, _TENSOR_PARALLEL_FLAGS)
     return int(value) if value is not None and value.isdecimal() else 1
 
 
 def local_model(command: Command) -> Path | None:
-    """The model's folder, where it is on this machine: as it was given, or what Hugging Face's cache has of a name."""
+    """The model's folder on this machine: as given, or in Hugging Face's cache; None if it is not here."""
     if not command.model:
         return None
     if Path(command.model).is_dir():
         return Path(command.model)
     try:
-        from atom_plugin.common.hub import whole_folder  # brings torch
+        from atom_plugin.common.hub import whole_folder  # imports torch
     except ModuleNotFoundError:  # huggingface_hub comes with the frameworks
         return None
     revision, cache = command.flags.get("--revision"), command.flags.get("--download-dir")

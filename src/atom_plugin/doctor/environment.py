@@ -1,8 +1,8 @@
-"""Checks of the environment: what both frameworks share (versions, entry points, our variables), and vLLM's own.
+"""Checks of the environment: versions, entry points and variables of both frameworks.
 
-vLLM's follow `vllm/plugins/__init__.py` and `vllm/platforms/__init__.py`: VLLM_PLUGINS filters every group by exact
-name, VLLM_TARGET_DEVICE=cpu picks the built-in platform before any plug-in is asked, two active platform plug-ins are
-an error, and of two entry points with one name only one is used.
+The checks for vLLM follow `vllm/plugins/__init__.py` and `vllm/platforms/__init__.py`: VLLM_PLUGINS filters all groups
+by exact name, VLLM_TARGET_DEVICE=cpu selects the built-in platform without any plug-in, two active platform plug-ins
+are an error, and of two entry points with the same name only one is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REFUSED = "A server that is asked for our models refuses to start."
 
 @dataclass(frozen=True)
 class Plugin:
-    """One entry point of the frameworks' plug-in groups."""
+    """An entry point in one of the frameworks' plug-in groups."""
 
     group: str
     name: str
@@ -33,22 +33,22 @@ class Plugin:
 
     @classmethod
     def of(cls, point: EntryPoint) -> Plugin:
-        """The plug-in behind an entry point."""
+        """The plug-in of an entry point."""
         return cls(point.group, point.name, point.value, point.dist.name if point.dist else "unknown")
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is one of this package's."""
+        """Whether it belongs to this package."""
         return OURS[self.group] == self.value
 
 
 def plugins() -> tuple[Plugin, ...]:
-    """The entry points found in all groups; an installation seen twice counts once."""
+    """The entry points in all groups; an installation that is found twice counts once."""
     return tuple(dict.fromkeys(Plugin.of(point) for group in OURS for point in entry_points(group=group)))
 
 
 def check_variables(environ: Mapping[str, str], frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterable[Finding]:
-    """ATOM_* variables that are wrong or switch us off, and the frameworks' that leave us out."""
+    """ATOM_* variables that are wrong or switch us off, and the frameworks' variables that exclude our plug-in."""
     unknown = unknown_variables(environ)
     for name, message in unknown.items():
         yield Finding(message, _REFUSED, f"Unset {name} or correct its name; `atom-plugin env` lists all.")
@@ -70,21 +70,21 @@ def _check_vllm_variables(environ: Mapping[str, str]) -> Iterable[Finding]:
     allowed = environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN_NAME not in allowed.split(","):
         yield Finding(
-            f"VLLM_PLUGINS={allowed!r} leaves out {PLUGIN_NAME!r}: vLLM loads the plug-ins named there and no others.",
+            f"VLLM_PLUGINS={allowed!r} leaves out {PLUGIN_NAME!r}: vLLM loads only the plug-ins named there.",
             VLLM.left_out,
             f"Add it, without spaces (VLLM_PLUGINS={','.join([*filter(None, allowed.split(',')), PLUGIN_NAME])}), "
             "or unset VLLM_PLUGINS.",
         )
     if environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
         yield Finding(
-            "VLLM_TARGET_DEVICE=cpu makes vLLM take its built-in CPU platform before it looks at any plug-in.",
+            "VLLM_TARGET_DEVICE=cpu makes vLLM use its built-in CPU platform without looking at plug-ins.",
             VLLM.left_out,
             "Unset VLLM_TARGET_DEVICE: a CPU build of vLLM finds the CPU by itself.",
         )
 
 
 def check_entry_points(found: Iterable[Plugin], frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterable[Finding]:
-    """Ours missing from a group, or hidden behind another of the same name."""
+    """Our entry points that are missing, or hidden by another one of the same name."""
     found = tuple(found)
     for framework in frameworks:
         for group, value in framework.entry_points.items():
@@ -101,13 +101,13 @@ def check_entry_points(found: Iterable[Plugin], frameworks: Sequence[Framework] 
                 yield Finding(
                     f"The distribution {plugin.distribution} also has an entry point {PLUGIN_NAME} in {plugin.group} "
                     f"({plugin.value}).",
-                    f"{framework.title} loads one of the two, whichever it meets last.",
+                    f"{framework.title} loads only one of the two: the last one that it finds.",
                     f"pip uninstall {plugin.distribution}",
                 )
 
 
 def check_platforms(found: Iterable[Plugin], environ: Mapping[str, str]) -> Iterable[Finding]:
-    """Other platform plug-ins that are active beside ours."""
+    """Other active platform plug-ins."""
     allowed = environ.get("VLLM_PLUGINS")
     others = [
         plugin
@@ -126,21 +126,21 @@ def check_platforms(found: Iterable[Plugin], environ: Mapping[str, str]) -> Iter
 
 
 def _is_active(plugin: Plugin) -> bool:
-    """Whether vLLM would count this platform plug-in as active: asked, it answers with a path."""
+    """Whether vLLM would count this platform plug-in as active: it returns a path."""
     try:
         return EntryPoint(plugin.name, plugin.value, plugin.group).load()() is not None
     except Exception:  # noqa: BLE001
-        # vLLM's own rule: a plug-in that fails, in whatever way, is not active.
+        # vLLM's own rule: a plug-in that raises anything is not active.
         return False
 
 
 def installed_frameworks() -> tuple[Framework, ...]:
-    """Those in this environment; all of them where there is none."""
+    """The installed frameworks; all of them if none is installed."""
     return tuple(framework for framework in FRAMEWORKS if versions.installed(framework.package)) or FRAMEWORKS
 
 
 def check_versions(frameworks: Sequence[Framework] = FRAMEWORKS, *, allow_untested: bool = False) -> Iterable[Finding]:
-    """None of `frameworks` installed, or one outside the supported range, where that is not allowed."""
+    """None of `frameworks` is installed, or one is outside the supported range and not allowed."""
     found = [(framework, versions.installed(framework.package)) for framework in frameworks]
     if not any(version for _, version in found):
         titles = [framework.title for framework in frameworks]

@@ -1,4 +1,4 @@
-"""What a check of the doctor's reports."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that keeps our models from running: what is so, what will happen, what to change."""
+    """Something that prevents our models from running: the problem, its consequence, what to change."""
 
     problem: str
     consequence: str

@@ -1,4 +1,4 @@
-"""What the doctor has to know of each framework: how our models are asked for there, and what becomes of a mistake."""
+"""What the doctor knows of each framework: how a user asks for our models, and what happens after a mistake."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLUGIN_NAME = "atom"
 
 @dataclass(frozen=True)
 class Framework:
-    """One framework, in the words of the doctor's findings."""
+    """A framework, with the texts of the doctor's findings."""
 
     package: str
     title: str
@@ -24,13 +24,13 @@ class Framework:
     otherwise: str
     """How a user asks for the framework's own model."""
     refused: str
-    """What happens where we refuse."""
+    """What happens if we refuse."""
     unknown_architecture: str
-    """What happens with a checkpoint whose architecture we have no model for."""
+    """What happens with a checkpoint of an unsupported architecture."""
     left_out: str
-    """What happens where our entry point is not run."""
+    """What happens if our entry point does not run."""
     entry_points: Mapping[str, str]
-    """Ours by group, as this distribution's pyproject.toml states them."""
+    """Our entry points by group, as in pyproject.toml."""
     refusals: tuple[Refused, ...]
 
 
@@ -41,7 +41,7 @@ VLLM = Framework(
     otherwise="use --model-impl auto",
     refused="`--model-impl atom` refuses to start.",
     unknown_architecture="`--model-impl atom` refuses to start.",
-    left_out="vLLM runs its own model without a word, also with `--model-impl atom`.",
+    left_out="vLLM silently runs its own model, also with `--model-impl atom`.",
     entry_points={
         "vllm.platform_plugins": "atom_plugin.vllm:register_platform",
         "vllm.general_plugins": "atom_plugin.vllm:register_models",

@@ -1,4 +1,4 @@
-"""The doctor's report: what is here, and what was found."""
+"""The doctor's report: what is installed, and what was found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def version_table(installed: Mapping[str, Installed | None], supported: Mapping[str, str]) -> Table:
-    """Installed versions, and the supported ones of the frameworks."""
+    """The installed versions, and the supported versions of the frameworks."""
     from rich.table import Table
 
     table = Table("Package", "Installed", "Supported", title="Versions", title_justify="left")
@@ -39,7 +39,7 @@ def plugin_table(plugins: Iterable[Plugin]) -> Table:
 
 
 def this_device() -> Target:
-    """What kernels are chosen for here."""
+    """The device for which kernels are chosen on this machine."""
     import torch
 
     from atom_core.kernels.select import Target
@@ -48,7 +48,7 @@ def this_device() -> Target:
 
 
 def kernel_table(target: Target) -> Table:
-    """For each op, its implementations in the order in which ``target`` tries them."""
+    """The implementations of each op, in the order of preference on ``target``."""
     from rich.table import Table
 
     from atom_core.kernels import OPS
@@ -64,7 +64,7 @@ def kernel_table(target: Target) -> Table:
 
 
 def finding_lines(findings: Iterable[Finding]) -> Iterable[RenderableType]:
-    """Each finding in three lines: what is so, what will happen, what to change."""
+    """Each finding in three lines: the problem, its consequence, what to change."""
     from rich.text import Text
 
     for number, finding in enumerate(findings, start=1):
@@ -74,7 +74,7 @@ def finding_lines(findings: Iterable[Finding]) -> Iterable[RenderableType]:
 
 
 def verdict(count: int, frameworks: Iterable[Framework]) -> str:
-    """The last line, or one a framework where all is well."""
+    """The last line; without findings, one line for each framework."""
     if count:
         return f"{count} finding{'s' if count > 1 else ''}: see above what to change."
     return "\n".join(

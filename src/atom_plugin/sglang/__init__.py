@@ -1,10 +1,9 @@
-"""What a stock SGLang meets of this package: one entry point, which it calls in each of its processes.
+"""The plug-in for SGLang: one entry point, which SGLang calls in each of its processes.
 
-It runs for every user of an environment that has this package, whatever version of SGLang that is, before the command
-line is read. Without ``SGLANG_EXTERNAL_MODEL_PACKAGE`` it makes the attention backend's name and factory known, and
-hooks on the backends of drafts that act only where a draft runs on our backend; nothing else of this package, and
-nothing that SGLang's own models use, is imported. With the variable it also registers what SGLang should resolve
-differently for each of our architectures.
+It runs for every user of an environment with this package, for every version of SGLang, before the command line is
+parsed. Without ``SGLANG_EXTERNAL_MODEL_PACKAGE`` it registers the attention backend, and hooks on the backends of
+drafts that act only if a draft uses ours. It imports nothing else of this package, and nothing that SGLang's own models
+use. With the variable it also registers the overrides of server arguments for our architectures.
 """
 
 from __future__ import annotations
@@ -27,45 +26,45 @@ logger = logging.getLogger("sglang.atom_plugin")
 MODEL_PACKAGE = "atom_plugin.sglang.models"
 PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 BACKEND = "atom"
-#: Our entry point's name, by which SGLANG_PLUGINS lets it run.
+#: Our entry point's name, for SGLANG_PLUGINS.
 ENTRY_POINT = "atom"
-#: On ROCm SGLang users know the attention of our kernels' library by this name; there it is ours for our models.
+#: SGLang's attention backend on ROCm; our models run on ours under this name too.
 ROCM_BACKEND = "aiter"
 
-#: SGLang's factory of the backends of drafts looks names up in tables inside two of its methods, and offers no
-#: registration: hooks on these, which SGLang has for plug-ins, are the only way to be found there.
+#: SGLang's factory of draft backends has fixed tables of names inside two methods, and no registration. Plug-in hooks
+#: on these methods are the only way to add a backend.
 DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 
-#: A model is told of no folder before it is read, and has no say in what becomes of its refusal: these hooks are the
-#: only way to be there.
+#: A model does not learn the folder of an update before it is read, and cannot turn its own error into the call's
+#: result. Only hooks can do both.
 WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
-#: It looks at the parameters of a model, which may have given their memory to kernels: so it is told when they have it.
+#: Its ``check_weights`` reads the parameters, which may be in a kernel's own form; the hook restores the loaded form.
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
 
 def is_registered() -> bool:
-    """Whether SGLang's own registry has our attention backend, which our entry point puts there."""
+    """Whether our entry point has registered our attention backend in SGLang."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     return ATTENTION_BACKENDS.get(BACKEND) is _build_backend
 
 
 def our_backends() -> tuple[str, ...]:
-    """The names under which our models get our attention."""
+    """The names of attention backends with which our models run on ours."""
     from sglang.srt.utils import is_hip
 
     return (BACKEND, ROCM_BACKEND) if is_hip() else (BACKEND,)
 
 
 def register() -> None:
-    """Make ``--attention-backend atom`` known and, where they are asked for, our architectures; safe to call again.
+    """Register ``--attention-backend atom`` and, if asked for, our architectures. Safe to call again.
 
-    Settings are not checked here: what is wrong with one is said when the server's arguments are resolved.
+    Settings are checked later, when SGLang resolves the server's arguments.
 
     Raises:
-        SystemExit: our models are asked for, and cannot be served beside this SGLang. SGLang logs any other exception
-            from here, goes on without us, and would serve its own model without a word.
+        SystemExit: our models are asked for and do not run with this SGLang. SGLang would log any other exception and
+            serve its own model.
     """
     package = os.environ.get(PACKAGE_VARIABLE, "")
     asked = package.partition(".")[0] == MODEL_PACKAGE.partition(".")[0]
@@ -89,7 +88,7 @@ def register() -> None:
 
 
 def _refusal(asked_by: str) -> str | None:
-    """Why our models or our attention cannot be served beside this version of SGLang; None where they can."""
+    """Why our models or our attention do not run with this version of SGLang; None if they do."""
     try:
         from atom_plugin.common.settings import readable_settings
 
@@ -100,12 +99,12 @@ def _refusal(asked_by: str) -> str | None:
         return refusal("sglang", asked_by)
     except ImportError as error:
         return import_failure("sglang", asked_by, error)
-    except ValueError as error:  # this package's own metadata is not to be found
+    except ValueError as error:  # this package's own metadata is missing
         return f"{asked_by} cannot be served: {error}"
 
 
 def _register_backend(reason: str | None) -> None:
-    """The name of our attention and what builds it, or, for a ``reason``, says why it cannot."""
+    """Register our attention backend; with a ``reason``, one that raises it."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.server_args import (
         ATTENTION_BACKEND_CHOICES,
@@ -127,7 +126,7 @@ def _register_for_drafts() -> None:
 
 
 def _register_models() -> None:
-    """What SGLang should resolve differently for our architectures."""
+    """Register the overrides of server arguments for our architectures, and the hooks on updates of weights."""
     from sglang.srt.arg_groups.model_override_base import register_model_override, register_model_override_predicate
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
@@ -200,7 +199,7 @@ def _check_weights(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _names_ours(factory: DraftBackendFactory) -> bool:
-    """Whether a draft may run on our attention: nothing of ours is imported for one that does not."""
+    """Whether a draft may use our attention. Nothing of ours is imported for one that does not."""
     from sglang.srt.runtime_context import attention_backends
 
     return not {factory.draft_attn_backend, *attention_backends()}.isdisjoint(our_backends())

@@ -1,7 +1,7 @@
-"""aiter's all-reduce with the norm behind it, by the method of SGLang's group that SGLang's own norms call.
+"""aiter's fused all-reduce and norm, by the method of SGLang's group that SGLang's own norms call.
 
-The communicator is SGLang's, which on AMD is aiter's unless ``SGLANG_USE_AITER_AR=0`` is set, and which registers its
-memory with each graph that is captured.
+SGLang owns the communicator and registers its memory with each captured graph. On AMD the communicator is aiter's
+unless ``SGLANG_USE_AITER_AR=0`` is set.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from atom_core.kernels.all_reduce_norm import AllReduceNormSpec
 from atom_core.kernels.select import Implementation, Target
 from atom_plugin.common.aiter_all_reduce import KIB, GroupQuantizer, is_one_kernel, why_not_aiter
 
-#: Bytes up to which SGLang asks for one kernel (GroupCoordinator.fused_allreduce_rmsnorm).
+#: The largest tensor, in bytes, for which SGLang uses one kernel (GroupCoordinator.fused_allreduce_rmsnorm).
 MAX_BYTES = 128 * KIB
 
 
 def aiter_all_reduce_norm(group: Any) -> Implementation[Hashable, object]:
-    """The implementation over SGLang's tensor-parallel ``group`` that stands in the place of the core's."""
+    """The implementation over SGLang's tensor-parallel ``group``, which replaces the core's."""
 
     def why_not_here(spec: AllReduceNormSpec, target: Target) -> str | None:
         if reason := why_not_aiter(spec, target):
@@ -36,7 +36,7 @@ def aiter_all_reduce_norm(group: Any) -> Implementation[Hashable, object]:
 
 
 class AiterAllReduceNorm(GroupQuantizer):
-    """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`; inputs are left alone."""
+    """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`; inputs are not modified."""
 
     def __init__(self, group: Any, target: Target) -> None:
         super().__init__(group.ca_comm, target.arch)

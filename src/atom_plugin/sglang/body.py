@@ -15,7 +15,7 @@ from torch import nn
 from atom_core.layers.embedding import TokenEmbedding
 from atom_core.models.decoder import Carried, Decoder
 from atom_core.models.draft import DraftModel
-from atom_plugin.sglang.replicas import STAND_IN
+from atom_plugin.sglang.data_parallel import STAND_IN
 
 
 class Body(nn.Module):

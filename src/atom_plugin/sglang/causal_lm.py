@@ -1,4 +1,4 @@
-"""A model of the core behind SGLang's model interface."""
+"""A model of the core with SGLang's model interface."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ logger = logging.getLogger("sglang.atom_plugin")
 
 
 class HeadMethod:
-    """SGLang's way to have a head computed by whoever owns it: here by the head itself, gathered over ranks.
+    """The ``quant_method`` of the head, by which SGLang's logits processor calls the head itself.
 
-    SGLang's logits processor looks for it in the head's ``quant_method``.
+    The head gathers its logits over ranks.
     """
 
     def apply(self, layer: LMHead, hidden: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``hidden [T, hidden]`` to ``[T, vocabulary]``."""
-        if not len(hidden):  # of a rank without requests, as those of all that it shares the head with
+        if not len(hidden):  # no rank of this attention group has requests
             return hidden.new_empty(0, layer.vocab_size, dtype=layer.dtype)
         logits: torch.Tensor = layer(hidden)
         return logits
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """The core finalizes its weights itself."""
+        """Nothing: the core finalizes its weights itself."""
 
 
 def check_entry_point() -> None:
-    """See that SGLang has run our entry point, which knows our attention and what is refused; else say so.
+    """Check that SGLang has run our entry point, which registers our attention and the refusals; else log a warning.
 
     Raises:
         ValueError: SGLANG_PLUGINS leaves it out.
@@ -71,17 +71,17 @@ def check_entry_point() -> None:
         )
     if not is_registered():
         logger.warning(
-            "SGLang has not run the entry point %r of atom-plugin: its model runs on SGLang's attention, and what it "
-            "does not support is not refused.",
+            "SGLang has not run the entry point %r of atom-plugin: the model runs on SGLang's attention, and settings "
+            "that it does not support are not refused.",
             ENTRY_POINT,
         )
 
 
 class AtomForCausalLM(AtomModel):
-    """The base of the classes that SGLang finds; each is named as its architecture."""
+    """The base of the classes that SGLang finds. Their names are their architectures."""
 
     architecture: ClassVar[str] = ""
-    """Of a class that SGLang looks for by another name."""
+    """The architecture, if the class has another name."""
 
     def __init__(self, config: Any, quant_config: object = None, prefix: str = "") -> None:
         super().__init__()
@@ -98,12 +98,12 @@ class AtomForCausalLM(AtomModel):
         )
         model_config = padded(model_config, config, self.runtime)
         core: DecoderForCausalLM = load_model_class(architecture)(model_config, self.runtime, prefix)
-        self.hold(core)
+        self.wrap(core)
         head: Any = core.lm_head
         if core.model.is_last:
             head.quant_method = HeadMethod()
         self.model, self.lm_head = Body(core.model), head
-        self.hold_weights()
+        self.set_up_weights()
         stage = self.runtime.pipeline.layers(model_config.num_layers)
         self.start_layer, self.end_layer = stage.start, stage.stop
         self.is_last = self.runtime.pipeline.is_last(model_config.num_layers)
@@ -121,7 +121,7 @@ class AtomForCausalLM(AtomModel):
         return expert_location(config)
 
     def get_attention_sliding_window_size(self) -> int | None:
-        """The widest window of the layers, in tokens before the query's own; None where no layer has one."""
+        """The largest sliding window of the layers, without the query's own token; None if no layer has one."""
         windows = [window for layer in self.core.config.layers if (window := layer.mixer.window) is not None]
         return max(windows) - 1 if windows else None
 
@@ -138,7 +138,9 @@ class AtomForCausalLM(AtomModel):
         """One step; see SGLang's models."""
         self.weights.check_ready()
         assert not get_embedding, "embedding models are refused when arguments are resolved"
-        assert self.start_layer == 0 or pp_proxy_tensors is not None, "a later stage is given what one before carried"
+        assert self.start_layer == 0 or pp_proxy_tensors is not None, (
+            "a later stage gets the hidden states of the previous one"
+        )
         result = self.model(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
         if isinstance(result, PPProxyTensors):
             return result
@@ -146,17 +148,17 @@ class AtomForCausalLM(AtomModel):
         return output
 
     def load_kv_cache_scales(self, quantization_param_path: str) -> None:
-        """Scale an FP8 cache by the numbers of a file (``--quantization-param-path``), one for each layer.
+        """Set the scales of an FP8 cache from a file (``--quantization-param-path``), one for each layer.
 
         Raises:
-            ValueError: SGLang cannot read the file, or a number in it cannot scale. SGLang's own models go on with 1.
+            ValueError: SGLang cannot read the file, or a scale is not valid. SGLang's own models would use 1.
         """
         group, count = self.runtime.tensor_parallel, self.core.config.num_layers
         model_type = type(self.config).model_type
         given = dict(kv_cache_scales_loader(quantization_param_path, group.rank, group.world_size, count, model_type))
         flag = f"--quantization-param-path {quantization_param_path}"
         if not given and get_spec().speculative_algorithm is not None:
-            return  # this may be the draft, which SGLang asks too; it has just said that the scales are 1
+            return  # this may be the draft; SGLang has just logged that the scales are 1
         if not given:
             raise ValueError(
                 f"{flag} has no scales for the {count} layers of a {model_type!r} model on {group.world_size} ranks; "
@@ -171,7 +173,7 @@ class AtomForCausalLM(AtomModel):
         return cast(nn.Module, self.core.model.embed_tokens)
 
     def get_embed_and_head(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """The weights that a draft may share."""
+        """The weights that a draft shares."""
         embed, head = self.core.model.embed_tokens.weight, self.core.lm_head.weight
         return cast(nn.Parameter, embed), cast(nn.Parameter, head)
 
@@ -182,7 +184,7 @@ class AtomForCausalLM(AtomModel):
 
 
 def _files_of_rank() -> str:
-    """What SGLang calls this rank's files, as its loader of ``sharded_state`` does."""
+    """The file name pattern of this rank in SGLang's ``sharded_state`` loader."""
     others = get_model().model_loader_extra_config or {}
     pattern: str = (json.loads(others) if isinstance(others, str) else others).get("pattern", PATTERN)
     return pattern.format(rank=get_parallel().tp_rank, part="*")

@@ -1,7 +1,7 @@
-"""Layers of a checkpoint that draft (multi-token prediction), behind SGLang's interface of such models (NextN).
+"""Draft models made of a checkpoint's own layers (multi-token prediction), with SGLang's NextN interface.
 
-SGLang builds a draft as a model of its own, with a runner and a pool of its own, and gives it the target's embedding
-and head. It runs the first layer alone, again for each token of a chain.
+SGLang builds the draft as a separate model with its own runner and pool, and sets the target's embedding and head in
+it. It runs only the first layer, once for each token of a chain.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ logger = logging.getLogger("sglang.atom_plugin")
 
 
 class AtomDraft(AtomModel):
-    """The base of the classes that SGLang finds; each is named as SGLang calls the draft of an architecture."""
+    """The base of the classes that SGLang finds. Their names are SGLang's names for the draft of an architecture."""
 
-    #: The model that the layers are behind, as ``config.json`` spells it.
+    #: The target's architecture, as in ``config.json``.
     architecture: str
 
     def __init__(self, config: Any, quant_config: object = None, prefix: str = "") -> None:
@@ -46,9 +46,9 @@ class AtomDraft(AtomModel):
         self.runtime = build_runtime(config, quant_config, model_config.num_layers, SglangRadixAttention, settings)
         model_config = padded(model_config, config, self.runtime)
         core: DraftModel = draft_class(model_config, self.runtime, prefix)
-        self.hold(core)
+        self.wrap(core)
         self.model, self.lm_head = DraftBody(core), core.lm_head
-        self.hold_weights()
+        self.set_up_weights()
         self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
         self.checkpoint = str(getattr(config, "_name_or_path", "") or self.architecture)
         if self.runtime.tensor_parallel.rank == self.runtime.data_parallel.rank == 0:
@@ -65,14 +65,14 @@ class AtomDraft(AtomModel):
         input_embeds: torch.Tensor | None = None,
         **others: object,
     ) -> LogitsProcessorOutput:
-        """One step; see :class:`DraftModel`. The hidden states come in with the batch, a row for each id."""
+        """One step; see :class:`DraftModel`. The batch has the target's hidden states, one row for each id."""
         self.weights.check_ready()
         drafted = self.model(input_ids, positions, forward_batch, self._given(input_ids, forward_batch))
         output: LogitsProcessorOutput = self.logits_processor(input_ids, drafted, self.lm_head, forward_batch)
         return output
 
     def _given(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
-        """Zeros where no target has run before, as in warm-ups: ``[T, hidden]``."""
+        """The target's hidden states ``[T, hidden]``; zeros if no target has run, as in warm-ups."""
         given: torch.Tensor | None = getattr(forward_batch.spec_info, "hidden_states", None)
         if given is not None:
             return given
@@ -81,14 +81,14 @@ class AtomDraft(AtomModel):
         )
 
     def load_kv_cache_scales(self, quantization_param_path: str) -> None:
-        """The file has scales for the target's layers alone; these stay at 1."""
+        """Nothing: the file has scales only for the target's layers. The draft's stay at 1."""
 
     def set_embed_and_head(self, embed: nn.Parameter, head: nn.Parameter) -> None:
-        """Read the target's embedding; its head comes as a layer, for a kernel may hold the weight in its own form."""
+        """Use the target's embedding. SGLang sets the head as a layer, since its weight may be in a kernel's form."""
         config = self.core.config
         shared = TokenEmbedding(config.vocab_size, config.hidden_size, self.runtime, embed)
         self.model.share_embedding(shared)
 
     def set_lm_head_from_target(self, head: LMHead) -> None:
-        """Read the target's head."""
+        """Use the target's head."""
         self.core.lm_head = self.lm_head = head

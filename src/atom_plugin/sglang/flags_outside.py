@@ -1,4 +1,4 @@
-"""Server arguments of SGLang's that act outside a model's code, or where our models are not; see ``flags.py``."""
+"""SGLang's server arguments that act outside models, or in code that our models do not have; see ``flags.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _outside(why: str, names: str) -> Theirs:
 
 OUTSIDE: tuple[Row, ...] = (
     _outside(
-        "devices, processes, seeds and watchdogs of workers, which run whichever model is theirs",
+        "devices, processes, seeds and watchdogs of workers",
         """
         device base_gpu_id gpu_id_step random_seed watchdog_timeout soft_watchdog_timeout sleep_on_idle use_ray
         custom_sigquit_handler numa_node gc_threshold nccl_port dist_timeout dist_init_addr gated_launch_port nnodes
@@ -19,7 +19,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "the HTTP and gRPC servers, tokenizers, chat templates, parsers and answers, in processes that have no model",
+        "HTTP and gRPC servers, tokenizers, chat templates and parsers, in processes without a model",
         """
         enable_response_store tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num
         detokenizer_worker_num skip_tokenizer_init host port fastapi_root_path enable_http_worker_reuseport
@@ -37,7 +37,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "structured output and sampling, on the logits that a model has given",
+        "structured output and sampling, on a model's logits",
         """
         constrained_json_whitespace_pattern constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
         grammar_backend disable_outlines_disk_cache sampling_backend enable_custom_logit_processor enable_watermark
@@ -46,13 +46,13 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "SGLang's logits processor, which our models hand their last hidden states to as its own do",
+        "SGLang's logits processor, which our models use as its own do",
         """
         enable_return_hidden_states return_hidden_states_mode enable_mis
         """,
     ),
     _outside(
-        "the scheduler: which requests are in a step, and how long its prompts are",
+        "the scheduler",
         """
         max_running_requests max_queued_requests max_total_tokens chunked_prefill_size prefill_decode_interval
         prefill_decode_interval_min_bs enable_dynamic_chunking max_prefill_tokens prefill_max_requests schedule_policy
@@ -67,8 +67,8 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "pools of keys and values, the radix tree and tiers behind them; our attention asks the pool for each layer's "
-        "pages at each step, so that it waits for those that are still on their way",
+        "KV pools, the radix tree and its storage tiers; our attention asks the pool for each layer's pages at each "
+        "step, so it waits for pages that are still being loaded",
         """
         mem_fraction_static page_size swa_full_tokens_ratio _swa_full_tokens_ratio_explicitly_set swa_prefix_tails
         disable_hybrid_swa_memory radix_eviction_policy _radix_eviction_policy_explicitly_set
@@ -83,7 +83,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "prefill and decode in two servers: pages go from pool to pool",
+        "prefill and decode on two servers, which transfer pages between their pools",
         """
         disaggregation_mode disaggregation_decode_allocation_policy disaggregation_transfer_backend
         disaggregation_enable_kv_checksum disaggregation_bootstrap_port disaggregation_ib_device
@@ -94,7 +94,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "graphs that SGLang captures of whole steps; a model only runs in them",
+        "CUDA graphs of whole steps",
         """
         cuda_graph_config cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_max_bs_decode
         cuda_graph_max_bs_prefill cuda_graph_max_seq_len_prefill cuda_graph_bs_decode cuda_graph_bs_prefill
@@ -103,13 +103,13 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "how SGLang's groups send and add up, which our layers go through",
+        "communication in SGLang's process groups, which our layers use",
         """
         enable_nccl_nvls enable_mscclpp enable_torch_symm_mem
         """,
     ),
     _outside(
-        "logs, metrics, traces and checks around a step, or of pools",
+        "logs, metrics, traces and checks of steps and pools",
         """
         log_level log_level_http log_requests log_requests_level log_requests_format log_requests_target
         uvicorn_access_log_exclude_prefixes crash_dump_folder show_time_cost enable_metrics smg_http_sidecar_port
@@ -124,11 +124,11 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "hooks around every module of a model, ours among them",
+        "hooks around every module of a model, also of ours",
         "enable_layerwise_nvtx_marker",
     ),
     _outside(
-        "where a checkpoint and its configuration are, and how files are read into tensors that a model is given",
+        "finding a checkpoint and its config, and reading files into tensors, before a model gets them",
         """
         model_path trust_remote_code revision model_config_parser decrypted_config_file decrypted_draft_config_file
         download_dir model_checksum delete_ckpt_after_loading model_loader_extra_config weight_loader_disable_mmap
@@ -138,11 +138,11 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "a setting of torch's, which holds for matrix products of ours that torch computes in float32",
+        "a setting of torch, which also applies to our float32 matrix products in torch",
         "enable_tf32_matmul",
     ),
     _outside(
-        "drafting, verifying and accepting, in workers that call a model for each step",
+        "drafting, verifying and accepting, in SGLang's workers",
         """
         speculative_draft_model_path speculative_draft_model_revision
         speculative_num_steps speculative_num_draft_tokens speculative_accept_threshold_single
@@ -153,7 +153,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "parts of ways to draft that are refused (--speculative-algorithm)",
+        "for speculative algorithms that are refused (--speculative-algorithm)",
         """
         uno_lora_path speculative_dflash_block_size speculative_domino_candidate_pool_size
         speculative_dspark_block_size speculative_dspark_sps_table_path speculative_dspark_confidence_sts_path
@@ -164,14 +164,14 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "attention backends of SGLang's, where --attention-backend names one, for our models as for its own",
+        "SGLang's attention backends, if --attention-backend names one, for our models as for its own",
         """
         enable_lean_attention triton_attention_reduce_in_fp32 triton_attention_num_kv_splits
         triton_attention_split_tile_size
         """,
     ),
     _outside(
-        "choices of how a native kernel is launched, or among those that compute the same; our models run none",
+        "choices among native kernels with equal results, or of their launch; our models do not run them",
         """
         flashinfer_mla_disable_ragged disable_chunked_prefix_cache disable_flashinfer_autotune
         flashinfer_autotune_skip_ops enforce_disable_flashinfer_allreduce_fusion disable_attn_tp_gather
@@ -179,11 +179,11 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "leaving out what our models never do: a shared expert computed as one of those that are routed to",
+        "disables computing a shared expert as a routed one, which our models never do",
         "disable_shared_experts_fusion",
     ),
     _outside(
-        "parts of a flag that is refused, and nothing without it: LoRA adapters (--enable-lora)",
+        "without effect unless a refused flag is given: LoRA adapters (--enable-lora)",
         """
         enable_lora_overlap_loading max_lora_rank lora_target_modules max_loaded_loras max_loras_per_batch
         lora_eviction_policy lora_backend max_lora_chunk_size experts_shared_outer_loras lora_use_virtual_experts
@@ -191,8 +191,8 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "parts of a flag that is refused, and nothing without it: exchange of tokens between ranks with experts "
-        "(--moe-a2a-backend), elastic ranks (--elastic-ep-backend) and balance (--enable-eplb)",
+        "without effect unless a refused flag is given: all-to-all exchange of tokens (--moe-a2a-backend), elastic "
+        "expert parallelism (--elastic-ep-backend), expert balancing (--enable-eplb)",
         """
         enable_w4a4_mxfp4_megamoe deepep_v2_mode deepep_mode fuseep_mode deepep_dispatcher_output_dtype
         flashinfer_a2a_dispatch_type deepep_config mooncake_ib_device ep_join_mode elastic_ep_scale_timeout
@@ -203,11 +203,11 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "parts of a flag that is refused, and nothing without it: weights in host memory (--cpu-offload-gb, "
+        "without effect unless a refused flag is given: weights in host memory (--cpu-offload-gb, "
         "--offload-group-size, --enable-paged-experts, --kt-weight-path), context parallelism (--attn-cp-size, "
-        "--dcp-size), --enable-pdmux, --enable-torch-compile, --dllm-algorithm, --enable-unified-memory, a quantised "
-        "cache of four bits (--kv-cache-dtype), other load formats (--load-format), the weight cache "
-        "(--weight-cache-mode), embedding (--is-embedding) and records of what a step has computed",
+        "--dcp-size), --enable-pdmux, --enable-torch-compile, --dllm-algorithm, --enable-unified-memory, a 4-bit "
+        "cache (--kv-cache-dtype), other load formats (--load-format), the weight cache (--weight-cache-mode), "
+        "embedding (--is-embedding) and records of what a step has computed",
         """
         offload_num_in_group offload_prefetch_step offload_mode paged_experts_num_resident kt_method kt_cpuinfer
         kt_threadpool_count kt_num_gpu_experts kt_max_deferred_experts_per_token dcp_comm_backend
@@ -221,15 +221,15 @@ OUTSIDE: tuple[Row, ...] = (
         debug_tensor_dump_input_file
         """,
     ),
-    _outside("SGLang refuses it itself, whoever's model it is", "quantize_and_serve"),
+    _outside("SGLang itself refuses it for every model", "quantize_and_serve"),
     _outside(
-        "devices that our models do not run on; SGLang refuses it elsewhere",
+        "devices that our models do not support; SGLang refuses it on others",
         """
         mlx_enable_sampling enable_quant_communications c128_page_size msprobe_dump_config
         """,
     ),
     _outside(
-        "the code of models that we have none of (with state spaces or linear attention, DeepSeek V3.2 and V4, Qwen4, "
+        "models that atom-plugin does not have (with state spaces or linear attention, DeepSeek V3.2 and V4, Qwen4, "
         "Inkling, Kimi K3), which SGLang runs itself",
         """
         dsa_prefill_backend dsv4_prefill_backend dsa_triton_union dsa_decode_backend dsv4_attn_backend
@@ -246,7 +246,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "images, video and sound, for models that take them: ours take text",
+        "images, video and sound; our models take only text",
         """
         encoder_only language_only language_model_only encoder_transfer_backend encoder_urls encoder_bootstrap_port
         encoder_register_urls enable_adaptive_dispatch_to_encoder enable_precise_embedding_interpolation
@@ -258,7 +258,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     Theirs(
-        "ports and sockets between SGLang's processes, which it chooses",
+        "ports and sockets between SGLang's processes, which SGLang chooses",
         settings_of(
             "PortArgs",
             """
@@ -268,7 +268,7 @@ OUTSIDE: tuple[Row, ...] = (
         ),
     ),
     Theirs(
-        "what SGLang hands on of the server's arguments, which have rows of their own",
+        "copies of server arguments, which have their own rows",
         settings_of(
             "ModelConfig",
             """

@@ -1,4 +1,4 @@
-"""Environment variables of SGLang's that act outside a model's code, or where our models are not; see ``flags.py``."""
+"""SGLang's environment variables that act outside models, or in code that our models do not have; see ``flags.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _variables(why: str, names: str) -> Theirs:
 
 OUTSIDE: tuple[Row, ...] = (
     _variables(
-        "processes, devices and ports, and how they end",
+        "processes, devices and ports, and their shutdown",
         """
         SGLANG_ROLE_NAMESPACES SGLANG_ROLE_NAMESPACES_OUT IS_H200 SGLANG_ENABLE_TORCH_INFERENCE_MODE
         SGLANG_USE_PICKLE_IPC SGLANG_LOG_PICKLE_IPC_OBJECTS SGLANG_ZMQ_ALLOWED_PEERS SGLANG_ZMQ_SOURCE_IP
@@ -24,7 +24,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "servers, tokenizers, parsers and answers, in processes that have no model",
+        "servers, tokenizers and parsers, in processes without a model",
         """
         SGLANG_WARMUP_TIMEOUT SGLANG_ENABLE_REQUEST_DECOMPRESSION SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES
         DISABLE_OPENAPI_DOC SGLANG_TIMEOUT_KEEP_ALIVE SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT
@@ -41,7 +41,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "logs, metrics, traces and checks around a step, or of pools",
+        "logs, metrics, traces and checks of steps and pools",
         """
         SGLANG_LOAD_SNAPSHOT_USE_ZMQ SGLANG_LOG_GC SGLANG_LOG_FORWARD_ITERS SGLANG_LOG_DECODE_GRAPH_KEY SGLANG_LOG_MS
         SGLANG_LOG_REQUEST_EXCEEDED_MS SGLANG_LOG_REQUEST_HEADERS SGLANG_LOG_SCHEDULER_STATUS_TARGET
@@ -60,7 +60,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "variables of which SGLang says that they are deprecated",
+        "variables that SGLang has deprecated",
         """
         SGLANG_FLASHINFER_MNNVL_CUTEDSL_AR_FUSION SGLANG_FLASHINFER_MNNVL_CUTEDSL_AR_FUSION_MAX_INSTANCES
         SGLANG_ENABLE_CP_V2 SGLANG_TRACE_QWEN35_FINAL_NORM SGLANG_DSPARK_FAST_SAMPLING
@@ -94,7 +94,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "where compiled kernels are kept, and how SGLang's are compiled",
+        "the cache of compiled kernels, and the compilation of SGLang's",
         """
         SGLANG_JIT_KERNEL_RUN_FULL_TESTS SGLANG_USE_CUSTOM_TRITON_KERNEL_CACHE SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY
         SGLANG_TRITON_SLOW_COMPILE_THRESHOLD_SECS SGLANG_TRITON_LOAD_WARNING_THRESHOLD_GB SGLANG_CACHE_DIR
@@ -106,13 +106,13 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "structured output, on the logits that a model has given",
+        "structured output, on a model's logits",
         """
         SGLANG_GRAMMAR_POLL_INTERVAL SGLANG_GRAMMAR_MAX_POLL_ITERATIONS SGLANG_DISABLE_OUTLINES_DISK_CACHE
         """,
     ),
     _variables(
-        "SGLang's logits processor and sampler, which our models hand their last hidden states to as its own do",
+        "SGLang's logits processor and sampler, which our models use as its own do",
         """
         SGLANG_TRACE_LOGITS_E2E SGLANG_TRACE_LOGITS_E2E_SYNC SGLANG_TRACE_SAMPLER_E2E SGLANG_ENABLE_NAN_LOGITS_CHECK
         SGLANG_RETURN_ORIGINAL_LOGPROB SGLANG_SANITIZE_NAN_LOGITS SGLANG_ENABLE_LOGPROB_CHUNK
@@ -121,7 +121,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "the scheduler: which requests are in a step, and how steps follow one another",
+        "the scheduler",
         """
         SGLANG_ENABLE_WAITING_PREFIX_REFRESH SGLANG_INIT_NEW_TOKEN_RATIO SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR
         SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS SGLANG_RETRACT_DECODE_STEPS SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION
@@ -141,7 +141,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "pools of keys and values, the radix tree and tiers behind them, which our attention reads as they are",
+        "KV pools, the radix tree and its storage tiers, which our attention reads unchanged",
         """
         SGLANG_HICACHE_TMA_TRANSFER SGLANG_NATIVE_MOVE_KV_CACHE SGLANG_DISABLE_LAZY_COMPACTION
         SGLANG_LOG_LAZY_COMPACTION_STATS SGLANG_LOG_LAZY_COMPACTION_STATS_INTERVAL_SEC
@@ -169,7 +169,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "prefill and decode in two servers: pages go from pool to pool",
+        "prefill and decode on two servers, which transfer pages between their pools",
         """
         SGLANG_DISAGGREGATION_THREAD_POOL_SIZE SGLANG_DISAGGREGATION_QUEUE_SIZE SGLANG_ENABLE_DISAGG_SAMPLING_MASK
         SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT
@@ -190,7 +190,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "graphs that SGLang captures of whole steps; a model only runs in them",
+        "CUDA graphs of whole steps",
         """
         SGLANG_OPT_SKIP_GLUED_REPLAY_VIEW SGLANG_USE_BREAKABLE_CUDA_GRAPH SGLANG_ENABLE_CUDA_GRAPH_DEDUP
         SGLANG_MEMORY_SAVER_CUDA_GRAPH SGLANG_OPT_CUDA_GRAPH_FILL_FAST_PATH SGLANG_ENABLE_GRAPH_POOL_BORROW
@@ -198,7 +198,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "how SGLang's groups send and add up, which our layers go through",
+        "communication in SGLang's process groups, which our layers use",
         """
         SGLANG_USE_AITER_AG SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS SGLANG_RAY_BUNDLE_INDICES
         SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE SGLANG_SYNC_TOKEN_IDS_ACROSS_TP SGLANG_ENABLE_COLOCATED_BATCH_GEN
@@ -210,8 +210,8 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "how SGLang finds a checkpoint and reads files into the tensors that a model is given, and what its own "
-        "layers take there",
+        "finding a checkpoint and reading files into tensors, before a model gets them, and loading into SGLang's own "
+        "layers",
         """
         SGLANG_USE_MODELSCOPE SGLANG_SORT_WEIGHT_FILES SGLANG_PREFETCH_BLOCK_SIZE_MB SGLANG_ENABLE_WEIGHT_LOADER_V2
         SGLANG_MOE_COPY_WEIGHT_VIEWS_BEFORE_H2D SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN HF_HUB_DISABLE_XET
@@ -219,7 +219,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "drafting, verifying and accepting, in workers that call a model for each step",
+        "drafting, verifying and accepting, in SGLang's workers",
         """
         SGLANG_SIMULATE_ACC_LEN SGLANG_SIMULATE_ACC_METHOD SGLANG_SIMULATE_ACC_TOKEN_MODE SGLANG_SIMULATE_ACC_GREEDY
         SGLANG_DSPARK_SIMULATE_FOLD SGLANG_GLM_NEXTN_MOE_PTPC SGLANG_ENABLE_OVERLAP_PLAN_STREAM SGLANG_ENABLE_PP_SPEC
@@ -230,13 +230,13 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "variables that SGLang writes over with what the flag of the same name says",
+        "variables that SGLang overwrites with the flag of the same name",
         """
         SGLANG_ENABLE_TORCH_COMPILE SGLANG_ENABLE_DETERMINISTIC_INFERENCE
         """,
     ),
     _variables(
-        "attention backends of SGLang's, where --attention-backend names one, for our models as for its own",
+        "SGLang's attention backends, if --attention-backend names one, for our models as for its own",
         """
         SGLANG_FLASHINFER_WORKSPACE_SIZE SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR SGLANG_ENABLE_ASYNC_ASSERT
         SGLANG_AITER_UNIFIED_DRAFT_EXTEND SGLANG_AITER_ASM_PREFILL_HD128 SGLANG_AITER_PAGED_PREFILL_ASM
@@ -256,8 +256,8 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "choices of how a native kernel is launched, or among native ways to compute and exchange the same; our models "
-        "run none, and images of SGLang's for ROCm set some of these",
+        "choices among native kernels and collectives with equal results, or of their launch; our models do not run "
+        "them, and SGLang's ROCm images set some of these",
         """
         SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD SGLANG_MAX_KV_CHUNK_CAPACITY SGLANG_IS_FIRST_RANK_ON_NODE
         SGLANG_DISABLE_GFX1250_FP8_GEMM SGLANG_AITER_INTREE_GEMM_TUNE SGLANG_AITER_INTREE_MHC_TILE_M16
@@ -283,8 +283,8 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "parts of a flag that is refused, and nothing without it: exchange of tokens between ranks with experts "
-        "(--moe-a2a-backend) and balance (--enable-eplb)",
+        "without effect unless a refused flag is given: all-to-all exchange of tokens (--moe-a2a-backend), expert "
+        "balancing (--enable-eplb)",
         """
         SGLANG_TRACE_QWEN_MOE_DEEPEP_E2E SGLANG_DEEPEP_V2_FORCE_MAX_LEN SGLANG_MORI_NUM_MAX_DISPATCH_TOKENS_PER_RANK
         SGLANG_MORI_EP_V2 SGLANG_MORI_DISPATCH_DTYPE SGLANG_MORI_COMBINE_DTYPE SGLANG_MORI_PREALLOC_MAX_RECV_TOKENS
@@ -309,7 +309,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "parts of a quantisation that is refused, or of its load format",
+        "for quantisations that are refused, or their load formats",
         """
         SGLANG_OPT_MXFP4_DEFERRED_FINALIZED_SHAPE SGLANG_GFX1250_W4A8_BACKEND SGLANG_GFX1250_W4A8_KERNEL_GATHER
         SGLANG_ROCM_USE_AITER_FP4_ASM_GEMM SGLANG_MOE_NVFP4_DISPATCH SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN
@@ -324,7 +324,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "parts of a way to draft that is refused (--speculative-algorithm DSPARK)",
+        "for a speculative algorithm that is refused (--speculative-algorithm DSPARK)",
         """
         SGLANG_DSPARK_DEBUG_CONFIDENCE_PREFIX_SCHEDULER SGLANG_DSPARK_DEBUG_CONFIDENCE_METRICS
         SGLANG_DSPARK_DEBUG_DUMP SGLANG_DSPARK_LOG_SPS_PRED_INTERVAL SGLANG_DSPARK_STS_COLLECT_PATH
@@ -337,7 +337,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "parts of a flag that is refused, and nothing without it: --enable-lora, --enable-torch-compile, "
+        "without effect unless a refused flag is given: --enable-lora, --enable-torch-compile, "
         "--enable-deterministic-inference, --weight-cache-mode",
         """
         SGLANG_WEIGHT_CACHE_SOCKET_TEMPLATE SGLANG_WEIGHT_CACHE_READY_TEMPLATE
@@ -354,7 +354,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "devices that our models do not run on",
+        "devices that our models do not support",
         """
         SGLANG_USE_MLX SGLANG_MLX_USE_CUSTOM_ROPE SGLANG_MLX_FUSE_SWIGLU SGLANG_MLX_CLEAR_CACHE_STEPS
         SGLANG_MLX_CACHE_LIMIT_GB SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT SGLANG_NPU_ARCH35_REQUANT_BLOCK_FP8
@@ -367,7 +367,7 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "images, video and sound, for models that take them: ours take text",
+        "images, video and sound; our models take only text",
         """
         SGLANG_EXTERNAL_MM_MODEL_ARCH SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE SGLANG_VLM_CACHE_SIZE_MB
         SGLANG_IMAGE_MAX_PIXELS SGLANG_RESIZE_RESAMPLE SGLANG_MM_BUFFER_SIZE_MB SGLANG_MM_PRECOMPUTE_HASH
@@ -383,8 +383,8 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _variables(
-        "the code of models that we have none of (with state spaces or linear attention, DeepSeek V3.2 and V4, Qwen3.5 "
-        "and Qwen4, Inkling, MiniMax, Muse Spark, Kimi K3, diffusion), or of their attention",
+        "models that atom-plugin does not have (with state spaces or linear attention, DeepSeek V3.2 and V4, Qwen3.5 "
+        "and Qwen4, Inkling, MiniMax, Muse Spark, Kimi K3, diffusion), or their attention",
         """
         SGLANG_USE_ATTN_TP_NGRAM SGLANG_ENABLE_QWEN4_PLE_FUSION SGLANG_QWEN4_PLE_FILE_DIR
         SGLANG_QWEN4_PLE_FILE_PREFETCH SGLANG_QWEN4_PLE_FILE_SKIP_DEVICE_CHECK SGLANG_QWEN4_PLE_FILE_RSS_BUDGET_GB

@@ -1,4 +1,4 @@
-"""Which kernels SGLang's pools have no pages for."""
+"""Kernels that SGLang's KV pools cannot serve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def unfit_pages(page_size: int) -> Mapping[tuple[str, str], str]:
-    """Why aiter's attention is passed over on pools of ``page_size`` tokens a page; SGLang's default is 1."""
+    """Why aiter's attention cannot run with ``page_size`` tokens a page; SGLang's default is 1."""
     if page_size < 16:
         reason = f"It takes pages of 16 tokens or more (--page-size 16); here they have {page_size}."
     elif page_size & (page_size - 1):
@@ -21,14 +21,14 @@ def unfit_pages(page_size: int) -> Mapping[tuple[str, str], str]:
 
 
 def check_order(settings: Settings) -> None:
-    """Refuse pages in aiter's order, asked for by a setting of its own or as a kernel.
+    """Refuse a cache in aiter's shuffled order, which ``ATOM_SHUFFLED_CACHE`` or ``ATOM_KERNELS`` asks for.
 
     Raises:
-        ValueError: they are asked for.
+        ValueError: one of them asks for it.
     """
     asked = "ATOM_SHUFFLED_CACHE=1" if settings.shuffled_cache else "ATOM_KERNELS=attention=aiter_shuffled"
     if settings.shuffled_cache or settings.kernels.get("attention") == "aiter_shuffled":
         raise ValueError(
-            f"{asked} is for vLLM: SGLang moves single tokens about in its pools, and cannot in aiter's order. "
+            f"{asked} is for vLLM only: SGLang moves single tokens in its pools, which aiter's order does not allow. "
             "Unset it."
         )

@@ -1,7 +1,7 @@
-"""Sizes that SGLang pads on a CPU, so that they divide over ranks: which of them our models pad too, and to what.
+"""Sizes that SGLang pads on a CPU so that they divide over ranks, and which of them our models pad too.
 
-There SGLang's own models take the padded sizes of ``configs/update_config.py`` and fill up their weights with zeros.
-Ours need no such sizes but to divide over ranks; heads must be as many as SGLang lays its pool out for.
+SGLang's own models use the padded sizes of ``configs/update_config.py`` and fill their weights up with zeros. Ours pad
+a size only if it does not divide over ranks. The number of heads must be the one for which SGLang sizes its pool.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from atom_core.quant.fp8 import BLOCK_SIZE, Fp8Config
 from atom_core.quant.mxfp4 import GROUP, Mxfp4LinearConfig
 from atom_core.runtime import Runtime
 
-#: What SGLang calls a size, and what it calls what the checkpoint has where it may have padded it.
+#: SGLang's config keys of a size and of the checkpoint's own size, if SGLang has padded it.
 BEFORE_PADDING = {
     "intermediate_size": "original_intermediate_size",
     "moe_intermediate_size": "original_moe_intermediate_size",
@@ -25,9 +25,9 @@ BEFORE_PADDING = {
 
 
 def to_be_padded(config: ModelConfig, view: Any, attention_ranks: int, quant: QuantConfig) -> ModelConfig:
-    """``config``, the checkpoint's, as SGLang will pad it for the arguments ``view``, which are looked at before.
+    """``config``, the checkpoint's, as SGLang will pad it for the server arguments ``view``.
 
-    Of ``view.tp_size`` ranks, ``attention_ranks`` share a layer that is no mixture.
+    ``attention_ranks`` of the ``view.tp_size`` ranks share a layer that is not a mixture.
     """
     if view.device != "cpu":
         return config
@@ -38,7 +38,7 @@ def to_be_padded(config: ModelConfig, view: Any, attention_ranks: int, quant: Qu
 
 
 def padded(config: ModelConfig, hf_config: Any, runtime: Runtime) -> ModelConfig:
-    """``config``, the checkpoint's, with as many heads as SGLang has written into its configuration of the model."""
+    """``config``, the checkpoint's, with as many heads as SGLang's config of the model has."""
     before, now = BEFORE_PADDING["num_attention_heads"], "num_attention_heads"
     if not hasattr(hf_config, before):  # not on a CPU
         return config

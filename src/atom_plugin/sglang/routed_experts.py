@@ -1,8 +1,7 @@
-"""Which experts tokens are sent to, as SGLang is told by its own mixtures.
+"""Reports the experts of each token to SGLang, as SGLang's own mixtures do.
 
-For ``--enable-return-routed-experts`` it keeps them for each token of the pool, and for
-``--expert-distribution-recorder-mode`` it counts them while it records. Both write into buffers on the device, within
-captured graphs too.
+``--enable-return-routed-experts`` stores them for each token of the pool, and ``--expert-distribution-recorder-mode``
+counts them while recording. Both write to buffers on the device, within captured graphs too.
 """
 
 from __future__ import annotations
@@ -23,47 +22,47 @@ from atom_core.models.read_config import read_model_config
 from atom_core.runtime import RoutedExperts
 from atom_plugin.sglang.checkpoint_config import values_of
 
-#: Of a token's experts ``per_token`` keeps so many (``_DetailSinglePassGatherer``).
+#: The number of experts of a token that ``per_token`` records (``_DetailSinglePassGatherer``).
 MOST_PER_TOKEN = 8
-#: Modes for which SGLang keeps counts.
+#: Modes in which SGLang counts tokens by expert.
 _COUNTED = ("stat", "per_pass")
 
 
 def routed_experts() -> RoutedExperts | None:
-    """What the model that SGLang is about to build tells of; None: nobody asks, or it drafts."""
+    """The callback of the model that SGLang is about to build; None if no flag asks, or the model is a draft."""
     if get_flags().moe.in_speculative_scope:
         return None
-    told: list[RoutedExperts] = []
+    consumers: list[RoutedExperts] = []
     if get_exec().features.enable_return_routed_experts:
-        told.append(_keep)
+        consumers.append(_capture)
     if get_exec().moe.expert_distribution_recorder_mode is not None:
-        told.append(_count)
-    if not told:
+        consumers.append(_count)
+    if not consumers:
         return None
 
-    def tell(index: int, experts: torch.Tensor) -> None:
-        for one in told:
-            one(index, experts)
+    def report(index: int, experts: torch.Tensor) -> None:
+        for consume in consumers:
+            consume(index, experts)
 
-    return tell
+    return report
 
 
-def _keep(index: int, experts: torch.Tensor) -> None:
+def _capture(index: int, experts: torch.Tensor) -> None:
     capturer = get_global_experts_capturer()
-    if capturer is not None:  # before SGLang has a pool
+    if capturer is not None:  # None before SGLang has a pool
         capturer.capture(layer_id=index, topk_indices=experts)
 
 
 def _count(index: int, experts: torch.Tensor) -> None:
     recorder = get_global_expert_distribution_recorder()
-    if not (recorder.recording or experts.is_cuda):  # it would ask a GPU whether a graph is captured
+    if not (recorder.recording or experts.is_cuda):  # the recorder would ask a GPU whether a graph is captured
         return
     with recorder.with_current_layer(index):
-        recorder.on_select_experts(topk_ids=_of_requests(experts))
+        recorder.on_select_experts(topk_ids=_mask_padding(experts))
 
 
-def _of_requests(experts: torch.Tensor) -> torch.Tensor:
-    """``experts [T, k]``, and -1 in rows that fill a graph up, where SGLang says how many are others."""
+def _mask_padding(experts: torch.Tensor) -> torch.Tensor:
+    """``experts [T, k]`` with -1 in padding rows, if SGLang says how many rows are not padding."""
     bound: Callable[[], torch.Tensor | None] | None = (
         get_forward_context().moe_num_token_non_padded if has_forward_context() else None
     )
@@ -75,7 +74,7 @@ def _of_requests(experts: torch.Tensor) -> torch.Tensor:
 
 
 def expert_location(hf_config: Any) -> ModelConfigForExpertLocation | None:
-    """What SGLang counts experts by; None: it does not, and they stay on the ranks that they are loaded on."""
+    """The sizes by which SGLang counts experts; None if it does not. Experts stay on their ranks in both cases."""
     if get_exec().moe.expert_distribution_recorder_mode is None:
         return None
     config = read_model_config(values_of(hf_config))
@@ -84,14 +83,14 @@ def expert_location(hf_config: Any) -> ModelConfigForExpertLocation | None:
 
 
 def check_routed_experts(view: Any, config: ModelConfig) -> None:
-    """Refuse what SGLang cannot be told of a model of ``config``.
+    """Refuse flags for routed experts that a model of ``config`` cannot serve.
 
     Args:
         view: SGLang's resolving view of the server's arguments.
         config: of the model.
 
     Raises:
-        ValueError: a model without mixtures, or a flag that asks for more than there is.
+        ValueError: the model has no mixtures, or the flag's mode is not supported.
     """
     mode = view.expert_distribution_recorder_mode
     flags = []
@@ -101,12 +100,12 @@ def check_routed_experts(view: Any, config: ModelConfig) -> None:
         flags.append(f"--expert-distribution-recorder-mode {mode}")
     if flags and not config.has_mixtures:
         raise ValueError(
-            f"{flags[0]} is for mixtures of experts, and {config.architecture} is none here. Leave it out."
+            f"{flags[0]} is for mixtures of experts, and this {config.architecture} is not one. Leave it out."
         )
     if view.enable_return_routed_experts and view.pp_size > 1:
         raise ValueError(
-            f"--enable-return-routed-experts is not supported with --pp-size {view.pp_size}: a stage knows the experts "
-            "of its own layers alone. Leave one of them out."
+            f"--enable-return-routed-experts is not supported with --pp-size {view.pp_size}: a stage knows only the "
+            "experts of its own layers. Leave one of them out."
         )
     if mode == "stat_approx":
         raise ValueError(
@@ -116,13 +115,13 @@ def check_routed_experts(view: Any, config: ModelConfig) -> None:
     if mode in _COUNTED and not _has_accelerator():
         raise ValueError(
             f"--expert-distribution-recorder-mode {mode} is not supported on --device {view.device}: SGLang counts "
-            "experts on an accelerator alone. Use per_token."
+            "experts only on an accelerator. Use per_token."
         )
     top_k = max((layer.moe.routing.top_k for layer in config.layers if layer.moe is not None), default=0)
     if mode == "per_token" and top_k > MOST_PER_TOKEN:
         raise ValueError(
-            f"--expert-distribution-recorder-mode per_token keeps {MOST_PER_TOKEN} experts a token, and "
-            f"{config.architecture} has {top_k} here (num_experts_per_tok); use stat or per_pass."
+            f"--expert-distribution-recorder-mode per_token records {MOST_PER_TOKEN} experts a token, and this "
+            f"{config.architecture} has {top_k} (num_experts_per_tok); use stat or per_pass."
         )
 
 

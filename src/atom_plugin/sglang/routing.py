@@ -1,8 +1,7 @@
-"""What SGLang should resolve differently for our models, or one clear reason why they cannot run what was asked for.
+"""The overrides of SGLang's server arguments for our models, or one clear reason why they cannot run.
 
-SGLang calls :func:`resolve` for each of our architectures while it makes sense of the server's arguments: in the
-process that the user started, before any weight is loaded. It is registered for every user of an environment that has
-this package, and does nothing unless ``SGLANG_EXTERNAL_MODEL_PACKAGE`` names ours.
+SGLang calls :func:`resolve` for our architectures while it resolves the server's arguments: in the process that the
+user started, before any weight is loaded. It does nothing unless ``SGLANG_EXTERNAL_MODEL_PACKAGE`` names our package.
 """
 
 from __future__ import annotations
@@ -40,24 +39,24 @@ logger = logging.getLogger("sglang.atom_plugin")
 
 _OWN_PREFIX = MODEL_PACKAGE.partition(".")[0]
 _MODEL_MODULES = ("dense", "mixtures", "drafts")
-#: Architectures of which SGLang lists the attention backends by name; those with sinks, which some backends lack.
+#: Architectures for which SGLang has a fixed list of attention backends: those with sinks, which some backends lack.
 LISTED = ("GptOssForCausalLM",)
-#: A backend on each of these lists, on every device.
+#: A backend that is on each of these lists, on every device.
 _STAND_IN = "triton"
-#: Backends that do not say how long a padded request is, by which ranks with fewer requests than others are filled up.
+#: Backends without a length for padded requests, which fill up data-parallel ranks with fewer requests than others.
 _UNPADDED = {"torch_native", "flex_attention"}
 _BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
 def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
-    """What to change in ``server_args`` for a model of ``hf_config``; see SGLang's model overrides.
+    """The overrides of ``server_args`` for a model of ``hf_config``; see SGLang's model overrides.
 
     Raises:
-        ValueError: something asked for that our models cannot do; the message says what, and what is supported.
+        ValueError: a setting that our models do not support; the message names it and what is supported.
     """
     if not _asked_for():
         return {}
-    # A bad ATOM_ variable is refused here, where the user sees it; names of ops and kernels depend on no device.
+    # A bad ATOM_ variable is refused here, where the user sees it. All devices have the same names of ops and kernels.
     settings = load_settings()
     check_order(settings)
     chosen_kernels(Target("cpu", ""), settings)
@@ -65,19 +64,19 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
     _check_registered(architecture)
     view = resolving_view(server_args)
     _refuse_by_table(server_args, view, os.environ)
-    _refuse_parts(view)
+    _refuse_shards(view)
     quant = _check_checkpoint(view, server_args, hf_config)
     prefill, decode = attention_backends_of(server_args)
     unnamed = prefill is None and decode is None
     if prefill != decode and not {prefill, decode}.isdisjoint(our_backends()):
         raise ValueError(
-            f"Prefill on the attention backend {prefill!r} and decode on {decode!r} cannot be: our models run both on "
-            f"{BACKEND!r} (--attention-backend {BACKEND}, or none named) or both on SGLang's."
+            f"Prefill on attention backend {prefill!r} with decode on {decode!r} is not supported: our models run both "
+            f"on {BACKEND!r} (--attention-backend {BACKEND}, or no flag) or both on SGLang's."
         )
     if view.attn_dp_size > 1 and (unpadded := _UNPADDED & {prefill, decode}):
         raise ValueError(
             f"--attention-backend {', '.join(unpadded)} with --attn-dp-size {view.attn_dp_size} "
-            "(--enable-dp-attention) cannot be: SGLang's backend takes no padded batches. Leave it out for "
+            "(--enable-dp-attention) is not supported: SGLang's backend takes no padded batches. Leave it out to use "
             f"{BACKEND!r}, or name another."
         )
     if read_model_config(values_of(hf_config)).has_mla:
@@ -88,19 +87,19 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
 
 
 def _refuse_with_latents(attention: str) -> None:
-    """Another backend than ours has no attention over latents for our models."""
+    """Refuse other attention backends than ours for MLA."""
     if attention and attention not in our_backends():
         raise ValueError(
-            f"--attention-backend {attention} is not supported for our DeepSeek models, whose attention over latents "
-            f"runs on {BACKEND!r} alone. Leave it out, or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
+            f"--attention-backend {attention} is not supported for our DeepSeek models, whose attention (MLA) runs "
+            f"on {BACKEND!r} only. Leave it out, or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
         )
 
 
 def resolve_beside_lists(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Wrap SGLang's step that resolves what a model needs, :func:`resolve` included.
+    """Wrap SGLang's step that resolves a model's settings, :func:`resolve` included.
 
-    For the architectures of :data:`LISTED` that step ends with a list of the attention backends that there may be, to
-    which nothing can be added. So ours is called by the name of one of them until the step is over.
+    For the architectures of :data:`LISTED` that step checks the attention backend against a fixed list. So our backend
+    has the name of one on the list until the step is over.
     """
     if not _asked_for() or model_config_of(server_args).hf_config.architectures[0] not in LISTED:
         previous(server_args)
@@ -115,7 +114,7 @@ def resolve_beside_lists(server_args: Any, previous: Callable[[Any], None]) -> N
 
 
 def announce_native(server_args: Any, hf_config: Any) -> dict[str, Any]:
-    """Say that SGLang's own model runs, where ours were asked for and there is none; nothing is changed."""
+    """Log that SGLang's own model runs, if ours are asked for and we have none; nothing is overridden."""
     if _asked_for():
         architecture = hf_config.architectures[0]
         supported = ", ".join(supported_architectures())
@@ -134,7 +133,7 @@ def _asked_for() -> bool:
 
 
 def _check_registered(architecture: str) -> None:
-    """SGLang only warns of a module that it cannot import, and runs its own model: so import it here first."""
+    """Import our model modules: if SGLang cannot import one, it only logs a warning and runs its own model."""
     disabled = envs.SGLANG_DISABLED_MODEL_ARCHS.get()
     modules = {name: import_module(f"{MODEL_PACKAGE}.{name}") for name in _MODEL_MODULES if name not in disabled}
     if architecture not in {entry.__name__ for module in modules.values() for entry in module.EntryClass}:
@@ -145,11 +144,11 @@ def _check_registered(architecture: str) -> None:
 
 
 def _refuse_by_table(given: Any, view: Any, environ: Mapping[str, str]) -> None:
-    """Refuse what the table of SGLang's settings says.
+    """Refuse the settings that the table of SGLang's settings refuses.
 
     Args:
         given: the server's arguments as the user gave them.
-        view: the same, with what SGLang has resolved.
+        view: the arguments as SGLang has resolved them.
         environ: of the process.
 
     Raises:
@@ -162,18 +161,18 @@ def _refuse_by_table(given: Any, view: Any, environ: Mapping[str, str]) -> None:
             raise ValueError(row.message(value, OTHERWISE))
 
 
-def _refuse_parts(view: Any) -> None:
-    """Layers and experts in other parts than our models can be in."""
+def _refuse_shards(view: Any) -> None:
+    """Refuse ways to shard dense layers and experts that our models do not support."""
     attention_ranks = attention_ranks_of(view)
     if view.moe_dense_tp_size not in (None, attention_ranks):
         raise ValueError(
-            f"atom-plugin does not support --moe-dense-tp-size {view.moe_dense_tp_size}; layers that are no mixture "
-            f"are in as many parts as attention ({attention_ranks}). {OTHERWISE}"
+            f"atom-plugin does not support --moe-dense-tp-size {view.moe_dense_tp_size}; dense layers have as many "
+            f"shards as attention ({attention_ranks}). {OTHERWISE}"
         )
     if view.ep_size not in (1, view.tp_size):
         raise ValueError(
-            f"atom-plugin does not support --ep-size {view.ep_size} with --tp-size {view.tp_size}; it shares experts "
-            f"out among all ranks of the tensor-parallel group (the same number) or none (1). {OTHERWISE}"
+            f"atom-plugin does not support --ep-size {view.ep_size} with --tp-size {view.tp_size}; it supports the "
+            f"same number (experts are split over all ranks) or 1 (each expert is sharded). {OTHERWISE}"
         )
 
 
@@ -188,9 +187,9 @@ def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> QuantConfi
     check_routed_experts(view, config)
     if view.attn_dp_size > 1 and not config.has_mixtures:
         raise ValueError(
-            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention) is for mixtures of experts, which are shared, "
-            f"and {hf_config.architectures[0]} is none: --dp-size {view.attn_dp_size} alone, with a --tp-size of "
-            f"{attention_ranks_of(view)}, serves it by replicas that need not wait for one another."
+            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention) is for mixtures, whose experts are split over "
+            f"all ranks, and {hf_config.architectures[0]} is not one: --dp-size {view.attn_dp_size} without it, and "
+            f"--tp-size {attention_ranks_of(view)}, serves it by ranks that need not wait for one another."
         )
     check_files(
         to_be_padded(config, view, attention_ranks_of(view), quant),

@@ -11,15 +11,15 @@ from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.runtime_context import get_exec, get_model, get_observability, get_parallel, get_server_args
 
 from atom_core.kernels.select import Target
-from atom_core.runtime import Binder, OneReplica, PipelineStage, RoutedExperts, Runtime
+from atom_core.runtime import Binder, PipelineStage, RoutedExperts, Runtime, SingleDataParallelRank
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
 from atom_plugin.sglang.all_reduce import aiter_all_reduce_norm
 from atom_plugin.sglang.checkpoint_config import FLOAT32_HEAD
+from atom_plugin.sglang.data_parallel import SglangDataParallelGroup
 from atom_plugin.sglang.kernels import unfit_pages
 from atom_plugin.sglang.quantization import quantization_of
-from atom_plugin.sglang.replicas import SglangReplicas
 
 
 def build_runtime(
@@ -33,9 +33,9 @@ def build_runtime(
     """The runtime of the model that SGLang is about to build, on the device and in the dtype that it has set.
 
     Args:
-        config: of the model, as SGLang has read and completed it.
+        config: of the model, as SGLang has completed it.
         quant_config: SGLang's own object for the model's quantisation, or None.
-        num_layers: the model's decoder layers, to be split over pipeline stages.
+        num_layers: the model's decoder layers, which are split over pipeline stages.
         bind: binds its token mixers to SGLang's pools.
         settings: the ``ATOM_*`` variables.
         routed_experts: see :class:`Runtime`.
@@ -47,7 +47,7 @@ def build_runtime(
     parallel = get_parallel()
     first, end = get_pp_indices(num_layers, parallel.pp_group.rank_in_group, parallel.pp_group.world_size)
     # The whole tensor-parallel group, unless attention is data-parallel.
-    group, replicated = parallel.attn_tp_group, parallel.attn_dp_size > 1
+    group, has_dp = parallel.attn_tp_group, parallel.attn_dp_size > 1
     return Runtime(
         device=device,
         dtype=dtype,
@@ -61,29 +61,30 @@ def build_runtime(
         max_model_len=int(config.context_len),
         cache_dtype=_cache_dtype(dtype, quant_config),
         tensor_parallel=GroupCommunicator(group, reads_peers=not get_exec().comm.disable_custom_all_reduce),
-        data_parallel=SglangReplicas(parallel.tp_group, group.world_size) if replicated else OneReplica(),
+        data_parallel=SglangDataParallelGroup(parallel.tp_group, group.world_size)
+        if has_dp
+        else SingleDataParallelRank(),
         expert_parallel=parallel.moe_ep_size > 1,
         pipeline=PipelineStage(first, end),
         quant=quantization_of(config, None if quant_config is None else quant_config.get_name()),
-        # What a batch has written is found in the radix tree by later ones alone.
+        # The radix tree shares what a batch writes only with later batches.
         same_step_reads="never",
-        fuses_modules=not looks_at_modules(),
+        fuse_modules=not uses_module_hooks(),
         routed_experts=routed_experts,
-        # Some configurations ask for it themselves.
         head_dtype=torch.float32
         if get_exec().features.enable_fp32_lm_head or getattr(config, FLOAT32_HEAD, False)
         else None,
     )
 
 
-def looks_at_modules() -> bool:
-    """Whether SGLang puts hooks on modules, which are to see each of them (``--forward-hooks``, tensor dumps)."""
+def uses_module_hooks() -> bool:
+    """Whether SGLang puts hooks on modules, which must then all be called (``--forward-hooks``, tensor dumps)."""
     asked = get_observability()
     return bool(asked.forward_hooks) or asked.debug_tensor_dump_output_folder is not None
 
 
 def _cache_dtype(model_dtype: torch.dtype, quant_config: Any) -> torch.dtype:
-    """The dtype of the pool, which SGLang makes later and by the same function."""
+    """The dtype of the KV pool, by the function with which SGLang sets it later."""
     _, dtype = configure_kv_cache_dtype(
         server_args_kv_cache_dtype=get_model().kv_cache_dtype,
         model=SimpleNamespace(quant_config=quant_config),

@@ -1,4 +1,4 @@
-"""Which speculative decoding our models can take part in, decided while SGLang resolves its arguments."""
+"""Which speculative decoding our models support, checked while SGLang resolves its arguments."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.flags import LOAD_FORMATS
 from atom_plugin.sglang.padding import to_be_padded
 
-#: What SGLang chooses for a head on a target of this architecture where nothing is said; for all else it is a chain.
+#: SGLang's default of --speculative-eagle-topk for a head on a target of this architecture; 1 (a chain) for others.
 TREES = {"LlamaForCausalLM": 4}
 
 
 def attention_ranks_of(view: Any) -> int:
-    """How many ranks share a request's attention: the tensor-parallel ones, or with data-parallel attention a part.
+    """The number of ranks that share a request's attention: ``--tp-size`` divided by ``--attn-dp-size``.
 
     Raises:
-        ValueError: they cannot be parted so.
+        ValueError: it is not divisible.
     """
-    ranks, replicas = int(view.tp_size), int(view.attn_dp_size)
-    if replicas < 1 or ranks % replicas:
+    ranks, dp = int(view.tp_size), int(view.attn_dp_size)
+    if dp < 1 or ranks % dp:
         raise ValueError(
-            f"--attn-dp-size {replicas} (--enable-dp-attention) does not divide --tp-size {ranks}, the number of ranks."
+            f"--attn-dp-size {dp} (--enable-dp-attention) does not divide --tp-size {ranks}, the number of ranks."
         )
-    return ranks // replicas
+    return ranks // dp
 
 
 def check_drafts(view: Any, attention: str, architecture: str) -> None:
-    """Refuse speculation that one of our models, as its target, cannot take part in; the way to draft is one of ours.
+    """Refuse speculation that our model does not support as its target.
 
     Args:
         view: SGLang's resolving view of the server's arguments.
@@ -40,7 +40,7 @@ def check_drafts(view: Any, attention: str, architecture: str) -> None:
         architecture: of the target.
 
     Raises:
-        ValueError: a way to speculate that our models or our attention backend cannot take part in.
+        ValueError: our models or our attention backend do not support the speculation.
     """
     algorithm = view.speculative_algorithm
     if algorithm is None:
@@ -48,28 +48,28 @@ def check_drafts(view: Any, attention: str, architecture: str) -> None:
     if view.attn_dp_size > 1 and algorithm != "STANDALONE" and architecture not in DRAFTS:
         raise ValueError(
             f"--speculative-algorithm {algorithm} by a head that is no layer of the checkpoint is not supported with "
-            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention): such a head would read the target's weights "
-            "in other parts than they are in. Leave one of them out."
+            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention): the head would read the target's weights "
+            "with another sharding. Leave one of them out."
         )
-    of_drafts = view.speculative_draft_attention_backend
-    if algorithm == "STANDALONE" and of_drafts not in (None, attention):
+    draft_attention = view.speculative_draft_attention_backend
+    if algorithm == "STANDALONE" and draft_attention not in (None, attention):
         raise ValueError(
-            f"--speculative-draft-attention-backend {of_drafts} with --speculative-algorithm STANDALONE cannot be: a "
-            f"draft that is one of our models runs on the target's attention backend, which is {attention}."
+            f"--speculative-draft-attention-backend {draft_attention} with --speculative-algorithm STANDALONE is not "
+            f"supported: a draft that is one of our models runs on the target's attention backend, {attention}."
         )
     if algorithm == "STANDALONE" and view.speculative_draft_kv_cache_dtype is not None:
         raise ValueError(
             f"--speculative-draft-kv-cache-dtype {view.speculative_draft_kv_cache_dtype} is not supported: a draft "
             "that is one of our models has a cache of the target's dtype. Leave it out."
         )
-    if {attention, of_drafts}.isdisjoint(our_backends()):
+    if {attention, draft_attention}.isdisjoint(our_backends()):
         return
-    unsaid = 1 if algorithm == "STANDALONE" else TREES.get(architecture, 1)
-    check_chain(view.speculative_eagle_topk or unsaid)
+    default = 1 if algorithm == "STANDALONE" else TREES.get(architecture, 1)
+    check_chain(view.speculative_eagle_topk or default)
 
 
 def check_chain(candidates: int) -> None:
-    """Refuse trees of draft tokens: our kernels have the causal mask only.
+    """Refuse trees of draft tokens: our kernels have only the causal mask.
 
     Raises:
         ValueError: more than one candidate a step.
@@ -77,13 +77,13 @@ def check_chain(candidates: int) -> None:
     if candidates > 1:
         raise ValueError(
             f"--speculative-eagle-topk {candidates} is not supported by --attention-backend {BACKEND}, which verifies "
-            "chains of draft tokens and not trees: set it to 1 (with --speculative-num-steps 3 and "
-            "--speculative-num-draft-tokens 4, say), or name another attention backend."
+            "chains of draft tokens and not trees: set it to 1 (for example with --speculative-num-steps 3 and "
+            "--speculative-num-draft-tokens 4), or name another attention backend."
         )
 
 
 def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
-    """Refuse speculation beside latents but by layers of the checkpoint itself (multi-token prediction).
+    """Refuse speculation for MLA models except multi-token prediction by the checkpoint's own layers.
 
     Args:
         view: SGLang's resolving view of the server's arguments.
@@ -91,7 +91,7 @@ def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
         quant: of the checkpoint.
 
     Raises:
-        ValueError: another way to draft, a checkpoint without such layers, or what they cannot do.
+        ValueError: another algorithm, a checkpoint without these layers, or settings that they do not support.
     """
     algorithm = view.speculative_algorithm
     if algorithm is None:

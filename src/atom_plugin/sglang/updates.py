@@ -1,9 +1,8 @@
-"""SGLang's calls that change weights while a server runs, and what it should know of ours.
+"""Loading weights from SGLang, at the start and while serving.
 
-Where the calls reach a model, a folder is a stream of tensors like any other, and an error ends the server: SGLang
-would roll back to the folder that was just refused, or catches nothing at all. So hooks, which SGLang has for plug-ins,
-stand around two of its methods: files are compared with the model before SGLang opens them, and what does not fit is
-the call's answer.
+When an update reaches a model, it is only a stream of tensors, and an error ends the server: SGLang rolls back to the
+folder that was just refused, or does not catch the error. So plug-in hooks wrap two of SGLang's methods. They compare
+the files with the model before SGLang opens them, and return an error as the call's result.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from atom_core.loading import check_update, weights_of
 from atom_core.runtime import Runtime
 from atom_core.updates import ModelWeights
 from atom_core.weights import unread_layers
-from atom_plugin.common.held_model import HoldsModel
 from atom_plugin.common.hub import cached_folder, patterns, whole_folder
+from atom_plugin.common.wrapped_model import WrappedModel
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -32,42 +31,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang.atom_plugin")
 
-#: What errors call tensors that come from no folder.
+#: The name in errors of tensors that come from no folder.
 TENSORS = "an update"
 
 
 class SessionMethod(QuantizeMethodBase):
-    """SGLang's way to tell a module that an update of weights begins and has ended."""
+    """The ``quant_method`` by which SGLang signals that an update of weights begins and has ended."""
 
     def __init__(self, weights: ModelWeights) -> None:
         self.weights = weights
 
     def apply(self, layer: nn.Module, *args: object, **kwargs: object) -> torch.Tensor:
-        """Nothing is computed by it."""
-        raise AssertionError("it has no weight")
+        """Never called."""
+        raise AssertionError("UpdateSession has no weight")
 
     def restore_weights_before_loading(self, layer: nn.Module) -> None:
-        """It begins."""
+        """The update begins."""
         if self.weights.loaded:
             self.weights.begin()
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """It has ended."""
+        """The update has ended."""
         self.weights.end()
 
 
 class UpdateSession(nn.Module):
-    """The module that SGLang tells."""
+    """A module that has :class:`SessionMethod`."""
 
     def __init__(self, weights: ModelWeights) -> None:
         super().__init__()
         self.quant_method = SessionMethod(weights)
 
 
-class AtomModel(HoldsModel):
-    """What SGLang should know of any model of ours, and how it gets its weights."""
+class AtomModel(WrappedModel):
+    """The base of our model classes in SGLang: loads and updates their weights."""
 
-    #: Safetensors only: SGLang must not turn to pickles where there are none.
+    #: SGLang must not fall back to pickles if there are no safetensors.
     fall_back_to_pt_during_load = False
     runtime: Runtime
     #: The folder, for errors.
@@ -75,34 +74,34 @@ class AtomModel(HoldsModel):
 
     @classmethod
     def get_model_config_for_expert_location(cls, config: Any) -> ModelConfigForExpertLocation | None:
-        """None: experts, where a model has some, stay on the ranks that they are loaded on, and nobody counts them."""
+        """None: experts stay on the ranks that loaded them, and SGLang does not count them."""
         return None
 
     @property
     def allow_patterns_overrides(self) -> list[str] | None:
-        """Where SGLang looks for it: the files that our check of headers reads, and none beside them."""
+        """The weight files that SGLang may read: the same that our check of headers reads."""
         return patterns(self.checkpoint if self._folder is None else self._folder[0], *self._hub())
 
     def _hub(self) -> tuple[str | None, str | None]:
-        """The revision of a model that is a name on a hub, and where its files are downloaded to."""
+        """The revision and the download folder of a model that is a name on a hub."""
         args = get_server_args()
         return args.revision, args.download_dir
 
-    def hold_weights(self) -> None:
-        """Called once the core is built."""
+    def set_up_weights(self) -> None:
+        """Called once, after the core is built."""
         self.weights = weights_of(self.core, self.runtime)
         self.update_session = UpdateSession(self.weights)
         self._folder: tuple[str, bool] | None = None
-        #: Where all of its weights are from; "": from several places.
+        #: The folder of all current weights; "" if they come from several places.
         self.folder = ""
         for buffer in self.core.buffers():
-            buffer._skip_weight_check = True  # tables, which no checkpoint has and no update brings again
+            buffer._skip_weight_check = True  # tables, which no checkpoint and no update has
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """The first weights are whole; later ones are whole between :meth:`updating_from`'s ends, else any.
+        """Load all weights the first time. Later calls update all of them within :meth:`updating_from`, else any.
 
         Raises:
-            ValueError: what does not fit, all of it.
+            ValueError: tensors do not fit the model; the message lists all of them.
         """
         if not self.weights.loaded:
             self.weights.load(weights, self.checkpoint)
@@ -119,19 +118,19 @@ class AtomModel(HoldsModel):
             self.weights.update(weights, TENSORS, whole=False)
 
     def post_load_weights(self) -> None:
-        """Called instead of :meth:`load_weights` where weights are made up (``--load-format dummy``)."""
+        """Called instead of :meth:`load_weights` with ``--load-format dummy``."""
         self.weights.close()
 
     @contextmanager
     def updating_from(self, folder: str) -> Iterator[None]:
-        """What comes to :meth:`load_weights` is all of a folder, or of a name on a hub.
+        """Within this context :meth:`load_weights` gets all weights of a folder, or of a name on a hub.
 
         Raises:
             ValueError: the folder's files do not fit; nothing was overwritten.
         """
         found = whole_folder(folder, *self._hub())
         if found is not None:
-            # A draft's configuration is read from the same file in another way.
+            # A draft reads the same config differently.
             served = None if self.core.borrowed else cached_folder(self.checkpoint, *self._hub())
             check_update(self.weights, self.core.config, found, self.runtime.quant, served)
         self._folder = folder, found is not None
@@ -142,20 +141,20 @@ class AtomModel(HoldsModel):
             self.weights.end()
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100, tp_size: int = 1) -> list[Any] | None:
-        """The first rows of a tensor; None: there is no such.
+        """The first rows of a tensor; None if it does not exist.
 
         Args:
-            name: as checkpoints have it: then the tensor is gathered over the ranks that share it; or as the model has
-                it ("qkv_proj", "gate_up_proj"): then it is this rank's, in the form in which it is kept.
-            truncate_size: how many rows.
-            tp_size: how many ranks there are.
+            name: a checkpoint's name, for the tensor gathered over tensor-parallel ranks; or the model's own name
+                ("qkv_proj", "gate_up_proj"), for this rank's shard in its loaded form.
+            truncate_size: the number of rows.
+            tp_size: the number of ranks.
         """
         tied = name == "lm_head.weight" and self.core.config.tie_word_embeddings
         mine = self.weights.read("model.embed_tokens.weight" if tied else name)
         if mine is None:
             parameter = self.read_parameter(name)
-            kept: list[Any] | None = None if parameter is None else parameter[:truncate_size].float().tolist()
-            return kept
+            shard: list[Any] | None = None if parameter is None else parameter[:truncate_size].float().tolist()
+            return shard
         if tp_size > 1:
             here = ~mine.isnan()
             ranks = self.runtime.tensor_parallel.all_reduce(here.float())
@@ -175,8 +174,8 @@ def update_from_disk(
     try:
         with model.updating_from(model_path):
             updated, message = original(updater, model_path, *args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on and says it
-        # Nothing is written by now, or SGLang's own attempt to roll back has read the same folder once more.
+    except Exception as error:  # noqa: BLE001 - the server continues after any error and reports it
+        # Nothing is written yet, or SGLang's rollback has read the same folder again.
         updated, message = False, f"Failed to update weights: {error}"
     if not updated:
         updater.model_config.model_path = before
@@ -187,14 +186,14 @@ def update_from_disk(
             with model.updating_from(before):
                 original(updater, before, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - as above
-            return False, f"{message} Its weights before, of {before}, cannot be read again: {error}"
-        return False, f"{message} It has its weights of before again, of {before}."
+            return False, f"{message} The previous weights, of {before}, cannot be read again: {error}"
+        return False, f"{message} The previous weights, of {before}, are restored."
     model.folder = model_path
     return True, message
 
 
 def check_weights(original: Callable[..., Any], runner: ModelRunner, *args: Any, **kwargs: Any) -> Any:
-    """Around ``ModelRunner.check_weights``: parameters are looked at, and written over, as they are loaded."""
+    """Around ``ModelRunner.check_weights``, which reads and overwrites parameters in their loaded form."""
     if not isinstance(runner.model, AtomModel):
         return original(runner, *args, **kwargs)
     with runner.model.opened():
@@ -204,7 +203,7 @@ def check_weights(original: Callable[..., Any], runner: ModelRunner, *args: Any,
 def update_from_tensor(
     original: Callable[..., tuple[bool, str]], updater: WeightUpdater, *args: Any, **kwargs: Any
 ) -> tuple[bool, str]:
-    """Around ``WeightUpdater.update_weights_from_tensor``: where tensors do not fit, that is the answer."""
+    """Around ``WeightUpdater.update_weights_from_tensor``: returns an error if tensors do not fit."""
     if not isinstance(updater.get_model(), AtomModel):
         return original(updater, *args, **kwargs)
     try:

@@ -1,9 +1,9 @@
-"""What a stock vLLM meets of this package: two entry points, and a platform with hooks for ``--model-impl atom``.
+"""The plug-in for vLLM: two entry points, and a platform with hooks for ``--model-impl atom``.
 
-vLLM calls `register_platform` twice while it is itself being imported, and `register_models` in each of its processes,
-for every user of an environment that has this package, whatever version of vLLM that is. So nothing here is imported
-before it is asked for, from this package or from vLLM, and nothing raises unless ``--model-impl atom`` is given: what
-cannot be read or imported is logged, and refused once it is asked for.
+vLLM calls `register_platform` twice while vLLM is being imported, and `register_models` in each of its processes. It
+does so for every user of an environment with this package, and for every version of vLLM. So this module imports
+nothing before it is needed, and raises nothing unless ``--model-impl atom`` is given. Without the flag, settings that
+cannot be read and modules that cannot be imported are only logged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ASKED = f"--model-impl {MODEL_IMPL}"
 
 
 def _settings() -> Settings | None:
-    """The ``ATOM_*`` variables, or None where they cannot be read; `route` says why to who asks for our models."""
+    """The ``ATOM_*`` variables; None if they cannot be read, which ``--model-impl atom`` then refuses."""
     try:
         from atom_plugin.common.settings import load_settings
 
@@ -51,21 +51,21 @@ def _disabled() -> bool:
 
 
 def _refusal() -> str | None:
-    """Why ``--model-impl atom`` cannot be served beside this version of vLLM; None where it can."""
+    """Why ``--model-impl atom`` does not run with this version of vLLM; None if it does."""
     settings = _settings()
     if settings is not None and settings.allow_untested_framework:
         return None
     try:
         return refusal("vllm", _ASKED)
-    except ValueError as error:  # this package's own metadata is not to be found
+    except ValueError as error:  # this package's own metadata is missing
         return f"{_ASKED} cannot be served: {error}"
 
 
 def register_platform() -> str | None:
-    """The path of our subclass of the built-in platform that applies here, or None to leave vLLM alone.
+    """The path of our subclass of the active built-in platform, or None to change nothing in vLLM.
 
-    `vllm.platforms.cpu.CpuPlatform` becomes `atom_plugin.vllm.AtomCpuPlatform`. Where no built-in platform applies, or
-    more than one does, vLLM's own rules and messages stand.
+    `vllm.platforms.cpu.CpuPlatform` becomes `atom_plugin.vllm.AtomCpuPlatform`. If no built-in platform is active, or
+    several are, vLLM applies its own rules.
     """
     if _disabled():
         return None
@@ -84,13 +84,13 @@ def _probe(plugin: Callable[[], str | None]) -> str | None:
     try:
         return plugin()
     except Exception:
-        # vLLM's own rule: a probe that fails, in whatever way, means that its platform is not there.
+        # vLLM's own rule: if a probe raises anything, its platform is not available.
         logger.debug("atom-plugin: a built-in platform's probe failed", exc_info=True)
         return None
 
 
 def register_models() -> None:
-    """Register each of our classes lazily under a name of its own, so that no stock architecture is touched."""
+    """Register each of our classes lazily under its own name, so that vLLM's architectures stay unchanged."""
     if _disabled():
         _warn_of_vllms_own_model("ATOM_DISABLE_VLLM_PLUGIN is set")
         return
@@ -107,7 +107,7 @@ def register_models() -> None:
 
     if not isinstance(current_platform, AtomPlatformMixin):
         found = type(current_platform).__name__
-        _warn_of_vllms_own_model(f"vLLM's platform is {found} and not ours (VLLM_TARGET_DEVICE=cpu is one way to that)")
+        _warn_of_vllms_own_model(f"vLLM's platform is {found} and not ours (VLLM_TARGET_DEVICE=cpu is one cause)")
     registered = ModelRegistry.get_supported_archs()
     for architecture in supported_architectures():
         name = ARCHITECTURE_PREFIX + architecture
@@ -121,33 +121,31 @@ def register_models() -> None:
 
 def _warn_of_vllms_own_model(why: str) -> None:
     if multiprocessing.parent_process() is None:  # once a server
-        logger.warning("%s: atom-plugin is left out, and with %s vLLM serves its own model.", why, _ASKED)
+        logger.warning("%s: atom-plugin is not used, and with %s vLLM serves its own model.", why, _ASKED)
 
 
 class AtomPlatformMixin:
-    """Routes a model to our class when the user asked for it, and only then.
+    """Routes a model to our class if the user asked for it.
 
-    The class is made on demand from whichever built-in platform applies and keeps its ``_enum``, so every branch that
-    asks "is this CUDA?" answers as before. See https://docs.vllm.ai/en/latest/design/plugin_system.html for the group.
-    Each hook hands on whatever it is given, so that a version with other arguments serves its own models as before.
+    It is combined on demand with the active built-in platform and keeps that platform's ``_enum``, so checks such as
+    ``is_cuda()`` are unchanged. See https://docs.vllm.ai/en/latest/design/plugin_system.html for the plug-in group.
+    Each hook passes all its arguments on, so that a version of vLLM with other arguments still serves its own models.
     """
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Refuse ``--model-impl atom`` beside an unsupported vLLM while the command line is read: one line, no more."""
+        """Refuse ``--model-impl atom`` on an unsupported vLLM as the command line is parsed, which prints one line."""
         super().pre_register_and_update(parser, *args, **kwargs)  # type: ignore[misc]
         if parser is not None and (reason := _refusal()) is not None:
             _refuse_argument(parser, reason)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        """Refuse what our models cannot do, and say how they run where the user did not.
-
-        vLLM asks before it fills in its own defaults.
+        """Refuse what our models do not support, and set our defaults, before vLLM fills in its own.
 
         Raises:
-            UnsupportedFramework: ``--model-impl atom`` beside a vLLM that it cannot be served with.
-            ValueError: ``--model-impl atom`` with something that our models cannot do.
+            UnsupportedFramework: ``--model-impl atom`` with a version of vLLM that is not supported.
+            ValueError: ``--model-impl atom`` with something that our models do not support.
         """
         asked = _asked_for(vllm_config)
         if asked:
@@ -155,7 +153,7 @@ class AtomPlatformMixin:
                 raise UnsupportedFramework(reason)
             if untested := why_unsupported("vllm"):
                 logger.warning("%s: %s. It runs, untested, because %s is set.", _ASKED, untested, ALLOW_UNTESTED)
-            # Before the platform's defaults, which could not be told from what the user has set.
+            # Before the platform's defaults, which look the same as the user's settings.
             _imported("routing").refuse(vllm_config)
         super().apply_config_platform_defaults(vllm_config, *args, **kwargs)  # type: ignore[misc]
         if asked:
@@ -166,13 +164,13 @@ class AtomPlatformMixin:
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        """Check a whole configuration; vLLM calls it again in the engine core and for each copy made for a draft.
+        """Check a complete configuration. vLLM calls it again in the engine core and for each copy for a draft.
 
         Raises:
-            ValueError: ``--model-impl atom`` with something that our models cannot do.
+            ValueError: ``--model-impl atom`` with something that our models do not support.
             UnsupportedFramework: see :meth:`apply_config_platform_defaults`.
         """
-        # The platform's own rules first: they settle what ours look at (the CPU's block size, the compile mode).
+        # The platform's own rules come first: they set values that ours read (the CPU's block size, the compile mode).
         super().check_and_update_config(vllm_config, *args, **kwargs)  # type: ignore[misc]
         if _asked_for(vllm_config):
             _imported("routing").route(vllm_config)
@@ -186,7 +184,7 @@ def _imported(module: str) -> ModuleType:
     """A module of this adapter.
 
     Raises:
-        UnsupportedFramework: it cannot be imported beside this vLLM.
+        UnsupportedFramework: it cannot be imported with this vLLM.
     """
     try:
         return import_module(f"{__name__}.{module}")
@@ -195,7 +193,7 @@ def _imported(module: str) -> ModuleType:
 
 
 def _refuse_argument(parser: Any, reason: str) -> None:
-    """Have ``parser`` refuse the value that asks for our models, as it refuses any wrong argument."""
+    """Make ``parser`` refuse our ``--model-impl`` as it refuses any invalid argument."""
     import argparse
 
     def checked(value: str) -> str:
@@ -203,14 +201,14 @@ def _refuse_argument(parser: Any, reason: str) -> None:
             raise argparse.ArgumentTypeError(reason)
         return value
 
-    # Argparse has no other way to an option that somebody else has added.
+    # Argparse has no public access to an option that other code has added.
     for action in getattr(parser, "_actions", ()):
         if "--model-impl" in action.option_strings:
             action.type = checked
 
 
 def __getattr__(name: str) -> type[Any]:
-    """``AtomCpuPlatform`` and its like: our mixin over the built-in platform of that name.
+    """``AtomCpuPlatform`` and the like: our mixin over the built-in platform of that name.
 
     Raises:
         AttributeError: no active built-in platform has that name.

@@ -1,7 +1,7 @@
-"""aiter's all-reduce with the norm behind it, by the op over vLLM's tensor-parallel group that vLLM's own models call.
+"""aiter's fused all-reduce and norm over vLLM's tensor-parallel group, by the op that vLLM's own models call.
 
-The communicator is vLLM's (``aiter_ar_comm`` of the group's), which makes it where ``VLLM_ROCM_USE_AITER=1`` is set,
-and registers its memory with each graph that is captured.
+vLLM owns the communicator (``aiter_ar_comm`` of the group). It makes it if ``VLLM_ROCM_USE_AITER=1`` is set, and
+registers its memory with each captured graph.
 """
 
 from __future__ import annotations
@@ -18,32 +18,30 @@ from atom_plugin.common.aiter_all_reduce import GroupQuantizer, why_not_aiter
 
 
 def aiter_all_reduce_norm() -> Implementation[Hashable, object]:
-    """The implementation that stands in the place of the core's."""
+    """The implementation that replaces the core's."""
     it = Implementation("aiter", why_not_here, lambda spec, target: AiterAllReduceNorm(target))
     return cast("Implementation[Hashable, object]", it)
 
 
 def why_not_here(spec: AllReduceNormSpec, target: Target) -> str | None:
-    """None where vLLM has it for this group, else the reason."""
+    """Why vLLM does not have it for this group; None if it does."""
     if reason := why_not_aiter(spec, target):
         return reason
     if not rocm_aiter_ops.is_custom_all_reduce_enabled():
-        return (
-            "vLLM all-reduces by aiter where VLLM_ROCM_USE_AITER=1 is set and VLLM_ROCM_USE_AITER_CUSTOM_AR is not 0."
-        )
+        return "vLLM uses aiter's all-reduce if VLLM_ROCM_USE_AITER=1 and VLLM_ROCM_USE_AITER_CUSTOM_AR is not 0."
     communicator = rocm_aiter_ops.get_aiter_allreduce()
     if communicator is None or communicator.disabled:
         return (
-            "vLLM has no all-reduce by aiter for these ranks: they are on several hosts, or "
-            "--disable-custom-all-reduce or VLLM_BATCH_INVARIANT=1 is set."
+            "vLLM has no aiter all-reduce for these ranks: they are on several hosts, or --disable-custom-all-reduce "
+            "or VLLM_BATCH_INVARIANT=1 is set."
         )
     if not communicator.supports_dynamic_hidden_dim:
-        return "The installed aiter sums and norms rows of few sizes in one kernel; from 0.1.12 on it takes others."
+        return "The installed aiter has this kernel for few hidden sizes only; aiter 0.1.12 and later take others."
     return None
 
 
 class AiterAllReduceNorm(GroupQuantizer):
-    """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`; inputs are left alone."""
+    """See :class:`atom_core.kernels.all_reduce_norm.AllReduceNormKernel`; inputs are not modified."""
 
     def __init__(self, target: Target) -> None:
         self.communicator = rocm_aiter_ops.get_aiter_allreduce()

@@ -1,4 +1,4 @@
-"""What our models read of vLLM's configuration of a model: its values, with what overrides took away."""
+"""The config values of a checkpoint, read from vLLM's configuration; values that overrides removed are restored."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from atom_plugin.common.checkpoint_config import config_values, file_values, unt
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-#: What vLLM writes into the configuration of layers that draft (``SpeculativeConfig.hf_config_override``).
+#: Keys that vLLM writes into the config of a multi-token-prediction draft (``SpeculativeConfig.hf_config_override``).
 _ADDED = ("n_predict",)
-#: A key by which a configuration, or ``--hf-overrides``, asks for the head's dtype; vLLM's alone, which reads it.
+#: vLLM's own key for the head's dtype, in a config or ``--hf-overrides``. vLLM reads it.
 _HEAD_DTYPE = "head_dtype"
 
 
 def values_of(model_config: ModelConfig, architecture: str) -> dict[str, Any]:
-    """The configuration of a model that is served by our class of ``architecture``."""
+    """The config values of a model that our class of ``architecture`` serves."""
     model = str(model_config.model)
     file = file_values(model, model_config.revision)
     values = config_values(model_config.hf_text_config, file, architecture, _ADDED)
@@ -25,8 +25,8 @@ def values_of(model_config: ModelConfig, architecture: str) -> dict[str, Any]:
 
 
 def values_of_draft(vllm_config: VllmConfig, architecture: str) -> dict[str, Any]:
-    """The configuration of the checkpoint of ``architecture`` whose own layers draft."""
+    """The config values of a multi-token-prediction draft of a target of ``architecture``."""
     assert vllm_config.speculative_config is not None
     values = values_of(vllm_config.speculative_config.draft_model_config, architecture)
-    # vLLM calls the type of these layers "deepseek_mtp".
+    # vLLM has set model_type to "deepseek_mtp".
     return {**values, "model_type": vllm_config.model_config.hf_text_config.model_type}

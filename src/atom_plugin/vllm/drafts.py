@@ -1,8 +1,7 @@
-"""Layers of a checkpoint that draft (multi-token prediction), as vLLM's runners see them; see :mod:`.models`.
+"""Draft models made of a checkpoint's own layers (multi-token prediction), for vLLM; see :mod:`.models`.
 
-Both runners build the draft after the target and give it the target's embedding and head, as modules: ``embed_tokens``
-of :attr:`AtomDraft.model`, and ``lm_head``. What a draft returns is what logits are made of and what the next step
-reads; vLLM asks for both apart of classes by other names than ours alone.
+Both of vLLM's runners build the draft after the target and set the target's modules in it: ``embed_tokens`` of
+:attr:`AtomDraft.model`, and ``lm_head``. One output of the draft serves for the logits and as the next step's input.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from atom_plugin.vllm.attention import VllmPagedAttention, is_compiled
 from atom_plugin.vllm.checkpoint_config import values_of_draft
 from atom_plugin.vllm.graphs import compile_nothing_between_breaks
 from atom_plugin.vllm.runtime import build_runtime
-from atom_plugin.vllm.updates import HeldWeights
+from atom_plugin.vllm.updates import AtomModel
 from atom_plugin.vllm.warmup import register_warm_up
 
 logger = logging.getLogger("vllm.atom_plugin")
@@ -34,18 +33,18 @@ _compile = support_torch_compile(
 )
 
 
-class AtomDraft(HeldWeights):
-    """A draft of the core behind vLLM's interface of such models."""
+class AtomDraft(AtomModel):
+    """A draft of the core with vLLM's interface of drafts."""
 
-    #: The model that the layers are behind, as ``config.json`` spells it.
+    #: The target's architecture, as in ``config.json``.
     architecture: str
-    #: The target's, which vLLM puts here.
+    #: The target's, set by vLLM.
     lm_head: nn.Module
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         compile_nothing_between_breaks(vllm_config)
-        # What vLLM hands over is the target's configuration, with the draft's within.
+        # vLLM passes the target's configuration, which contains the draft's.
         assert vllm_config.speculative_config is not None
         model_config = vllm_config.speculative_config.draft_model_config
         self.config = model_config.hf_config
@@ -53,10 +52,10 @@ class AtomDraft(HeldWeights):
         config = draft_class.from_hf(values_of_draft(vllm_config, self.architecture))
         self.runtime = build_runtime(vllm_config, model_config, config.num_layers, VllmPagedAttention, load_settings())
         core: DraftModel = draft_class(config, self.runtime, prefix)
-        self.hold(core)
+        self.wrap(core)
         self.model = core.model
         self.checkpoint = str(model_config.model)
-        self.hold_weights(model_config, vllm_config.load_config.download_dir)
+        self.set_up_weights(model_config, vllm_config.load_config.download_dir)
         register_warm_up(core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
             name = type(core).__name__

@@ -1,8 +1,7 @@
-"""What becomes of each setting of vLLM with our models: the table, and its rows for what is refused or honoured.
+"""The table of vLLM's settings, with its rows of refused and honoured settings.
 
-Settings are fields of the classes in ``vllm/config``, which vLLM's flags fill in, and its environment variables. A
-refused value is looked at as the user gave it, before vLLM fills in its own defaults
-(:func:`atom_plugin.vllm.routing.refuse`).
+Settings are fields of the classes in ``vllm/config``, which vLLM's flags set, and environment variables. Refused values
+are checked as the user gave them, before vLLM fills in its own defaults (:func:`atom_plugin.vllm.routing.refuse`).
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ from atom_plugin.vllm.flags_variables import VARIABLES
 
 OTHERWISE = "Leave --model-impl out to use it."
 
-#: Values of ``--load-format`` that read safetensors; the others read pickles, other formats, or nothing that fits.
+#: Values of ``--load-format`` that read safetensors. The others read pickles or other formats.
 DRAFT_FORMATS = ("auto", "hf", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "instanttensor")
 SAFETENSORS_FORMATS = (*DRAFT_FORMATS, "sharded_state")
-#: Values of ``--kv-cache-dtype``: the cache has the model's dtype, one that is stored as it is, or FP8 with scales;
-#: "fp8" is the e4m3 that the device computes with.
+#: Values of ``--kv-cache-dtype``: the model's dtype, another 16- or 32-bit dtype, or FP8 with scales. "fp8" is the e4m3
+#: format of the device.
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
-#: Values of ``--quantization``: what is done while an unquantised checkpoint is loaded, or the checkpoint's own.
+#: Values of ``--quantization``: online quantisation of an unquantised checkpoint, or the checkpoint's own method.
 QUANTIZATIONS = ("none", *dict.fromkeys((*ONLINE_METHODS, *CHECKPOINT_METHODS)))
-#: Ways to draft. The checkpoint's own layers do it by "mtp".
+#: Speculative methods. With "mtp" the checkpoint's own layers draft.
 SPECULATION = ("draft_model", "mtp", "ngram", "ngram_gpu", "suffix")
-#: How data-parallel ranks exchange tokens: all see all, which is vLLM's default; "naive" is an older name for it.
+#: How data-parallel ranks exchange tokens: by all-gather, vLLM's default. "naive" is its older name.
 EXCHANGES = ("allgather_reducescatter", "naive")
 
-#: Our attention takes the place of vLLM's attention layer and its backend, but for this variable.
+#: With this variable our models use vLLM's attention layer and backend instead of ours.
 _VLLMS_ATTENTION = "ATOM_DISABLE_VLLM_ATTENTION"
 _INSTEAD_OF_BACKENDS = (
     "Our models run on our own attention, whose kernels ATOM_KERNELS=attention=... and mla_attention=... choose; "
-    f"{_VLLMS_ATTENTION}=1 has vLLM's attention in its place, but for DeepSeek models."
+    f"{_VLLMS_ATTENTION}=1 runs vLLM's attention instead, except for DeepSeek models."
 )
-_INSTEAD_OF_KERNELS = "ATOM_KERNELS chooses the kernels of our models, op by op; the log's table names the ops."
-_INSTEAD_OF_PASSES = "Our models have their norms, rope and quantisation in kernels of their own. Leave it out."
+_INSTEAD_OF_KERNELS = "ATOM_KERNELS chooses the kernels of our models, op by op; the table in the log names the ops."
+_INSTEAD_OF_PASSES = "Our models have their own fused kernels for norms, rope and quantisation. Leave it out."
 
-#: How a field is given where vLLM has no flag of the field's own name for it.
+#: The flags of fields that have no flag of their own.
 _NESTED: Mapping[str, str] = {
     "AttentionConfig": "--attention-config.",
     "CompilationConfig": "-cc.",
@@ -58,7 +57,7 @@ def _flag(setting: str) -> str:
 
 
 def _refused(setting: str, what: str, *aliases: str, **options: Any) -> Refused:
-    """A row whose flag is the one that the field's name gives, behind ``aliases``."""
+    """A row with ``aliases`` and the flag of the field's own name."""
     return Refused(setting, what, flags=tuple(dict.fromkeys((*aliases, _flag(setting)))), **options)
 
 
@@ -67,17 +66,17 @@ def _more_than_one(value: int) -> bool:
 
 
 def _overrides_ours(overrides: Mapping[str, str]) -> bool:
-    """Whether a class is given for an architecture that is ours to serve."""
+    """Whether a class is given for one of our architectures."""
     return any(name.removeprefix("Atom") in MODELS for name in overrides or ())
 
 
 def _is_no_page(size: int | None) -> bool:
-    """Whether pages of ``size`` tokens cannot be made of the 16 that every kernel of ours reads at once."""
+    """Whether ``size`` tokens are not a multiple of 16, which all our kernels need."""
     return size is not None and size % 16 != 0
 
 
 def _names_an_op(custom_ops: list[str]) -> bool:
-    """Whether ops are switched on or off; "+quant_fp8" vLLM adds by itself for weights in FP8 blocks."""
+    """Whether ops are switched on or off. vLLM itself adds "+quant_fp8" for weights in FP8 blocks."""
     return any(name != "+quant_fp8" for name in custom_ops)
 
 
@@ -88,20 +87,20 @@ _FEATURES: tuple[Refused, ...] = (
     Refused(
         "ModelConfig.multimodal_config",
         "multimodal input",
-        instead=f"For a multimodal checkpoint's text part add --language-model-only. {OTHERWISE}",
+        instead=f"Add --language-model-only to serve the text model of a multimodal checkpoint. {OTHERWISE}",
     ),
     _refused(
         "ModelConfig.model_class_overrides",
         "another class for one of its own architectures",
         refuses=_overrides_ours,
-        instead="Leave one of --model-class-overrides and --model-impl atom out: one names a class, the other ours.",
+        instead="Leave out --model-class-overrides or --model-impl atom: each of them sets the model's class.",
     ),
     _refused("ModelConfig.quantization", "this quantisation", "--quantization", "-q", allowed=QUANTIZATIONS),
     _refused(
         "ModelConfig.quantization_config",
-        "quantisation in several parts",
-        instead="Use --quantization fp8, which gives each row of a weight a scale, and each token one, or leave "
-        "--model-impl out.",
+        "quantisation that differs between layers",
+        instead="Use --quantization fp8, with one scale for each row of a weight and each token, or leave --model-impl "
+        "out.",
     ),
     Refused("CacheConfig.cache_dtype", "this dtype of the KV cache", flags=("--kv-cache-dtype",), allowed=CACHE_DTYPES),
     _refused("CacheConfig.kv_cache_dtype_skip_layers", "a KV cache of another dtype in some layers"),
@@ -131,10 +130,10 @@ _FEATURES: tuple[Refused, ...] = (
         refuses=_more_than_one,
     ),
     _refused("ParallelConfig.enable_dbo", "dual-batch overlap"),
-    _refused("ParallelConfig.ubatch_size", "batches in several parts", allowed=("0", "1"), refuses=_more_than_one),
+    _refused("ParallelConfig.ubatch_size", "micro-batches", allowed=("0", "1"), refuses=_more_than_one),
     _refused("ParallelConfig.enable_eplb", "balancing experts over ranks"),
     _refused("ParallelConfig.expert_placement_strategy", "this placement of experts on ranks", allowed=("linear",)),
-    _refused("ParallelConfig.enable_batch_sharded_sampling", "sampling by a part of the batch on each rank"),
+    _refused("ParallelConfig.enable_batch_sharded_sampling", "sampling a shard of the batch on each rank"),
     _refused(
         "ParallelConfig.all2all_backend", "this exchange of tokens between data-parallel ranks", allowed=EXCHANGES
     ),
@@ -157,7 +156,7 @@ _KERNELS: tuple[Refused, ...] = (
     *(
         _refused(
             f"AttentionConfig.{name}",
-            "what is set of vLLM's attention",
+            "settings of vLLM's attention",
             allowed=allowed,
             unless=_VLLMS_ATTENTION,
             instead=_INSTEAD_OF_BACKENDS,
@@ -209,7 +208,7 @@ _KERNELS: tuple[Refused, ...] = (
     ),
     _refused("CompilationConfig.ir_enable_torch_wrap", "vLLM's IR ops in traced code", instead=_INSTEAD_OF_PASSES),
     *(
-        _refused(f"PassConfig.{name}", "a pass that fuses what vLLM's own layers do", instead=_INSTEAD_OF_PASSES)
+        _refused(f"PassConfig.{name}", "a compiler pass that fuses vLLM's own layers", instead=_INSTEAD_OF_PASSES)
         for name in (
             *("enable_qk_norm_rope_fusion", "enable_sp", "fuse_act_padding", "fuse_act_quant", "fuse_allreduce_rms"),
             *("fuse_attn_quant", "fuse_gemm_comms", "fuse_mla_dual_rms_norm", "fuse_norm_quant"),
@@ -219,13 +218,13 @@ _KERNELS: tuple[Refused, ...] = (
     ),
     _refused(
         "PassConfig.rope_kvcache_fusion_max_token_num",
-        "a pass that fuses what vLLM's own layers do",
+        "a compiler pass that fuses vLLM's own layers",
         allowed=("256",),
         instead=_INSTEAD_OF_PASSES,
     ),
 )
 
-#: Refused where the draft is a model of ours; a draft of vLLM's own has them.
+#: Refused if the draft is one of our models; supported for vLLM's own drafts.
 DRAFT: tuple[Refused, ...] = (
     _refused(
         "SpeculativeConfig.attention_backend",
@@ -239,7 +238,7 @@ DRAFT: tuple[Refused, ...] = (
         allowed=("auto",),
         instead=_INSTEAD_OF_KERNELS,
     ),
-    _refused("SpeculativeConfig.use_local_argmax_reduction", "the likeliest token by parts, for its draft"),
+    _refused("SpeculativeConfig.use_local_argmax_reduction", "a local argmax on each rank for its draft"),
     _refused("SpeculativeConfig.draft_load_config", "a draft's weights of this format", allowed=DRAFT_FORMATS),
 )
 
@@ -247,7 +246,7 @@ _GRAPHS = "tests/contract/vllm/test_graph_defaults.py::"
 _VLLM = "tests/integration/vllm/"
 _HONOURED: tuple[Ours, ...] = (
     Ours(
-        "the experts that our routers chose, of mixtures that are not compiled",
+        "returns the experts that our routers chose, for mixtures that are not compiled",
         _VLLM + "test_routed_experts.py::test_they_are_those_of_vllms_own_model",
         (
             *settings_of("ModelConfig", "enable_return_routed_experts"),  # 0.30
@@ -255,7 +254,7 @@ _HONOURED: tuple[Ours, ...] = (
         ),
     ),
     Ours(
-        "not compiled and in graphs by default; what is stated stands, but that nothing is compiled on a CPU",
+        "default: not compiled, with graphs; a user's value is kept, except that nothing is compiled on a CPU",
         _GRAPHS + "test_what_is_stated_stands_and_the_rest_is_filled_in",
         (
             *settings_of("CompilationConfig", "mode cudagraph_mode"),
@@ -264,7 +263,7 @@ _HONOURED: tuple[Ours, ...] = (
         ),
     ),
     Ours(
-        "graphs of longer prefills are captured where none of these is stated",
+        "longer prefills are captured too, unless one of these is set",
         _GRAPHS + "test_sizes_that_are_stated_stand_and_full_graphs_have_vllms",
         (
             *settings_of("CompilationConfig", "cudagraph_capture_sizes max_cudagraph_capture_size"),
@@ -282,17 +281,17 @@ _HONOURED: tuple[Ours, ...] = (
         settings_of("ParallelConfig", "tensor_parallel_size"),
     ),
     Ours(
-        "each stage builds the layers that vLLM gives it",
+        "each stage builds the layers that vLLM assigns to it",
         "tests/multi_gpu/test_vllm.py::test_tokens_are_those_of_one_gpu",
         settings_of("ParallelConfig", "pipeline_parallel_size"),
     ),
     Ours(
-        "replicas of a mixture share its experts, whole ones or a part of each",
-        _VLLM + "test_mixtures.py::test_replicas_that_share_each_expert_give_hugging_faces_tokens",
+        "data-parallel ranks split the experts of a mixture, or the weights of each expert",
+        _VLLM + "test_mixtures.py::test_data_parallel_ranks_that_share_each_expert_give_hugging_faces_tokens",
         settings_of("ParallelConfig", "data_parallel_size enable_expert_parallel"),
     ),
     Ours(
-        "experts of other ranks are left unread, which are the same ones",
+        "weights of other ranks' experts are not read; the split of experts is vLLM's",
         _VLLM + "test_mixtures.py::test_tokens_of_shared_experts_among_the_routed_ones_are_hugging_faces",
         settings_of("ParallelConfig", "enable_ep_weight_filter"),
     ),
@@ -302,27 +301,27 @@ _HONOURED: tuple[Ours, ...] = (
         settings_of("CacheConfig", "enable_prefix_caching"),
     ),
     Ours(
-        "weights and activations in bfloat16, float16 or float32; another is refused",
+        "weights and activations in bfloat16, float16 or float32; others are refused",
         _VLLM + "test_fp8_weights.py::test_answers_are_right_but_for_a_few",
         settings_of("ModelConfig", "dtype"),
     ),
     Ours(
-        "keys of config.json as they are overridden, each read or refused as in the file",
+        "overridden keys of config.json are read or refused like those in the file",
         "tests/contract/vllm/test_rope_overrides.py::test_the_base_is_the_checkpoints_own",
         settings_of("ModelConfig", "hf_overrides"),
     ),
     Ours(
-        "embeddings in the place of tokens are taken as they are",
+        "embeddings may be given instead of tokens, and are used unchanged",
         "tests/unit/core/models/test_parallel.py::test_embeddings_may_be_given_instead_of_tokens_and_are_left_alone",
         settings_of("ModelConfig", "enable_prompt_embeds"),
     ),
     Ours(
-        "our all-reduce and norm in one kernel, which reads other GPUs' memory, is left out too",
+        "also disables our fused all-reduce and norm, which reads other GPUs' memory",
         "tests/contract/vllm/test_flags.py::test_ranks_leave_each_others_memory_alone_where_vllm_is_told_to",
         settings_of("ParallelConfig", "disable_custom_all_reduce"),
     ),
     Ours(
-        "no window, and no request longer than it",
+        "no sliding window, and no request longer than the window",
         "tests/contract/vllm/test_flags.py::test_a_window_that_is_switched_off_is_none_of_ours",
         settings_of("ModelConfig", "disable_sliding_window"),
     ),
@@ -332,28 +331,28 @@ _HONOURED: tuple[Ours, ...] = (
         settings_of("ModelConfig", "model_impl"),
     ),
     Ours(
-        "rows of the head for a sampler that returns which tokens it could take are vLLM's own sampler's",
+        "requests use vLLM's own sampler, which returns the mask",
         "tests/contract/vllm/test_sampling.py::test_probabilities_are_vllms_to_tell",
         settings_of("ModelConfig", "return_sampling_mask"),
     ),
     Ours(
-        "weights are given back and come again, at the same addresses",
+        "weights are freed and loaded again, at the same addresses",
         _VLLM + "test_updates.py::test_answers_are_those_of_a_fresh_start_bit_for_bit",
         (*settings_of("ModelConfig", "enable_sleep_mode"), *settings_of("VllmConfig", "weight_transfer_config")),
     ),
     Ours(
-        "our attention hands pages to connectors, and reads those that they bring",
+        "our attention passes pages to connectors, and reads the pages that they load",
         "tests/contract/vllm/test_attention_layers.py"
         "::test_pages_are_shared_in_the_step_that_fills_them_where_prefixes_are_cached",
         settings_of("VllmConfig", "kv_transfer_config"),
     ),
     Ours(
-        "the checkpoint's own layers draft, or a model of ours",
+        "the checkpoint's own layers draft, or one of our models",
         _VLLM + "test_mtp.py::test_tokens_and_right_drafts_are_hugging_faces",
         settings_of("SpeculativeConfig", "num_speculative_tokens model quantization"),
     ),
     Ours(
-        "of layers that draft, refused at other values than the target's",
+        "for multi-token prediction, other values than the target's are refused",
         _VLLM + "test_refusals.py::test_it_is_refused_with_a_message_that_says_what_and_what_else",
         settings_of("SpeculativeConfig", "draft_tensor_parallel_size kv_cache_dtype draft_lm_head_quantization"),
     ),
@@ -365,21 +364,21 @@ _REFUSED: Mapping[str, Refused] = {row.setting: row for row in refusals(TABLE)}
 
 
 def refused(setting: str, **changes: Any) -> Refused:
-    """The row of a refused setting, for code that has to look at more than its value, with ``changes``."""
+    """The row of a refused setting, with ``changes``, for code that checks more than its value."""
     return replace(_REFUSED[setting], **changes)
 
 
 def looked_up() -> Iterator[Refused]:
-    """Rows that refuse by a value alone."""
+    """Rows that refuse by the value only."""
     return (row for row in refusals(TABLE) if row not in DRAFT and row.setting not in DECIDED_WITH_MORE)
 
 
 def on_the_command_line() -> tuple[Refused, ...]:
-    """Rows that refuse by what stands on a command line, whatever the model."""
+    """Rows that refuse by the command line, for any model."""
     return (*looked_up(), *(refused(f"ModelConfig.{name}") for name in ("quantization", "quantization_config")))
 
 
-#: Refused by what else is so: of a checkpoint that is quantised itself, that has latents, of a mixture on replicas.
+#: Refused depending on the model: quantised checkpoints, MLA, mixtures with data parallelism.
 DECIDED_WITH_MORE = (
     "ModelConfig.quantization",
     "ModelConfig.quantization_config",
@@ -387,8 +386,8 @@ DECIDED_WITH_MORE = (
     "VLLM_MLA_DISABLE",
 )
 
-#: Fields of the arguments' classes that fill a field of another name, or of which there are several; any other fills
-#: the field of its own name.
+#: Fields of ``EngineArgs`` that set a configuration field of another name, or whose name several classes have. All
+#: others set the field of their own name.
 ARGUMENTS: Mapping[str, str] = {
     "EngineArgs.attention_backend": "AttentionConfig.backend",
     "EngineArgs.enable_lora": "VllmConfig.lora_config",
@@ -405,7 +404,7 @@ ARGUMENTS: Mapping[str, str] = {
     "EngineArgs.spec_tokens": "SpeculativeConfig.num_speculative_tokens",
 }
 
-#: Settings that vLLM has dropped, by the last version that has them: they go with it.
+#: Settings that vLLM has removed, by the last version that has them; remove them with that version.
 LAST_IN: Mapping[str, tuple[str, ...]] = {
     "0.30": (
         *settings_of("CacheConfig", "enable_mamba_fine_grained_prefix_cache"),
@@ -435,7 +434,7 @@ LAST_IN: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-#: Where in a VllmConfig the object of a class is.
+#: The attribute of ``VllmConfig`` that has the object of a class.
 OWNERS: Mapping[str, str] = {
     "AttentionConfig": "attention_config",
     "AuxOutputConfig": "aux_output_config",

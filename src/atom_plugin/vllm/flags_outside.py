@@ -1,6 +1,6 @@
-"""vLLM's settings that act outside the code of models and layers, or in code that none of our models has.
+"""vLLM's settings that act outside models and layers, or in code that our models do not have.
 
-By where they act: what reads them was looked up in vLLM's sources. What only vLLM itself fills in is no setting.
+They are grouped by the code that reads them in vLLM's sources. Fields that only vLLM itself sets are not settings.
 """
 
 from __future__ import annotations
@@ -351,23 +351,26 @@ _DERIVED = (
 )
 
 OUTSIDE: tuple[Theirs, ...] = (
-    Theirs("the scheduler, which hands over batches", _SCHEDULER),
-    Theirs("the cache manager and what moves pages; our layers say what a page has", _CACHE),
-    Theirs("the front end and the grammars: before a model is run, or behind its logits", _FRONT),
-    Theirs("the sampler, behind our logits", _SAMPLER),
-    Theirs("how config.json and weights are found and read, before they are handed to a model", _CHECKPOINT),
-    Theirs("processes, groups of ranks and memory around a model", _PROCESSES),
-    Theirs("logs, metrics and profilers, which look at a model from outside", _OBSERVED),
-    Theirs("the compiler that a traced model is handed to, and graphs around its calls", _COMPILER),
-    Theirs("the loop that drafts and verifies, around the models", _DRAFTING),
-    Theirs("ways to draft that are refused by name (--speculative-config.method), or of other models", _OTHER_DRAFTS),
+    Theirs("the scheduler", _SCHEDULER),
+    Theirs("the cache manager and page transfers; our layers define the page format", _CACHE),
+    Theirs("the front end and grammars, before and after a model runs", _FRONT),
+    Theirs("the sampler, after our logits", _SAMPLER),
+    Theirs("finding and reading config.json and weights, before a model gets them", _CHECKPOINT),
+    Theirs("processes, process groups and memory", _PROCESSES),
+    Theirs("logs, metrics and profilers", _OBSERVED),
+    Theirs("torch.compile of a traced model, and CUDA graphs", _COMPILER),
+    Theirs("the loop that drafts and verifies", _DRAFTING),
     Theirs(
-        "models and layers of architectures that are refused by name; vLLM's own of ours lack them too", _OTHER_MODELS
+        "speculative methods that are refused (--speculative-config.method), or are for other models", _OTHER_DRAFTS
     ),
-    Theirs("attention backends that have to be chosen, and the choice is refused", _IN_CHOSEN_BACKENDS),
+    Theirs(
+        "models and layers of other architectures, which are refused; vLLM's own models of ours lack them too",
+        _OTHER_MODELS,
+    ),
+    Theirs("attention backends that a user must choose, which is refused", _IN_CHOSEN_BACKENDS),
     Theirs("multimodal input, which is refused, and its encoders", _MULTIMODAL),
     Theirs("pooling, which is refused", _POOLING),
-    Theirs("parts of what is refused by another setting, and nothing without it", _PARTS_OF_REFUSED),
-    Theirs("the warm-up of kernels that our models do not run; what is chosen in it has rows of its own", _WARM_UP),
-    Theirs("what vLLM works out of a configuration; no flag sets it", _DERIVED),
+    Theirs("without effect unless another setting is on, which is refused", _PARTS_OF_REFUSED),
+    Theirs("the warm-up of kernels that our models do not run; its fields have their own rows", _WARM_UP),
+    Theirs("derived from other settings by vLLM; no flag sets it", _DERIVED),
 )

@@ -1,8 +1,8 @@
-"""vLLM's environment variables: who reads them, and which of them ask model or layer code for what ours has not.
+"""vLLM's environment variables, and which of them ask for something that our models do not have.
 
-vLLM reads them from the environment wherever it needs them, so those that a fleet sets for its native models reach ours
-too. One that switches a kernel of vLLM's off is served, since our models do not run it; one that switches it on, or
-tunes it, is refused.
+vLLM reads them from the environment, so variables that a user sets for vLLM's own models reach ours too. A variable
+that switches a kernel of vLLM's off is accepted, since our models do not run it. One that switches it on, or tunes it,
+is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _is_off(value: object) -> bool:
 
 
 def _switched_on(what: str, names: str, unless: str = "") -> tuple[Refused, ...]:
-    """Variables that are off by default and ask for ``what`` where they are set."""
+    """Variables that are off by default and ask for ``what`` if they are set."""
     return tuple(Refused(name, what, instead=_INSTEAD_OF_KERNELS, unless=unless) for name in names.split())
 
 
@@ -26,35 +26,35 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("VLLM_BATCH_INVARIANT", "batch-invariant kernels", instead="Unset it, or leave --model-impl atom out."),
     Refused(
         "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
-        "experts that are drawn in place of those that the router chooses",
+        "simulated routing of experts",
         instead="Unset it, or leave --model-impl atom out.",
     ),
     Refused(
         "VLLM_FLOAT32_MATMUL_PRECISION",
-        "float32 products in fewer bits",
+        "float32 matrix products with reduced precision",
         allowed=("highest",),
-        instead="Unset it: our kernels take float32 as it is.",
+        instead="Unset it: our kernels compute in full float32.",
     ),
     Refused(
         "VLLM_MLA_DISABLE",
-        "DeepSeek models without a cache of latents",
+        "DeepSeek models without MLA's cache of latents",
         instead="Unset it, or leave --model-impl atom out.",
     ),
     Refused(
         "VLLM_TUNED_CONFIG_FOLDER",
-        "tiles of vLLM's Triton kernel for experts",
-        instead="Unset it: our kernels have tiles of their own.",
+        "tuned tiles of vLLM's Triton kernel for experts",
+        instead="Unset it: our kernels have their own tiles.",
     ),
     *_switched_on(
-        "kernels for experts that vLLM's own models have",
+        "kernels for experts of vLLM's own models",
         "VLLM_B12X_MOE_FP4_FORCE_A16 VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD VLLM_ROCM_AITER_MOE_DISPATCH_POLICY",
     ),
     *_switched_on(
-        "kernels that vLLM's own models have",
+        "kernels of vLLM's own models",
         "VLLM_MARLIN_INPUT_DTYPE VLLM_MARLIN_USE_ATOMIC_ADD VLLM_TRITON_USE_TD VLLM_USE_OINK_OPS",
     ),
     *_switched_on(
-        "kernels of aiter's that vLLM's own models have",
+        "aiter kernels of vLLM's own models",
         """
         VLLM_ROCM_USE_AITER_FP4BMM VLLM_ROCM_USE_AITER_FP4_ASM_GEMM VLLM_ROCM_USE_AITER_FP8BMM
         VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS VLLM_ROCM_USE_AITER_LINEAR_HIPBMM VLLM_ROCM_USE_AITER_TRITON_ROPE
@@ -73,16 +73,16 @@ _REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
-        "vLLM's order of keys and values",
+        "vLLM's shuffled layout of the KV cache",
         unless=_VLLMS_ATTENTION,
-        instead="Unset it; ATOM_SHUFFLED_CACHE=1 has aiter's order with our attention.",
+        instead="Unset it; ATOM_SHUFFLED_CACHE=1 selects aiter's layout with our attention.",
     ),
     *(
         Refused(
             f"VLLM_ROCM_USE_AITER_{name}",
-            "leaving aiter out by a switch of vLLM's",
+            "switching aiter off by vLLM's variable",
             refuses=_is_off,
-            instead="Unset it; ATOM_AITER=0 leaves aiter out, and ATOM_KERNELS does so op by op.",
+            instead="Unset it; ATOM_AITER=0 switches aiter off, and ATOM_KERNELS does so op by op.",
         )
         for name in ("LINEAR", "MHA", "MLA", "MOE", "RMSNORM", "TRITON_GEMM")
     ),
@@ -90,37 +90,37 @@ _REFUSED: tuple[Refused, ...] = (
 
 _HONOURED: tuple[Ours, ...] = (
     Ours(
-        "prefills are captured in graphs that break at our attention, where it is 1 or unset",
+        "if 1 or unset, prefills are captured in graphs that break at our attention",
         "tests/contract/vllm/test_graph_defaults.py::test_graphs_do_not_break_where_the_user_does_not_want_it",
         ("VLLM_USE_BREAKABLE_CUDAGRAPH",),
     ),
     Ours(
-        "vLLM all-reduces by aiter, and a norm behind it is the same kernel's; the kernels of layers go by ATOM_AITER",
+        "vLLM uses aiter's all-reduce, also fused with our norm; ATOM_AITER sets the kernels of layers",
         "tests/contract/vllm/test_all_reduce.py::test_a_group_without_aiters_all_reduce_is_told_what_turns_it_on",
         ("VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_CUSTOM_AR"),
     ),
     Ours(
-        "replicas exchange tokens through torch where NCCL's own library is not to be used",
-        "tests/contract/vllm/test_replicas.py::test_all_see_the_rows_of_all_and_have_their_own_of_the_sum",
+        "data-parallel ranks exchange tokens through torch instead of the NCCL library",
+        "tests/contract/vllm/test_data_parallel.py::test_all_see_the_rows_of_all_and_have_their_own_of_the_sum",
         ("VLLM_DISABLE_PYNCCL",),
     ),
     Ours(
-        "vLLM's CPU attention is called with it",
+        "passed to vLLM's CPU attention",
         "tests/contract/vllm/test_cpu_kernels.py::test_attention_over_pages_in_its_own_order",
         ("VLLM_CPU_ATTN_SPLIT_KV",),
     ),
     Ours(
-        "products on a CPU are packed as vLLM does it",
+        "weights on a CPU are packed as in vLLM",
         "tests/contract/vllm/test_cpu_kernels.py::test_a_packed_product_needs_the_layers_weight_no_more",
         ("VLLM_ZENTORCH_WEIGHT_PREPACK",),
     ),
     Ours(
-        "stages build the layers that vLLM's own function gives them",
+        "stages build the layers that vLLM assigns to them",
         "tests/multi_gpu/test_vllm.py::test_tokens_are_those_of_one_gpu",
         ("VLLM_PP_LAYER_PARTITION",),
     ),
     Ours(
-        "which plug-ins are loaded; without ours vLLM runs its own model, which `atom-plugin doctor` says",
+        "sets the loaded plug-ins; without ours vLLM runs its own model, which `atom-plugin doctor` reports",
         "tests/unit/plugin/doctor/test_environment.py::test_vllm_plugins_without_our_name",
         ("VLLM_PLUGINS", "VLLM_TARGET_DEVICE"),
     ),
@@ -307,20 +307,22 @@ _OTHER_PLATFORMS = settings_of(
 VARIABLES: tuple[Row, ...] = (
     *_REFUSED,
     *_HONOURED,
-    Theirs("they can only switch kernels off that our models do not run: on is vLLM's default", _SWITCHED_OFF),
-    Theirs("they size, warm up or place what our models do without", _NOT_THERE),
-    Theirs("the groups of ranks, whose collectives our models call", _GROUPS),
-    Theirs("processes and memory around a model", _PROCESSES),
-    Theirs("the cache manager and what moves pages; our layers say in which orders they read them", _CACHE),
-    Theirs("the compiler that a traced model is handed to, graphs around its calls, and Triton as a whole", _COMPILER),
-    Theirs("how config.json and weights are found and read", _CHECKPOINT),
+    Theirs("can only switch off kernels that our models do not run; vLLM's default is on", _SWITCHED_OFF),
+    Theirs("size, warm up or place something that our models do not use", _NOT_THERE),
+    Theirs("process groups, whose collectives our models call", _GROUPS),
+    Theirs("processes and memory", _PROCESSES),
+    Theirs("the cache manager and page transfers; our layers define the page layouts that they read", _CACHE),
+    Theirs("torch.compile of a traced model, CUDA graphs, and Triton", _COMPILER),
+    Theirs("finding and reading config.json and weights", _CHECKPOINT),
     Theirs("the API server, the front end and grammars", _FRONT),
-    Theirs("the sampler, behind our logits", _SAMPLER),
+    Theirs("the sampler, after our logits", _SAMPLER),
     Theirs("logs, metrics and profilers", _LOGS),
     Theirs("building vLLM", _BUILDING),
     Theirs("multimodal input, which is refused", _MULTIMODAL),
-    Theirs("models and layers of other architectures; vLLM's own of ours do not read them either", _OTHER_MODELS),
-    Theirs("quantisations that are refused by name, and their kernels", _OTHER_FORMATS),
-    Theirs("parts of what is refused by a flag, and nothing without it", _PARTS_OF_REFUSED),
-    Theirs("devices on which our models are refused", _OTHER_PLATFORMS),
+    Theirs(
+        "models and layers of other architectures; vLLM's own models of ours do not read them either", _OTHER_MODELS
+    ),
+    Theirs("quantisations that are refused, and their kernels", _OTHER_FORMATS),
+    Theirs("without effect unless a flag is given, which is refused", _PARTS_OF_REFUSED),
+    Theirs("devices that our models do not support", _OTHER_PLATFORMS),
 )

@@ -1,4 +1,4 @@
-"""The GPU kernels that vLLM ships and that ours may be exchanged for."""
+"""GPU kernels of vLLM that can replace ours."""
 
 from __future__ import annotations
 

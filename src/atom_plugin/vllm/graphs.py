@@ -1,9 +1,8 @@
-"""How our models run on a GPU where the user does not say: uncompiled, decode in full graphs, prefill between them.
+"""Defaults of our models on a GPU: not compiled, decode in full CUDA graphs, prefill in breakable ones.
 
-Our kernels are fused by hand, so a compiler has little left to do and takes most of a start. Graphs of mixed batches
-would run a decode with the launches of a prefill, and launching a prefill's kernels one by one takes longer than they
-run; so a prefill's are captured between its attention layers, which vLLM calls breakable graphs and does without
-torch.compile for models that it cannot compile.
+Our kernels are fused by hand, so torch.compile gains little and takes most of the start-up time. Full graphs of mixed
+batches would run decodes with a prefill's kernels. Launching a prefill's kernels one by one takes longer than they run,
+so they are captured between the attention layers. vLLM calls this breakable graphs; they need no torch.compile.
 """
 
 from __future__ import annotations
@@ -22,34 +21,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.atom_plugin")
 
-#: vLLM's own, so it cannot be told from one that the user gave.
+#: vLLM's default; a user's -O2 looks the same.
 _DEFAULT_LEVEL = OptimizationLevel.O2
 
-#: vLLM's variable for breakable graphs. vLLM sets it for some of its own models: an engine's processes inherit it, and
-#: no field of the configuration stands for it (CONTRIBUTING.md, "Exceptions", says when this ends).
+#: vLLM's variable for breakable graphs, which vLLM itself sets for some of its models. Engine processes inherit it. No
+#: configuration field replaces it (CONTRIBUTING.md, "Exceptions", says when this ends).
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
-
-#: Sizes of prefills, in tokens, for which graphs are captured beyond those that vLLM captures by itself. Up to them a
-#: small model's prefill waits for the host outside of graphs: eight prompts of 128 tokens of Qwen3 0.6B have their
-#: first tokens after 7.3 ms within, after 16.8 ms outside of one (H200).
+#: Prefill sizes in tokens that are captured in addition to vLLM's own. At these sizes a small model's prefill without
+#: graphs waits for the host: eight prompts of 128 tokens on Qwen3 0.6B have a time to first token of 7.3 ms with a
+#: graph and 16.8 ms without (H200).
 LONGER = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-#: Up to how many tokens vLLM captures.
+#: vLLM's own largest capture size in tokens.
 _MOST = 512
 
 
 class _Ours:
-    """Whether the variable is from us, so that it can be taken back for the next engine's model."""
+    """Whether we set the variable, so that it can be unset for a model of vLLM's own in the same process."""
 
     is_set = False
 
 
 def set_graph_defaults(vllm_config: VllmConfig) -> None:
-    """Fill in the compilation and graph modes that the user left open; vLLM has not done so yet when this is called.
+    """Set the compilation and graph modes that the user did not set. vLLM's own defaults are not filled in yet.
 
-    Stated modes stand, and so does another optimization level than vLLM's default. ``--enforce-eager``, breakable
-    graphs and ``TORCH_COMPILE_DISABLE`` have set the compilation mode by now. A graph mode that cannot do without the
-    compiler, where graphs cannot break, leaves that mode to vLLM, which compiles.
+    The user's modes are kept, and so is an optimization level other than vLLM's default. ``--enforce-eager``, breakable
+    graphs and ``TORCH_COMPILE_DISABLE`` have already set the compilation mode. If the user asks for piecewise graphs
+    where graphs cannot be breakable, the compilation mode is left to vLLM, which compiles.
     """
     from vllm.platforms import current_platform
 
@@ -62,8 +60,8 @@ def set_graph_defaults(vllm_config: VllmConfig) -> None:
     if current_platform.is_cuda() and _may_break(vllm_config) and (graphs is None or _is_piecewise(graphs)):
         os.environ[BREAKABLE] = "1"
         _Ours.is_set = True
-        # With another mode vLLM takes piecewise graphs away again, having looked for the variable before it asked us.
-        # This one lasts until a model of ours is built.
+        # With another mode vLLM would remove piecewise graphs, because it has read the variable before it called us.
+        # compile_nothing_between_breaks changes the mode when the model is built.
         compilation.mode = CompilationMode.VLLM_COMPILE
         if graphs is None:
             compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
@@ -76,17 +74,17 @@ def set_graph_defaults(vllm_config: VllmConfig) -> None:
             compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
     logger.info(
         "--model-impl atom: not compiled, CUDA graphs %s. Compile with -cc.mode=3; choose graphs with "
-        "-cc.cudagraph_mode=NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE; with %s=0 no prefill is "
-        "captured that is not compiled.",
+        "-cc.cudagraph_mode=NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE; with %s=0 prefills are "
+        "captured only if compiled.",
         compilation.cudagraph_mode.name,
         BREAKABLE,
     )
 
 
 def _capture_longer_prefills(vllm_config: VllmConfig) -> None:
-    """Fill in the sizes that graphs are captured for: vLLM's, and :data:`LONGER`; sizes that the user stated stand.
+    """Set the capture sizes to vLLM's own and :data:`LONGER`, unless the user has set sizes.
 
-    With drafts sizes go by tokens a request, which is left to vLLM, and so are its other performance modes.
+    With speculation, whose sizes depend on the tokens of each request, and in other performance modes vLLM sets them.
     """
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     stated = compilation.cudagraph_capture_sizes is not None or compilation.max_cudagraph_capture_size is not None
@@ -95,19 +93,19 @@ def _capture_longer_prefills(vllm_config: VllmConfig) -> None:
     most = scheduler.max_num_batched_tokens
     usual = min(2 * scheduler.max_num_seqs, _MOST, most)
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, usual + 1, 16)}
-    # The largest batches of all, of tokens and of requests, where they are small enough.
+    # The largest batch in tokens and in requests, if small enough.
     sizes = {size for size in (*sizes, most, scheduler.max_num_seqs) if size <= usual}
     compilation.cudagraph_capture_sizes = sorted(sizes | {size for size in LONGER if size <= most})
 
 
 def compile_nothing_between_breaks(vllm_config: VllmConfig) -> None:
-    """Have the mode that vLLM's own models have where graphs break; to be called where one of ours is built."""
+    """Set the compilation mode that breakable graphs need; called when a model is built."""
     if os.environ.get(BREAKABLE) == "1":
         vllm_config.compilation_config.mode = CompilationMode.NONE
 
 
 def take_back_graph_defaults(vllm_config: VllmConfig) -> None:
-    """Let a model of vLLM's own, behind one of ours in the same process, have vLLM's defaults."""
+    """Restore vLLM's defaults for a model of vLLM's own that follows one of ours in the same process."""
     if _Ours.is_set:
         _Ours.is_set = False
         del os.environ[BREAKABLE]
@@ -120,9 +118,9 @@ def _is_piecewise(graphs: CUDAGraphMode) -> bool:
 
 
 def _may_break(vllm_config: VllmConfig) -> bool:
-    """Whether all attention is ours, as vLLM's own may have been imported by now and would not break.
+    """Whether graphs can be breakable: only if all attention is ours.
 
-    And not where a step goes through several groups of GPUs (pipelines, replicas), which has not been tried.
+    vLLM's own attention reads the variable on import, which may be over. Pipeline and data parallelism are untested.
     """
     if BREAKABLE in os.environ and not _Ours.is_set:
         return False

@@ -1,5 +1,5 @@
-"""Our models as vLLM sees them. vLLM inspects these classes in a process of its own and caches what it found by this
-file's contents, so every fact about them (pipeline support and the like) stands here and in no base class elsewhere.
+"""Our model classes for vLLM. vLLM inspects them in another process and caches the result by the contents of this file.
+So every property that vLLM asks for (such as pipeline support) is set in this file and not in a base class elsewhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atom_plugin.vllm.framework_attention import FrameworkAttention
 from atom_plugin.vllm.graphs import compile_nothing_between_breaks
 from atom_plugin.vllm.routed_experts import routing_sources
 from atom_plugin.vllm.runtime import build_runtime
-from atom_plugin.vllm.updates import HeldWeights, check_files_of_rank
+from atom_plugin.vllm.updates import AtomModel, check_files_of_rank
 from atom_plugin.vllm.warmup import register_warm_up
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ _compile = support_torch_compile(
 )
 
 
-class AtomForCausalLM(HeldWeights):
-    """A model of the core behind vLLM's model interface."""
+class AtomForCausalLM(AtomModel):
+    """A model of the core with vLLM's model interface."""
 
     supports_pp = True
 
@@ -59,10 +59,10 @@ class AtomForCausalLM(HeldWeights):
             vllm_config, model_config, config.num_layers, attention, settings, self.routed_experts
         )
         core: DecoderForCausalLM = load_model_class(architecture)(config, self.runtime, prefix)
-        self.hold(core)
+        self.wrap(core)
         self.model, self.lm_head = core.model, core.lm_head
         self.checkpoint = str(model_config.model)
-        self.hold_weights(model_config, vllm_config.load_config.download_dir)
+        self.set_up_weights(model_config, vllm_config.load_config.download_dir)
         if vllm_config.load_config.load_format == SHARDED_STATE and Path(self.checkpoint).is_dir():
             check_files_of_rank(self, Path(self.checkpoint), vllm_config.load_config)
         register_warm_up(core, self.runtime, vllm_config)
@@ -71,8 +71,8 @@ class AtomForCausalLM(HeldWeights):
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
 
     def get_model_state_cls(self) -> type[ModelState]:
-        """What vLLM's newer model runner keeps of a model, where it looks for it."""
-        from atom_plugin.vllm.sampling import AtomModelState  # of that runner, which this process may not have loaded
+        """The model state for vLLM's model runner V2."""
+        from atom_plugin.vllm.sampling import AtomModelState  # imports runner V2, which may not be in use
 
         return AtomModelState
 
@@ -108,8 +108,8 @@ class AtomForCausalLM(HeldWeights):
         self.weights.close()
         self._hand_over()
 
-    def written(self) -> None:
-        """See :class:`HeldWeights`."""
+    def weights_written(self) -> None:
+        """See :class:`AtomModel`."""
         self._hand_over()
 
     def _hand_over(self) -> None:
@@ -120,7 +120,7 @@ class AtomForCausalLM(HeldWeights):
     def make_empty_intermediate_tensors(
         self, batch_size: int, dtype: torch.dtype, device: torch.device
     ) -> IntermediateTensors:
-        """What a later pipeline stage is profiled with."""
+        """Zeros with which vLLM profiles a later pipeline stage."""
         shape = (batch_size, self.core.config.hidden_size)
         return IntermediateTensors(
             {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("hidden_states", "residual")}

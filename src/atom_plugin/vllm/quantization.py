@@ -1,6 +1,6 @@
-"""The quantisation of a model as vLLM's configuration has it: the checkpoint's, or the one that a flag asks for.
+"""The quantisation of a model from vLLM's configuration: the checkpoint's, or the one that a flag asks for.
 
-vLLM makes an object of its own for it too, which its layers read; ours read this one.
+Our layers read this object; vLLM's own quantisation object is for its layers.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 
-#: vLLM's own name for the MXFP4 of GPT-OSS, which it writes into the checkpoint's config too.
+#: vLLM's name for the MXFP4 of GPT-OSS, which vLLM also writes into the checkpoint's config.
 _OTHER_NAMES = {"gpt_oss_mxfp4": "mxfp4"}
 
 
 def quantization_of(model_config: ModelConfig) -> QuantConfig:
-    """See the module's text.
+    """See the module's docstring.
 
     Raises:
-        ValueError: our models cannot run it; the message says what they can.
+        ValueError: our models do not support the quantisation; the message says what they support.
     """
     from vllm.config.quantization import resolve_quantization_config
 

@@ -1,8 +1,8 @@
-"""``--enable-return-routed-experts``: vLLM is told which experts each token was sent to.
+"""``--enable-return-routed-experts``: reports the experts of each token to vLLM.
 
-Among a model's modules vLLM looks for its own mixtures, and for whatever has a layer's index and a place for a function
-that takes the chosen experts (its protocol ``RoutedExpertsCaptureSource``). The function writes into a buffer on the
-device, within captured graphs too.
+vLLM looks among a model's modules for its own mixtures, and for modules with a ``layer_id`` and a ``capture_fn`` (its
+protocol ``RoutedExpertsCaptureSource``). It sets ``capture_fn`` to a function that writes the chosen experts to a
+buffer on the device, within captured graphs too.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class RoutingSource(nn.Module):
-    """One mixture, as vLLM looks at it."""
+    """One mixture in vLLM's protocol ``RoutedExpertsCaptureSource``."""
 
     def __init__(self, layer_id: int) -> None:
         super().__init__()
         self.layer_id = layer_id
-        #: vLLM's, once it has found this.
+        #: Set by vLLM.
         self.capture_fn: Callable[[torch.Tensor], None] | None = None
 
 
 class RoutingSources(nn.Module):
-    """All mixtures of a model; called with a layer's index and the experts that its router chose."""
+    """All mixtures of a model. Called with a layer's index and the experts that its router chose."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class RoutingSources(nn.Module):
     def forward(self, index: int, experts: torch.Tensor) -> None:
         """See :data:`atom_core.runtime.RoutedExperts`."""
         capture = self._by_index[index].capture_fn
-        if capture is not None:  # before vLLM has room for them, as while it measures memory
+        if capture is not None:  # vLLM has no buffer yet while it profiles memory
             capture(experts)
 
 
@@ -52,5 +52,5 @@ def returns_routed_experts(vllm_config: VllmConfig) -> bool:
 
 
 def routing_sources(vllm_config: VllmConfig, config: ModelConfig) -> RoutingSources | None:
-    """Those of the model of ``vllm_config``; None: nobody asks."""
+    """The sources for the model of ``vllm_config``; None if the flag is not given."""
     return RoutingSources(config) if returns_routed_experts(vllm_config) else None

@@ -1,9 +1,9 @@
-"""``--model-impl atom``: from a stock architecture to our class, or one clear reason why not.
+"""``--model-impl atom``: replaces a checkpoint's architecture with our class, or raises one clear reason why not.
 
-Three fields of vLLM's ModelConfig are rewritten, the kind of update that vLLM makes itself for drafts:
-``hf_config.architectures``, ``_model_info`` and ``_architecture``. Everything refused here is refused while the
-configuration is made: before any weight is loaded, in the process that the user started. What is refused by its value
-alone stands in the table of :mod:`atom_plugin.vllm.flags`.
+Three fields of vLLM's ModelConfig are rewritten, as vLLM itself does for drafts: ``hf_config.architectures``,
+``_model_info`` and ``_architecture``. All refusals happen while the configuration is built: before any weight is
+loaded, in the process that the user started. The table in :mod:`atom_plugin.vllm.flags` has the settings that are
+refused by their value.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ logger = logging.getLogger("vllm.atom_plugin")
 
 #: vLLM's own default on a CPU (``CpuPlatform.update_block_size_for_backend``).
 _CPU_BLOCK_SIZE = 128
-#: By layers of the checkpoint itself: multi-token prediction.
+#: The speculative method of a checkpoint's own layers (multi-token prediction).
 _OWN_LAYERS = "mtp"
 
 
 def refuse(vllm_config: VllmConfig) -> None:
-    """Refuse what our models cannot do, while all values are the user's own and no default is filled in.
+    """Refuse what our models do not support, while all values are the user's own and no default is filled in.
 
     Raises:
-        ValueError: something asked for that our models cannot do; the message says what, and what is supported.
+        ValueError: a setting that our models do not support; the message names it and what is supported.
     """
     if _is_ours(vllm_config.model_config):
         return
@@ -63,10 +63,10 @@ def refuse(vllm_config: VllmConfig) -> None:
 
 
 def route(vllm_config: VllmConfig) -> None:
-    """Send the model of ``vllm_config``, and its draft where we have one, to our classes. Safe to call again.
+    """Route the model of ``vllm_config``, and its draft if we have one, to our classes. Safe to call again.
 
     Raises:
-        ValueError: what :func:`refuse` has let through does not fit the checkpoint, or other settings.
+        ValueError: settings that :func:`refuse` accepts do not fit the checkpoint or each other.
     """
     model_config = vllm_config.model_config
     if _is_ours(model_config):
@@ -74,7 +74,7 @@ def route(vllm_config: VllmConfig) -> None:
     settings = load_settings()
     architecture = _supported_architecture(model_config)
     if vllm_config.load_config.load_format in ("auto", "hf"):
-        # vLLM would fall back to *.bin pickles where a repository has no safetensors.
+        # vLLM would fall back to *.bin pickles if a repository has no safetensors.
         vllm_config.load_config.load_format = "safetensors"
     _take_cache_dtype_of_checkpoint(vllm_config)
     _set_cpu_block_size(vllm_config)
@@ -120,16 +120,16 @@ def _refuse_by(rows: Iterable[Refused], vllm_config: VllmConfig, settings: Setti
 
 
 def value_of(setting: str, vllm_config: VllmConfig) -> Any:
-    """The value of a setting of the table as the user gave it; None where it is unset, or this vLLM does not have it.
+    """The value of a setting of the table as the user gave it; None if it is unset or unknown to this vLLM.
 
-    A member of an enumeration is its name, and a whole configuration True.
+    An enum member is returned as its name, and a configuration object as True.
     """
     owner, _, name = setting.rpartition(".")
     if not owner:
         return _variable(name)
     place = reduce(lambda it, part: getattr(it, part, None), filter(None, OWNERS[owner].split(".")), vllm_config)
     value = getattr(place, name, None)
-    if setting == "ModelConfig.runner":  # "auto" goes by the architecture, and by --convert
+    if setting == "ModelConfig.runner":  # "auto" depends on the architecture and --convert
         return vllm_config.model_config.runner_type
     if setting == "CacheConfig.block_size" and not getattr(place, "user_specified_block_size", False):
         return None
@@ -145,14 +145,14 @@ def _variable(name: str) -> Any:
     from vllm.platforms import current_platform
 
     if name.startswith("VLLM_ROCM_") and not current_platform.is_rocm():
-        return None  # read by no model there
+        return None  # no model reads it there
     return getattr(envs, name) if name in envs.environment_variables and envs.is_set(name) else None
 
 
 def _take_cache_dtype_of_checkpoint(vllm_config: VllmConfig) -> None:
-    """Have an FP8 cache where a compressed-tensors checkpoint says so and the user nothing.
+    """Use an FP8 cache if a compressed-tensors checkpoint asks for one and the user sets no dtype.
 
-    vLLM does it while it builds an attention layer of its own; other checkpoints that say so it has read by now.
+    vLLM does this when it builds its own attention layer. Other formats that ask for an FP8 cache are read by now.
     """
     scheme, cache = getattr(vllm_config.quant_config, "kv_cache_scheme", None), vllm_config.cache_config
     if not scheme or cache.cache_dtype != "auto":
@@ -161,16 +161,16 @@ def _take_cache_dtype_of_checkpoint(vllm_config: VllmConfig) -> None:
     if found != {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True}:
         raise ValueError(
             f"The checkpoint's kv_cache_scheme is {found}; --model-impl atom supports symmetric 8-bit floating point "
-            "with one scale a tensor. Name a --kv-cache-dtype to leave it aside."
+            "with one scale a tensor. Set --kv-cache-dtype to override it."
         )
     cache.cache_dtype = "fp8"
 
 
 def _set_cpu_block_size(vllm_config: VllmConfig) -> None:
-    """Have pages of the tokens that vLLM prefers on a CPU, where the user named no ``--block-size``.
+    """Set the block size that vLLM prefers on a CPU, unless the user gave ``--block-size``.
 
-    Our layers choose their kernels while the model is built, and vLLM's CPU kernels take pages of 32 tokens and more.
-    Since 0.33 vLLM sets the size once the model is built; until then it is 16.
+    Our layers choose their kernels when the model is built, and vLLM's CPU kernels need blocks of 32 tokens or more.
+    Since 0.33 vLLM sets the size only after the model is built; before that it is 16.
     """
     from vllm.platforms import current_platform
 
@@ -182,7 +182,7 @@ def _set_cpu_block_size(vllm_config: VllmConfig) -> None:
 def _check_checkpoint(vllm_config: VllmConfig, architecture: str) -> None:
     """Compare a local checkpoint's headers with our model and its quantisation, before anything is loaded.
 
-    Of a model that is still to be fetched from a hub, only the files' names are looked at; loading compares the rest.
+    For a model that is not downloaded yet, only the file names are checked; the rest is compared at loading.
     """
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     quant = quantization_of(model_config)
@@ -191,8 +191,8 @@ def _check_checkpoint(vllm_config: VllmConfig, architecture: str) -> None:
         _check_latents(vllm_config)
     load = vllm_config.load_config
     _check_routed_experts(vllm_config, config)
-    replicas = parallel.data_parallel_size if config.has_mixtures else 1
-    if replicas > 1:
+    dp_size = parallel.data_parallel_size if config.has_mixtures else 1
+    if dp_size > 1:
         _check_exchange(vllm_config)
     check_files(
         config,
@@ -200,7 +200,7 @@ def _check_checkpoint(vllm_config: VllmConfig, architecture: str) -> None:
         tensor_parallel_size=parallel.tensor_parallel_size,
         quant=quant,
         expert_parallel=parallel.enable_expert_parallel,
-        data_parallel_size=replicas,
+        data_parallel_size=dp_size,
     )
     if model_config.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"--dtype {model_config.dtype} is not supported; supported: bfloat16, float16, float32.")
@@ -212,20 +212,20 @@ def _check_checkpoint(vllm_config: VllmConfig, architecture: str) -> None:
 
 
 def _check_routed_experts(vllm_config: VllmConfig, config: CoreConfig) -> None:
-    """Whether vLLM can be told which experts tokens are sent to, where it asks."""
+    """Refuse ``--enable-return-routed-experts`` for models that cannot report their experts."""
     if not returns_routed_experts(vllm_config):
         return
-    from atom_plugin.vllm.attention import is_compiled  # imports much, and is asked for by few
+    from atom_plugin.vllm.attention import is_compiled  # a slow import, rarely needed
 
     if not config.has_mixtures:
         raise ValueError(
-            f"--enable-return-routed-experts is for mixtures of experts, and {config.architecture} is none here. Leave "
-            "it out."
+            f"--enable-return-routed-experts is for mixtures of experts, and this {config.architecture} is not one. "
+            "Leave it out."
         )
     if vllm_config.compilation_config.mode is not None and is_compiled(vllm_config):
         raise ValueError(
             "--model-impl atom does not support --enable-return-routed-experts with a model that is compiled "
-            "(-cc.mode=3, -O1, -O3): what is compiled cannot hand them on. Leave the mode out."
+            "(-cc.mode=3, -O1, -O3): compiled code cannot return them. Leave the mode out."
         )
 
 
@@ -234,25 +234,24 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _check_latents(vllm_config: VllmConfig) -> None:
-    """Attention over latents is ours alone, and its cache is one of latents, for the target and a draft."""
+    """Refuse what MLA does not support: only our attention layer runs it, and target and draft share its cache."""
     model_config, speculative = vllm_config.model_config, vllm_config.speculative_config
     if speculative is not None and speculative.method == "draft_model":
         raise ValueError(
-            "--model-impl atom does not support draft models for DeepSeek models, whose cache is of another kind than "
-            "theirs; speculate by mtp (where the checkpoint has layers for it), ngram or suffix, or leave --model-impl "
-            "out."
+            "--model-impl atom does not support draft models for DeepSeek models, whose KV cache has another layout. "
+            "Use mtp (if the checkpoint has layers for it), ngram or suffix, or leave --model-impl out."
         )
     if load_settings().disable_vllm_attention:
         raise ValueError(
-            "ATOM_DISABLE_VLLM_ATTENTION=1 is not supported for DeepSeek models: their attention over latents runs on "
-            "our layer alone. Unset it, or leave --model-impl atom out."
+            "ATOM_DISABLE_VLLM_ATTENTION=1 is not supported for DeepSeek models: their attention (MLA) runs on our "
+            "layer only. Unset it, or leave --model-impl atom out."
         )
     if not model_config.use_mla:
         raise ValueError(refused("VLLM_MLA_DISABLE").message(1, OTHERWISE))
 
 
 def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
-    """Whether the checkpoint can draft by layers of its own as the user says."""
+    """Check multi-token prediction (the checkpoint's own layers draft) against the checkpoint and other settings."""
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     if speculative is None or speculative.method != _OWN_LAYERS:
         return
@@ -265,24 +264,24 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
     for differs, what in (
         (
             parallel.pipeline_parallel_size > 1,
-            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: the stage that drafts lacks the embedding",
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: the draft's stage has no embedding",
         ),
         (
             draft_ranks not in (None, ranks),
-            f"draft_tensor_parallel_size={draft_ranks} beside --tensor-parallel-size {ranks}: the embedding and the "
-            "head are the target's",
+            f"draft_tensor_parallel_size={draft_ranks} and --tensor-parallel-size {ranks}: the embedding and the head "
+            "are the target's",
         ),
         (
             cache_dtype not in (None, vllm_config.cache_config.cache_dtype),
-            f"kv_cache_dtype={cache_dtype} of its own; the cache is of the target's dtype",
+            f"kv_cache_dtype={cache_dtype} for the draft; its cache has the target's dtype",
         ),
         (
             vllm_config.load_config.load_format == SHARDED_STATE,
-            f"--load-format {SHARDED_STATE}, whose files have no layers that draft",
+            f"--load-format {SHARDED_STATE}, whose files do not have the draft layers",
         ),
         (
             head_quantization is not None,
-            f"draft_lm_head_quantization={head_quantization}; drafts are read off the target's own head",
+            f"draft_lm_head_quantization={head_quantization}; drafts use the target's head",
         ),
     ):
         if differs:
@@ -302,8 +301,8 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
 
 
 def _check_exchange(vllm_config: VllmConfig) -> None:
-    """Whether data-parallel ranks of a mixture can exchange tokens as the user says."""
-    from atom_plugin.vllm.attention import is_compiled  # imports much, and is asked for by few
+    """Refuse ways to exchange tokens between data-parallel ranks that are not supported."""
+    from atom_plugin.vllm.attention import is_compiled  # a slow import, rarely needed
 
     backend, size = vllm_config.parallel_config.all2all_backend, vllm_config.parallel_config.data_parallel_size
     if backend not in EXCHANGES:
@@ -312,16 +311,16 @@ def _check_exchange(vllm_config: VllmConfig) -> None:
     if vllm_config.compilation_config.mode is not None and is_compiled(vllm_config):
         raise ValueError(
             f"--model-impl atom does not support data parallelism (--data-parallel-size {size}) of a mixture that is "
-            "compiled (-cc.mode=3, -O1, -O3): how many tokens ranks exchange is known at each step alone. Leave the "
-            "mode out."
+            "compiled (-cc.mode=3, -O1, -O3): the number of tokens that ranks exchange differs from step to step. "
+            "Leave the mode out."
         )
 
 
 def _rewrite(model_config: ModelConfig, architecture: str, **differs: bool) -> None:
     """Serve ``model_config`` by our class of ``architecture``.
 
-    What vLLM wants to know of a class is the same of ours as of its own, but for what ``differs``. It would find out by
-    a process that imports all of vLLM anew, and a first start would wait for that.
+    vLLM's model info of our class is that of its own class, except for ``differs``. So vLLM need not inspect our class
+    in a new process, which would delay a first start.
     """
     ours = ARCHITECTURE_PREFIX + architecture
     if hasattr(model_config._model_info, "supports_lora"):  # since 0.33
@@ -333,9 +332,9 @@ def _rewrite(model_config: ModelConfig, architecture: str, **differs: bool) -> N
 
 
 def _mark_compile_cache(vllm_config: VllmConfig, settings: Settings) -> None:
-    """Put what changes our traced code into the part of the configuration that vLLM's compile cache is keyed by.
+    """Add what changes our traced code to the key of vLLM's compile cache.
 
-    Without it, an engine with other kernels would load code compiled for the ones before.
+    Otherwise an engine with other kernels would load code that was compiled for the previous ones.
     """
     ours = installed(DISTRIBUTION)
     if isinstance(vllm_config.additional_config, dict):
@@ -349,7 +348,7 @@ def _mark_compile_cache(vllm_config: VllmConfig, settings: Settings) -> None:
 
 
 def _route_draft(vllm_config: VllmConfig, target: str, settings: Settings) -> None:
-    """A draft of a supported kind runs on our class too; any other stays vLLM's own, and we say so."""
+    """Route a draft that we support to our class. Any other stays vLLM's own model, and the log says so."""
     speculative = vllm_config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
     if draft is None or _is_ours(draft):
@@ -366,9 +365,8 @@ def _route_draft(vllm_config: VllmConfig, target: str, settings: Settings) -> No
     else:
         _refuse_by(DRAFT, vllm_config, settings)
         _rewrite(draft, names[0])
-    # Model runner V1 (goes with vLLM 0.32's support): it gives a draft the block table of the first cache group,
-    # whichever group the draft's layers are in. Layers with other windows than the target's would be a group of their
-    # own and overwrite the target's cache.
+    # Model runner V1 (goes with vLLM 0.32's support) gives a draft the block table of the first cache group. Draft
+    # layers with other windows than the target's would be in another group, and overwrite the target's cache.
     vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
 
 

@@ -10,7 +10,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from atom_core.kernels.select import Target
-from atom_core.runtime import Binder, OneReplica, PipelineStage, RoutedExperts, Runtime
+from atom_core.runtime import Binder, PipelineStage, RoutedExperts, Runtime, SingleDataParallelRank
 from atom_core.types import SameStepReads
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
@@ -18,9 +18,9 @@ from atom_plugin.common.settings import Settings
 from atom_plugin.vllm.all_reduce import aiter_all_reduce_norm
 from atom_plugin.vllm.attention import is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
+from atom_plugin.vllm.data_parallel import VllmDataParallelGroup
 from atom_plugin.vllm.gpu_kernels import gpu_kernels
 from atom_plugin.vllm.quantization import quantization_of
-from atom_plugin.vllm.replicas import VllmReplicas
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class VllmCommunicator(GroupCommunicator):
-    """Over one of vLLM's groups, whose reduce-scatter is a custom op too and survives graphs."""
+    """Over one of vLLM's groups; vLLM's reduce-scatter is a custom op and works in captured graphs."""
 
     group: GroupCoordinator
 
@@ -37,15 +37,15 @@ class VllmCommunicator(GroupCommunicator):
         return x if self.world_size == 1 else self.group.reduce_scatter(x, dim)
 
 
-#: What torch.compile makes of the torch ops has been measured in its graphs; ours are for runs without it.
+#: Kernels that are left out of compiled models, and why.
 COMPILED = {
     (op, "triton"): "torch.compile fuses the torch ops here."
     for op in ("embedding", "rms_norm", "linear", "gated_activation")
-} | {("all_reduce_norm", "aiter"): "vLLM fuses an all-reduce and a norm in what it compiles by a pass of its own."}
+} | {("all_reduce_norm", "aiter"): "vLLM's own compiler pass fuses all-reduce and norm here."}
 
 
 def cache_dtype(name: str, model_config: ModelConfig) -> torch.dtype:
-    """What the numbers in the cache are for a value of ``--kv-cache-dtype``; vLLM's own function has bytes for FP8."""
+    """The dtype of the cache's elements for a value of ``--kv-cache-dtype``; vLLM's function returns uint8 for FP8."""
     if name in ("fp8", "fp8_e4m3"):
         from vllm.platforms import current_platform
 
@@ -54,10 +54,10 @@ def cache_dtype(name: str, model_config: ModelConfig) -> torch.dtype:
 
 
 def same_step_reads(vllm_config: VllmConfig) -> SameStepReads:
-    """Whether a request may have a page that another fills in the same step: with prefix caching it may.
+    """Whether a request may read a page that another fills in the same step, which prefix caching allows.
 
-    vLLM hands a page on from the moment that its last token is scheduled. Behind such a page a KV connector may bring
-    further tokens of the request.
+    vLLM shares a page as soon as its last token is scheduled. After that page a KV connector may load further tokens of
+    the request, which then starts within a page.
     """
     if not vllm_config.cache_config.enable_prefix_caching:
         return "never"
@@ -72,12 +72,12 @@ def build_runtime(
     settings: Settings,
     routed_experts: RoutedExperts | None = None,
 ) -> Runtime:
-    """The runtime of one model of ``vllm_config`` on this rank.
+    """The runtime of one model on this rank.
 
     Args:
         vllm_config: the engine's configuration.
-        model_config: of the model that is built: the target's, or a draft's.
-        num_layers: its decoder layers, to be split over pipeline stages.
+        model_config: of the model to build, the target or a draft.
+        num_layers: the model's decoder layers, which are split over pipeline stages.
         bind: binds its token mixers to vLLM's caches.
         settings: the ``ATOM_*`` variables.
         routed_experts: see :class:`Runtime`.
@@ -90,7 +90,7 @@ def build_runtime(
     contributed = dict(cpu_kernels(vllm_config) if target.kind == "cpu" else gpu_kernels())
     contributed["all_reduce_norm"] = aiter_all_reduce_norm()
     excluded = COMPILED if is_compiled(vllm_config) else {}
-    pp, replicated = get_pp_group(), vllm_config.parallel_config.data_parallel_size > 1
+    pp, has_dp = get_pp_group(), vllm_config.parallel_config.data_parallel_size > 1
     first, end = get_pp_indices(num_layers, pp.rank_in_group, pp.world_size)
     return Runtime(
         device=device,
@@ -102,7 +102,7 @@ def build_runtime(
         tensor_parallel=VllmCommunicator(
             get_tp_group(), reads_peers=not vllm_config.parallel_config.disable_custom_all_reduce
         ),
-        data_parallel=VllmReplicas(get_dp_group()) if replicated else OneReplica(),
+        data_parallel=VllmDataParallelGroup(get_dp_group()) if has_dp else SingleDataParallelRank(),
         expert_parallel=vllm_config.parallel_config.enable_expert_parallel,
         pipeline=PipelineStage(first, end),
         quant=quantization_of(model_config),

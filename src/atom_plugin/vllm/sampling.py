@@ -1,8 +1,8 @@
-"""Greedy requests in vLLM's newer model runner, which asks a model's own state for a sampler.
+"""Greedy sampling in vLLM's model runner V2, which asks the model state for a sampler.
 
-vLLM's sampler copies all logits to float32 where a request has a least length, and looks for the largest by programs of
-1,024 logits each. A batch that takes the likeliest tokens alone, and whose logits nothing else changes, is served by
-one op here. Any other goes to vLLM's own sampler, whose states and warm-up are kept as they are.
+vLLM's sampler copies all logits to float32 if a request has ``min_tokens``, and finds the argmax in blocks of 1,024
+logits. Here one op samples a batch whose requests are all greedy and whose logits are not modified otherwise. vLLM's
+own sampler, with its states and warm-up, samples all other batches.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ logger = logging.getLogger("vllm.atom_plugin")
 
 
 class GreedySampler(Sampler):
-    """``sampler``, but for batches of greedy requests; it shares all that ``sampler`` holds.
+    """``sampler`` with a faster path for batches of greedy requests. It shares all state of ``sampler``.
 
-    Of least lengths vLLM's tables are read; whether a request needs anything else vLLM itself is asked, so what a
-    later version may add is not missed.
+    ``min_tokens`` is read from vLLM's tables. vLLM itself says whether a request's logits are modified in another way,
+    so a modification that a later version adds is not missed.
     """
 
     def __init__(self, sampler: Sampler, kernel: GreedyTokensKernel) -> None:
@@ -36,19 +36,19 @@ class GreedySampler(Sampler):
         self.greedy = np.zeros_like(self.needs_logits_processing)
 
     def add_request(self, req_idx: int, *args: Any) -> None:
-        """See vLLM; the last argument is the request's parameters."""
+        """See vLLM; the last argument is the request's ``SamplingParams``."""
         *others, params = args
         free = params
         if params.min_tokens:
             free = copy.copy(params)
             free.min_tokens = 0
-        # Once each: what counts a request's tokens for penalties would count them twice.
+        # Each state may be added only once: penalties would count the request's tokens twice.
         super().add_request(req_idx, *others, free)
         changed = self.needs_logits_processing[req_idx]
         if free is not params:
             self.bias.add_request(req_idx, *args)
             self.needs_logits_processing[req_idx] |= self.bias.use_logit_bias[req_idx]
-            # Where a grammar leaves a request nothing but its end, vLLM lets it end before its least length.
+            # If a grammar allows only the end of the text, vLLM lets a request end before its min_tokens.
             changed = changed or params.structured_outputs is not None
         self.greedy[req_idx] = self.sampling_states.temperature.np[req_idx] == 0.0 and not changed
 
@@ -63,7 +63,7 @@ class GreedySampler(Sampler):
         return_logprobs: bool = False,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See vLLM: tokens, and the logits that they are of."""
+        """See vLLM; returns the tokens and the logits."""
         if return_logprobs or self.return_sampling_mask or not self.greedy[idx_mapping_np].all():
             rows = (logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos)
             sampled: tuple[torch.Tensor, torch.Tensor] = super().sample(
@@ -76,14 +76,14 @@ class GreedySampler(Sampler):
         return self.kernel(logits, expanded_idx_mapping, pos, barred), logits
 
     def barred(self) -> Barred:
-        """vLLM's tables of what requests must not take before they have their least length."""
+        """vLLM's tables of the stop tokens that requests must not sample before their ``min_tokens``."""
         bias = self.bias
         return Barred(bias.min_lens.gpu, bias.num_stop_token_ids.gpu, bias.stop_token_ids.gpu)
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile the kernel, which no batch of vLLM's warm-up reaches: its requests have everything at once.
+        """Compile the kernel. vLLM's warm-up does not reach it, because its requests use all sampling features.
 
-        Versions of vLLM number requests by other integers.
+        The dtype of request indices depends on the version of vLLM.
         """
         logits = torch.zeros(2, vocab_size, dtype=dtype, device=device)
         positions = torch.zeros(2, dtype=torch.int64, device=device)
@@ -93,16 +93,16 @@ class GreedySampler(Sampler):
 
 
 def _bias_of(sampler: Sampler) -> LogitBiasState:
-    """Where ``sampler`` keeps least lengths; vLLM 0.30 has no list of processors."""
+    """The state of ``sampler`` with ``min_tokens``; vLLM 0.30 has no list of processors."""
     states = (*getattr(sampler, "logits_processors", ()), *vars(sampler).values())
     return next(it for it in states if isinstance(it, LogitBiasState))
 
 
 class AtomModelState(DefaultModelState):
-    """What vLLM has for a model that has no state of its own, with :class:`GreedySampler`."""
+    """vLLM's default model state, with :class:`GreedySampler`."""
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, None] | None:
-        """See vLLM; drafts are verified, texts watermarked, and users' own processors asked by vLLM's own."""
+        """See vLLM. Speculation, watermarks and users' own logits processors use vLLM's own sampler."""
         processors = getattr(sampler, "logits_processors", ())
         if not all(type(it).__module__.startswith("vllm.") for it in processors):
             return None

@@ -1,9 +1,9 @@
-"""How vLLM's calls that change weights reach a model of ours.
+"""Loading weights from vLLM, at the start and while serving.
 
-``reload_weights`` and weight transfers first take every tensor out of the model's modules and put tensors without
-memory in their places (layer-wise reloading); what a layer's ``weight_loader`` was given is made into a second copy of
-it, which is copied over the first. Ours are written to where they are, so they are put back when the first tensor
-comes, and vLLM finds that it has nothing to copy.
+``reload_weights`` and weight transfers use layer-wise reloading: vLLM replaces every tensor of the model's modules with
+one on the meta device, collects what each layer's ``weight_loader`` gets into a second copy, and copies that over the
+original. Our models are written in place. So the original tensors are restored when the first new one arrives, and
+vLLM has nothing left to copy.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from atom_core.loading import check_update, weights_of
 from atom_core.runtime import Runtime
 from atom_core.weights import unread_layers
-from atom_plugin.common.held_model import HoldsModel
 from atom_plugin.common.hub import cached_folder, patterns, whole_folder
 from atom_plugin.common.shards import PATTERN, check_shards
+from atom_plugin.common.wrapped_model import WrappedModel
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.atom_plugin")
 
-#: What errors call tensors that come from no folder.
+#: The name in errors of tensors that come from no folder.
 UPDATE = "an update"
 
 
 class EndOfLoading(nn.Module, AttentionLayerBase):
-    """Told by vLLM that weights are loaded, the first time and each time again.
+    """A module that learns from vLLM that all weights are loaded, at the start and after each update.
 
-    Among a model's modules vLLM tells attention layers alone, when all others are done. This one has no cache, and is
-    not among the layers for which vLLM makes one.
+    vLLM calls this hook only on attention layers, after all other modules are done. This one has no KV cache, and vLLM
+    makes none for it.
     """
 
-    def __init__(self, model: HeldWeights) -> None:
+    def __init__(self, model: AtomModel) -> None:
         super().__init__()
-        self._model = (model,)  # referred to, for it is the module around this one
+        self._model = (model,)  # a tuple, so that torch does not register the parent as a child
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        """It attends to nothing."""
-        raise AssertionError("it is no layer of the model")
+        """Never called."""
+        raise AssertionError("EndOfLoading is not an attention layer")
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        """It has no cache."""
+        """None: it has no cache."""
         return None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -62,29 +62,29 @@ class EndOfLoading(nn.Module, AttentionLayerBase):
         self._model[0].end_update()
 
 
-def check_files_of_rank(model: HoldsModel, directory: Path, load_config: LoadConfig) -> None:
-    """What vLLM's loader of ``sharded_state`` will read of ``directory``; see :func:`check_shards`."""
+def check_files_of_rank(model: WrappedModel, directory: Path, load_config: LoadConfig) -> None:
+    """Check the files of ``directory`` that vLLM's ``sharded_state`` loader will read; see :func:`check_shards`."""
     stages, rank = get_pp_group(), get_tp_group().rank_in_group
     pattern = (load_config.model_loader_extra_config or {}).get("pattern")
     if pattern is None:
-        # Since 0.32 files are called by their pipeline stage too, where there are several.
+        # Since 0.32 file names have the pipeline stage too, if there are several.
         pattern = getattr(ShardedStateLoader, "PP_AND_TP_PATTERN", PATTERN) if stages.world_size > 1 else PATTERN
     check_shards(model, directory, pattern.format(rank=rank, tp_rank=rank, pp_rank=stages.rank_in_group, part="*"))
 
 
-class HeldWeights(HoldsModel):
-    """A model behind vLLM's interface, as far as its weights go."""
+class AtomModel(WrappedModel):
+    """The base of our model classes in vLLM: loads and updates their weights."""
 
     runtime: Runtime
-    #: The folder that it was built for.
+    #: The folder, or name on a hub, that the model was built for.
     checkpoint: str
 
-    def hold_weights(self, model_config: ModelConfig, cache: str | None) -> None:
-        """Called once the core is built.
+    def set_up_weights(self, model_config: ModelConfig, cache: str | None) -> None:
+        """Called once, after the core is built.
 
         Args:
-            model_config: vLLM's, whose ``model`` is the folder that weights are loaded from, or a name on a hub.
-            cache: where such a name's files are downloaded to; None: Hugging Face's cache.
+            model_config: vLLM's; its ``model`` is the folder that weights are loaded from, or a name on a hub.
+            cache: the download folder for a name on a hub; None: Hugging Face's cache.
         """
         self.weights = weights_of(self.core, self.runtime)
         self._model_config, self._cache = model_config, cache
@@ -94,14 +94,14 @@ class HeldWeights(HoldsModel):
 
     @property
     def allow_patterns_overrides(self) -> list[str] | None:
-        """Where vLLM looks for it: the files that our check of headers reads, and none beside them."""
+        """The weight files that vLLM may read: the same that our check of headers reads."""
         return patterns(str(self._model_config.model), self._model_config.revision, self._cache)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """The first weights are whole; later ones are whole where a loader of vLLM's reads a folder, else any.
+        """Load all weights the first time. Later calls update all of them if vLLM reads a folder, else any of them.
 
         Raises:
-            ValueError: what does not fit, all of it.
+            ValueError: tensors do not fit the model; the message lists all of them.
         """
         if not self.weights.loaded:
             source = str(self._model_config.model)
@@ -109,28 +109,28 @@ class HeldWeights(HoldsModel):
             if get_tp_group().rank_in_group == 0 and (line := unread_layers(self.core, source)):
                 logger.info(line)
             return names
-        if self._put_back():
+        if self._restore_tensors():
             self.weights.begin()
-        # vLLM's `reload_weights` without an iterator hands over what this method of its loader gives.
+        # `reload_weights` without an iterator passes the generator of this method of vLLM's loader.
         of_folder = getattr(weights, "__name__", "") == "get_all_weights"
         try:
             names = (
                 self._update_from_folder(weights) if of_folder else self.weights.update(weights, UPDATE, whole=False)
             )
         except Exception as error:
-            # vLLM calls no update off; the tensors that it has taken are in their places.
+            # vLLM does not cancel a failed update. The original tensors are restored by now.
             for module in self.modules():
                 get_layerwise_info(module).reset()
             self.weights.end()
             self._model_config.model, self._model_config.revision = self._from
             if of_folder and (get_tp_group().rank_in_group or get_pp_group().rank_in_group):
-                # All ranks of an engine say the same. vLLM reads no other answer behind the first one's error, and
-                # would take this one for the answer to its next call.
+                # All ranks raise the same error. vLLM reads only the first rank's, and would take an error of another
+                # rank for the result of its next call.
                 logger.warning("%s", error)
                 return {name for name, _ in self.named_parameters()}
             raise
         self._from = (self._model_config.model, self._model_config.revision)
-        self.written()
+        self.weights_written()
         return names
 
     def _update_from_folder(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -141,13 +141,13 @@ class HeldWeights(HoldsModel):
         return self.weights.update(weights, source, whole=True, seen=folder is not None)
 
     def _served(self) -> Path | None:
-        """The folder whose configuration the model has; a draft's is read from the same in another way."""
+        """The folder whose config the model was built from; None for a draft, which reads that config differently."""
         return None if self.core.borrowed else cached_folder(*self._built_for, self._cache)
 
-    def _put_back(self) -> bool:
-        """Put what layer-wise reloading has taken out of the modules back; whether it has taken something.
+    def _restore_tensors(self) -> bool:
+        """Restore the tensors that layer-wise reloading has replaced; whether there were any.
 
-        It is told that nothing is left for it to do, but to say when the update has ended.
+        vLLM's reloading state is reset, except for :class:`EndOfLoading`, which learns when the update has ended.
         """
         taken = False
         for module in self.modules():
@@ -166,10 +166,10 @@ class HeldWeights(HoldsModel):
         return taken
 
     def end_update(self) -> None:
-        """All tensors of the first weights, or of an update, have come."""
+        """All tensors of the first load, or of an update, have arrived."""
         self.weights.end()
         if self.weights.loaded:
-            self.written()
+            self.weights_written()
 
-    def written(self) -> None:
-        """New weights are there; vLLM's layers may have been told of others, or forgotten theirs."""
+    def weights_written(self) -> None:
+        """Called after an update. vLLM's layers may have copies of old weights, or have lost theirs."""

@@ -73,7 +73,7 @@ def test_vllm_runs_every_batch_with_its_metadata_where_layers_look_for_it(cache,
     assert not is_forward_context_available()
 
 
-def test_replicas_that_share_experts_know_what_each_other_brings(monkeypatch):
+def test_data_parallel_ranks_that_share_experts_know_what_each_other_brings(monkeypatch):
     """Else a server of several, on GPUs, ends while it warms up."""
     seen = []
 

@@ -59,7 +59,7 @@ def test_asked_for_beside_such_a_version_one_line_says_what_is_supported(fault, 
     begins = "SGLANG_EXTERNAL_MODEL_PACKAGE=atom_plugin.sglang.models cannot be served: "
     (line,) = [line for line in failure.value.log.splitlines() if begins in line]
     if broken:
-        assert "atom-plugin cannot be imported beside sglang 0.5.23 (ImportError: cannot import name 'Dropped'" in line
+        assert "atom-plugin cannot be imported with sglang 0.5.23 (ImportError: cannot import name 'Dropped'" in line
         assert "supports sglang >=0.5.23,<0.6" in line
     else:
         assert f"sglang 0.5.23 is installed, but atom-plugin 9.9.9 supports sglang {RANGE}" in line

@@ -77,11 +77,11 @@ CASES = {
         model="a mixture",
     ),
     "data-parallel attention of no mixture": Case(
-        ("--attn-dp-size 2 (--enable-dp-attention) is for mixtures of experts", "--dp-size 2 alone"),
+        ("--attn-dp-size 2 (--enable-dp-attention) is for mixtures of experts", "--dp-size 2 without it"),
         ("--tp", "2", "--attn-dp-size", "2"),
     ),
     "the same by its old name": Case(
-        ("--attn-dp-size 2 (--enable-dp-attention) is for mixtures of experts", "--dp-size 2 alone"),
+        ("--attn-dp-size 2 (--enable-dp-attention) is for mixtures of experts", "--dp-size 2 without it"),
         ("--tp", "2", "--dp", "2", "--enable-dp-attention"),
     ),
     "attention groups that the ranks do not fill": Case(
@@ -94,14 +94,14 @@ CASES = {
         ("--tp", "4", "--attn-dp-size", "2", "--ep-size", "4", "--load-format", "dummy"),
         model="a mixture",
     ),
-    "dense layers in other parts than attention": Case(
-        ("does not support --moe-dense-tp-size 1", "in as many parts as attention (2)"),
+    "dense layers sharded unlike attention": Case(
+        ("does not support --moe-dense-tp-size 1", "as many shards as attention (2)"),
         ("--tp", "4", "--attn-dp-size", "2", "--moe-dense-tp-size", "1", "--load-format", "dummy"),
         model="latents",
     ),
-    "a head in other parts than attention": Case(
+    "a head sharded unlike attention": Case(
         (
-            "does not support a head in other parts than attention (--enable-tp-lm-head-all-to-all)",
+            "does not support a head sharded unlike attention (--enable-tp-lm-head-all-to-all)",
             "--enable-dp-lm-head",
         ),
         ("--tp", "2", "--attn-dp-size", "2", "--enable-tp-lm-head-all-to-all", "--load-format", "dummy"),
@@ -118,7 +118,7 @@ CASES = {
         model="a mixture",
     ),
     "experts on some ranks": Case(
-        ("--ep-size 2 with --tp-size 4", "(the same number) or none (1)"), ("--tp", "4", "--ep-size", "2")
+        ("--ep-size 2 with --tp-size 4", "or 1 (each expert is sharded)"), ("--tp", "4", "--ep-size", "2")
     ),
     "experts that ranks cannot share out": Case(
         ("tensor parallel size 4 does not divide num_experts=6",),
@@ -126,7 +126,7 @@ CASES = {
         model="a mixture",
     ),
     "latents on SGLang's attention": Case(
-        ("--attention-backend triton is not supported for our DeepSeek models", "runs on 'atom' alone"),
+        ("--attention-backend triton is not supported for our DeepSeek models", "runs on 'atom' only"),
         ("--attention-backend", "triton", "--load-format", "dummy"),
         model="latents",
     ),
@@ -232,7 +232,7 @@ CASES = {
         ("checkpoints that are no safetensors (--load-format layered); supported: auto,",), ("--load-format", "layered")
     ),
     "a quantisation of checkpoints for one that has none": Case(
-        ("--quantization modelopt_fp8 is how some checkpoints are stored", "--quantization fp8"),
+        ("--quantization modelopt_fp8 is for checkpoints that are stored so", "--quantization fp8"),
         ("--quantization", "modelopt_fp8"),
     ),
     "Transformers' model": Case(
@@ -279,7 +279,7 @@ CASES = {
     ),
     "overlap within a batch": Case(("(--enable-single-batch-overlap)",), ("--enable-single-batch-overlap",)),
     "rows of a norm on each rank": Case(
-        ("layers in other parts than attention (--enable-layernorm-sp)",), ("--tp", "2", "--enable-layernorm-sp")
+        ("layers sharded unlike attention (--enable-layernorm-sp)",), ("--tp", "2", "--enable-layernorm-sp")
     ),
     "scattered inputs of attention": Case(
         ("(--enable-attn-tp-input-scattered)",), ("--tp", "2", "--enable-attn-tp-input-scattered")

@@ -89,7 +89,7 @@ def test_a_request_is_given_those_of_its_tokens(tmp_path, family):
     routers = Routers(tmp_path)
     for ran in run(engines, environ=ENVIRON):
         check(ran, routers)
-    # On two replicas a prompt may come to another one the second time.
+    # With two data-parallel ranks a prompt may go to the other one the second time.
     if "attn_dp_size" not in further:
         assert all(answer.meta["cached_tokens"] > 0 for answer in ran.answers[1])
 

@@ -59,7 +59,7 @@ def last_line_of_refused(environ):
 
 def test_atom_names_the_supported_versions_where_nothing_of_ours_can_be_imported():
     line, _ = last_line_of_refused(before_all_else(BROKEN_IMPORTS))
-    assert "atom-plugin cannot be imported beside vllm " in line
+    assert "atom-plugin cannot be imported with vllm " in line
     assert "ImportError: cannot import name 'Dropped'" in line
     assert "supports vllm >=0.30,<0.34" in line
 

@@ -24,8 +24,8 @@ from tests.integration.mixtures import (
     share_alike,
 )
 from tests.integration.once import once
+from tests.integration.vllm.data_parallel import COPIES, greedy_at_once, two_data_parallel_ranks
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
-from tests.integration.vllm.replicas import COPIES, greedy_at_once, two_replicas
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS
 from tests.unit.core.mxfp4_checkpoints import make_quark, quark_mxfp4
 
@@ -181,10 +181,10 @@ def test_a_cache_of_latents_in_fp8_answers_as_our_model_alone_does(engines):
 
 
 @pytest.mark.slow
-def test_replicas_that_share_each_expert_give_hugging_faces_tokens(tmp_path):
+def test_data_parallel_ranks_that_share_each_expert_give_hugging_faces_tokens(tmp_path):
     """Those that share out whole experts draft as well: see test_mtp.py."""
     expected = make_mixture(tmp_path, "gpt_oss")
-    with two_replicas(tmp_path) as server:
+    with two_data_parallel_ranks(tmp_path) as server:
         assert greedy_at_once(server, PROMPTS * COPIES) == expected * COPIES
 
 

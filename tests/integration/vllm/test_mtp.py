@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tests.integration.mixtures import CANDIDATES, NUM_TOKENS, PROMPTS, Drafted, make_drafting
+from tests.integration.vllm.data_parallel import COPIES, greedy_at_once, two_data_parallel_ranks
 from tests.integration.vllm.offline import Ask, Engine, run
-from tests.integration.vllm.replicas import COPIES, greedy_at_once, two_replicas
 
 pytestmark = pytest.mark.vllm
 
@@ -66,11 +66,11 @@ def test_two_ranks_draft_as_one_does(checkpoint):
 
 
 @pytest.mark.slow
-def test_replicas_that_share_the_experts_draft_as_one_does(checkpoint):
+def test_data_parallel_ranks_that_share_the_experts_draft_as_one_does(checkpoint):
     folder, expected = checkpoint
     speculative = json.dumps(drafting(3)["speculative_config"])
-    with two_replicas(folder, "--enable-expert-parallel", "--speculative-config", speculative) as server:
-        # Alone, the other replica runs along with nothing; together, both draft for several.
+    with two_data_parallel_ranks(folder, "--enable-expert-parallel", "--speculative-config", speculative) as server:
+        # Alone, the other rank runs along with nothing; together, both draft for several.
         assert greedy_at_once(server, PROMPTS[:1]) == expected.answers[:1]
         assert greedy_at_once(server, PROMPTS * COPIES) == expected.answers * COPIES
         right = server.metric("vllm:spec_decode_num_accepted_tokens_total")

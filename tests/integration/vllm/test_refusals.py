@@ -48,12 +48,12 @@ CASES = {
     "an unsupported architecture": Case(
         ("--model-impl atom has no model for the architecture OPTForCausalLM", f"supported: {SUPPORTED}"), model="opt"
     ),
-    "replicas that exchange tokens in another way": Case(
+    "data-parallel ranks that exchange tokens in another way": Case(
         ("(--all2all-backend deepep_low_latency)", "supported: allgather_reducescatter", "--data-parallel-size 2"),
         {"data_parallel_size": 2, "all2all_backend": "deepep_low_latency", "load_format": "dummy"},
         model="a mixture",
     ),
-    "experts that replicas cannot share out": Case(
+    "experts that data-parallel ranks cannot split": Case(
         ("tensor times data parallel size 4 does not divide num_experts=6",),
         {"data_parallel_size": 4, "enable_expert_parallel": True, "load_format": "dummy"},
         model="a mixture",
@@ -64,7 +64,7 @@ CASES = {
         model="a mixture",
     ),
     "latents on vLLM's attention": Case(
-        ("ATOM_DISABLE_VLLM_ATTENTION=1 is not supported for DeepSeek models", "on our layer alone"),
+        ("ATOM_DISABLE_VLLM_ATTENTION=1 is not supported for DeepSeek models", "layer only"),
         {"load_format": "dummy"},
         environ={"ATOM_DISABLE_VLLM_ATTENTION": "1"},
         model="latents",
@@ -83,12 +83,12 @@ CASES = {
         model="latents",
     ),
     "drafts by layers of the checkpoint on two stages": Case(
-        ("multi-token prediction (method 'mtp') with --pipeline-parallel-size 2", "lacks the embedding"),
+        ("multi-token prediction (method 'mtp') with --pipeline-parallel-size 2", "stage has no embedding"),
         {"load_format": "dummy", "pipeline_parallel_size": 2, "speculative_config": MTP},
         model="latents",
     ),
     "drafts by layers of the checkpoint on fewer ranks": Case(
-        ("draft_tensor_parallel_size=1 beside --tensor-parallel-size 2",),
+        ("draft_tensor_parallel_size=1 and --tensor-parallel-size 2",),
         {
             "load_format": "dummy",
             "tensor_parallel_size": 2,
@@ -171,7 +171,7 @@ CASES = {
     ),
     "custom ops": Case(("(-cc.custom_ops ['+rms_norm'])",), {"compilation_config": {"custom_ops": ["+rms_norm"]}}),
     "a pass of vLLM's": Case(
-        ("(-cc.pass_config.fuse_norm_quant)", "kernels of their own"),
+        ("(-cc.pass_config.fuse_norm_quant)", "own fused kernels"),
         {"compilation_config": {"pass_config": {"fuse_norm_quant": True}}},
     ),
     "experts in turns over ranks": Case(
@@ -186,7 +186,7 @@ CASES = {
         ("pages of this size (--block-size 24)", "multiples of 16"), {"block_size": 24}
     ),
     "another class": Case(
-        ("(--model-class-overrides {'Qwen3ForCausalLM'", "Leave one of --model-class-overrides and --model-impl atom"),
+        ("(--model-class-overrides {'Qwen3ForCausalLM'", "Leave out --model-class-overrides or --model-impl atom"),
         {"model_class_overrides": {"Qwen3ForCausalLM": "vllm.model_executor.models.qwen3:Qwen3ForCausalLM"}},
     ),
     "experts that are drawn": Case(

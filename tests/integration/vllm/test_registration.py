@@ -58,13 +58,13 @@ def test_switched_off_it_is_as_if_it_were_not_installed():
     assert found["path"] is None
     assert found["platform"] == "vllm.platforms.cpu.CpuPlatform"
     assert found["ours"] == []
-    assert "atom-plugin is left out, and with --model-impl atom vLLM serves its own model" in log
+    assert "atom-plugin is not used, and with --model-impl atom vLLM serves its own model" in log
 
 
 def test_where_vllm_takes_its_own_platform_one_warning_says_so():
     found, log = probe(VLLM_TARGET_DEVICE="cpu")
     assert found["platform"] == "vllm.platforms.cpu.CpuPlatform"
-    assert "vLLM's platform is CpuPlatform and not ours (VLLM_TARGET_DEVICE=cpu is one way to that)" in log
+    assert "vLLM's platform is CpuPlatform and not ours (VLLM_TARGET_DEVICE=cpu is one cause)" in log
 
 
 @pytest.mark.parametrize("environ", [{"ATOM_KERNEL": "x"}, {"ATOM_DISABLE_VLLM_PLUGIN": "maybe"}])

@@ -56,8 +56,8 @@ class ThreadRank:
         return torch.cat([rows.split(counts)[self.rank] for rows, counts in self._exchange((x, send))])
 
 
-class ThreadReplica(ThreadRank):
-    """The same of replicas, which have rows of their own."""
+class ThreadDataParallelRank(ThreadRank):
+    """The same of data-parallel ranks, which have rows of their own."""
 
     count = 0  # this rank's rows
 
@@ -125,23 +125,23 @@ def tensor_parallel_logits(
     return on_ranks(world_size, work)
 
 
-def replicas_logits(
+def data_parallel_logits(
     runner: Runner, directory: Path, prompts: list[list[int]], tensor_parallel_size: int, expert_parallel: bool
 ) -> list[torch.Tensor]:
-    """The logits of ``prompts``, each run by a replica of so many ranks, of which the first one's are told."""
+    """The logits of ``prompts``, one prompt a data-parallel rank; each has so many ranks."""
     count = len(prompts)
     groups = [(Barrier(tensor_parallel_size), [None] * tensor_parallel_size) for _ in range(count)]
     across = [(Barrier(count), [None] * count) for _ in range(tensor_parallel_size)]
 
     @torch.inference_mode()
     def work(all_ranks: Communicator) -> torch.Tensor:
-        replica, rank = divmod(all_ranks.rank, tensor_parallel_size)
-        group = ThreadRank(rank, *groups[replica])
-        replicas = ThreadReplica(replica, *across[rank])
-        replicas.count = len(prompts[replica])
-        fields = {"tensor_parallel": group, "data_parallel": replicas, "expert_parallel": expert_parallel}
+        dp_rank, rank = divmod(all_ranks.rank, tensor_parallel_size)
+        group = ThreadRank(rank, *groups[dp_rank])
+        dp = ThreadDataParallelRank(dp_rank, *across[rank])
+        dp.count = len(prompts[dp_rank])
+        fields = {"tensor_parallel": group, "data_parallel": dp, "expert_parallel": expert_parallel}
         model = build(runner, directory, **fields)
-        hidden = run(runner, model, prompts[replica])
+        hidden = run(runner, model, prompts[dp_rank])
         return model.logits(hidden)
 
     return on_ranks(count * tensor_parallel_size, work)[::tensor_parallel_size]

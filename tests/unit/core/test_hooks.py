@@ -38,7 +38,7 @@ def tensors_of(output):
 def test_each_module_is_called_and_gives_tensors(tmp_path, family):
     make_model(tmp_path, make_config(family))
     runner = Runner(tmp_path)
-    model = build(runner, tmp_path, fuses_modules=False)
+    model = build(runner, tmp_path, fuse_modules=False)
     outputs, logits = seen(model, runner)
     assert distance(logits, runner.logits(TOKENS)) <= LOGITS_TOLERANCE
     called = {name for name, it in model.named_modules() if name and not isinstance(it, WITHOUT_A_CALL)}
@@ -52,11 +52,11 @@ def test_layers_give_what_is_to_be_added_and_the_stream(tmp_path, family):
     """As layers of the frameworks do, and on every rank the same."""
     make_model(tmp_path, make_config(family))
     runner = Runner(tmp_path)
-    alone, _ = seen(build(runner, tmp_path, fuses_modules=False), runner)
+    alone, _ = seen(build(runner, tmp_path, fuse_modules=False), runner)
 
     @torch.inference_mode()
     def work(group):
-        model = build(runner, tmp_path, fuses_modules=False, tensor_parallel=group)
+        model = build(runner, tmp_path, fuse_modules=False, tensor_parallel=group)
         return seen(model, runner)[0]
 
     for outputs in on_ranks(2, work):

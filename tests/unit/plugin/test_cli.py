@@ -40,7 +40,7 @@ def test_without_a_command_the_help_is_shown():
 def test_check_needs_a_folder_or_a_name_that_the_cache_has(tmp_path):
     result = run_cli("check", str(tmp_path / "missing"))
     assert result.returncode == 2
-    assert "is no folder, and Hugging Face's cache has nothing of that name" in " ".join(result.stderr.split())
+    assert "is neither a folder nor a name in Hugging Face's cache" in " ".join(result.stderr.split())
 
 
 def test_check_takes_a_name_that_the_cache_has_and_chooses_its_files_as_those_of_a_folder(tmp_path):

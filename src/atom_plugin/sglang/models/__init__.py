@@ -1,1 +1,1 @@
-"""The package for ``SGLANG_EXTERNAL_MODEL_PACKAGE``: SGLang imports its modules and takes their ``EntryClass``."""
+"""The package for ``SGLANG_EXTERNAL_MODEL_PACKAGE``: SGLang imports its modules and reads their ``EntryClass``."""

@@ -1,4 +1,4 @@
-"""The dense families, under the names that checkpoints give their architectures."""
+"""The dense families, under their architectures' names in checkpoints."""
 
 from __future__ import annotations
 

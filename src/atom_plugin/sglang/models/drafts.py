@@ -1,4 +1,4 @@
-"""The drafts that checkpoints bring along, under the names that SGLang gives them."""
+"""Drafts made of a checkpoint's own layers, under SGLang's names."""
 
 from __future__ import annotations
 

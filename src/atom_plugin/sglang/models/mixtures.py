@@ -1,4 +1,4 @@
-"""The families with mixtures of experts, under the names that checkpoints give their architectures."""
+"""The families with mixtures of experts, under their architectures' names in checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MixtralForCausalLM(AtomForCausalLM):
 
 
 class QuantMixtralForCausalLM(AtomForCausalLM):
-    """Mixtral, by the name that SGLang looks for where its weights are quantised in some ways."""
+    """Mixtral, by the name that SGLang looks for if its weights are quantised in some ways."""
 
     architecture = "MixtralForCausalLM"
 

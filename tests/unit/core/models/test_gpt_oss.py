@@ -27,7 +27,7 @@ from tests.unit.core.hugging_face import (
     old_form,
     random_tokens,
 )
-from tests.unit.core.ranks import replicas_logits, tensor_parallel_logits
+from tests.unit.core.ranks import data_parallel_logits, tensor_parallel_logits
 
 NAME = "GptOssForCausalLM"
 FAMILY = Family(
@@ -120,17 +120,17 @@ def test_ranks_that_share_them_answer_as_one(tmp_path, world_size, expert_parall
     assert all(distance(it, expected) <= LOGITS_TOLERANCE for it in found)
 
 
-#: Of replicas, which have requests of different lengths at the same time.
+#: Of data-parallel ranks, which have requests of different lengths at the same time.
 PROMPTS = [TOKENS[:21], TOKENS[4:5]]
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["every expert", "the experts"])
-def test_replicas_that_share_them_answer_as_one(tmp_path, tensor_parallel_size, expert_parallel):
+def test_data_parallel_ranks_that_share_them_answer_as_one(tmp_path, tensor_parallel_size, expert_parallel):
     make(tmp_path, num_key_value_heads=4, num_local_experts=8)
     runner = Runner(tmp_path)
     expected = [runner.logits(prompt) for prompt in PROMPTS]
-    found = replicas_logits(runner, tmp_path, PROMPTS, tensor_parallel_size, expert_parallel)
+    found = data_parallel_logits(runner, tmp_path, PROMPTS, tensor_parallel_size, expert_parallel)
     assert all(distance(ours, one) <= LOGITS_TOLERANCE for ours, one in zip(found, expected, strict=True))
 
 

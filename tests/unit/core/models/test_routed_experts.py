@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from atom_core.fusion.linear import Stream
-from atom_core.runtime import OneReplica
+from atom_core.runtime import SingleDataParallelRank
 from atom_core.standalone import Runner
 from tests.unit.core.families import ALL_FAMILIES
 from tests.unit.core.hugging_face import make_config, make_model, random_tokens, routed_experts
@@ -62,10 +62,10 @@ def test_shared_experts_among_the_routed_ones_are_left_out(tmp_path, family):
     assert told_by(runner, tmp_path, kernels=runner.runtime.kernels) == expected
 
 
-def test_replicas_tell_of_the_rows_of_all():
-    """As both frameworks count them; here the other replica has the same rows in another order."""
+def test_data_parallel_ranks_report_the_rows_of_all():
+    """As both frameworks count them; here the other data-parallel rank has the same rows in another order."""
 
-    class Two(OneReplica):
+    class Two(SingleDataParallelRank):
         def gather(self, *rows):
             return tuple(torch.cat([each.flip(0), each]) for each in rows)
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from atom_core.kernels import kernel_set, select
 from atom_core.kernels.shared_experts import SHARED_EXPERTS, SharedExpertsSpec
-from atom_core.runtime import OneReplica
+from atom_core.runtime import SingleDataParallelRank
 from atom_core.standalone import Runner, finalize
 from atom_core.weights import load_weights
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8, make_plain
@@ -23,7 +23,7 @@ from tests.unit.core.hugging_face import (
 )
 from tests.unit.core.models.test_fp8_experts import ExactExperts, ExactLinear
 from tests.unit.core.mxfp4_checkpoints import make_plain_quark, make_quark, quark_mxfp4
-from tests.unit.core.ranks import build, replicas_logits, tensor_parallel_logits
+from tests.unit.core.ranks import build, data_parallel_logits, tensor_parallel_logits
 
 GLM4 = Family(
     "Glm4MoeForCausalLM",
@@ -85,7 +85,7 @@ def test_on_a_cpu_they_are_apart(tmp_path):
 
 @every_count
 @pytest.mark.usefixtures("routed")
-def test_ranks_and_replicas_that_share_them_answer_as_one(tmp_path, count):
+def test_tensor_and_data_parallel_ranks_that_share_them_answer_as_one(tmp_path, count):
     make_model(tmp_path, make_config(GLM4, num_key_value_heads=4, n_shared_experts=count))
     runner = Runner(tmp_path)
     assert mixture(runner).shared_experts is None
@@ -93,7 +93,7 @@ def test_ranks_and_replicas_that_share_them_answer_as_one(tmp_path, count):
     for found in tensor_parallel_logits(runner, tmp_path, TOKENS, 2):
         assert distance(found, expected) <= LOGITS_TOLERANCE
     prompts = [TOKENS[:9], TOKENS[4:5]]
-    for found, prompt in zip(replicas_logits(runner, tmp_path, prompts, 2, False), prompts, strict=True):
+    for found, prompt in zip(data_parallel_logits(runner, tmp_path, prompts, 2, False), prompts, strict=True):
         assert distance(found, runner.logits(prompt)) <= LOGITS_TOLERANCE
 
 
@@ -109,7 +109,7 @@ def test_ranks_that_share_out_whole_experts_have_them_apart(tmp_path):
     forced = runner.runtime.kernels
     forced = select.KernelSet(forced.target, forced.ops, {"shared_experts": "routed"})
     with pytest.raises(ValueError, match=r"shared_experts=routed, which cannot run on cpu.*: With expert parallelism"):
-        build(runner, tmp_path, expert_parallel=True, data_parallel=OneReplica(), kernels=forced)
+        build(runner, tmp_path, expert_parallel=True, data_parallel=SingleDataParallelRank(), kernels=forced)
 
 
 @every_format

@@ -64,7 +64,7 @@ def test_nothing_to_replace(site):
 def test_a_failed_import_says_beside_what_and_what_is_supported(site):
     add_distribution(site, "vllm", "0.33.0")
     message = atom_plugin.import_failure("vllm", "--model-impl atom", ImportError("cannot import name 'X'"))
-    assert "cannot be imported beside vllm 0.33.0 (ImportError: cannot import name 'X')" in message
+    assert "cannot be imported with vllm 0.33.0 (ImportError: cannot import name 'X')" in message
     assert "supports vllm >=0.30,<0.34" in message
 
 

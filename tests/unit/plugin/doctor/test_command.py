@@ -44,7 +44,7 @@ def test_variables_before_the_command():
 
 @pytest.mark.parametrize("text", ["ls", "python serve.py", "vllm bench M", "A=b"])
 def test_another_command(text):
-    with pytest.raises(ValueError, match="is not the command of a vLLM server"):
+    with pytest.raises(ValueError, match="is not the command of a vLLM or SGLang server"):
         parse(text)
 
 

@@ -80,7 +80,7 @@ def test_a_model_elsewhere_is_not_examined(site):
 def test_another_command_is_a_usage_error(site):
     result = run_cli("doctor", "--", "ls", site=site)
     assert result.returncode == 2
-    assert "not the command of a vLLM server" in result.stderr
+    assert "not the command of a vLLM or SGLang server" in result.stderr
 
 
 ASKED = "SGLANG_EXTERNAL_MODEL_PACKAGE=atom_plugin.sglang.models"

@@ -45,7 +45,7 @@ def test_nothing_set_is_well():
 def test_vllm_plugins_without_our_name(value):
     (finding,) = environment.check_variables({"VLLM_PLUGINS": value})
     assert f"VLLM_PLUGINS={value!r} leaves out 'atom'" in finding.problem
-    assert "own model without a word" in finding.consequence
+    assert "silently runs its own model" in finding.consequence
     assert ",atom)" in finding.remedy or "VLLM_PLUGINS=atom)" in finding.remedy
 
 

@@ -46,7 +46,7 @@ def test_variables_before_the_command():
 
 @pytest.mark.parametrize("text", ["sglang generate --model-path M", "python -m sglang.bench_serving", "sglang"])
 def test_another_command(text):
-    with pytest.raises(ValueError, match="nor of an SGLang server"):
+    with pytest.raises(ValueError, match="not the command of a vLLM or SGLang server"):
         parse(text)
 
 
@@ -54,7 +54,7 @@ def test_another_command(text):
 def test_our_package_is_not_asked_for(environ):
     (finding,) = check_asked_for(environ)
     assert finding.problem == f"{PACKAGE} is set neither in the environment nor in the command."
-    assert finding.consequence == "SGLang runs its own model without a word."
+    assert finding.consequence == "SGLang silently runs its own model."
     assert finding.remedy == f"Put {PACKAGE}=atom_plugin.sglang.models before the command."
 
 
@@ -72,8 +72,8 @@ def test_a_misspelt_variable(name):
         ("atom_plugin.sglang.model", "We refuse to start"),
         ("atom-plugin.sglang.models", "cannot import it"),
         (" atom_plugin.sglang.models", "cannot import it"),
-        ("atomplugin.sglang.models", "none is ours"),
-        ("somebody.models", "none is ours"),
+        ("atomplugin.sglang.models", "none of them is ours"),
+        ("somebody.models", "none of them is ours"),
     ],
 )
 def test_another_package(package, consequence):

@@ -1,4 +1,4 @@
-"""A server of two replicas that share a mixture's experts, and what it answers to prompts that come at once."""
+"""A server of two data-parallel ranks that split a mixture's experts, and its outputs for prompts that come at once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.integration.mixtures import NUM_TOKENS
 from tests.integration.questions import connect
 from tests.integration.server import VllmServer
 
-#: Of each prompt, so that both replicas have some at the same time, and one of them is done before the other.
+#: Of each prompt, so that both ranks have some at the same time, and one of them is done before the other.
 COPIES = 3
-#: Since vLLM 0.33 each replica wants a NUMA node of its own on a CPU, unless this is set, to whatever value.
+#: Since vLLM 0.33 each data-parallel rank wants a NUMA node of its own on a CPU, unless this is set, to whatever value.
 ENVIRON = {"VLLM_CPU_SIM_MULTI_NUMA": "0"}
 
 
 @contextmanager
-def two_replicas(folder: Path, *flags: str) -> Iterator[VllmServer]:
+def two_data_parallel_ranks(folder: Path, *flags: str) -> Iterator[VllmServer]:
     """The model in ``folder`` on two; an error in the block if one of them served nothing."""
     common = ("--model-impl", "atom", "--dtype", "float32", "--max-model-len", "256", "--data-parallel-size", "2")
     with VllmServer(folder, *common, *flags, environ=ENVIRON) as server:
@@ -28,9 +28,9 @@ def two_replicas(folder: Path, *flags: str) -> Iterator[VllmServer]:
         assert min(served_by_each(server)) > 0
 
 
-def served_by_each(server: VllmServer, replicas: int = 2) -> list[float]:
-    """How many requests each replica has answered."""
-    return [server.metric("vllm:request_success_total", f'engine="{rank}"') for rank in range(replicas)]
+def served_by_each(server: VllmServer, ranks: int = 2) -> list[float]:
+    """How many requests each data-parallel rank has answered."""
+    return [server.metric("vllm:request_success_total", f'engine="{rank}"') for rank in range(ranks)]
 
 
 def greedy_at_once(

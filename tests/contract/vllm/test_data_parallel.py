@@ -1,4 +1,4 @@
-"""Exchanges of replicas over vLLM's group, with ranks that are threads."""
+"""Exchanges of data-parallel ranks over vLLM's group, with ranks that are threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.forward_context import DPMetadata, override_forward_context
 
-from atom_plugin.vllm.replicas import VllmReplicas
+from atom_plugin.vllm.data_parallel import VllmDataParallelGroup
 from tests.unit.core.ranks import OnGpu, on_ranks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
@@ -52,9 +52,9 @@ class NoCommunicator(Group):
     device_communicator = SimpleNamespace()
 
 
-def rows_of(replica, count, kind):
-    """A replica's hidden states, and the weights and numbers of the experts that it has chosen."""
-    made = torch.Generator().manual_seed(replica)
+def rows_of(rank, count, kind):
+    """A data-parallel rank's hidden states, and the weights and numbers of the experts that it has chosen."""
+    made = torch.Generator().manual_seed(rank)
     hidden, weights = (torch.randn(count, width, generator=made) for width in (WIDTH, CHOSEN))
     return [each.as_subclass(kind) for each in (hidden, weights, torch.randint(99, (count, CHOSEN), generator=made))]
 
@@ -65,11 +65,11 @@ def test_all_see_the_rows_of_all_and_have_their_own_of_the_sum(counts, group, ki
     parts = torch.randint(9, (len(counts), sum(counts), WIDTH)).float()
 
     def work(ranks):
-        replicas = VllmReplicas(group(ranks))
-        gathered = replicas.gather(*rows_of(ranks.rank, counts[ranks.rank], kind))
-        return gathered, replicas.reduce(parts[ranks.rank].clone().as_subclass(kind))
+        dp = VllmDataParallelGroup(group(ranks))
+        gathered = dp.gather(*rows_of(ranks.rank, counts[ranks.rank], kind))
+        return gathered, dp.reduce(parts[ranks.rank].clone().as_subclass(kind))
 
-    made = [rows_of(replica, count, torch.Tensor) for replica, count in enumerate(counts)]
+    made = [rows_of(rank, count, torch.Tensor) for rank, count in enumerate(counts)]
     everyone = [torch.cat(each) for each in zip(*made, strict=True)]
     with override_forward_context(SimpleNamespace(dp_metadata=DPMetadata(torch.tensor(counts)))):
         found = on_ranks(len(counts), work)
@@ -80,7 +80,7 @@ def test_all_see_the_rows_of_all_and_have_their_own_of_the_sum(counts, group, ki
 
 
 def test_rows_that_were_not_announced_are_our_mistake():
-    replicas = VllmReplicas(Group(SimpleNamespace(rank=0, world_size=2, all_reduce=None)))
+    dp = VllmDataParallelGroup(Group(SimpleNamespace(rank=0, world_size=2, all_reduce=None)))
     context = SimpleNamespace(dp_metadata=DPMetadata(torch.tensor([2, 2])))
     with override_forward_context(context), pytest.raises(AssertionError, match="2, 2"):
-        replicas.gather(torch.ones(3, WIDTH))
+        dp.gather(torch.ones(3, WIDTH))

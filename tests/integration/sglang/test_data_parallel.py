@@ -55,17 +55,17 @@ class Nccl(Group):
         return self.ranks.all_reduce(x).split(sizes)[self.rank_in_group]
 
 
-def replicas_of(ranks, kind, width, counts, monkeypatch):
-    from atom_plugin.sglang.replicas import SglangReplicas
+def group_of(ranks, kind, width, counts, monkeypatch):
+    from atom_plugin.sglang.data_parallel import SglangDataParallelGroup
 
-    replicas = SglangReplicas(kind(ranks), width, lambda: counts)
-    monkeypatch.setattr(SglangReplicas, "_has_nccl", lambda self, x: kind is Nccl)
-    return replicas
+    dp = SglangDataParallelGroup(kind(ranks), width, lambda: counts)
+    monkeypatch.setattr(SglangDataParallelGroup, "_has_nccl", lambda self, x: kind is Nccl)
+    return dp
 
 
-def rows_of(replica, count):
+def rows_of(rank, count):
     """What a model has: all ranks of an attention group the same; a row in the place of none."""
-    made = torch.Generator().manual_seed(replica)
+    made = torch.Generator().manual_seed(rank)
     count = count or 1
     hidden, weights = (torch.randn(count, width, generator=made) for width in (WIDTH, CHOSEN))
     return hidden, weights, torch.randint(99, (count, CHOSEN), generator=made)
@@ -75,11 +75,11 @@ def rows_of(replica, count):
 @pytest.mark.parametrize(("width", "counts"), CASES)
 def test_all_see_the_rows_of_all_in_order(width, counts, kind, monkeypatch):
     def work(ranks):
-        replicas = replicas_of(ranks, kind, width, counts, monkeypatch)
-        assert (replicas.rank, replicas.world_size) == (ranks.rank // width, len(counts))
-        return replicas.gather(*rows_of(replicas.rank, counts[replicas.rank]))
+        dp = group_of(ranks, kind, width, counts, monkeypatch)
+        assert (dp.rank, dp.world_size) == (ranks.rank // width, len(counts))
+        return dp.gather(*rows_of(dp.rank, counts[dp.rank]))
 
-    made = [[each[:count] for each in rows_of(replica, count)] for replica, count in enumerate(counts)]
+    made = [[each[:count] for each in rows_of(rank, count)] for rank, count in enumerate(counts)]
     expected = [torch.cat(each) for each in zip(*made, strict=True)]
     for found in on_ranks(width * len(counts), work):
         for one, other in zip(found, expected, strict=True):
@@ -92,12 +92,12 @@ def test_each_group_sums_up_to_its_rows_of_the_sum(width, counts, kind, monkeypa
     parts = torch.randint(9, (width * len(counts), sum(counts), WIDTH)).float()
 
     def work(ranks):
-        replicas = replicas_of(ranks, kind, width, counts, monkeypatch)
-        return replicas.reduce(parts[ranks.rank].clone())
+        dp = group_of(ranks, kind, width, counts, monkeypatch)
+        return dp.reduce(parts[ranks.rank].clone())
 
     found = on_ranks(width * len(counts), work)
-    for replica, (count, expected) in enumerate(zip(counts, parts.sum(0).split(counts), strict=True)):
-        own = torch.stack(found[replica * width : (replica + 1) * width]).sum(0)
+    for rank, (count, expected) in enumerate(zip(counts, parts.sum(0).split(counts), strict=True)):
+        own = torch.stack(found[rank * width : (rank + 1) * width]).sum(0)
         assert torch.equal(own, expected if count else torch.zeros(1, WIDTH))
 
 
@@ -116,14 +116,14 @@ class Equal(Group):
 
 @pytest.mark.parametrize("counts", [[3, 3], [5, 2]], ids=str)
 def test_on_gpus_without_a_library_of_nccls(counts):
-    from atom_plugin.sglang.replicas import SglangReplicas
+    from atom_plugin.sglang.data_parallel import SglangDataParallelGroup
 
     parts = torch.randint(9, (2, sum(counts), WIDTH)).float()
 
     def work(ranks):
-        replicas = SglangReplicas(Equal(ranks), 1, lambda: counts)
+        dp = SglangDataParallelGroup(Equal(ranks), 1, lambda: counts)
         rows = parts[ranks.rank][: counts[ranks.rank]].as_subclass(OnGpu)
-        return *replicas.gather(rows), replicas.reduce(parts[ranks.rank].clone().as_subclass(OnGpu))
+        return *dp.gather(rows), dp.reduce(parts[ranks.rank].clone().as_subclass(OnGpu))
 
     for rank, (gathered, reduced) in enumerate(on_ranks(2, work)):
         assert torch.equal(gathered, torch.cat([parts[each][:count] for each, count in enumerate(counts)]))
@@ -135,23 +135,23 @@ def test_on_gpus_without_a_library_of_nccls(counts):
     [(None, False), (SimpleNamespace(available=False), False), (SimpleNamespace(available=True), True)],
 )
 def test_whose_exchanges_are_used_on_gpus(communicator, has):
-    from atom_plugin.sglang.replicas import SglangReplicas
+    from atom_plugin.sglang.data_parallel import SglangDataParallelGroup
 
     group = Group(ALONE)
     group.pynccl_comm = communicator
-    replicas = SglangReplicas(group, 1)
-    assert replicas._has_nccl(torch.empty(0).as_subclass(OnGpu)) is has
-    assert not replicas._has_nccl(torch.empty(0))
+    dp = SglangDataParallelGroup(group, 1)
+    assert dp._has_nccl(torch.empty(0).as_subclass(OnGpu)) is has
+    assert not dp._has_nccl(torch.empty(0))
 
 
 def test_what_nobody_sees_reaches_nobody(monkeypatch):
     counts = [2, 0]
 
     def work(ranks):
-        replicas = replicas_of(ranks, Group, 1, counts, monkeypatch)
+        dp = group_of(ranks, Group, 1, counts, monkeypatch)
         hidden = torch.full((counts[ranks.rank] or 1, WIDTH), 1.0 if counts[ranks.rank] else torch.nan)
-        (everyone,) = replicas.gather(hidden)
-        return replicas.reduce(everyone)
+        (everyone,) = dp.gather(hidden)
+        return dp.reduce(everyone)
 
     first, second = on_ranks(2, work)
     assert torch.equal(first, torch.full((2, WIDTH), 2.0))
@@ -159,18 +159,18 @@ def test_what_nobody_sees_reaches_nobody(monkeypatch):
 
 
 def test_where_none_has_a_token_nothing_is_exchanged(monkeypatch):
-    replicas = replicas_of(ALONE, Group, 1, [0, 0], monkeypatch)
+    dp = group_of(ALONE, Group, 1, [0, 0], monkeypatch)
     row = torch.ones(1, WIDTH)
-    assert replicas.gather(row)[0] is row
-    assert replicas.reduce(row) is row
+    assert dp.gather(row)[0] is row
+    assert dp.reduce(row) is row
 
 
 def test_rows_that_were_not_announced_are_our_mistake(monkeypatch):
-    replicas = replicas_of(
+    dp = group_of(
         SimpleNamespace(rank=0, world_size=2, all_reduce=None, all_gather=None), Group, 1, [2, 2], monkeypatch
     )
     with pytest.raises(AssertionError, match="2, 2"):
-        replicas.gather(torch.ones(3, WIDTH))
+        dp.gather(torch.ones(3, WIDTH))
 
 
 class Decoder:

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from atom_core.layers.parameters import ParameterLayer
 from atom_core.standalone import Runner
-from atom_plugin.common.held_model import HoldsModel
 from atom_plugin.common.shards import PATTERN, check_shards
+from atom_plugin.common.wrapped_model import WrappedModel
 from tests.unit.core.hugging_face import FAMILIES, make_config, make_model
 
 FILES = PATTERN.format(rank=0, part="*")
@@ -20,12 +20,12 @@ TOKENS = [3, 1, 4, 1, 5]
 (QWEN3,) = (family for family in FAMILIES if str(family) == "Qwen3")
 
 
-class Held(HoldsModel):
+class Wrapped(WrappedModel):
     """As the adapters' classes."""
 
     def __init__(self, core):
         super().__init__()
-        self.hold(core)
+        self.wrap(core)
         self.model, self.lm_head = core.model, core.lm_head
 
 
@@ -37,36 +37,36 @@ def runner(tmp_path):
 
 
 def test_names_are_those_of_checkpoints(runner):
-    held = Held(runner.model)
-    names = [name for name, _ in held.named_parameters()]
+    wrapped = Wrapped(runner.model)
+    names = [name for name, _ in wrapped.named_parameters()]
     assert names == [name for name, _ in runner.model.named_parameters()]
     assert NAME in names
-    assert held.core is runner.model
+    assert wrapped.core is runner.model
 
 
 def test_the_state_has_weights_as_they_are_loaded(runner):
-    held, before = Held(runner.model), runner.logits(TOKENS)
-    assert held.get_parameter(NAME).numel() == 0, "packed"
-    state = held.state_dict()
+    wrapped, before = Wrapped(runner.model), runner.logits(TOKENS)
+    assert wrapped.get_parameter(NAME).numel() == 0, "packed"
+    state = wrapped.state_dict()
     parts = [runner.weights.read(NAME.replace("qkv", part)) for part in "qkv"]
     assert torch.equal(state[NAME].float(), torch.cat(parts))
-    assert torch.equal(state[NAME], held.read_parameter(NAME))
-    assert held.read_parameter("model.layers.1.self_attn.q_proj.weight") is None
+    assert torch.equal(state[NAME], wrapped.read_parameter(NAME))
+    assert wrapped.read_parameter("model.layers.1.self_attn.q_proj.weight") is None
     assert torch.equal(runner.logits(TOKENS), before)
 
 
 def test_the_state_of_a_model_that_is_not_loaded_is_written_to(runner):
-    held = Held(runner.model)
-    with held.opened():
-        assert held.state_dict()[NAME].data_ptr() == held.get_parameter(NAME).data_ptr()
+    wrapped = Wrapped(runner.model)
+    with wrapped.opened():
+        assert wrapped.state_dict()[NAME].data_ptr() == wrapped.get_parameter(NAME).data_ptr()
 
 
 def test_parameters_have_the_form_in_which_they_are_loaded_for_a_time(runner):
-    held, before = Held(runner.model), runner.logits(TOKENS)
-    with held.opened():
-        assert held.get_parameter(NAME).numel() > 0
-    assert held.get_parameter(NAME).numel() == 0
-    assert all(it.closed for it in held.modules() if isinstance(it, ParameterLayer))
+    wrapped, before = Wrapped(runner.model), runner.logits(TOKENS)
+    with wrapped.opened():
+        assert wrapped.get_parameter(NAME).numel() > 0
+    assert wrapped.get_parameter(NAME).numel() == 0
+    assert all(it.closed for it in wrapped.modules() if isinstance(it, ParameterLayer))
     assert torch.equal(runner.logits(TOKENS), before)
 
 
@@ -83,24 +83,24 @@ def test_parameters_have_the_form_in_which_they_are_loaded_for_a_time(runner):
     ids=["right", "missing", "misshapen", "of another dtype", "unexpected", "no file"],
 )
 def test_files_of_a_rank_are_compared_with_the_model(runner, tmp_path, change, says):
-    held = Held(runner.model)
-    state = {name: it.clone() for name, it in held.state_dict().items()}
+    wrapped = Wrapped(runner.model)
+    state = {name: it.clone() for name, it in wrapped.state_dict().items()}
     change(state)
     if state:
         save_file(state, tmp_path / PATTERN.format(rank=0, part=0))
-    with held.opened():
+    with wrapped.opened():
         if says is None:
-            check_shards(held, tmp_path, FILES)
+            check_shards(wrapped, tmp_path, FILES)
             return
         with pytest.raises(ValueError, match=says):
-            check_shards(held, tmp_path, FILES)
+            check_shards(wrapped, tmp_path, FILES)
 
 
 def test_files_have_a_table_that_embedding_and_head_share_once(tmp_path):
     make_model(tmp_path / "model", make_config(QWEN3, tie_word_embeddings=True))
-    held = Held(Runner(tmp_path / "model").model)
-    state = held.state_dict()
+    wrapped = Wrapped(Runner(tmp_path / "model").model)
+    state = wrapped.state_dict()
     assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
     del state["model.embed_tokens.weight"]
     save_file({name: it.clone() for name, it in state.items()}, tmp_path / PATTERN.format(rank=0, part=0))
-    check_shards(held, tmp_path, FILES)
+    check_shards(wrapped, tmp_path, FILES)

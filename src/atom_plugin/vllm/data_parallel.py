@@ -1,7 +1,7 @@
-"""Data parallelism of mixtures over vLLM's group: each rank has requests of its own, and some of the experts.
+"""Data parallelism of mixtures over vLLM's group: each rank serves its own requests and has a share of the experts.
 
-vLLM has all ranks take each step together, with an idle one running a batch of nothing, and announces how many tokens
-each of them has. Within captured graphs all have the same number.
+In vLLM all ranks take each step together; an idle rank runs an empty batch. vLLM announces how many tokens each rank
+has. Within captured graphs all ranks have the same number.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
 
-class VllmReplicas:
-    """See :class:`atom_core.runtime.Replicas`."""
+class VllmDataParallelGroup:
+    """See :class:`atom_core.runtime.DataParallelGroup`."""
 
     def __init__(self, group: GroupCoordinator) -> None:
         self.group = group
@@ -26,15 +26,15 @@ class VllmReplicas:
         self.world_size: int = group.world_size
 
     def gather(self, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See :class:`atom_core.runtime.Replicas`."""
+        """See :class:`atom_core.runtime.DataParallelGroup`."""
         counts = _counts()
         assert all(len(each) == counts[self.rank] for each in rows), (counts, self.rank, [len(each) for each in rows])
-        if self._has_nccl(rows[0]):  # all of them in one launch
+        if self._has_nccl(rows[0]):  # one launch for all tensors
             return tuple(self.group.all_gatherv(list(rows), dim=0, sizes=counts))
         return tuple(gather_padded(self.group, each, counts) for each in rows)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See :class:`atom_core.runtime.Replicas`."""
+        """See :class:`atom_core.runtime.DataParallelGroup`."""
         counts = _counts()
         if self._has_nccl(x):
             reduced: torch.Tensor = self.group.reduce_scatterv(x, dim=0, sizes=counts)
@@ -42,17 +42,17 @@ class VllmReplicas:
         return self.group.all_reduce(x).split(counts)[self.rank]
 
     def _has_nccl(self, x: torch.Tensor) -> bool:
-        """Whether vLLM exchanges different numbers of rows of ``x``.
+        """Whether vLLM can exchange different numbers of rows of ``x``.
 
-        It does on GPUs alone, and by NCCL's own library: not where it has not found that, or ``VLLM_DISABLE_PYNCCL=1``
-        is set. It asserts so without a word, so all is asked before.
+        vLLM needs a GPU and the NCCL library for that, without ``VLLM_DISABLE_PYNCCL=1``. Otherwise its call fails by
+        an assertion without a message.
         """
         nccl = getattr(self.group.device_communicator, "pynccl_comm", None)
         return x.is_cuda and nccl is not None and not nccl.disabled
 
 
 def _counts() -> list[int]:
-    """How many tokens each rank has in this step."""
+    """The number of tokens of each rank in this step."""
     metadata = get_forward_context().dp_metadata
     assert metadata is not None, "vLLM announces the tokens of each data-parallel rank"
     counts: list[int] = metadata.num_tokens_across_dp_cpu.tolist()

@@ -1,4 +1,4 @@
-"""How a framework's model class holds a model of the core: with its modules, under the names that checkpoints have."""
+"""The base of a framework's model class: it wraps a model of the core, under the parameter names of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import nn
 from atom_core.layers.parameters import ParameterLayer
 
 
-class HoldsModel(nn.Module):
+class WrappedModel(nn.Module):
     """A framework's model class around a model of the core.
 
-    The framework and its users look modules and parameters up by name ("model.layers.0.self_attn.o_proj.weight").
-    So the core's ``model`` and ``lm_head`` are modules of this class, and the core itself is none.
+    Frameworks and users look up modules and parameters by name ("model.layers.0.self_attn.o_proj.weight"). So the
+    core's ``model`` and ``lm_head`` are registered as modules of this class, and the core itself is not.
 
-    Its ``state_dict`` has the parameters in the form in which they are loaded. They are the parameters themselves as
-    long as they have it, so that a loader can write to them (``sharded_state``). What kernels have in forms of their
-    own is copied to the CPU.
+    ``state_dict`` has the parameters in the form in which they are loaded. Parameters that still have this form are
+    returned themselves, so that a loader can write to them (``sharded_state``). Others, whose kernels have changed
+    their form, are copied to the CPU.
     """
 
     _core: tuple[Any]
 
-    def hold(self, core: nn.Module) -> None:
-        """Called once, with the model that was built; a child registers its modules."""
-        self._core = (core,)  # in a tuple: torch registers no module that stands in one
+    def wrap(self, core: nn.Module) -> None:
+        """Set the core's model; called once. A subclass registers its modules."""
+        self._core = (core,)  # a tuple, because torch registers a module that is an attribute
         self.register_state_dict_post_hook(_as_loaded)  # type: ignore[no-untyped-call]
 
     @property
@@ -37,7 +37,7 @@ class HoldsModel(nn.Module):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """The parameters have the form in which they are loaded, to be looked at or written over; no step may run."""
+        """Give the parameters their loaded form, to be read or overwritten. No step may run meanwhile."""
         closed = [it for it in self.modules() if isinstance(it, ParameterLayer) and it.closed and it.changes_form]
         for layer in closed:
             layer.open_weights(whole=False)
@@ -48,7 +48,7 @@ class HoldsModel(nn.Module):
                 layer.close_weights()
 
     def read_parameter(self, name: str) -> torch.Tensor | None:
-        """This rank's parameter of a name in :meth:`state_dict`, on the CPU as it is loaded; None: there is no such."""
+        """This rank's parameter of a name in :meth:`state_dict`, in its loaded form on the CPU; None if unknown."""
         path, _, own = name.rpartition(".")
         layer = dict(self.named_modules(remove_duplicate=False)).get(path)
         return layer.as_loaded().get(own) if isinstance(layer, ParameterLayer) else None
