@@ -165,6 +165,6 @@ def test_shapes_that_aiter_has_no_kernel_for_are_refused_in_words():
     from atom_plugin.vllm.all_reduce import why_not_here
 
     with fake_aiter("gfx942"):
-        for size, world_size, reason in ((8200, 2, "up to 8192 numbers"), (64, 6, "2, 4 or 8 ranks, not 6")):
+        for size, world_size, reason in ((8200, 2, "up to 8192 elements"), (64, 6, "2, 4 or 8 ranks, not 6")):
             spec = AllReduceNormSpec(size, torch.bfloat16, SimpleNamespace(world_size=world_size))
             assert reason in why_not_here(spec, GFX942)

@@ -43,5 +43,5 @@ def test_an_unquantised_checkpoint_says_nothing():
     "other", [{"num_bits": 4}, {"type": "int"}, {"strategy": "attn_head"}, {"symmetric": False}], ids=str
 )
 def test_a_scheme_that_we_have_not_is_refused(other):
-    with pytest.raises(ValueError, match=r"kv_cache_scheme is .* Name a --kv-cache-dtype"):
+    with pytest.raises(ValueError, match=r"kv_cache_scheme is .* Set --kv-cache-dtype"):
         resolved(SCHEME | other)
