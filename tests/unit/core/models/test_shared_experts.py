@@ -205,11 +205,11 @@ def test_what_does_not_fit_is_named_once(tmp_path, damage):
         Runner(tmp_path)
 
 
-def test_a_middle_that_is_no_whole_number_of_experts_is_a_network_apart():
+def test_shared_experts_of_no_whole_number_of_routed_ones_are_a_separate_network():
     kernels = kernel_set(select.Target("cuda", "sm90"))
     assert kernels.select(SHARED_EXPERTS, SharedExpertsSpec(96, 32, True, False)) == 3
     assert kernels.select(SHARED_EXPERTS, SharedExpertsSpec(80, 32, True, False)) == 0
     chosen = {it.implementation: it.passed_over for it in kernels.choices()}
     assert chosen["routed"] == ()
     ((name, reason),) = chosen["separate"]
-    assert (name, "80, does not divide" in reason) == ("routed", True)
+    assert (name, "size 80 is no multiple" in reason) == ("routed", True)
