@@ -111,7 +111,7 @@ def test_ranks_that_would_cut_a_block_are_refused_before_anything_is_loaded(tmp_
 
 def test_parts_that_begin_within_a_block_are_refused(tmp_path):
     folder = make(tmp_path, BLOCK_FORMATS[0], intermediate_size=200)
-    with pytest.raises(ValueError, match=r"model.layers.0.mlp.up_proj and what .* begins at row 200: within an FP8"):
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.up_proj is merged .* begins at row 200: within an FP8"):
         Runner(folder)
 
 
