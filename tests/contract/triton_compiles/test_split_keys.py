@@ -17,8 +17,8 @@ from tests.kernel_cases import AttentionCase, attention_batch, check_attention
 from tests.latent_cases import check_absorbed, latent_batch
 
 
-def attend_in_parts(op: str, gpu: Gpu) -> None:
-    """Attend to a request that is so long that programs share out its keys."""
+def attend_in_splits(op: str, gpu: Gpu) -> None:
+    """Attend to a request whose keys are split among programs."""
     dtype, requests, how = torch.bfloat16, ((9, 1), (3000, 1)), {"nvidia": gpu.nvidia, "overlap": gpu.nvidia}
     layer = AttentionCase("Qwen3 8B", requests, heads=8, kv_heads=2, dim=128)
     if op == "mla_attention":
@@ -50,9 +50,9 @@ RELEASE = re.compile(
     [("attention", attention_kernel), ("decode_attention", decode_kernel), ("mla_attention", latent_kernel)],
     ids=["attention", "decode", "latents"],
 )
-def test_parts_are_there_for_programs_on_other_xcds(op, module, gpu):
+def test_splits_are_there_for_programs_on_other_xcds(op, module, gpu):
     with compiles(module, f"_{op}", gpu) as found:
-        attend_in_parts(op, gpu)
+        attend_in_splits(op, gpu)
     assert found.launched.constants["SPLIT"]
     code = amd_instructions(found.compiled)
     assert code.count("global_atomic_add") == 1

@@ -126,25 +126,14 @@ class AiterAttention:
             self._persistent(q, cache, batch, out)
             return
         k_scale, v_scale = self.scales(cache)
+        keys, values = cache.key, cache.value
         if kernel == PA_DECODE_GLUON:
             window = gluon_window(spec.window, max_query_len)
             _pa_decode_gluon(
-                q,
-                cache.key,
-                cache.value,
-                lengths,
-                table,
-                spec.scale,
-                max_query_len,
-                k_scale,
-                v_scale,
-                sinks,
-                window,
-                out,
+                q, keys, values, lengths, table, spec.scale, max_query_len, k_scale, v_scale, sinks, window, out
             )
             return
         left, right = inclusive_window(spec.window)
-        keys, values = cache.key, cache.value
         if self.order != SHUFFLED:
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         max_seq_len, cap = batch.max_seq_len, spec.soft_cap or 0.0

@@ -25,9 +25,9 @@ class Splits:
     """The splits of one launch. The tensors are None if ``count`` is 1."""
 
     count: int
-    partial_out: torch.Tensor | None = None
+    partials: torch.Tensor | None = None
     """float32 ``[count, rows, D]``: weighted values of each split, not divided by the softmax's sum."""
-    partial_stats: torch.Tensor | None = None
+    stats: torch.Tensor | None = None
     """float32 ``[count, rows, 2]``: each split's largest logit, to the base 2, and its softmax's sum."""
     arrivals: torch.Tensor | None = None
     """int32, a counter of finished programs for each group of them; zero between launches."""
@@ -66,9 +66,9 @@ class SplitBuffers:
 
 
 def empty_partials(count: int, rows: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """``partial_out`` and ``partial_stats`` of :class:`Splits`, uninitialised."""
-    partial_out = torch.empty(count, rows, head_dim, dtype=torch.float32, device=device)
-    return partial_out, torch.empty(count, rows, 2, dtype=torch.float32, device=device)
+    """``partials`` and ``stats`` of :class:`Splits`, uninitialised."""
+    partials = torch.empty(count, rows, head_dim, dtype=torch.float32, device=device)
+    return partials, torch.empty(count, rows, 2, dtype=torch.float32, device=device)
 
 
 def count_splits(programs: int, max_seq_len: int, device: torch.device, fill_once: bool = False) -> int:

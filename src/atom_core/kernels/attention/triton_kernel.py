@@ -69,8 +69,8 @@ def is_last(arrival, working, AMD: tl.constexpr):
 
 @triton.jit
 def merged_splits(
-    partial_out,
-    partial_stats,
+    partials,
+    stats,
     row,
     split_rows,
     working,
@@ -87,9 +87,9 @@ def merged_splits(
     acc = tl.zeros([BLOCK_M, D_PADDED], tl.float32)
     for split in range(working):
         at = split * split_rows + row
-        split_highest = tl.load(partial_stats + at * 2, mask=row_used, other=float("-inf"), cache_modifier=".cg")
-        split_total = tl.load(partial_stats + at * 2 + 1, mask=row_used, other=0.0, cache_modifier=".cg")
-        partial = tl.load(partial_out + at[:, None] * D + dim[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        split_highest = tl.load(stats + at * 2, mask=row_used, other=float("-inf"), cache_modifier=".cg")
+        split_total = tl.load(stats + at * 2 + 1, mask=row_used, other=0.0, cache_modifier=".cg")
+        partial = tl.load(partials + at[:, None] * D + dim[None, :], mask=mask, other=0.0, cache_modifier=".cg")
         new_highest = tl.maximum(highest, split_highest)
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         shrink = tl.exp2(highest - base)
@@ -138,8 +138,8 @@ def _attention(
     value,
     out,
     sinks,
-    partial_out,
-    partial_stats,
+    partials,
+    stats,
     arrivals,
     query_start_loc,
     seq_lens,
@@ -283,14 +283,12 @@ def _attention(
             split_rows = tl.cast(num_tokens, tl.int64) * tl.num_programs(1) * GROUP
             mine = split * split_rows + at
             mask = row_used[:, None] & dim_used[None, :]
-            tl.store(partial_out + mine[:, None] * D + dim[None, :], acc, mask=mask)
-            tl.store(partial_stats + mine * 2, highest, mask=row_used)
-            tl.store(partial_stats + mine * 2 + 1, total, mask=row_used)
+            tl.store(partials + mine[:, None] * D + dim[None, :], acc, mask=mask)
+            tl.store(stats + mine * 2, highest, mask=row_used)
+            tl.store(stats + mine * 2 + 1, total, mask=row_used)
             if not is_last(arrivals + block * tl.num_programs(1) + kv_head, working, AMD):
                 return
-            total, acc = merged_splits(
-                partial_out, partial_stats, at, split_rows, working, row_used, D, BLOCK_M, D_PADDED
-            )
+            total, acc = merged_splits(partials, stats, at, split_rows, working, row_used, D, BLOCK_M, D_PADDED)
 
     acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     o_at = (start + token).to(tl.int64)[:, None] * stride_o_token + head[:, None] * stride_o_head + dim[None, :]
@@ -373,8 +371,8 @@ class TritonAttention:
             cache.value,
             out,
             sinks,
-            splits.partial_out,
-            splits.partial_stats,
+            splits.partials,
+            splits.stats,
             splits.arrivals,
             batch.query_start_loc,
             batch.seq_lens,

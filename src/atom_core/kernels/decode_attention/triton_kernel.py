@@ -368,8 +368,8 @@ def _decode_attention(
     value,
     out,
     sinks,
-    partial_out,
-    partial_stats,
+    partials,
+    stats,
     arrivals,
     query_start_loc,
     seq_lens,
@@ -660,14 +660,12 @@ def _decode_attention(
             split_rows = tl.cast(num_tokens, tl.int64) * H
             mine = split * split_rows + query_row
             mask = is_query[:, None] & dim_used[None, :]
-            tl.store(partial_out + mine[:, None] * D + dim[None, :], acc, mask=mask, eviction_policy=EVICT_LAST)
-            tl.store(partial_stats + mine * 2, highest, mask=is_query, eviction_policy=EVICT_LAST)
-            tl.store(partial_stats + mine * 2 + 1, total, mask=is_query, eviction_policy=EVICT_LAST)
+            tl.store(partials + mine[:, None] * D + dim[None, :], acc, mask=mask, eviction_policy=EVICT_LAST)
+            tl.store(stats + mine * 2, highest, mask=is_query, eviction_policy=EVICT_LAST)
+            tl.store(stats + mine * 2 + 1, total, mask=is_query, eviction_policy=EVICT_LAST)
             if not is_last(arrivals + request * K + kv_head, working, AMD):
                 return
-            total, acc = merged_splits(
-                partial_out, partial_stats, query_row, split_rows, working, is_query, D, BLOCK_M, D_PADDED
-            )
+            total, acc = merged_splits(partials, stats, query_row, split_rows, working, is_query, D, BLOCK_M, D_PADDED)
 
     acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     o_at = out + token * stride_o_token + (kv_head * GROUP + row)[:, None] * stride_o_head + dim[None, :]
@@ -752,8 +750,8 @@ class TritonDecodeAttention:
             cache.value,
             out,
             sinks,
-            splits.partial_out,
-            splits.partial_stats,
+            splits.partials,
+            splits.stats,
             splits.arrivals,
             batch.query_start_loc,
             batch.seq_lens,

@@ -34,18 +34,18 @@ def _tile(num_tokens: int, heads: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _load_split(partial_out, partial_stats, at, index, split_rows, working, L: tl.constexpr):
+def _load_split(partials, stats, at, index, split_rows, working, L: tl.constexpr):
     """Split ``index`` of each row ``at`` (token and head): its partial output and largest score."""
     mine = index * split_rows + at
     used = index < working
-    highest = tl.load(partial_stats + mine * 2, mask=used, other=float("-inf"))
-    return tl.load(partial_out + mine[:, None] * L + tl.arange(0, L)[None, :], mask=used[:, None], other=0.0), highest
+    highest = tl.load(stats + mine * 2, mask=used, other=float("-inf"))
+    return tl.load(partials + mine[:, None] * L + tl.arange(0, L)[None, :], mask=used[:, None], other=0.0), highest
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_requests", "count"])
 def _values_of_splits(
-    partial_out,
-    partial_stats,
+    partials,
+    stats,
     expand,
     out,
     query_start_loc,
@@ -93,12 +93,12 @@ def _values_of_splits(
     split_rows = tl.cast(num_tokens, tl.int64) * H
     # These loads are issued before the first wait for data.
     index = row % SPLITS
-    partial, split_highest = _load_split(partial_out, partial_stats, at, index, split_rows, working, L)
+    partial, split_highest = _load_split(partials, stats, at, index, split_rows, working, L)
     place = tl.arange(0, SPLITS_PADDED)
     there = place[None, :] < working[:, None]
-    stats = partial_stats + (place[None, :] * split_rows + at[:, None]) * 2
-    highest = tl.load(stats, mask=there, other=float("-inf"))
-    total = tl.load(stats + 1, mask=there, other=0.0)
+    stats_at = stats + (place[None, :] * split_rows + at[:, None]) * 2
+    highest = tl.load(stats_at, mask=there, other=float("-inf"))
+    total = tl.load(stats_at + 1, mask=there, other=0.0)
     # A padded token has no split: keep exp2() away from inf - inf.
     top = tl.max(highest, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -109,7 +109,7 @@ def _values_of_splits(
         share = tl.exp2(split_highest - base) / total
         a = (partial * share[:, None]).to(b.dtype)
         index += SPLITS
-        partial, split_highest = _load_split(partial_out, partial_stats, at, index, split_rows, working, L)
+        partial, split_highest = _load_split(partials, stats, at, index, split_rows, working, L)
         acc = tl.dot(a, b, acc, input_precision="ieee")
     values = tl.sum(acc.reshape(BLOCK_T, SPLITS, BLOCK_N), 1)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -142,13 +142,13 @@ class TritonMlaAbsorbedValues:
         """Launch both kernels."""
         shape, num_tokens = self.decode.spec.latent, q.shape[0]
         count = self.decode.max_splits(batch)
-        partial_out, stats = empty_partials(count, num_tokens * shape.num_heads, shape.rank, q.device)
-        self.decode.launch(q, cache, batch, None, Splits(count, partial_out, stats), _MIN_TILES)
-        merged_values(partial_out, stats, batch, expand, out, overlap=self.decode.overlap)
+        partials, stats = empty_partials(count, num_tokens * shape.num_heads, shape.rank, q.device)
+        self.decode.launch(q, cache, batch, None, Splits(count, partials, stats), _MIN_TILES)
+        merged_values(partials, stats, batch, expand, out, overlap=self.decode.overlap)
 
 
 def merged_values(
-    partial_out: torch.Tensor,
+    partials: torch.Tensor,
     stats: torch.Tensor,
     batch: Batch,
     expand: torch.Tensor,
@@ -159,7 +159,7 @@ def merged_values(
     """Merge the splits that :meth:`LatentDecode.launch` has left, and project them to values.
 
     Args:
-        partial_out: float32 ``[splits, T * H, L]``, not divided by the softmax's sums.
+        partials: float32 ``[splits, T * H, L]``, not divided by the softmax's sums.
         stats: float32 ``[splits, T * H, 2]``: the largest score, to the base 2, and the softmax's sum.
         batch: the batch.
         expand: ``[H, L, V]``.
@@ -174,7 +174,7 @@ def merged_values(
     assert num_requests <= _MAX_TOKENS
     tokens, block = _tile(num_tokens, heads)
     _values_of_splits[triton.cdiv(num_tokens, tokens), heads, triton.cdiv(values, block)](
-        partial_out,
+        partials,
         stats,
         expand,
         out,
@@ -182,7 +182,7 @@ def merged_values(
         batch.seq_lens,
         num_tokens,
         num_requests,
-        len(partial_out),
+        len(partials),
         *expand.stride(),
         *out.stride()[:2],
         H=heads,

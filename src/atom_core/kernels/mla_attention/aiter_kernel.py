@@ -37,18 +37,16 @@ class AiterMlaAttention:
 
     Args:
         spec: the layer.
-        padded_heads: heads of aiter's kernel, at least the layer's.
+        heads: heads of aiter's kernel, at least the layer's; the padded heads.
         max_query_len: the most tokens of each request.
         others: the kernel for all other batches.
     """
 
     graph_support: GraphSupport = "always"
 
-    def __init__(
-        self, spec: MlaAttentionSpec, padded_heads: int, max_query_len: int, others: MlaAttentionKernel
-    ) -> None:
+    def __init__(self, spec: MlaAttentionSpec, heads: int, max_query_len: int, others: MlaAttentionKernel) -> None:
         require("aiter.get_mla_metadata_info_v1", "aiter.get_mla_metadata_v1", "aiter.mla.mla_decode_fwd")
-        self.spec, self.padded_heads, self.max_query_len, self.others = spec, padded_heads, max_query_len, others
+        self.spec, self.padded_heads, self.max_query_len, self.others = spec, heads, max_query_len, others
         self._scales: dict[tuple[float, torch.device], torch.Tensor] = {}
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:

@@ -1,7 +1,6 @@
 """Decode over latents on Hopper, in Gluon: tensor cores read cached rows from shared memory, as keys and as values.
 
-A request has one query token, or a few tokens of speculative decoding, each of which sees one key more than the one
-before.
+A request has one query token, or a few tokens of speculative decoding; each sees one key more than the one before.
 
 The 64 rows of a ``wgmma`` are keys for the scores, and elements of the latent for the outputs; the few heads are its
 columns. So neither operand moves to registers, and most of a tile's time is the memory's. A multiprocessor runs one
@@ -136,26 +135,17 @@ def _row(row, count, H: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr
 
 
 @gluon.jit
-def _load_split(partial_out, partial_stats, mine, used, column, L: gl.constexpr):
+def _load_split(partials, stats, mine, used, column, L: gl.constexpr):
     """A split's largest scores, softmax sums and outputs of rows where ``used``; elsewhere those of no keys."""
-    highest = gl.load(partial_stats + mine * 2, mask=used, other=float("-inf"), cache_modifier=".cg")
-    total = gl.load(partial_stats + mine * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
-    source = (partial_out + mine * L)[:, None] + column[None, :]
+    highest = gl.load(stats + mine * 2, mask=used, other=float("-inf"), cache_modifier=".cg")
+    total = gl.load(stats + mine * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
+    source = (partials + mine * L)[:, None] + column[None, :]
     return highest, total, gl.load(source, mask=used[:, None], other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
 def _merge(
-    partial_out,
-    partial_stats,
-    at,
-    split_rows,
-    working,
-    used,
-    to,
-    L: gl.constexpr,
-    layout: gl.constexpr,
-    POLICY: gl.constexpr,
+    partials, stats, at, split_rows, working, used, to, L: gl.constexpr, layout: gl.constexpr, POLICY: gl.constexpr
 ):
     """Merge the splits of a program's rows, at ``at`` in the partial results, and write them to ``to``."""
     warps: gl.constexpr = gl.num_warps()
@@ -169,9 +159,9 @@ def _merge(
         acc = gl.zeros([BLOCK_M, block], gl.float32, layout)
         for index in range(0, working, 2):
             mine = index * split_rows + at
-            one_highest, one_total, one = _load_split(partial_out, partial_stats, mine, used, column, L)
+            one_highest, one_total, one = _load_split(partials, stats, mine, used, column, L)
             there = used & (index + 1 < working)
-            two_highest, two_total, two = _load_split(partial_out, partial_stats, mine + split_rows, there, column, L)
+            two_highest, two_total, two = _load_split(partials, stats, mine + split_rows, there, column, L)
             # All queries see keys of the first split, so the maximum is finite.
             new_highest = gl.maximum(highest, gl.maximum(one_highest, two_highest))
             shrink = gl.exp2(highest - new_highest)
@@ -189,8 +179,8 @@ def latent_decode_hopper(
     q,
     rows,
     out,
-    partial_out,
-    partial_stats,
+    partials,
+    stats,
     arrivals,
     query_start_loc,
     seq_lens,
@@ -268,9 +258,7 @@ def latent_decode_hopper(
     )
     keys = gl.allocate_shared_memory(dtype, [2, BLOCK_N, R], gl.NVMMASharedLayout.get_default_for([BLOCK_N, R], dtype))
     plain = gl.allocate_shared_memory(dtype, [BLOCK_M, L], gl.NVMMASharedLayout.get_default_for([BLOCK_M, L], dtype))
-    rope_queries = gl.allocate_shared_memory(
-        dtype, [BLOCK_M, R], gl.NVMMASharedLayout.get_default_for([BLOCK_M, R], dtype)
-    )
+    rope_q = gl.allocate_shared_memory(dtype, [BLOCK_M, R], gl.NVMMASharedLayout.get_default_for([BLOCK_M, R], dtype))
     weights = gl.allocate_shared_memory(
         dtype, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     )
@@ -289,7 +277,7 @@ def latent_decode_hopper(
     used = used[:, None]
     query = q + (start + token).to(gl.int64)[:, None] * stride_q_token + head.to(gl.int64)[:, None] * stride_q_head
     plain.store(gl.load(query + gl.arange(0, L, gl.SliceLayout(0, copied))[None, :], mask=used, other=0.0))
-    rope_queries.store(gl.load(query + L + gl.arange(0, R, gl.SliceLayout(0, copied))[None, :], mask=used, other=0.0))
+    rope_q.store(gl.load(query + L + gl.arange(0, R, gl.SliceLayout(0, copied))[None, :], mask=used, other=0.0))
     key += BLOCK_N
     page = pages_of(table, key, end, PAGE)
 
@@ -309,7 +297,7 @@ def latent_decode_hopper(
             ready(0)
         scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scored)
         scores = warpgroup_mma(latents.index(place), plain.permute((1, 0)), scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma(keys.index(place), rope_queries.permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(keys.index(place), rope_q.permute((1, 0)), scores, is_async=True)
         if not EARLY:
             _copy_next(latents, keys, 1 - place, rows, key, page, tile, end, stride_page, stride_row, L, R, PAGE)
         key += BLOCK_N
@@ -348,12 +336,10 @@ def latent_decode_hopper(
     if SPLIT:  # noqa: SIM102 - constexpr, unlike the next
         if (working > 1) | (not MERGED):
             mine = split * split_rows + at
-            partial = gl.convert_layout(acc.permute((1, 0)), stored)
-            gl.store(
-                (partial_out + mine * L)[:, None] + column[None, :], partial, mask=used[:, None], eviction_policy=POLICY
-            )
-            gl.store(partial_stats + mine * 2, gl.convert_layout(highest, of_rows), mask=used, eviction_policy=POLICY)
-            gl.store(partial_stats + mine * 2 + 1, gl.convert_layout(total, of_rows), mask=used, eviction_policy=POLICY)
+            sums = gl.convert_layout(acc.permute((1, 0)), stored)
+            gl.store((partials + mine * L)[:, None] + column[None, :], sums, mask=used[:, None], eviction_policy=POLICY)
+            gl.store(stats + mine * 2, gl.convert_layout(highest, of_rows), mask=used, eviction_policy=POLICY)
+            gl.store(stats + mine * 2 + 1, gl.convert_layout(total, of_rows), mask=used, eviction_policy=POLICY)
     if MERGED:
         to = out + token.to(gl.int64) * stride_o_token + head.to(gl.int64) * stride_o_head
         if SPLIT:  # noqa: SIM102 - likewise
@@ -363,7 +349,7 @@ def latent_decode_hopper(
                 if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
                     return
                 gl.store(arrival, 0)
-                _merge(partial_out, partial_stats, at, split_rows, working, used, to, L, stored, POLICY)
+                _merge(partials, stats, at, split_rows, working, used, to, L, stored, POLICY)
                 return
         acc = acc / gl.convert_layout(total, of_sums)[None, :]
         result = gl.convert_layout(acc.to(out.dtype.element_ty).permute((1, 0)), stored)
@@ -440,8 +426,8 @@ class LatentDecode:
             q,
             cache.rows,
             out,
-            splits.partial_out,
-            splits.partial_stats,
+            splits.partials,
+            splits.stats,
             splits.arrivals,
             batch.query_start_loc,
             batch.seq_lens,

@@ -32,8 +32,8 @@ def _mla_attention(
     q,
     rows,
     out,
-    partial_out,
-    partial_stats,
+    partials,
+    stats,
     arrivals,
     query_start_loc,
     seq_lens,
@@ -149,14 +149,12 @@ def _mla_attention(
             at = (start + token).to(tl.int64) * H + head
             split_rows = tl.cast(num_tokens, tl.int64) * H
             mine = split * split_rows + at
-            tl.store(partial_out + mine[:, None] * L + column[None, :], acc, mask=mask)
-            tl.store(partial_stats + mine * 2, highest, mask=row_used)
-            tl.store(partial_stats + mine * 2 + 1, total, mask=row_used)
+            tl.store(partials + mine[:, None] * L + column[None, :], acc, mask=mask)
+            tl.store(stats + mine * 2, highest, mask=row_used)
+            tl.store(stats + mine * 2 + 1, total, mask=row_used)
             if not is_last(arrivals + block * tl.num_programs(1) + tl.program_id(1), working, AMD):
                 return
-            total, acc = merged_splits(
-                partial_out, partial_stats, at, split_rows, working, row_used, L, BLOCK_M, L_PADDED
-            )
+            total, acc = merged_splits(partials, stats, at, split_rows, working, row_used, L, BLOCK_M, L_PADDED)
 
     acc = acc * cache_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     o_at = (start + token).to(tl.int64)[:, None] * stride_o_token + head.to(tl.int64)[:, None] * stride_o_head
@@ -225,8 +223,8 @@ class TritonMlaAttention:
             q,
             cache.rows,
             out,
-            splits.partial_out,
-            splits.partial_stats,
+            splits.partials,
+            splits.stats,
             splits.arrivals,
             batch.query_start_loc,
             batch.seq_lens,

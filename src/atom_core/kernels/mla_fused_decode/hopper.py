@@ -82,8 +82,8 @@ def mla_fused_decode_hopper(
     expand,
     rows,
     queries,
-    partial_out,
-    partial_stats,
+    partials,
+    stats,
     seq_lens,
     page_table,
     max_tiles,
@@ -135,9 +135,7 @@ def mla_fused_decode_hopper(
     absorbed_queries = gl.allocate_shared_memory(
         dtype, [COLUMNS, L], gl.NVMMASharedLayout.get_default_for([COLUMNS, L], dtype)
     )
-    rope_queries = gl.allocate_shared_memory(
-        dtype, [COLUMNS, R], gl.NVMMASharedLayout.get_default_for([COLUMNS, R], dtype)
-    )
+    rope_q = gl.allocate_shared_memory(dtype, [COLUMNS, R], gl.NVMMASharedLayout.get_default_for([COLUMNS, R], dtype))
     nope_queries = gl.allocate_shared_memory(
         dtype, [WEIGHT_TILES, COLUMNS, KEYS], gl.NVMMASharedLayout.get_default_for([COLUMNS, KEYS], dtype)
     )
@@ -172,7 +170,7 @@ def mla_fused_decode_hopper(
         numbers = gl.load(query + wanted, mask=wanted < N, other=0.0)
         nope_queries.index(block).store(gl.where(is_query, numbers[None, :], 0.0).to(dtype))
     rope_query = _rotated(query + N, rope_dim, partner, is_first, cos, sin)
-    rope_queries.store(gl.where(is_query, rope_query[None, :], 0.0).to(dtype))
+    rope_q.store(gl.where(is_query, rope_query[None, :], 0.0).to(dtype))
     # The token's own row, rounded as in the cache.
     raw = gl.load(latent + latent_dim).to(gl.float32)
     own = (raw * (1.0 / gl.sqrt(gl.sum(raw * raw, 0) / L + eps)) * factors).to(dtype).to(gl.float32)
@@ -204,7 +202,7 @@ def mla_fused_decode_hopper(
 
     scores = gl.zeros([KEYS, COLUMNS], gl.float32, scored)
     scores = warpgroup_mma(latents.index(0), absorbed_queries.permute((1, 0)), scores, use_acc=False, is_async=True)
-    scores = warpgroup_mma(keys, rope_queries.permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(keys, rope_q.permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(0, [scores])
     of_tile = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, scored))
     scores = gl.where((of_tile < end)[:, None], scores * (scale * LOG2_E), float("-inf"))
@@ -220,11 +218,11 @@ def mla_fused_decode_hopper(
     acc = warpgroup_mma(latents.index(0).permute((1, 0)), nope_queries.index(0).permute((1, 0)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
     mine = tile.to(gl.int64) * H + head
-    gl.store(partial_out + mine * L + latent_dim, _first_column(acc, summed), eviction_policy=EVICT_LAST)
+    gl.store(partials + mine * L + latent_dim, _first_column(acc, summed), eviction_policy=EVICT_LAST)
     column = gl.arange(0, COLUMNS, of_scores)
-    stats = partial_stats + mine * 2 + column * 0
-    gl.store(stats, highest, mask=column == 0, eviction_policy=EVICT_LAST)
-    gl.store(stats + 1, total, mask=column == 0, eviction_policy=EVICT_LAST)
+    stats_at = stats + mine * 2 + column * 0
+    gl.store(stats_at, highest, mask=column == 0, eviction_policy=EVICT_LAST)
+    gl.store(stats_at + 1, total, mask=column == 0, eviction_policy=EVICT_LAST)
 
 
 class MlaFusedDecode:
@@ -262,7 +260,7 @@ class MlaFusedDecode:
         """Launch the three kernels."""
         shape, count = self.spec.latent, self.decode.max_splits(batch)
         assert q.stride(-1) == latent.stride(-1) == cache.rows.stride(-1) == weights.expand.stride(-1) == 1
-        partial_out, stats = empty_partials(count, shape.num_heads, shape.rank, q.device)
+        partials, stats = empty_partials(count, shape.num_heads, shape.rank, q.device)
         absorbed = q.new_empty(1, shape.num_heads, shape.row)
         max_tiles = min(count, self.max_tiles)  # each tile is a split
         mla_fused_decode_hopper[shape.num_heads, max(1, max_tiles)](
@@ -275,7 +273,7 @@ class MlaFusedDecode:
             weights.expand,
             cache.rows,
             absorbed,
-            partial_out,
+            partials,
             stats,
             batch.seq_lens,
             batch.pages.table,
@@ -299,6 +297,6 @@ class MlaFusedDecode:
             num_warps=4,
             **launch_options(self.overlap),
         )
-        self.decode.launch(absorbed, cache, batch, None, Splits(count, partial_out, stats), 1, done_tiles=max_tiles)
+        self.decode.launch(absorbed, cache, batch, None, Splits(count, partials, stats), 1, done_tiles=max_tiles)
         into = weights.expand[:, shape.nope_dim :].transpose(1, 2)
-        merged_values(partial_out, stats, batch, into, out, overlap=self.overlap)
+        merged_values(partials, stats, batch, into, out, overlap=self.overlap)
