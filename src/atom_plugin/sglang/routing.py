@@ -95,7 +95,7 @@ def _refuse_with_latents(attention: str) -> None:
         )
 
 
-def resolve_beside_lists(server_args: Any, previous: Callable[[Any], None]) -> None:
+def resolve_with_fixed_list(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Wrap SGLang's step that resolves a model's settings, :func:`resolve` included.
 
     For the architectures of :data:`LISTED` that step checks the attention backend against a fixed list. So our backend
@@ -157,7 +157,7 @@ def _refuse_by_table(given: Any, view: Any, environ: Mapping[str, str]) -> None:
     for row in refusals(TABLE):
         owner, _, name = row.setting.rpartition(".")
         value = environ.get(name) if not owner else getattr(given if row.as_given else view, name)
-        if row.is_refused(value) and (row.beside is None or row.beside(given)):
+        if row.is_refused(value) and (row.only_if is None or row.only_if(given)):
             raise ValueError(row.message(value, OTHERWISE))
 
 

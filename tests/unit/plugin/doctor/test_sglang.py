@@ -115,7 +115,7 @@ def test_our_module_among_the_disabled():
 )
 def test_backends_that_part(flags, consequence):
     (finding,) = check_attention_backends(parse(f"sglang serve M {flags}").flags)
-    assert "Prefill is to run on the attention backend atom" in finding.problem
+    assert "Prefill runs on the attention backend atom" in finding.problem
     assert consequence in finding.consequence
     assert "--attention-backend" in finding.remedy
 
