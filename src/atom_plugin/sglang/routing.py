@@ -187,9 +187,9 @@ def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> QuantConfi
     check_routed_experts(view, config)
     if view.attn_dp_size > 1 and not config.has_mixtures:
         raise ValueError(
-            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention) is for mixtures, whose experts are split over "
-            f"all ranks, and {hf_config.architectures[0]} is not one: --dp-size {view.attn_dp_size} without it, and "
-            f"--tp-size {attention_ranks_of(view)}, serves it by ranks that need not wait for one another."
+            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention) is for mixtures of experts, which it splits "
+            f"over all ranks, and {hf_config.architectures[0]} is not one: --dp-size {view.attn_dp_size} without it, "
+            f"and --tp-size {attention_ranks_of(view)}, serves it by ranks that need not wait for one another."
         )
     check_files(
         to_be_padded(config, view, attention_ranks_of(view), quant),

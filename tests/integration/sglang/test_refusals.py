@@ -54,7 +54,7 @@ CASES = {
         ("does not support two-batch overlap (--enable-two-batch-overlap)",), ("--enable-two-batch-overlap",)
     ),
     "experts of a model without any": Case(
-        ("--enable-return-routed-experts is for mixtures of experts, and Qwen3ForCausalLM is none",),
+        ("--enable-return-routed-experts is for mixtures of experts, and this Qwen3ForCausalLM is not one",),
         ("--enable-return-routed-experts",),
     ),
     "a record of experts of a model without any": Case(
@@ -183,7 +183,7 @@ CASES = {
         ("weight offloading (--cpu-offload-gb 1); supported: 0.",), ("--cpu-offload-gb", "1")
     ),
     "drafts from n-grams": Case(
-        ("does not support this way to draft (--speculative-algorithm NGRAM); supported: EAGLE, NEXTN, STANDALONE.",),
+        ("this speculative algorithm (--speculative-algorithm NGRAM); supported: EAGLE, NEXTN, STANDALONE.",),
         ("--speculative-algorithm", "NGRAM"),
     ),
     "trees of drafts": Case(
@@ -208,7 +208,7 @@ CASES = {
         ("--kv-cache-dtype mxfp8); supported: auto, bf16",), ("--kv-cache-dtype", "mxfp8")
     ),
     "quantisation by flag": Case(
-        ("does not support this quantisation of our models (--quantization w8a8_fp8); supported: unquant, fp8,",),
+        ("does not support this quantisation (--quantization w8a8_fp8); supported: unquant, fp8,",),
         ("--quantization", "w8a8_fp8"),
     ),
     "a checkpoint in small FP8 blocks": Case(
@@ -390,7 +390,7 @@ CASES = {
         (*draft("STANDALONE"), "--speculative-moe-runner-backend", "triton"),
     ),
     "two backends": Case(
-        ("backend 'atom' and decode on 'torch_native' cannot be", "--attention-backend atom"),
+        ("backend 'atom' with decode on 'torch_native' is not supported", "--attention-backend atom"),
         ("--prefill-attention-backend", "atom", "--decode-attention-backend", "torch_native"),
     ),
     "an unknown rope type": Case(("'spiral'", "yarn"), model="unknown rope"),
