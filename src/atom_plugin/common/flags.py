@@ -55,7 +55,7 @@ class Refused:
     """One of our variables that, set to 1, lets the framework's own code act on the setting."""
     as_given: bool = False
     """Whether only the user's value counts, because the framework sets the field itself and our models ignore that."""
-    beside: Callable[[Any], bool] | None = None
+    only_if: Callable[[Any], bool] | None = None
     """Whether it is refused with the other settings, which are given as the user set them; by default, always."""
 
     def is_refused(self, value: Any) -> bool:

@@ -124,7 +124,7 @@ def check_flags(command: Command, environ: Mapping[str, str] = MappingProxyType(
     seen: set[str] = set()
     flags = dict(_expanded(command.flags))
     for row in framework.refusals:
-        if environ.get(row.unless) in _ON or (row.beside is not None and not row.beside(_AsFields(flags))):
+        if environ.get(row.unless) in _ON or (row.only_if is not None and not row.only_if(_AsFields(flags))):
             continue
         for name, value in _given(row, flags, environ):
             if name not in seen and row.is_refused_on_the_command_line(name, value):
@@ -137,7 +137,7 @@ def check_flags(command: Command, environ: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class _AsFields:
-    """Flags as attributes with the names of their fields, None if not given; for :attr:`Refused.beside`."""
+    """Flags as attributes with the names of their fields, None if not given; for :attr:`Refused.only_if`."""
 
     flags: Mapping[str, str]
 

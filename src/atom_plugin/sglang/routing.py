@@ -95,7 +95,7 @@ def _refuse_with_latents(attention: str) -> None:
         )
 
 
-def resolve_beside_lists(server_args: Any, previous: Callable[[Any], None]) -> None:
+def resolve_with_fixed_list(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Wrap SGLang's step that resolves a model's settings, :func:`resolve` included.
 
     For the architectures of :data:`LISTED` that step checks the attention backend against a fixed list. So our backend
@@ -157,7 +157,7 @@ def _refuse_by_table(given: Any, view: Any, environ: Mapping[str, str]) -> None:
     for row in refusals(TABLE):
         owner, _, name = row.setting.rpartition(".")
         value = environ.get(name) if not owner else getattr(given if row.as_given else view, name)
-        if row.is_refused(value) and (row.beside is None or row.beside(given)):
+        if row.is_refused(value) and (row.only_if is None or row.only_if(given)):
             raise ValueError(row.message(value, OTHERWISE))
 
 
@@ -187,9 +187,9 @@ def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> QuantConfi
     check_routed_experts(view, config)
     if view.attn_dp_size > 1 and not config.has_mixtures:
         raise ValueError(
-            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention) is for mixtures, whose experts are split over "
-            f"all ranks, and {hf_config.architectures[0]} is not one: --dp-size {view.attn_dp_size} without it, and "
-            f"--tp-size {attention_ranks_of(view)}, serves it by ranks that need not wait for one another."
+            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention) is for mixtures of experts, which it splits "
+            f"over all ranks, and {hf_config.architectures[0]} is not one: --dp-size {view.attn_dp_size} without it, "
+            f"and --tp-size {attention_ranks_of(view)}, serves it by ranks that need not wait for one another."
         )
     check_files(
         to_be_padded(config, view, attention_ranks_of(view), quant),

@@ -159,8 +159,8 @@ class AtomPlatformMixin:
         if asked:
             _imported("graphs").set_graph_defaults(vllm_config)
         elif (graphs := sys.modules.get(f"{__name__}.graphs")) is not None:
-            # A model of ours was served before in this process.
-            graphs.take_back_graph_defaults(vllm_config)
+            # This process has served one of our models before.
+            graphs.restore_graph_defaults(vllm_config)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:

@@ -21,7 +21,7 @@ from atom_plugin.common.settings import load_settings
 from atom_plugin.common.versions import framework_line
 from atom_plugin.vllm.attention import VllmPagedAttention, is_compiled
 from atom_plugin.vllm.checkpoint_config import values_of_draft
-from atom_plugin.vllm.graphs import compile_nothing_between_breaks
+from atom_plugin.vllm.graphs import set_breakable_mode
 from atom_plugin.vllm.runtime import build_runtime
 from atom_plugin.vllm.updates import AtomModel
 from atom_plugin.vllm.warmup import register_warm_up
@@ -43,7 +43,7 @@ class AtomDraft(AtomModel):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        compile_nothing_between_breaks(vllm_config)
+        set_breakable_mode(vllm_config)
         # vLLM passes the target's configuration, which contains the draft's.
         assert vllm_config.speculative_config is not None
         model_config = vllm_config.speculative_config.draft_model_config

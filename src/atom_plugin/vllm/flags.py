@@ -368,18 +368,18 @@ def refused(setting: str, **changes: Any) -> Refused:
     return replace(_REFUSED[setting], **changes)
 
 
-def looked_up() -> Iterator[Refused]:
+def refused_by_value() -> Iterator[Refused]:
     """Rows that refuse by the value only."""
-    return (row for row in refusals(TABLE) if row not in DRAFT and row.setting not in DECIDED_WITH_MORE)
+    return (row for row in refusals(TABLE) if row not in DRAFT and row.setting not in REFUSED_BY_MODEL)
 
 
 def on_the_command_line() -> tuple[Refused, ...]:
     """Rows that refuse by the command line, for any model."""
-    return (*looked_up(), *(refused(f"ModelConfig.{name}") for name in ("quantization", "quantization_config")))
+    return (*refused_by_value(), *(refused(f"ModelConfig.{name}") for name in ("quantization", "quantization_config")))
 
 
 #: Refused depending on the model: quantised checkpoints, MLA, mixtures with data parallelism.
-DECIDED_WITH_MORE = (
+REFUSED_BY_MODEL = (
     "ModelConfig.quantization",
     "ModelConfig.quantization_config",
     "ParallelConfig.all2all_backend",

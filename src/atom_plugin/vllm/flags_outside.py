@@ -298,7 +298,7 @@ _POOLING = (
     *settings_of("ModelConfig", "pooler_config"),
 )
 
-_PARTS_OF_REFUSED = (
+_NEED_REFUSED = (
     *settings_of(
         "LoRAConfig",
         """
@@ -370,7 +370,7 @@ OUTSIDE: tuple[Theirs, ...] = (
     Theirs("attention backends that a user must choose, which is refused", _IN_CHOSEN_BACKENDS),
     Theirs("multimodal input, which is refused, and its encoders", _MULTIMODAL),
     Theirs("pooling, which is refused", _POOLING),
-    Theirs("without effect unless another setting is on, which is refused", _PARTS_OF_REFUSED),
+    Theirs("without effect unless another setting is on, which is refused", _NEED_REFUSED),
     Theirs("the warm-up of kernels that our models do not run; its fields have their own rows", _WARM_UP),
     Theirs("derived from other settings by vLLM; no flag sets it", _DERIVED),
 )

@@ -135,7 +135,7 @@ _SWITCHED_OFF = settings_of(
     """,
 )
 
-_NOT_THERE = settings_of(
+_UNUSED = settings_of(
     "",
     """
     VLLM_DEEP_GEMM_WARMUP VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS
@@ -283,7 +283,7 @@ _OTHER_FORMATS = settings_of(
     """,
 )
 
-_PARTS_OF_REFUSED = settings_of(
+_NEED_REFUSED = settings_of(
     "",
     """
     VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_DBO_COMM_SMS VLLM_DCP_Q_REPLICATE VLLM_DEEPEPLL_NVFP4_DISPATCH
@@ -308,7 +308,7 @@ VARIABLES: tuple[Row, ...] = (
     *_REFUSED,
     *_HONOURED,
     Theirs("can only switch off kernels that our models do not run; vLLM's default is on", _SWITCHED_OFF),
-    Theirs("size, warm up or place something that our models do not use", _NOT_THERE),
+    Theirs("size, warm up or place something that our models do not use", _UNUSED),
     Theirs("process groups, whose collectives our models call", _GROUPS),
     Theirs("processes and memory", _PROCESSES),
     Theirs("the cache manager and page transfers; our layers define the page layouts that they read", _CACHE),
@@ -323,6 +323,6 @@ VARIABLES: tuple[Row, ...] = (
         "models and layers of other architectures; vLLM's own models of ours do not read them either", _OTHER_MODELS
     ),
     Theirs("quantisations that are refused, and their kernels", _OTHER_FORMATS),
-    Theirs("without effect unless a flag is given, which is refused", _PARTS_OF_REFUSED),
+    Theirs("without effect unless a flag is given, which is refused", _NEED_REFUSED),
     Theirs("devices that our models do not support", _OTHER_PLATFORMS),
 )

@@ -33,7 +33,7 @@ BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 #: graph and 16.8 ms without (H200).
 LONGER = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 #: vLLM's own largest capture size in tokens.
-_MOST = 512
+_MAX_VLLM_SIZE = 512
 
 
 class _Ours:
@@ -61,7 +61,7 @@ def set_graph_defaults(vllm_config: VllmConfig) -> None:
         os.environ[BREAKABLE] = "1"
         _Ours.is_set = True
         # With another mode vLLM would remove piecewise graphs, because it has read the variable before it called us.
-        # compile_nothing_between_breaks changes the mode when the model is built.
+        # set_breakable_mode changes the mode when the model is built.
         compilation.mode = CompilationMode.VLLM_COMPILE
         if graphs is None:
             compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
@@ -87,24 +87,24 @@ def _capture_longer_prefills(vllm_config: VllmConfig) -> None:
     With speculation, whose sizes depend on the tokens of each request, and in other performance modes vLLM sets them.
     """
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
-    stated = compilation.cudagraph_capture_sizes is not None or compilation.max_cudagraph_capture_size is not None
-    if stated or vllm_config.speculative_config is not None or vllm_config.performance_mode != "balanced":
+    is_set = compilation.cudagraph_capture_sizes is not None or compilation.max_cudagraph_capture_size is not None
+    if is_set or vllm_config.speculative_config is not None or vllm_config.performance_mode != "balanced":
         return
     most = scheduler.max_num_batched_tokens
-    usual = min(2 * scheduler.max_num_seqs, _MOST, most)
+    usual = min(2 * scheduler.max_num_seqs, _MAX_VLLM_SIZE, most)
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, usual + 1, 16)}
     # The largest batch in tokens and in requests, if small enough.
     sizes = {size for size in (*sizes, most, scheduler.max_num_seqs) if size <= usual}
     compilation.cudagraph_capture_sizes = sorted(sizes | {size for size in LONGER if size <= most})
 
 
-def compile_nothing_between_breaks(vllm_config: VllmConfig) -> None:
+def set_breakable_mode(vllm_config: VllmConfig) -> None:
     """Set the compilation mode that breakable graphs need; called when a model is built."""
     if os.environ.get(BREAKABLE) == "1":
         vllm_config.compilation_config.mode = CompilationMode.NONE
 
 
-def take_back_graph_defaults(vllm_config: VllmConfig) -> None:
+def restore_graph_defaults(vllm_config: VllmConfig) -> None:
     """Restore vLLM's defaults for a model of vLLM's own that follows one of ours in the same process."""
     if _Ours.is_set:
         _Ours.is_set = False

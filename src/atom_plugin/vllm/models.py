@@ -23,7 +23,7 @@ from atom_plugin.common.versions import framework_line
 from atom_plugin.vllm.attention import VllmPagedAttention, is_compiled
 from atom_plugin.vllm.checkpoint_config import values_of
 from atom_plugin.vllm.framework_attention import FrameworkAttention
-from atom_plugin.vllm.graphs import compile_nothing_between_breaks
+from atom_plugin.vllm.graphs import set_breakable_mode
 from atom_plugin.vllm.routed_experts import routing_sources
 from atom_plugin.vllm.runtime import build_runtime
 from atom_plugin.vllm.updates import AtomModel, check_files_of_rank
@@ -47,7 +47,7 @@ class AtomForCausalLM(AtomModel):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        compile_nothing_between_breaks(vllm_config)
+        set_breakable_mode(vllm_config)
         model_config = vllm_config.model_config
         settings = load_settings()
         self.config = model_config.hf_config

@@ -33,7 +33,7 @@ from atom_plugin.common.settings import PREFIX, Settings, load_settings
 from atom_plugin.common.versions import DISTRIBUTION, installed
 from atom_plugin.vllm import ARCHITECTURE_PREFIX
 from atom_plugin.vllm.checkpoint_config import values_of, values_of_draft
-from atom_plugin.vllm.flags import DRAFT, EXCHANGES, OTHERWISE, OWNERS, looked_up, refused
+from atom_plugin.vllm.flags import DRAFT, EXCHANGES, OTHERWISE, OWNERS, refused, refused_by_value
 from atom_plugin.vllm.quantization import quantization_of
 from atom_plugin.vllm.routed_experts import returns_routed_experts
 
@@ -59,7 +59,7 @@ def refuse(vllm_config: VllmConfig) -> None:
     settings = load_settings()  # a bad ATOM_ variable is refused here, where the user sees it
     _refuse_platform()
     _supported_architecture(vllm_config.model_config)
-    _refuse_by(looked_up(), vllm_config, settings)
+    _refuse_by(refused_by_value(), vllm_config, settings)
 
 
 def route(vllm_config: VllmConfig) -> None:
@@ -127,11 +127,11 @@ def value_of(setting: str, vllm_config: VllmConfig) -> Any:
     owner, _, name = setting.rpartition(".")
     if not owner:
         return _variable(name)
-    place = reduce(lambda it, part: getattr(it, part, None), filter(None, OWNERS[owner].split(".")), vllm_config)
-    value = getattr(place, name, None)
+    owned = reduce(lambda it, field: getattr(it, field, None), filter(None, OWNERS[owner].split(".")), vllm_config)
+    value = getattr(owned, name, None)
     if setting == "ModelConfig.runner":  # "auto" depends on the architecture and --convert
         return vllm_config.model_config.runner_type
-    if setting == "CacheConfig.block_size" and not getattr(place, "user_specified_block_size", False):
+    if setting == "CacheConfig.block_size" and not getattr(owned, "user_specified_block_size", False):
         return None
     if setting == "SpeculativeConfig.draft_load_config":
         return None if value is None else value.load_format

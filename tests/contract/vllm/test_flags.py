@@ -23,7 +23,7 @@ from atom_plugin.common.settings import Settings
 from atom_plugin.vllm import register_models, runtime
 from atom_plugin.vllm.attention import VllmPagedAttention
 from atom_plugin.vllm.checkpoint_config import values_of
-from atom_plugin.vllm.flags import ARGUMENTS, DRAFT, LAST_IN, OWNERS, TABLE, looked_up
+from atom_plugin.vllm.flags import ARGUMENTS, DRAFT, LAST_IN, OWNERS, TABLE, refused_by_value
 from atom_plugin.vllm.flags import refused as rows
 from atom_plugin.vllm.routing import refuse, value_of
 from tests.framework_diff_tool import load_framework_diff
@@ -119,7 +119,7 @@ WRONG = {
     "ParallelConfig.prefill_context_parallel_size": 2,
     "ParallelConfig.ubatch_size": 2,
 }
-OF_FIELDS = [row for row in (*looked_up(), *DRAFT) if "." in row.setting]
+OF_FIELDS = [row for row in (*refused_by_value(), *DRAFT) if "." in row.setting]
 
 
 @pytest.mark.parametrize("row", OF_FIELDS, ids=lambda row: row.setting)

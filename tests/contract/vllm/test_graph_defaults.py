@@ -238,7 +238,7 @@ def test_vllm_has_no_other_way_to_breakable_graphs_than_its_variable(configure, 
     # vLLM writes the variable for its own models, and has no list that another package could add to.
     assert isinstance(default_breakable_cudagraph_architectures(), frozenset)
     monkeypatch.setattr(VllmConfig, "_uses_breakable_cudagraph_by_default", lambda config: True)
-    monkeypatch.setattr(graphs, "take_back_graph_defaults", lambda config: None)
+    monkeypatch.setattr(graphs, "restore_graph_defaults", lambda config: None)
     configure(impl="auto")
     assert os.environ[graphs.BREAKABLE] == "1"
     assert is_breakable_cudagraph_enabled()

@@ -54,7 +54,7 @@ CASES = {
         ("does not support two-batch overlap (--enable-two-batch-overlap)",), ("--enable-two-batch-overlap",)
     ),
     "experts of a model without any": Case(
-        ("--enable-return-routed-experts is for mixtures of experts, and Qwen3ForCausalLM is none",),
+        ("--enable-return-routed-experts is for mixtures of experts, and this Qwen3ForCausalLM is not one",),
         ("--enable-return-routed-experts",),
     ),
     "a record of experts of a model without any": Case(
@@ -183,7 +183,7 @@ CASES = {
         ("weight offloading (--cpu-offload-gb 1); supported: 0.",), ("--cpu-offload-gb", "1")
     ),
     "drafts from n-grams": Case(
-        ("does not support this way to draft (--speculative-algorithm NGRAM); supported: EAGLE, NEXTN, STANDALONE.",),
+        ("this speculative algorithm (--speculative-algorithm NGRAM); supported: EAGLE, NEXTN, STANDALONE.",),
         ("--speculative-algorithm", "NGRAM"),
     ),
     "trees of drafts": Case(
@@ -196,11 +196,11 @@ CASES = {
         model="sinks",
     ),
     "drafts of a length that changes": Case(
-        ("drafts of a length that changes on --attention-backend atom (--speculative-adaptive)",),
+        ("an adaptive draft length on --attention-backend atom (--speculative-adaptive)",),
         (*draft("EAGLE"), *CHAIN, "--speculative-adaptive"),
     ),
     "a draft of ours on another backend": Case(
-        ("--speculative-draft-attention-backend triton", "the target's attention backend, which is atom"),
+        ("--speculative-draft-attention-backend triton", "the target's attention backend, atom"),
         (*draft("STANDALONE"), "--speculative-draft-attention-backend", "triton"),
     ),
     "a pool whose slots move": Case(("--enable-unified-memory",), ("--enable-unified-memory",)),
@@ -208,7 +208,7 @@ CASES = {
         ("--kv-cache-dtype mxfp8); supported: auto, bf16",), ("--kv-cache-dtype", "mxfp8")
     ),
     "quantisation by flag": Case(
-        ("does not support this quantisation of our models (--quantization w8a8_fp8); supported: unquant, fp8,",),
+        ("does not support this quantisation (--quantization w8a8_fp8); supported: unquant, fp8,",),
         ("--quantization", "w8a8_fp8"),
     ),
     "a checkpoint in small FP8 blocks": Case(
@@ -222,14 +222,15 @@ CASES = {
         ("SGLANG_FP8_IGNORED_LAYERS=o_proj",), ("--quantization", "fp8"), {"SGLANG_FP8_IGNORED_LAYERS": "o_proj"}
     ),
     "weights as pickles, by flag": Case(
-        ("checkpoints that are no safetensors (--load-format pt); supported: auto, safetensors,",),
+        ("checkpoints that are not safetensors (--load-format pt); supported: auto, safetensors,",),
         ("--load-format", "pt"),
     ),
     "weights as pickles, by what is there": Case(
         ("has no *.safetensors file", "pytorch_model.bin", "never read"), model="pickled"
     ),
     "weights layer by layer": Case(
-        ("checkpoints that are no safetensors (--load-format layered); supported: auto,",), ("--load-format", "layered")
+        ("checkpoints that are not safetensors (--load-format layered); supported: auto,",),
+        ("--load-format", "layered"),
     ),
     "a quantisation of checkpoints for one that has none": Case(
         ("--quantization modelopt_fp8 is for checkpoints that are stored so", "--quantization fp8"),
@@ -240,12 +241,12 @@ CASES = {
         ("--model-impl", "transformers"),
     ),
     "a kernel for experts": Case(
-        ("a kernel of SGLang's for experts (--moe-runner-backend triton); supported: auto.", "ATOM_KERNELS=experts="),
+        ("SGLang's kernels for experts (--moe-runner-backend triton); supported: auto.", "ATOM_KERNELS=experts="),
         ("--moe-runner-backend", "triton", *DUMMY),
         model="a mixture",
     ),
     "a kernel for FP8": Case(
-        ("a kernel of SGLang's for FP8 linear layers (--fp8-gemm-backend triton)", "ATOM_KERNELS=fp8_block_linear="),
+        ("SGLang's kernels for FP8 linear layers (--fp8-gemm-backend triton)", "ATOM_KERNELS=fp8_block_linear="),
         ("--fp8-gemm-backend", "triton"),
     ),
     "a kernel for FP4": Case(("(--fp4-gemm-backend marlin)", "ATOM_KERNELS="), ("--fp4-gemm-backend", "marlin")),
@@ -275,7 +276,7 @@ CASES = {
         ("(--enforce-shared-experts-fusion)",), ("--enforce-shared-experts-fusion",)
     ),
     "the numbers of a trainer": Case(
-        ("the numbers of a trainer's own model (--rl-on-policy-target fsdp)",), ("--rl-on-policy-target", "fsdp")
+        ("results identical to a trainer's model (--rl-on-policy-target fsdp)",), ("--rl-on-policy-target", "fsdp")
     ),
     "overlap within a batch": Case(("(--enable-single-batch-overlap)",), ("--enable-single-batch-overlap",)),
     "rows of a norm on each rank": Case(
@@ -309,7 +310,7 @@ CASES = {
         model="a mixture",
     ),
     "tokens sent to experts": Case(
-        ("every rank sees every token (--moe-a2a-backend deepep); supported: none.",),
+        ("every rank gets all tokens (--moe-a2a-backend deepep); supported: none.",),
         ("--tp", "2", "--moe-a2a-backend", "deepep", *DUMMY),
         model="a mixture",
     ),
@@ -335,7 +336,7 @@ CASES = {
         ("balancing experts over ranks (--ep-dispatch-algorithm fake)",), ("--ep-dispatch-algorithm", "fake")
     ),
     "hidden states within the model": Case(
-        ("hidden states of layers within the model (--enable-return-aux-hidden-states)",),
+        ("returning hidden states of inner layers (--enable-return-aux-hidden-states)",),
         ("--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"),
     ),
     "a report of how experts are balanced": Case(
@@ -343,7 +344,7 @@ CASES = {
         ("--expert-balancedness-report-mode", "server_log"),
     ),
     "ranks that come and go": Case(
-        ("ranks that come and go (--elastic-ep-backend mooncake)",), ("--elastic-ep-backend", "mooncake")
+        ("elastic expert parallelism (--elastic-ep-backend mooncake)",), ("--elastic-ep-backend", "mooncake")
     ),
     "experts kept for ranks that come and go": Case(
         ("(--enable-elastic-expert-backup)",), ("--enable-elastic-expert-backup",)
@@ -353,10 +354,10 @@ CASES = {
     ),
     "waterfilled experts": Case(("(--enable-waterfill)",), ("--enable-waterfill",)),
     "a kernel of several layers": Case(
-        ("in the place of the model's (--enable-nvidia-megakernel)",), ("--enable-nvidia-megakernel",)
+        ("SGLang's forward pass in one kernel (--enable-nvidia-megakernel)",), ("--enable-nvidia-megakernel",)
     ),
     "a kernel of several layers on AMD": Case(
-        ("in the place of the model's (--enable-amd-monokernel)",), ("--enable-amd-monokernel",)
+        ("SGLang's forward pass in one kernel (--enable-amd-monokernel)",), ("--enable-amd-monokernel",)
     ),
     "drafts with a sink": Case(
         ("(--speculative-draft-sink-size 4)",),
@@ -366,7 +367,7 @@ CASES = {
         ("(--speculative-moe-a2a-backend deepep)",), (*draft("STANDALONE"), "--speculative-moe-a2a-backend", "deepep")
     ),
     **{
-        f"ModelOpt by {flag}": Case((f"quantising by ModelOpt while loading ({flag} x)",), (flag, "x"))
+        f"ModelOpt by {flag}": Case((f"quantisation by ModelOpt while loading ({flag} x)",), (flag, "x"))
         for flag in (
             "--modelopt-checkpoint-restore-path",
             "--modelopt-checkpoint-save-path",
@@ -374,10 +375,10 @@ CASES = {
         )
     },
     "ModelOpt while loading": Case(
-        ("quantising by ModelOpt while loading (--modelopt-quant fp8)",), ("--modelopt-quant", "fp8")
+        ("quantisation by ModelOpt while loading (--modelopt-quant fp8)",), ("--modelopt-quant", "fp8")
     ),
     "drafts that are pickles": Case(
-        ("drafts that are no safetensors (--speculative-draft-load-format pt)",),
+        ("drafts that are not safetensors (--speculative-draft-load-format pt)",),
         (*draft("STANDALONE"), "--speculative-draft-load-format", "pt"),
     ),
     "drafts that see a window": Case(
@@ -389,7 +390,7 @@ CASES = {
         (*draft("STANDALONE"), "--speculative-moe-runner-backend", "triton"),
     ),
     "two backends": Case(
-        ("backend 'atom' and decode on 'torch_native' cannot be", "--attention-backend atom"),
+        ("backend 'atom' with decode on 'torch_native' is not supported", "--attention-backend atom"),
         ("--prefill-attention-backend", "atom", "--decode-attention-backend", "torch_native"),
     ),
     "an unknown rope type": Case(("'spiral'", "yarn"), model="unknown rope"),

@@ -70,7 +70,7 @@ CASES = {
         model="latents",
     ),
     "a draft model beside latents": Case(
-        ("does not support draft models for DeepSeek models", "by mtp", "ngram or suffix"),
+        ("does not support draft models for DeepSeek models", "Use mtp", "ngram or suffix"),
         {
             "load_format": "dummy",
             "speculative_config": {"method": "draft_model", "model": checkpoint("llama"), "num_speculative_tokens": 2},
@@ -236,7 +236,7 @@ CASES = {
     "a file cut off in its tensors": Case(("model.safetensors is damaged", "beyond its end"), model="truncated"),
     "a file cut off in its header": Case(("model.safetensors is cut off",), model="truncated header"),
     "experts of a model without any": Case(
-        ("--enable-return-routed-experts is for mixtures of experts, and Qwen3ForCausalLM is none",),
+        ("--enable-return-routed-experts is for mixtures of experts, and this Qwen3ForCausalLM is not one",),
         {"enable_return_routed_experts": True},
     ),
     "a head of fewer bits than the model": Case(

@@ -47,13 +47,13 @@ def test_the_command_takes_a_framework_and_no_other_word():
 
 
 def test_what_is_looked_up_is_where_a_configuration_has_it():
-    owners = {row.setting.rpartition(".")[0] for row in (*vllm_flags.looked_up(), *vllm_flags.DRAFT)} - {""}
+    owners = {row.setting.rpartition(".")[0] for row in (*vllm_flags.refused_by_value(), *vllm_flags.DRAFT)} - {""}
     assert owners <= vllm_flags.OWNERS.keys()
 
 
 def test_rows_that_are_decided_with_more_and_other_names_are_of_the_table():
     settings = set(listed(vllm_flags.TABLE))
-    assert {*vllm_flags.DECIDED_WITH_MORE, *vllm_flags.ARGUMENTS.values()} <= settings
+    assert {*vllm_flags.REFUSED_BY_MODEL, *vllm_flags.ARGUMENTS.values()} <= settings
     assert {name for names in vllm_flags.LAST_IN.values() for name in names} <= settings
 
 

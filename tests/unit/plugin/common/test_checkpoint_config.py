@@ -33,7 +33,7 @@ def test_a_stretched_rope_keeps_the_checkpoints_own_base(file, key, caplog):
     rope = read_model_config(values).rope
     assert (rope.rope_type, rope.factor, rope.theta) == ("yarn", 4.0, 1000000.0)
     (record,) = caplog.records
-    assert record.getMessage().startswith("rope_theta=1000000.0 is the checkpoint's own")
+    assert record.getMessage().startswith("rope_theta=1000000.0 is taken from the checkpoint")
 
 
 @pytest.mark.parametrize("file", [OLD, NEW], ids=["old form", "new form"])

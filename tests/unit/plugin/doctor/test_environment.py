@@ -136,7 +136,7 @@ def test_another_distribution_with_our_name_in_sglang(site):
     add_distribution(site, "atom", "1.0", {"sglang.srt.plugins": {"atom": "elsewhere.plugin:register"}})
     (finding,) = environment.check_entry_points(environment.plugins())
     assert "The distribution atom also has an entry point atom in sglang.srt.plugins" in finding.problem
-    assert finding.consequence == "SGLang loads one of the two, whichever it meets last."
+    assert finding.consequence == "SGLang loads only one of the two: the last one that it finds."
 
 
 def test_one_frameworks_variables_are_not_the_others():

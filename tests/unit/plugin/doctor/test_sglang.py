@@ -115,7 +115,7 @@ def test_our_module_among_the_disabled():
 )
 def test_backends_that_part(flags, consequence):
     (finding,) = check_attention_backends(parse(f"sglang serve M {flags}").flags)
-    assert "Prefill is to run on the attention backend atom" in finding.problem
+    assert "Prefill runs on the attention backend atom" in finding.problem
     assert consequence in finding.consequence
     assert "--attention-backend" in finding.remedy
 
@@ -192,7 +192,7 @@ def test_other_flags(flags):
 def test_refused_variables():
     command = parse("SGLANG_INT4_WEIGHT=1 SGLANG_MOE_PADDING=1 sglang serve M")
     (finding,) = check_flags(command, command.environment)
-    assert finding.problem == "SGLANG_INT4_WEIGHT=1: atom-plugin does not support weights of four bits; supported: 0."
+    assert finding.problem == "SGLANG_INT4_WEIGHT=1: atom-plugin does not support 4-bit weights; supported: 0."
     assert finding.consequence == SGLANG.refused
     assert finding.remedy == f"Unset it, or unset {PACKAGE}."
 

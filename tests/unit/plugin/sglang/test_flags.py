@@ -51,9 +51,9 @@ def test_a_variable_is_read_as_sglang_reads_it(value, refused):
 
 def test_a_refusal_of_a_kernel_says_what_to_use():
     assert row("ServerArgs.fp8_gemm_runner_backend").message("triton", OTHERWISE) == (
-        "atom-plugin does not support a kernel of SGLang's for FP8 linear layers (--fp8-gemm-backend triton); "
-        "supported: auto. Our models have kernels of their own: leave it out, and choose by "
-        "ATOM_KERNELS=fp8_block_linear=IMPLEMENTATION; or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
+        "atom-plugin does not support SGLang's kernels for FP8 linear layers (--fp8-gemm-backend triton); "
+        "supported: auto. Our models have their own kernels: leave it out and use "
+        "ATOM_KERNELS=fp8_block_linear=IMPLEMENTATION, or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
     )
 
 
