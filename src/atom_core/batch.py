@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -114,6 +115,40 @@ class Batch:
             num_decode_requests=0,
             num_decode_tokens=0,
         )
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What the host knows of a batch, as a warm-up makes them up."""
+
+    queries: tuple[int, ...]
+    """New tokens of each request; requests that decode come first."""
+    max_seq_len: int
+    """An upper bound of any request's length."""
+    cached: int = 0
+    """Tokens of each request that are there already."""
+    data_parallel_size: int = 1
+    """Ranks that run the same batch, whose tokens all go through the experts of each."""
+
+    @cached_property
+    def num_requests(self) -> int:
+        """Requests of this rank."""
+        return len(self.queries)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """New tokens of this rank."""
+        return sum(self.queries)
+
+    @cached_property
+    def max_query_len(self) -> int:
+        """New tokens of the request that has the most."""
+        return max(self.queries)
+
+    @property
+    def num_expert_tokens(self) -> int:
+        """Tokens that go through the experts."""
+        return self.num_tokens * self.data_parallel_size
 
 
 def capturing(device: torch.device) -> bool:

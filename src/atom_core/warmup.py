@@ -1,79 +1,110 @@
 """One run for each kind of batch that a model will serve, so that no request waits for a kernel to be compiled.
 
-Which variants of a kernel there are is the kernel's business. From outside they differ by how many requests and tokens
-a batch has, whether requests bring one token or many, and how long they may be at most; so a handful of each is run.
-Nothing is written to the cache, and what is read from it is the page of number 0.
+Kernels say for which batches they are compiled anew (:mod:`atom_core.kernels.compile_keys`). Of all batches that an
+engine can make, the few are run that have all compile keys between them. Nothing is written to the cache, and what is
+read from it is the page of number 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 
-from atom_core.batch import Batch, HostLengths, Pages
+from atom_core.batch import Batch, BatchShape, HostLengths, Pages
+from atom_core.kernels.compile_keys import CompileKeys
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.models.draft import DraftModel
 from atom_core.runtime import Runtime
-from atom_core.standalone import plan
+from atom_core.standalone import mixers, plan
 
-#: Prompts at most as long: kernels that take all tokens of a prompt do not change any more beyond.
-_LONGEST_PROMPT = 2048
-#: Lengths up to which a decode does not share out a request's keys, and up to which it does.
-_SHORT, _SHARED = 64, 4096
-#: New tokens behind cached ones, the last number more than attention over latents decodes; of how many requests,
-#: by which programs share heads and keys; and how many are cached: enough that expanding them would cost more.
-_FEW_TOKENS, _REQUESTS, _CACHED = (2, 4, 8, 24), (1, 8, 16, 32, 64, 96), 64
-#: Lengths of prompts: what a tile of queries takes, and an odd number more.
-_PROMPTS = (5, 16, 64, 257, _LONGEST_PROMPT)
-#: Tokens of prompts: experts sort and multiply them by tiles that change at other numbers for each model, and odd ones
-#: otherwise than even ones. These reach all variants of the models in :mod:`atom_plugin.bench.models`.
-_TOKENS = (3, 9, 17, 33, 65, 101, 129, 174, 229, 258, 292, 513, 516, 577, 768, 1024, 4096, 8192)
+#: Tokens of a prompt at most, for kernels of many tokens do not change with lengths; and of one beside other requests.
+_LONGEST_PROMPT, _PROMPT = 2048, 257
+#: New tokens behind cached ones, up to more than any kernel of few takes, and cached tokens: enough that attention over
+#: latents does not expand them.
+_MOST_FEW_TOKENS, _CACHED = 16, 64
 
 
-@dataclass(frozen=True)
-class BatchShape:
-    """What the host knows of a batch."""
+def batches_to_serve(
+    model: torch.nn.Module, runtime: Runtime, max_requests: int, max_tokens: int, max_seq_len: int
+) -> list[BatchShape]:
+    """Batches that have all compile keys of the model's kernels, and one of each kind for libraries that state none.
 
-    queries: tuple[int, ...]
-    """New tokens of each request."""
-    max_seq_len: int
-    """An upper bound of any request's length."""
-    cached: int = 0
-    """Tokens of each request that are there already."""
-
-
-def batches_to_serve(max_requests: int, max_tokens: int, max_seq_len: int) -> list[BatchShape]:
-    """Batches of every kind that an engine with these limits can make.
-
-    Decodes, prefills, both in one, and prompts of which all but a few tokens are cached.
+    Args:
+        model: a network; its weights need not be there.
+        runtime: what it was built with.
+        max_requests, max_tokens, max_seq_len: of any batch, and of any request in it.
     """
+
+    def possible(shapes: Iterator[BatchShape]) -> Iterator[BatchShape]:
+        size = runtime.data_parallel.world_size
+        for shape in shapes:
+            fits = shape.num_requests <= max_requests and shape.num_tokens <= max_tokens
+            if fits and shape.max_query_len + shape.cached <= shape.max_seq_len <= max_seq_len:
+                yield replace(shape, data_parallel_size=size)
+
+    keys_of = _compile_keys(model, runtime)
+    candidates: dict[frozenset[Hashable], BatchShape] = {}
+    for shape in possible(_candidates(max_requests, max_tokens, max_seq_len)):
+        candidates.setdefault(keys_of(shape), shape)
+    found = list(dict.fromkeys(possible(_kinds(max_requests, max_tokens, max_seq_len))))
+    missing = frozenset[Hashable]().union(*candidates).difference(*map(keys_of, found))
+    while missing:
+        keys = max(candidates, key=lambda it: len(it & missing))
+        found.append(candidates[keys])
+        missing -= keys
+    return found
+
+
+def _compile_keys(model: torch.nn.Module, runtime: Runtime) -> Callable[[BatchShape], frozenset[Hashable]]:
+    """What the model's kernels are compiled for when they run a batch."""
+    kernels = [kernel for kernel in runtime.kernels.kernels() if isinstance(kernel, CompileKeys)]
+    # Layers of one shape share what is compiled.
+    layers = {(type(it), it.cache_spec, it.heads, it.query_dim, it.scale): it for it in mixers(model)}
+
+    def keys_of(shape: BatchShape) -> frozenset[Hashable]:
+        device = runtime.device
+        keys = [(id(kernel), key) for kernel in kernels for key in kernel.compile_keys(shape, device)]
+        return frozenset(keys).union(*(it.attention_compile_keys(shape, device) for it in layers.values()))
+
+    return keys_of
+
+
+def _kinds(max_requests: int, max_tokens: int, max_seq_len: int) -> Iterator[BatchShape]:
+    """One request that decodes and as many as there may be, a prompt alone and behind decodes, and as many tokens."""
+    prompt = max(1, min(_PROMPT, max_tokens - 2, max_seq_len))
+    for queries in ((1,), (1,) * max_requests, (prompt,), (1, 1, prompt)):
+        yield BatchShape(queries, max_seq_len)
+    yield BatchShape(_prompts(max_tokens, max_seq_len), max_seq_len)
+
+
+def _candidates(max_requests: int, max_tokens: int, max_seq_len: int) -> Iterator[BatchShape]:
+    """Decodes, few tokens behind cached ones, both beside a prompt, and prompts, of all sizes; small batches first."""
+    prompt = max(1, min(_PROMPT, max_tokens // 2, max_seq_len - _CACHED))
+    for new in range(1, _MOST_FEW_TOKENS + 1):
+        for requests in _sizes(min(max_requests, max_tokens // new)):
+            queries = (new,) * requests
+            yield BatchShape(queries, max_seq_len, _CACHED)
+            yield BatchShape((*(1,) * (requests - 1), new), max_seq_len, _CACHED)
+            # Where requests are short, no kernel shares out their keys.
+            yield BatchShape(queries, 2 * new, new)
+            yield BatchShape((*queries, prompt), max_seq_len, _CACHED)
+            yield BatchShape((*queries, prompt), max_seq_len)
+    for tokens in _sizes(max_tokens):
+        yield BatchShape(_prompts(tokens, max_seq_len), max_seq_len)
+
+
+def _sizes(most: int) -> Iterator[int]:
+    """All numbers up to 256, then multiples of 16, which Triton may compile anew for, and the numbers after them."""
+    return (size for size in range(1, most + 1) if size <= 256 or size % 16 <= 1)
+
+
+def _prompts(tokens: int, max_seq_len: int) -> tuple[int, ...]:
+    """So many tokens of prompts."""
     longest = min(_LONGEST_PROMPT, max_seq_len)
-    found = [BatchShape((1,) * size, max_seq_len) for size in sorted({1, 2, 8, 16, 32, 64, 128, max_requests})]
-    for length in (_SHORT, _SHARED):
-        found += [BatchShape((new,) * size, length) for size in (1, 3) for new in (1, 2)]
-    for prompt in _PROMPTS:
-        found += [BatchShape((prompt,), max_seq_len), BatchShape((1, 1, prompt), max_seq_len)]
-    found += [BatchShape(_prompts(tokens, longest), max_seq_len) for tokens in (*_TOKENS, max_tokens)]
-    found += [BatchShape((*(1,) * 8, new), max_seq_len, _CACHED) for new in _FEW_TOKENS]
-    for size in _REQUESTS:
-        found += [BatchShape((new,) * size, _SHORT, _SHORT - new) for new in (1, *_FEW_TOKENS)]
-        found += [BatchShape((new,) * size, max_seq_len, _CACHED) for new in _FEW_TOKENS]
-    possible = (
-        shape
-        for shape in found
-        if len(shape.queries) <= max_requests
-        and sum(shape.queries) <= max_tokens
-        and max(shape.queries) + shape.cached <= shape.max_seq_len <= max_seq_len
-    )
-    return list(dict.fromkeys(possible))
-
-
-def _prompts(tokens: int, longest: int) -> tuple[int, ...]:
-    """So many tokens of prompts, none of which has more than ``longest``."""
     whole, rest = divmod(tokens, longest)
     return (longest,) * whole + (rest,) * (rest > 0)
 

@@ -8,7 +8,7 @@ divides them, and whether they are 1. No GPU takes part.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any
@@ -17,12 +17,15 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction, KernelParam
 
+from atom_core.batch import BatchShape
+from atom_core.kernels.decode_attention import triton_kernel as decode_attention
+from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qk_norm_rope_cache
 from atom_core.kernels.select import Target
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.quant import read_quantization
 from atom_core.standalone import Step, build_runtime, empty_caches, finalize
-from atom_core.warmup import BatchShape, batches_to_serve, run_batch
+from atom_core.warmup import batches_to_serve, run_batch
 from atom_plugin.bench.models import read_config
 from benchmarks._launches import META, launching
 
@@ -80,29 +83,59 @@ def served() -> Iterator[BatchShape]:
 )
 @torch.inference_mode()
 def test_what_batches_launch_the_warm_up_has_launched(model, num_layers, target):
-    launched: dict[Variant, BatchShape | None] = {}
-    batch: BatchShape | None = None
-
-    def launch(kernel: JITFunction, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
-        launched.setdefault(variant_of(kernel, args, kwargs), batch)
-
-    hf = read_config(model, num_layers)
-    config = read_model_config(hf)
-    quant = read_quantization(hf, None)
-    with launching(launch):
-        runtime = build_runtime(META, torch.bfloat16, MAX_MODEL_LEN, target=target, quant=quant, with_aiter=False)
-        network = load_model_class(config.architecture)(config, runtime)
-        finalize(network)
-        pools = empty_caches(network, runtime, 64, PAGE_SIZE)
-        width = MAX_MODEL_LEN // PAGE_SIZE
-
-        def run(batch: BatchShape) -> None:
-            run_batch(batch, network, runtime, width, lambda metadata: nullcontext(Step(metadata, pools)))
-
-        for batch in batches_to_serve(MAX_REQUESTS, MAX_TOKENS, MAX_MODEL_LEN):
-            run(batch)
-        warmed = set(launched)
-        for batch in islice(served(), NUM_BATCHES):
-            run(batch)
+    server = Server(model, num_layers, target)
+    server.warm_up()
+    warmed = set(server.launched)
+    server.serve(islice(served(), NUM_BATCHES))
     assert warmed
-    assert {variant: first for variant, first in launched.items() if variant not in warmed} == {}
+    assert {variant: first for variant, first in server.launched.items() if variant not in warmed} == {}
+
+
+@torch.inference_mode()
+def test_where_a_kernel_has_a_tile_more_it_is_warmed_up_though_nobody_else_knows_of_it(monkeypatch):
+    """One of so many tokens, and one of so many requests."""
+    kernel, usual = decode_attention.TritonDecodeAttention, decode_attention.Tile(32, 1, 4)
+    monkeypatch.setattr(qk_norm_rope_cache, "_heads", lambda num_tokens: 4 if num_tokens < 701 else 16)
+    monkeypatch.setattr(kernel, "tile", lambda self, programs: usual._replace(warps=8 if programs == 8 * 77 else 4))
+    server = Server("qwen3-8b", 1, HOPPER)
+    server.warm_up()
+    by_name: dict[str, list[BatchShape]] = {}
+    for (name, _), first in server.launched.items():
+        by_name.setdefault(name, []).append(first)
+    assert sorted(shape.num_tokens > 700 for shape in by_name["_qk_norm_rope_cache"]) == [False, True]
+    assert 77 in {shape.num_requests for shape in by_name["_decode_attention"]}
+
+
+class Server:
+    """A model whose launches are recorded in place of made."""
+
+    def __init__(self, model: str, num_layers: int, target: Target) -> None:
+        hf = read_config(model, num_layers)
+        config, quant = read_model_config(hf), read_quantization(hf, None)
+        self.launched: dict[Variant, BatchShape] = {}
+        """By variant: the batch that launched it first."""
+
+        def launch(kernel: JITFunction, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
+            self.launched.setdefault(variant_of(kernel, args, kwargs), self.batch)
+
+        self.launch = launch
+        with launching(launch):
+            self.runtime = build_runtime(
+                META, torch.bfloat16, MAX_MODEL_LEN, target=target, quant=quant, with_aiter=False
+            )
+            self.network = load_model_class(config.architecture)(config, self.runtime)
+            finalize(self.network)
+            self.pools = empty_caches(self.network, self.runtime, 64, PAGE_SIZE)
+
+    def warm_up(self) -> None:
+        """Run what is run before a server is ready."""
+        with launching(self.launch):
+            batches = batches_to_serve(self.network, self.runtime, MAX_REQUESTS, MAX_TOKENS, MAX_MODEL_LEN)
+        self.serve(batches)
+
+    def serve(self, batches: Iterable[BatchShape]) -> None:
+        """Run batches."""
+        width = MAX_MODEL_LEN // PAGE_SIZE
+        with launching(self.launch):
+            for self.batch in batches:
+                run_batch(self.batch, self.network, self.runtime, width, lambda it: nullcontext(Step(it, self.pools)))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from atom_core.batch import BatchShape
 from atom_core.kernels.select import Target
 
 #: The GPUs that ``supports`` of the ops with ``aiter_kernel`` modules knows: MI300 and MI325, MI350 and MI355.
@@ -176,3 +177,11 @@ def require(*paths: str) -> None:
     """
     for path in paths:
         aiter_function(path)
+
+
+class LooksUpTokens:
+    """A kernel for which aiter itself looks up the fastest way by the number of tokens."""
+
+    def compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.CompileKeys`: one for each power of two."""
+        yield (shape.num_tokens - 1).bit_length()

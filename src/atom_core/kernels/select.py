@@ -7,7 +7,7 @@ returns None wins. A forced implementation that cannot run is an error, so nothi
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar, cast
 
@@ -150,6 +150,11 @@ class KernelSet:
         if key not in self._choices:
             self._choices[key] = self._decide(cast("Op[Hashable, object]", op), spec)
         return self._choices[key][0]
+
+    def kernels(self) -> Iterator[object]:
+        """One kernel for each spec of each implementation that was chosen so far."""
+        for (_, spec), (implementation, _) in self._choices.items():
+            yield implementation.build(spec, self.target)
 
     def choices(self) -> list[Choice]:
         """The selections so far, without repetitions, in the order of the ops."""

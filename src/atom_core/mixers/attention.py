@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from atom_core.batch import Batch
+from atom_core.batch import Batch, BatchShape
 from atom_core.cache import KeyValueSpec, KVCacheView
 from atom_core.config import AttentionConfig, ModelConfig
 from atom_core.kernels.attention import ATTENTION, PagedAttentionKernel, PagedAttentionSpec
+from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.decode_attention import DECODE_ATTENTION, DecodeAttentionSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
@@ -91,6 +92,12 @@ class AttentionMixer(TokenMixer):
         )
         fused = DecodeAttentionSpec(self.qkv, paged, separate, self.same_step_reads)
         self.decode = kernels.select(DECODE_ATTENTION, fused)
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> list[Hashable]:
+        """See :meth:`TokenMixer.attention_compile_keys`."""
+        if self.decode is not None and self.decode.takes(shape):
+            return attention_keys(self.decode, shape, device)
+        return attention_keys(self.fill_cache, shape, device) + attention_keys(self.kernel, shape, device)
 
     def plan_key(self) -> Hashable | None:
         """The kernel's."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from atom_core.batch import Batch
+from atom_core.batch import Batch, BatchShape
 from atom_core.cache import Cache, CacheSpec
 
 if TYPE_CHECKING:
@@ -60,6 +60,10 @@ class TokenMixer(ABC):
     @abstractmethod
     def select_kernels(self, kernels: KernelSet) -> None:
         """Choose the kernels of :meth:`run`, once. A mixer that a framework's own attention runs needs none."""
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Sequence[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`, for what :meth:`run` runs."""
+        return ()
 
     def plan_key(self) -> Hashable | None:
         """Layers with the same key share a plan. None: there is nothing to plan."""

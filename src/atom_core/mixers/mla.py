@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import cast
 
 import torch
 from torch import nn
 
-from atom_core.batch import Batch
+from atom_core.batch import Batch, BatchShape
 from atom_core.cache import LatentCacheView, LatentSpec
 from atom_core.config import MlaConfig, ModelConfig
+from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.head_linear import HEAD_LINEAR, HeadLinearSpec
 from atom_core.kernels.mla_absorbed_queries import MLA_ABSORBED_QUERIES, MlaAbsorbedQueriesSpec
 from atom_core.kernels.mla_absorbed_values import MLA_ABSORBED_VALUES, MlaAbsorbedValuesSpec
@@ -26,7 +28,7 @@ from atom_core.kernels.mla_attention import MLA_ATTENTION, MlaAttentionKernel, M
 from atom_core.kernels.mla_cache import MLA_CACHE, MlaSpec, MlaWeights
 from atom_core.kernels.mla_fused_decode import MLA_FUSED_DECODE, MlaFusedDecodeSpec
 from atom_core.kernels.mla_prefill import MLA_PREFILL
-from atom_core.kernels.mla_prefill.plan import PrefillPlan, keys_per_chunk, plan_prefill
+from atom_core.kernels.mla_prefill.plan import PrefillPlan, expanding_is_cheaper, keys_per_chunk, plan_prefill
 from atom_core.kernels.select import KernelSet
 from atom_core.layers.latent_expansion import LatentExpansion
 from atom_core.layers.linear import Column, MergedColumnLinear, RowLinear
@@ -101,6 +103,34 @@ class MlaMixer(TokenMixer):
             (MLA_ABSORBED_VALUES.name, kernels.chosen(MLA_ABSORBED_VALUES, values)),
         )
         self.fused_decode = kernels.select(MLA_FUSED_DECODE, MlaFusedDecodeSpec(self.attention, separate))
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> list[Hashable]:
+        """See :meth:`TokenMixer.attention_compile_keys`."""
+        expanded = {
+            new: new > 1 and expanding_is_cheaper(new, shape.cached + new, self.shape)
+            for new in dict.fromkeys(shape.queries)
+        }
+        if any(expanded.values()):
+            found = attention_keys(self.fill_cache, shape, device) + attention_keys(self.prefill, shape, device)
+            for is_expanded, run in groupby(shape.queries, key=expanded.__getitem__):
+                if not is_expanded:
+                    queries = tuple(run)
+                    length = shape.cached + max(queries)
+                    found += self._absorb_keys(replace(shape, queries=queries, max_seq_len=length), device)
+            return found
+        if self.fused_decode is not None and self.fused_decode.takes_shape(shape, device):
+            return attention_keys(self.fused_decode, shape, device)
+        if self.absorbed_queries is not None and shape.num_tokens <= self.absorbed_queries.max_tokens:
+            return attention_keys(self.absorbed_queries, shape, device) + self._attend_keys(shape, device)
+        return attention_keys(self.fill_cache, shape, device) + self._absorb_keys(shape, device)
+
+    def _absorb_keys(self, shape: BatchShape, device: torch.device) -> list[Hashable]:
+        return attention_keys(self.into_latents, shape, device) + self._attend_keys(shape, device)
+
+    def _attend_keys(self, shape: BatchShape, device: torch.device) -> list[Hashable]:
+        if self.absorbed_values is not None and self.absorbed_values.takes_shape(shape, device):
+            return attention_keys(self.absorbed_values, shape, device)
+        return attention_keys(self.kernel, shape, device) + attention_keys(self.out_of_latents, shape, device)
 
     def plan_key(self) -> Hashable:
         """One for layers of one shape."""

@@ -15,13 +15,14 @@ from typing import cast
 
 import torch
 
-from atom_core.batch import Batch
+from atom_core.batch import Batch, BatchShape
 from atom_core.cache import CacheOrder, KVCacheView
 from atom_core.kernels.attention import (
     TRITON_ATTENTION,
     PagedAttentionKernel,
     PagedAttentionSpec,
 )
+from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.select import Target
 from atom_core.types import GraphSupport
 
@@ -155,6 +156,10 @@ class DispatchByPromptLength:
         assert long.plan_key() is None, "a plan is made before the kernel is chosen"
         self.kernel, self.long = kernel, long
         self.graph_support: GraphSupport = kernel.graph_support
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> list[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        return attention_keys(self.long if shape.max_query_len >= LONG_PROMPT else self.kernel, shape, device)
 
     def plan_key(self) -> Hashable | None:
         """See :class:`atom_core.kernels.attention.PagedAttentionKernel`."""

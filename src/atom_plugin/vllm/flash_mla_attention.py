@@ -8,10 +8,13 @@ captured graph does not know the lengths that it will replay.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 
-from atom_core.batch import Batch, capturing
+from atom_core.batch import Batch, BatchShape, capturing
 from atom_core.cache import LatentCacheView
+from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.mla_attention import (
     MlaAttentionKernel,
     MlaAttentionSpec,
@@ -65,10 +68,16 @@ class DispatchByRows:
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
-        queries = batch.max_query_len
-        rows, requests = self.spec.latent.num_heads * queries, batch.seq_lens.shape[0]
+        self._chosen(batch.max_query_len, batch.seq_lens.shape[0])(q, cache, batch, out)
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> list[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        return attention_keys(self._chosen(shape.max_query_len, shape.num_requests), shape, device)
+
+    def _chosen(self, queries: int, requests: int) -> MlaAttentionKernel:
+        rows = self.spec.latent.num_heads * queries
         many = queries <= MAX_QUERY_LEN and rows >= MIN_ROWS and requests >= MIN_REQUESTS
-        (self.many if many else self.kernel)(q, cache, batch, out)
+        return self.many if many else self.kernel
 
 
 class FlashMlaAttention3:

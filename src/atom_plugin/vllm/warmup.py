@@ -17,11 +17,11 @@ from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 from vllm.utils.math_utils import cdiv
 from vllm.v1.worker.block_table import get_block_table_width
 
-from atom_core.batch import Batch
+from atom_core.batch import Batch, BatchShape
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.draft import DraftModel
 from atom_core.runtime import Runtime
-from atom_core.warmup import BatchShape, batches_to_serve, run_batch
+from atom_core.warmup import batches_to_serve, run_batch
 from atom_plugin.vllm.attention import VllmPagedAttention
 
 if TYPE_CHECKING:
@@ -40,9 +40,8 @@ class ModelWarmUp(VllmJitKernel[BatchShape]):
     def get_warmup_keys(self) -> list[BatchShape]:
         """See vLLM."""
         scheduler = self.vllm_config.scheduler_config
-        return batches_to_serve(
-            scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.vllm_config.model_config.max_model_len
-        )
+        limits = scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.vllm_config.model_config.max_model_len
+        return batches_to_serve(self.model, self.runtime, *limits)
 
     def compile(self, compile_key: BatchShape) -> None:
         """See vLLM."""

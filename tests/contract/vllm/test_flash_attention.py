@@ -19,11 +19,12 @@ import pytest
 import torch
 import vllm
 
-from atom_core.batch import Batch, Pages
+from atom_core.batch import Batch, BatchShape, Pages
 from atom_core.cache import KVCacheView, LatentCacheView
 from atom_core.kernels import OPS
 from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3
 from atom_core.kernels.attention.reference import ReferenceAttention
+from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.mla_absorbed_values import MLA_ABSORBED_VALUES, MlaAbsorbedValuesSpec
 from atom_core.kernels.mla_attention import MLA_ATTENTION
 from atom_core.kernels.mla_attention.reference import ReferenceMlaAttention
@@ -229,6 +230,8 @@ def test_long_prompts_are_read_elsewhere(tokens: int, long: bool) -> None:
     kernel = DispatchByPromptLength(one, other)
     kernel(inputs.q, inputs.cache, inputs.batch, None, inputs.q.new_empty(inputs.q.shape))
     assert (one.called, other.called) == (not long, long)
+    keys = kernel.attention_compile_keys(BatchShape((1, tokens), 2 * tokens), inputs.q.device)
+    assert keys == attention_keys(other if long else one, BatchShape((tokens,), tokens), inputs.q.device)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +258,8 @@ def test_many_rows_that_meet_a_requests_latents_are_read_elsewhere(
     assert (kernel.padded_heads, kernel.graph_support) == (heads, "always")
     check_absorbed(case, kernel, latent_batch(case, torch.float32, torch.device("cpu")))
     assert (ours.called, other.called) == (not many, many)
+    shape, cpu = BatchShape((*(1,) * (requests - 1), queries), 9), torch.device("cpu")
+    assert kernel.attention_compile_keys(shape, cpu) == attention_keys(other if many else ours, shape, cpu)
 
 
 def test_it_can_run_where_vllm_says_so(monkeypatch: pytest.MonkeyPatch, binding: ModuleType) -> None:

@@ -10,7 +10,8 @@ from torch import nn
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 
-from atom_core.warmup import BatchShape
+from atom_core.batch import BatchShape
+from atom_core.kernels.select import KernelSet, Target
 from atom_plugin.vllm import warmup
 from atom_plugin.vllm.attention import VllmPagedAttention
 
@@ -25,14 +26,26 @@ CONFIG = SimpleNamespace(
 )
 
 
+#: Whose kernels state no compile keys.
+RUNTIME = SimpleNamespace(
+    device=torch.device("cuda"),
+    kernels=KernelSet(Target("cuda", "sm90"), ()),
+    data_parallel=SimpleNamespace(world_size=1),
+)
+MIXER = SimpleNamespace(
+    cache_spec=None, heads=(1, 16), query_dim=16, scale=1.0, attention_compile_keys=lambda shape, device: ()
+)
+
+
 class OneLayer(nn.Module):
     """What of a model is looked at here: its attention layers."""
 
-    def __init__(self, cache):
+    def __init__(self, cache=None):
         super().__init__()
         self.layer = VllmPagedAttention.__new__(VllmPagedAttention)
         nn.Module.__init__(self.layer)
         self.layer.layer_name, self.layer.kv_cache = "model.layers.0.self_attn.attn", cache
+        self.layer.mixer = MIXER
 
 
 def registered(device, cache=None, config=CONFIG):
@@ -40,7 +53,7 @@ def registered(device, cache=None, config=CONFIG):
     registry = JitWarmupRegistry(config)
     with registry.activate():
         model = OneLayer(torch.ones(1) if cache is None else cache)
-        warmup.register_warm_up(model, SimpleNamespace(device=torch.device(device)), config)
+        warmup.register_warm_up(model, SimpleNamespace(**{**vars(RUNTIME), "device": torch.device(device)}), config)
     return registry
 
 
@@ -64,7 +77,7 @@ def test_vllm_runs_every_batch_with_its_metadata_where_layers_look_for_it(cache,
     monkeypatch.setattr(warmup, "run_batch", run_batch)
     monkeypatch.setattr("vllm.distributed.is_global_first_rank", lambda: False)
     registered("cuda", cache).warmup()
-    batches = warmup.batches_to_serve(8, 64, 200)
+    batches = warmup.batches_to_serve(OneLayer(), RUNTIME, 8, 64, 200)
     assert [shape for shape, _, _ in seen] == batches
     assert BatchShape((1,) * 8, 200) in batches
     expected = {"model.layers.0.self_attn.attn": batch} if known else None
@@ -87,9 +100,9 @@ def test_data_parallel_ranks_that_share_experts_know_what_each_other_brings(monk
         **{**vars(CONFIG.parallel_config), "data_parallel_size": 2, "data_parallel_rank": 1}, is_moe_model=True
     )
     registered("cuda", config=SimpleNamespace(**{**vars(CONFIG), "parallel_config": parallel})).warmup()
-    assert [shape for shape, _ in seen] == warmup.batches_to_serve(8, 64, 200)
+    assert [shape for shape, _ in seen] == warmup.batches_to_serve(OneLayer(), RUNTIME, 8, 64, 200)
     assert all(counts == [sum(shape.queries)] * 2 for shape, counts in seen)
 
 
 def test_a_model_built_outside_of_a_runner_is_announced_to_nobody():
-    warmup.register_warm_up(OneLayer(torch.ones(1)), SimpleNamespace(device=torch.device("cuda")), CONFIG)
+    warmup.register_warm_up(OneLayer(torch.ones(1)), RUNTIME, CONFIG)

@@ -7,10 +7,11 @@ on the host, and :mod:`.aiter_persistent` fills its metadata on the device, so a
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable, Iterator
 
 import torch
 
-from atom_core.batch import Batch, capturing
+from atom_core.batch import Batch, BatchShape, capturing
 from atom_core.cache import SHUFFLED, CacheOrder, KVCacheView
 from atom_core.kernels.aiter_library import aiter_function, require
 from atom_core.kernels.attention import PagedAttentionSpec
@@ -49,6 +50,12 @@ class AiterAttention:
         self._persistent: PersistentDecode | None = None
         if order == SHUFFLED and spec.cache_dtype.itemsize == 1:
             self._persistent = PersistentDecode(spec.num_heads)
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`; aiter's Triton kernels choose by these."""
+        yield "queries", (shape.max_query_len - 1).bit_length()
+        long = shape.max_seq_len > _PARTITION
+        yield "requests", shape.max_query_len == 1, (shape.num_requests - 1).bit_length(), long
 
     def plan_key(self) -> None:
         """No plan."""

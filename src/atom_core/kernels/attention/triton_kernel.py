@@ -14,15 +14,16 @@ how many have keys. Each stores its partial result, and the last one to finish m
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from atom_core.batch import Batch
+from atom_core.batch import Batch, BatchShape
 from atom_core.cache import CacheOrder, KVCacheView
-from atom_core.kernels.attention.splits import SplitBuffers, Splits
+from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_splits
 from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
 from atom_core.types import GraphSupport
 
@@ -334,6 +335,13 @@ class TritonAttention:
             return keys
         return 2 * keys if split else keys if few_queries else max(16, keys // 2)
 
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        block_m = self._rows(shape.max_query_len, max(16, triton.next_power_of_2(self.spec.head_dim)))
+        blocks = shape.num_tokens // max(1, block_m // self.group) + shape.num_requests
+        few_queries = block_m == self.decode_rows
+        yield block_m, few_queries and count_splits(blocks * self.spec.num_kv_heads, shape.max_seq_len, device) > 1
+
     def plan_key(self) -> None:
         """No plan."""
         return
@@ -353,11 +361,10 @@ class TritonAttention:
         """Write the attention of every request's queries to ``out``."""
         spec = self.spec
         assert q.stride(-1) == cache.key.stride(-1) == cache.value.stride(-1) == out.stride(-1) == 1
-        num_requests = batch.seq_lens.shape[0]
+        num_requests, num_tokens = batch.seq_lens.shape[0], q.shape[0]
         d_padded = max(16, triton.next_power_of_2(spec.head_dim))
         block_m = self._rows(batch.max_query_len, d_padded)
         block_q = max(1, block_m // self.group)
-        num_tokens = q.shape[0]
         blocks = num_tokens // block_q + num_requests
         programs = blocks * spec.num_kv_heads
         few_queries = block_m == self.decode_rows

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from atom_core.batch import Batch
+from atom_core.batch import Batch, BatchShape
 from atom_core.cache import KVCacheView
 from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3, PagedAttentionSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
@@ -37,7 +37,7 @@ class DecodeAttentionSpec:
 class DecodeAttentionKernel(Protocol):
     """The call, for batches for which :meth:`takes` is true."""
 
-    def takes(self, batch: Batch) -> bool:
+    def takes(self, batch: Batch | BatchShape) -> bool:
         """Whether it can run this batch and, during a capture, every batch that the graph can replay."""
 
     def __call__(

@@ -19,15 +19,16 @@ how many have keys. Each stores its partial result, and the last one to finish m
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from atom_core.batch import Batch
+from atom_core.batch import Batch, BatchShape
 from atom_core.cache import KVCacheView
-from atom_core.kernels.attention.splits import SplitBuffers
+from atom_core.kernels.attention.splits import SplitBuffers, count_splits
 from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, merged_splits, scaled, wait_for_stores
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.eviction import EVICT_LAST
@@ -698,9 +699,14 @@ class TritonDecodeAttention:
         self.rows: int = max(16, triton.next_power_of_2(self.group))  # tl.dot wants at least 16
         self.split_buffers = SplitBuffers()
 
-    def takes(self, batch: Batch) -> bool:
+    def takes(self, batch: Batch | BatchShape) -> bool:
         """Whether requests have one new token. A graph's ``max_query_len`` bounds every batch that it can replay."""
         return batch.max_query_len == 1
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        programs = shape.num_requests * self.spec.attention.num_kv_heads
+        yield self.tile(programs), count_splits(programs, shape.max_seq_len, device) > 1
 
     def tile(self, programs: int) -> Tile:
         """The tile for a number of programs. On AMD two tiles of keys and values fit in gfx942's 64 KiB of LDS.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from atom_core.kernels.aiter_library import aiter_enum, aiter_function, require
+from atom_core.kernels.aiter_library import LooksUpTokens, aiter_enum, aiter_function, require
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.fp8_linear.aiter_kernel import shuffle_in_place, unshuffle_in_place
 
 
-class AiterExperts:
+class AiterExperts(LooksUpTokens):
     """See :class:`atom_core.kernels.experts.ExpertsKernel`; the layer's weights are preshuffled in place."""
 
     def __init__(self, spec: ExpertsSpec) -> None:

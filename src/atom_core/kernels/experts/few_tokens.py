@@ -7,6 +7,7 @@ routed tokens of the same expert exit. On Hopper the second product is :mod:`.fe
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE, column_at, row_at
-from atom_core.kernels.experts.grouped import LocalExperts, combine, finish_block
+from atom_core.kernels.experts.grouped import LocalExperts, combine, combine_key, finish_block
 from atom_core.kernels.linear.helpers import finish, row_sums, row_total, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertWeights
 
 if why_no_gluon() is None:
-    from atom_core.kernels.experts.few_tokens_hopper import down_of_few, takes_down_of_few
+    from atom_core.kernels.experts.few_tokens_hopper import down_of_few, down_of_few_key, takes_down_of_few
 
 #: Largest number of tokens that are not sorted: a matrix product with 16 columns costs as much as with 8.
 MAX_TOKENS = 16
@@ -316,6 +317,14 @@ def one_token(
         **launch_options(overlap),
     )
     return y
+
+
+def few_tokens_keys(tokens: int, local_experts: LocalExperts, wide: bool, hopper: bool) -> Iterator[Hashable]:
+    """What :func:`few_tokens` is compiled for; see :mod:`atom_core.kernels.compile_keys`."""
+    yield _tile(tokens, True, wide, hopper), _tile(tokens, False, wide, hopper)
+    if hopper:
+        yield down_of_few_key(tokens * local_experts.top_k)
+    yield combine_key(tokens)
 
 
 def few_tokens(

@@ -210,6 +210,11 @@ def takes_down_of_few(x: torch.Tensor, weight: torch.Tensor, num_routed_tokens: 
     )
 
 
+def down_of_few_key(num_routed_tokens: int) -> int | None:
+    """What :func:`down_of_few` is compiled for; None: it does not take so many routed tokens."""
+    return max(32, triton.next_power_of_2(num_routed_tokens)) if num_routed_tokens <= MAX_ROUTED_TOKENS else None
+
+
 def down_of_few(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -255,7 +260,7 @@ def down_of_few(
         TOP_K=local_experts.top_k,
         PLACES=triton.next_power_of_2(local_experts.top_k),
         TOKENS=tokens,
-        ROUTED_TOKENS=max(32, triton.next_power_of_2(experts.numel())),
+        ROUTED_TOKENS=down_of_few_key(experts.numel()),
         BLOCK_N=_ROWS,
         COLUMNS=columns,
         STAGES=stages,

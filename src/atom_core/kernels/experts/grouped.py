@@ -11,6 +11,7 @@ H100 this makes a step of DeepSeek V2-Lite 0.8% faster with 128 and 192 requests
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.compile_keys import specialized
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE, column_at, row_at
 from atom_core.kernels.gated_activation.triton_kernel import gated
@@ -300,14 +302,18 @@ class Blocks:
     """int32 ``[blocks]``: the expert of each block; -1: none."""
 
 
+def num_blocks_of(num_routed_tokens: int, local_experts: LocalExperts, rows: int) -> int:
+    """The most blocks that there can be: each expert may leave one partly filled."""
+    return min(num_routed_tokens, local_experts.count) + num_routed_tokens // rows
+
+
 def sort_by_expert(experts: torch.Tensor, local_experts: LocalExperts, rows: int, overlap: bool = False) -> Blocks:
     """Sort the routed tokens of ``experts [T, k]`` into blocks of ``rows``, each of one expert.
 
     ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
     num_routed_tokens, device = experts.numel(), experts.device
-    # Each expert may leave one block partly filled.
-    num_blocks = min(num_routed_tokens, local_experts.count) + num_routed_tokens // rows
+    num_blocks = num_blocks_of(num_routed_tokens, local_experts, rows)
     both = torch.empty(num_blocks * (rows + 1), dtype=torch.int32, device=device)
     slots, block_experts = both[: num_blocks * rows], both[num_blocks * rows :]
     constants = {"FIRST": local_experts.first, "COUNT": local_experts.count}
@@ -322,8 +328,7 @@ def sort_by_expert(experts: torch.Tensor, local_experts: LocalExperts, rows: int
             ROUTED_TOKENS=triton.next_power_of_2(num_routed_tokens),
             BLOCK_M=rows,
             OVERLAP=overlap,
-            # On an H200 eight warps make a step of DeepSeek V2-Lite with 256 tokens 0.1 to 0.2% faster.
-            num_warps=4 if num_routed_tokens <= 1024 else 8,
+            num_warps=_sorting_warps(num_routed_tokens),
             **constants,
             **launch_options(overlap),
         )
@@ -349,6 +354,35 @@ def sort_by_expert(experts: torch.Tensor, local_experts: LocalExperts, rows: int
     return Blocks(rows, slots, block_experts)
 
 
+def _sorting_warps(num_routed_tokens: int) -> int:
+    """On an H200 eight warps make a step of DeepSeek V2-Lite with 256 tokens 0.1 to 0.2% faster."""
+    return 4 if num_routed_tokens <= 1024 else 8
+
+
+def _combined_columns(tokens: int) -> int:
+    """The most columns of a program. Fewer tokens need more programs each."""
+    return 256 if tokens <= 16 else 512 if tokens <= 64 else 1024
+
+
+def grouped_keys(tokens: int, local_experts: LocalExperts, rows: int) -> Iterator[Hashable]:
+    """What products of blocks of ``rows``, and what sorts and combines them, are compiled for.
+
+    See :mod:`atom_core.kernels.compile_keys`.
+    """
+    routed = tokens * local_experts.top_k
+    if routed <= _MAX_ONE_LAUNCH:
+        yield "sort", triton.next_power_of_2(routed), rows, _sorting_warps(routed), specialized(routed)
+    else:
+        yield "count", rows
+    yield "multiply", rows
+    yield combine_key(tokens)
+
+
+def combine_key(tokens: int) -> Hashable:
+    """What :func:`combine` is compiled for."""
+    return "combine", _combined_columns(tokens)
+
+
 def combine(
     outputs: torch.Tensor,
     experts: torch.Tensor,
@@ -363,8 +397,7 @@ def combine(
     """
     tokens, hidden = len(experts), outputs.shape[1]
     y = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device) if residual is None else residual
-    # Fewer tokens need more programs each.
-    block = min(256 if tokens <= 16 else 512 if tokens <= 64 else 1024, triton.next_power_of_2(hidden))
+    block = min(_combined_columns(tokens), triton.next_power_of_2(hidden))
     _combine[(tokens, triton.cdiv(hidden, block))](
         outputs,
         experts,
@@ -394,6 +427,16 @@ def block_rows(tokens: int, local_experts: LocalExperts, headroom: float = 1.0) 
     return int(min(128, max(16, triton.next_power_of_2(math.ceil(average * headroom)))))
 
 
+def rows_of_blocks(tokens: int, local_experts: LocalExperts, shared: bool) -> int:
+    """Rows of a block of :func:`many_tokens`; ``shared``: whether Hopper's kernels multiply shared experts.
+
+    Every block of a shared expert reads its weights, so larger blocks limit that to two reads where they can. For the
+    other experts, a block that is half empty costs little.
+    """
+    rows = block_rows(tokens, local_experts, HEADROOM)
+    return max(rows, min(BLOCK_SIZES[-1], triton.next_power_of_2(triton.cdiv(tokens, 2)))) if shared else rows
+
+
 def many_tokens(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -407,11 +450,8 @@ def many_tokens(
     """As :func:`atom_core.kernels.experts.few_tokens.one_token`, for any number of tokens."""
     tokens, hidden = x.shape
     size = layer.down.shape[2]
-    rows = block_rows(tokens, local_experts, HEADROOM)
-    if local_experts.shared and on_hopper(x.device) and takes_routed_tokens(x, layer.gate_up):
-        # Every block of a shared expert reads its weights, so larger blocks limit that to two reads where they can. For
-        # the other experts, a block that is half empty costs little.
-        rows = max(rows, min(BLOCK_SIZES[-1], triton.next_power_of_2(triton.cdiv(tokens, 2))))
+    shared = local_experts.shared > 0 and on_hopper(x.device) and takes_routed_tokens(x, layer.gate_up)
+    rows = rows_of_blocks(tokens, local_experts, shared)
     blocks = sort_by_expert(experts, local_experts, rows, overlap)
     intermediate = torch.empty(len(blocks.slots), size, dtype=x.dtype, device=x.device)
     outputs = torch.empty(tokens * local_experts.top_k, hidden, dtype=x.dtype, device=x.device)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from typing import cast
 
 import torch
 
+from atom_core.batch import BatchShape
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.experts import ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.blocked_layout import fits_blocked_layout, from_blocked_layout, to_blocked_layout
-from atom_core.kernels.experts.few_tokens import MAX_TOKENS, few_tokens, one_token
-from atom_core.kernels.experts.grouped import LocalExperts, many_tokens
+from atom_core.kernels.experts.few_tokens import MAX_TOKENS, few_tokens, few_tokens_keys, one_token
+from atom_core.kernels.experts.grouped import LocalExperts, grouped_keys, many_tokens, rows_of_blocks
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.tiles import on_hopper
 from atom_core.kernels.linear.triton_kernel import Norm
@@ -31,6 +33,17 @@ class TritonExperts:
         self.spec, self.overlap = spec, overlap
         self.blocked = False
         self.local_experts = LocalExperts(spec.first, spec.count, spec.top_k, spec.total == spec.count, spec.shared)
+
+    def compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.CompileKeys`."""
+        tokens, spec, hopper = shape.num_expert_tokens, self.spec, on_hopper(device)
+        if tokens == 1:
+            yield "one"
+        elif tokens <= MAX_TOKENS:
+            yield from few_tokens_keys(tokens, self.local_experts, spec.dtype == torch.float32, hopper)
+        else:
+            shared = hopper and spec.shared > 0 and spec.dtype.itemsize == 2
+            yield from grouped_keys(tokens, self.local_experts, rows_of_blocks(tokens, self.local_experts, shared))
 
     def adopt(self, layer: ExpertWeights) -> bool:
         """On Hopper, bring weights of whole blocks into the blocked layout of :mod:`.blocked_layout`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from atom_core.kernels.aiter_library import aiter_function, require
+from atom_core.kernels.aiter_library import LooksUpTokens, aiter_function, require
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear.aiter_kernel import ShuffledWeight, of_product
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atom_core.kernels.fp8_block_linear import Fp8BlockLinearSpec
 
 
-class AiterFp8BlockLinear:
+class AiterFp8BlockLinear(LooksUpTokens):
     """See :class:`atom_core.kernels.fp8_block_linear.Fp8BlockLinearKernel`.
 
     It is also a :class:`atom_core.kernels.fp8_inputs.QuantizedInputKernel`.

@@ -65,6 +65,11 @@ def _few_rows(
     finish(tl.trans(total), None, None, bias, residual, y, row, given, M, N, BLOCK_M, BLOCK_N, ACTIVATION)
 
 
+def input_rows(num_rows: int) -> int:
+    """Rows of the input that one program takes, of ``num_rows``."""
+    return int(max(16, triton.next_power_of_2(num_rows)))
+
+
 def multiply_few_rows(
     x: torch.Tensor,
     input_scales: torch.Tensor,
@@ -99,7 +104,7 @@ def multiply_few_rows(
     assert residual is None or residual.is_contiguous()
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(num_rows, outputs, dtype=dtype) if residual is None else residual
-    block_rows = max(16, triton.next_power_of_2(num_rows))
+    block_rows = input_rows(num_rows)
     if on_hopper(x.device) and in_features % BLOCK_SIZE == 0:
         return _multiply_on_hopper(x, input_scales, weight, scales, bias, residual, y, block_rows, activation, overlap)
     block = 64 if nvidia else 32

@@ -59,6 +59,15 @@ def _many_rows(
     tl.store(y + row[:, None] * N + out[None, :], total.to(y.dtype.element_ty), mask=used[:, None] & wanted[None, :])
 
 
+def tile_for(num_rows: int, even: bool, nvidia: bool) -> tuple[int, int]:
+    """Rows of the input and of the weight that a program takes; ``even``: whether inputs are whole blocks.
+
+    Fewer rows have smaller tiles, so that there are programs for the whole GPU.
+    """
+    block_rows = 64 if num_rows <= 128 or not (nvidia or even) else 128  # 128 with masks spill registers on AMD
+    return block_rows, 64 if num_rows <= 512 or not nvidia else 128
+
+
 def multiply_many_rows(
     x: torch.Tensor,
     input_scales: torch.Tensor,
@@ -74,10 +83,8 @@ def multiply_many_rows(
     assert x.dtype == weight.dtype
     assert all(it.is_contiguous() for it in (x, input_scales, weight, scales))
     y = x.new_empty(num_rows, out_features, dtype=dtype)
-    # Fewer rows have smaller tiles, so that there are programs for the whole GPU.
     even = in_features % BLOCK_SIZE == 0
-    block_rows = 64 if num_rows <= 128 or not (nvidia or even) else 128  # 128 with masks spill registers on AMD
-    block = 64 if num_rows <= 512 or not nvidia else 128
+    block_rows, block = tile_for(num_rows, even, nvidia)
     _many_rows[(triton.cdiv(num_rows, block_rows) * triton.cdiv(out_features, block),)](
         x,
         input_scales,

@@ -76,6 +76,11 @@ def _quantize_groups(
     )
 
 
+def cleared_by_row(num_cleared: int, rows: int) -> int:
+    """Zeros that the programs of one row write, a power of two."""
+    return int(triton.next_power_of_2(max(1, triton.cdiv(num_cleared, rows))))
+
+
 def quantize_groups(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -134,7 +139,7 @@ def quantize_groups(
             SMALLEST=SMALLEST,
             OVERLAP=overlap,
             LATE=late,
-            CLEARED=triton.next_power_of_2(max(1, triton.cdiv(num_cleared, rows))),
+            CLEARED=cleared_by_row(num_cleared, rows),
             num_warps=min(16, max(1, group * padded // 512)),
             **of.arguments(),
             **launch_options(overlap),

@@ -8,12 +8,16 @@ activation may have quantised those already.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+
 import torch
 
+from atom_core.batch import BatchShape
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.fp8_block_linear import cublas
-from atom_core.kernels.fp8_block_linear.few_rows import multiply_few_rows
+from atom_core.kernels.fp8_block_linear.few_rows import input_rows, multiply_few_rows
 from atom_core.kernels.fp8_block_linear.many_rows import multiply_many_rows
+from atom_core.kernels.fp8_block_linear.many_rows import tile_for as tile_for_many
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear.one_row import multiply_row, tile_for, why_not_one_row
@@ -43,6 +47,16 @@ class TritonFp8BlockLinear:
         self.fnuz = dtype_of(target) == FNUZ
         # For e4m3fnuz the scales need a factor of four, which other kernels do not apply.
         self.form = None if self.fnuz or dtype is None else InputForm(E4M3, group=BLOCK_SIZE)
+
+    def compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.CompileKeys`."""
+        num_rows = shape.num_tokens
+        if num_rows <= MAX_ROWS:
+            yield num_rows == 1, input_rows(num_rows)
+        else:
+            # Whole multiples may come quantised by a norm or an activation in front.
+            yield num_rows % cublas.TOGETHER == 0
+            yield tile_for_many(num_rows, True, self.nvidia)
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
         """Clear minus zeros, which are NaN in e4m3fnuz."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from atom_core.kernels.aiter_library import aiter_enum, aiter_function, require
+from atom_core.kernels.aiter_library import LooksUpTokens, aiter_enum, aiter_function, require
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.experts.aiter_kernel import as_shuffled, expert_mask
 from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
@@ -15,7 +15,7 @@ from atom_core.kernels.fp8_linear.aiter_kernel import ShuffledWeight
 from atom_core.kernels.select import Target
 
 
-class AiterFp8Experts:
+class AiterFp8Experts(LooksUpTokens):
     """See :class:`atom_core.kernels.fp8_experts.Fp8ExpertsKernel`."""
 
     def __init__(self, spec: Fp8ExpertsSpec, target: Target) -> None:

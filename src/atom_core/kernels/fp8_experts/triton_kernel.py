@@ -6,14 +6,25 @@ the gate/up kernel also writes FP8 (:mod:`.hopper`).
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from typing import Any, cast
 
 import torch
 
+from atom_core.batch import BatchShape
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.experts.few_tokens import MAX_TOKENS
-from atom_core.kernels.experts.grouped import HEADROOM, LocalExperts, block_rows, combine, sort_by_expert
-from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
+from atom_core.kernels.experts.grouped import (
+    HEADROOM,
+    LocalExperts,
+    block_rows,
+    combine,
+    combine_key,
+    grouped_keys,
+    num_blocks_of,
+    sort_by_expert,
+)
+from atom_core.kernels.fp8_block_linear.quantize import cleared_by_row, quantize_groups
 from atom_core.kernels.fp8_experts import Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.fp8_experts.few_tokens import few_tokens, one_token, takes_one_token
 from atom_core.kernels.fp8_experts.many_tokens import multiply_blocks
@@ -26,7 +37,7 @@ from atom_core.quant.fp8 import BLOCK_SIZE
 from atom_core.types import Activation
 
 if why_no_gluon() is None:
-    from atom_core.kernels.fp8_experts.hopper import empty_fp8_out, multiply_few_routed_tokens, takes
+    from atom_core.kernels.fp8_experts.hopper import COLUMNS, empty_fp8_out, multiply_few_routed_tokens, takes
 
 
 class TritonFp8Experts:
@@ -44,6 +55,20 @@ class TritonFp8Experts:
         self.local_experts = LocalExperts(spec.first, spec.count, spec.top_k, whole=spec.total == spec.count)
         self.block = BLOCK_SIZE if spec.block else 0
         self.max_normed = int(takes_one_token(spec.hidden_size, spec.intermediate_size, spec.dtype))
+
+    def compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.CompileKeys`."""
+        tokens, spec = shape.num_expert_tokens, self.spec
+        if tokens <= MAX_TOKENS:
+            yield tokens == 1
+            yield combine_key(tokens)
+            return
+        whole = spec.hidden_size % 128 == spec.intermediate_size % 128 == 0
+        rows = rows_of_blocks(tokens, self.local_experts, self.block, self.nvidia, whole)
+        yield from grouped_keys(tokens, self.local_experts, rows)
+        if on_hopper(device):
+            groups = num_blocks_of(tokens * spec.top_k, self.local_experts, rows) * (spec.intermediate_size // COLUMNS)
+            yield rows, cleared_by_row(groups, tokens)
 
     def adopt(self, layer: Fp8ExpertWeights) -> None:
         """Clear minus zeros, which are NaN in e4m3fnuz."""
@@ -209,6 +234,13 @@ def _launch(
         overlap=overlap,
         residual=residual,
     )
+
+
+def rows_of_blocks(tokens: int, local_experts: LocalExperts, block: int, nvidia: bool, whole: bool) -> int:
+    """Rows of a block of :func:`many_tokens`; ``whole``: whether both sizes of an expert are multiples of 128."""
+    rows = block_rows(tokens, local_experts, HEADROOM if nvidia and block else 1.0)
+    # Sums of a group and of all of them have to have room; on AMD more rows spill that need masks.
+    return min(64, rows) if (block if nvidia else not whole) else rows
 
 
 def many_tokens(

@@ -104,7 +104,7 @@ def _triton_supports(spec: Fp8LinearSpec, target: Target) -> str | None:
 def _build_triton(spec: Fp8LinearSpec, target: Target) -> Fp8LinearKernel:
     from atom_core.kernels.fp8_linear.triton_kernel import TritonFp8Linear  # needs triton, which a CPU may lack
 
-    return TritonFp8Linear(target, overlaps(target), spec.dtype if spec.input_scale == "dynamic" else None)
+    return TritonFp8Linear(target, overlaps(target), spec.dtype if spec.input_scale == "dynamic" else None, spec)
 
 
 FP8_LINEAR: Op[Fp8LinearSpec, Fp8LinearKernel] = Op(

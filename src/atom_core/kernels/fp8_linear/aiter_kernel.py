@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from atom_core.kernels.aiter_library import FP8, aiter_function, require
+from atom_core.kernels.aiter_library import FP8, LooksUpTokens, aiter_function, require
 from atom_core.kernels.cache_dtypes import as_bytes
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
@@ -76,7 +76,7 @@ def _moved(weight: torch.Tensor) -> torch.Tensor:
     return moved
 
 
-class AiterFp8Linear:
+class AiterFp8Linear(LooksUpTokens):
     """See :class:`atom_core.kernels.fp8_linear.Fp8LinearKernel`.
 
     Where each token has its own scale, it is also a :class:`atom_core.kernels.fp8_inputs.QuantizedInputKernel`.

@@ -7,18 +7,25 @@ norm or activation may have quantised those already.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING
+
 import torch
 
+from atom_core.batch import BatchShape
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear.one_row import multiply_row, tile_for
 from atom_core.kernels.fp8_linear.quantize import Made, quantize
 from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtype_of, multiply
-from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile
+from atom_core.kernels.linear.tiles import MAX_ROWS, chosen_tile, tile_key
 from atom_core.kernels.linear.triton_kernel import Norm, product
 from atom_core.kernels.select import Target
 from atom_core.types import Activation
+
+if TYPE_CHECKING:
+    from atom_core.kernels.fp8_linear import Fp8LinearSpec
 
 
 class TritonFp8Linear:
@@ -28,15 +35,30 @@ class TritonFp8Linear:
         target: the device.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         dtype: of results of quantised inputs; None: inputs are never quantised.
+        spec: the product, for :meth:`compile_keys`.
     """
 
     max_rows = MAX_ROWS
 
-    def __init__(self, target: Target, overlap: bool, dtype: torch.dtype | None = None) -> None:
-        self.nvidia, self.overlap, self.dtype = target.kind == "cuda", overlap, dtype
+    def __init__(
+        self, target: Target, overlap: bool, dtype: torch.dtype | None = None, spec: Fp8LinearSpec | None = None
+    ) -> None:
+        self.nvidia, self.overlap, self.dtype, self.spec = target.kind == "cuda", overlap, dtype, spec
         self.fnuz = dtype_of(target) == FNUZ
         # For e4m3fnuz the scales need a factor of four, which other kernels do not apply.
         self.form = None if self.fnuz or dtype is None else InputForm(E4M3, group=None)
+
+    def compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.CompileKeys`."""
+        spec, num_rows = self.spec, shape.num_tokens
+        assert spec is not None
+        if num_rows > MAX_ROWS:
+            yield "torch"
+        elif num_rows == 1 and self.nvidia:
+            yield "row"
+        else:
+            dtype = FNUZ if self.fnuz else E4M3
+            yield tile_key(num_rows, spec.out_features, spec.in_features, dtype, self.nvidia, device)
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
         """Clear minus zeros, which are NaN in e4m3fnuz."""

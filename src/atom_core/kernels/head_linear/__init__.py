@@ -10,7 +10,6 @@ MLA absorbs the two halves of its up-projection into queries and outputs by it; 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -42,9 +41,9 @@ def _triton_supports(spec: HeadLinearSpec, target: Target) -> str | None:
 
 
 def _build_triton(spec: HeadLinearSpec, target: Target) -> HeadLinearKernel:
-    from atom_core.kernels.head_linear.triton_kernel import head_linear as launch  # needs triton, which a CPU may lack
+    from atom_core.kernels.head_linear.triton_kernel import TritonHeadLinear  # needs triton, which a CPU may lack
 
-    return partial(launch, overlap=overlaps(target))
+    return TritonHeadLinear(spec, overlaps(target))
 
 
 HEAD_LINEAR: Op[HeadLinearSpec, HeadLinearKernel] = Op(

@@ -6,12 +6,19 @@ the weights once. The programs of the first outputs copy the rest of ``x``.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
+from atom_core.batch import BatchShape
 from atom_core.kernels.eviction import eviction_policy
 from atom_core.kernels.triton_support import launch_options
+
+if TYPE_CHECKING:
+    from atom_core.kernels.head_linear import HeadLinearSpec
 
 #: Tokens and outputs of a tile, for few tokens and for many.
 _FEW, _MANY, _FEW_OUTPUTS, _MANY_OUTPUTS = 16, 64, 32, 64
@@ -101,6 +108,22 @@ def _head_linear(
                 mask=used,
                 eviction_policy=POLICY,
             )
+
+
+class TritonHeadLinear:
+    """See :mod:`atom_core.kernels.head_linear`; ``overlap``: see :func:`triton_support.overlaps`."""
+
+    def __init__(self, spec: HeadLinearSpec, overlap: bool) -> None:
+        self.spec, self.overlap = spec, overlap
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        spec = self.spec
+        yield _tile(shape.num_tokens, spec.num_heads, spec.in_features, spec.dtype.itemsize, self.overlap)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """Launch it."""
+        head_linear(x, weight, out, overlap=self.overlap)
 
 
 def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, overlap: bool = False) -> None:

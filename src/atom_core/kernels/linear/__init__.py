@@ -102,7 +102,7 @@ def _triton_supports(spec: LinearSpec, target: Target) -> str | None:
 def _build_triton(spec: LinearSpec, target: Target) -> LinearKernel:
     from atom_core.kernels.linear.triton_kernel import TritonLinear  # needs triton, which a CPU may lack
 
-    return TritonLinear(nvidia=target.kind == "cuda", overlap=overlaps(target), float32_result=spec.float32_result)
+    return TritonLinear(target.kind == "cuda", overlaps(target), spec.float32_result, spec)
 
 
 LINEAR: Op[LinearSpec, LinearKernel] = Op(

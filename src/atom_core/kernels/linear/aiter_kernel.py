@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from atom_core.kernels.aiter_library import aiter_function, require
+from atom_core.kernels.aiter_library import LooksUpTokens, aiter_function, require
 from atom_core.kernels.custom_op import custom_op
 
 
-class AiterLinear:
+class AiterLinear(LooksUpTokens):
     """See :class:`atom_core.kernels.linear.LinearKernel`."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class AiterLinear:
         return y
 
 
-class AiterFloat32Linear:
+class AiterFloat32Linear(LooksUpTokens):
     """The same with a result in float32: few rows by our Triton kernels, more by hipBLASLt.
 
     ``gemm_a16w16`` takes a dtype for the result, but some of its kernels round to the input's dtype first.

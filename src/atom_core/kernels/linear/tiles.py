@@ -61,6 +61,13 @@ class Tile:
     split: int = 1
     """Splits of each row that a program on Hopper multiplies side by side, because ``wgmma`` takes 64 rows."""
 
+    def input_rows(self, num_rows: int) -> int:
+        """Rows of the input that one program takes, of ``num_rows``."""
+        padded = 1 << (num_rows - 1).bit_length()
+        if self.kernel == "hopper":
+            return self.tokens or max(8, padded)
+        return max(16, padded) if self.kernel == "rows" else 1
+
     @property
     def norms(self) -> bool:
         """Whether the kernel can apply an RMS norm to its input."""
@@ -221,6 +228,20 @@ def chosen_tile(x: torch.Tensor, weight: torch.Tensor, nvidia: bool) -> Tile | N
     if of_a_search and (shape := tuned.Shape(num_rows, out_features, in_features, dtype)) in of_a_search:
         return of_a_search[shape]
     return _chosen_tile(_device_name(x.device), num_rows, out_features, in_features, dtype, nvidia, hopper)
+
+
+def tile_key(
+    num_rows: int, out_features: int, in_features: int, dtype: torch.dtype, nvidia: bool, device: torch.device
+) -> tuple[Tile, int] | None:
+    """What the product of :func:`chosen_tile`, of rows that are :func:`aligned`, is compiled for; None: it is torch's.
+
+    See :mod:`atom_core.kernels.compile_keys`.
+    """
+    if not 0 < num_rows <= MOST_ROWS:
+        return None
+    hopper, name = on_hopper(device) and in_features % 16 == 0, str(dtype).removeprefix("torch.")
+    tile = _chosen_tile(_device_name(device), num_rows, out_features, in_features, name, nvidia, hopper)
+    return None if tile is None else (tile, tile.input_rows(num_rows))
 
 
 @functools.lru_cache(maxsize=4096)

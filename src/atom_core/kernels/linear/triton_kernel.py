@@ -10,19 +10,25 @@ rows can apply an RMS norm, because the norm's factor may be applied to the sums
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 
+from atom_core.batch import BatchShape
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.few_rows import FETCHED, LINE, few_rows
 from atom_core.kernels.linear.one_row import one_row, one_row_ring
 from atom_core.kernels.linear.reference import linear as by_torch
-from atom_core.kernels.linear.tiles import MAX_ROWS, MOST_ROWS, Tile, chosen_tile, why_no_gluon
+from atom_core.kernels.linear.tiles import MAX_ROWS, MOST_ROWS, Tile, chosen_tile, tile_key, why_no_gluon
 from atom_core.kernels.triton_support import launch_options
 from atom_core.types import Activation
+
+if TYPE_CHECKING:
+    from atom_core.kernels.linear import LinearSpec
 
 _KERNELS = {"row": one_row, "ring": one_row_ring, "rows": few_rows}
 if why_no_gluon() is None:
@@ -87,10 +93,10 @@ def product(
     if tile.kernel == "ring":
         choices = {"STAGES": tile.stages}
     if tile.kernel == "rows":
-        choices = {"BLOCK_M": max(16, triton.next_power_of_2(num_rows)), "STAGES": tile.stages, "LINE": LINE}
+        choices = {"BLOCK_M": tile.input_rows(num_rows), "STAGES": tile.stages, "LINE": LINE}
         choices["FETCH"] = FETCHED if overlap and in_features * weight.itemsize >= FETCHED * LINE else 0
     if tile.kernel == "hopper":
-        taken = tile.tokens or max(8, triton.next_power_of_2(num_rows))
+        taken = tile.input_rows(num_rows)
         choices = {"BLOCK_M": taken, "LAG": LAG, "SPLIT_INPUT": tile.tokens > 0, "SPLIT": tile.split}
         input_blocks = triton.cdiv(num_rows, taken)
         choices["STAGES"] = min(tile.stages, in_features // (tile.split * tile.columns) + LAG)
@@ -129,10 +135,20 @@ class TritonLinear:
         nvidia: whether the device is NVIDIA's; others have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         float32_result: whether the result is in float32.
+        spec: the product, for :meth:`compile_keys`.
     """
 
-    def __init__(self, nvidia: bool, overlap: bool, float32_result: bool = False) -> None:
-        self.nvidia, self.overlap, self.float32_result = nvidia, overlap, float32_result
+    def __init__(
+        self, nvidia: bool, overlap: bool, float32_result: bool = False, spec: LinearSpec | None = None
+    ) -> None:
+        self.nvidia, self.overlap, self.float32_result, self.spec = nvidia, overlap, float32_result, spec
+
+    def compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.CompileKeys`; a norm or an activation has the same tiles."""
+        spec = self.spec
+        assert spec is not None
+        num_rows = shape.num_requests if spec.few_rows else shape.num_tokens
+        yield tile_key(num_rows, spec.out_features, spec.in_features, spec.dtype, self.nvidia, device)
 
     def adopt(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         """Weights stay as they are."""

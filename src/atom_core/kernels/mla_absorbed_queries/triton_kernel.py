@@ -7,6 +7,7 @@ last head write some tokens' latents to the cache, as in :mod:`atom_core.kernels
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.batch import BatchShape
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.eviction import eviction_policy
@@ -43,6 +45,10 @@ class Tile:
 
 #: For few and for more tokens, as in :mod:`atom_core.kernels.head_linear`.
 _FEW, _MANY = Tile(16, 32, 4, 1), Tile(64, 128, 8, 4)
+
+
+def _tile(num_tokens: int) -> Tile:
+    return _FEW if num_tokens <= _FEW_TOKENS else _MANY
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -164,6 +170,10 @@ class TritonMlaAbsorbedQueries:
         many = overlap and spec.dtype.itemsize == 2 and spec.nope_dim <= _AT_ONCE
         self.max_tokens = _MAX_TOKENS if many else _FEW_TOKENS
 
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        yield _tile(shape.num_tokens)
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -181,7 +191,7 @@ class TritonMlaAbsorbedQueries:
         assert weights.expand.stride(-1) == 1
         if not num_tokens:
             return
-        tile = _FEW if num_tokens <= _FEW_TOKENS else _MANY
+        tile = _tile(num_tokens)
         blocks = triton.cdiv(spec.rank, tile.columns)
         rows = triton.cdiv(tile.tokens, blocks * tile.extra)
         _mla_absorbed_queries[blocks, spec.num_heads + tile.extra, triton.cdiv(num_tokens, tile.tokens)](

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from atom_core.batch import Batch
+from atom_core.batch import Batch, BatchShape
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention import TRITON_AND_FLASH_ATTENTION_3
 from atom_core.kernels.mla_attention import MLA_ATTENTION
@@ -41,6 +41,9 @@ class MlaAbsorbedValuesKernel(Protocol):
 
     def takes(self, num_tokens: int, cache: LatentCacheView, batch: Batch) -> bool:
         """Whether it can run this batch and, during a capture, every batch that the graph can replay."""
+
+    def takes_shape(self, shape: BatchShape, device: torch.device) -> bool:
+        """The same of a batch in the warm-up, over pages whose rows are aligned."""
 
     def __call__(
         self,

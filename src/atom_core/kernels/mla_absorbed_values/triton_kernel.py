@@ -7,11 +7,13 @@ product with a head's weight, scaled by their softmax weights, and the rows of t
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+
 import torch
 import triton
 import triton.language as tl
 
-from atom_core.batch import Batch
+from atom_core.batch import Batch, BatchShape
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import MAX_SPLITS, Splits, empty_partials
 from atom_core.kernels.eviction import EVICT_LAST
@@ -126,10 +128,23 @@ class TritonMlaAbsorbedValues:
 
     def takes(self, num_tokens: int, cache: LatentCacheView, batch: Batch) -> bool:
         """See :class:`atom_core.kernels.mla_absorbed_values.MlaAbsorbedValuesKernel`."""
+        few = self._few(num_tokens, len(batch.seq_lens))
+        return few and self.decode.takes(cache, batch) and self.decode.max_splits(batch) > 1
+
+    def _few(self, num_tokens: int, num_requests: int) -> bool:
         heads = self.decode.spec.latent.num_heads
         max_tokens = 1 if heads >= _MANY_HEADS else min(_MAX_TOKENS, _MAX_ROWS // heads)
-        few = 0 < num_tokens <= max_tokens and len(batch.seq_lens) <= _MAX_TOKENS
-        return few and self.decode.takes(cache, batch) and self.decode.max_splits(batch) > 1
+        return 0 < num_tokens <= max_tokens and num_requests <= _MAX_TOKENS
+
+    def takes_shape(self, shape: BatchShape, device: torch.device) -> bool:
+        """See :class:`atom_core.kernels.mla_absorbed_values.MlaAbsorbedValuesKernel`."""
+        few = self._few(shape.num_tokens, shape.num_requests)
+        return few and self.decode.takes_shape(shape) and self.decode.max_splits_of(shape, device) > 1
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        yield from self.decode.attention_compile_keys(shape, device)
+        yield _tile(shape.num_tokens, self.decode.spec.latent.num_heads)
 
     def __call__(
         self,

@@ -9,14 +9,16 @@ so the cache may have any page size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 
 import torch
 
-from atom_core.batch import Batch, capturing
+from atom_core.batch import Batch, BatchShape, capturing
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.aiter_library import aiter_function, require
 from atom_core.kernels.aiter_work import Sizes, Work
+from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.mla_attention import MlaAttentionKernel
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
@@ -91,6 +93,11 @@ class AiterMlaAttention:
         )
         if padded_out is None:
             out.copy_(target[:, :heads])
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> list[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`, of what aiter does not take."""
+        others = tuple(new for new in shape.queries if new > self.max_query_len or new != shape.max_query_len)
+        return attention_keys(self.others, replace(shape, queries=others), device) if others else []
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor | None:
         """``x [T, H, width]`` with its padded heads, or None if its memory has none."""

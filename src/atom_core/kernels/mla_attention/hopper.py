@@ -9,6 +9,8 @@ program, which copies a tile of rows while it works on the one before.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -16,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.batch import Batch
+from atom_core.batch import Batch, BatchShape
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_splits
 from atom_core.kernels.attention.triton_kernel import LOG2_E
@@ -375,7 +377,25 @@ class LatentDecode:
         """Whether it can run this batch and, during a capture, every batch that the graph can replay."""
         rows = cache.rows
         apart = rows.data_ptr() | rows.stride(0) * rows.itemsize | rows.stride(1) * rows.itemsize
-        return batch.max_query_len <= MAX_QUERIES and cache.scale == 1.0 and apart % _VECTOR == 0
+        return self.takes_shape(batch) and cache.scale == 1.0 and apart % _VECTOR == 0
+
+    def takes_shape(self, batch: Batch | BatchShape) -> bool:
+        """The same, of pages whose rows are aligned."""
+        return batch.max_query_len <= MAX_QUERIES
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        queries = triton.next_power_of_2(shape.max_query_len)
+        split = self.max_splits_of(shape, device) > 1
+        yield self._heads(shape.num_requests, queries), queries, split, shape.num_requests >= _FETCHING
+
+    def max_splits_of(self, shape: BatchShape, device: torch.device) -> int:
+        """As :meth:`max_splits`."""
+        return self._max_splits(shape.num_requests, shape.max_query_len, shape.max_seq_len, device)
+
+    def _max_splits(self, num_requests: int, max_query_len: int, max_seq_len: int, device: torch.device) -> int:
+        programs = num_requests * self.groups(num_requests, max_query_len)
+        return count_splits(programs, max_seq_len, device, fill_once=True)
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """As :meth:`atom_core.kernels.mla_attention.triton_kernel.TritonMlaAttention.__call__`."""
@@ -395,9 +415,7 @@ class LatentDecode:
 
     def max_splits(self, batch: Batch) -> int:
         """The most splits of a request that a launch without ``out`` leaves; 1: no splits."""
-        requests = len(batch.seq_lens)
-        programs = requests * self.groups(requests, batch.max_query_len)
-        return count_splits(programs, batch.max_seq_len, batch.seq_lens.device, fill_once=True)
+        return self._max_splits(len(batch.seq_lens), batch.max_query_len, batch.max_seq_len, batch.seq_lens.device)
 
     def _heads(self, num_requests: int, max_query_len: int) -> int:
         fitting = next((heads for limit, heads in _HEADS if num_requests <= limit), _MAX_HEADS)

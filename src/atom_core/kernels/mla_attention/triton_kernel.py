@@ -10,13 +10,15 @@ can replay any lengths.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+
 import torch
 import triton
 import triton.language as tl
 
-from atom_core.batch import Batch
+from atom_core.batch import Batch, BatchShape
 from atom_core.cache import LatentCacheView
-from atom_core.kernels.attention.splits import SplitBuffers
+from atom_core.kernels.attention.splits import SplitBuffers, count_splits
 from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, merged_splits, range_of
 from atom_core.kernels.mla_attention.hopper import LatentDecode
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
@@ -204,6 +206,21 @@ class TritonMlaAttention:
         keys = max(16, keys // (2 if shape.dtype == torch.float32 else 1))  # tl.dot wants at least 16
         return (keys, 8, 2) if self.nvidia else (keys, 4, 1)
 
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        if self.decode is not None and self.decode.takes_shape(shape):
+            yield from self.decode.attention_compile_keys(shape, device)
+            return
+        block_m, blocks, groups = self._programs(shape.max_query_len, shape.num_tokens, shape.num_requests)
+        yield block_m, count_splits(blocks * groups, shape.max_seq_len, device) > 1
+
+    def _programs(self, max_query_len: int, num_tokens: int, num_requests: int) -> tuple[int, int, int]:
+        """Rows of a tile, programs for all tokens, and for all heads."""
+        few_queries = max_query_len * self.heads <= self.decode_rows
+        block_m = self.decode_rows if few_queries else max(self.decode_rows, self.max_rows)
+        blocks = num_tokens // max(1, block_m // self.heads) + num_requests
+        return block_m, blocks, triton.cdiv(self.spec.latent.num_heads, self.heads)
+
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
         shape = self.spec.latent
@@ -212,10 +229,7 @@ class TritonMlaAttention:
             self.decode(q, cache, batch, out)
             return
         num_tokens, num_requests = q.shape[0], batch.seq_lens.shape[0]
-        few_queries = batch.max_query_len * self.heads <= self.decode_rows
-        block_m = self.decode_rows if few_queries else max(self.decode_rows, self.max_rows)
-        block_q = max(1, block_m // self.heads)
-        blocks, groups = num_tokens // block_q + num_requests, triton.cdiv(shape.num_heads, self.heads)
+        block_m, blocks, groups = self._programs(batch.max_query_len, num_tokens, num_requests)
         row_count = num_tokens * shape.num_heads
         keys, warps, stages = self._tile(block_m)
         splits = self.split_buffers.share(blocks * groups, batch.max_seq_len, row_count, shape.rank, q.device)
@@ -244,7 +258,7 @@ class TritonMlaAttention:
             L_PADDED=max(16, triton.next_power_of_2(shape.rank)),
             R=shape.rope_dim,
             R_PADDED=max(16, triton.next_power_of_2(shape.rope_dim)),
-            BLOCK_Q=block_q,
+            BLOCK_Q=max(1, block_m // self.heads),
             BLOCK_M=block_m,
             BLOCK_N=keys,
             SPLIT=splits.count > 1,

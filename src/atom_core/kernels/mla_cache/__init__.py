@@ -86,9 +86,9 @@ def _triton_supports(spec: MlaSpec, target: Target) -> str | None:
 
 
 def _build_triton(spec: MlaSpec, target: Target) -> MlaCacheKernel:
-    from atom_core.kernels.mla_cache.triton_kernel import mla_cache as launch  # needs triton
+    from atom_core.kernels.mla_cache.triton_kernel import TritonMlaCache  # needs triton, which a CPU may lack
 
-    return partial(launch, spec=spec, overlap=overlaps(target))
+    return TritonMlaCache(spec, overlaps(target))
 
 
 MLA_CACHE: Op[MlaSpec, MlaCacheKernel] = Op(

@@ -7,12 +7,14 @@ queries, and write nothing to the cache.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
+from atom_core.batch import BatchShape
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.qk_norm_rope_cache.triton_kernel import stored
@@ -194,6 +196,35 @@ def _mla_cache(
     rotate(query, query, cos, sin, first, second, paired, head < H, R, HEADS, PAIRS, INTERLEAVED)
 
 
+class TritonMlaCache:
+    """See :mod:`atom_core.kernels.mla_cache`; ``overlap``: see :func:`triton_support.overlaps`."""
+
+    def __init__(self, spec: MlaSpec, overlap: bool) -> None:
+        self.spec, self.overlap = spec, overlap
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        yield _heads(shape.num_tokens, self.spec)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        weights: MlaWeights,
+        cache: LatentCacheView,
+        slots: torch.Tensor,
+    ) -> None:
+        """Launch it."""
+        mla_cache(q, latent, positions, weights, cache, slots, spec=self.spec, overlap=self.overlap)
+
+
+def _heads(num_tokens: int, spec: MlaSpec) -> int:
+    """Heads of a program."""
+    most = _FEW_HEADS if num_tokens < _MANY_TOKENS else _MANY_HEADS
+    return int(min(triton.next_power_of_2(spec.num_heads), most))
+
+
 def mla_cache(
     q: torch.Tensor,
     latent: torch.Tensor,
@@ -208,7 +239,7 @@ def mla_cache(
     """See :mod:`atom_core.kernels.mla_cache`; ``overlap``: see :func:`triton_support.overlaps`."""
     assert q.stride(-1) == latent.stride(-1) == cache.rows.stride(-1) == 1
     num_tokens = q.shape[0]
-    heads = min(triton.next_power_of_2(spec.num_heads), _FEW_HEADS if num_tokens < _MANY_TOKENS else _MANY_HEADS)
+    heads = _heads(num_tokens, spec)
     _mla_cache[num_tokens, 1 + triton.cdiv(spec.num_heads, heads)](
         q,
         latent,

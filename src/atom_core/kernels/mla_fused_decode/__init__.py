@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from atom_core.batch import Batch
+from atom_core.batch import Batch, BatchShape
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
 from atom_core.kernels.mla_cache import MlaWeights
@@ -39,6 +39,9 @@ class MlaFusedDecodeKernel(Protocol):
 
     def takes(self, num_tokens: int, cache: LatentCacheView, batch: Batch) -> bool:
         """Whether it can run this batch and, during a capture, every batch that the graph can replay."""
+
+    def takes_shape(self, shape: BatchShape, device: torch.device) -> bool:
+        """The same of a batch in the warm-up, over pages whose rows are aligned."""
 
     def __call__(
         self,

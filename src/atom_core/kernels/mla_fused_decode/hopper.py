@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.batch import Batch
+from atom_core.batch import Batch, BatchShape
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import Splits, empty_partials
 from atom_core.kernels.attention.triton_kernel import LOG2_E
@@ -245,6 +245,10 @@ class MlaFusedDecode:
         """See :class:`atom_core.kernels.mla_fused_decode.MlaFusedDecodeKernel`."""
         one_token = num_tokens == len(batch.seq_lens) == 1
         return one_token and self.decode.takes(cache, batch) and self.decode.max_splits(batch) > 1
+
+    def takes_shape(self, shape: BatchShape, device: torch.device) -> bool:
+        """See :class:`atom_core.kernels.mla_fused_decode.MlaFusedDecodeKernel`; all that it takes is compiled once."""
+        return shape.num_tokens == shape.num_requests == 1 and self.decode.max_splits_of(shape, device) > 1
 
     def __call__(
         self,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from atom_core.kernels.aiter_library import aiter_enum, aiter_function, require
+from atom_core.kernels.aiter_library import LooksUpTokens, aiter_enum, aiter_function, require
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.experts.aiter_kernel import as_shuffled
 from atom_core.kernels.mxfp4_experts import Mxfp4Weights
 from atom_core.kernels.mxfp4_linear.aiter_kernel import FP4, ShuffledMxfp4Weight
 
 
-class AiterMxfp4Experts:
+class AiterMxfp4Experts(LooksUpTokens):
     """See :class:`atom_core.kernels.mxfp4_experts.Mxfp4ExpertsKernel`."""
 
     def __init__(self) -> None:

@@ -14,6 +14,7 @@ supported, and values below 2 ** -62 may become zero.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from atom_core.kernels.experts.grouped import HEADROOM, LocalExperts, block_rows, combine, sort_by_expert
+from atom_core.kernels.experts.grouped import (
+    HEADROOM,
+    LocalExperts,
+    block_rows,
+    combine,
+    combine_key,
+    grouped_keys,
+    sort_by_expert,
+)
 from atom_core.kernels.experts.hopper import input_rows, store_routed_tokens, tokens_of_block
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load
 from atom_core.kernels.linear.triton_kernel import Norm
@@ -282,6 +291,22 @@ def _rows_of_blocks(tokens: int, local_experts: LocalExperts) -> int:
     return rows if tokens * local_experts.top_k > _SMALL_BLOCKS * local_experts.count else min(rows, 64)
 
 
+def _rows_of_few(tokens: int) -> int:
+    """Rows of a block of up to :data:`MAX_TOKENS` tokens."""
+    return 8 if tokens <= 8 else 16
+
+
+def keys_on_hopper(tokens: int, local_experts: LocalExperts) -> Iterator[Hashable]:
+    """What :func:`mixture_on_hopper` is compiled for; see :mod:`atom_core.kernels.compile_keys`."""
+    few = tokens <= MAX_TOKENS
+    rows = _rows_of_few(tokens) if few else _rows_of_blocks(tokens, local_experts)
+    yield few, rows, *(tile_for(tokens, rows, gated) for gated in (True, False))
+    if few:
+        yield combine_key(tokens)
+    else:
+        yield from grouped_keys(tokens, local_experts, rows)
+
+
 def mixture_on_hopper(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -302,7 +327,7 @@ def mixture_on_hopper(
     (tokens, hidden), num_routed_tokens, few = x.shape, experts.numel(), len(x) <= MAX_TOKENS
     size = 2 * down[0].shape[2]
     if few:
-        block_experts, slots, num_blocks, rows = None, None, num_routed_tokens, 8 if tokens <= 8 else 16
+        block_experts, slots, num_blocks, rows = None, None, num_routed_tokens, _rows_of_few(tokens)
         intermediate_rows = num_routed_tokens
     else:
         sorted_tokens = sort_by_expert(experts, local_experts, _rows_of_blocks(tokens, local_experts), overlap)

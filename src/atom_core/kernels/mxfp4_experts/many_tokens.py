@@ -61,10 +61,14 @@ def widen(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tor
     return wide
 
 
-def pays(x: torch.Tensor, size: int, local_experts: LocalExperts) -> bool:
-    """Whether this file supports, and is faster for, tokens ``x [T, K]`` and experts of intermediate size ``size``."""
-    many = x.shape[0] * local_experts.top_k >= _MIN_ROUTED_TOKENS * local_experts.count
-    return many and aligned(x) and x.shape[1] % 64 == size % 64 == 0
+def pays(tokens: int, local_experts: LocalExperts) -> bool:
+    """Whether this file is faster for so many tokens."""
+    return tokens * local_experts.top_k >= _MIN_ROUTED_TOKENS * local_experts.count
+
+
+def takes(x: torch.Tensor, size: int) -> bool:
+    """Whether this file supports tokens ``x [T, K]`` and experts of intermediate size ``size``."""
+    return aligned(x) and x.shape[1] % 64 == size % 64 == 0
 
 
 def many_tokens(

@@ -9,15 +9,24 @@ Many tokens: weight tiles are converted to the dtype of ``x`` for the tensor cor
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, cast
 
 import torch
 import triton
 import triton.language as tl
 
+from atom_core.batch import BatchShape
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.eviction import EVICT_LAST
-from atom_core.kernels.experts.grouped import LocalExperts, block_rows, combine, finish_block, sort_by_expert
+from atom_core.kernels.experts.grouped import (
+    LocalExperts,
+    block_rows,
+    combine,
+    finish_block,
+    grouped_keys,
+    sort_by_expert,
+)
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.helpers import finish, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
@@ -34,8 +43,8 @@ if TYPE_CHECKING:
     from atom_core.kernels.mxfp4_experts import Mxfp4ExpertsSpec
 
 if why_no_gluon() is None:
-    from atom_core.kernels.mxfp4_experts.hopper import mixture_on_hopper
-    from atom_core.kernels.mxfp4_experts.many_tokens import many_tokens, pays
+    from atom_core.kernels.mxfp4_experts.hopper import keys_on_hopper, mixture_on_hopper
+    from atom_core.kernels.mxfp4_experts.many_tokens import many_tokens, pays, takes
 
 #: Largest number of tokens that are multiplied one by one.
 MAX_TOKENS = 16
@@ -214,6 +223,17 @@ class TritonMxfp4Experts:
         self.spec, self.overlap = spec, overlap
         self.local_experts = LocalExperts(spec.first, spec.count, spec.top_k, whole=spec.total == spec.count)
 
+    def compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.CompileKeys`."""
+        tokens, spec, local_experts = shape.num_expert_tokens, self.spec, self.local_experts
+        whole = spec.hidden_size % 64 == spec.intermediate_size % 64 == 0
+        if _by_hopper(spec.dtype, device) and not (whole and pays(tokens, local_experts)):
+            yield from keys_on_hopper(tokens, local_experts)
+        elif tokens <= MAX_TOKENS:
+            yield "few"
+        else:
+            yield from grouped_keys(tokens, local_experts, block_rows(tokens, local_experts))
+
     def adopt(self, layer: Mxfp4Weights) -> None:
         """Reorder bits for the Hopper kernel."""
         if _by_hopper(self.spec.dtype, layer.gate_up.device):
@@ -344,7 +364,7 @@ def _launch(
     run = _few_tokens if tokens <= MAX_TOKENS else _many_tokens
     if _by_hopper(x.dtype, x.device):
         run = mixture_on_hopper
-        if pays(x, size, local_experts):
+        if pays(tokens, local_experts) and takes(x, size):
             assert norm is None
             if rounded_inputs:
                 x = prepare(x, overlap, rounds=True, planes=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from atom_core.kernels.aiter_library import aiter_function, require
+from atom_core.kernels.aiter_library import LooksUpTokens, aiter_function, require
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.fp8_linear.aiter_kernel import shuffle_in_place, unshuffle_in_place
 
@@ -59,7 +59,7 @@ def _moved_scales(scales: torch.Tensor) -> torch.Tensor:
     return moved
 
 
-class AiterMxfp4Linear:
+class AiterMxfp4Linear(LooksUpTokens):
     """See :class:`atom_core.kernels.mxfp4_linear.Mxfp4LinearKernel`."""
 
     def __init__(self) -> None:

@@ -69,6 +69,11 @@ def _few_rows(
     finish(tl.trans(total), None, None, bias, residual, y, row, given, M, N, BLOCK_M, BLOCK_N, ACTIVATION)
 
 
+def input_rows(num_rows: int) -> int:
+    """Rows of the input that one program takes, of ``num_rows``."""
+    return int(max(16, triton.next_power_of_2(num_rows)))
+
+
 def multiply_few_rows(
     x: torch.Tensor,
     blocks: torch.Tensor,
@@ -98,7 +103,7 @@ def multiply_few_rows(
     assert residual is None or residual.is_contiguous()
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(num_rows, outputs) if residual is None else residual
-    block_rows = max(16, triton.next_power_of_2(num_rows))
+    block_rows = input_rows(num_rows)
     block, columns = (64, 128 if x.element_size() == 2 else 64) if nvidia else (32, 64)
     _few_rows[(triton.cdiv(outputs, block if activation is None else block // 2),)](
         x,

@@ -62,6 +62,14 @@ def _many_rows(
     tl.store(y + row[:, None] * N + out[None, :], total.to(y.dtype.element_ty), mask=used & wanted)
 
 
+def tile_for(num_rows: int, nvidia: bool) -> tuple[int, int]:
+    """Rows of the input and of the weight that a program takes.
+
+    Fewer rows have smaller tiles, so that there are programs for the whole GPU.
+    """
+    return 64 if num_rows <= 128 else 128, 64 if num_rows <= 512 or not nvidia else 128
+
+
 def multiply_many_rows(
     x: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, *, nvidia: bool
 ) -> torch.Tensor:
@@ -69,9 +77,7 @@ def multiply_many_rows(
     (num_rows, in_features), out_features = x.shape, len(blocks)
     assert all(it.is_contiguous() for it in (x, blocks, scales))
     y = x.new_empty(num_rows, out_features)
-    # Fewer rows have smaller tiles, so that there are programs for the whole GPU.
-    block_rows = 64 if num_rows <= 128 else 128
-    block = 64 if num_rows <= 512 or not nvidia else 128
+    block_rows, block = tile_for(num_rows, nvidia)
     columns = 32
     _many_rows[(triton.cdiv(num_rows, block_rows) * triton.cdiv(out_features, block),)](
         x,

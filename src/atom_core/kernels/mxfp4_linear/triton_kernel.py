@@ -4,14 +4,18 @@ up to 64 rows, :mod:`.many_rows` more.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+
 import torch
 
+from atom_core.batch import BatchShape
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.linear.tiles import MAX_ROWS
 from atom_core.kernels.linear.triton_kernel import Norm
-from atom_core.kernels.mxfp4_linear.few_rows import multiply_few_rows
+from atom_core.kernels.mxfp4_linear.few_rows import input_rows, multiply_few_rows
 from atom_core.kernels.mxfp4_linear.inputs import prepare
 from atom_core.kernels.mxfp4_linear.many_rows import multiply_many_rows
+from atom_core.kernels.mxfp4_linear.many_rows import tile_for as tile_for_many
 from atom_core.types import Activation
 
 
@@ -28,6 +32,11 @@ class TritonMxfp4Linear:
 
     def __init__(self, rounded_inputs: bool, *, nvidia: bool, overlap: bool) -> None:
         self.rounded_inputs, self.nvidia, self.overlap = rounded_inputs, nvidia, overlap
+
+    def compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.CompileKeys`."""
+        num_rows = shape.num_tokens
+        yield input_rows(num_rows) if num_rows <= MAX_ROWS else tile_for_many(num_rows, self.nvidia)
 
     def adopt(self, blocks: torch.Tensor, scales: torch.Tensor) -> None:
         """Weights stay as they are."""

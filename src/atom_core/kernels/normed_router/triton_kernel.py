@@ -7,10 +7,13 @@ is faster than a separate norm and one product, because a router's weight is too
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+
 import torch
 import triton
 import triton.language as tl
 
+from atom_core.batch import BatchShape
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.linear.helpers import normed_total, row_sums, weight_rows
 from atom_core.kernels.normed_linear import Operands
@@ -73,6 +76,15 @@ class TritonNormedRouter:
     def __init__(self, overlap: bool) -> None:
         self.overlap = overlap
 
+    def compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.CompileKeys`."""
+        yield self._rows(shape.num_tokens) if shape.num_tokens in self.tokens else None
+
+    @staticmethod
+    def _rows(num_tokens: int) -> int:
+        """Rows of the router's weight that a program takes at once; chosen on an H200."""
+        return 2 if num_tokens <= 8 else 4
+
     def __call__(
         self, x: torch.Tensor, norm: torch.Tensor, eps: float, router: Operands
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,8 +96,7 @@ class TritonNormedRouter:
         wide = router.float32_result or router.weight.dtype == torch.float32
         logits = torch.empty(tokens, num_experts, dtype=torch.float32 if wide else x.dtype, device=x.device)
         normed = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-        # Rows and columns of a step; chosen on an H200.
-        rows, columns = 2 if tokens <= 8 else 4, min(2048, max(16, triton.next_power_of_2(hidden)))
+        rows, columns = self._rows(tokens), min(2048, max(16, triton.next_power_of_2(hidden)))
         programs = triton.cdiv(num_experts, rows)
         _norm_and_score[(programs, tokens)](
             x,

@@ -100,9 +100,9 @@ def _triton_supports(spec: QkvCacheSpec, target: Target) -> str | None:
 
 
 def _build_triton(spec: QkvCacheSpec, target: Target) -> QkNormRopeCacheKernel:
-    from atom_core.kernels.qk_norm_rope_cache.triton_kernel import qk_norm_rope_cache as launch  # needs triton
+    from atom_core.kernels.qk_norm_rope_cache.triton_kernel import TritonFillCache  # needs triton, which a CPU may lack
 
-    return partial(launch, spec=spec.qkv, overlap=overlaps(target))
+    return TritonFillCache(spec.qkv, overlaps(target))
 
 
 QK_NORM_ROPE_CACHE: Op[QkvCacheSpec, QkNormRopeCacheKernel] = Op(

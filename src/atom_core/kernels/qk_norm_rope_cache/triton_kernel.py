@@ -8,12 +8,14 @@ in the order that aiter's kernels read.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
+from atom_core.batch import BatchShape
 from atom_core.cache import SHUFFLED, KVCacheView
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.eviction import EVICT_LAST
@@ -178,6 +180,33 @@ def stored(x, scale, LIMIT: tl.constexpr):
     return x
 
 
+class TritonFillCache:
+    """See :mod:`atom_core.kernels.qk_norm_rope_cache`; ``overlap``: see :func:`triton_support.overlaps`."""
+
+    def __init__(self, spec: QkvSpec, overlap: bool) -> None:
+        self.spec, self.overlap = spec, overlap
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        yield _heads(shape.num_tokens)
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        weights: QkvWeights,
+        cache: KVCacheView,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """The rotated queries; keys and values are in the cache."""
+        return qk_norm_rope_cache(qkv, positions, weights, cache, slots, spec=self.spec, overlap=self.overlap)
+
+
+def _heads(num_tokens: int) -> int:
+    """Heads of a program."""
+    return _FEW_HEADS if num_tokens < _MANY_TOKENS else _MANY_HEADS
+
+
 def qk_norm_rope_cache(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -195,7 +224,7 @@ def qk_norm_rope_cache(
     num_tokens = qkv.shape[0]
     q_out = torch.empty(num_tokens, spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device)
     rest = spec.head_dim - spec.rotary_dim
-    heads = _FEW_HEADS if num_tokens < _MANY_TOKENS else _MANY_HEADS
+    heads = _heads(num_tokens)
     _qk_norm_rope_cache[num_tokens, triton.cdiv(spec.num_heads + 2 * spec.num_kv_heads, heads)](
         qkv,
         positions,

@@ -124,6 +124,7 @@ def test_equal_calls_are_decided_once_and_each_gets_a_kernel_of_its_own():
     assert first is not second
     selection.select(op, "b")
     assert asked == ["a", "b"]
+    assert list(selection.kernels()) == [["a"], ["b"]]
 
 
 def test_choices_are_in_the_order_of_the_ops_without_repetitions():
