@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from atom_core.layers.parameters import Placement
-from atom_core.loading import lay_out
+from atom_core.loading import build_on_meta_device
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import DRAFTS, load_draft_class
 from atom_core.quant import read_quantization
@@ -43,10 +43,10 @@ def write_random(hf: HfValues, folder: Path, dtype: torch.dtype = torch.bfloat16
         ValueError: an unsupported architecture or format.
     """
     config, quant = read_model_config(hf), read_quantization(hf, None)
-    wanted = expected_tensors(lay_out(config, dtype, quant=quant))
+    wanted = expected_tensors(build_on_meta_device(config, dtype, quant=quant))
     if config.draft_layers and config.architecture in DRAFTS:
         draft = load_draft_class(config.architecture).from_hf(hf)
-        wanted |= expected_tensors(lay_out(draft, dtype, quant=quant))
+        wanted |= expected_tensors(build_on_meta_device(draft, dtype, quant=quant))
     generator = torch.Generator(device).manual_seed(0)
     held: dict[str, torch.Tensor] = {}
     files: dict[str, str] = {}

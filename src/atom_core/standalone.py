@@ -199,7 +199,7 @@ class Runner:
             ValueError: they do not fit, and the old ones stay.
         """
         check_update(self.weights, self.config, directory, self.runtime.quant, self.directory)
-        self.weights.update(Checkpoint.open(directory).load(), str(directory), whole=True, seen=True)
+        self.weights.update(Checkpoint.open(directory).load(), str(directory), whole=True, checked=True)
 
     def caches(self, num_requests: int) -> dict[int, Cache]:
         """Empty pages for ``num_requests`` sequences of full length, a layer each."""
