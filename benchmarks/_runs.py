@@ -1,4 +1,4 @@
-"""What benchmarks of engines on a GPU run: shapes of requests, in an engine or in a process that is one."""
+"""The runs of GPU benchmarks: shapes of requests, in an engine of this process or of another."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ class Generated(NamedTuple):
 
     answers: list[list[int]]
     decoding: float | None = None
-    """Seconds from when the last request had its first token to the last token of all, by the engine's own clock: what
-    prompts take, which scatters most, is not in it. None: the engine does not tell."""
+    """Seconds from the last request's first token to the last token of all, by the engine's clock. This excludes the
+    prefill, which varies most. None: the engine does not report it.
+    """
 
 
 class Run(NamedTuple):

@@ -1,7 +1,7 @@
-"""Native and atom engines that live side by side on a GPU, with a share of its memory each, and take turns run by run.
+"""Native and atom engines side by side on one GPU, with a share of its memory each, alternating run by run.
 
-What a host and a GPU do at the time meets both alike, and one start of each is enough. How long a start takes, and what
-a cache holds, this cannot tell.
+Changes of the host's and GPU's state affect both alike, and each engine starts once. Start-up times and cache sizes
+cannot be compared this way.
 """
 
 from __future__ import annotations
