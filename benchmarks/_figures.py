@@ -27,9 +27,9 @@ class Spread:
     most: float
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Spread:
         """The values' median, minimum and maximum."""
-        return cls(statistics.median(numbers), min(numbers), max(numbers))
+        return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Row:
 def summarise(rounds: Rounds, floors: Mapping[str, float | None] | None = None) -> list[Row]:
     """A row per figure; the ratio is the median of the rounds' ratios."""
     rows = []
-    for figure, numbers in rounds.items():
-        pairs = list(zip(*(numbers[name] for name in IMPLEMENTATIONS), strict=True))
+    for figure, values in rounds.items():
+        pairs = list(zip(*(values[name] for name in IMPLEMENTATIONS), strict=True))
         more = figure.endswith(MORE_IS_BETTER)
         ratios = [atom / native if more else native / atom for native, atom in pairs]
-        spreads = [Spread.of(numbers[name]) for name in IMPLEMENTATIONS]
+        spreads = [Spread.of(values[name]) for name in IMPLEMENTATIONS]
         floor = (floors or {}).get(figure)
         rows.append(Row(figure, *spreads, statistics.median(ratios), min(ratios), max(ratios), floor))
     return rows

@@ -155,7 +155,7 @@ class _TorchOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, eq=False)
 class CountedGroup(WithoutPeers):
-    """The first of so many ranks that exchange nothing."""
+    """The first of ``world_size`` ranks, which exchanges nothing."""
 
     recorder: Recorder
     world_size: int
@@ -168,22 +168,22 @@ class CountedGroup(WithoutPeers):
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Room for all of it, which the embedding and the head ask for."""
+        """An empty tensor of the gathered shape, for the embedding and the head."""
         shape = list(x.shape)
         shape[dim] *= self.world_size
         return x if self.world_size == 1 else x.new_empty(shape)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Not called in a decoding step without data parallelism."""
-        raise AssertionError("not part of such a step")
+        raise AssertionError("not part of a decoding step")
 
     def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         """Not called in a decoding step without data parallelism."""
-        raise AssertionError("not part of such a step")
+        raise AssertionError("not part of a decoding step")
 
 
 class _CountedNorm:
-    """aiter's all-reduce with the norm behind it, as vLLM has it for such a group, in one kernel or not at all."""
+    """aiter's fused all-reduce and norm, where vLLM's group runs it as one kernel."""
 
     def __init__(self, group: CountedGroup, target: Target) -> None:
         self.group, self.arch = group, target.arch

@@ -81,7 +81,7 @@ class Case:
         return not self.reduces_in_one(quantized=False)
 
     def reduces_in_one(self, quantized: bool) -> bool:
-        """Whether the fused all-reduce and norm is one kernel; ``quantized``: with the quantiser behind them."""
+        """Whether the fused all-reduce and norm is one kernel; ``quantized``: with the quantisation after them."""
         return self.batch * self.hidden * 2 <= (TWO_STAGES if quantized else ONE_STAGE)
 
 

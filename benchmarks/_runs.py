@@ -23,7 +23,7 @@ _CACHES = {
     "CUDA_CACHE_PATH": "cuda",
 }
 
-#: Tokens of the run of a shape that comes before any that counts.
+#: New tokens of a shape's warm-up run.
 WARM_TOKENS = 8
 
 
@@ -50,7 +50,7 @@ class Shape:
 
 
 class Generated(NamedTuple):
-    """What an engine has of a run."""
+    """An engine's result of a run."""
 
     answers: list[list[int]]
     decoding: float | None = None
@@ -66,7 +66,7 @@ class Run(NamedTuple):
     generated: Generated
 
     def behind_first(self, first: float) -> float:
-        """Seconds of all steps behind the first token; ``first``: of a run that ends there."""
+        """Seconds of all steps after the first token; ``first``: the seconds of a run that ends there."""
         decoding = self.generated.decoding
         return self.seconds - first if decoding is None else decoding
 
@@ -78,7 +78,7 @@ class Started:
     generate: Callable[[list[list[int]], int], Generated]
     """Runs prompts of token ids to so many new tokens each."""
     cache_tokens: int
-    """What its cache holds."""
+    """The capacity of its cache."""
     stop: Callable[[], object]
 
 
