@@ -1,9 +1,9 @@
 """Exact match of a framework's own model and of atom on the held-out questions, by lm-eval against the OpenAI endpoint.
 
-A live server for each checkpoint and implementation; the client is lm-eval's `local-completions`, whose command is
-looked for in LM_EVAL (nox sets it) and else on the PATH. A benchmark says how a server is made; its main is `compare`.
-With `--copies FOLDER` the checkpoints in FOLDER are scored, such as `tools/checkpoints/quantize.py` writes; a
-framework's own model that cannot serve one is said, with the error in its log.
+Each checkpoint and implementation gets a live server. The client is lm-eval's `local-completions`; its command is in
+LM_EVAL, which nox sets, or on the PATH. A benchmark says how a server is started; its main is `compare`. With `--copies
+FOLDER` the checkpoints in FOLDER are scored, for example those of `tools/checkpoints/quantize.py`. If a framework's own
+model cannot serve one, its log's error is printed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks import CHECKPOINTS, FAMILIES, IMPLEMENTATIONS, ROOT
 from tests.integration.server import Server, ServerFailed
 
 LM_EVAL = os.environ.get("LM_EVAL", "lm_eval")
-#: Prompt and answer fit with room to spare.
+#: Enough for prompt and answer.
 MAX_LENGTH = 1024
 
 
@@ -30,7 +30,7 @@ def score(server: Server, concurrency: int) -> float:
     """Exact match of a running server.
 
     Raises:
-        ServerFailed: lm-eval failed, as it does where the server ends under it.
+        ServerFailed: lm-eval failed, for example because the server ended.
     """
     arguments = {
         "model": server.model,
@@ -54,7 +54,7 @@ def score(server: Server, concurrency: int) -> float:
 
 
 def last_error(log: str) -> str:
-    """The error that a log names; engines that fail to start say at the end that they did, and before it why."""
+    """The error in a log; an engine that fails to start logs the reason before the final failure."""
     lines = (re.match(r"(?:.*?\] )?\s*(\w+Error(?:: .*)?)$", line) for line in log.splitlines())
     causes = [match[1] for match in lines if match and "Engine core" not in match[1]]
     return causes[-1] if causes else "its log names no error"

@@ -1,15 +1,15 @@
-"""What a compiled kernel takes of an AMD compute unit, and how many of its waves that leaves room for.
+"""The resources of a compiled kernel on an AMD compute unit, and its occupancy in waves.
 
-A compute unit (CU) of gfx942 and gfx950 has four SIMDs, each with 512 vector registers for a lane of a wave, which the
-two files of them (VGPRs and AGPRs) share, and room for eight waves. Registers are handed out eight at a time. The
-scalar registers of a SIMD are 800. LDS belongs to the whole CU, and a workgroup takes of it in steps. So
+A compute unit (CU) of gfx942 and gfx950 has four SIMDs. Each SIMD runs up to eight waves, and has 800 scalar registers
+and 512 vector registers per lane, which VGPRs and AGPRs share and which are allocated in groups of eight. LDS belongs
+to the CU and is allocated to workgroups in steps. So
 
     waves by VGPRs = min(8, 512 // (VGPRs and AGPRs, rounded up to 8)), and 7 with more than 100 SGPRs
     groups on a CU = min(4 * waves by VGPRs // waves a group, LDS of a CU // LDS a group, 16 of several waves)
     waves on a SIMD = groups on a CU * waves a group / 4
 
 Sources: AMD's ISA guides of CDNA 3 and CDNA 4 (registers, LDS, barriers), and LLVM's AMDGPUBaseInfo.cpp and
-GCNSubtarget.cpp (granules; the numbers for SGPRs); the part by registers is what LLVM prints as a kernel's "Occupancy".
+GCNSubtarget.cpp (granules; SGPR counts). The occupancy by registers is what LLVM prints as a kernel's "Occupancy".
 """
 
 from __future__ import annotations

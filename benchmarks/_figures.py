@@ -1,4 +1,4 @@
-"""Figures of native and atom engines, measured in turns: medians, spreads and ratios, as a table and a plot."""
+"""Medians, spreads and ratios of native and atom engines that were measured in turns, as a table and a plot."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 
 from benchmarks import IMPLEMENTATIONS
 
-#: By figure and implementation, one number a round; pairs of a round were measured one right after the other.
+#: By figure and implementation, one value per round; both values of a round were measured directly after each other.
 Rounds = Mapping[str, Mapping[str, Sequence[float]]]
 
-#: Figures of which more is better; of all others, less is.
+#: Figures where more is better; for all others less is better.
 MORE_IS_BETTER = ("cache tokens", "output tokens a second")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Rounds of one engine."""
+    """One engine's values over all rounds."""
 
     median: float
     least: float
     most: float
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> Spread:
-        """Their median, least and most."""
-        return cls(statistics.median(numbers), min(numbers), max(numbers))
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The values' median, minimum and maximum."""
+        return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of both; a ratio above 1 is in atom's favour."""
+    """One figure of both engines; a ratio above 1 is in atom's favour."""
 
     figure: str
     native: Spread
@@ -43,22 +43,22 @@ class Row:
     least_ratio: float
     most_ratio: float
     floor: float | None = None
-    """The least that it could be."""
+    """The minimum possible value."""
 
     @property
     def share(self) -> float | None:
-        """How much of the floor atom reaches."""
+        """The floor as a share of atom's value."""
         return None if self.floor is None else self.floor / self.atom.median
 
 
 def summarise(rounds: Rounds, floors: Mapping[str, float | None] | None = None) -> list[Row]:
-    """A row a figure; the ratio is the median of the rounds' own."""
+    """A row per figure; the ratio is the median of the rounds' ratios."""
     rows = []
-    for figure, numbers in rounds.items():
-        pairs = list(zip(*(numbers[name] for name in IMPLEMENTATIONS), strict=True))
+    for figure, values in rounds.items():
+        pairs = list(zip(*(values[name] for name in IMPLEMENTATIONS), strict=True))
         more = figure.endswith(MORE_IS_BETTER)
         ratios = [atom / native if more else native / atom for native, atom in pairs]
-        spreads = [Spread.of(numbers[name]) for name in IMPLEMENTATIONS]
+        spreads = [Spread.of(values[name]) for name in IMPLEMENTATIONS]
         floor = (floors or {}).get(figure)
         rows.append(Row(figure, *spreads, statistics.median(ratios), min(ratios), max(ratios), floor))
     return rows
@@ -85,7 +85,7 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def require_matplotlib() -> None:
-    """Say before anything is measured that there can be no plot.
+    """Check before anything is measured that plots can be drawn.
 
     Raises:
         SystemExit: matplotlib is missing.
@@ -95,7 +95,7 @@ def require_matplotlib() -> None:
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Bars of both a figure, with spread and floor, as a PNG; each figure is scaled by its native median."""
+    """A PNG with bars for both engines, with spread and floor; each figure is scaled by its native median."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,8 +1,8 @@
-"""Native and atom engines on a GPU, one at a time and in turns: each round starts one of both, in alternating order.
+"""Native and atom engines on a GPU in turns, one at a time: each round starts both, in alternating order.
 
-An engine takes most of the GPU's memory; several rounds show how much figures wander. In the first round the compile
-caches are empty ("cold"), in later ones they are those of the first. Or both live side by side with a share each, and
-take turns run by run (`benchmarks._together`). Weights are random. A benchmark says how an engine is started; its main
+An engine takes most of the GPU's memory. Several rounds show how much figures vary; the first has empty compile caches
+("cold"), which later rounds reuse. Alternatively both engines run side by side with a share of the memory each, and
+alternate run by run (`benchmarks._together`). Weights are random. A benchmark says how an engine is started; its main
 is `compare`.
 """
 
@@ -31,7 +31,7 @@ RANDOM = ("dummy", "random")
 
 
 def engine_options(parser: argparse.ArgumentParser) -> None:
-    """What is served and how: the same for native and atom."""
+    """The model and its options, the same for native and atom."""
     parser.add_argument("--model", default="qwen3-0.6b", help="a name, a config.json or a checkpoint's folder")
     parser.add_argument("--layers", type=int, help="keep so many layers")
     parser.add_argument(
@@ -61,7 +61,7 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def model_folder(arguments: argparse.Namespace) -> Iterator[str]:
-    """The folder that engines are given: a checkpoint's own, a random one, or one that holds a configuration alone."""
+    """The engines' model folder: a checkpoint, a random checkpoint, or one with only a configuration."""
     if arguments.load_format not in RANDOM:
         yield arguments.model
         return
@@ -77,12 +77,12 @@ def model_folder(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def load_format(arguments: argparse.Namespace) -> str:
-    """What engines are told."""
+    """The options of the engines."""
     return "auto" if arguments.load_format == "random" else str(arguments.load_format)
 
 
 def serve(arguments: argparse.Namespace, start: Callable[[argparse.Namespace], Started]) -> None:
-    """Be one engine: start it, run every shape, write what was found to the file in `arguments.result`."""
+    """Serve as one engine: start it, run every shape, and write the figures to the file `arguments.result`."""
     engine = start(arguments)
     found: dict[str, Any] = {
         "start": time.time() - arguments.begun,
@@ -97,7 +97,7 @@ def serve(arguments: argparse.Namespace, start: Callable[[argparse.Namespace], S
 
 
 class Turns:
-    """All rounds of a benchmark: starts an engine's process at a time."""
+    """All rounds of a benchmark, with one engine process at a time."""
 
     def __init__(self, module: str, arguments: argparse.Namespace, model: str) -> None:
         self.module, self.arguments, self.model = module, arguments, model
@@ -113,7 +113,7 @@ class Turns:
             for name in names if index % 2 == 0 else names[::-1]:
                 found = self._engine(name)
                 self.engines.append({"round": index, "implementation": name, **found})
-                # What was measured stays readable if a later engine fails.
+                # Keep the figures if a later engine fails.
                 print(f"{name} " + json.dumps(found), flush=True)
                 for figure, value in _figures(found, cold=index == 0).items():
                     rounds.setdefault(figure, {}).setdefault(name, []).append(value)

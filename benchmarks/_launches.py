@@ -1,10 +1,9 @@
-"""What our models launch in a decoding step, counted and not run: no GPU takes part, and no memory.
+"""Count the launches of our models in a decoding step without running them, on a machine without a GPU.
 
-A model of its real sizes is laid out on the meta device, with the kernels that are chosen on a GPU of some kind.
-Triton's launches are recorded instead of made, aiter's functions are stood in for by what says only how large their
-results are, and torch's own ops are counted where they launch something. Of each launch the bytes of its activations
-are those of all tensors that it is given or makes, but for what stays from step to step: weights, the cache, room to
-work in.
+A model of its real size is built on the meta device, with the kernels that are chosen on the given GPU. Triton's
+launches are recorded instead of made, aiter's functions are replaced by ones that return tensors of the right shapes,
+and torch's ops are counted if they launch a kernel. The activation bytes of a launch are those of all tensors that it
+reads or writes, except what persists between steps: weights, the cache and scratch memory.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Launch:
     name: str
     kernels: int
     activations: int
-    """Bytes of activations that it reads and writes."""
+    """Activation bytes that it reads and writes."""
 
     def __str__(self) -> str:
         return self.name if self.kernels == 1 else f"{self.name} ({self.kernels})"
@@ -65,23 +64,23 @@ class Launch:
 
 @dataclass
 class Recorder:
-    """The launches so far, by layer; None is what comes before the first."""
+    """The launches so far, by layer; None is before the first layer."""
 
     layer: int | None = None
     launches: dict[int | None, list[Launch]] = field(default_factory=dict)
-    held: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    """Storages that hold no activations, by their ids; kept, for another would be given the id of one that is gone."""
+    ignored: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    """Storages without activations, by id; they are referenced so that their ids are not reused."""
     paused: bool = False
 
     def hold(self, *tensors: torch.Tensor) -> None:
         """These hold no activations."""
-        self.held.update((_storage(tensor), tensor.untyped_storage()) for tensor in tensors)
+        self.ignored.update((_storage(tensor), tensor.untyped_storage()) for tensor in tensors)
 
     def add(self, name: str, tensors: object, kernels: int = 1) -> None:
         """A launch that is given or makes ``tensors``, in any nesting."""
         if not self.paused:
             found = {(_storage(it), it.storage_offset()): it for it in _tensors(tensors)}
-            size = sum(it.nbytes for (storage, _), it in found.items() if storage not in self.held)
+            size = sum(it.nbytes for (storage, _), it in found.items() if storage not in self.ignored)
             self._append(Launch(name, kernels, size))
 
     def add_stages(
@@ -98,7 +97,7 @@ class Recorder:
     ) -> None:
         """The launches of aiter's fused_moe, whose arguments these are."""
         (tokens, hidden), (num_local_experts, _, intermediate) = x.shape, down.shape
-        intermediate *= 2 if quant_type == "per_1x32" else 1  # values per byte
+        intermediate *= 2 if quant_type == "per_1x32" else 1  # two codes per byte
         # aiter takes blocks of weights and groups of activations for one (fused_moe.py:1310).
         quantized = cast(Quantized, "per_1x128" if quant_type == "per_128x128" else quant_type)
         share = 1.0 if expert_mask is None else num_local_experts / len(expert_mask)
@@ -156,7 +155,7 @@ class _TorchOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, eq=False)
 class CountedGroup(WithoutPeers):
-    """The first of so many ranks that exchange nothing."""
+    """The first of ``world_size`` ranks, which exchanges nothing."""
 
     recorder: Recorder
     world_size: int
@@ -169,22 +168,22 @@ class CountedGroup(WithoutPeers):
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Room for all of it, which the embedding and the head ask for."""
+        """An empty tensor of the gathered shape, for the embedding and the head."""
         shape = list(x.shape)
         shape[dim] *= self.world_size
         return x if self.world_size == 1 else x.new_empty(shape)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """No decoding step without data parallelism asks for it."""
-        raise AssertionError("not part of such a step")
+        """Not called in a decoding step without data parallelism."""
+        raise AssertionError("not part of a decoding step")
 
     def all_to_all(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        """No decoding step without data parallelism asks for it."""
-        raise AssertionError("not part of such a step")
+        """Not called in a decoding step without data parallelism."""
+        raise AssertionError("not part of a decoding step")
 
 
 class _CountedNorm:
-    """aiter's all-reduce with the norm behind it, as vLLM has it for such a group, in one kernel or not at all."""
+    """aiter's fused all-reduce and norm, where vLLM's group runs it as one kernel."""
 
     def __init__(self, group: CountedGroup, target: Target) -> None:
         self.group, self.arch = group, target.arch

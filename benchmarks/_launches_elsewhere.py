@@ -1,12 +1,12 @@
-"""What two others launch for a decoder layer in a decoding step, as their sources have it.
+"""The launches of ATOM and vLLM for a decoder layer in a decoding step, read from their sources.
 
 ATOM: https://github.com/ROCm/ATOM at ffdf3bb5d, its plug-in for vLLM. vLLM: 0.32.0 on ROCm, with VLLM_ROCM_USE_AITER=1
-and otherwise its defaults. Neither was run: each launch has the line that it was read from, and where tables of tuned
-kernels or a compiler decide, the fewest launches are taken. What aiter's own functions launch was read from aiter at
+and otherwise its defaults. Neither was run: each launch names the source line that it was read from. Where tuned
+tables or a compiler decide, the fewest launches are counted. Launches of aiter's own functions are from aiter at
 e4048607.
 
-Bytes are of activations, as :mod:`benchmarks._launches` counts them: each tensor that a launch is given or makes, once,
-and the room for parts of long sequences between two launches.
+Bytes are of activations, as in :mod:`benchmarks._launches`: each tensor that a launch reads or writes, once, and the
+partial results of long sequences' splits between two launches.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _VLLM_QUANT = "BlockScaledMMLinearKernel.py:119"
 
 @dataclass(frozen=True)
 class Read:
-    """One launch, or a call that is several, and where it was read."""
+    """One launch, or a call with several, and its source line."""
 
     name: str
     source: str
     numbers: float
-    """Bytes of activations for each token."""
+    """Activation bytes per token."""
     kernels: int = 1
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Case:
-    """A layer of a model, as one rank holds it, and a step."""
+    """A model's layer on one rank, and a step."""
 
     config: ModelConfig
     fp8: bool
@@ -52,7 +52,7 @@ class Case:
     batch: int
     ranks: int
     context: int
-    """Tokens that each request has in the cache."""
+    """Cached tokens per request."""
     expert_parallel: bool = False
 
     @property
@@ -67,12 +67,12 @@ class Case:
 
     @property
     def queries(self) -> int:
-        """This rank's numbers of a token's queries."""
+        """Elements of a token's queries on this rank."""
         return self.mixer.num_heads * self.mixer.query_dim // self.ranks
 
     @property
     def keys(self) -> int:
-        """This rank's numbers of a token's keys, and of its values."""
+        """Elements of a token's keys, and of its values, on this rank."""
         return max(1, self.mixer.num_kv_heads // self.ranks) * self.mixer.query_dim
 
     @property
@@ -81,17 +81,17 @@ class Case:
         return not self.reduces_in_one(quantized=False)
 
     def reduces_in_one(self, quantized: bool) -> bool:
-        """Whether the fused all-reduce and norm is one kernel; ``quantized``: with the quantiser behind them."""
+        """Whether the fused all-reduce and norm is one kernel; ``quantized``: with the quantisation after them."""
         return self.batch * self.hidden * 2 <= (TWO_STAGES if quantized else ONE_STAGE)
 
 
 def _wide(*numbers: float) -> float:
-    """Bytes of so many numbers in 16 bits."""
+    """Bytes of that many elements in 16 bits."""
     return 2 * sum(numbers)
 
 
 def _narrow(numbers: float) -> float:
-    """Bytes of so many numbers in FP8, with a scale for each 128."""
+    """Bytes of that many elements in FP8, with a scale for each 128."""
     return numbers + 4 * numbers / 128
 
 
@@ -167,7 +167,7 @@ def atom(case: Case) -> list[Read]:
 
 
 def _atom_mixture(case: Case, gate: str, norm: str) -> Iterator[Read]:
-    """Behind attention. A shared expert is one more of the routed ones (ATOM_FUSE_SHARED_EXPERT)."""
+    """After attention. A shared expert is one more of the routed ones (ATOM_FUSE_SHARED_EXPERT)."""
     moe = case.config.layers[-1].moe
     assert moe is not None
     experts = moe.routing.num_experts
@@ -199,19 +199,19 @@ def _atom_mla(case: Case) -> Iterator[Read]:
 
 
 def _parts(case: Case) -> float:
-    """Bytes of what each 256 tokens of a request add to its answers, with two float32 for each head."""
+    """Bytes of the partial results of each split of 256 tokens, with two float32 per head."""
     return -(-case.context // 256) * (_wide(case.queries) + 8 * case.queries / case.mixer.query_dim)
 
 
 def _fused_norm(case: Case, quantized: bool) -> str:
-    """Where vLLM says what is fused into a norm."""
+    """The source lines of vLLM's fused norm."""
     if case.ranks > 1:
         return f"allreduce_rms_fusion.py:{1379 if quantized else 1206}"
     return "rocm_aiter_fusion.py:238" if quantized else "platforms/rocm.py:1352"
 
 
 def vllm(case: Case) -> list[Read]:
-    """vLLM's layer: compiled, which fuses norms and activations with the quantisers behind them, and all-reduces."""
+    """vLLM's layer: compiled, which fuses norms and activations with the quantisation after them, and all-reduces."""
     moe = case.config.layers[-1].moe is not None
     if case.config.has_mla:
         return [*_vllm_mla(case), *_vllm_mixture(case, "deepseek_v2.py:424")]
@@ -245,7 +245,7 @@ def vllm(case: Case) -> list[Read]:
 
 
 def _vllm_mixture(case: Case, experts: str) -> Iterator[Read]:
-    """Behind attention. The norm's result goes to the gate too, so it is quantised by launches of their own."""
+    """After attention. The norm's result goes to the gate too, so it is quantised by launches of their own."""
     moe, hidden = case.config.layers[-1].moe, case.hidden
     assert moe is not None
     count = moe.routing.num_experts

@@ -1,4 +1,4 @@
-"""What benchmarks of engines on a GPU run: shapes of requests, in an engine or in a process that is one."""
+"""The runs of GPU benchmarks: shapes of requests, in an engine of this process or of another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CACHES = {
     "CUDA_CACHE_PATH": "cuda",
 }
 
-#: Tokens of the run of a shape that comes before any that counts.
+#: New tokens of a shape's warm-up run.
 WARM_TOKENS = 8
 
 
@@ -50,12 +50,13 @@ class Shape:
 
 
 class Generated(NamedTuple):
-    """What an engine has of a run."""
+    """An engine's result of a run."""
 
     answers: list[list[int]]
     decoding: float | None = None
-    """Seconds from when the last request had its first token to the last token of all, by the engine's own clock: what
-    prompts take, which scatters most, is not in it. None: the engine does not tell."""
+    """Seconds from the last request's first token to the last token of all, by the engine's clock. This excludes the
+    prefill, which varies most. None: the engine does not report it.
+    """
 
 
 class Run(NamedTuple):
@@ -65,7 +66,7 @@ class Run(NamedTuple):
     generated: Generated
 
     def behind_first(self, first: float) -> float:
-        """Seconds of all steps behind the first token; ``first``: of a run that ends there."""
+        """Seconds of all steps after the first token; ``first``: the seconds of a run that ends there."""
         decoding = self.generated.decoding
         return self.seconds - first if decoding is None else decoding
 
@@ -77,7 +78,7 @@ class Started:
     generate: Callable[[list[list[int]], int], Generated]
     """Runs prompts of token ids to so many new tokens each."""
     cache_tokens: int
-    """What its cache holds."""
+    """The capacity of its cache."""
     stop: Callable[[], object]
 
 

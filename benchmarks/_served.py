@@ -1,4 +1,4 @@
-"""An engine in a process of its own that is told what to do over pipes, a line of JSON at a time, and else sleeps."""
+"""An engine in its own process that takes requests over pipes, one JSON line each, and sleeps in between."""
 
 from __future__ import annotations
 

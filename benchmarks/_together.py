@@ -1,7 +1,7 @@
-"""Native and atom engines that live side by side on a GPU, with a share of its memory each, and take turns run by run.
+"""Native and atom engines side by side on one GPU, with a share of its memory each, alternating run by run.
 
-What a host and a GPU do at the time meets both alike, and one start of each is enough. How long a start takes, and what
-a cache holds, this cannot tell.
+Changes of the host's and GPU's state affect both alike, and each engine starts once. Start-up times and cache sizes
+cannot be compared this way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Runs = Callable[[str, Shape, int], Run]
 
 
 def serve_turns(arguments: argparse.Namespace, start: Callable[[argparse.Namespace], Started]) -> None:
-    """Be one engine, and run what is asked for."""
+    """Serve as one engine of this process."""
     engine = start(arguments)
 
     def run(asked: Message) -> Message:
@@ -57,7 +57,7 @@ class Together:
         return rounds
 
     def details(self) -> dict[str, Any]:
-        """What a file has beside the figures: how far answers agree, by shape."""
+        """Further content of the JSON file: the agreement of answers by shape."""
         return {"answers": self.answers}
 
     def wait(self) -> None:
@@ -78,9 +78,9 @@ class Together:
 
 
 def agreement(native: list[list[int]], atom: list[list[int]]) -> str:
-    """How alike the answers are, and how many tokens differ within each engine's: few may be those of broken sums.
+    """The common prefixes of both engines' answers, and each engine's number of distinct tokens.
 
-    Where the first token is that of both, what is alike behind it is decoding's.
+    Very few distinct tokens hint at broken sums. Prefixes count only if the first tokens, those of prefill, agree.
     """
     lengths = [_alike(*pair) for pair in zip(native, atom, strict=True)]
     begun = [length for length in lengths if length]
@@ -93,12 +93,12 @@ def agreement(native: list[list[int]], atom: list[list[int]]) -> str:
 
 
 def _alike(one: list[int], other: list[int]) -> int:
-    """How many tokens two answers begin with alike."""
+    """The length of the common prefix of two answers."""
     return next((at for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
 
 
 def take_turns(run: Runs, shapes: list[Shape], output_len: int, repetitions: int) -> tuple[Rounds, dict[str, str]]:
-    """Milliseconds of every turn, by figure and implementation, which goes first alternating; how answers agree."""
+    """Milliseconds of every turn, by figure and implementation, in alternating order; and the agreement of answers."""
     names = list(IMPLEMENTATIONS)
     rounds: dict[str, dict[str, list[float]]] = {}
     answers: dict[str, str] = {}
@@ -117,7 +117,7 @@ def take_turns(run: Runs, shapes: list[Shape], output_len: int, repetitions: int
                 tpot[name].append(whole[name].behind_first(first[name]) / (output_len - 1) * 1e3)
                 ttft[name].append(first[name] * 1e3)
         rounds |= {f"{shape} tpot, ms": tpot, f"{shape} ttft, ms": ttft}
-        # What was measured stays readable if something later fails.
+        # Print now, in case something fails later.
         rows = summarise({figure: rounds[figure] for figure in (f"{shape} tpot, ms", f"{shape} ttft, ms")})
         print(
             "; ".join(f"{row.figure} {row.native.median:.4g} / {row.atom.median:.4g} x{row.ratio:.3f}" for row in rows),

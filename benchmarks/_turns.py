@@ -1,4 +1,4 @@
-"""Two engines that live side by side and take turns run by run: what else a machine does meets both alike.
+"""Two engines side by side that alternate run by run, so that other load on the machine affects both alike.
 
 A benchmark's `serve` function starts one engine and answers runs over a pipe (`answer_runs`); its `main` is `compare`.
 """

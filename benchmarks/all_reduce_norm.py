@@ -1,10 +1,10 @@
-"""A sum over GPUs and the norm behind it, fused and one after the other, by size: microseconds a call in graphs.
+"""Time an all-reduce with its norm, fused and as two ops, by size: microseconds per call in graphs.
 
-    python -m benchmarks.all_reduce_norm --ranks 2            # on a machine with so many GPUs of NVIDIA's or AMD's
+    python -m benchmarks.all_reduce_norm --ranks 2            # on a machine with that many NVIDIA or AMD GPUs
 
-"fused" is our Triton kernel over memory that the GPUs share, "separate" vLLM's all-reduce (its custom one where that
-takes the size, NCCL's or RCCL's elsewhere) and our norm, "all-reduce" that without the norm. "rounds" is the largest
-difference of the two ways, as a share of the numbers' spread: they round differently.
+"fused" is our Triton kernel over peer memory, "separate" vLLM's all-reduce (its custom kernel for sizes that it
+supports, else NCCL or RCCL) with our norm, and "all-reduce" vLLM's without the norm. "rounds" is the largest difference
+between the first two, which round differently, as a share of the values' spread.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 
 from atom_core.config import AttentionConfig, LayerConfig, ModelConfig
 from atom_core.kernels.select import Target
-from atom_core.loading import lay_out
+from atom_core.loading import build_on_meta_device
 from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
 from atom_plugin.bench.floor import cache_bytes, weight_bytes
@@ -107,7 +107,7 @@ def weights_and_cache(row: Row) -> tuple[int, int]:
     def both(layers: int) -> tuple[int, int]:
         config = _config(row.model, layers)
         quant = read_quantization(read_config(row.model), None)
-        model = lay_out(config, torch.bfloat16, row.ranks, quant, row.expert_parallel)
+        model = build_on_meta_device(config, torch.bfloat16, row.ranks, quant, row.expert_parallel)
         return weight_bytes(model, row.batch), cache_bytes(
             _of_rank(config, row.ranks), row.batch, CONTEXT, torch.bfloat16
         )

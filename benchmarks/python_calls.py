@@ -1,10 +1,10 @@
-"""What Python does in one decode step: calls a layer, and the files of ours that a step crosses.
+"""The Python calls of one decode step per layer, and the files of ours that a step crosses.
 
     python -m benchmarks.python_calls CHECKPOINT
     python -m benchmarks.python_calls CHECKPOINT --framework vllm
 
-Counted by `sys.setprofile` from where the model is called until it returns, on a CPU. Graphs replay none of it on a
-GPU; prefill, and whatever runs without graphs, waits for it. With vLLM the engine runs in this process, eagerly.
+Counted by `sys.setprofile` during the model's call, on a CPU. On a GPU, graphs replay without these calls; prefill and
+steps without graphs wait for them. With vLLM the engine runs in this process, eagerly.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A checkpoint of random numbers on disk, in the format that a model's `config.json` names.
+"""A checkpoint of random values on disk, in the format that a model's `config.json` names.
 
     python -m benchmarks.random_checkpoint qwen3-30b-a3b-fp8 FOLDER
     python -m benchmarks.vllm_gpu --model qwen3-30b-a3b-fp8 --load-format random      # writes one, and removes it
 
-Engines that make up their own numbers (`--load-format dummy`) have others for each format and layout, by which mixtures
-route otherwise, and read more or fewer experts. From one checkpoint all have the same.
+Engines that make their own random weights (`--load-format dummy`) have different ones for each format and layout. MoE
+routing then differs, and so does the number of experts that are read. With a checkpoint all have the same weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from atom_core.layers.parameters import Placement
-from atom_core.loading import lay_out
+from atom_core.loading import build_on_meta_device
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import DRAFTS, load_draft_class
 from atom_core.quant import read_quantization
@@ -25,28 +25,28 @@ from atom_core.standalone import RANDOM_SPREAD, random_codes
 from atom_core.weights import expected_tensors
 from atom_plugin.bench.models import HfValues, read_config
 
-#: Of numbers in FP8, which go up to 448.
+#: The standard deviation of FP8 values, whose maximum is 448.
 _FP8_SPREAD = 100.0
 _FILE_BYTES = 4 << 30
 
 
 def write_random(hf: HfValues, folder: Path, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> None:
-    """Write `config.json` and the weights that it asks for, those of layers that draft as well.
+    """Write `config.json` and its weights, including those of draft layers.
 
     Args:
-        hf: what `config.json` says.
-        folder: where to; it exists.
-        dtype: of what is not quantised.
-        device: where numbers are made; a GPU is quicker.
+        hf: the content of `config.json`.
+        folder: an existing folder.
+        dtype: of unquantised tensors.
+        device: where values are generated; a GPU is faster.
 
     Raises:
         ValueError: an unsupported architecture or format.
     """
     config, quant = read_model_config(hf), read_quantization(hf, None)
-    wanted = expected_tensors(lay_out(config, dtype, quant=quant))
+    wanted = expected_tensors(build_on_meta_device(config, dtype, quant=quant))
     if config.draft_layers and config.architecture in DRAFTS:
         draft = load_draft_class(config.architecture).from_hf(hf)
-        wanted |= expected_tensors(lay_out(draft, dtype, quant=quant))
+        wanted |= expected_tensors(build_on_meta_device(draft, dtype, quant=quant))
     generator = torch.Generator(device).manual_seed(0)
     held: dict[str, torch.Tensor] = {}
     files: dict[str, str] = {}
@@ -64,7 +64,7 @@ def write_random(hf: HfValues, folder: Path, dtype: torch.dtype = torch.bfloat16
 
 
 def numbers(name: str, placement: Placement, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """A tensor of the checkpoint: matrices around 0, norms around 1, scales so that numbers are as large as others."""
+    """A tensor of the checkpoint: matrices around 0, norms around 1, scales for weights of the usual magnitude."""
     shape, device, leaf = placement.shape, generator.device, name.rpartition(".")[2]
     if "U8" in placement.dtypes:
         return torch.empty(shape, dtype=torch.uint8, device=device).random_(*random_codes(leaf), generator=generator)
@@ -81,7 +81,7 @@ def numbers(name: str, placement: Placement, dtype: torch.dtype, generator: torc
 
 
 def _save(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, str]:
-    """Into a file more; which tensors it has."""
+    """Write another file; returns the names of its tensors."""
     file = f"model-{len(list(folder.glob('*.safetensors'))):05}.safetensors"
     save_file(tensors, folder / file, metadata={"format": "pt"})
     return dict.fromkeys(tensors, file)

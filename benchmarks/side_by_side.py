@@ -1,4 +1,4 @@
-"""Several commands at once on a host of several GPUs, each with GPUs of its own and a log.
+"""Run several commands at once on a host with several GPUs, each with its own GPUs and log.
 
     python -m benchmarks.side_by_side jobs.txt --output out --seconds 560
 
@@ -8,8 +8,8 @@ finds its folder in `$OUT`, with a bar between them:
     1 | 560 | qwen3-8b | python -m benchmarks.vllm_gpu --model qwen3-8b --rounds 1 --json $OUT/qwen3-8b.json
     2 | 120 | sums     | python -m benchmarks.all_reduce_norm --ranks 2
 
-Jobs start in the file's order as soon as GPUs are free; one that wants more than are free lets later ones pass. Whoever
-shares a host shares its processors and disks: times of a start, and of what waits for the host, are longer so.
+Jobs start in the file's order as soon as GPUs are free; a job that needs more than are free lets later ones pass. Jobs
+share the host's processors and disks, so start-up times, and times that depend on the host, are longer.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""One decoding step by several versions of the source, on one GPU at its limit of power: a process each, in turns.
+"""Time one decoding step with several source trees in turns, each in its own process, on one GPU at its power limit.
 
     git worktree add ../before HEAD~1
     python -m benchmarks.steps_of_trees deepseek-v2-lite --layers 9 --shape 256x640 --shape 8x640 ../before/src src
 
-A shape is requests and the tokens that each has cached. Each process has the model of `atom-plugin bench step` and
-several captured graphs of each shape, whose buffers lie elsewhere: graphs of one step differ by up to 0.3%. A time is
-the mean of `--seconds` of replays without a pause, while the other processes wait. The same tree given twice tells what
-the method itself scatters by. All have their models in the GPU's memory at once.
+A shape is the number of requests and the cached tokens of each. Each process has the model of `atom-plugin bench step`
+and several captured graphs per shape with different buffers: graphs of one step differ by up to 0.3%. A time is the
+mean over `--seconds` of replays without pauses, while the other processes wait. Giving the same tree twice shows the
+method's own scatter. All processes have their models in the GPU's memory at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Logits whose likeliest tokens are known by hand, for every implementation of the op."""
+"""Logits with known argmax tokens, for every implementation of the op."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class GreedyCase:
     vocab_size: int
     dtype: torch.dtype = torch.bfloat16
     barred: int | None = None
-    """Tokens at most that a request must not take."""
+    """The largest number of tokens that a request must not take."""
     pad: int = 0
-    """NaNs behind each row, as where the head has more rows than the vocabulary."""
+    """NaNs after each row, as if the head has more rows than the vocabulary."""
 
 
 CASES = {
@@ -37,8 +37,8 @@ CASES = {
 class Logits:
     """A case's tensors; :meth:`check` runs a kernel on them.
 
-    Numbers are few, so that each row has its largest many times. Half of the requests are long enough for what they
-    must not take, and of every fifth row nobody asks.
+    There are few distinct values, so each row has its maximum many times. Half of the requests are long enough for
+    the tokens that they must not take, and every fifth row belongs to no request.
     """
 
     def __init__(self, case: GreedyCase, device: torch.device | str = "cpu", seed: int = 0) -> None:
@@ -77,10 +77,10 @@ class Logits:
         return numbers.index(max(numbers))
 
     def run(self, kernel: GreedyTokensKernel) -> torch.Tensor:
-        """What ``kernel`` finds."""
+        """The output of ``kernel``."""
         return kernel(self.logits, self.requests, self.positions, self.barred)
 
     def check(self, found: torch.Tensor) -> None:
-        """Compare it with what it has to be."""
+        """Compare it with the expected tokens."""
         assert found.dtype == torch.int64
         assert found.tolist() == self.expected

@@ -1,10 +1,10 @@
-"""Attention batches and qkv shapes that every kernel must get right, and what it must answer.
+"""Attention batches and qkv shapes that every kernel must compute correctly, and the expected outputs.
 
-The same cases run on a CPU (the reference; the Triton kernels under Triton's interpreter) and on a GPU. What is
-expected is worked out here one token at a time in float64, from contiguous keys and values that never saw a page.
+The same cases run on a CPU (the reference; the Triton kernels under Triton's interpreter) and on a GPU. Expected
+outputs are computed here one token at a time in float64, from contiguous keys and values without pages.
 
-Whatever a kernel must not read is NaN: pages of nobody, slots past a request's length, the rows of the page table
-past its pages (they point to such a page), and what it must write.
+Everything that a kernel must not read is NaN: unused pages, slots past a request's length, the page that the page table
+names past a request's pages, and the outputs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AttentionCase:
     soft_cap: float | None = None
     sinks: bool = False
     storage: str = "PHN"
-    """How plain pages are laid out; or "shuffled", a page's keys and then its values."""
+    """The layout of plain pages; or "shuffled": a page's keys, then its values."""
     packed: bool = True
     """Keys and values side by side in one tensor, as in vLLM; else two tensors with a gap after each head."""
     padded_requests: int = 0
@@ -92,7 +92,7 @@ class AttentionBatch:
 
     @cached_property
     def expected(self) -> torch.Tensor:
-        """float64 ``[tokens that are not padding, H, D]``; where a kernel is only compiled nobody asks for it."""
+        """float64 ``[tokens without padding, H, D]``; unused if a kernel is only compiled."""
         return self.answer()
 
 
@@ -239,7 +239,7 @@ def _attention_by_token(
 
 
 def _attention_by_reference(case: AttentionCase, inputs: AttentionBatch) -> torch.Tensor:
-    """The reference's answer to the same numbers in float32."""
+    """The reference's output for the same values in float32."""
     wide = KVCacheView(
         inputs.cache.key.float() * inputs.cache.k_scale, inputs.cache.value.float() * inputs.cache.v_scale
     )
@@ -308,7 +308,7 @@ def empty_cache(case: AttentionCase, num_pages: int, dtype: torch.dtype, device:
 
 @dataclass(frozen=True)
 class QkvCase:
-    """One layer's way from raw qkv to a query and a filled cache."""
+    """A layer's op from raw qkv to queries and a written cache."""
 
     name: str
     heads: int = 4

@@ -1,8 +1,8 @@
-"""Attention over latents: batches that every kernel must get right, and what it must answer.
+"""Multi-head latent attention (MLA): batches that every kernel must compute correctly, and the expected outputs.
 
-The same cases run on a CPU (the references; the Triton kernels under Triton's interpreter) and on a GPU. What is
-expected is worked out here one token at a time in float64, from contiguous rows that never saw a page. As in
-:mod:`tests.kernel_cases`, whatever a kernel must not read is NaN.
+The same cases run on a CPU (the references; the Triton kernels under Triton's interpreter) and on a GPU. Expected
+outputs are computed here one token at a time in float64, from contiguous rows without pages. As in
+:mod:`tests.kernel_cases`, everything that a kernel must not read is NaN.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LatentCase:
     page_size: int = 16
     interleaved: bool = True
     gap: int = 0
-    """Numbers behind each row that are nobody's."""
+    """Unused elements after each row."""
     padded_requests: int = 0
     padded_tokens: int = 0
 
@@ -108,7 +108,7 @@ class LatentBatch:
 
     @property
     def num_real(self) -> int:
-        """Tokens that are not padding."""
+        """The number of tokens without padding."""
         return int(self.batch.host.starts[-1])
 
 

@@ -1,4 +1,4 @@
-"""Lengths and page tables of requests, by hand, for every implementation of the op."""
+"""Hand-written lengths and page tables of requests, for every implementation of the op."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from atom_core.kernels.request_pages import RequestPagesKernel
 
-#: What nothing may write to.
+#: The value of elements that nothing may write to.
 UNTOUCHED = -7
 
 
@@ -64,7 +64,7 @@ class Requests:
         kernel(self.slots, self.rows, self.seq_lens, self.case.added, self.lengths, self.table, *moved)
 
     def check(self) -> None:
-        """What was written is right; behind a request's own pages are numbers of pages, or nothing was written."""
+        """Check what was written; entries past a request's pages are valid page numbers or untouched."""
         assert self.lengths.tolist() == list(self.case.lengths)
         tables = [(self.table, self.pages)]
         if self.windowed is not None:

@@ -1,7 +1,7 @@
-"""Which cases of a test are examples of the others: these always run, the others by `nox -s tests -- --thorough`.
+"""Choose the cases of a test that always run; `nox -s tests -- --thorough` runs all of them.
 
-Any two parameters' values meet in an example ("all-pairs testing"): a fault that one of them brings in, or two
-together, shows. What a test runs on (a GPU, a dtype) takes turns instead, so that each value of it has examples too.
+Any two parameters' values meet in a chosen case ("all-pairs testing"), so faults of one value or of a combination of
+two show. What a test runs on (a GPU, a dtype) takes turns instead, so each of its values has cases too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-#: A case: of each parameter, which of its values.
+#: A case: the index of each parameter's value.
 Case = tuple[int, ...]
 
 #: Parameters that take turns.
@@ -21,7 +21,7 @@ TURNS = ("arch", "cache_dtype", "dtype", "gpu")
 
 
 def mark_thorough(items: Iterable[pytest.Item], folder: Path) -> None:
-    """Mark what is no example among the parametrized tests of a folder."""
+    """Mark the cases of a folder's parametrized tests that are not chosen."""
     tests: dict[str, dict[Case, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.path.is_relative_to(folder):
@@ -42,7 +42,7 @@ def mark_thorough(items: Iterable[pytest.Item], folder: Path) -> None:
 
 
 def all_pairs(cases: Sequence[Case]) -> list[Case]:
-    """Few of the cases in which each pair of values is that is in any; all of them where there are no pairs."""
+    """A small set of cases with every pair of values that occurs in ``cases``; all cases if there are no pairs."""
     pairs = {case: set(combinations(enumerate(case), 2)) for case in cases}
     missing = set().union(*pairs.values())
     if not missing:

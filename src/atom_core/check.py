@@ -1,10 +1,9 @@
-"""Our model beside Hugging Face's on the same tokens: how far apart each stage is, and where they part first.
+"""Compare our model with Hugging Face's on the same tokens, stage by stage, and find the first difference.
 
-A stage is the residual stream after the embedding, after each decoder layer and after the final norm, and the logits.
-Both models are loaded from one local checkpoint; nothing is fetched, and no code of the checkpoint's is run.
+The stages are the residual stream after the embedding, after each decoder layer and after the final norm, and the
+logits. Both models load one local checkpoint; nothing is downloaded, and none of the checkpoint's code runs.
 
-Rope variants that depend on a sequence's length (longrope) take here the length that is checked, not one that a server
-would be started with.
+Rope variants that depend on the sequence length (longrope) use the length that is checked here, not a server's.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from atom_core.models.decoder import Decoder
 from atom_core.models.read_config import read_model_config
 from atom_core.standalone import Runner
 
-#: Largest |difference| of a stage, as a share of its spread. In float32, sums in another order differ by some 1e-6 of
-#: it and mistakes by more than 1e-3. The 16-bit types round after every op, and their roundings add up over layers.
+#: Largest |difference| of a stage, as a share of its spread. In float32 another order of sums changes about 1e-6 of it,
+#: a mistake more than 1e-3. 16-bit dtypes round after every op, and rounding errors add up over layers.
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -34,13 +33,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @dataclass(frozen=True)
 class Stage:
-    """How far apart the two models are at one place."""
+    """The difference between the two models at one stage."""
 
     name: str
     difference: float
     """Largest |difference|; NaN where either model has one."""
     spread: float
-    """Largest minus smallest of Hugging Face's numbers."""
+    """Largest minus smallest of Hugging Face's values."""
 
     @property
     def relative(self) -> float:
@@ -50,23 +49,23 @@ class Stage:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The most likely next tokens in both, each model going on from its own."""
+    """Each model's greedy continuation of the prompt."""
 
     ours: tuple[int, ...]
     theirs: tuple[int, ...]
     tied: bool
-    """Where they part, Hugging Face holds both tokens for equally likely, within the tolerance."""
+    """At the first different token, Hugging Face's two logits are equal within the tolerance."""
 
     @property
-    def parts_at(self) -> int | None:
+    def first_difference(self) -> int | None:
         """The index of the first token that differs."""
-        pairs = enumerate(zip(self.ours, self.theirs, strict=True))
-        return next((index for index, (ours, theirs) in pairs if ours != theirs), None)
+        both = enumerate(zip(self.ours, self.theirs, strict=True))
+        return next((index for index, (ours, theirs) in both if ours != theirs), None)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was compared and how it came out."""
+    """What was compared, and the result."""
 
     directory: Path
     architecture: str
@@ -77,33 +76,33 @@ class Report:
     continuation: Continuation
 
     @property
-    def parting(self) -> Stage | None:
-        """The first stage where the models are farther apart than the tolerance."""
-        return next((stage for stage in self.stages if not stage.relative <= self.tolerance), None)  # NaN is far
+    def first_difference(self) -> Stage | None:
+        """The first stage whose difference exceeds the tolerance."""
+        return next((stage for stage in self.stages if not stage.relative <= self.tolerance), None)  # or is NaN
 
     @property
     def passed(self) -> bool:
-        """Whether our answers are Hugging Face's."""
+        """Whether our model agrees with Hugging Face's."""
         tokens = self.continuation
-        return self.parting is None and (tokens.parts_at is None or tokens.tied)
+        return self.first_difference is None and (tokens.first_difference is None or tokens.tied)
 
     def __str__(self) -> str:
         """The verdict in one or two sentences."""
         tokens = self.continuation
-        count, parts_at = len(tokens.ours), tokens.parts_at
-        if self.parting is not None:
+        count, index = len(tokens.ours), tokens.first_difference
+        if (stage := self.first_difference) is not None:
             return (
-                f"{self.architecture} parts from Hugging Face at {self.parting.name}: "
-                f"{self.parting.relative:.1e} of the spread, allowed {self.tolerance:.0e}."
+                f"{self.architecture} differs from Hugging Face, first at {stage.name}: "
+                f"{stage.relative:.1e} of the spread, allowed {self.tolerance:.0e}."
             )
         agreed = (
             f"{self.architecture} agrees with Hugging Face at every stage, within {self.tolerance:.0e} of the spread"
         )
-        if parts_at is None:
+        if index is None:
             return f"{agreed}, and in all {count} tokens that follow."
         if tokens.tied:
-            return f"{agreed}. Token {parts_at + 1} of the {count} that follow is a tie, decided differently."
-        return f"{agreed}, but not in token {parts_at + 1} of the {count} that follow: decoding differs from prefill."
+            return f"{agreed}. Token {index + 1} of the {count} that follow is a tie that was broken differently."
+        return f"{agreed}, but not in token {index + 1} of the {count} that follow: decoding differs from prefill."
 
 
 def compare(
@@ -122,12 +121,11 @@ def compare(
 
     Args:
         directory: the checkpoint.
-        prompt: a text, split by the checkpoint's tokenizer; None: random tokens from a fixed seed.
-        num_tokens: how many random tokens; fewer where the model's context is shorter.
-        new_tokens: how many tokens both go on by.
-        dtype: of both models.
-        device: of both models.
-        tolerance: a share of each stage's spread; None: that of ``dtype`` in :data:`TOLERANCES`.
+        prompt: a text for the checkpoint's tokenizer; None: random tokens from a fixed seed.
+        num_tokens: the number of random tokens; fewer if the model's context is shorter.
+        new_tokens: the number of tokens that both models generate.
+        dtype, device: of both models.
+        tolerance: a share of each stage's spread; None: :data:`TOLERANCES`.
         kernels: forced implementations by op, as in ``ATOM_KERNELS``.
         with_aiter: see :func:`atom_core.kernels.kernel_set`.
 
@@ -150,11 +148,7 @@ def compare(
 
 
 def require_transformers() -> None:
-    """Raise unless Hugging Face's models can be imported.
-
-    Raises:
-        ValueError: they are not installed.
-    """
+    """Raise a ValueError unless Hugging Face's models can be imported."""
     try:
         import transformers  # noqa: F401 - only needed here, so no dependency of the package
     except ImportError as error:
@@ -164,7 +158,7 @@ def require_transformers() -> None:
 
 
 def load_reference(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """Hugging Face's model of a local checkpoint, with attention in plain torch."""
+    """Hugging Face's model of a local checkpoint, with eager attention."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -218,10 +212,7 @@ def _tokenize(directory: Path, prompt: str) -> list[int]:
 
 @contextmanager
 def _recorded(decoder: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """The residual stream at each stage of whatever Hugging Face's ``decoder`` runs inside the ``with``.
-
-    It is ``[T, hidden]`` by the stage's name.
-    """
+    """Record the residual stream ``[T, hidden]`` of Hugging Face's ``decoder`` inside the ``with``, by stage name."""
     stages: dict[str, torch.Tensor] = {}
     layers = [(f"layer {name}", it) for name, it in decoder.get_submodule("layers").named_children()]
     modules = [("the embedding", decoder.get_submodule("embed_tokens")), *layers]
@@ -236,7 +227,7 @@ def _recorded(decoder: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 @contextmanager
 def _recorded_of_ours(decoder: Decoder) -> Iterator[dict[str, torch.Tensor]]:
-    """As :func:`_recorded`, of our decoder, whose layers run fused."""
+    """As :func:`_recorded`, for our decoder, whose layers run fused."""
     stages: dict[str, torch.Tensor] = {}
     fused = decoder.fused
     assert fused is not None

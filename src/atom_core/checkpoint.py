@@ -1,8 +1,8 @@
-"""A checkpoint directory: safetensors files and what their headers say, read without touching the tensors.
+"""Read the headers and tensors of a checkpoint directory of safetensors files.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header with each tensor's
-dtype, shape and byte range, then the bytes. A header is enough to find a truncated file or a tensor that does not fit,
-in milliseconds and before anything is loaded.
+dtype, shape and byte range, then the bytes. The headers show truncated files and tensors that do not fit within
+milliseconds, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-#: Names of the files that hold a model where no index says it, the first that there are: what is beside is not read.
+#: Where there is no index, the files of the first pattern that matches hold the model; other files are not read.
 WEIGHT_FILES = (SINGLE_FILE, "model-*.safetensors", "*.safetensors")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -32,7 +32,7 @@ class TensorInfo:
 
     file: Path
     dtype: str
-    """As safetensors spells it: "BF16", "F8_E4M3", ..."""
+    """The safetensors name: "BF16", "F8_E4M3", ..."""
     shape: tuple[int, ...]
 
 
@@ -45,14 +45,14 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:
-        """Read the headers of every safetensors file in ``directory``.
+        """Read the headers of the model's files in ``directory``; see :func:`choose_files`.
 
         Raises:
-            ValueError: no such files (pickles are not read), or a file that is cut off or not safetensors.
+            ValueError: there are no safetensors files (pickles are not read), or a file is truncated or damaged.
         """
-        # A hub's cache has links to what is not there where a download was cut off.
-        files = sorted(path for path in directory.glob("*.safetensors") if path.exists())
-        if not files:
+        # An interrupted download leaves links to missing files in a Hugging Face cache.
+        names = sorted(path.name for path in directory.glob("*.safetensors") if path.exists())
+        if not names:
             pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
             found = (
                 f"it holds pickles ({', '.join(pickles[:3])}), which can run code when opened and are never read; "
@@ -61,37 +61,33 @@ class Checkpoint:
                 else "it holds none"
             )
             raise ValueError(f"{directory} has no *.safetensors file: {found}.")
-        tensors: dict[str, TensorInfo] = {}
-        for path in _model_files(directory, files):
-            tensors.update(_read_header(path))
-        return cls(directory, tensors)
+        indexed = read_index(directory / INDEX) if (directory / INDEX).exists() else None
+        chosen = choose_files(str(directory), names, indexed)
+        return cls(directory, _read_headers(directory / name for name in chosen))
 
     @classmethod
     def of_files(cls, directory: Path, pattern: str) -> Checkpoint:
-        """Read the headers of the files in ``directory`` whose names match ``pattern``; there may be none.
+        """Read the headers of the files in ``directory`` whose names match ``pattern``, if any.
 
         Raises:
-            ValueError: as :meth:`open`, of a file.
+            ValueError: a file is truncated or damaged.
         """
-        tensors: dict[str, TensorInfo] = {}
-        for path in sorted(directory.glob(pattern)):
-            tensors.update(_read_header(path))
-        return cls(directory, tensors)
+        return cls(directory, _read_headers(sorted(directory.glob(pattern))))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, a view of its mapped file."""
+        """One tensor, as a view of its memory-mapped file."""
         with safe_open(self.tensors[name].file, framework="pt") as file:
             return cast(torch.Tensor, file.get_tensor(name))
 
     def load(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of everything, file by file; tensors are views of the mapped files."""
+        """All tensors as (name, view of the memory-mapped file), file by file."""
         for path in dict.fromkeys(info.file for info in self.tensors.values()):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
                     yield name, file.get_tensor(name)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of some of them, file by file."""
+        """As :meth:`load`, for the tensors of these ``names``."""
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.tensors[name].file, []).append(name)
@@ -102,17 +98,17 @@ class Checkpoint:
 
 
 def choose_files(where: str, names: Collection[str], indexed: Collection[str] | None) -> list[str]:
-    """The files that hold the model, as Transformers and the frameworks choose them.
+    """Choose the files that hold the model, as Transformers and the frameworks do.
 
-    Others may lie beside them: a release of Mistral's has the same model once more as ``consolidated.safetensors``.
+    Other files are not read: Mistral's releases contain a second copy of the model as ``consolidated.safetensors``.
 
     Args:
-        where: a folder, or what a hub calls it.
-        names: of all safetensors files there.
-        indexed: of those that an index names; None: there is no index.
+        where: the folder or the hub's name of the repository, for errors.
+        names: all safetensors files there.
+        indexed: the files that the index names; None without an index.
 
     Raises:
-        ValueError: an index that names files which are not there, or that leaves ``model.safetensors`` out.
+        ValueError: the index names missing files, or leaves ``model.safetensors`` out.
     """
     if indexed is None:
         for pattern in WEIGHT_FILES:
@@ -129,40 +125,33 @@ def choose_files(where: str, names: Collection[str], indexed: Collection[str] | 
     return sorted(indexed)
 
 
-def _model_files(directory: Path, files: Sequence[Path]) -> list[Path]:
-    """See :func:`choose_files`."""
-    index = directory / INDEX
-    indexed = read_index(index) if index.exists() else None
-    return [directory / name for name in choose_files(str(directory), [path.name for path in files], indexed)]
-
-
 def config_of(directory: Path) -> dict[str, Any]:
-    """The parsed ``config.json`` of a checkpoint, with what its weights say otherwise.
+    """The parsed ``config.json`` of a checkpoint, corrected by its weights.
 
-    Where it says that embedding and head are one, and the files have another head, the files count, as in Transformers.
+    As in Transformers, a head in the files that differs from the embedding overrides ``tie_word_embeddings``.
 
     Raises:
         ValueError: see :func:`read_config_json`.
     """
     values = read_config_json(directory)
-    if values.get("tie_word_embeddings") is True and has_own_head(directory):
+    if values.get("tie_word_embeddings") is True and has_untied_head(directory):
         values["tie_word_embeddings"] = False
     return values
 
 
-def has_own_head(directory: Path) -> bool:
-    """Whether the files have a head whose numbers are not those of the embedding."""
+def has_untied_head(directory: Path) -> bool:
+    """Whether the files have a head whose values differ from the embedding's."""
     try:
         checkpoint = Checkpoint.open(directory)
-    except ValueError:  # said where the files are compared with the model
+    except ValueError:  # reported when the files are compared with the model
         return False
     if not {HEAD, EMBEDDING} <= checkpoint.tensors.keys():
         return False
-    return is_another_head(checkpoint.tensor(HEAD), checkpoint.tensor(EMBEDDING))
+    return heads_differ(checkpoint.tensor(HEAD), checkpoint.tensor(EMBEDDING))
 
 
-def is_another_head(head: torch.Tensor, embedding: torch.Tensor) -> bool:
-    """Whether a head of the embedding's shape has other numbers."""
+def heads_differ(head: torch.Tensor, embedding: torch.Tensor) -> bool:
+    """Whether a head of the embedding's shape has other values."""
     return head.shape == embedding.shape and not torch.equal(head.to(embedding.dtype), embedding)
 
 
@@ -170,11 +159,11 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     """The parsed ``config.json`` of a checkpoint.
 
     Raises:
-        ValueError: there is none, or it is not a JSON object.
+        ValueError: the file is missing or is not a JSON object.
     """
     path = directory / "config.json"
     if not path.is_file():
-        raise ValueError(f"{directory} has no config.json: it is no Hugging Face checkpoint directory.")
+        raise ValueError(f"{directory} has no config.json: it is not a Hugging Face checkpoint directory.")
     try:
         values = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -185,10 +174,10 @@ def read_config_json(directory: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> set[str]:
-    """The names of the files that an index says to hold the checkpoint.
+    """The names of the files that an index lists.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the file is not an index.
     """
     try:
         names = set(json.loads(path.read_text())["weight_map"].values())
@@ -196,7 +185,11 @@ def read_index(path: Path) -> set[str]:
             raise TypeError(f"it names {sorted(map(str, names)) or 'no files'}")
         return names
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no index of files: it has no readable 'weight_map' ({error}).") from error
+        raise ValueError(f"{path} is not an index of files: it has no readable 'weight_map' ({error}).") from error
+
+
+def _read_headers(paths: Iterable[Path]) -> dict[str, TensorInfo]:
+    return {name: info for path in paths for name, info in _read_header(path).items()}
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
@@ -205,13 +198,13 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if length > size - 8:
-            raise ValueError(f"{path} is cut off or is no safetensors file: {size} bytes do not hold its header.")
+            raise ValueError(f"{path} is truncated or not a safetensors file: {size} bytes do not hold its header.")
         content = file.read(length)
     try:
         with safe_open(path, framework="pt"):
             damaged = ""
     except SafetensorError as error:
-        # The library's own word: offsets that overlap, are negative, or leave bytes out.
+        # The library finds offsets that overlap, are negative, or leave bytes out.
         damaged = str(error)
     try:
         header: dict[str, Any] = json.loads(content)
@@ -219,11 +212,11 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         tensors = {name: TensorInfo(path, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
         ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in header.items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no safetensors file: its header cannot be read ({error}).") from error
+        raise ValueError(f"{path} is not a safetensors file: its header cannot be read ({error}).") from error
     expected = max(ends.values(), default=8 + length)
     if size != expected:
-        cut = sorted(name for name, end in ends.items() if end > size)
-        lost = f"; beyond its end: {', '.join(cut[:5])}" if cut else ""
+        truncated = sorted(name for name, end in ends.items() if end > size)
+        lost = f"; beyond its end: {', '.join(truncated[:5])}" if truncated else ""
         raise ValueError(f"{path} is damaged: {size} bytes where its header describes {expected}{lost}.")
     if damaged:
         raise ValueError(f"{path} is damaged: {damaged}.")

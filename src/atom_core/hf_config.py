@@ -1,13 +1,11 @@
-"""``config.json`` as a typed schema: what a family reads, of which types and within which bounds, and all else by name.
+"""``config.json`` as a typed schema: the keys that a family reads, with their types and bounds.
 
-A family states its keys as a subclass of :class:`HfConfig`, with the defaults of Transformers' class of that name. A
-key that is not among them is harmless, at a value that asks for nothing, refused, or named in one warning: see
-:mod:`atom_core.hf_keys`. Nothing of a configuration is dropped without a word.
+A family states its keys as a subclass of :class:`HfConfig`, with the defaults of Transformers' class of that name. All
+other keys are harmless, neutral, refused, or named in one warning; see :mod:`atom_core.hf_keys`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -15,12 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atom_core.hf_keys import check_other_keys
 
-logger = logging.getLogger(__name__)
-
-#: Counts are bounded before anything is laid out by them: far above any model, far below what would fill a memory.
+#: Bounds far above any model's, so that a wrong value cannot exhaust the memory.
 Size = Annotated[int, Field(gt=0, le=2**24)]
 Layers = Annotated[int, Field(gt=0, le=1024)]
-
 Experts = Annotated[int, Field(gt=0, le=4096)]
 DraftLayers = Annotated[int, Field(ge=0, le=64)]
 Index = Annotated[int, Field(ge=0, le=2**16)]
@@ -33,13 +28,13 @@ SchemaT = TypeVar("SchemaT", bound=BaseModel)
 
 
 class RopeKeys(BaseModel):
-    """What is inside ``rope_parameters`` or ``rope_scaling``; null is what is not given."""
+    """The keys inside ``rope_parameters`` or ``rope_scaling``; null means not given."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     rope_type: str | None = None
     type: str | None = None
-    """The older name of it."""
+    """The older name of ``rope_type``."""
     rope_theta: Positive | None = None
     partial_rotary_factor: Number | None = None
     factor: Positive | None = None
@@ -57,17 +52,17 @@ class RopeKeys(BaseModel):
 
 
 class HfConfig(BaseModel):
-    """What all decoder families read. A subclass adds its own keys and overrides defaults."""
+    """The keys that all decoder families read. A subclass adds its own keys and overrides defaults."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, protected_namespaces=())
 
-    #: Values of ``model_type`` whose class in Transformers computes what this family does.
+    #: Values of ``model_type`` whose Transformers class computes the same as this family.
     model_types: ClassVar[tuple[str, ...]] = ()
-    #: Keys that this family's maths has at one value: any other is refused, whatever it is in another family.
+    #: Keys for which this family supports only these values, whatever other families support.
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    #: What a configuration without a rope base means (Transformers' ``default_theta``).
+    #: The rope base of a configuration without one (Transformers' ``default_theta``).
     default_theta: ClassVar[float] = 10000.0
-    #: The share of a head that is rotated where no key says it; None: all of it, and no key may say otherwise.
+    #: The default ``partial_rotary_factor``; None: whole heads are rotated, and the key may not change it.
     default_partial: ClassVar[float | None] = None
 
     architectures: list[str]
@@ -91,15 +86,15 @@ class HfConfig(BaseModel):
     quantization_config: dict[str, Any] | None = None
     """Read by :mod:`atom_core.quant`."""
     compression_config: dict[str, Any] | None = None
-    """Its older name in compressed-tensors files."""
+    """The older name in compressed-tensors files."""
 
     @classmethod
     def read(cls: type[HfConfigT], source: Mapping[str, Any] | Any) -> HfConfigT:
         """Validate a parsed ``config.json``, or any object with ``to_dict()`` such as a ``PretrainedConfig``.
 
         Raises:
-            ValueError: a value of another type, null or out of range, a ``model_type`` of other maths, or a key that
-                has a meaning which this family does not have.
+            ValueError: a value is null, out of range or of the wrong type; or the ``model_type`` or a key is not
+                supported by this family.
         """
         values = as_mapping(source)
         hf = validated(cls, values)
@@ -116,15 +111,15 @@ class HfConfig(BaseModel):
 
     @property
     def architecture(self) -> str:
-        """The one architecture that this config names."""
+        """The first entry of ``architectures``."""
         return self.architectures[0]
 
     @property
     def rope_keys(self) -> RopeKeys:
-        """``rope_scaling``, or else ``rope_parameters``: where both are, Transformers takes the first.
+        """``rope_scaling``, else ``rope_parameters``; Transformers prefers the first too.
 
         Raises:
-            ValueError: a value of another type or out of range, or one rope for each kind of layer.
+            ValueError: a value has the wrong type or is out of range, or each kind of layer has its own rope.
         """
         key = "rope_scaling" if self.rope_scaling else "rope_parameters"
         values = getattr(self, key) or {}
@@ -139,29 +134,25 @@ class HfConfig(BaseModel):
         return rope
 
     def check_model_type(self) -> None:
-        """Transformers goes by ``model_type``, the frameworks by ``architectures``: both must mean the same.
-
-        Raises:
-            ValueError: they do not.
-        """
+        """Raise a ValueError unless ``model_type``, which Transformers reads, fits ``architectures``, as vLLM does."""
         if self.model_type is not None and self.model_type not in self.model_types:
             raise ValueError(
                 f"The model's config has architectures=[{self.architecture!r}] and model_type={self.model_type!r}, "
-                f"which are different models: Transformers goes by the second, vLLM and SGLang by the first. "
+                f"which are different models: Transformers reads the second, vLLM and SGLang read the first. "
                 f"Supported with {self.architecture}: model_type {' or '.join(map(repr, self.model_types))}."
             )
 
 
 def as_mapping(source: Mapping[str, Any] | Any) -> Mapping[str, Any]:
-    """A parsed ``config.json`` itself, or what an object's ``to_dict()`` gives."""
+    """A parsed ``config.json``, or an object's ``to_dict()``."""
     return source if isinstance(source, Mapping) else source.to_dict()
 
 
 def validated(schema: type[SchemaT], values: Mapping[str, Any], prefix: str = "") -> SchemaT:
-    """``values`` as ``schema`` has them.
+    """``values`` validated by ``schema``.
 
     Raises:
-        ValueError: one line that names the first key that is wrong, its value and what is needed.
+        ValueError: one line with the first wrong key, its value and what is needed.
     """
     try:
         return schema.model_validate(dict(values))
@@ -174,24 +165,23 @@ def _one_line(schema: type[BaseModel], error: ValidationError, prefix: str) -> s
     key = str(first["loc"][0])
     if first["type"] == "missing":
         return f"The model's config has no {prefix + key!r}, which its architecture needs."
-    value = error_value = first["input"]
     if len(first["loc"]) > 1 and isinstance(first["loc"][1], int):
         key = f"{key}[{first['loc'][1]}]"
-    shown = repr(error_value)
+    shown = repr(first["input"])
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
     annotation = schema.model_fields[str(first["loc"][0])].annotation
-    return f"The model's config has {prefix}{key}={shown}; {_needed(annotation, first, value)} is needed."
+    return f"The model's config has {prefix}{key}={shown}; {_needed(annotation, first)} is needed."
 
 
-def _needed(annotation: Any, error: Any, value: object) -> str:
-    """In words, what a field takes."""
+def _needed(annotation: Any, error: Any) -> str:
+    """A description of the values that a field takes."""
     limits = error.get("ctx") or {}
     if error["type"] == "less_than_equal":
         return f"a number of at most {limits['le']}"
     if error["type"] == "finite_number":
         return "a finite number"
     kinds = str(annotation)
-    words = (
+    descriptions = (
         ("bool", "true or false"),
         ("int", "a positive integer" if error["type"] != "greater_than_equal" else "an integer from 0 on"),
         ("float", "a positive number" if "greater_than" in error["type"] else "a number"),
@@ -199,5 +189,5 @@ def _needed(annotation: Any, error: Any, value: object) -> str:
         ("str", "a text"),
     )
     in_list = "list" in kinds.lower() or "Sequence" in kinds
-    found = next((word for kind, word in words if kind in kinds), "another value")
+    found = next((text for kind, text in descriptions if kind in kinds), "another value")
     return f"a list, each {found}," if in_list else found

@@ -1,8 +1,8 @@
-"""Keys of ``config.json`` that no family reads: which are harmless, which ask for nothing, and which are refused.
+"""Keys of ``config.json`` that no family reads: harmless ones, neutral values, and keys that are refused.
 
-``MEANINGFUL`` holds the names to which some class of Transformers, vLLM or SGLang gives a meaning; it is made by
-``tools/config_keys.py``, and a test compares it with the versions that are installed, so that a new release turns a
-test red and never a model wrong.
+``hf_keys.json`` has the names to which some class of Transformers, vLLM or SGLang gives a meaning.
+``tools/config_keys.py`` writes it, and a test compares it with the installed versions, so a new release fails a test
+instead of breaking a model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-#: Keys that change no logit of a decoder that is served, by the reason why.
+#: Keys that change no logit of a served decoder, by reason.
 HARMLESS_BY_REASON: Mapping[str, str] = MappingProxyType(
     {
         "about training": (
@@ -53,14 +53,14 @@ HARMLESS_BY_REASON: Mapping[str, str] = MappingProxyType(
         "another name of a size that is read": (
             "experts_per_token initial_context_length max_sequence_length model_max_length qk_head_dim seq_length"
         ),
-        # Read by SGLang's YaRN alone; Transformers and vLLM leave it aside, and so do checkpoints that name it.
-        "left aside by Transformers and vLLM": "attn_factor",
+        # Only SGLang's YaRN reads it.
+        "ignored by Transformers and vLLM": "attn_factor",
     }
 )
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {key: reason for reason, keys in HARMLESS_BY_REASON.items() for key in keys.split()}
 )
-#: Values of other keys that ask for nothing, beside null, false and what is empty.
+#: Values of other keys that change nothing, besides null, false and empty values.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "attention_multiplier": (1, 1.0),
@@ -88,33 +88,30 @@ def meaningful() -> frozenset[str]:
 
 
 def check_other_keys(architecture: str, others: Mapping[str, Any], prefix: str = "") -> None:
-    """Account for keys that the family of ``architecture`` does not read; what nobody knows is one warning.
+    """Check the keys ``others`` that the family of ``architecture`` does not read; unknown keys are one warning.
 
-    Args:
-        architecture: as ``config.json`` spells it.
-        others: the keys and their values.
-        prefix: of the object that they are in, for the message.
+    Messages show ``prefix``, the path of the object with the keys.
 
     Raises:
-        ValueError: a key to which another decoder's class gives a meaning, at a value that asks for it.
+        ValueError: another model gives the key a meaning, and its value is not neutral.
     """
     unknown = []
     for key, value in others.items():
-        if key in HARMLESS or asks_for_nothing(key, value):
+        if key in HARMLESS or is_neutral(key, value):
             continue
         if key in meaningful():
             raise ValueError(
                 f"The model's config has {prefix}{key}={_short(value)}, to which {architecture} gives no meaning here "
-                "and other models do: it cannot be left aside. Serve it by the framework's own model, or take the key "
-                "out if it stands for nothing."
+                "and other models do: it cannot be ignored. Serve the framework's own model, or remove the key "
+                "if it is not needed."
             )
         unknown.append(f"{prefix}{key}={_short(value)}")
     if unknown:
-        logger.warning("Keys of config.json that no model reads are left aside: %s", ", ".join(sorted(unknown)))
+        logger.warning("Keys of config.json that no model reads are ignored: %s", ", ".join(sorted(unknown)))
 
 
-def asks_for_nothing(key: str, value: Any) -> bool:
-    """Whether a key that is not read is at a value which changes nothing."""
+def is_neutral(key: str, value: Any) -> bool:
+    """Whether a key that is not read has a value that changes nothing."""
     if value is None or value is False or (isinstance(value, (str, list, tuple, dict)) and not value):
         return True
     if key == "layer_types" and isinstance(value, (list, tuple)):

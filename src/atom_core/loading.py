@@ -1,4 +1,4 @@
-"""From the files of a checkpoint to a model's weights: what is looked at before anything is loaded or overwritten."""
+"""Checks of a checkpoint before anything is loaded or overwritten, and updates of a served model from files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from atom_core.models.registry import load_draft_class, load_model_class
 from atom_core.quant import QuantConfig, Unquantized
 from atom_core.runtime import Runtime, SingleDataParallelRank, SingleRank
 from atom_core.updates import UNCHANGED, ModelWeights, check_stored_scales
-from atom_core.weights import check_checkpoint, layers_behind
+from atom_core.weights import check_checkpoint, layers_beyond
 
 UNQUANTIZED = Unquantized()
 
@@ -31,21 +31,23 @@ def check_files(
     expert_parallel: bool = False,
     data_parallel_size: int = 1,
 ) -> None:
-    """Lay the model out without memory and compare it with a checkpoint's headers; no tensor is loaded.
+    """Build the model on the meta device and compare it with a checkpoint's headers; no tensor is loaded.
 
     Args:
-        config: the model, or the layers of a checkpoint that draft.
-        directory: the checkpoint; None checks the layout alone.
-        tensor_parallel_size: ranks that would share the layers.
-        quant: of the linear layers.
-        expert_parallel: whether the ranks would share out experts whole.
-        data_parallel_size: data-parallel ranks, which split the experts.
+        config: the model's, or that of a checkpoint's draft layers.
+        directory: the checkpoint; None checks only that the model can be built.
+        tensor_parallel_size: the number of tensor-parallel ranks.
+        quant: the quantisation of the linear layers.
+        expert_parallel: whether each rank has whole experts instead of shards of all experts.
+        data_parallel_size: the number of data-parallel ranks that share the experts.
 
     Raises:
         ValueError: damaged files, tensors that do not fit, heads or experts that do not divide over the ranks, or a
-            checkpoint that has no tensor of the layers that draft.
+            checkpoint without the draft layers.
     """
-    model = lay_out(config, torch.bfloat16, tensor_parallel_size, quant, expert_parallel, data_parallel_size)
+    model = build_on_meta_device(
+        config, torch.bfloat16, tensor_parallel_size, quant, expert_parallel, data_parallel_size
+    )
     if directory is None:
         return
     checkpoint, first = Checkpoint.open(directory), f"model.layers.{config.layers_before}."
@@ -61,36 +63,35 @@ def check_files(
 def check_update(
     weights: ModelWeights, config: ModelConfig, directory: Path, quant: QuantConfig, served: Path | None = None
 ) -> None:
-    """Compare the files of a checkpoint with a model that serves; nothing is written, and only scales are read.
+    """Compare the files of a checkpoint with a served model; nothing is written, and only scales are read.
 
-    Each rank looks at the whole checkpoint, so that all say the same.
+    Every rank checks the whole checkpoint, so all ranks give the same answer.
 
     Args:
         weights: this rank's.
-        config: the model's, or that of a checkpoint's layers that draft.
+        config: the model's, or that of a checkpoint's draft layers.
         directory: the checkpoint.
-        quant: of the linear layers.
-        served: the checkpoint that the model was built for, whose ``config.json`` must say the same; None: unknown.
+        quant: the quantisation of the linear layers.
+        served: the checkpoint that the model was built for, to compare ``config.json`` with; None: unknown.
 
     Raises:
-        ValueError: as :func:`check_files`, or scales that are none, or not those in use of the cache.
+        ValueError: as :func:`check_files`, or for invalid scales, or for cache scales other than those in use.
     """
     try:
         if served is not None:
             _check_same_config(served, directory)
         check_files(config, directory, quant=quant)
         checkpoint = Checkpoint.open(directory)
-        weights.model.unread = layers_behind(weights.model, checkpoint.tensors)
+        weights.model.unread = layers_beyond(weights.model, checkpoint.tensors)
         check_stored_scales(weights.model, checkpoint)
     except ValueError as error:
         raise ValueError(f"{error} {UNCHANGED}") from error
 
 
 def _check_same_config(served: Path, directory: Path) -> None:
-    """Weights alone are updated: where the configuration says something else, the model would be another.
+    """An update changes weights only, so refuse a different ``config.json``; a folder may have none.
 
-    A folder without one has weights alone. How long a sequence may be, and whether drafts are in the checkpoint, a
-    server has settled before.
+    The maximum length and the draft layers may differ: a server has fixed them at start-up.
     """
     if not all((folder / "config.json").is_file() for folder in (served, directory)):
         return
@@ -102,18 +103,18 @@ def _check_same_config(served: Path, directory: Path) -> None:
             f"{name} is {getattr(new, name)!s:.80}, served is {getattr(old, name)!s:.80}" for name in changed
         )
         raise ValueError(
-            f"{directory / 'config.json'} is of another model than {served / 'config.json'}: {said}. Weights can be "
-            "updated, not what stands in config.json; start anew from it."
+            f"{directory / 'config.json'} is of another model than {served / 'config.json'}: {said}. An update "
+            "changes weights, not config.json; restart the server from the new checkpoint."
         )
 
 
 def update_from(weights: ModelWeights, config: ModelConfig, directory: Path, quant: QuantConfig) -> None:
-    """Write a checkpoint's weights over those of a model that serves; see :func:`check_update`."""
+    """Overwrite the weights of a served model with a checkpoint's; see :func:`check_update`."""
     check_update(weights, config, directory, quant)
-    weights.update(Checkpoint.open(directory).load(), str(directory), whole=True, seen=True)
+    weights.update(Checkpoint.open(directory).load(), str(directory), whole=True, checked=True)
 
 
-def lay_out(
+def build_on_meta_device(
     config: ModelConfig,
     dtype: torch.dtype,
     tensor_parallel_size: int = 1,
@@ -121,42 +122,31 @@ def lay_out(
     expert_parallel: bool = False,
     data_parallel_size: int = 1,
 ) -> CheckpointModel:
-    """The first rank's model, or layers that draft, without memory: parameters have shapes and dtypes, and no numbers.
+    """The first rank's model, or its draft layers, on the meta device: shapes and dtypes without memory.
 
     Raises:
         ValueError: heads or experts that do not divide over the ranks.
     """
-    runtime = _without_memory(dtype, tensor_parallel_size, quant, expert_parallel, data_parallel_size)
-    if config.layers_before:
-        return load_draft_class(config.architecture)(config, runtime)
-    return load_model_class(config.architecture)(config, runtime)
-
-
-def weights_of(model: CheckpointModel, runtime: Runtime) -> ModelWeights:
-    """The weights of a rank's model, which knows the whole model's where ranks hold different layers or experts."""
-    config = model.config
-    alike = not runtime.expert_parallel and len(runtime.pipeline.layers(config.num_layers)) == config.num_layers
-    return ModelWeights(model, None if alike else lambda: lay_out(config, runtime.dtype, quant=runtime.quant))
-
-
-def _without_memory(
-    dtype: torch.dtype,
-    tensor_parallel_size: int,
-    quant: QuantConfig,
-    expert_parallel: bool,
-    data_parallel_size: int,
-) -> Runtime:
-    return replace(
-        Runtime(
-            device=torch.device("meta"),
-            dtype=dtype,
-            kernels=kernel_set(Target("cpu", "")),
-            bind=RadixAttention,
-            max_model_len=1,
-            cache_dtype=dtype,
-            quant=quant,
-        ),
+    runtime = Runtime(
+        device=torch.device("meta"),
+        dtype=dtype,
+        kernels=kernel_set(Target("cpu", "")),
+        bind=RadixAttention,
+        max_model_len=1,
+        cache_dtype=dtype,
+        quant=quant,
         tensor_parallel=SingleRank(world_size=tensor_parallel_size),
         expert_parallel=expert_parallel,
         data_parallel=SingleDataParallelRank(world_size=data_parallel_size),
+    )
+    load_class = load_draft_class if config.layers_before else load_model_class
+    return load_class(config.architecture)(config, runtime)
+
+
+def weights_of(model: CheckpointModel, runtime: Runtime) -> ModelWeights:
+    """The weights of one rank's model, to be checked against the full model where ranks differ in layers or experts."""
+    config = model.config
+    alike = not runtime.expert_parallel and len(runtime.pipeline.layers(config.num_layers)) == config.num_layers
+    return ModelWeights(
+        model, None if alike else lambda: build_on_meta_device(config, runtime.dtype, quant=runtime.quant)
     )

@@ -1,16 +1,15 @@
-"""Rotary position embeddings: the variants that checkpoints name, as one table of cosines and sines.
+"""Rotary position embeddings: every variant that checkpoints name, as one table of cosines and sines.
 
-A variant is reduced at construction to ``[max_position, rotary_dim]`` numbers, cosines first, so that kernels know
-none of them. Formulas: RoFormer (arXiv 2104.09864), linear and dynamic NTK scaling as Hugging Face
-``modeling_rope_utils`` defines them, YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753), Llama 3.1's smoothing.
+Kernels read the table and know no variants. Formulas: RoFormer (arXiv 2104.09864), linear and dynamic NTK scaling as in
+Hugging Face's ``modeling_rope_utils``, YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753), Llama 3.1's smoothing.
 
-A serving engine caches keys, so a position's rotation must not depend on the request it is in. Two variants are
-defined by sequence length upstream; here:
+A serving engine caches keys, so the rotation at a position must not depend on the request. Upstream, two variants
+depend on the sequence length; here:
 
-- ``dynamic``: position ``p`` beyond ``max_position`` takes the base of a sequence of length ``p + 1``, which is what
-  Hugging Face computes when it decodes token by token. Within ``max_position`` it equals plain rope.
-- ``longrope``: long factors for every position where the engine serves more than the original context, else short
-  ones. This is also vLLM's rule.
+- ``dynamic``: position ``p`` beyond ``max_position`` uses the base for a sequence of length ``p + 1``, as Hugging Face
+  does when it decodes token by token. Up to ``max_position`` it is plain rope.
+- ``longrope``: long factors for all positions if the engine serves more than the original context, else short factors,
+  as in vLLM.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ import torch
 
 from atom_core.hf_config import HfConfig, RopeKeys
 
-#: Types that know the length before they stretched it.
+#: Types that read the original context length.
 _LENGTHENED = ("yarn", "llama3", "longrope")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """One rope variant. Fields beyond the first four are read by the variants that name them."""
+    """One rope variant. Fields after the first four are for some variants only."""
 
     rope_type: str
     theta: float
@@ -47,22 +46,20 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     interleaved: bool = False
-    """Pairs are (0, 1), (2, 3), ... as in GPT-J, instead of (0, d/2), (1, d/2 + 1), ... as in NeoX."""
+    """Rotated pairs are (0, 1), (2, 3), ... as in GPT-J, instead of (0, d/2), (1, d/2 + 1), ... as in NeoX."""
 
 
 def read_rope(hf: HfConfig, *, head_dim: int) -> RopeConfig:
-    """Read either form, ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling``, as Transformers.
+    """Read ``rope_parameters`` (Transformers 5), or ``rope_theta`` with ``rope_scaling``, as Transformers does.
 
-    Args:
-        hf: the configuration.
-        head_dim: size of what is rotated; of families that have it, only a part of it (``partial_rotary_factor``).
+    ``head_dim`` is the head size; ``partial_rotary_factor`` may rotate less.
 
     Raises:
-        ValueError: an unknown variant, or one whose parameters are missing or give no rope.
+        ValueError: an unknown variant, or missing or invalid parameters.
     """
     given, max_position = hf.rope_keys, hf.max_position_embeddings
     rope_type = given.rope_type or given.type or "default"
-    if rope_type == "su":  # Phi-3's first name for it
+    if rope_type == "su":  # Phi-3's older name
         rope_type = "longrope"
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}.")
@@ -85,7 +82,7 @@ def read_rope(hf: HfConfig, *, head_dim: int) -> RopeConfig:
         "rotary_dim": rotary_dim,
         "max_position": max_position,
     }
-    # A length beside rope_parameters comes before one inside, and the model's own is what no length means.
+    # The config's own key overrides the one in rope_parameters; the default is the model's length.
     original = int(_first(hf.original_max_position_embeddings, given.original_max_position_embeddings, max_position))
     if rope_type in ("linear", "dynamic", "llama3"):
         values["factor"] = need("factor")
@@ -99,12 +96,12 @@ def read_rope(hf: HfConfig, *, head_dim: int) -> RopeConfig:
     if rope_type == "longrope":
         values.update(_read_longrope(given, original, max_position, rotary_dim))
     if rope_type == "dynamic" and rotary_dim == 2:
-        raise ValueError("rope type 'dynamic' needs more than 2 rotated numbers of a head; found 2.")
+        raise ValueError("rope type 'dynamic' needs more than 2 rotated elements per head; found 2.")
     return RopeConfig(**values)
 
 
 def _first(*values: Any) -> Any:
-    """The first that is given; 0 is."""
+    """The first value that is not None."""
     return next(value for value in values if value is not None)
 
 
@@ -118,7 +115,7 @@ def _rotary_dim(hf: HfConfig, given: RopeKeys, head_dim: int) -> int:
     rotary_dim = int(head_dim * partial)
     if rotary_dim <= 0 or rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(
-            f"head_dim={head_dim} with partial_rotary_factor={partial} rotates {rotary_dim} numbers of a head; "
+            f"head_dim={head_dim} with partial_rotary_factor={partial} rotates {rotary_dim} elements per head; "
             "rope needs an even count of at least 2."
         )
     return rotary_dim
@@ -126,7 +123,7 @@ def _rotary_dim(hf: HfConfig, given: RopeKeys, head_dim: int) -> int:
 
 def _read_yarn(given: RopeKeys, theta: float, original: int, max_position: int) -> dict[str, Any]:
     if theta == 1:
-        raise ValueError("rope type 'yarn' needs a rope_theta other than 1, which rotates all numbers alike.")
+        raise ValueError("rope type 'yarn' needs a rope_theta other than 1, which rotates all elements alike.")
     if "factor" not in given.model_fields_set:
         raise ValueError("rope type 'yarn' needs a number 'factor' in rope_parameters; found none.")
     factor = max_position / original if given.factor is None else given.factor
@@ -140,22 +137,21 @@ def _read_yarn(given: RopeKeys, theta: float, original: int, max_position: int) 
         "factor": float(factor),
         "original_max_position": original,
         "attention_factor": float(attention_factor),
-        # Zero means the default, as null does.
+        # Zero and null mean the default.
         "beta_fast": float(given.beta_fast or 32.0),
         "beta_slow": float(given.beta_slow or 1.0),
-        # A null is no, as in Transformers; only a missing key is yes.
+        # As in Transformers: null means false, a missing key true.
         "truncate": bool(given.truncate) if "truncate" in given.model_fields_set else True,
     }
 
 
 def read_score_factor(rope: RopeKeys) -> float:
-    """What a stretched rope multiplies all attention scores by, where ``mscale_all_dim`` asks for it, else 1.
+    """The factor of all attention scores that ``mscale_all_dim`` asks for in DeepSeek's families, else 1.
 
-    It makes up for scores that spread less over longer contexts; DeepSeek's families have it beside what the rotated
-    numbers are multiplied by (arXiv 2405.04434, section 3.1.4).
+    It sharpens attention over a longer context (arXiv 2405.04434, section 3.1.4), in addition to ``attention_factor``.
 
     Raises:
-        ValueError: the factor by which the context is stretched is missing.
+        ValueError: ``factor`` is missing.
     """
     if not rope.mscale_all_dim or (rope.rope_type or rope.type or "default") == "default":
         return 1.0
@@ -195,18 +191,13 @@ def _read_longrope(given: RopeKeys, original: int, max_position: int, rotary_dim
 
 
 def cos_sin_table(rope: RopeConfig, num_positions: int, device: torch.device | None = None) -> torch.Tensor:
-    """Cosines and sines of every position.
-
-    Args:
-        rope: the variant.
-        num_positions: rows of the table: the longest sequence that will be served.
-        device: where the table goes.
+    """Cosines and sines of ``num_positions`` positions, the longest sequence that is served.
 
     Returns:
-        float32 ``[num_positions, rotary_dim]``: ``rotary_dim / 2`` cosines, then as many sines, both already
+        float32 ``[num_positions, rotary_dim]`` on ``device``: ``rotary_dim / 2`` cosines, then as many sines, both
         multiplied by the variant's attention factor.
     """
-    with torch.device("cpu"):  # one and the same table on every device, whatever the caller's default is
+    with torch.device("cpu"):  # so that the table is the same on every device
         return _cos_sin(rope, num_positions).to(device)
 
 
@@ -227,7 +218,7 @@ def _exponents(rope: RopeConfig) -> torch.Tensor:
 
 
 def inverse_frequencies(rope: RopeConfig, num_positions: int) -> torch.Tensor:
-    """Radians a position for each rotated pair, float32 ``[rotary_dim / 2]``; ``num_positions`` matters to longrope."""
+    """Radians per position of each rotated pair, float32 ``[rotary_dim / 2]``; longrope reads ``num_positions``."""
     plain = 1.0 / rope.theta ** _exponents(rope)
     if rope.rope_type == "linear":
         return plain / rope.factor
@@ -242,7 +233,7 @@ def inverse_frequencies(rope: RopeConfig, num_positions: int) -> torch.Tensor:
 
 
 def _llama3_frequencies(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are stretched by the factor, short ones left alone, those between pass from one to the other."""
+    """Scale long wavelengths by the factor, keep short ones, and interpolate between them."""
     wavelengths = 2 * math.pi / plain
     long, short = (rope.original_max_position / factor for factor in (rope.low_freq_factor, rope.high_freq_factor))
     smooth = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
@@ -255,7 +246,7 @@ def _llama3_frequencies(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 def _yarn_frequencies(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
     def dimension(rotations: float) -> float:
-        """The (fractional) pair that turns ``rotations`` times over the original context."""
+        """The (fractional) pair with ``rotations`` full turns over the original context."""
         period = rope.original_max_position / (rotations * 2 * math.pi)
         return rope.rotary_dim * math.log(period) / (2 * math.log(rope.theta))
 
@@ -263,7 +254,7 @@ def _yarn_frequencies(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.rotary_dim - 1)
-    # Where beta_fast is below beta_slow the ramp falls, as it does in Transformers.
+    # With beta_fast below beta_slow the ramp falls, as in Transformers.
     ramp = (torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / (0.001 if high == low else high - low)
     interpolated = ramp.clamp(0.0, 1.0)
     return plain / rope.factor * interpolated + plain * (1 - interpolated)

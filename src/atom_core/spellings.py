@@ -1,10 +1,10 @@
-"""Other ways in which checkpoints spell the tensors of a model: what wrappers and newer libraries write.
+"""Alternative checkpoint names of a model's tensors, written by wrappers and newer libraries.
 
-- A model that is the language part of another has a prefix in front of its names (``language_model.``,
-  ``model.language_model.``), as vLLM, SGLang and Transformers write it.
-- Transformers 5 keeps all experts of a layer in one tensor a matrix: ``experts.gate_up_proj``
+- The language part of a multimodal model has a prefix (``language_model.``, ``model.language_model.``), as vLLM, SGLang
+  and Transformers write it.
+- Transformers 5 stacks a layer's experts in one tensor per matrix: ``experts.gate_up_proj``
   ``[experts, 2 * intermediate, hidden]``, gates before ups, and ``experts.down_proj``
-  ``[experts, hidden, intermediate]``; families whose checkpoints have one tensor an expert are given these.
+  ``[experts, hidden, intermediate]``. They are split where a family's checkpoints have one tensor per expert.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TensorT = TypeVar("TensorT", torch.Tensor, TensorInfo)
 def respelled(
     config: ModelConfig, expected: Collection[str], tensors: Iterable[tuple[str, TensorT]]
 ) -> Iterator[tuple[str, TensorT]]:
-    """``tensors`` under the names of :func:`atom_core.weights.expected_tensors`; what has no other spelling as it is.
+    """``tensors`` under the names of :func:`atom_core.weights.expected_tensors`; others keep their names.
 
     Args:
         config: the model's.
-        expected: the names that it knows.
-        tensors: (name, tensor), or (name, what a header says of it).
+        expected: the names that the model knows.
+        tensors: (name, tensor), or (name, the tensor's header entry).
     """
     for name, tensor in tensors:
         if name not in expected:
@@ -47,7 +47,7 @@ def respelled(
 
 
 def _experts_of(config: ModelConfig, name: str, tensor: TensorT) -> Iterator[tuple[str, TensorT]]:
-    """One tensor a matrix and expert; the tensor itself where the layer has no such experts."""
+    """One tensor per matrix and expert; the tensor itself if the model has no unfused experts."""
     mixtures = [layer.moe for layer in config.layers if layer.moe is not None and not layer.moe.fused]
     if not mixtures:
         yield name, tensor
@@ -55,17 +55,17 @@ def _experts_of(config: ModelConfig, name: str, tensor: TensorT) -> Iterator[tup
     names = mixtures[0].names
     count, rows = tensor.shape[0], tensor.shape[1]
     layer = name.removesuffix(_GATE_UP if name.endswith(_GATE_UP) else _DOWN).rpartition(".")[0]
-    parts: list[tuple[str, int, int]] = [(names.down, 0, rows)]
+    matrices: list[tuple[str, int, int]] = [(names.down, 0, rows)]
     if name.endswith(_GATE_UP):
-        parts = [(names.gate, 0, rows // 2), (names.up, rows // 2, rows)]
-    cut = _cut_of(tensor)
+        matrices = [(names.gate, 0, rows // 2), (names.up, rows // 2, rows)]
+    rows_of = _row_slicer(tensor)
     for expert in range(count):
-        for matrix, first, end in parts:
-            yield f"{layer}.{names.module}.experts.{expert}.{matrix}.weight", cut(expert, first, end)
+        for matrix, first, end in matrices:
+            yield f"{layer}.{names.module}.experts.{expert}.{matrix}.weight", rows_of(expert, first, end)
 
 
-def _cut_of(tensor: TensorT) -> Callable[[int, int, int], TensorT]:
-    """What gives some rows of an expert of a tensor, or what a header would say of them."""
+def _row_slicer(tensor: TensorT) -> Callable[[int, int, int], TensorT]:
+    """A function of (expert, first row, end row) that slices a tensor or a header entry."""
     if isinstance(tensor, TensorInfo):
         info = tensor
         return lambda expert, first, end: replace(info, shape=(end - first, info.shape[2]))

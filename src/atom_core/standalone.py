@@ -22,7 +22,7 @@ from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.layers.parameters import ParameterLayer
 from atom_core.loading import UNQUANTIZED, check_files, check_update
-from atom_core.mixers.base import BaseAttention, RadixAttention, TokenMixer
+from atom_core.mixers.base import PagedAttention, RadixAttention, TokenMixer
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
@@ -91,8 +91,8 @@ def random_model(config: ModelConfig, runtime: Runtime, seed: int = 0) -> Decode
 
 
 def mixers(model: torch.nn.Module) -> list[TokenMixer]:
-    """The model's token mixers, one a layer."""
-    return [module.mixer for module in model.modules() if isinstance(module, BaseAttention)]
+    """The token mixers that run on our kernels, one a layer; a framework's own attention plans for itself."""
+    return [module.mixer for module in model.modules() if isinstance(module, (PagedAttention, RadixAttention))]
 
 
 def empty_caches(
@@ -199,7 +199,7 @@ class Runner:
             ValueError: they do not fit, and the old ones stay.
         """
         check_update(self.weights, self.config, directory, self.runtime.quant, self.directory)
-        self.weights.update(Checkpoint.open(directory).load(), str(directory), whole=True, seen=True)
+        self.weights.update(Checkpoint.open(directory).load(), str(directory), whole=True, checked=True)
 
     def caches(self, num_requests: int) -> dict[int, Cache]:
         """Empty pages for ``num_requests`` sequences of full length, a layer each."""

@@ -1,44 +1,44 @@
-"""Small types that configurations and kernels share. Importing this imports no torch."""
+"""Small types that configurations and kernels share, without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-#: Of gated networks; "clamped_swiglu" is GPT-OSS's, which configurations do not name.
+#: Activations of gated MLPs; "clamped_swiglu" is GPT-OSS's, which its configuration does not name.
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
-#: Of the clamped SwiGLU: how steep its sigmoid is, and where it clamps.
+#: The clamped SwiGLU's sigmoid factor (alpha) and clamping limit.
 SWIGLU_STEEPNESS, SWIGLU_LIMIT = 1.702, 7.0
 Scoring = Literal["softmax", "sigmoid"]
-#: What the score of a group of experts is: of its largest, or the sum of its two largest.
+#: The score of a group of experts: its largest score, or the sum of its two largest.
 GroupScore = Literal["largest", "two largest"]
 
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """How a router of a mixture of experts chooses; see :mod:`atom_core.kernels.moe_routing`."""
+    """How a router chooses experts; see :mod:`atom_core.kernels.moe_routing`."""
 
     num_experts: int
     top_k: int
     scoring: Scoring
     renormalize: bool
     correction: bool = False
-    """Whether the choice, and it alone, goes by scores that are corrected."""
+    """Whether a correction bias is added to the scores for the choice, but not for the weights."""
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
     group_score: GroupScore = "two largest"
     shared: int = 0
-    """Experts behind those that are chosen from, to which every token goes as well, each with a weight of 1."""
+    """Shared experts after the routed ones; every token goes to each of them with weight 1."""
 
     @property
     def total_experts(self) -> int:
-        """Experts that a token may go to, shared ones included."""
+        """Routed and shared experts."""
         return self.num_experts + self.shared
 
     @property
     def experts_per_token(self) -> int:
-        """Experts that each token goes to, shared ones included."""
+        """Experts that each token goes to, including shared ones."""
         return self.top_k + self.shared
 
     def __post_init__(self) -> None:
@@ -48,13 +48,13 @@ class RoutingConfig:
 
 
 SameStepReads = Literal["never", "at page starts", "anywhere"]
-"""Where a request's new token stands that has another request's token of the very same step among its cached ones.
+"""Where the first token of a request may be whose cached prefix has another request's tokens of the same step.
 
-"never": there are no such requests. "at page starts": at the start of a page, as whole pages are shared.
+"never": there are no such requests. "at page starts": at the start of a page, as only full pages are shared.
 """
 
 GraphSupport = Literal["none", "decodes", "always"]
-"""Which batches may run inside a captured graph, without host syncs and at one launch shape for any lengths.
+"""Which batches can run in a captured graph: no host syncs, and one launch shape for all lengths.
 
-"decodes": those whose requests all bring equally few tokens.
+"decodes": batches in which every request has the same few new tokens.
 """

@@ -1,9 +1,9 @@
-"""Checkpoint tensors into a model's parameters, or a list of what does not fit.
+"""Load checkpoint tensors into a model's parameters, or list everything that does not fit.
 
-Layers say how their parameters are named in checkpoints and which part of each tensor is this rank's
-(:mod:`atom_core.layers.parameters`); here the names are matched. Nothing is skipped quietly: a tensor that is missing,
-unexpected or misshapen is an error that lists them all. Scales of an FP8 cache alone may be there or not, and layers
-behind the model's last are left unread, as in Transformers: whoever asks for fewer layers wants these alone.
+Layers state the checkpoint names of their parameters and this rank's shard of each tensor
+(:mod:`atom_core.layers.parameters`); this module matches the names. An error lists all missing, unexpected and
+misshapen tensors. Only the scales of an FP8 cache are optional. As in Transformers, layers beyond
+``num_hidden_layers`` are not read.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from atom_core.checkpoint import EMBEDDING, HEAD, Checkpoint, is_another_head
+from atom_core.checkpoint import EMBEDDING, HEAD, Checkpoint, heads_differ
 from atom_core.layers.parameters import MissingLayer, ParameterLayer, Placement, checkpoint_module
 from atom_core.mixers.cache_scales import SCALE_NAMES, CacheScales
 from atom_core.models.decoder import CheckpointModel
 from atom_core.spellings import respelled
 
-#: As safetensors spells them; the others are called what torch calls them.
+#: Names in safetensors files; other dtypes keep torch's name.
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -29,23 +29,23 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.uint8: "U8",
 }
-_LISTED = 12  # names of a kind in an error; the rest is counted
+_LISTED = 12  # names of each kind that an error lists
 
 
 @dataclass(frozen=True)
 class Slot:
-    """What one checkpoint tensor fills."""
+    """Where one checkpoint tensor goes."""
 
     parameter_name: str
     placement: Placement
     layer: ParameterLayer
     path: str
-    """Of the layer in the model."""
+    """The layer's path in the model."""
 
 
 @dataclass
 class Mismatch:
-    """What does not fit between a model and a checkpoint."""
+    """The tensors of a checkpoint that do not fit a model."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Mismatch:
     def raise_if_any(
         self, architecture: str, what: str, advice: str = "Check that config.json belongs to these weights."
     ) -> None:
-        """Raise a ValueError that lists everything, if there is anything; ``what`` "does" or "do" not fit."""
+        """Raise a ValueError that lists all tensors; ``what`` is its subject, up to "does" or "do"."""
         kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("misshapen", self.misshapen))
         found = [
             f"{kind} ({len(names)}): {', '.join(sorted(names)[:_LISTED])}{', ...' if len(names) > _LISTED else ''}"
@@ -66,7 +66,7 @@ class Mismatch:
 
 
 def expected_tensors(model: CheckpointModel) -> dict[str, Slot]:
-    """Every tensor that ``model`` wants from a checkpoint, by its name there."""
+    """Every tensor that ``model`` reads from a checkpoint, by checkpoint name."""
     slots: dict[str, Slot] = {}
     for path, module in model.named_modules():
         if isinstance(module, ParameterLayer) and path not in model.borrowed:
@@ -75,18 +75,18 @@ def expected_tensors(model: CheckpointModel) -> dict[str, Slot]:
 
 
 def slots_of(path: str, layer: ParameterLayer) -> Iterator[tuple[str, Slot]]:
-    """Those of the layer at ``path``, as its parameters are now."""
+    """The slots of the layer at ``path``, for its current parameters."""
     for relative, name, placement in layer.placements():
-        parameter = f"{path}.{placement.held_by or name}"
+        parameter = f"{path}.{placement.parameter_name or name}"
         yield f"{checkpoint_module(path, relative)}.{name}", Slot(parameter, placement, layer, path)
 
 
 class Writer:
-    """Writes checkpoint tensors into the layers of a model, each of which it opens when its first tensor comes.
+    """Writes checkpoint tensors into a model's layers; it opens a layer before the layer's first tensor.
 
     Args:
-        slots: of the model.
-        whole: the layers of which every tensor will come; None: all of them.
+        slots: the model's.
+        whole: the layers that will receive all of their tensors; None: all layers.
     """
 
     def __init__(self, slots: Mapping[str, Slot], whole: Container[ParameterLayer] | None = None) -> None:
@@ -94,10 +94,10 @@ class Writer:
         self._opened: dict[ParameterLayer, dict[str, Slot]] = {}
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy this rank's part of a tensor that has a slot, and no problem with it.
+        """Copy this rank's shard of a tensor that has a slot and the right shape and dtype.
 
         Raises:
-            ValueError: it holds numbers that cannot be what it is; the message goes on from the name.
+            ValueError: the tensor has invalid values; the message continues after the name.
         """
         layer = self.slots[name].layer
         if layer not in self._opened:
@@ -107,7 +107,7 @@ class Writer:
 
 
 def cache_scales(model: CheckpointModel) -> dict[str, CacheScales]:
-    """Every name under which a checkpoint may have scales of a layer's cache, and the layer's."""
+    """The layers with cache scales, by every name that a checkpoint may give the scales."""
     return {
         f"{path.rpartition('.')[0]}.{name}": module
         for path, module in model.named_modules()
@@ -116,56 +116,55 @@ def cache_scales(model: CheckpointModel) -> dict[str, CacheScales]:
     }
 
 
-def others_tensors(model: CheckpointModel) -> tuple[str, ...]:
-    """Prefixes of tensors that other ranks load alone."""
+def other_ranks_tensors(model: CheckpointModel) -> tuple[str, ...]:
+    """Name prefixes of the tensors that only other ranks load."""
     prefixes: list[str] = []
     for path, module in model.named_modules():
         if isinstance(module, MissingLayer) or path in model.borrowed:
             prefixes.append(f"{path}.")
         elif isinstance(module, ParameterLayer):
-            prefixes += (f"{checkpoint_module(path, relative)}." for relative in module.elsewhere())
+            prefixes += (f"{checkpoint_module(path, relative)}." for relative in module.other_ranks_modules())
     return tuple(prefixes)
 
 
 def load_weights(
     model: CheckpointModel, tensors: Iterable[tuple[str, torch.Tensor]], checkpoint: str = "given"
 ) -> set[str]:
-    """Copy ``tensors`` into the parameters of ``model``, whose layers are open afterwards.
+    """Copy ``tensors`` into the parameters of ``model`` and leave its layers open.
 
-    Layers behind the model's are left unread, and noted in it.
+    Sets ``model.unread`` to the checkpoint's layers beyond the model's last.
 
     Args:
-        model: built; what its parameters hold is written over.
-        tensors: (checkpoint name, tensor); each is whole, this rank's part is cut here.
-        checkpoint: what an error calls them.
+        model: its parameters are overwritten.
+        tensors: (checkpoint name, full tensor); each rank copies its own shard.
+        checkpoint: the source, for errors.
 
     Returns:
-        The names of all parameters that were loaded.
+        The names of all loaded parameters.
 
     Raises:
-        ValueError: tensors are missing, unexpected, misshapen, or of a dtype that the model cannot have; or
-            a scale of an FP8 cache is not one.
+        ValueError: tensors are missing, unexpected, or of the wrong shape or dtype; or an FP8 cache's scale is invalid.
     """
     slots = expected_tensors(model)
-    elsewhere = others_tensors(model)
+    other_ranks = other_ranks_tensors(model)
     scales = cache_scales(model)
     found: dict[CacheScales, dict[str, torch.Tensor]] = {}
-    waiting, mismatch, writer = set(slots), Mismatch(), Writer(slots)
-    head = TiedHead(model)
-    strangers: set[str] = set()
+    missing, mismatch, writer = set(slots), Mismatch(), Writer(slots)
+    head = TiedHeadCheck(model)
+    unknown: set[str] = set()
     for name, tensor in respelled(model.config, slots, tensors):
-        head.look_at(name, tensor)
+        head.check(name, tensor)
         if name in scales:
             found.setdefault(scales[name], {})[name] = tensor
             continue
         slot = slots.get(name)
         if slot is None:
-            strangers.add(name)
+            unknown.add(name)
             continue
-        if name not in waiting:
+        if name not in missing:
             mismatch.unexpected.append(f"{name} once more")
             continue
-        waiting.discard(name)
+        missing.discard(name)
         if problem := slot.placement.problem(tuple(tensor.shape), dtype_name(tensor)):
             mismatch.misshapen.append(f"{name} {problem}")
             continue
@@ -173,69 +172,68 @@ def load_weights(
             writer.write(name, tensor)
         except ValueError as error:
             mismatch.misshapen.append(f"{name} {error}")
-    mismatch.missing = sorted(waiting)
-    model.unread = layers_behind(model, strangers)
-    mismatch.unexpected += [name for name in strangers if not ignored(model, name, elsewhere)]
+    mismatch.missing = sorted(missing)
+    model.unread = layers_beyond(model, unknown)
+    mismatch.unexpected += [name for name in unknown if not ignored(model, name, other_ranks)]
     mismatch.raise_if_any(model.config.architecture, f"The checkpoint {checkpoint} does")
     for layer, of_layer in found.items():
         layer.adopt(of_layer)
     return {slot.parameter_name for slot in slots.values()}
 
 
-class TiedHead:
-    """Whether a model whose embedding is its head is given another head, which would be left out without a word."""
+class TiedHeadCheck:
+    """Refuses a head that differs from the embedding it is tied to, which would be dropped otherwise."""
 
     def __init__(self, model: CheckpointModel) -> None:
-        self._of = (HEAD, EMBEDDING) if model.config.tie_word_embeddings else ()
+        self._names = (HEAD, EMBEDDING) if model.config.tie_word_embeddings else ()
         self._found: dict[str, torch.Tensor] = {}
 
-    def look_at(self, name: str, tensor: torch.Tensor) -> None:
-        """Of each tensor that comes.
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """Called for each tensor of the checkpoint.
 
         Raises:
-            ValueError: the head's numbers are not the embedding's.
+            ValueError: the values of head and embedding differ.
         """
-        if name not in self._of:
+        if name not in self._names:
             return
         self._found[name] = tensor
-        if len(self._found) < len(self._of):
+        if len(self._found) < len(self._names):
             return
-        head, embedding = (self._found.pop(name) for name in self._of)
-        if is_another_head(head, embedding):
+        if heads_differ(*(self._found.pop(name) for name in self._names)):
             raise ValueError(
-                f"The files have {HEAD} with other numbers than {EMBEDDING}, and config.json says "
-                "tie_word_embeddings=true. Set it to false, or take the tensor out."
+                f"The files have {HEAD} with other values than {EMBEDDING}, but config.json says "
+                "tie_word_embeddings=true. Set it to false, or remove the tensor."
             )
 
 
 def check_checkpoint(model: CheckpointModel, checkpoint: Checkpoint) -> None:
-    """Compare the files' headers with what ``model`` (best built on the meta device) wants; nothing is loaded.
+    """Compare the files' headers with ``model``, which may be on the meta device; no tensor is loaded.
 
-    Layers behind the model's are noted in it.
+    Sets ``model.unread`` as :func:`load_weights` does.
 
     Raises:
         ValueError: as :func:`load_weights`, with the file of each tensor.
     """
     slots = expected_tensors(model)
-    elsewhere, scales = others_tensors(model), cache_scales(model)
+    other_ranks, scales = other_ranks_tensors(model), cache_scales(model)
     tensors = dict(respelled(model.config, slots, checkpoint.tensors.items()))
-    model.unread = layers_behind(model, tensors)
+    model.unread = layers_beyond(model, tensors)
     mismatch = Mismatch(missing=sorted(set(slots) - set(tensors)))
     for name, info in tensors.items():
         slot = slots.get(name)
         if slot is None:
-            if name not in scales and not ignored(model, name, elsewhere):
+            if name not in scales and not ignored(model, name, other_ranks):
                 mismatch.unexpected.append(f"{name} in {info.file.name}")
         elif problem := slot.placement.problem(info.shape, info.dtype):
             mismatch.misshapen.append(f"{name} in {info.file.name} {problem}")
     mismatch.raise_if_any(model.config.architecture, f"The checkpoint {Path(checkpoint.directory)} does")
 
 
-def layers_behind(model: CheckpointModel, names: Collection[str]) -> range:
-    """The indices of the layers that a checkpoint with tensors of these names has behind the model's, in a row.
+def layers_beyond(model: CheckpointModel, names: Collection[str]) -> range:
+    """The consecutive layers that a checkpoint with these tensor ``names`` has after the model's last one.
 
-    A layer has a norm in front, as the model's have: a tensor that is called as of a later layer and stands alone is
-    no layer. Layers that draft are where the configuration says, and not among them.
+    A layer counts only if it has an input norm, so a stray tensor with a later index stays unexpected. The
+    configuration's draft layers are not counted.
     """
     config = model.config
     first = end = config.layers_before + config.num_layers
@@ -246,7 +244,7 @@ def layers_behind(model: CheckpointModel, names: Collection[str]) -> range:
 
 
 def unread_layers(model: CheckpointModel, checkpoint: str) -> str | None:
-    """The one line that says which layers of a checkpoint were left unread; None: none were."""
+    """The log line that names the layers of a checkpoint that were not read; None if all were."""
     if not model.unread:
         return None
     first, last = model.unread[0], model.unread[-1]
@@ -254,12 +252,12 @@ def unread_layers(model: CheckpointModel, checkpoint: str) -> str | None:
     return f"num_hidden_layers={model.config.num_layers}: of {checkpoint}, {which} left unread"
 
 
-def ignored(model: CheckpointModel, name: str, elsewhere: tuple[str, ...]) -> bool:
-    """Whether a tensor without a slot is none of this rank's business; ``elsewhere`` is :func:`others_tensors`."""
+def ignored(model: CheckpointModel, name: str, other_ranks: tuple[str, ...]) -> bool:
+    """Whether to skip a tensor without a slot; ``other_ranks`` is from :func:`other_ranks_tensors`."""
     unread = (f"model.layers.{index}." for index in model.unread)
-    return name.endswith(model.ignored_suffixes) or name.startswith((*model.ignored_prefixes, *elsewhere, *unread))
+    return name.endswith(model.ignored_suffixes) or name.startswith((*model.ignored_prefixes, *other_ranks, *unread))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """As safetensors spells it."""
+    """The tensor's dtype as safetensors spells it."""
     return _DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))

@@ -118,7 +118,7 @@ class BlockFp8Method:
     def placements(self, layer: Linear, shard: Shard) -> Iterator[tuple[str, Placement]]:
         """The weight and its scales."""
         yield "weight", shard.of_matrix(layer.weight, Fp8Placement)
-        yield self.scheme.scale, replace(place_scales(shard, layer.weight_scale), held_by="weight_scale")
+        yield self.scheme.scale, replace(place_scales(shard, layer.weight_scale), parameter_name="weight_scale")
 
     def input_form(self) -> InputForm | None:
         """See :class:`LinearMethod`."""

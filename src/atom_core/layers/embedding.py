@@ -1,6 +1,6 @@
-"""Token embedding and language-model head, split over the vocabulary.
+"""Token embedding and language-model head, sharded over the vocabulary.
 
-The vocabulary need not divide by the number of ranks: each holds ``ceil(V / ranks)`` rows, the last ones zero.
+Each rank has ``ceil(V / ranks)`` rows; rows beyond the vocabulary are zero.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from atom_core.runtime import Runtime
 
 
 class VocabTable(ParameterLayer):
-    """This rank's rows of a ``[vocabulary, hidden]`` table; ``shared`` is another layer's, not to be made again."""
+    """This rank's rows of a ``[vocabulary, hidden]`` table, in a new parameter or in another layer's ``shared`` one."""
 
     def __init__(self, vocab_size: int, hidden_size: int, runtime: Runtime, shared: nn.Parameter | None = None) -> None:
         super().__init__()
         self.group = runtime.tensor_parallel
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.rows = rows = -(-vocab_size // self.group.world_size)
-        self.first = min(self.group.rank * rows, vocab_size)  # the last ranks may have none of a small vocabulary
+        self.first = min(self.group.rank * rows, vocab_size)  # a small vocabulary may leave the last ranks without rows
         self.used = min(rows, vocab_size - self.first)
         if shared is None:
             shared = empty_parameter(runtime, rows, hidden_size)
@@ -34,20 +34,12 @@ class VocabTable(ParameterLayer):
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
         """The rows of this rank."""
-        yield (
-            "",
-            "weight",
-            Placement(
-                self.weight,
-                (self.vocab_size, self.hidden_size),
-                source=self.first,
-                count=self.used,
-            ),
-        )
+        shape = (self.vocab_size, self.hidden_size)
+        yield "", "weight", Placement(self.weight, shape, source=self.first, count=self.used)
 
 
 class TokenEmbedding(VocabTable):
-    """Token ids to vectors; ``shared`` as in :class:`VocabTable`."""
+    """Token ids to vectors."""
 
     def __init__(self, vocab_size: int, hidden_size: int, runtime: Runtime, shared: nn.Parameter | None = None) -> None:
         super().__init__(vocab_size, hidden_size, runtime, shared)
@@ -62,9 +54,9 @@ class TokenEmbedding(VocabTable):
 
 
 class LMHead(VocabTable):
-    """Hidden states to logits over the whole vocabulary; may share the embedding's table.
+    """Hidden states to logits over the full vocabulary, with its own table or the embedding's.
 
-    The product and the logits may be in float32 where the weight and the hidden states are not (``head_dtype``).
+    ``Runtime.head_dtype`` asks for the product and the logits in float32, with weight and input in the model's dtype.
     """
 
     def __init__(
@@ -73,7 +65,7 @@ class LMHead(VocabTable):
         super().__init__(vocab_size, hidden_size, runtime, None if tied_to is None else tied_to.weight)
         self.tied = tied_to is not None
         self.dtype = runtime.head_dtype or runtime.dtype
-        assert self.dtype in (runtime.dtype, torch.float32), "heads compute as the model does, or in float32"
+        assert self.dtype in (runtime.dtype, torch.float32), "heads compute in the model's dtype or in float32"
         spec = LinearSpec(
             hidden_size,
             self.weight.shape[0],
@@ -91,23 +83,23 @@ class LMHead(VocabTable):
         return self.group.all_gather(logits)[..., : self.vocab_size]
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
-        """None where tied: the embedding loads the table."""
+        """Empty if tied: the embedding loads the table."""
         if not self.tied:
             yield from super().placements()
 
     @property
     def changes_form(self) -> bool:
-        """See :class:`ParameterLayer`; the embedding's table stays as it is."""
+        """See :class:`ParameterLayer`; a tied table keeps its form."""
         return not self.tied
 
     def finalize_weights(self) -> None:
-        """Hand the weight to the kernel; the spec has told it whether the embedding reads it too."""
+        """Hand the weight to the kernel, whose spec says whether it is tied."""
         if self.kernel.adopt(self.weight, None):
-            assert not self.tied, "a kernel may not take away a weight that the embedding reads"
+            assert not self.tied, "a kernel may not free a weight that the embedding reads"
             self.weight.data = self.weight.new_empty(0)
 
     def restore_weights(self, whole: bool) -> None:
-        """See :class:`ParameterLayer`; rows behind the vocabulary's are zero again."""
+        """See :class:`ParameterLayer`; rows beyond the vocabulary are set to zero again."""
         if not self.weight.numel():
             self.weight.data = unpacked(self.kernel, self.weight, (self.rows, self.hidden_size), whole)
             self.weight.data[self.used :] = 0

@@ -69,7 +69,7 @@ def one_a_tensor(placements: Iterable[tuple[str, str, Placement]]) -> Iterator[t
         first = each[0]
         if len(each) > 1:
             first = SeveralPlacements(
-                parameter=first.parameter, shape=first.shape, held_by=first.held_by, each=tuple(each)
+                parameter=first.parameter, shape=first.shape, parameter_name=first.parameter_name, each=tuple(each)
             )
         yield module, name, first
 

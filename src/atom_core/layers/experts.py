@@ -153,7 +153,7 @@ class Experts(ParameterLayer):
             yield "", "gate_up_proj_bias", GateUpPlacement(self.gate_up_proj_bias, gate_up, share=share)
             yield "", "down_proj_bias", Placement(self.down_proj_bias, down, 0, local.start, 0, len(local))
 
-    def elsewhere(self) -> Iterator[str]:
+    def other_ranks_modules(self) -> Iterator[str]:
         """Other ranks' experts."""
         return (f"{self.folder}.{expert}" for expert in range(self.total) if expert not in self.local_experts)
 

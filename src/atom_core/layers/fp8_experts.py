@@ -86,7 +86,7 @@ class Fp8ExpertsMethod:
             for ours, shard in expert_shards(layer, expert):
                 weight, scale = (getattr(layer, f"{ours}_{what}")[index] for what in ("proj", "scale"))
                 for name, kept_in, placement in self._of_shard(shard, weight, scale):
-                    yield shard.module, name, replace(placement, held_by=f"{ours}_{kept_in}")
+                    yield shard.module, name, replace(placement, parameter_name=f"{ours}_{kept_in}")
 
     def _of_shard(
         self, shard: Shard, weight: torch.Tensor, scale: torch.Tensor

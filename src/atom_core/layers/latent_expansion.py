@@ -72,9 +72,9 @@ class LatentExpansion(ParameterLayer):
                 if scheme.block
                 else self.part.of_rows(self.weight_scale, ScalePlacement)
             )
-        yield "", "weight", replace(stored, held_by="stored")
+        yield "", "weight", replace(stored, parameter_name="stored")
         name = "weight_scale" if isinstance(scheme, Mxfp4LinearConfig) else scheme.scale
-        yield "", name, replace(scales, held_by="weight_scale")
+        yield "", name, replace(scales, parameter_name="weight_scale")
         if isinstance(scheme, Fp8Config) and scheme.input_scale == "static":
             yield "", "input_scale", ScalePlacement(self.input_scale, (1,), count=1)
 

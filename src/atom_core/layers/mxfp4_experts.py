@@ -107,8 +107,8 @@ def _one_by_one(layer: Experts) -> Iterator[tuple[str, str, Placement]]:
         for ours, shard in expert_shards(layer, expert):
             kept_in = [f"{ours}_proj_{what}" for what in ("blocks", "scales")]
             packed = place_packed(shard, *(layer.get_parameter(name)[index] for name in kept_in))
-            for name, held_by, placement in zip(("weight", "weight_scale"), kept_in, packed, strict=True):
-                yield shard.module, name, replace(placement, held_by=held_by)
+            for name, parameter_name, placement in zip(("weight", "weight_scale"), kept_in, packed, strict=True):
+                yield shard.module, name, replace(placement, parameter_name=parameter_name)
 
 
 def _fused(layer: Experts) -> Iterator[tuple[str, str, Placement]]:

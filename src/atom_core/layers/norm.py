@@ -10,7 +10,7 @@ from atom_core.runtime import Runtime
 
 
 class RMSNorm(ParameterLayer):
-    """Root mean square norm, of the residual stream or of anything else."""
+    """Root mean square norm."""
 
     def __init__(self, size: int, eps: float, runtime: Runtime) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class RMSNorm(ParameterLayer):
         self.kernel = runtime.kernels.select(RMS_NORM, self.spec)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``norm(x + residual)`` and the sum, both ``[T, N]``; nothing is written to."""
+        """``norm(x + residual)`` and the sum, both ``[T, N]``; the inputs stay as they are."""
         if residual is None:
             return self.kernel(x, self.weight, self.eps, None)[0], x
         normed, summed = self.kernel(x, self.weight, self.eps, residual.clone())
@@ -29,7 +29,7 @@ class RMSNorm(ParameterLayer):
 
 
 class HeadNorm(ParameterLayer):
-    """The weight of a norm over each head of q or k; the attention op applies it, together with rope."""
+    """The weight of a norm over each head of q or k, which the attention op applies before rope."""
 
     def __init__(self, head_dim: int, eps: float, runtime: Runtime) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""How a layer's parameters are named in checkpoints, and which part of a checkpoint tensor is this rank's.
+"""Checkpoint names of a layer's parameters, and this rank's shard of each checkpoint tensor.
 
-A :class:`Placement` says it for one checkpoint tensor; each layer lists its own, so that loading
-(:mod:`atom_core.weights`) knows no layer and a model file has no name surgery.
+Each layer lists one :class:`Placement` for each of its checkpoint tensors. So loading (:mod:`atom_core.weights`) needs
+no knowledge of layers, and model files rename no tensors.
 """
 
 from __future__ import annotations
@@ -15,50 +15,50 @@ from torch import nn
 
 from atom_core.runtime import Runtime
 
-#: The dtypes of numbers that are stored as they are, as safetensors spells them.
+#: The dtypes of unquantised tensors, as safetensors spells them.
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a checkpoint tensor goes: along ``dim``, ``count`` rows from ``source`` on to those from ``target`` on."""
+    """Copies ``count`` rows along ``dim`` of a checkpoint tensor, from row ``source``, to row ``target`` on."""
 
-    #: What it may be stored as.
+    #: The dtypes that the checkpoint tensor may have.
     dtypes: ClassVar[tuple[str, ...]] = FLOATS
 
     parameter: torch.Tensor
-    """What is written to: a parameter, or a part of one."""
+    """The parameter that is written to, or a view of it."""
     shape: tuple[int, ...]
-    """The whole tensor's shape in the checkpoint."""
+    """The full tensor's shape in the checkpoint."""
     dim: int = 0
     source: int = 0
     target: int = 0
     count: int | None = None
     """None: all of them."""
     padding: int = 0
-    """Rows of zeros behind them, which the checkpoint does not have."""
-    held_by: str = ""
-    """The module's parameter that this is a part of, where it is not called as the tensor is."""
+    """Rows of zeros after the copied ones, which the checkpoint does not have."""
+    parameter_name: str = ""
+    """The parameter's name in its module; empty: the tensor's name."""
 
     def problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
-        """None where a tensor of ``shape`` and ``dtype`` is what goes here, else what is wrong with it."""
+        """What is wrong with a tensor of ``shape`` and ``dtype``; None: it fits."""
         if shape != self.shape:
             return f"is {list(shape)}, should be {list(self.shape)}"
         return self.dtype_problem(dtype)
 
     def dtype_problem(self, dtype: str) -> str | None:
-        """The same of the dtype alone."""
+        """As :meth:`problem`, for the dtype alone."""
         return None if dtype in self.dtypes else f"is stored as {dtype}, but config.json names no quantisation of it"
 
     def check(self, tensor: torch.Tensor) -> None:
-        """Look at the numbers of ``tensor``, with which there is no :meth:`problem`; nothing is written.
+        """Check the values of a ``tensor`` that has no :meth:`problem`; nothing is written.
 
         Raises:
-            ValueError: it holds numbers that cannot be what it is; the message goes on from the tensor's name.
+            ValueError: invalid values; the message continues after the tensor's name.
         """
 
     def load(self, tensor: torch.Tensor) -> None:
-        """Copy this rank's part of ``tensor``, with which there is no :meth:`problem`.
+        """Copy this rank's shard of a ``tensor`` that has no :meth:`problem`.
 
         Raises:
             ValueError: as :meth:`check`.
@@ -71,40 +71,40 @@ class Placement:
                 self.parameter.narrow(self.dim, self.target + count, self.padding).zero_()
 
     def store(self, out: torch.Tensor) -> None:
-        """The way back: copy this rank's part to ``out``, of the whole tensor's shape; the rest stays as it is."""
+        """The reverse of :meth:`load`: copy this rank's shard to ``out``, which has the full tensor's shape."""
         count = self.shape[self.dim] if self.count is None else self.count
         out.narrow(self.dim, self.source, count).copy_(self.parameter.narrow(self.dim, self.target, count))
 
 
 class ParameterLayer(nn.Module):
-    """A module that holds parameters and knows their checkpoint names.
+    """A module with parameters that knows their checkpoint names.
 
-    The default fits a module whose parameters are stored whole under their own names.
+    The defaults fit a module whose parameters are unsharded and stored under their own names.
 
-    Its weights are open, when parameters hold what checkpoints have, or closed, when kernels have them in the form that
-    they read. A module is built open. Weights that come later go the same way: open, write, close.
+    Open weights have the checkpoint's form, closed weights the kernels' form. A module is built open. An update opens
+    it, writes, and closes it.
     """
 
     closed = False
 
     def open_weights(self, whole: bool) -> None:
-        """Make the parameters what placements write to; placements from before are not to be used any more.
+        """Bring the parameters into the checkpoint's form; earlier placements become invalid.
 
         Args:
-            whole: every tensor of the layer will be written, so what is there need not be kept.
+            whole: every tensor of the layer will be written, so the current values need not be restored.
         """
         if self.closed:
             self.restore_weights(whole)
             self.closed = False
 
     def close_weights(self) -> None:
-        """Hand the weights to the kernels, where they are open; forms that kernels made before stay where they are."""
+        """Bring open weights into the kernels' form, at the same addresses as before."""
         if not self.closed:
             self.finalize_weights()
             self.closed = True
 
     def as_loaded(self) -> dict[str, torch.Tensor]:
-        """The parameters by their names in this module, in the form in which they are loaded: copies on the CPU."""
+        """Copies of the parameters on the CPU, in the checkpoint's form, by their names in this module."""
         closed = self.closed
         self.open_weights(whole=False)
         copies = {name: it.detach().to("cpu", copy=True) for name, it in self.named_parameters(recurse=False)}
@@ -114,36 +114,36 @@ class ParameterLayer(nn.Module):
 
     @property
     def changes_form(self) -> bool:
-        """Whether kernels may have the weights in a form of their own."""
+        """Whether the kernels' form of the weights may differ from the checkpoint's."""
         return type(self).finalize_weights is not ParameterLayer.finalize_weights
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
-        """(checkpoint module, tensor name, placement) of each tensor; "" is this module, "../name" one beside it."""
+        """(checkpoint module, tensor name, placement) of each tensor; "" is this module, "../name" a sibling."""
         for name, parameter in self.named_parameters(recurse=False):
             yield "", name, Placement(parameter, tuple(parameter.shape))
 
-    def elsewhere(self) -> Iterator[str]:
-        """Checkpoint modules, as in :meth:`placements`, whose tensors are other ranks' alone."""
+    def other_ranks_modules(self) -> Iterator[str]:
+        """Checkpoint modules, as in :meth:`placements`, whose tensors only other ranks load."""
         yield from ()
 
     def finalize_weights(self) -> None:
-        """Bring loaded weights into the form that the kernel reads; what it made of earlier ones is written over."""
+        """Convert the weights to the kernel's form, over that of earlier weights."""
 
     def restore_weights(self, whole: bool) -> None:
         """Undo :meth:`finalize_weights`; see :meth:`open_weights`."""
 
 
 def empty_parameter(runtime: Runtime, *shape: int) -> nn.Parameter:
-    """A parameter in the model's dtype on its device, to be loaded."""
+    """An uninitialised parameter in the model's dtype on its device."""
     return nn.Parameter(torch.empty(shape, dtype=runtime.dtype, device=runtime.device), requires_grad=False)
 
 
 class MissingLayer(nn.Module):
-    """A layer that another pipeline stage holds; checkpoint tensors under its name are not this rank's."""
+    """A layer of another pipeline stage, which loads the checkpoint tensors under its name."""
 
 
 def checkpoint_module(path: str, relative: str) -> str:
-    """What checkpoints call a part of the module at ``path``; see :meth:`ParameterLayer.placements`."""
+    """The checkpoint name of module ``relative`` to ``path``; see :meth:`ParameterLayer.placements`."""
     if not relative:
         return path
     while relative.startswith("../"):
@@ -152,10 +152,10 @@ def checkpoint_module(path: str, relative: str) -> str:
 
 
 def share(total: int, rank: int, world_size: int, what: str, ranks: str = "tensor parallel size") -> range:
-    """This rank's equal share of ``total`` things.
+    """This rank's range of ``total`` items, which divide equally over the ranks.
 
     Raises:
-        ValueError: they do not divide; ``what`` names them for the user, ``ranks`` what says how many ranks there are.
+        ValueError: they do not divide; the message calls the items ``what`` and the number of ranks ``ranks``.
     """
     if total % world_size:
         raise ValueError(

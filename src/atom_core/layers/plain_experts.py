@@ -65,7 +65,7 @@ def _one_by_one(layer: Experts) -> Iterator[tuple[str, str, Placement]]:
     for index, expert in enumerate(layer.local_experts):
         for ours, shard in expert_shards(layer, expert):
             placement = shard.of_matrix(layer.get_parameter(f"{ours}_proj")[index])
-            yield shard.module, "weight", replace(placement, held_by=f"{ours}_proj")
+            yield shard.module, "weight", replace(placement, parameter_name=f"{ours}_proj")
 
 
 def _fused(layer: Experts) -> Iterator[tuple[str, str, Placement]]:

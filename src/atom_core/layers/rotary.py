@@ -1,4 +1,4 @@
-"""The rope table that all attention layers of a model share."""
+"""The rope table that a model's attention layers share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from atom_core.runtime import Runtime
 
 
 class RotaryTable(nn.Module):
-    """Float32 ``cos_sin [max_model_len, rotary_dim]``, a buffer that no checkpoint has."""
+    """Float32 ``cos_sin [max_model_len, rotary_dim]``, a non-persistent buffer."""
 
     cos_sin: torch.Tensor
 

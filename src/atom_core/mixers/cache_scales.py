@@ -1,7 +1,7 @@
-"""The scales of one attention layer's FP8 cache: what checkpoints call them, and how the layer gets them.
+"""The scales of an attention layer's FP8 cache: their checkpoint names, and how a layer takes them.
 
-One number scales all keys of a layer, another all its values; they are the same on every rank. Without a number it is
-1. A cache in the model's own dtype has no scales, and then those of a checkpoint are not even looked at.
+A layer has one scale for its keys and one for its values, the same on every rank, 1 by default. A cache in the model's
+dtype ignores the scales of a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import nn
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.mixers.base import BaseAttention
 
-#: Names of scales in checkpoints, beside the layer's projections, and which of the two each is. By who writes them:
-#: llm-compressor, ModelOpt, Quark, vLLM and SGLang when they save, and AutoFP8, which had one for both.
+#: Checkpoint names of scales, next to the layer's projections, and what each one scales. Written by llm-compressor,
+#: ModelOpt, Quark, vLLM and SGLang, and by AutoFP8, which has one scale for both.
 SCALE_NAMES: Mapping[str, tuple[str, ...]] = {
     "k_scale": ("key",),
     "v_scale": ("value",),
@@ -32,34 +32,29 @@ SCALE_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 class CacheScales(nn.Module):
-    """Gives an attention layer the scales of its cache.
-
-    Args:
-        attention: the layer.
-        cache_dtype: of its cache.
-    """
+    """Sets the cache scales of an ``attention`` layer whose cache has dtype ``cache_dtype``."""
 
     def __init__(self, attention: BaseAttention, cache_dtype: torch.dtype) -> None:
         super().__init__()
-        self._attention = (attention,)  # referred to: it is a module of the layer around both
+        self._attention = (attention,)  # a tuple, so torch does not register it twice
         self.cache_dtype = cache_dtype
 
     @property
     def layer_index(self) -> int:
-        """Which decoder layer it is."""
+        """The decoder layer's index."""
         return self._attention[0].mixer.layer_index
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take a checkpoint's scales, named by any names that end in one of :data:`SCALE_NAMES`.
+        """Set a checkpoint's scales, by names that end in one of :data:`SCALE_NAMES`.
 
         Raises:
-            ValueError: one is no single number, or not one that can scale.
+            ValueError: a scale has more than one element, or is not finite and positive.
         """
         if self.cache_dtype in FP8_DTYPES and (given := self._read(tensors)):
             self._set(given.get("key"), given.get("value"))
 
     def change(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """What :meth:`adopt` would change of the scales in use, which stand in captured graphs; None: nothing.
+        """How :meth:`adopt` would change the scales in use, which captured graphs contain; None: not at all.
 
         Raises:
             ValueError: as :meth:`adopt`.
@@ -71,7 +66,7 @@ class CacheScales(nn.Module):
 
     def _read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
         given: dict[str, float] = {}
-        # Longer tuples first: where a side has a scale of its own beside one for both, its own counts.
+        # Scales for both come first, so that a separate one for keys or values overrides them.
         for name in sorted(tensors, key=lambda name: -len(_sides(name))):
             tensor = tensors[name]
             if tensor.numel() != 1:
@@ -81,10 +76,10 @@ class CacheScales(nn.Module):
         return given
 
     def adopt_one(self, scale: float, source: str) -> None:
-        """Take one scale for keys and values, from ``source``; a cache that is not FP8 has no use for it.
+        """Set one scale for keys and values, from ``source``; a cache that is not FP8 ignores it.
 
         Raises:
-            ValueError: it is not a number that can scale.
+            ValueError: it is not finite and positive.
         """
         if self.cache_dtype in FP8_DTYPES:
             scale = _checked(scale, source)
@@ -94,7 +89,7 @@ class CacheScales(nn.Module):
         self._attention[0].set_scales(*self._scales(key, value))
 
     def _scales(self, key: float | None, value: float | None) -> tuple[float, float]:
-        # Scales are made for e4m3fn. The same bits are half as much in e4m3fnuz.
+        # Scales are made for e4m3fn; the same bits mean half the value in e4m3fnuz.
         factor = 2.0 if self.cache_dtype == torch.float8_e4m3fnuz else 1.0
         return 1.0 if key is None else factor * key, 1.0 if value is None else factor * value
 

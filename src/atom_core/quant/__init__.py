@@ -1,7 +1,7 @@
-"""Quantised checkpoints: from a config's ``quantization_config`` to the scheme of each linear layer.
+"""Quantised checkpoints: from ``quantization_config`` to the scheme of each linear layer.
 
-A scheme is one module here, one entry in :func:`read_quantization`, and one way for a layer to keep its weight
-(:mod:`atom_core.layers.linear_methods`). Importing this imports no torch.
+A scheme is a module here, an entry in ``_READERS``, and a linear method (:mod:`atom_core.layers.linear_methods`). This
+package imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from atom_core.quant.quark import read_quark
 __all__ = ["CHECKPOINT_METHODS", "ONLINE_METHODS", "SUPPORTED", "Fp8Config", "Mxfp4Config", "Mxfp4LinearConfig"]
 __all__ += ["LinearScheme", "QuantConfig", "Unquantized", "read_quantization", "unsupported"]
 
-#: Schemes that models can run, by the name users know them under; "none" is a checkpoint in its own dtype.
+#: User-facing names of the supported schemes; "none" is an unquantised checkpoint.
 SUPPORTED: tuple[str, ...] = ("none", "fp8", "mxfp4")
 
 #: The scheme of a linear layer.
@@ -31,24 +31,24 @@ class QuantConfig(Protocol):
 
     @property
     def name(self) -> str:
-        """As users know it."""
+        """The user-facing name."""
 
     def linear(self, modules: Sequence[str]) -> LinearScheme | None:
-        """The scheme of a linear layer that is ``modules`` in checkpoints, several where it is merged; None: none.
+        """The scheme of a linear layer that merges the checkpoint's ``modules``; None: unquantised.
 
         Raises:
-            ValueError: some of them have it and some have not.
+            ValueError: only some of them are quantised.
         """
 
     def experts(self, folder: str, matrices: Sequence[str], count: int) -> LinearScheme | None:
-        """The scheme of the ``count`` experts whose ``matrices`` checkpoints have as ``folder.EXPERT.MATRIX``.
+        """The scheme of ``count`` experts, whose checkpoint names are ``folder.EXPERT.MATRIX`` with ``matrices``.
 
         Raises:
-            ValueError: some of them have it and some have not.
+            ValueError: only some of them are quantised.
         """
 
     def below(self, prefix: str) -> QuantConfig:
-        """The same for a model whose modules are named from ``prefix`` on, which checkpoints leave out."""
+        """This quantisation for module names that start with ``prefix``, which checkpoint names lack."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Unquantized:
         return self
 
 
-#: Readers of a ``quantization_config``, by its ``quant_method``; the second argument is the whole ``config.json``.
+#: Readers by ``quant_method``, of (``quantization_config``, the whole ``config.json``).
 _READERS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], QuantConfig]] = {
     "fp8": read_fp8,
     "compressed-tensors": read_compressed_tensors,
@@ -77,37 +77,33 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], QuantCon
     "quark": read_quark,
 }
 CHECKPOINT_METHODS: tuple[str, ...] = tuple(_READERS)
-#: What weights of an unquantised checkpoint can be turned into while they are loaded, by the frameworks' flags.
+#: Values of the frameworks' flag that quantise an unquantised checkpoint while loading.
 ONLINE_METHODS: tuple[str, ...] = ("fp8", "fp8_per_tensor", "fp8_per_channel")
 
 
-def read_quantization(hf: Mapping[str, Any], asked: str | None = None) -> QuantConfig:
-    """The quantisation of a parsed ``config.json``.
-
-    Args:
-        hf: the configuration.
-        asked: the quantisation that a flag asks for; of a quantised checkpoint it can only name the checkpoint's own.
+def read_quantization(hf: Mapping[str, Any], requested: str | None = None) -> QuantConfig:
+    """The quantisation of a parsed ``config.json`` and of a flag's value, ``requested``.
 
     Raises:
-        ValueError: a scheme that no model here can run, or a flag and a checkpoint that contradict each other.
+        ValueError: an unsupported scheme, or a flag that contradicts the checkpoint's own quantisation.
     """
     config = hf.get("quantization_config") or hf.get("compression_config")
     if config and not isinstance(config, Mapping):
         raise ValueError(f"The model's config has quantization_config={str(config)[:80]!r}; an object is needed.")
     if not config:
-        if asked is None:
+        if requested is None:
             return Unquantized()
-        if asked not in ONLINE_METHODS:
-            raise unsupported(asked)
+        if requested not in ONLINE_METHODS:
+            raise unsupported(requested)
         return online_fp8()
     method = str(config.get("quant_method", "unknown"))
     if method not in _READERS:
         raise unsupported(method)
-    if asked not in (None, method):
+    if requested not in (None, method):
         raise ValueError(
-            f"--quantization {asked} contradicts the checkpoint, whose quant_method is {method!r}; leave the flag out."
+            f"--quantization {requested} contradicts the checkpoint's quant_method {method!r}; leave the flag out."
         )
-    from atom_core.quant.schema import check_types  # pydantic, which who only names methods need not wait for
+    from atom_core.quant.schema import check_types  # imports pydantic, which callers that only list methods skip
 
     check_types(method, config)
     quant = _READERS[method](config, hf)

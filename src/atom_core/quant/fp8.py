@@ -1,8 +1,8 @@
-"""FP8 (e4m3) weights with a scale for each tensor, row or block, and activations that are quantised too.
+"""FP8 (e4m3) weights with a scale per tensor, row or 128x128 block, and activations quantised to FP8.
 
-Checkpoints of three makers are read: ``quant_method`` "fp8" (AutoFP8, Hugging Face and DeepSeek), "compressed-tensors"
-(llm-compressor; https://github.com/vllm-project/compressed-tensors) and "modelopt" (NVIDIA). A scale is never read from
-here: whether a weight has one or one a row is what the checkpoint's tensor says. Blocks are 128 by 128, and no other.
+Three kinds of checkpoints are read: ``quant_method`` "fp8" (AutoFP8, Hugging Face and DeepSeek), "compressed-tensors"
+(llm-compressor; https://github.com/vllm-project/compressed-tensors) and "modelopt" (NVIDIA). The shape of a scale
+tensor, not the configuration, tells one scale per weight from one per row.
 """
 
 from __future__ import annotations
@@ -16,34 +16,32 @@ from atom_core.quant.scheme import LayerScheme, with_plain_head
 
 InputScale = Literal["static", "dynamic"]
 
-#: Rows and columns of a block of a weight that has one scale, and numbers of a token that share one then.
+#: Rows and columns of a weight's block, and elements of a token's group, that share one scale.
 BLOCK_SIZE = 128
 _BLOCK = [BLOCK_SIZE, BLOCK_SIZE]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config(LayerScheme):
-    """How the linear layers of a model are quantised; the embedding and the head are not."""
+    """FP8 linear layers; the embedding and the head are not quantised."""
 
     serialized: bool
-    """The checkpoint's weights are FP8; else they are quantised while they are loaded."""
+    """Whether the checkpoint's weights are FP8; else they are quantised while loading."""
     input_scale: InputScale = "dynamic"
-    """Activations have the checkpoint's scale, or each token gets one of its own.
-
-    Checkpoints that ask for one dynamic scale for all tokens get one a token too, which is finer and needs no second
-    pass over them.
+    """"static": activations have the checkpoint's scale. "dynamic": each token has its own scale, also for checkpoints
+    that ask for one dynamic scale per tensor: this is finer and needs no second pass.
     """
     block: bool = False
-    """Each block of :data:`BLOCK_SIZE` rows and columns of a weight has a scale, and so has each :data:`BLOCK_SIZE`
-    numbers of a token; else a weight has one or one a row, and a token one. Only where it is serialized and dynamic.
+    """Whether each block of a weight and each group of :data:`BLOCK_SIZE` elements of a token has a scale, which needs
+    serialized weights and dynamic activations. Else a weight has one scale or one per row, and a token has one.
     """
     scale: str = "weight_scale"
-    """What checkpoints call the tensor of a weight's scales."""
+    """The checkpoint name of a weight's scales."""
     name: str = "fp8"
 
 
 def online_fp8() -> Fp8Config:
-    """FP8 of a checkpoint that is not: a scale a row for weights, one a token for activations."""
+    """Quantise an unquantised checkpoint: weights with one scale per row, activations with one per token."""
     return Fp8Config(serialized=False)
 
 
@@ -51,8 +49,7 @@ def read_fp8(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config:
     """A checkpoint of ``quant_method`` "fp8".
 
     Raises:
-        ValueError: its blocks are of another size or its activations static with blocks, or its activation scheme is
-            unknown.
+        ValueError: another block size, static activations with blocks, or an unknown activation scheme.
     """
     scheme = config.get("activation_scheme", "dynamic")
     if scheme not in ("static", "dynamic"):
@@ -69,10 +66,10 @@ def read_fp8(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config:
 
 
 def read_compressed_tensors(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config:
-    """A checkpoint of ``quant_method`` "compressed-tensors", where it is FP8 for weights and activations.
+    """A checkpoint of ``quant_method`` "compressed-tensors" with FP8 weights and activations.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: another format.
     """
     method = "compressed-tensors"
     sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
@@ -121,7 +118,7 @@ def _group_scheme(group: Mapping[str, Any]) -> Fp8Config:
 
 
 def _block_structure(weights: Mapping[str, Any]) -> list[int] | None:
-    """Rows and columns of a block; older files have "128x128"."""
+    """Rows and columns of a block, which older files write as "128x128"."""
     found = weights.get("block_structure")
     if isinstance(found, str):
         found = [int(part) if part.isdecimal() else part for part in found.split("x")]
@@ -129,7 +126,7 @@ def _block_structure(weights: Mapping[str, Any]) -> list[int] | None:
 
 
 def read_modelopt(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config:
-    """A checkpoint of ``quant_method`` "modelopt" and ``quant_algo`` "FP8": one scale a weight, static activations.
+    """A checkpoint of ``quant_method`` "modelopt" and ``quant_algo`` "FP8": one scale per weight, static activations.
 
     Raises:
         ValueError: another algorithm.

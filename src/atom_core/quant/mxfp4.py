@@ -1,4 +1,4 @@
-"""MXFP4: of experts alone, as GPT-OSS's checkpoints have them (``quant_method`` "mxfp4"), or of all linear layers.
+"""MXFP4 for experts only, as in GPT-OSS's checkpoints (``quant_method`` "mxfp4"), or for all linear layers.
 
 See :mod:`atom_core.kernels.mxfp4_linear` for the format.
 """
@@ -10,30 +10,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from atom_core.quant.errors import unsupported
-from atom_core.quant.scheme import LayerScheme, names
+from atom_core.quant.scheme import LayerScheme, matches_name
 
-#: Numbers of a row that share a scale.
+#: Elements of a row that share a scale.
 GROUP = 32
 
 
 @dataclass(frozen=True)
 class Mxfp4Config:
-    """GPT-OSS's: the experts and no linear layer; activations are not quantised."""
+    """GPT-OSS's: only the experts' weights are quantised."""
 
     name: str = "mxfp4"
     ignored: tuple[str, ...] = ()
-    """Modules that stay as they are; no experts may be among them."""
+    """Unquantised modules; they may not include experts."""
 
     def linear(self, modules: Sequence[str]) -> None:
         """See :class:`atom_core.quant.QuantConfig`."""
 
     def experts(self, folder: str, matrices: Sequence[str], count: int) -> None:
-        """See :class:`atom_core.quant.QuantConfig`: all experts in ``folder`` are MXFP4, which is no linear layer's.
-
-        Raises:
-            ValueError: some are left out.
-        """
-        left_out = [it for it in self.ignored if any(names(it, f"{folder}.{matrix}") for matrix in matrices)]
+        """None: GPT-OSS's experts are no linear layers. A ValueError if some experts are unquantised."""
+        left_out = [it for it in self.ignored if any(matches_name(it, f"{folder}.{matrix}") for matrix in matrices)]
         if left_out:
             raise unsupported("mxfp4", f"modules_to_not_convert {left_out}, which leaves experts out ({folder})")
 
@@ -44,20 +40,16 @@ class Mxfp4Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4LinearConfig(LayerScheme):
-    """Linear layers, and experts matrix by matrix."""
+    """Linear layers and experts in MXFP4."""
 
     rounded_inputs: bool
-    """Activations are MXFP4 too, each group of a token's numbers with a scale of its own."""
+    """Whether activations are MXFP4 too, with a scale for each group of a token's elements."""
     name: str = "mxfp4"
 
 
 def read_mxfp4(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Mxfp4Config:
-    """The quantisation of ``config``, of a model of ``hf``.
-
-    Raises:
-        ValueError: it is not GPT-OSS's.
-    """
+    """A checkpoint of ``quant_method`` "mxfp4"; a ValueError if it is not GPT-OSS's."""
     kind = hf.get("model_type")
     if kind != "gpt_oss":
-        raise unsupported("mxfp4", f"model_type {kind!r} (it is for gpt_oss alone)")
+        raise unsupported("mxfp4", f"model_type {kind!r} (only gpt_oss)")
     return Mxfp4Config(ignored=tuple(config.get("modules_to_not_convert") or ()))

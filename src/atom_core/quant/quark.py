@@ -1,8 +1,7 @@
 """FP8 and MXFP4 checkpoints of AMD Quark (``quant_method`` "quark"; https://quark.docs.amd.com).
 
-One scheme for all linear layers: ``global_quant_config``. What ``layer_quant_config`` says of single layers may differ
-in how their output is quantised, which is how keys and values of an FP8 cache are described; their scales are read as
-those of other makers are (:mod:`atom_core.layers.cache_scales`).
+``global_quant_config`` is the scheme of all linear layers. ``layer_quant_config`` may only change the quantisation of a
+layer's output, which describes an FP8 cache; :mod:`atom_core.layers.cache_scales` reads its scales.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ def read_quark(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config | 
     """A checkpoint of ``quant_method`` "quark".
 
     Raises:
-        ValueError: other numbers, some layers quantised otherwise, or a quantised head.
+        ValueError: another format, different schemes for different layers, or a quantised head.
     """
     common = config.get("global_quant_config") or {}
     if config.get("layer_type_quant_config"):
         raise unsupported(_METHOD, "layer_type_quant_config (only one scheme for all linear layers)")
-    for name, of_layer in (config.get("layer_quant_config") or {}).items():
-        for part in ("weight", "input_tensors"):
-            if (of_layer or {}).get(part) != common.get(part):
+    for name, layer in (config.get("layer_quant_config") or {}).items():
+        for key in ("weight", "input_tensors"):
+            if (layer or {}).get(key) != common.get(key):
                 raise unsupported(_METHOD, f"a scheme of its own for {name!r} (only one for all linear layers)")
     if common and "input_tensors" not in common:
         raise unsupported(
@@ -46,7 +45,7 @@ def read_quark(config: Mapping[str, Any], hf: Mapping[str, Any]) -> Fp8Config | 
 
 
 def _rounds_inputs(weight: Mapping[str, Any], inputs: Any) -> bool:
-    """Whether activations are MXFP4 too where ``weight`` is; they can be left as they are."""
+    """Whether activations are MXFP4 like the ``weight``, or unquantised."""
     if not _is_mxfp4(weight) or weight.get("is_dynamic"):
         raise unsupported(_METHOD, f"weights of {_described(weight)} (of fp4 only {_MXFP4}, static)")
     if inputs is None:
@@ -55,7 +54,7 @@ def _rounds_inputs(weight: Mapping[str, Any], inputs: Any) -> bool:
         raise unsupported(
             _METHOD, f"input_tensors of {_described(inputs)} with weights of fp4 (only fp4 {_MXFP4}, dynamic, or none)"
         )
-    # How weights got their scales does not matter any more, but activations get theirs from us.
+    # The weights have their scales already; the mode matters for the activations' scales, which we compute.
     if (mode := inputs.get("scale_calculation_mode")) not in (None, "even"):
         raise unsupported(_METHOD, f"input_tensors of scale_calculation_mode={mode!r} (only 'even')")
     return True
@@ -70,7 +69,7 @@ def _fp8_scheme(weight: Any, inputs: Any) -> dict[str, Any]:
     for what, tensors, allowed in (("weights", weight, "fp8_e4m3 or fp4"), ("input_tensors", inputs, "fp8_e4m3")):
         if not isinstance(tensors, Mapping) or tensors.get("dtype") != "fp8_e4m3":
             raise unsupported(_METHOD, f"{what} of {_described(tensors)} (only {allowed})")
-        if tensors.get("symmetric") is False:  # null of numbers that have no zero points, as Quark writes it
+        if tensors.get("symmetric") is False:  # Quark writes null for formats without zero points
             raise unsupported(_METHOD, f"{what} that are not symmetric")
     of_weight, of_inputs, dynamic = weight.get("qscheme"), inputs.get("qscheme"), bool(inputs.get("is_dynamic"))
     if weight.get("is_dynamic") or of_weight not in ("per_tensor", "per_channel", "per_block"):

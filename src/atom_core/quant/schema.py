@@ -1,7 +1,6 @@
-"""``quantization_config`` as a typed schema, one a method: what is of another type is refused before it is read.
+"""A typed schema of ``quantization_config`` for each method, checked before a reader interprets the values.
 
-What the values mean, and which of them can be run, the readers say. Nested objects may have other keys; those at the
-top are accounted for in :mod:`atom_core.quant.keys`.
+Nested objects may have other keys; :mod:`atom_core.quant.keys` checks those of the top level.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class Fp8Keys(BaseModel):
     modules_to_not_convert: list[str] | None = None
 
 
-class CompressedNumbers(BaseModel):
-    """How a group of compressed-tensors has weights, or activations."""
+class CompressedTensor(BaseModel):
+    """The format of the weights or activations of a compressed-tensors group."""
 
     model_config = _LENIENT
 
@@ -40,17 +39,17 @@ class CompressedNumbers(BaseModel):
 
 
 class CompressedGroup(BaseModel):
-    """The modules of one scheme."""
+    """A scheme and its modules."""
 
     model_config = _LENIENT
 
     targets: list[str] | None = None
-    weights: CompressedNumbers | None = None
-    input_activations: CompressedNumbers | None = None
+    weights: CompressedTensor | None = None
+    input_activations: CompressedTensor | None = None
 
 
 class Sparsity(BaseModel):
-    """How weights are stored without their zeros."""
+    """The sparse format of weights."""
 
     model_config = _LENIENT
 
@@ -69,7 +68,7 @@ class CompressedKeys(BaseModel):
 
 
 class ModeloptInner(BaseModel):
-    """What older files of modelopt have one level deeper."""
+    """The keys that older modelopt files nest one level deeper."""
 
     model_config = _LENIENT
 
@@ -92,8 +91,8 @@ class Mxfp4Keys(BaseModel):
     modules_to_not_convert: list[str] | None = None
 
 
-class QuarkNumbers(BaseModel):
-    """How Quark has a layer's weight, or what goes into it."""
+class QuarkTensor(BaseModel):
+    """The format of a layer's weight or input."""
 
     model_config = _LENIENT
 
@@ -109,12 +108,12 @@ class QuarkNumbers(BaseModel):
 
 
 class QuarkLayer(BaseModel):
-    """A scheme; a list where numbers are quantised twice."""
+    """A layer's scheme; a list means quantised twice."""
 
     model_config = _LENIENT
 
-    weight: QuarkNumbers | list[QuarkNumbers] | None = None
-    input_tensors: QuarkNumbers | list[QuarkNumbers] | None = None
+    weight: QuarkTensor | list[QuarkTensor] | None = None
+    input_tensors: QuarkTensor | list[QuarkTensor] | None = None
 
 
 class QuarkKeys(BaseModel):
@@ -135,8 +134,8 @@ SCHEMAS: Mapping[str, type[BaseModel]] = {
     "mxfp4": Mxfp4Keys,
     "quark": QuarkKeys,
 }
-#: What pydantic calls a type that is needed, in words.
-_WORDS = {
+#: Readable names of pydantic's error types.
+_TYPE_NAMES = {
     "bool_type": "true or false",
     "int_type": "a whole number",
     "string_type": "a text",
@@ -147,25 +146,25 @@ _WORDS = {
 
 
 def check_types(method: str, config: Mapping[str, Any]) -> None:
-    """Whether ``config`` of ``method`` is of its schema.
+    """Check ``config`` against the schema of ``method``.
 
     Raises:
-        ValueError: one line that names the first key that is not, its value and what is needed.
+        ValueError: one line with the first wrong key, its value and what is needed.
     """
     try:
         SCHEMAS[method].model_validate(dict(config))
     except ValidationError as error:
         errors = error.errors(include_url=False)
         value, path = errors[0]["input"], _path(config, errors[0]["loc"])
-        # Of a key that may be of several types there is an error each.
-        needed = dict.fromkeys(_WORDS.get(it["type"], it["msg"]) for it in errors if it["input"] is value)
+        # A key with several allowed types has one error for each.
+        needed = dict.fromkeys(_TYPE_NAMES.get(it["type"], it["msg"]) for it in errors if it["input"] is value)
         raise ValueError(
             f"The model's config has quantization_config.{path}={repr(value)[:80]}; {' or '.join(needed)} is needed."
         ) from None
 
 
 def _path(config: Any, location: tuple[int | str, ...]) -> str:
-    """The keys among a location, in which pydantic also names the types that it has tried."""
+    """The keys of a pydantic location, without the types that it contains."""
     path, place = "", config
     for step in location:
         if isinstance(place, Mapping) and step in place:

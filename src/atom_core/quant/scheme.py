@@ -1,4 +1,4 @@
-"""What the schemes of linear layers share: which modules of a checkpoint they are for."""
+"""The base of linear layers' schemes: which modules of a checkpoint are quantised."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SchemeT = TypeVar("SchemeT", bound="LayerScheme")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerScheme:
-    """How all linear layers of a model are quantised but for some; the embedding and the head are not."""
+    """One scheme for a model's linear layers, with exceptions; the embedding and the head are not quantised."""
 
     ignored: tuple[str, ...] = ()
-    """Modules that stay as they are: see :func:`names`."""
+    """Patterns of unquantised modules; see :func:`matches_name`."""
     targets: tuple[str, ...] = ()
-    """Of compressed-tensors, whose patterns name whole modules or classes: those that are quantised; see
-    :func:`is_target`. Empty: all linear layers, and :attr:`ignored` by parts of names."""
+    """compressed-tensors' patterns of quantised modules; they and :attr:`ignored` then match as :func:`is_target` does.
+    Empty: all linear layers."""
     prefix: str = ""
-    """What the model's module names start with, before those of checkpoints."""
+    """The start of the model's module names that checkpoint names lack."""
 
     def linear(self: SchemeT, modules: Sequence[str]) -> SchemeT | None:
         """See :class:`atom_core.quant.QuantConfig`."""
@@ -33,23 +33,23 @@ class LayerScheme:
         if all(ignored.values()) and ignored:
             return None
         if any(ignored.values()):
-            kept = ", ".join(module for module, is_ignored in ignored.items() if is_ignored)
+            left_out = ", ".join(module for module, is_ignored in ignored.items() if is_ignored)
             raise ValueError(
                 f"The checkpoint quantises only some of {', '.join(modules)}, which are one weight here: its config "
-                f"leaves out {kept}. Supported: all of them quantised, or none."
+                f"leaves out {left_out}. Supported: all of them quantised, or none."
             )
         return self
 
     def experts(self: SchemeT, folder: str, matrices: Sequence[str], count: int) -> SchemeT | None:
         """See :class:`atom_core.quant.QuantConfig`."""
         scheme = self.linear([f"{folder}.0.{matrix}" for matrix in matrices])
-        # What names no single expert says the same of all of them, and configurations list hundreds of such modules.
+        # A configuration may list hundreds of modules: for each expert only the patterns that may name one are tried.
         common = replace(self, ignored=tuple(it for it in self.ignored if not _may_name_one_expert(it)))
         if scheme is None and common.linear([f"{folder}.0.{matrix}" for matrix in matrices]) is None:
             return None
         single = replace(self, ignored=tuple(it for it in self.ignored if _may_name_one_expert(it)))
-        tells = single.ignored or any(map(_may_name_one_expert, self.targets))
-        for expert in range(1, count if tells else 1):
+        differs = single.ignored or any(map(_may_name_one_expert, self.targets))
+        for expert in range(1, count if differs else 1):
             if (single.linear([f"{folder}.{expert}.{it}" for it in matrices]) is None) != (scheme is None):
                 left_out = 0 if scheme is None else expert
                 raise ValueError(
@@ -67,19 +67,19 @@ class LayerScheme:
         if self.targets:
             targeted = any(is_target(pattern, module) for pattern in self.targets)
             return not targeted or any(is_target(pattern, module) for pattern in self.ignored)
-        return any(names(pattern, module) for pattern in self.ignored)
+        return any(matches_name(pattern, module) for pattern in self.ignored)
 
 
 def _may_name_one_expert(pattern: str) -> bool:
-    """Whether a pattern can name one expert of a mixture and not another."""
+    """Whether a pattern can match one expert of a layer and not another."""
     return pattern.startswith("re:") or "*" in pattern or "expert" in pattern or pattern.partition(".")[0].isdigit()
 
 
-def names(pattern: str, module: str) -> bool:
-    """Whether a config's ``pattern`` names ``module``.
+def matches_name(pattern: str, module: str) -> bool:
+    """Whether a config's ``pattern`` matches ``module``.
 
-    "re:" begins a regular expression, which matches from the name's start on; "*" stands for anything; else the pattern
-    is some whole parts of the name in a row ("mlp.down_proj", "model.layers.0").
+    "re:" begins a regular expression that matches from the start of the name; "*" is a wildcard; any other pattern is
+    one or more consecutive components of the name ("mlp.down_proj", "model.layers.0").
     """
     if pattern.startswith("re:"):
         return _matches(pattern, module)
@@ -89,10 +89,10 @@ def names(pattern: str, module: str) -> bool:
 
 
 def is_target(pattern: str, module: str) -> bool:
-    """Whether a pattern of compressed-tensors names a linear layer ``module``, as that library has it.
+    """Whether a compressed-tensors pattern matches a linear layer ``module``, as in that library.
 
-    "re:" begins a regular expression, which matches from the name's start on; else the pattern is the whole name, or
-    the class, "Linear". The name of a parent names none of the modules in it.
+    "re:" begins a regular expression that matches from the start of the name; any other pattern is the full name or the
+    class, "Linear". A parent's name does not match its children.
     """
     if pattern.startswith("re:"):
         return _matches(pattern, module)
@@ -100,21 +100,16 @@ def is_target(pattern: str, module: str) -> bool:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Whether the expression behind "re:" matches from the name's start on."""
     try:
         return re.match(pattern.removeprefix("re:"), module) is not None
     except re.error as error:
         raise ValueError(
-            f"The model's config has quantization_config with {pattern!r}, which is no regular expression: {error}."
+            f"The model's config has quantization_config with {pattern!r}, which is not a regular expression: {error}."
         ) from error
 
 
 def with_plain_head(scheme: SchemeT, method: str, hf: Mapping[str, Any]) -> SchemeT:
-    """``scheme`` itself, of checkpoints whose head is not quantised.
-
-    Raises:
-        ValueError: it is.
-    """
+    """``scheme``; a ValueError if it quantises the head."""
     if not scheme.ignores(_HEAD) and not hf.get("tie_word_embeddings", False):
         raise unsupported(method, f"a quantised {_HEAD} (no list of modules left out has it)")
     return scheme

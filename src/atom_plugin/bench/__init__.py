@@ -1,5 +1,5 @@
-"""`atom-plugin bench`: how fast the core's kernels and its decoding step are on this GPU, beside the GPU's own limits.
+"""`atom-plugin bench`: the speed of the core's kernels and of its decoding step on this GPU, next to the GPU's limits.
 
-Everything is measured without a serving framework, with random weights. What is measured is in plain modules that need
-torch alone, so that it also runs where the command line's packages are missing: `python -m atom_plugin.bench.step`.
+Measurements use random weights and no serving framework. The modules that measure need only torch, so they also run
+without the command line's packages: `python -m atom_plugin.bench.step`.
 """

@@ -1,10 +1,10 @@
-"""What `atom-plugin bench kernels` measures: the calls of each op that a model makes, ours beside others'.
+"""The calls that `atom-plugin bench kernels` measures: each op's calls of a model, ours and other contenders'.
 
-A case says what a call must move and compute, and how each contender runs it; :data:`CASES` maps an op to the function
-that lists its cases, and another op is one more function there. A contender makes as many sets of buffers as it is
-asked for, always with the same numbers, and answers a function that runs the call on one of them.
+A case states the bytes and operations of a call, and how each contender runs it; :data:`CASES` maps each op to the
+function that lists its cases. A contender makes the requested number of buffer sets, always with the same values, and
+returns a function that runs the call on one of them.
 
-`T` tokens or rows, `N` and `K` a weight's rows and columns, `H` query and `K` key/value heads of `D` numbers.
+`T` tokens or rows, `N` and `K` a weight's rows and columns, `H` query heads and `K` key/value heads of size `D`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from atom_core.kernels.select import KernelSet
 from atom_core.rope import cos_sin_table
 from atom_plugin.bench import vllm_kernels
 
-#: Rows of a product, tokens of the small ops, and (requests, tokens each) of attention.
+#: Rows of products, tokens of small ops, and (requests, tokens each) of attention.
 PRODUCT_ROWS = (1, 2, 4, 8, 16)
 NORM_ROWS = (1, 8, 64, 4096)
 QKV_TOKENS = (1, 8, 64, 512, 4096)
@@ -39,29 +39,29 @@ DECODES = ((1, 2048), (8, 2048), (64, 2048), (256, 512))
 PREFILLS = ((8, 512), (1, 8192))
 
 PAGE_SIZE = 16
-#: As an engine captures its decoding graphs: for sequences of up to so many tokens.
+#: Decoding graphs are captured for sequences of up to this many tokens, as in an engine.
 MAX_MODEL_LEN = 4096
 
-#: Runs the call on the set of buffers of that index.
+#: Runs the call on the buffer set of that index.
 Run = Callable[[int], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where cases run."""
+    """The device, dtype and kernels of the cases."""
 
     device: torch.device
     dtype: torch.dtype
     kernels: KernelSet
 
     def random(self, *shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-        """The same numbers for the same shape and seed."""
+        """Normally distributed values, the same for the same shape and seed."""
         generator = torch.Generator(self.device).manual_seed(seed)
-        numbers = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return numbers.normal_(0.0, scale, generator=generator)
+        values = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return values.normal_(0.0, scale, generator=generator)
 
 
-#: Makes so many sets of buffers. It raises :class:`vllm_kernels.Unavailable` where the contender cannot run.
+#: Makes that many buffer sets. Raises :class:`vllm_kernels.Unavailable` if the contender cannot run.
 Contender = Callable[[Bench, int], Run]
 
 
@@ -72,15 +72,15 @@ class Case:
     op: str
     name: str
     num_bytes: int
-    """What it must read and write at least, each once."""
+    """Bytes that the call must read and write at least once."""
     num_operations: int
     contenders: Mapping[str, Contender]
-    """By name; "atom" is ours. All answer the same numbers but for rounding."""
+    """By name; "atom" is ours. All return the same values up to rounding."""
     exact: tuple[Contender, ...] = ()
-    """The numbers in float32, where torch's contender rounds on the way: by each right way to round the input."""
+    """References in float32, if torch's contender rounds intermediate values: one for each valid rounding of inputs."""
     unrounded: Contender | None = None
-    """The same of inputs that are not quantised: where numbers are so once more on the way, two right contenders may
-    differ by as much as quantising costs."""
+    """The reference without quantised inputs: if intermediate values are quantised too, valid contenders may differ by
+    as much as quantisation changes the result."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Product:
 
 
 def products(config: ModelConfig) -> list[Product]:
-    """A layer's products and the head's; those of experts are no products of few rows."""
+    """A layer's products and the head's, without those of experts."""
     hidden, intermediate, mixer = config.hidden_size, config.intermediate_size, config.layers[0].mixer
     found = [
         *(_of_mla(config, mixer) if isinstance(mixer, MlaConfig) else _of_attention(config, mixer)),
@@ -109,7 +109,7 @@ def products(config: ModelConfig) -> list[Product]:
 
 
 def routers(config: ModelConfig) -> list[Product]:
-    """Those of its mixtures, which are never quantised."""
+    """The MoE layers' routers, which are never quantised."""
     sizes = dict.fromkeys(layer.moe.routing.num_experts for layer in config.layers if layer.moe is not None)
     return [Product("router", size, config.hidden_size) for size in sizes]
 
@@ -132,7 +132,7 @@ def _of_mla(config: ModelConfig, latent: MlaConfig) -> list[Product]:
 
 
 def linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """Products of few rows, where a weight's bytes are all that counts."""
+    """Products of few rows, which the weight's bytes bound."""
     for product in products(config):
         N, K = product.out_features, product.in_features
         for rows in PRODUCT_ROWS:
@@ -170,7 +170,7 @@ def _torch_product(product: Product, rows: int, bench: Bench, copies: int) -> Ru
 
 
 def rms_norm_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """A norm with its residual: both are read, both are written."""
+    """The norm with its residual, both read and written."""
     N = config.hidden_size
     for rows in NORM_ROWS:
         yield Case(
@@ -210,7 +210,7 @@ def _vllm_norm(rows: int, N: int, bench: Bench, copies: int) -> Run:
 
 
 def gated_activation_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """SiLU-and-multiply, or what the model has instead."""
+    """SiLU-and-multiply, or the model's other activation."""
     N = config.intermediate_size
     for rows in NORM_ROWS:
         contenders: dict[str, Contender] = {"atom": partial(_our_activation, config, rows)}
@@ -239,7 +239,7 @@ def _vllm_activation(rows: int, N: int, bench: Bench, copies: int) -> Run:
 
 
 def qk_norm_rope_cache_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """From raw qkv to a query and a filled cache; none of MLA."""
+    """From raw qkv to queries and a written cache; none for MLA."""
     mixer = config.layers[0].mixer
     if not isinstance(mixer, AttentionConfig):
         return
@@ -266,7 +266,7 @@ def attention_of(config: ModelConfig) -> AttentionConfig:
 
 
 def qkv_spec(config: ModelConfig, bench: Bench) -> QkvSpec:
-    """The shapes of a layer's qkv."""
+    """The spec of a layer's qkv."""
     mixer = attention_of(config)
     return QkvSpec(
         num_heads=mixer.num_heads,
@@ -280,7 +280,7 @@ def qkv_spec(config: ModelConfig, bench: Bench) -> QkvSpec:
 
 
 def qkv_weights(config: ModelConfig, bench: Bench) -> QkvWeights:
-    """What a layer's q and k are transformed with: the model's rope, and random norms where it has them."""
+    """The model's rope table, and random weights of q and k norms if it has them."""
     weights = QkvWeights(cos_sin_table(config.rope, MAX_MODEL_LEN, bench.device))
     mixer = attention_of(config)
     if mixer.qk_norm:
@@ -291,7 +291,7 @@ def qkv_weights(config: ModelConfig, bench: Bench) -> QkvWeights:
 
 @dataclass(frozen=True)
 class _Qkv:
-    """What the op gets; the cache is made by each contender in its own layout."""
+    """The op's inputs without the cache, which each contender makes in its own layout."""
 
     spec: QkvSpec
     qkv: list[torch.Tensor]
@@ -351,12 +351,12 @@ def _vllm_qkv(config: ModelConfig, tokens: int, bench: Bench, copies: int) -> Ru
     pools = [torch.zeros(shape, dtype=bench.dtype, device=bench.device) for _ in range(copies)]
     # vLLM keeps the table in the model's dtype.
     weights = replace(it.weights, cos_sin=it.weights.cos_sin.to(bench.dtype))
-    # Without norms it rotates in place, over again from what it has left there: the numbers grow no larger.
+    # Without norms it rotates qkv in place, again in each call; magnitudes stay the same.
     return lambda index: launch(it.qkv[index], it.positions, weights, pools[index], it.slots, it.spec)
 
 
 def attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """Requests that decode over long contexts, and whole prompts; none of MLA."""
+    """Decoding over long contexts, and prefill of whole prompts; none for MLA."""
     mixer = config.layers[0].mixer
     if not isinstance(mixer, AttentionConfig):
         return
@@ -364,13 +364,13 @@ def attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     for phase, batches in (("decode", DECODES), ("prefill", PREFILLS)):
         for requests, tokens in batches:
             queries = 1 if phase == "decode" else tokens
-            pairs = tokens if phase == "decode" else tokens * (tokens + 1) // 2
+            query_keys = tokens if phase == "decode" else tokens * (tokens + 1) // 2
             layer = _Attention(requests, tokens, queries, H, K, D)
             yield Case(
                 "attention",
                 f"{phase} {requests} x {tokens}, {H} + {K} heads of {D}",
                 num_bytes=requests * (2 * tokens * K * D + 2 * queries * H * D) * itemsize,
-                num_operations=4 * requests * pairs * H * D,
+                num_operations=4 * requests * query_keys * H * D,
                 contenders={
                     "atom": partial(_our_attention, layer),
                     "torch": partial(_torch_attention, layer),
@@ -381,7 +381,7 @@ def attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class _Attention:
-    """A batch of equal requests: so many tokens each, of which the last so many are queries."""
+    """Equal requests of ``tokens`` tokens each, the last ``queries`` of which are queries."""
 
     requests: int
     tokens: int
@@ -395,8 +395,8 @@ class _Attention:
         return float(self.head_dim**-0.5)
 
     @property
-    def longest(self) -> int:
-        """What a launch is made for: a decoding graph for any length, a prefill for its own."""
+    def max_seq_len(self) -> int:
+        """A decoding graph's maximum length, or the prefill's length."""
         return max(MAX_MODEL_LEN, self.tokens) if self.queries == 1 else self.tokens
 
     def queries_of(self, bench: Bench) -> torch.Tensor:
@@ -423,9 +423,9 @@ class _Attention:
         return torch.full((self.requests,), self.tokens, dtype=torch.int32, device=bench.device)
 
 
-def _in_pages(numbers: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _in_pages(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """``[R, tokens, K, D]`` as ``[pages, page size, K, D]``."""
-    pages = numbers.reshape(-1, PAGE_SIZE, *numbers.shape[2:])
+    pages = rows.reshape(-1, PAGE_SIZE, *rows.shape[2:])
     result = torch.empty_like(pages)
     result[table.flatten().long()] = pages
     return result
@@ -437,7 +437,9 @@ def _our_attention(layer: _Attention, bench: Bench, copies: int) -> Run:
     )
     kernel = bench.kernels.select(ATTENTION, spec)
     if kernel.order != "plain":
-        raise vllm_kernels.Unavailable(f"it reads pages in the order {kernel.order!r}, which this does not make")
+        raise vllm_kernels.Unavailable(
+            f"it reads pages in the order {kernel.order!r}, which this benchmark does not write"
+        )
     table = layer.pages_of(bench)
     q = layer.queries_of(bench)
     out = torch.empty_like(q)
@@ -454,7 +456,7 @@ def _our_attention(layer: _Attention, bench: Bench, copies: int) -> Run:
         num_requests=layer.requests,
         num_tokens=len(q),
         max_query_len=layer.queries,
-        max_seq_len=layer.longest,
+        max_seq_len=layer.max_seq_len,
         num_decode_requests=decoding,
         num_decode_tokens=decoding,
     )
@@ -469,7 +471,7 @@ def _our_attention(layer: _Attention, bench: Bench, copies: int) -> Run:
 
 
 def _torch_attention(layer: _Attention, bench: Bench, copies: int) -> Run:
-    """torch's attention over keys that lie in a row, which no paged cache has."""
+    """torch's attention over contiguous keys and values, which a paged cache does not have."""
     q = torch.unflatten(layer.queries_of(bench), 0, (layer.requests, layer.queries)).transpose(1, 2).contiguous()
     keys, values = (side.transpose(1, 2).contiguous() for side in layer.keys_of(bench))
     pools = [(keys, values), *((keys.clone(), values.clone()) for _ in range(copies - 1))]
@@ -494,7 +496,7 @@ def _flash_attention(layer: _Attention, bench: Bench, copies: int) -> Run:
         seq_lens=lengths,
         page_table=table,
         max_query_len=layer.queries,
-        max_seq_len=layer.longest,
+        max_seq_len=layer.max_seq_len,
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
         head_dim=layer.head_dim,
@@ -504,7 +506,7 @@ def _flash_attention(layer: _Attention, bench: Bench, copies: int) -> Run:
     return lambda index: attend(q, *pools[index], out)
 
 
-#: The cases of a model by op: a function of its configuration and of the bytes of one number.
+#: The cases of a model by op: a function of its configuration and of the bytes per element.
 CASES: Mapping[str, Callable[[ModelConfig, int], Iterator[Case]]] = {
     "linear": linear_cases,
     "rms_norm": rms_norm_cases,

@@ -1,4 +1,4 @@
-"""`atom-plugin bench step | kernels`: the command line of what the other modules measure."""
+"""The command line of `atom-plugin bench step | kernels`."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-_JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all figures there.")]
+_JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all figures to this file.")]
 
 
 @app.callback()
 def about() -> None:
-    """Measure the kernels and the decoding step on this GPU, beside its own limits; no framework takes part."""
+    """Measure the kernels and the decoding step on this GPU, next to its limits, without a framework."""
 
 
 @app.command()
 def step(
     model: Annotated[str, typer.Argument(help="A checkpoint's folder, a config.json, or a name such as qwen3-8b.")],
-    batch: Annotated[int, typer.Option(help="Requests that decode.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens that each has in the cache.")] = 128,
+    batch: Annotated[int, typer.Option(help="Requests in the batch.")] = 1,
+    context: Annotated[int, typer.Option(help="Cached tokens per request.")] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    cache_dtype: Annotated[str, typer.Option(help="auto, fp8_e4m3, fp8_e5m2, or one of those.")] = "auto",
-    quantization: Annotated[str | None, typer.Option(help="fp8: quantise the layers, as an engine would.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Keep so many layers.")] = None,
-    repetitions: Annotated[int, typer.Option(help="Samples; each is many replays.")] = 20,
-    profile: Annotated[bool, typer.Option("--profile", help="Also tell which kernels take the time.")] = False,
+    cache_dtype: Annotated[str, typer.Option(help="auto, fp8_e4m3, fp8_e5m2, or a --dtype.")] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="fp8: quantise the layers, as an engine's flag does.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Keep only the first layers.")] = None,
+    repetitions: Annotated[int, typer.Option(help="Samples of many replays each.")] = 20,
+    profile: Annotated[bool, typer.Option("--profile", help="Also show the time of each kernel.")] = False,
     seconds: Annotated[
-        float, typer.Option(help="Also take the mean of so many without a pause, at the GPU's limit of power.")
+        float, typer.Option(help="Also measure the mean over this time without pauses, at the GPU's power limit.")
     ] = 0.0,
     json: _JsonFile = None,
 ) -> None:
-    """Time the GPU's part of one decoding step: a whole model of random weights in one captured graph."""
+    """Time one decoding step on the GPU: a model with random weights in one captured graph."""
     from atom_plugin.bench.step import StepOptions, measure_step, write_json
 
     options = StepOptions(
@@ -50,19 +52,21 @@ def step(
 
 @app.command()
 def kernels(
-    op: Annotated[list[str] | None, typer.Option(help="An op, more than once for several; left out: all.")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="Whose shapes; qwen3-0.6b and qwen3-8b if left out.")] = None,
+    op: Annotated[list[str] | None, typer.Option(help="An op; repeat for several; default: all.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model whose shapes to use; default: qwen3-0.6b and qwen3-8b.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    repetitions: Annotated[int, typer.Option(help="Samples; each is many calls.")] = 10,
-    against: Annotated[str | None, typer.Option(help="vllm: also its kernels and FlashAttention 3.")] = None,
-    tune: Annotated[bool, typer.Option("--tune", help="Find the fastest tiles instead, and keep them.")] = False,
-    rows: Annotated[list[int] | None, typer.Option(help="With --tune: for inputs of so many rows alone.")] = None,
+    repetitions: Annotated[int, typer.Option(help="Samples of many calls each.")] = 10,
+    against: Annotated[str | None, typer.Option(help="vllm: also time its kernels and FlashAttention 3.")] = None,
+    tune: Annotated[bool, typer.Option("--tune", help="Instead find and save the fastest tiles.")] = False,
+    rows: Annotated[list[int] | None, typer.Option(help="With --tune: only inputs with this many rows.")] = None,
     output: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Where --tune writes; left out: beside the kernels.")
+        Path | None, typer.Option(file_okay=False, help="Where --tune writes; default: next to the kernels.")
     ] = None,
     json: _JsonFile = None,
 ) -> None:
-    """Time each kernel on the shapes of models, beside torch's and vLLM's and the GPU's own limits."""
+    """Time each kernel on models' shapes, next to torch's and vLLM's kernels and the GPU's limits."""
     from atom_plugin.bench.kernels import DEFAULT_MODELS, KernelOptions, execute
 
     if against not in (None, "vllm"):

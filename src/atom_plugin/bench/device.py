@@ -1,7 +1,6 @@
-"""Time on a GPU, and the GPU's own limits: captured graphs between events, bandwidth and matrix products.
+"""Timing of captured graphs on a GPU, and the GPU's limits: memory bandwidth and matrix products.
 
-All of it is torch's CUDA interface, which builds for AMD GPUs have under the same names. Seconds, bytes and operations
-throughout.
+Uses torch's CUDA interface, which is the same on AMD GPUs. Units are seconds, bytes and operations.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: Bytes a second of a GPU's memory as its maker states them, by the name that torch gives it.
+#: Memory bandwidth by the datasheet, in bytes per second, by torch's name of the GPU.
 DATASHEET_BANDWIDTH: Mapping[str, float] = {
     "AMD Instinct MI300X": 5.3e12,
     "AMD Instinct MI325X": 6.0e12,
@@ -25,13 +24,13 @@ DATASHEET_BANDWIDTH: Mapping[str, float] = {
     "NVIDIA H200": 4.8e12,
 }
 
-#: Seconds for which a GPU is kept busy before anything counts, so that its clocks are up.
+#: Seconds of work before a measurement, so that the GPU's clocks are up.
 _WARM_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one run, from several samples that each hold many."""
+    """Seconds per run, from several samples of many runs each."""
 
     median: float
     least: float
@@ -45,9 +44,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What a GPU's memory does at best, measured in the same run as what is held against it.
+    """The memory bandwidth of a GPU in bytes per second, measured in the same process as what is compared with it.
 
-    Copying reads and writes; reading alone is faster on some GPUs, and a decoding step mostly reads.
+    On some GPUs reading alone is faster than copying, and a decoding step mostly reads.
     """
 
     device: str
@@ -56,20 +55,17 @@ class Ceiling:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that a kernel can hope for."""
+        """The larger of the two."""
         return max(self.copy, self.read)
 
     @property
     def datasheet(self) -> float | None:
-        """Bytes a second as the maker states them, where known."""
+        """Bytes per second by the datasheet, if known."""
         return datasheet_bandwidth(self.device)
 
 
 def datasheet_bandwidth(device_name: str) -> float | None:
-    """Bytes a second of a GPU as its maker states them; None for one not in :data:`DATASHEET_BANDWIDTH`.
-
-    A name may go on after that of the table, as in "AMD Instinct MI300X OAM".
-    """
+    """Bytes per second by :data:`DATASHEET_BANDWIDTH`; a name may have a suffix ("AMD Instinct MI300X OAM")."""
     for name, bandwidth in DATASHEET_BANDWIDTH.items():
         if device_name == name or device_name.startswith(f"{name} "):
             return bandwidth
@@ -77,11 +73,7 @@ def datasheet_bandwidth(device_name: str) -> float | None:
 
 
 def require_gpu() -> torch.device:
-    """The GPU to measure on.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The GPU to measure on; a ValueError if there is none."""
     if not torch.cuda.is_available():
         raise ValueError(
             f"No GPU that torch {torch.__version__} can use: `atom-plugin bench` measures kernels on one. "
@@ -91,7 +83,7 @@ def require_gpu() -> torch.device:
 
 
 def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of `run`, after three runs on a stream of their own that compile and allocate."""
+    """Capture `run` as a graph, after three warm-up runs on another stream that compile and allocate."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -106,7 +98,7 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def warm(run: Callable[[], object], seconds: float = _WARM_SECONDS) -> float:
-    """Keep the GPU busy with `run` for a while; seconds that one took."""
+    """Keep the GPU busy with `run` for some time; returns the seconds per run."""
     count, begin = 0, time.perf_counter()
     while True:
         for _ in range(4):
@@ -124,7 +116,7 @@ def measure(
     sample_seconds: float = 0.02,
     warm_seconds: float = _WARM_SECONDS,
 ) -> Timing:
-    """Seconds of one `run`, after a warm-up: each of so many samples is runs back to back between two events."""
+    """Seconds per `run` after a warm-up; each of the `repetitions` samples is back-to-back runs between two events."""
     each = max(1, round(sample_seconds / warm(run, warm_seconds)))
     samples = []
     for _ in range(repetitions):
@@ -140,7 +132,7 @@ def measure(
 
 
 def measure_ceiling(device: torch.device) -> Ceiling:
-    """Copy and read a buffer that no cache holds; the best of several samples."""
+    """Copy and read a buffer larger than any cache; the best of several samples."""
     free, _ = torch.cuda.mem_get_info(device)
     size = min(1 << 30, free // 4) // 4
     source = torch.ones(size, dtype=torch.float32, device=device)
@@ -151,7 +143,7 @@ def measure_ceiling(device: torch.device) -> Ceiling:
 
 
 def measure_products(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
-    """Operations a second of torch's product of two large matrices, the best of several samples."""
+    """Operations per second of torch's product of two large matrices, the best of several samples."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     return 2.0 * size**3 / measure(lambda: torch.mm(left, right, out=out), 10).least

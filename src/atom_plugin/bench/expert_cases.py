@@ -1,7 +1,6 @@
-"""What a mixture's experts are measured by: all of a layer's on one GPU, tokens sent to them at random.
+"""The cases of MoE experts: all experts of a layer on one GPU, with random routing; see :mod:`atom_plugin.bench.cases`.
 
-Each format is measured for every mixture, whatever its checkpoint has. A case moves the experts that some token was
-sent to, once. See :mod:`atom_plugin.bench.cases` for what a case is.
+Every format is measured for every MoE model, whatever its checkpoint has. A case reads each chosen expert once.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from atom_core.types import Activation
 from atom_plugin.bench import vllm_kernels
 from atom_plugin.bench.cases import Bench, Case, Contender, Run
 
-#: Tokens that are decoded together.
+#: Tokens of a step.
 EXPERT_TOKENS = (1, 8, 64, 256)
-#: Of numbers in e4m3, which go up to 448; their scales make them as large as others.
+#: The standard deviation of e4m3 values, whose maximum is 448; the scales bring weights to the usual magnitude.
 _FP8_SPREAD = 100.0
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """The experts of a mixture's layer, and the tokens that come to them."""
+    """An MoE layer's experts, and the number of tokens."""
 
     experts: int
     hidden: int
@@ -51,7 +50,7 @@ class _Layer:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Iterator[_Layer]:
-        """One for each number of tokens; none where no layer has experts."""
+        """One for each of :data:`EXPERT_TOKENS`; none for a model without experts."""
         if (moe := next((layer.moe for layer in config.layers if layer.moe is not None), None)) is None:
             return
         routing, hidden = moe.routing, config.hidden_size
@@ -69,7 +68,7 @@ class _Layer:
         itemsize: int,
         unrounded: Contender | None = None,
     ) -> Case:
-        """``bits``: of a weight's number, with its share of scales."""
+        """``bits``: per weight element, including its share of the scales."""
         used = len(torch.unique(self._chosen()))
         return Case(
             op,
@@ -87,14 +86,14 @@ class _Layer:
         return scores.topk(self.top_k, -1).indices.int()
 
     def inputs(self, bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``x [T, H]``, and each token's ``weights`` and ``experts``."""
+        """``x [T, H]``, ``weights [T, k]`` and ``experts [T, k]``."""
         x = bench.random(self.tokens, self.hidden, seed=0)
         weights = torch.rand(self.tokens, self.top_k, generator=torch.Generator().manual_seed(1)) + 0.1
         weights /= weights.sum(-1, keepdim=True)
         return x, weights.to(bench.device), self._chosen().to(bench.device)
 
     def shares(self, bench: Bench) -> torch.Tensor:
-        """float32 ``[T, E]``: of each expert in each token's answer."""
+        """float32 ``[T, E]``: each expert's weight in each token's output."""
         _, weights, experts = self.inputs(bench)
         return weights.new_zeros(self.tokens, self.experts).scatter_(1, experts.long(), weights)
 
@@ -116,20 +115,20 @@ class _Layer:
         """In blocks."""
 
         def side(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-            numbers = bench.random(self.experts, rows, columns, seed=seed, scale=_FP8_SPREAD).clamp_(-448, 448)
+            values = bench.random(self.experts, rows, columns, seed=seed, scale=_FP8_SPREAD).clamp_(-448, 448)
             blocks = -(-rows // BLOCK_SIZE), -(-columns // BLOCK_SIZE)
             scales = bench.random(self.experts, *blocks, seed=seed + 2).float().sigmoid_().add_(0.5)
-            return numbers.to(torch.float8_e4m3fn), scales * columns**-0.5 / _FP8_SPREAD
+            return values.to(torch.float8_e4m3fn), scales * columns**-0.5 / _FP8_SPREAD
 
         return Fp8ExpertWeights(*side(2 * self.size, self.hidden, 2), *side(self.hidden, self.size, 3))
 
     def mxfp4_weights(self, bench: Bench) -> Mxfp4Weights:
         def side(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
             generator = torch.Generator(bench.device).manual_seed(seed)
-            numbers = torch.empty(self.experts, rows, columns // 2, dtype=torch.uint8, device=bench.device)
+            codes = torch.empty(self.experts, rows, columns // 2, dtype=torch.uint8, device=bench.device)
             scales = empty_scales(self.experts, rows, columns, bench.device)
             scales.random_(*random_codes("weight_scale"), generator=generator)
-            return numbers.random_(*random_codes("weight"), generator=generator), scales
+            return codes.random_(*random_codes("weight"), generator=generator), scales
 
         sides = (*side(2 * self.size, self.hidden, 2), *side(self.hidden, self.size, 3))
         return Mxfp4Weights(*sides, *self.biases(bench))
@@ -158,7 +157,7 @@ def _ours(
 ) -> Run:
     given = layer.inputs(bench)
     sets = [make(layer, bench) for _ in range(copies)]
-    # One each: a kernel may keep weights in a form of its own.
+    # One kernel for each set: it may own a converted form of the weights.
     kernels = [bench.kernels.select(op, spec(layer, bench)) for _ in sets]
     for kernel, weights in zip(kernels, sets, strict=True):
         kernel.adopt(weights)
@@ -195,15 +194,15 @@ def _all_experts(
     weights: ExpertWeights,
     rounded: Callable[[torch.Tensor], torch.Tensor] = lambda inputs: inputs,
 ) -> torch.Tensor:
-    """Each expert on each token: torch has no other way that a graph can capture. ``rounded``: of products' inputs."""
-    intermediate = torch.bmm(rounded(x).expand(layer.experts, -1, -1), weights.gate_up.transpose(1, 2))
+    """All experts on all tokens, which a graph can capture; ``rounded`` quantises the products' inputs."""
+    gate_up = torch.bmm(rounded(x).expand(layer.experts, -1, -1), weights.gate_up.transpose(1, 2))
     if weights.gate_up_bias is not None:
-        intermediate = intermediate + weights.gate_up_bias[:, None]
-    activated = rounded(gated_activation(intermediate.flatten(0, 1), layer.activation))
-    answers = torch.bmm(activated.view(layer.experts, -1, layer.size), weights.down.transpose(1, 2)).float()
+        gate_up = gate_up + weights.gate_up_bias[:, None]
+    activated = rounded(gated_activation(gate_up.flatten(0, 1), layer.activation))
+    outputs = torch.bmm(activated.view(layer.experts, -1, layer.size), weights.down.transpose(1, 2)).float()
     if weights.down_bias is not None:
-        answers = answers + weights.down_bias[:, None].float()
-    return torch.einsum("ij,jik->ik", shares, answers).to(x.dtype)
+        outputs = outputs + weights.down_bias[:, None].float()
+    return torch.einsum("ij,jik->ik", shares, outputs).to(x.dtype)
 
 
 def _vllm(
@@ -221,7 +220,7 @@ def _vllm(
 
 
 def fp8_expert_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """In FP8 by blocks, inputs in groups; of experts without biases whose sizes are multiples of a block's."""
+    """In FP8 with block scales, for experts without biases whose sizes are multiples of a block's."""
     for layer in _Layer.of(config):
         if layer.bias or layer.size % BLOCK_SIZE or layer.hidden % BLOCK_SIZE:
             return
@@ -241,19 +240,19 @@ def _fp8_spec(layer: _Layer, bench: Bench) -> Fp8ExpertsSpec:
 
 
 def _exact_in_fp8(layer: _Layer, bench: Bench, copies: int) -> Run:
-    """Products in float32, of inputs and intermediate results quantised from the model's dtype."""
+    """Products in float32, of inputs and intermediates that are quantised from the model's dtype."""
     given, weights = layer.inputs(bench), layer.fp8_weights(bench)
     kernel = ReferenceFp8Experts(_fp8_spec(layer, bench))
     return lambda index: kernel(*given, weights)
 
 
 def _of_wide_inputs(layer: _Layer, bench: Bench, copies: int) -> Run:
-    """In float32 by the same weights, of unquantised inputs and intermediate results."""
+    """In float32 with the same weights, of unquantised inputs and intermediates."""
     return _in_float32(layer, bench, _wide(layer.fp8_weights(bench), torch.float32))
 
 
 def _torch_in_fp8(layer: _Layer, bench: Bench, copies: int) -> Run:
-    """By weights that have been widened ahead."""
+    """With weights that were dequantised beforehand."""
     x, shares = layer.inputs(bench)[0], layer.shares(bench)
     wide = _wide(layer.fp8_weights(bench), x.dtype)
     sets = [wide, *(ExpertWeights(wide.gate_up.clone(), wide.down.clone()) for _ in range(copies - 1))]
@@ -269,7 +268,7 @@ def _wide(weights: Fp8ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
 
 
 def _in_groups(x: torch.Tensor) -> torch.Tensor:
-    """What is left of numbers that are quantised in groups."""
+    """Quantise in groups and dequantise."""
     quantized, scales = quantize_groups(x)
     return (quantized.float() * scales.repeat_interleave(BLOCK_SIZE, 1)).to(x.dtype)
 
@@ -301,11 +300,11 @@ def _exact_in_mxfp4(layer: _Layer, bench: Bench, copies: int) -> Run:
 
 
 def _torch_in_mxfp4(layer: _Layer, bench: Bench, copies: int) -> Run:
-    """By weights that have been widened ahead."""
+    """With weights that were dequantised beforehand."""
     x, shares = layer.inputs(bench)[0], layer.shares(bench)
     it = layer.mxfp4_weights(bench)
     gate_up, down = (
-        torch.stack([dequantize(numbers, scale, x.dtype) for numbers, scale in zip(*side, strict=True)])
+        torch.stack([dequantize(codes, scale, x.dtype) for codes, scale in zip(*side, strict=True)])
         for side in ((it.gate_up, it.gate_up_scale), (it.down, it.down_scale))
     )
     biases = it.gate_up_bias, it.down_bias

@@ -1,7 +1,6 @@
-"""What `atom-plugin bench kernels` measures of ops that are made of others, and of products in FP8.
+"""The cases of fused ops and of FP8 products for `atom-plugin bench kernels`; see :mod:`atom_plugin.bench.cases`.
 
-Ours go through the core's own layers, so a row is what a model does here: one launch where an op is fused on this
-device, and the ops that it is made of where it is not. See :mod:`atom_plugin.bench.cases` for what a case is.
+Ours run through the core's layers as in a model: one launch if the op is fused on this device, else its separate ops.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from atom_core.standalone import Step, build_runtime, plan
 from atom_plugin.bench.cases import MAX_MODEL_LEN, PAGE_SIZE, Bench, Case, Product, Run, products, qkv_spec, qkv_weights
 from atom_plugin.bench.step import decode_batch
 
-#: Rows of products, and (requests, tokens that each has with its new one) of decoding attention.
+#: Rows of products, and (requests, tokens of each including the new one) of decoding attention.
 NORMED_ROWS = (1, 8, 16)
 FP8_ROWS = (1, 8, 64, 256)
 DECODES = ((1, 129), (8, 513), (64, 513), (64, 2049), (256, 513))
 
 
 def normed_linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """A norm, the product of gate and up, and the activation behind it."""
+    """The norm, the gate and up product, and the activation."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     if not config.has_dense_layers:
         return
@@ -100,8 +99,8 @@ def _torch_normed_product(config: ModelConfig, rows: int, bench: Bench, copies: 
 
 
 def fp8_linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """Products of FP8 weights, with what quantises their inputs."""
-    for product in products(config)[:-1]:  # a head is not quantised
+    """Products of FP8 weights, with the quantisation of their inputs."""
+    for product in products(config)[:-1]:  # without the head, which is not quantised
         N, K = product.out_features, product.in_features
         for rows in FP8_ROWS:
             yield Case(
@@ -113,7 +112,7 @@ def fp8_linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
                     "atom": partial(_our_fp8_product, product, rows),
                     "torch": partial(_torch_fp8_product, product, rows),
                 },
-                # One row may stay in 16 bits where several become FP8.
+                # A kernel may leave a single row in 16 bits.
                 exact=tuple(partial(_exact_fp8_product, product, rows, as_is) for as_is in (False, True)),
             )
 
@@ -146,14 +145,14 @@ def _torch_fp8_product(product: Product, rows: int, bench: Bench, copies: int) -
 
 
 def _exact_fp8_product(product: Product, rows: int, as_is: bool, bench: Bench, copies: int) -> Run:
-    """With the input as it is, or in FP8."""
+    """With the input in 16 bits (``as_is``) or in FP8."""
     x, weights, scale = _fp8_buffers(product, rows, bench, copies)
     stored, x_scale = (x, 1.0) if as_is else quantize_input(x, None)
     return lambda index: (stored.float() @ weights[index].float().T) * x_scale * scale
 
 
 def decode_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """A decoding layer's attention from raw qkv to its output, the cache written on the way; none of MLA."""
+    """A decoding layer's attention from raw qkv to its output, with the cache write; none for MLA."""
     mixer = config.layers[0].mixer
     if not isinstance(mixer, AttentionConfig):
         return
@@ -176,7 +175,7 @@ def _runtime(bench: Bench) -> Runtime:
 
 
 class _Decode:
-    """Requests of so many tokens each, of which the last is new: raw qkv, and keys and values of the others."""
+    """Requests of ``tokens`` tokens each, the last one new: its raw qkv, and the other tokens' keys and values."""
 
     def __init__(self, config: ModelConfig, requests: int, tokens: int, bench: Bench) -> None:
         self.spec, self.weights = qkv_spec(config, bench), qkv_weights(config, bench)
@@ -184,7 +183,7 @@ class _Decode:
         self.qkv = bench.random(requests, (H + 2 * K) * D, seed=0)
         self.positions = torch.full((requests,), tokens - 1, device=bench.device)
         self.batch, num_pages = decode_batch(requests, tokens - 1, bench.device)
-        # In whole pages; what is past the requests' tokens is never read.
+        # Full pages; rows past the requests' tokens are never read.
         self.pages_each = num_pages // requests
         shape = (requests, self.pages_each * PAGE_SIZE, K, D)
         self.keys, self.values = bench.random(*shape, seed=3), bench.random(*shape, seed=4)
@@ -204,7 +203,7 @@ def _our_decode(config: ModelConfig, requests: int, tokens: int, bench: Bench, c
 
 
 def _torch_decode(config: ModelConfig, requests: int, tokens: int, bench: Bench, copies: int) -> Run:
-    """torch's ops, over keys that lie in a row, which no paged cache has."""
+    """torch's ops over contiguous keys and values, which a paged cache does not have."""
     it = _Decode(config, requests, tokens, bench)
     sides = [side[:, :tokens].transpose(1, 2).contiguous() for side in (it.keys, it.values)]
     pools = [sides, *([side.clone() for side in sides] for _ in range(copies - 1))]

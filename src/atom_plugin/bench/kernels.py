@@ -1,9 +1,8 @@
-"""Each op's calls of a model, timed in captured graphs beside torch's and vLLM's, and beside what the GPU could do.
+"""Time each op's calls of a model in captured graphs, next to torch's and vLLM's kernels and the GPU's limits.
 
-Calls in a graph walk over buffers that together are larger than the GPU's cache, as a model's layers do; where a call's
-buffers are so small that they are not, the row says so. A time counts only where the numbers agree with torch's, or
-with those in float32 where torch rounds on the way.
-Without the command line's packages: `python -m atom_plugin.bench.kernels --op linear --model qwen3-8b`.
+The calls of a graph cycle through buffers that together exceed the GPU's cache, as a model's layers do; a row says so
+if they do not. A time is given only if the values agree with torch's, or with float32 where torch rounds intermediate
+values. Without the command line's packages: `python -m atom_plugin.bench.kernels --op linear --model qwen3-8b`.
 """
 
 from __future__ import annotations
@@ -35,19 +34,18 @@ from atom_plugin.bench.device import (
 )
 from atom_plugin.bench.expert_cases import EXPERT_CASES
 from atom_plugin.bench.fused_cases import FUSED_CASES
-from atom_plugin.bench.latent_cases import LATENT_CASES
+from atom_plugin.bench.mla_cases import MLA_CASES
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.step import torch_dtype
 from atom_plugin.bench.vllm_kernels import Unavailable
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
 
-#: The largest difference from torch's or float32's numbers, as a share of their largest magnitude, that rounding
-#: explains.
+#: Tolerated difference from torch's or float32's values, as a share of their largest magnitude.
 TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11, torch.float32: 1e-3}
 
 #: The cases of a model by op.
-CASES = {**PLAIN_CASES, **FUSED_CASES, **LATENT_CASES, **EXPERT_CASES}
+CASES = {**PLAIN_CASES, **FUSED_CASES, **MLA_CASES, **EXPERT_CASES}
 DEFAULT_MODELS = ("qwen3-0.6b", "qwen3-8b")
 #: Contenders that need vLLM.
 _OF_VLLM = ("vllm", "vllm, untuned", "FlashAttention 3", "FlashMLA")
@@ -60,19 +58,15 @@ class KernelOptions:
 
     models: tuple[str, ...] = DEFAULT_MODELS
     ops: tuple[str, ...] = ()
-    """None: all."""
+    """Empty: all."""
     against_vllm: bool = False
     dtype: str = "bfloat16"
     repetitions: int = 10
     rows: tuple[int, ...] = ()
-    """Of inputs, for which tiles are looked for; none: all of :data:`atom_plugin.bench.tune.ROWS`."""
+    """Numbers of input rows to tune for; empty: :data:`atom_plugin.bench.tune.ROWS`."""
 
     def check(self) -> None:
-        """Refuse what cannot be measured.
-
-        Raises:
-            ValueError: an option's value is not supported.
-        """
+        """Raise a ValueError for an unsupported option."""
         if self.repetitions < 1:
             raise ValueError(f"--repetitions {self.repetitions}: a positive number is needed.")
         for op in self.ops:
@@ -88,20 +82,20 @@ class KernelOptions:
 
 @dataclass(frozen=True)
 class Limits:
-    """The GPU's ceiling in memory and in products, measured in the same run."""
+    """The GPU's measured limits: memory bandwidth, and operations per second of matrix products."""
 
     memory: Ceiling
     products: float
 
     def least_seconds(self, case: Case) -> tuple[float, bool]:
-        """The least time of a call, and whether that is the memory's."""
+        """A call's minimum time, and whether memory bandwidth bounds it."""
         moving, computing = case.num_bytes / self.memory.bandwidth, case.num_operations / self.products
         return max(moving, computing), moving >= computing
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contender's time for one case; None where it could not run, for the reason in ``note``."""
+    """One contender's time for one case; None if it could not run, with the reason in ``note``."""
 
     model: str
     op: str
@@ -116,11 +110,11 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """Of the ceiling."""
+        """The share of the limit that was reached."""
         return None if self.timing is None else self.floor_seconds / self.timing.median
 
     def rate(self) -> str:
-        """What was reached, in the unit that limits the call."""
+        """The bandwidth or operations per second reached, whichever bounds the call."""
         if self.timing is None:
             return ""
         if self.memory_bound:
@@ -128,7 +122,7 @@ class Row:
         return f"{self.num_operations / self.timing.median / 1e12:.1f} TFLOP/s"
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, in the units of the names."""
+        """All figures, in the units that the keys name."""
         timing = self.timing
         return {
             "model": self.model,
@@ -147,7 +141,7 @@ class Row:
         }
 
     def line(self) -> str:
-        """For a person."""
+        """The row as printed text."""
         head = f"{self.model:<14}{self.op:<20}{self.case:<44}{self.contender:<18}"
         if self.timing is None or self.share is None:
             return f"{head}{'-':>10}  {self.note}"
@@ -163,7 +157,7 @@ HEADING = f"{'model':<14}{'op':<20}{'case':<44}{'by':<18}{'time':>13}{'reached':
 
 @torch.inference_mode()
 def measure_kernels(options: KernelOptions, say: Callable[[str], None]) -> tuple[Limits, list[Row]]:
-    """Measure every case; `say` gets a line as soon as it is known.
+    """Measure every case; `say` gets each line as soon as it is measured.
 
     Raises:
         ValueError: no GPU, or an option that is not supported.
@@ -198,7 +192,7 @@ def _rows(model: str, case: Case, bench: Bench, limits: Limits, options: KernelO
     if case.unrounded is not None:
         tolerance = max(tolerance, _distance(case.unrounded(bench, 1)(0).float(), expected[0]))
     torch.cuda.empty_cache()
-    # torch first: without exact numbers the others are held against its own.
+    # torch comes first: without a float32 reference the others are compared with it.
     names = sorted(case.contenders, key=lambda name: name != "torch")
     for name in names:
         if name in _OF_VLLM and not options.against_vllm:
@@ -210,9 +204,9 @@ def _rows(model: str, case: Case, bench: Bench, limits: Limits, options: KernelO
             note = str(reason)
         else:
             expected = expected or [found]
-            distance = min(_distance(found, numbers) for numbers in expected)
+            distance = min(_distance(found, values) for values in expected)
             if distance > tolerance:
-                note = f"its numbers are {distance:.1e} from {'float32' if case.exact else names[0]}'s"
+                note = f"its values are {distance:.1e} from {'float32' if case.exact else names[0]}'s"
                 if name != "torch":
                     timing, note = None, f"{note}: no time is given"
             elif cached:
@@ -239,21 +233,21 @@ def _measure_one(contender: Contender, bench: Bench, copies: int, repetitions: i
 
 
 def num_copies(num_bytes: int, cache: int, free: int) -> int:
-    """How many sets of buffers a case has: twice what the GPU's cache holds, within its memory.
+    """The number of buffer sets of a case: twice the GPU's cache, within its memory.
 
     Args:
-        num_bytes: of one set.
+        num_bytes: bytes of one set.
         cache: bytes of the GPU's cache.
-        free: bytes of memory that may be used.
+        free: bytes of free memory.
     """
     wanted = math.ceil(2 * cache / num_bytes)
     return max(1, min(wanted, _MAX_COPIES, free // 4 // num_bytes))
 
 
 def cache_and_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of the GPU's last cache, and of its free memory."""
+    """Bytes of the GPU's last-level cache and of its free memory."""
     cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
-    # MI300's last cache is behind the one that torch knows of.
+    # torch does not report MI300's last-level cache.
     return max(cache, 256 << 20) if torch.version.hip else cache, torch.cuda.mem_get_info(device)[0]
 
 
@@ -263,7 +257,7 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def as_json(limits: Limits, rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything that was found."""
+    """All limits and rows."""
     return {
         **asdict(limits.memory),
         "torch": torch.__version__,
@@ -305,24 +299,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def execute(
     options: KernelOptions, path: Path | None, tuning: bool, output: Path | None, say: Callable[[str], None]
 ) -> None:
-    """What the command does: measure, or tune.
+    """Run the command: measure, or tune.
 
     Raises:
-        ValueError: no GPU, or an option that is not supported, alone or beside another.
+        ValueError: no GPU, or an unsupported option or combination of options.
     """
     if not tuning:
         if output is not None:
             raise ValueError("--output is where --tune writes; without it, use --json.")
         if options.rows:
-            raise ValueError(
-                "--rows says what --tune looks for tiles for; without it all of an op's cases are measured."
-            )
+            raise ValueError("--rows is for --tune; without it all of an op's cases are measured.")
         limits, rows = measure_kernels(options, say)
         if path is not None:
             path.write_text(json.dumps(as_json(limits, rows), indent=1) + "\n")
         return
     if options.ops not in ((), ("linear",)):
-        raise ValueError(f"--tune has tiles to choose for linear alone, not for --op {', '.join(options.ops)}.")
+        raise ValueError(f"--tune has tiles to choose for linear only, not for --op {', '.join(options.ops)}.")
     if path is not None or options.against_vllm:
         raise ValueError("--tune writes its own file, and compares with the default alone: no --json, no --against.")
     options.check()
@@ -331,7 +323,7 @@ def execute(
 
 
 def print_line(line: str) -> None:
-    """To standard output, at once."""
+    """Write to standard output and flush."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

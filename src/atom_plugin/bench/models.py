@@ -1,6 +1,6 @@
-"""Which model is measured: a checkpoint's folder, a `config.json`, or a public model by name.
+"""The measured model: a checkpoint's folder, a `config.json`, or the name of a public model.
 
-The dimensions of a named model are facts of its published `config.json`; weights are random, so nothing is fetched.
+Named models have the dimensions of their published `config.json`. Weights are random, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -117,10 +117,10 @@ _QWEN3_30B_A3B = _qwen3(
     num_experts=128,
     num_experts_per_tok=8,
 )
-#: As published ones say of themselves: an engine that asks the format's reader takes a router for quantised otherwise.
+#: As in the published checkpoints; without it an engine would take the routers as quantised.
 _QWEN3_30B_A3B_PLAIN = ["lm_head", *(f"model.layers.{index}.mlp.gate" for index in range(48))]
 
-#: By name: the `config.json` of each. Those whose architecture the core does not have are for engines alone.
+#: Each model's `config.json` by name. Architectures that the core does not have are for engines only.
 CONFIGS: Mapping[str, HfValues] = {
     "qwen3-0.6b": _qwen3(
         hidden_size=1024,
@@ -348,32 +348,28 @@ CONFIGS: Mapping[str, HfValues] = {
 
 
 def read_config(model: str, num_layers: int | None = None) -> HfValues:
-    """The parsed `config.json` that `model` means.
+    """The parsed `config.json` of `model`.
 
     Args:
         model: a name of :data:`CONFIGS`, a checkpoint's folder, or a JSON file.
-        num_layers: keep this many layers; None: all.
+        num_layers: keep only the first layers; None: all.
 
     Raises:
-        ValueError: it is none of the three, cannot be read, or does not have so many layers.
+        ValueError: it is none of the three, cannot be read, or has fewer layers.
     """
     values = _read(model)
     return values if num_layers is None else cut(values, num_layers)
 
 
 def cut(values: Mapping[str, Any], num_layers: int) -> HfValues:
-    """A configuration with its first layers alone.
-
-    Raises:
-        ValueError: it does not have so many.
-    """
+    """The configuration with only its first layers; a ValueError if it has fewer."""
     has = values.get("num_hidden_layers")
     if not isinstance(has, int) or not 0 < num_layers <= has:
         raise ValueError(f"--layers {num_layers}: the model has num_hidden_layers={has!r}.")
-    kept = {**values, "num_hidden_layers": num_layers}
+    result = {**values, "num_hidden_layers": num_layers}
     if isinstance(types := values.get("layer_types"), list):
-        kept["layer_types"] = types[:num_layers]
-    return kept
+        result["layer_types"] = types[:num_layers]
+    return result
 
 
 def _read(model: str) -> HfValues:
@@ -390,6 +386,4 @@ def _read(model: str) -> HfValues:
         return values
     if model in CONFIGS:
         return dict(CONFIGS[model])
-    raise ValueError(
-        f"{model!r} is neither a folder, nor a file, nor one of the models known by name: {', '.join(CONFIGS)}."
-    )
+    raise ValueError(f"{model!r} is neither a folder, nor a file, nor one of the known models: {', '.join(CONFIGS)}.")

@@ -1,4 +1,4 @@
-"""Which kernels a captured graph runs, how often and for how long: what bounds a step."""
+"""The kernels of a captured graph, with their launches and times."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ _REPLAYS = 5
 
 @dataclass(frozen=True)
 class KernelTime:
-    """One kernel's part of a run."""
+    """One kernel's launches and time per run."""
 
     name: str
     launches: float
-    """A run."""
     seconds: float
-    """A run, all launches together; all kernels' seconds, and pauses between replays, are the run's."""
+    """Of all launches; the sum over kernels, with the pauses between replays, is the run's time."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel's time on the GPU, in seconds since whenever."""
+    """One launch on the GPU, in seconds from an arbitrary origin."""
 
     name: str
     begin: float
@@ -31,7 +30,7 @@ class Launch:
 
 
 def profile(graph: torch.cuda.CUDAGraph) -> tuple[KernelTime, ...]:
-    """The kernels of a replay of ``graph``, the longest first, as torch's profiler sees them."""
+    """The kernels of a replay of ``graph`` by torch's profiler, longest first."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     graph.replay()
     torch.cuda.synchronize()
@@ -39,16 +38,16 @@ def profile(graph: torch.cuda.CUDAGraph) -> tuple[KernelTime, ...]:
         for _ in range(_REPLAYS):
             graph.replay()
         torch.cuda.synchronize()
-    # The host's calls are events as well.
+    # Host calls are events too.
     on_gpu = (event for event in profiler.events() if event.device_type.name != "CPU")
     launches = (Launch(it.name, it.time_range.start * 1e-6, it.time_range.end * 1e-6) for it in on_gpu)
     return by_name(launches, _REPLAYS)
 
 
 def by_name(launches: Iterable[Launch], runs: int) -> tuple[KernelTime, ...]:
-    """Launches of several runs: one entry a kernel, the longest first.
+    """Sum the launches of several runs by kernel, longest first.
 
-    A kernel may start before the one in front of it is done, and wait: what counts is by how much later it ended.
+    A kernel may start, and wait, before the previous one ends; only its time after that end counts.
     """
     found: dict[str, tuple[int, float]] = {}
     done = float("-inf")
@@ -61,10 +60,10 @@ def by_name(launches: Iterable[Launch], runs: int) -> tuple[KernelTime, ...]:
 
 
 def lines(times: Iterable[KernelTime], run_seconds: float) -> list[str]:
-    """A table for a person; shares are of the run's time."""
+    """A printed table; shares are of the run's time."""
     table = ["  launches  each, us  together, us  share  kernel"]
     for it in times:
         together, share = it.seconds * 1e6, it.seconds / run_seconds
-        # Names of C++ templates go on for hundreds of characters.
+        # Names of C++ templates have hundreds of characters.
         table.append(f"  {it.launches:8g}{together / it.launches:10.2f}{together:14.1f}{share:7.1%}  {it.name[:90]}")
     return table

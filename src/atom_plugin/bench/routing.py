@@ -1,7 +1,7 @@
-"""Tokens of a step that is timed go to given experts, however a random router scores them.
+"""Fixed routing for a timed step: tokens go to given experts, whatever a random router's scores are.
 
-How many experts are read decides how long the step takes. Where the router decides it, what is rounded on the way does:
-two tiles that differ in the order of their sums, and in nothing else, are then 2% apart.
+The number of experts that are read determines a step's time. With the router's own choice, rounding decides it: two
+tiles that differ only in the order of their sums would then be 2% apart.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from atom_core.types import RoutingConfig
 
 @dataclass(frozen=True)
 class GivenExperts:
-    """A choice that is made as ever, by the kernel ``choose``, and answered with ``experts [tokens, k]``."""
+    """Runs the kernel ``choose`` and replaces its choice by ``experts [tokens, k]``."""
 
     choose: RoutingKernel
     experts: torch.Tensor
 
     def __call__(self, logits: torch.Tensor, correction: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :mod:`atom_core.kernels.moe_routing`; of no more tokens than experts are given for."""
+        """See :mod:`atom_core.kernels.moe_routing`; for at most as many tokens as ``experts`` has."""
         weights, chosen = self.choose(logits, correction)
         assert len(chosen) <= len(self.experts)
         return weights, self.experts[: len(chosen)]
 
 
 def given_experts(routing: RoutingConfig, tokens: int, seed: int) -> torch.Tensor:
-    """int32 ``[tokens, k]``, shared experts included: at random, of no more groups than a router lets in."""
+    """int32 ``[tokens, k]``: random experts from as many groups as the router allows, then the shared experts."""
     generator = torch.Generator().manual_seed(seed)
     each = routing.num_experts // routing.num_groups
     groups = torch.rand(tokens, routing.num_groups, generator=generator).argsort(1)[:, : routing.top_groups]
@@ -43,7 +43,7 @@ def given_experts(routing: RoutingConfig, tokens: int, seed: int) -> torch.Tenso
 
 
 def send_to_given_experts(model: DecoderForCausalLM, config: ModelConfig, tokens: int) -> None:
-    """Have every mixture of ``model`` send up to ``tokens`` tokens to experts of its own; see the module's text."""
+    """Fix the routing of up to ``tokens`` tokens in every MoE layer of ``model``."""
     for index, (layer, described) in enumerate(zip(model.model.layers, config.layers, strict=True)):
         if described.moe is not None:
             mixture = layer.feed_forward

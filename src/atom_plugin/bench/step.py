@@ -1,8 +1,7 @@
-"""The GPU's part of one decoding step: the whole model in one captured graph, replayed without an engine.
+"""The GPU time of one decoding step: the model in one captured graph, replayed without an engine and its host work.
 
-An engine's host work hides what a small model gains; this is what is left when that work costs nothing. Embedding,
-all layers, final norm, head and the choice of the likeliest token are in the graph. Weights and cached keys are random;
-each request's pages lie anywhere. Without the command line's packages:
+The graph has the embedding, all layers, the final norm, the head and the argmax over tokens. Weights, cached keys and
+values, and the order of pages are random. Without the command line's packages:
 
     python -m atom_plugin.bench.step qwen3-0.6b --batch 1
 """
@@ -37,7 +36,7 @@ from atom_plugin.common.kernels import forced_kernels
 from atom_plugin.common.settings import load_settings
 
 PAGE_SIZE = 16
-#: As an engine captures its graphs: for sequences of up to so many tokens, whatever they have at the time.
+#: Graphs are captured for sequences of up to this many tokens, as in an engine.
 MAX_MODEL_LEN = 4096
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -49,26 +48,22 @@ class StepOptions:
     """What is measured."""
 
     model: str
-    """A checkpoint's folder, a config.json, or a model known by name."""
+    """A checkpoint's folder, a config.json, or a known model's name."""
     batch: int = 1
     context: int = 128
     dtype: str = "bfloat16"
     cache_dtype: str = "auto"
     quantization: str | None = None
-    """What an engine's flag of that name says; None: as the configuration has it."""
+    """The value of an engine's flag of that name; None: as in the configuration."""
     layers: int | None = None
     repetitions: int = 20
     profile: bool = False
-    """Also tell which kernels take the time."""
+    """Also show the time of each kernel."""
     seconds: float = 0.0
-    """Also take the mean of as many seconds without a pause, in which a GPU gets to its limit of power; 0: do not."""
+    """Also measure the mean over this time without pauses, in which a GPU reaches its power limit; 0: do not."""
 
     def check(self) -> None:
-        """Refuse what cannot be measured.
-
-        Raises:
-            ValueError: an option's value is not supported.
-        """
+        """Raise a ValueError for an unsupported option."""
         for name in ("batch", "repetitions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: a positive number is needed.")
@@ -82,7 +77,7 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's time beside the least that it could take."""
+    """A step's time and its minimum time."""
 
     options: StepOptions
     ceiling: Ceiling
@@ -92,15 +87,15 @@ class StepResult:
     profile: tuple[KernelTime, ...] = ()
     """Empty unless asked for."""
     sustained: float | None = None
-    """Seconds of a step, the mean of those without a pause; None unless asked for."""
+    """Mean seconds per step without pauses; None unless asked for."""
 
     @property
     def floor(self) -> float:
-        """Seconds at the bandwidth that was measured."""
+        """The minimum time in seconds, at the measured bandwidth."""
         return self.traffic.seconds(self.ceiling.bandwidth)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, in the units of the names."""
+        """All figures, in the units that the keys name."""
         datasheet = self.ceiling.datasheet
         return {
             **asdict(self.options),
@@ -126,7 +121,7 @@ class StepResult:
         }
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """The result as printed text."""
         options, timing, ceiling, traffic = self.options, self.timing, self.ceiling, self.traffic
         cut = "" if options.layers is None else f" cut to {options.layers} layers"
         quantized = "" if options.quantization is None else f", {options.quantization}"
@@ -164,22 +159,14 @@ class StepResult:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a model.
-
-    Raises:
-        ValueError: it is not one of those supported.
-    """
+    """The torch dtype of a `--dtype`; a ValueError if it is not supported."""
     if name not in _DTYPES:
         raise ValueError(f"--dtype {name!r}: supported: {', '.join(_DTYPES)}.")
     return _DTYPES[name]
 
 
 def cache_torch_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a cache; "auto" is the model's.
-
-    Raises:
-        ValueError: it is not one of those supported.
-    """
+    """The torch dtype of a `--cache-dtype`; "auto" is the model's. A ValueError if it is not supported."""
     if name == "auto":
         return dtype
     if name not in _CACHE_DTYPES:
@@ -191,7 +178,7 @@ def cache_torch_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def decode_batch(batch: int, context: int, device: torch.device, seed: int = 0) -> tuple[Batch, int]:
-    """The batch in which each request has `context` tokens cached and brings one, and how many pages it needs."""
+    """A batch whose requests have `context` cached tokens each and add one, and its number of pages."""
     pages_each = context // PAGE_SIZE + 1
     num_pages = batch * pages_each
     generator = torch.Generator().manual_seed(seed)
@@ -215,7 +202,7 @@ def decode_batch(batch: int, context: int, device: torch.device, seed: int = 0) 
 def decoding(
     model: DecoderForCausalLM, config: ModelConfig, runtime: Runtime, batch: int, context: int
 ) -> Callable[[], None]:
-    """A decoding step of `batch` requests with `context` tokens cached each, from token ids to the likeliest ones."""
+    """A decoding step of `batch` requests with `context` cached tokens each, from token ids to the argmax tokens."""
     device = runtime.device
     metadata, num_pages = decode_batch(batch, context, device)
     pools = empty_caches(model, runtime, num_pages, PAGE_SIZE, random=True)
@@ -246,7 +233,6 @@ def measure_step(options: StepOptions) -> StepResult:
     cache_dtype = cache_torch_dtype(options.cache_dtype, dtype)
     traffic = step_traffic(config, options.batch, options.context, dtype, cache_dtype, quant)
     free, _ = torch.cuda.mem_get_info(device)
-    # Pages are made with numbers of the model's dtype, one layer at a time.
     if traffic.total > 0.95 * free:
         raise ValueError(
             f"The step reads {traffic.total / 1e9:.1f} GB, and {free / 1e9:.1f} GB of the GPU's memory are free: "
@@ -276,7 +262,7 @@ def measure_step(options: StepOptions) -> StepResult:
 
 
 def write_json(result: StepResult, path: Path) -> None:
-    """The result as a JSON file."""
+    """Write the result as a JSON file."""
     path.write_text(json.dumps(result.as_json(), indent=1) + "\n")
 
 

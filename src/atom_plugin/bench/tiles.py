@@ -1,4 +1,4 @@
-"""Tiles of the linear kernels that are worth a try on a GPU; :mod:`atom_plugin.bench.tune` finds the fastest."""
+"""Candidate tiles of the linear kernels, from which :mod:`atom_plugin.bench.tune` finds the fastest."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from itertools import product
 
 from atom_core.kernels.linear.tiles import SPLIT_ROWS, Tile
 
-#: Shared memory of one program, where torch does not tell.
+#: Bytes of shared memory per program, if torch does not report them.
 SHARED_MEMORY = 64 << 10
-#: Rows up to which all of the input can be one tile. With more a program takes a part: that pays for small weights.
+#: Up to this many rows the input is one tile. Beyond, a program takes some rows, which pays for small weights only.
 _WHOLE_ROWS, _SMALL_BYTES = 64, 64 << 20
-#: Tiles that have room in shared memory beyond those that are asked for ahead.
+#: Stages in shared memory in addition to the steps of the loop.
 _SPARE = 2
 
 
@@ -23,26 +23,26 @@ def candidates(
     itemsize: int = 2,
     hopper: bool = False,
 ) -> list[Tile]:
-    """Tiles worth a try for a product.
+    """Candidate tiles of a product.
 
     Args:
         num_rows: of the input.
-        out_features, in_features: the weight's.
-        shared_memory: bytes that one program may have.
-        itemsize: bytes of one number of the weight.
-        hopper: whether the kernel for that architecture can be used.
+        out_features, in_features: of the weight.
+        shared_memory: bytes per program.
+        itemsize: bytes per element of the weight.
+        hopper: whether the Hopper kernel can be used.
     """
     if num_rows > _WHOLE_ROWS:
         small = hopper and out_features * in_features * itemsize <= _SMALL_BYTES
-        return list(_of_parts(in_features, shared_memory, itemsize)) if small else []
+        return list(_of_input_rows(in_features, shared_memory, itemsize)) if small else []
     found: list[Tile] = []
     whole = 1 << max(in_features - 1, 1).bit_length()
     if num_rows == 1:
-        # With an activation half of a program's rows are gates.
+        # With an activation, half of a program's rows are gates.
         for rows, columns, warps in product((2, 4, 8, 16), (256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8)):
-            # Numbers that a thread holds: too many spill, too few leave the memory waiting.
-            held = rows * columns // (32 * warps)
-            if rows > out_features or columns > whole or not 8 <= held <= 128:
+            # Elements per thread: too many spill registers, too few do not saturate the memory.
+            per_thread = rows * columns // (32 * warps)
+            if rows > out_features or columns > whole or not 8 <= per_thread <= 128:
                 continue
             found += [Tile("row", rows, columns, warps, early=early) for early in (False, True)]
             if hopper and columns < in_features:
@@ -70,7 +70,7 @@ def candidates(
 
 
 def _of_split_rows(inputs: int, in_features: int, shared_memory: int, itemsize: int) -> Iterator[Tile]:
-    """Tiles of Hopper's kernel with few rows of the weight, whose parts lie one below the other."""
+    """Tiles of the Hopper kernel with few rows of the weight, which splits their columns and stacks the splits."""
     for split, columns, stages, early in product((2, 4), (64, 128, 256), (4, 6, 8, 10, 12, 18), (False, True)):
         steps = in_features // (split * columns)
         fits = in_features % (split * columns) == 0 and stages <= steps + _SPARE
@@ -78,8 +78,8 @@ def _of_split_rows(inputs: int, in_features: int, shared_memory: int, itemsize: 
             yield Tile("hopper", 64 // split, columns, 4, stages, early, split=split)
 
 
-def _of_parts(in_features: int, shared_memory: int, itemsize: int) -> Iterator[Tile]:
-    """Tiles of Hopper's kernel that take some rows of the input."""
+def _of_input_rows(in_features: int, shared_memory: int, itemsize: int) -> Iterator[Tile]:
+    """Tiles of the Hopper kernel with some of the input's rows."""
     for rows, columns, stages, warps, tokens, early in product(
         (64, 128), (64, 128), (4, 5, 6, 8, 10), (4, 8), (16, 32, 64, 128), (False, True)
     ):

@@ -1,9 +1,9 @@
-"""The fastest tile of each product of few rows on this GPU, written where the kernel looks for it.
+"""Find the fastest tile of each product of few rows on this GPU, and write it where the kernel looks for it.
 
-Candidates are timed roughly by themselves, the best few then within a decoding step of the model, cut to some layers,
-in turns with the default: which kernel may start when another ends is a matter of all of them, and the fastest alone
-is often not the fastest there. What gains less than :data:`WORTH` of the step is noise, and the default stays. Nothing
-is tuned while serving: see :mod:`atom_core.kernels.tuned`.
+Each candidate is first timed roughly by itself. The best few are then timed, in turns with the default, within a
+decoding step of the model with fewer layers: launches overlap there, so the fastest by itself is often not the fastest
+in a step. A gain of less than :data:`WORTH` of the step is noise, and the default stays. Nothing is tuned while
+serving; see :mod:`atom_core.kernels.tuned`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from atom_plugin.common.settings import load_settings
 
 OP_FOLDER = Path(atom_core.kernels.linear.__file__).parent
 
-#: Rows for which tiles are looked for.
+#: Numbers of input rows to tune for.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-#: Of the step's time, what a tile must gain.
+#: The share of the step's time that a tile must gain.
 WORTH = 0.003
-#: Layers that the model is cut to, and tokens that each request of its step has cached.
+#: The model's number of layers, and the cached tokens of each request.
 _LAYERS, _CONTEXT = 12, 192
-#: Candidates that are tried within the step, and how often each takes its turn.
+#: Candidates that are timed in the step, and the turns of each.
 _FINAL, _TURNS = 5, 5
 
-#: One of the file's.
+#: An entry of the file.
 Entry = Mapping[str, Any]
 T = TypeVar("T")
 
@@ -61,16 +61,16 @@ def tune_linear(
 
     Args:
         models: names, folders or files; see :mod:`atom_plugin.bench.models`.
-        dtype: of weights and input.
-        rows: of inputs, of :data:`ROWS`.
-        output: the folder to write to; None: beside the kernel.
-        say: gets a line a shape.
+        dtype: of weights and inputs.
+        rows: some of :data:`ROWS`.
+        output: the folder to write to; None: next to the kernel.
+        say: gets a line per shape.
 
     Returns:
         The file.
 
     Raises:
-        ValueError: no GPU or no Triton, or a file that is there and damaged.
+        ValueError: no GPU, no Triton, or a damaged file.
     """
     device = require_gpu()
     if reason := why_no_triton(Target.of(device)):
@@ -82,7 +82,7 @@ def tune_linear(
     for model in models:
         for entry in _tune_model(model, dtype, rows, device, say):
             entries[_key(entry)] = entry
-            # After each, so that an interrupted run has not been for nothing.
+            # After each entry, so that an interrupted run keeps them.
             write(path, name, list(entries.values()))
     return path
 
@@ -91,7 +91,7 @@ def tune_linear(
 def _tune_model(
     name: str, dtype: torch.dtype, rows_of_inputs: Sequence[int], device: torch.device, say: Callable[[str], None]
 ) -> Iterator[Entry]:
-    """An entry a product and number of rows."""
+    """An entry for each product and number of rows."""
     hf = read_config(name)
     config = read_model_config(cut(hf, min(_LAYERS, read_model_config(hf).num_layers)))
     runtime = build_runtime(device, dtype, MAX_MODEL_LEN, forced_kernels(load_settings()), cache_dtype=dtype)
@@ -104,7 +104,7 @@ def _tune_model(
         for out_features, in_features in sizes:
             shape = tuned.Shape(rows, out_features, in_features, str(dtype).removeprefix("torch."))
             default = default_tile(rows, out_features, in_features, dtype.itemsize, device)
-            few = fastest_alone(rows, out_features, in_features, dtype, device)
+            few = fastest_isolated(rows, out_features, in_features, dtype, device)
             seconds = _in_step(run, shape, dict.fromkeys([default, *few]), chosen)
             best = choose(default, seconds)
             chosen[shape] = best
@@ -124,16 +124,16 @@ def _in_step(
     tiles: Iterable[Tile | None],
     chosen: Mapping[tuned.Shape, Tile | None],
 ) -> dict[Tile | None, float]:
-    """Seconds of the step with each of the tiles, in turns; None is torch's product."""
+    """Seconds of the step with each tile, measured in turns; None is torch's product."""
 
     def with_tile(tile: Tile | None, run: Callable[[], T]) -> T | None:
         with tried({**chosen, shape: tile}):
-            # With what the model does around the product a tile may need more than there is.
+            # Fused with its neighbours, the product may need more than the GPU has.
             return _or_none(run)
 
     tiles = list(tiles)
     with ThreadPoolExecutor(len(tiles)) as pool:
-        # Compiles them; what they write of the same buffers is of no use to anyone.
+        # Only to compile them: they write to the same buffers at once.
         list(pool.map(torch.inference_mode()(partial(with_tile, run=run)), tiles))
     captured = {tile: with_tile(tile, partial(capture, run)) for tile in tiles}
     graphs = {tile: graph for tile, graph in captured.items() if graph is not None}
@@ -144,10 +144,10 @@ def _in_step(
     return {tile: statistics.median(found) for tile, found in seconds.items()}
 
 
-def fastest_alone(
+def fastest_isolated(
     rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tile]:
-    """The best few of all candidates, one call behind the other over weights that no cache holds."""
+    """The fastest candidates in consecutive calls over weights larger than the GPU's cache."""
     properties = torch.cuda.get_device_properties(device)
     shared_memory = int(getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY))
     tiles = candidates(rows, out_features, in_features, shared_memory, dtype.itemsize, on_hopper(device))
@@ -166,7 +166,7 @@ def fastest_alone(
     def attempt(tile: Tile) -> torch.Tensor | None:
         return _or_none(lambda: run_with_tile(x, weights[0], tile))
 
-    # Most of the time would be that of compiling one behind the other.
+    # In parallel, because compilation takes most of the time.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(attempt, tiles)
         right = [tile for tile, y in zip(tiles, found, strict=True) if y is not None and _is_close(y, expected)]
@@ -187,7 +187,7 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _or_none(run: Callable[[], T]) -> T | None:
-    """What `run` answers; None where Triton says that a tile cannot be compiled or needs more than the GPU has."""
+    """The result of `run`; None if Triton cannot compile a tile or it needs more than the GPU has."""
     try:
         return run()
     except Exception as error:
@@ -197,7 +197,7 @@ def _or_none(run: Callable[[], T]) -> T | None:
 
 
 def line(entry: Entry) -> str:
-    """An entry for a person."""
+    """An entry as printed text."""
     tile = ", ".join(f"{key} {value}" for key, value in entry["tile"].items())
     return (
         f"{entry['rows']:>3} rows, {entry['out_features']} x {entry['in_features']}: a step takes "
@@ -206,7 +206,7 @@ def line(entry: Entry) -> str:
 
 
 def write(path: Path, device_name: str, entries: Sequence[Entry]) -> None:
-    """The file as the loader reads it, an entry a line, sorted so that a new run shows as few differences as it can."""
+    """Write the file with one entry per line, sorted to keep the diff of a new run small."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = ",\n  ".join(json.dumps(entry) for entry in sorted(entries, key=_key))
     head = f'{{"device": {json.dumps(device_name)}, "torch": {json.dumps(str(torch.__version__))},'
@@ -215,7 +215,7 @@ def write(path: Path, device_name: str, entries: Sequence[Entry]) -> None:
 
 
 def choose(default: Tile | None, seconds: Mapping[Tile | None, float]) -> Tile | None:
-    """The fastest, or the default where that is as fast but for noise."""
+    """The fastest, or the default if the gain is noise."""
     best = min(seconds, key=lambda tile: seconds[tile])
     return best if seconds[default] > (1.0 + WORTH) * seconds[best] else default
 
@@ -225,13 +225,13 @@ def _key(entry: Entry) -> tuple[Any, ...]:
 
 
 def default_tile(rows: int, out_features: int, in_features: int, itemsize: int, device: torch.device) -> Tile | None:
-    """The kernel's own choice where nothing is tuned; None: the product is torch's."""
+    """The kernel's choice without tuning; None: torch's product."""
     nvidia = Target.of(device).kind == "cuda"
     return tile_for(rows, out_features, in_features, itemsize, nvidia, on_hopper(device))
 
 
 def run_with_tile(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """``x W^T`` by our kernel with a tile of one's choice."""
+    """``x W^T`` by our kernel with this tile."""
     from atom_core.kernels.linear.triton_kernel import product as multiply  # needs triton, which a CPU may lack
 
     overlap = overlaps(Target.of(x.device))

@@ -1,6 +1,6 @@
-"""vLLM's own kernels, as its models call them, for a comparison: each function makes a call, or says why it cannot.
+"""vLLM's own kernels, called as its models call them, for comparison.
 
-vLLM is imported only here, and only when one of these is asked for.
+Each function returns a call or raises :class:`Unavailable`. Only this module imports vLLM, when a function is called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from atom_core.quant.fp8 import BLOCK_SIZE
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 
-#: As vLLM 0.32 captures decoding graphs: its own default for the most programs that share a request's keys.
+#: vLLM 0.32's default maximum of KV splits in decoding graphs.
 _SPLITS_IN_GRAPHS = 32
 
 
@@ -26,7 +26,7 @@ class Unavailable(Exception):
 
 @contextmanager
 def _importing(what: str) -> Iterator[None]:
-    """For imports of vLLM's: a wheel for another device fails in as many ways as it has libraries."""
+    """Turn any failure to import from vLLM into :class:`Unavailable`: a wheel for another device fails in many ways."""
     try:
         yield
     except Exception as error:
@@ -34,7 +34,7 @@ def _importing(what: str) -> Iterator[None]:
 
 
 def add_and_rms_norm() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]:
-    """``(x, residual, weight, eps)``, both written to in place."""
+    """``(x, residual, weight, eps)``; writes to x and residual in place."""
     ops = _ops()
 
     def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -57,12 +57,12 @@ def silu_and_mul() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def qk_norm_rope_cache() -> Callable[..., torch.Tensor]:
-    """``(qkv, positions, weights, cache, slots, spec)`` to q: norms, rope and the cache write, each a kernel.
+    """``(qkv, positions, weights, cache, slots, spec)`` to q: one kernel each for norms, rope and the cache write.
 
     ``cache`` is ``[2, pages, page size, K, D]``. q and k are rotated in place.
     """
     ops = _ops()
-    # The scale of a cache that is not quantised; made before any graph.
+    # The scale of an unquantised cache; allocated outside any graph.
     one = torch.ones(1, device="cuda")
 
     def run(
@@ -99,7 +99,7 @@ def flash_attention_3(
     page_size: int,
     dtype: torch.dtype,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """``(q, keys, values, out)`` over pages ``[pages, page size, K, D]``; scheduled once, as for all layers."""
+    """``(q, keys, values, out)`` over pages ``[pages, page size, K, D]``; scheduled once, as in a model's step."""
     interface = _flash_attention_interface()
     splits = _SPLITS_IN_GRAPHS if max_query_len == 1 else 0
     schedule = interface.get_scheduler_metadata(
@@ -196,7 +196,7 @@ def flash_attention_3_of_latents(
 def flash_mla(
     *, seq_lens: torch.Tensor, page_table: torch.Tensor, num_heads: int, rank: int, scale: float
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """As :func:`flash_attention_3_of_latents`, over pages of 64 rows; scheduled once, as for all layers."""
+    """As :func:`flash_attention_3_of_latents`, over pages of 64 rows; scheduled once, as in a model's step."""
     with _importing("vLLM's FlashMLA"):
         from vllm.v1.attention.ops import flashmla
     supported, reason = flashmla.is_flashmla_dense_supported()
@@ -231,23 +231,23 @@ def fused_experts(
     tuned: bool,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """``(x, weights, experts, gate_up, down)`` to ``[T, H]``, by its Triton kernels.
+    """``(x, weights, experts, gate_up, down)`` to ``[T, H]``, by vLLM's Triton kernels.
 
     Args:
-        tokens, experts, size, hidden, top_k: of a layer whose experts are ``size`` wide.
-        tuned: with what vLLM's file for this GPU says, else with its default for any.
-        scales: of FP8 by blocks, those of ``gate_up`` and ``down``; None: in 16 bits.
+        tokens, experts, size, hidden, top_k: the layer's; ``size`` is each expert's intermediate size.
+        tuned: with vLLM's tuned configuration for this GPU, else with its default.
+        scales: the block scales of FP8 ``gate_up`` and ``down``; None: 16-bit weights.
     """
     with _importing("vLLM's fused experts"):
         from vllm.model_executor.layers import fused_moe
         from vllm.model_executor.layers.fused_moe import config
         from vllm.model_executor.layers.fused_moe import fused_moe as kernels
     if not hasattr(torch.ops._moe_C, "moe_align_block_size"):
-        raise Unavailable("vLLM is here, and its compiled kernels are not")
+        raise Unavailable("vLLM is installed without its compiled kernels")
     block = None if scales is None else [BLOCK_SIZE, BLOCK_SIZE]
     dtype = None if scales is None else "fp8_w8a8"
     if tuned and not kernels.get_moe_configs(experts, size, dtype, *(block or (0, 0))):
-        raise Unavailable("vLLM has no file for these experts on this GPU")
+        raise Unavailable("vLLM has no tuned configuration for these experts on this GPU")
     chosen = None if tuned else kernels.get_default_config(tokens, experts, size, hidden, top_k, dtype, block)
     quant = None if scales is None else config.fp8_w8a8_moe_quant_config(*scales, block_shape=block)
 
@@ -280,5 +280,5 @@ def _ops() -> Any:
     with _importing("vLLM's kernels"):
         from vllm import _custom_ops
     if not hasattr(torch.ops._C, "silu_and_mul"):
-        raise Unavailable("vLLM is here, and its compiled kernels are not")
+        raise Unavailable("vLLM is installed without its compiled kernels")
     return _custom_ops

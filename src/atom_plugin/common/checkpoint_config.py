@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from atom_core.checkpoint import has_own_head, read_config_json
+from atom_core.checkpoint import has_untied_head, read_config_json
 from atom_core.hf_config import as_mapping
 from atom_plugin.common.hub import cached_folder, whole_folder
 
@@ -58,7 +58,7 @@ def untied(values: dict[str, Any], model: str, revision: str | None = None, cach
     """``values`` with an untied head if the weight files have a separate one; see ``config_of`` of the core."""
     if values.get("tie_word_embeddings"):
         folder = whole_folder(model, revision, cache)
-        if folder is not None and has_own_head(folder):
+        if folder is not None and has_untied_head(folder):
             return {**values, "tie_word_embeddings": False}
     return values
 

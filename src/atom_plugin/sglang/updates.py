@@ -111,8 +111,8 @@ class AtomModel(WrappedModel):
             if first and (line := unread_layers(self.core, self.checkpoint)):
                 logger.info(line)
         elif self._folder is not None:
-            folder, seen = self._folder
-            self.weights.update(weights, folder, whole=True, seen=seen)
+            folder, checked = self._folder
+            self.weights.update(weights, folder, whole=True, checked=checked)
         else:
             self.folder = ""
             self.weights.update(weights, TENSORS, whole=False)

@@ -138,7 +138,7 @@ class AtomModel(WrappedModel):
         folder = whole_folder(source, self._model_config.revision, self._cache)
         if folder is not None:
             check_update(self.weights, self.core.config, folder, self.runtime.quant, self._served())
-        return self.weights.update(weights, source, whole=True, seen=folder is not None)
+        return self.weights.update(weights, source, whole=True, checked=folder is not None)
 
     def _served(self) -> Path | None:
         """The folder whose config the model was built from; None for a draft, which reads that config differently."""

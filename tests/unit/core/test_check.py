@@ -38,7 +38,7 @@ def test_both_models_of_one_checkpoint_agree_at_every_stage(tmp_path, family):
     report = compare(tmp_path)
     assert [stage.name for stage in report.stages] == STAGES
     assert report.passed
-    assert report.parting is None
+    assert report.first_difference is None
     assert report.continuation.ours == report.continuation.theirs
     assert len(report.continuation.ours) == 16
     assert report.num_tokens == 48, "the context of 64 tokens less 16 to follow"
@@ -48,7 +48,7 @@ def test_both_models_of_one_checkpoint_agree_at_every_stage(tmp_path, family):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_16_bit_types_agree_within_their_own_tolerance(directory, dtype):
     report = compare(directory, dtype=dtype)
-    assert report.parting is None
+    assert report.first_difference is None
     assert report.tolerance == TOLERANCES[dtype]
 
 
@@ -57,8 +57,8 @@ def test_the_16_bit_types_agree_within_their_own_tolerance(directory, dtype):
 def test_a_wrong_weight_is_located_at_its_layer(directory, layer, part):
     report = compare_with(directory, lambda parameters: parameters[f"model.layers.{layer}.{part}.weight"].mul_(1.05))
     assert not report.passed
-    assert report.parting.name == f"layer {layer}"
-    assert f"parts from Hugging Face at layer {layer}: " in str(report)
+    assert report.first_difference.name == f"layer {layer}"
+    assert f"differs from Hugging Face, first at layer {layer}: " in str(report)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_a_wrong_weight_is_located_at_its_layer(directory, layer, part):
     ],
 )
 def test_a_wrong_weight_around_the_layers_is_located_too(directory, name, stage):
-    assert compare_with(directory, lambda parameters: parameters[name].mul_(1.05)).parting.name == stage
+    assert compare_with(directory, lambda parameters: parameters[name].mul_(1.05)).first_difference.name == stage
 
 
 def test_a_nan_is_a_difference(directory):
     report = compare_with(
         directory, lambda parameters: parameters["model.layers.1.mlp.down_proj.weight"].fill_(torch.nan)
     )
-    assert report.parting.name == "layer 1"
+    assert report.first_difference.name == "layer 1"
     assert not report.passed
 
 
@@ -105,7 +105,7 @@ def test_a_length_beyond_the_context_is_an_error(directory):
 
 def test_a_checkpoint_that_we_cannot_run_is_an_error(directory):
     (directory / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(ValueError, match="cut off or is no safetensors file"):
+    with pytest.raises(ValueError, match="truncated or not a safetensors file"):
         compare(directory)
 
 
@@ -132,7 +132,11 @@ def report_of(ours, theirs, tied=False, difference=0.0):
     [
         (report_of((1, 2), (1, 2)), True, "and in all 2 tokens that follow."),
         (report_of((1, 2), (1, 3)), False, "not in token 2 of the 2 that follow: decoding differs from prefill."),
-        (report_of((1, 2), (1, 3), tied=True), True, "Token 2 of the 2 that follow is a tie, decided differently."),
+        (
+            report_of((1, 2), (1, 3), tied=True),
+            True,
+            "Token 2 of the 2 that follow is a tie that was broken differently.",
+        ),
         (report_of((1,), (1,), difference=0.1), False, "at logits: 5.0e-02 of the spread, allowed 1e-04."),
         (report_of((1,), (1,), difference=1e-4), True, "agrees"),
     ],

@@ -88,7 +88,7 @@ def test_a_file_cut_off_in_its_tensors_names_those_beyond_its_end(file):
 @pytest.mark.parametrize("length", [0, 5, 8, 30])
 def test_a_file_cut_off_in_its_header_is_an_error(file, length):
     file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(ValueError, match=r"model\.safetensors is cut off or is no safetensors file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is truncated or not a safetensors file"):
         Checkpoint.open(file.parent)
 
 
@@ -105,7 +105,7 @@ def test_bytes_after_the_last_tensor_are_an_error(file):
 )
 def test_a_header_that_is_none_is_an_error(tmp_path, header):
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    with pytest.raises(ValueError, match=r"model\.safetensors is no safetensors file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
         Checkpoint.open(tmp_path)
 
 

@@ -85,7 +85,7 @@ def test_an_unsupported_architecture_is_told_the_supported_ones():
         ({"vocab_size": True}, "vocab_size=True; a positive integer is needed"),
         ({"hidden_size": 97, "head_dim": None}, "hidden_size=97 does not divide by num_attention_heads=4"),
         ({"head_dim": 0}, "head_dim=0; a positive integer is needed"),
-        ({"head_dim": 21}, "rotates 21 numbers of a head; rope needs an even count"),
+        ({"head_dim": 21}, "rotates 21 elements per head; rope needs an even count"),
         ({"hidden_act": "relu6"}, "hidden_act='relu6' is not supported; supported: gelu, gelu_new, .*silu"),
         *(
             ({key: None}, f"no '{key}', which its architecture needs")

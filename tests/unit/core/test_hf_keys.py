@@ -63,7 +63,7 @@ def test_a_key_that_means_something_elsewhere_is_refused_by_name(family, key, va
 
 
 @every_family
-def test_what_asks_for_nothing_is_taken(family):
+def test_what_is_neutral_is_taken(family):
     nothing = {
         "dual_chunk_attention_config": None,
         "attn_logit_softcapping": None,
@@ -84,7 +84,7 @@ def test_what_nobody_knows_is_one_warning(caplog):
         read_model_config(values_of(FAMILIES[0], my_tools_note="x", another_note=[1]))
     (record,) = caplog.records
     assert record.getMessage() == (
-        "Keys of config.json that no model reads are left aside: another_note=[1], my_tools_note='x'"
+        "Keys of config.json that no model reads are ignored: another_note=[1], my_tools_note='x'"
     )
 
 

@@ -53,7 +53,7 @@ def test_a_copy_of_gpt_oss_has_its_experts_alone_packed(tmp_path):
 def test_what_a_model_cannot_have_is_refused_and_removed(tmp_path):
     ran = run(SOURCE, tmp_path, "mxfp4")
     assert ran.returncode != 0
-    assert "'mxfp4' with model_type 'qwen3' (it is for gpt_oss alone) is not supported" in ran.stderr
+    assert "'mxfp4' with model_type 'qwen3' (only gpt_oss) is not supported" in ran.stderr
     assert not (tmp_path / "mxfp4").exists()
     assert json.loads((SOURCE / "config.json").read_text()).get("quantization_config") is None
 

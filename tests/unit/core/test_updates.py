@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from atom_core.checkpoint import Checkpoint
 from atom_core.kernels.select import Target
 from atom_core.layers.parameters import ParameterLayer
-from atom_core.loading import lay_out, update_from
+from atom_core.loading import build_on_meta_device, update_from
 from atom_core.runtime import SingleRank
 from atom_core.standalone import Runner
 from atom_core.updates import IncompleteWeights, ModelWeights
@@ -75,7 +75,7 @@ def send_to(weights, tensors, call):
 @pytest.fixture(autouse=True)
 def small_lots(monkeypatch):
     """A stream comes in several, as a large model's does."""
-    monkeypatch.setattr("atom_core.updates._LOT", 100_000)
+    monkeypatch.setattr("atom_core.updates._BATCH_BYTES", 100_000)
 
 
 def edit(directory, change):
@@ -251,7 +251,7 @@ def test_a_stream_that_breaks_off_is_followed_by_a_whole_one(tmp_path):
         raise OSError("the disk is gone")
 
     with pytest.raises(ValueError, match=r"broke off after \d+ of \d+ tensors: the disk is gone"):
-        runner.weights.update(broken(), "somewhere", whole=True, seen=True)
+        runner.weights.update(broken(), "somewhere", whole=True, checked=True)
     with pytest.raises(IncompleteWeights, match=r"an update from somewhere broke off .*Until 3 more have arrived"):
         runner.weights.check_ready()
     runner.reload(new)
@@ -453,7 +453,7 @@ def test_ranks_with_other_experts_refuse_the_same(tmp_path, rank):
     old, new = case.make(tmp_path / "old", 0), case.make(tmp_path / "new", 1)
     runner, tensors = case.runner(new), tensors_of(new)
     model = build(runner, old, tensor_parallel=SingleRank(rank, 2), expert_parallel=True)
-    layout = partial(lay_out, runner.config, torch.float32)
+    layout = partial(build_on_meta_device, runner.config, torch.float32)
     for expert in range(4):
         name = f"model.layers.1.mlp.experts.{expert}.up_proj.weight"
         bad = [(name, tensors[name][:-1])]
@@ -475,7 +475,7 @@ def test_scales_of_a_cache_in_use_cannot_become_others(tmp_path):
     before = runner.logits(TOKENS)
     edit(new, lambda tensors: tensors.update({name: torch.tensor(0.25)}))
     with pytest.raises(
-        ValueError, match=rf"{re.escape(str(new))} cannot be taken while serving: {re.escape(name)} would"
+        ValueError, match=rf"{re.escape(str(new))} cannot be loaded while serving: {re.escape(name)} would"
     ):
         runner.reload(new)
     with pytest.raises(

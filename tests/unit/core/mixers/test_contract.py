@@ -8,8 +8,8 @@ import torch
 
 from atom_core.batch import NO_PAGES, Batch, States
 from atom_core.cache import StateSpec
-from atom_core.mixers.base import RadixAttention, TokenMixer
-from atom_core.standalone import Step, plan
+from atom_core.mixers.base import BaseAttention, RadixAttention, TokenMixer
+from atom_core.standalone import Step, mixers, plan
 
 DECAY = 0.5
 
@@ -50,6 +50,16 @@ def batch(slots, new, has_state):
         max_seq_len=max(new),
         states=States(torch.tensor(slots, dtype=torch.int32), torch.tensor(has_state)),
     )
+
+
+def test_a_framework_s_own_attention_is_neither_planned_for_nor_given_a_cache():
+    class Theirs(BaseAttention):
+        def forward(self, inputs, positions, step):
+            raise NotImplementedError
+
+    model = torch.nn.ModuleList([Theirs(DecayingSum("theirs", 0, (2, 3), 3, 1.0))])
+    assert mixers(model) == []
+    assert plan(model, batch((1,), (1,), (True,))).plans == {}
 
 
 def test_a_state_goes_on_where_the_request_has_one_and_begins_with_zeros_where_not():

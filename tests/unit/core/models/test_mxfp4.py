@@ -131,7 +131,7 @@ def test_a_checkpoint_whose_config_says_nothing_of_mxfp4_is_refused(checkpoints)
 
 
 def test_other_models_in_mxfp4_are_refused():
-    says = r"'mxfp4' with model_type 'llama' \(it is for gpt_oss alone\) is not supported"
+    says = r"'mxfp4' with model_type 'llama' \(only gpt_oss\) is not supported"
     with pytest.raises(ValueError, match=says):
         read_quantization({"model_type": "llama", "quantization_config": CONFIG})
 

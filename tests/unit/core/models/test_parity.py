@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from atom_core.hf_keys import asks_for_nothing
+from atom_core.hf_keys import is_neutral
 from atom_core.models.registry import load_model_class
 from atom_core.standalone import Runner
 from tests.unit.core.hugging_face import (
@@ -104,7 +104,7 @@ def test_settings_mean_what_they_mean_to_hugging_face(tmp_path, family, settings
 def means_more(family, settings):
     """Whether a setting is one that this family's class leaves aside, and that has a meaning in others."""
     known = load_model_class(family.architecture).schema.model_fields
-    return any(key not in known and not asks_for_nothing(key, value) for key, value in settings.items())
+    return any(key not in known and not is_neutral(key, value) for key, value in settings.items())
 
 
 @every_family

@@ -6,7 +6,7 @@ import pytest
 
 from atom_core.quant import Mxfp4LinearConfig, Unquantized, read_quantization
 from atom_core.quant.fp8 import Fp8Config
-from atom_core.quant.scheme import names
+from atom_core.quant.scheme import matches_name
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, compressed, quark, scheme
 from tests.unit.core.mxfp4_checkpoints import quark_mxfp4
 
@@ -79,7 +79,7 @@ def test_a_flag_may_name_what_the_checkpoint_is():
 
 
 def test_a_flag_that_contradicts_the_checkpoint_is_refused():
-    with pytest.raises(ValueError, match=r"--quantization fp8 contradicts .* quant_method is 'compressed-tensors'"):
+    with pytest.raises(ValueError, match=r"--quantization fp8 contradicts .* quant_method 'compressed-tensors'"):
         read(compressed("channel", dynamic=True), "fp8")
 
 
@@ -225,7 +225,7 @@ def test_what_no_model_runs_is_refused_with_what_it_is_and_what_is_supported(nam
     with pytest.raises(ValueError, match=says) as caught:
         read(config)
     assert "supported: unquantised checkpoints (bfloat16, float16, float32)" in str(caught.value)
-    assert "one scale for a weight, for each of its rows or for each block of 128 by 128" in str(caught.value)
+    assert "one scale per weight, per row or per block of 128 by 128" in str(caught.value)
 
 
 def test_a_flag_for_anything_else_is_refused():
@@ -254,7 +254,7 @@ def test_a_tied_head_is_nobodys_to_quantise():
     ],
 )
 def test_what_a_pattern_names(pattern, module, matches):
-    assert names(pattern, module) == matches
+    assert matches_name(pattern, module) == matches
 
 
 @pytest.mark.parametrize("key", ["ignored_layers", "modules_to_not_convert"])
@@ -363,10 +363,10 @@ def test_keys_of_tools_are_taken_and_unknown_ones_named_once(caplog):
     assert caplog.records == []
     read({**FP8, "a_note": 1})
     (record,) = caplog.records
-    assert record.getMessage() == "Keys of quantization_config that no model reads are left aside: a_note"
+    assert record.getMessage() == "Keys of quantization_config that no model reads are ignored: a_note"
 
 
 def test_a_pattern_that_is_no_expression_is_one_line():
     for config in ({**FP8, "ignored_layers": ["re:*q_proj"]}, compressed("channel", True, ignore=["re:(", "lm_head"])):
-        with pytest.raises(ValueError, match=r"quantization_config with 're:.*', which is no regular expression"):
+        with pytest.raises(ValueError, match=r"quantization_config with 're:.*', which is not a regular expression"):
             read(config).linear([f"{LAYER}.self_attn.q_proj"])

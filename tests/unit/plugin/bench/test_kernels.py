@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.models.read_config import read_model_config
-from atom_plugin.bench import cases, expert_cases, fused_cases, kernels, latent_cases
+from atom_plugin.bench import cases, expert_cases, fused_cases, kernels, mla_cases
 from atom_plugin.bench.cases import Bench, Case
 from atom_plugin.bench.device import Ceiling, Timing
 from atom_plugin.bench.kernels import CASES, KernelOptions, Limits, Row, num_copies
@@ -97,9 +97,9 @@ def few(monkeypatch):
     monkeypatch.setattr(cases, "QKV_TOKENS", (1, 20))
     monkeypatch.setattr(cases, "DECODES", ((2, 48),))
     monkeypatch.setattr(cases, "PREFILLS", ((2, 32),))
-    monkeypatch.setattr(latent_cases, "DECODES", ((2, 128),))
-    monkeypatch.setattr(latent_cases, "PREFILLS", ((2, 64),))
-    monkeypatch.setattr(latent_cases, "PRODUCT_TOKENS", (1, 5))
+    monkeypatch.setattr(mla_cases, "DECODES", ((2, 128),))
+    monkeypatch.setattr(mla_cases, "PREFILLS", ((2, 64),))
+    monkeypatch.setattr(mla_cases, "PRODUCT_TOKENS", (1, 5))
     monkeypatch.setattr(fused_cases, "NORMED_ROWS", (1, 3))
     monkeypatch.setattr(fused_cases, "FP8_ROWS", (1, 5))
     monkeypatch.setattr(fused_cases, "DECODES", ((2, 33), (1, 16)))
@@ -227,20 +227,20 @@ def notes(monkeypatch, exact, unrounded=None, **numbers):
 def test_without_exact_numbers_others_are_held_against_torchs(monkeypatch):
     found = notes(monkeypatch, (), atom=0.9, near=0.99, torch=1.0)
     assert found["torch"] == found["near"] == (True, "")
-    assert found["atom"] == (False, "its numbers are 1.0e-01 from torch's: no time is given")
+    assert found["atom"] == (False, "its values are 1.0e-01 from torch's: no time is given")
 
 
 def test_exact_numbers_are_held_against_all_and_torch_keeps_its_time(monkeypatch):
     found = notes(monkeypatch, (1.0, 0.5), atom=0.99, other=0.51, far=0.9, torch=0.9)
     assert found["atom"] == found["other"] == (True, "")
-    assert found["far"] == (False, "its numbers are 1.0e-01 from float32's: no time is given")
-    assert found["torch"] == (True, "its numbers are 1.0e-01 from float32's")
+    assert found["far"] == (False, "its values are 1.0e-01 from float32's: no time is given")
+    assert found["torch"] == (True, "its values are 1.0e-01 from float32's")
 
 
 def test_quantised_numbers_may_be_as_far_from_the_exact_as_those_from_unquantised_ones(monkeypatch):
     found = notes(monkeypatch, (1.0,), 0.96, atom=0.965, far=0.95)
     assert found["atom"] == (True, "")
-    assert found["far"] == (False, "its numbers are 5.0e-02 from float32's: no time is given")
+    assert found["far"] == (False, "its values are 5.0e-02 from float32's: no time is given")
     assert notes(monkeypatch, (1.0,), 1.0, atom=0.99)["atom"] == (True, "")
 
 
@@ -266,7 +266,7 @@ def test_what_cannot_be_measured_is_refused(options, message):
         ((), "No GPU that torch"),
         (("--op", "matmul"), "--op 'matmul'"),
         (("--output", "tiles"), "--output is where --tune writes"),
-        (("--tune", "--op", "attention"), "--tune has tiles to choose for linear alone"),
+        (("--tune", "--op", "attention"), "--tune has tiles to choose for linear only"),
         (("--tune", "--json", "tiles.json"), "no --json"),
         (("--rows", "1"), "--rows says what --tune looks for"),
         (("--tune", "--rows", "3"), "--rows 3: supported"),

@@ -1,4 +1,4 @@
-"""What attention over latents is measured by: decoding over long contexts, and whole prompts."""
+"""The cases of multi-head latent attention (MLA): decoding over long contexts, and prefill of whole prompts."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from atom_core.kernels.mla_prefill.plan import plan_prefill
 from atom_plugin.bench import vllm_kernels
 from atom_plugin.bench.cases import MAX_MODEL_LEN, PREFILLS, Bench, Case, Run
 
-#: The one that FlashMLA takes.
+#: FlashMLA's page size.
 PAGE_SIZE = 64
-#: Requests and the tokens of each.
+#: (requests, tokens each).
 DECODES = ((1, 2048), (8, 2048), (64, 2048), (64, 4096), (256, 512))
-#: Tokens whose heads' products are taken.
+#: Tokens of the products by head.
 PRODUCT_TOKENS = (1, 8, 64, 256)
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Equal requests: so many tokens each, of which the last so many are queries."""
+    """Equal requests of ``tokens`` tokens each, the last ``queries`` of which are queries."""
 
     latent: MlaConfig
     requests: int
@@ -77,7 +77,7 @@ class _Batch:
 
 
 def mla_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """Requests that decode; nothing of layers with keys and values of their own."""
+    """Decoding requests; none for other kinds of attention."""
     if not isinstance(latent := config.layers[0].mixer, MlaConfig):
         return
     for requests, tokens in DECODES:
@@ -111,7 +111,7 @@ def _absorbed(inputs: _Batch, bench: Bench, copies: int) -> Run:
 
 
 def _torch_absorbed(inputs: _Batch, bench: Bench, copies: int, exact: bool = False) -> Run:
-    """In the model's dtype, to which torch rounds scores too, or in float32."""
+    """In the model's dtype, to which torch rounds the scores too, or in float32 (``exact``)."""
     q = bench.random(inputs.requests, inputs.latent.num_heads, inputs.latent.row, seed=0)
     rows = inputs.rows(bench)
     if exact:
@@ -160,7 +160,7 @@ def _flash_mla(inputs: _Batch, bench: Bench, copies: int) -> Run:
 
 
 def mla_prefill_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """Whole prompts, their latents expanded; nothing of layers with keys and values of their own."""
+    """Prefill of whole prompts with expanded latents; none for other kinds of attention."""
     if not isinstance(latent := config.layers[0].mixer, MlaConfig):
         return
     H, L = latent.num_heads, latent.rank
@@ -168,12 +168,12 @@ def mla_prefill_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     for requests, tokens in PREFILLS:
         inputs = _Batch(latent, requests, tokens, tokens)
         each = latent.nope_dim + latent.value_dim
-        pairs = tokens * (tokens + 1) // 2
+        query_keys = tokens * (tokens + 1) // 2
         yield Case(
             "mla_prefill",
             f"prefill {requests} x {tokens}, {H} heads",
             num_bytes=(requests * tokens * (latent.row + H * widths) + H * each * L) * itemsize,
-            num_operations=2 * requests * H * (pairs * widths + tokens * L * each),
+            num_operations=2 * requests * H * (query_keys * widths + tokens * L * each),
             contenders={"atom": partial(_expanded, inputs), "torch": partial(_torch_expanded, inputs)},
         )
 
@@ -195,7 +195,7 @@ def _expanded(inputs: _Batch, bench: Bench, copies: int) -> Run:
 
 
 def _prompt(inputs: _Batch, bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries ``[T, H, N + R]``, and what latents are expanded by."""
+    """Queries ``[T, H, N + R]``, and the weight that expands latents."""
     it = inputs.latent
     q = bench.random(inputs.requests * inputs.queries, inputs.latent.num_heads, it.query_dim, seed=0)
     expand = bench.random(inputs.latent.num_heads, it.nope_dim + it.value_dim, it.rank, seed=2, scale=it.rank**-0.5)
@@ -221,7 +221,7 @@ def _torch_expanded(inputs: _Batch, bench: Bench, copies: int) -> Run:
 
 
 def head_linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """Queries folded into latents, and values out of them."""
+    """The projections by head: of queries into the latent space (absorbed), and of its outputs to values."""
     if not isinstance(latent := config.layers[0].mixer, MlaConfig):
         return
     H = latent.num_heads
@@ -256,7 +256,7 @@ def _head_linear(shape: tuple[int, int, int, int, int], ours: bool, bench: Bench
 
 
 #: See :data:`atom_plugin.bench.cases.CASES`.
-LATENT_CASES: Mapping[str, Callable[[ModelConfig, int], Iterator[Case]]] = {
+MLA_CASES: Mapping[str, Callable[[ModelConfig, int], Iterator[Case]]] = {
     "mla_attention": mla_attention_cases,
     "mla_prefill": mla_prefill_cases,
     "head_linear": head_linear_cases,
