@@ -178,7 +178,7 @@ def test_few_tokens_are_quantised_with_the_sum_and_the_norm(tokens, fused):
 
 
 def test_an_unknown_model_is_refused_in_words():
-    with pytest.raises(ValueError, match="known by name"):
+    with pytest.raises(ValueError, match="the known models"):
         count("no-such-model", GFX942, batch=1, ranks=1, num_layers=2, context=100)
 
 

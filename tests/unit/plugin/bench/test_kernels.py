@@ -268,7 +268,7 @@ def test_what_cannot_be_measured_is_refused(options, message):
         (("--output", "tiles"), "--output is where --tune writes"),
         (("--tune", "--op", "attention"), "--tune has tiles to choose for linear only"),
         (("--tune", "--json", "tiles.json"), "no --json"),
-        (("--rows", "1"), "--rows says what --tune looks for"),
+        (("--rows", "1"), "--rows is for --tune"),
         (("--tune", "--rows", "3"), "--rows 3: supported"),
         (("--tune", "--rows", "1", "--rows", "8"), "No GPU that torch"),
     ],
