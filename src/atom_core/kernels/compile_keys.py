@@ -25,14 +25,14 @@ class CompileKeys(Protocol):
 
 
 class AttentionCompileKeys(Protocol):
-    """An attention layer, or one of its kernels; the layer knows which of them run a batch, and asks those."""
+    """A token mixer, or one of its kernels; the mixer knows which of them run a batch, and asks those."""
 
     def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterable[Hashable]:
         """The compile keys of the launches for a batch on ``device``."""
 
 
 def attention_keys(kernel: object, shape: BatchShape, device: torch.device) -> list[Hashable]:
-    """The keys of one of a layer's kernels, told apart from those of the others; a kernel without any has one."""
+    """The keys of one of a mixer's kernels, told apart from those of the others; a kernel without any has one."""
     keys = getattr(kernel, "attention_compile_keys", None)
     return [(id(kernel), key) for key in ((None,) if keys is None else keys(shape, device))]
 
