@@ -404,7 +404,7 @@ CASES = {
         model="misshapen tensor",
     ),
     "a file cut off in its tensors": Case(("model.safetensors is damaged", "beyond its end"), model="truncated"),
-    "a file cut off in its header": Case(("model.safetensors is cut off",), model="truncated header"),
+    "a file cut off in its header": Case(("model.safetensors is truncated",), model="truncated header"),
     "an unknown op": Case(
         ("ATOM_KERNELS", "unknown op 'atention'", "attention", "rms_norm"),
         environ={"ATOM_KERNELS": "atention=reference"},

@@ -234,7 +234,7 @@ CASES = {
         model="misshapen tensor",
     ),
     "a file cut off in its tensors": Case(("model.safetensors is damaged", "beyond its end"), model="truncated"),
-    "a file cut off in its header": Case(("model.safetensors is cut off",), model="truncated header"),
+    "a file cut off in its header": Case(("model.safetensors is truncated",), model="truncated header"),
     "experts of a model without any": Case(
         ("--enable-return-routed-experts is for mixtures of experts, and this Qwen3ForCausalLM is not one",),
         {"enable_return_routed_experts": True},
