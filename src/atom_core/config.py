@@ -1,7 +1,6 @@
 """Frozen model configurations, read once from a Hugging Face ``config.json``.
 
-Every oddity of that format (missing keys and their defaults, ``rope_scaling`` against ``rope_parameters``, window
-patterns) is met here; the rest of the core reads plain attributes and never a Hugging Face object.
+The readers handle that format's oddities; the rest of the core reads plain attributes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What checkpoints call a mixture of experts within its layer, and an expert's three matrices."""
+    """The names in checkpoints of a layer's mixture of experts and of an expert's three matrices."""
 
     module: str = "mlp"
     router: str = "gate"
@@ -43,20 +42,20 @@ class MoEConfig:
     """Of each expert."""
     names: ExpertNames = ExpertNames()
     shared_size: int = 0
-    """Of the middle of the expert that all tokens go through beside their own; 0: there is none."""
+    """Intermediate size of the shared expert; 0: no shared expert."""
     float32_router: bool = False
-    """Whether the router's weight is in float32 whatever the model's dtype, so that near scores do not tie."""
+    """Whether the router's weight is float32 in any model dtype, so that near scores do not tie."""
     float32_scores: bool = False
-    """Whether its product is in float32 with a weight in the model's dtype."""
+    """Whether the router's product is float32 with a weight in the model's dtype."""
     bias: bool = False
-    """Of the router and of the experts."""
+    """Whether the router and the experts have biases."""
     fused: bool = False
-    """Whether checkpoints have all experts of a layer in one tensor a matrix, transposed, gates and ups in turn."""
+    """Whether checkpoints stack a layer's experts in one transposed tensor, with gates and ups interleaved."""
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Heads of zeros after those that checkpoints have, so that heads divide by ranks."""
+    """Heads of zeros after the checkpoint's, so that heads divide by ranks."""
 
     heads: int = 0
     kv_heads: int = 0
@@ -67,7 +66,7 @@ NO_PADDING = Padding()
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Attention with keys and values of its own for each key/value head (MHA, GQA, MQA)."""
+    """Attention over cached keys and values (MHA, GQA, MQA)."""
 
     num_heads: int
     num_kv_heads: int
@@ -79,7 +78,7 @@ class AttentionConfig:
     qk_norm: bool = False
     """Whether each head of q and of k has an RMS norm before rope."""
     sinks: bool = False
-    """Whether each head has a sink: a logit that takes its share of the softmax and has no value."""
+    """Whether each head has a sink: a logit in the softmax without a value."""
     padding: Padding = NO_PADDING
     """Included in ``num_heads`` and ``num_kv_heads``."""
 
@@ -90,19 +89,19 @@ class AttentionConfig:
 
     @property
     def cached_elements(self) -> int:
-        """Elements that the cache holds of a token, over all heads."""
+        """Cached elements of a token, over all heads."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class MlaConfig:
-    """Multi-head latent attention (MLA, arXiv 2405.04434): each head's key and value are made of one latent a token."""
+    """Multi-head latent attention (MLA, arXiv 2405.04434): all heads' keys and values come from one latent a token."""
 
     num_heads: int
     query_rank: int | None
-    """Size that a token's query is compressed to. None: it is not compressed."""
+    """Rank of the compressed query. None: queries are not compressed."""
     rank: int
-    """Size of the latent of keys and values."""
+    """Rank of the latent of keys and values."""
     nope_dim: int
     """Elements of a head's query and key without rope."""
     rope_dim: int
@@ -117,7 +116,7 @@ class MlaConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """Each head has keys and values of its own."""
+        """Each head has its own keys and values."""
         return self.num_heads
 
     @property
@@ -132,11 +131,11 @@ class MlaConfig:
 
     @property
     def cached_elements(self) -> int:
-        """Elements that the cache holds of a token."""
+        """Cached elements of a token."""
         return self.row
 
 
-#: What mixes tokens in a layer; each kind has a module in :mod:`atom_core.mixers`.
+#: A layer's token mixer; each kind has a module in :mod:`atom_core.mixers`.
 MixerConfig: TypeAlias = AttentionConfig | MlaConfig
 
 
@@ -151,7 +150,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only language model. All ranks have the same one; layers shard themselves."""
+    """A decoder-only language model, the same on all ranks; layers shard themselves."""
 
     architecture: str
     vocab_size: int
@@ -165,9 +164,9 @@ class ModelConfig:
     tie_word_embeddings: bool
     mlp_bias: bool = False
     draft_layers: int = 0
-    """Layers after the last that checkpoints have to draft further tokens with; they are not part of this model."""
+    """The checkpoint's draft layers after the last layer; they are not part of this model."""
     layers_before: int = 0
-    """Of a draft made of such layers: how many layers the checkpoint has before them."""
+    """For a draft made of these layers: the number of layers before them."""
     intermediate_padding: int = 0
     """Zeros included in ``intermediate_size`` that checkpoints do not have."""
 
@@ -193,14 +192,14 @@ class ModelConfig:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Query heads and key/value heads, which all layers have alike."""
+        """Query heads and key/value heads, the same in all layers."""
         ((heads, kv_heads),) = {(layer.mixer.num_heads, layer.mixer.num_kv_heads) for layer in self.layers}
         return heads, kv_heads
 
     def padded(self, num_heads: int, num_kv_heads: int, intermediate_size: int) -> ModelConfig:
-        """The same model with more heads and a larger intermediate size; each key/value head has as many queries.
+        """The same model with more heads and a larger intermediate size, padded by zeros that do not change results.
 
-        The padding is zeros and changes no result: heads of zeros give zeros, which are multiplied by zeros.
+        The number of query heads for each key/value head stays.
         """
         heads, kv_heads = self.heads
         assert num_heads * kv_heads == num_kv_heads * heads
@@ -223,7 +222,7 @@ def read_architecture(values: Mapping[str, Any]) -> str:
     """The one architecture that a parsed ``config.json`` names.
 
     Raises:
-        ValueError: ``architectures`` is missing, empty, or no list of names.
+        ValueError: ``architectures`` is missing, empty, or not a list of names.
     """
     names = values.get("architectures") or ()
     if not names:
@@ -234,7 +233,7 @@ def read_architecture(values: Mapping[str, Any]) -> str:
 
 
 def check_experts(num_experts: int, top_k: int, key: str) -> None:
-    """A token can go to as many experts as there are.
+    """Check the number of experts for each token.
 
     Raises:
         ValueError: ``num_experts_per_tok`` is more than the experts that ``key`` counts.
@@ -243,30 +242,30 @@ def check_experts(num_experts: int, top_k: int, key: str) -> None:
         raise ValueError(f"num_experts_per_tok={top_k} is more than there are experts ({key}={num_experts}).")
 
 
-def check_groups(groups: int, let_in: int, num_experts: int, top_k: int) -> None:
-    """Experts in ``groups`` (``n_group``), of which a token may choose from ``let_in`` (``topk_group``).
+def check_groups(groups: int, top_groups: int, num_experts: int, top_k: int) -> None:
+    """Check experts in ``groups`` (``n_group``), of which a token may use ``top_groups`` (``topk_group``).
 
     Raises:
         ValueError: groups of different sizes, or fewer experts to choose from than a token has.
     """
     if num_experts % groups:
         raise ValueError(f"n_group={groups} does not divide the number of experts, n_routed_experts={num_experts}.")
-    if let_in > groups:
-        raise ValueError(f"topk_group={let_in} is more than there are groups of experts (n_group={groups}).")
-    if top_k > let_in * (num_experts // groups):
+    if top_groups > groups:
+        raise ValueError(f"topk_group={top_groups} is more than there are groups of experts (n_group={groups}).")
+    if top_k > top_groups * (num_experts // groups):
         raise ValueError(
-            f"num_experts_per_tok={top_k} is more than there are experts in topk_group={let_in} of n_group={groups} "
-            f"groups of n_routed_experts={num_experts}: {let_in * (num_experts // groups)}."
+            f"num_experts_per_tok={top_k} is more than there are experts in topk_group={top_groups} of "
+            f"n_group={groups} groups of n_routed_experts={num_experts}: {top_groups * (num_experts // groups)}."
         )
 
 
 def read_attention(
     hf: HfConfig, *, qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool = False, sinks: bool = False
 ) -> AttentionConfig:
-    """Read the attention of a family; the arguments are what configurations do not say.
+    """Read a family's attention; the arguments say what configurations do not.
 
     Raises:
-        ValueError: sizes that do not fit each other.
+        ValueError: sizes that do not match.
     """
     num_heads, num_kv_heads = hf.num_attention_heads, hf.num_key_value_heads or hf.num_attention_heads
     if num_heads % num_kv_heads:
@@ -300,16 +299,16 @@ def read_decoder(
     draft_layers: int = 0,
     rope: RopeConfig | None = None,
 ) -> ModelConfig:
-    """Read what all decoder families write alike; the arguments are what differs.
+    """Read what decoder families share; the arguments say what differs.
 
     Args:
         hf: the configuration.
         mixers: one a layer.
-        mixtures: a mixture of experts, or None for a dense network, a layer. None: all layers are dense.
+        mixtures: one a layer, None for a dense layer. None: all layers are dense.
         mlp_bias: whether dense networks have biases.
-        activation: the family's, where configurations do not name it.
+        activation: the family's activation, where configurations do not name it.
         draft_layers: see :class:`ModelConfig`.
-        rope: None: as configurations write it for heads of attention.
+        rope: None: read from the configuration for the attention's heads.
 
     Raises:
         ValueError: missing or impossible values.
@@ -337,7 +336,7 @@ def read_activation(hf: HfConfig) -> Activation:
     """The gated MLP's activation.
 
     Raises:
-        ValueError: ``hidden_act`` names one that no kernel computes.
+        ValueError: ``hidden_act`` is not supported.
     """
     if hf.hidden_act not in _ACTIVATIONS:
         raise ValueError(
@@ -350,7 +349,7 @@ def typed_windows(types: Sequence[str], window: int | None, num_layers: int) -> 
     """One window a layer, as ``layer_types`` says.
 
     Raises:
-        ValueError: a layer type that is neither full nor sliding attention, or a count that is not the layers'.
+        ValueError: an unknown layer type, or a count other than ``num_layers``.
     """
     if len(types) != num_layers:
         raise ValueError(f"layer_types names {len(types)} layers, num_hidden_layers={num_layers}.")
@@ -361,10 +360,10 @@ def typed_windows(types: Sequence[str], window: int | None, num_layers: int) -> 
 
 
 def every_window_or_none(types: Sequence[str] | None, window: int | None, num_layers: int) -> list[int | None]:
-    """The same window in every layer, of a family that has no other; ``layer_types`` may only say the same.
+    """The same window in every layer; ``layer_types`` must agree.
 
     Raises:
-        ValueError: ``layer_types`` differ, or say otherwise than the window.
+        ValueError: ``layer_types`` do not agree.
     """
     windows = [window] * num_layers
     if types is not None and typed_windows(types, window, num_layers) != windows:

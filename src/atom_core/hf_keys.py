@@ -83,7 +83,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 @cache
 def meaningful() -> frozenset[str]:
-    """Names to which some class of Transformers, vLLM or SGLang gives a meaning."""
+    """Keys with a meaning in some class of Transformers, vLLM or SGLang."""
     return frozenset(json.loads(Path(__file__).with_name("hf_keys.json").read_text()))
 
 

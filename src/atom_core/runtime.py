@@ -1,7 +1,7 @@
-"""What a model is built with: everything that would otherwise be a process-wide global.
+"""What a model is built with, instead of process-wide globals.
 
 An adapter builds one :class:`Runtime` for each model (a target and its draft have one each) and passes it to the
-constructor; layers keep what they need of it.
+constructor.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Communicator(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """This rank's index in the group."""
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of ``x`` over the group; ``x`` may be reused for it."""
@@ -45,18 +45,18 @@ class Communicator(Protocol):
         """Exchange rows: ``send[r]`` rows of ``x`` go to rank ``r``, ``receive[r]`` come from it."""
 
     def why_no_peer_memory(self) -> str | None:
-        """None where kernels can read the other ranks' memory, else the reason, which is one for all ranks.
+        """None where kernels can read the other ranks' memory, else the reason, the same on all ranks.
 
-        All ranks ask together.
+        A collective call.
         """
 
     @property
     def peer_memory(self) -> PeerMemory:
-        """That memory, of which a group has one; see :meth:`why_no_peer_memory`."""
+        """The group's peer memory; see :meth:`why_no_peer_memory`."""
 
 
 class WithoutPeers:
-    """A group whose ranks' memory is out of reach for each other."""
+    """A group whose ranks cannot read each other's memory."""
 
     def why_no_peer_memory(self) -> str | None:
         """See :class:`Communicator`."""
@@ -104,10 +104,10 @@ class DataParallelGroup(Protocol):
         """The number of data-parallel ranks."""
 
     def gather(self, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of each tensor, the rows of all ranks in their order; ranks may have different numbers of rows."""
+        """For each tensor, the rows of all ranks in rank order; ranks may have different numbers of rows."""
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the sum over ranks of ``x``, which has the rows of all; ``x`` may be reused for it."""
+        """This rank's rows of the sum over ranks of ``x``, which has all ranks' rows; ``x`` may be reused for it."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class SingleDataParallelRank:
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """Which decoder layers this rank holds: ``first_layer .. end_layer - 1``. None: to the model's end."""
+    """The decoder layers of this rank: ``first_layer .. end_layer - 1``. None: to the model's end."""
 
     first_layer: int = 0
     end_layer: int | None = None
@@ -147,13 +147,13 @@ class PipelineStage:
 
 
 Binder = Callable[["TokenMixer", "Runtime"], "BaseAttention"]
-"""Binds a layer's token mixer to the cache that a framework keeps for it."""
+"""Binds a layer's token mixer to the framework's cache."""
 
 RoutedExperts = Callable[[int, torch.Tensor], None]
-"""Told by each mixture which experts its router chose: the layer's index, and ``experts [T, k]`` int32.
+"""Called by each mixture with the layer's index and its router's choice, int32 ``experts [T, k]``.
 
-They are those of all experts, in no order, without shared ones; ``T`` counts the rows of all data-parallel ranks, in
-the order of :meth:`DataParallelGroup.gather`. It is called within captured graphs too, so it must work on the device.
+The ids are global, unordered and without shared experts; ``T`` counts the rows of all data-parallel ranks, in the order
+of :meth:`DataParallelGroup.gather`. Captured graphs call it too, so it must work on the device.
 """
 
 
@@ -166,7 +166,7 @@ class Runtime:
     kernels: KernelSet
     bind: Binder
     max_model_len: int
-    """The longest sequence that will be served: rows of the rope table."""
+    """The longest sequence in tokens: rows of the rope table."""
     cache_dtype: torch.dtype
     tensor_parallel: Communicator = field(default_factory=SingleRank)
     data_parallel: DataParallelGroup = field(default_factory=SingleDataParallelRank)
@@ -176,8 +176,8 @@ class Runtime:
     quant: QuantConfig = field(default_factory=Unquantized)
     same_step_reads: SameStepReads = "at page starts"
     fuse_modules: bool = True
-    """Whether one kernel may do the work of several modules. If not, each module runs by its own call, for hooks."""
+    """Whether one kernel may replace several modules. Else each module runs by its own call, for hooks."""
     head_dtype: torch.dtype | None = None
-    """Of the head's product and of logits, float32 or None: the model's. The head's weight has the model's."""
+    """The dtype of logits: float32, or None for the model's. The head's weight always has the model's."""
     routed_experts: RoutedExperts | None = None
-    """None: nobody asks."""
+    """None: the router's choice is not reported."""

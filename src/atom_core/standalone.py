@@ -1,7 +1,6 @@
-"""The core by itself: load a checkpoint, run prompts, no serving framework.
+"""Run a checkpoint without a serving framework, for tests, ``atom-plugin check`` and ``atom-plugin bench``.
 
-Small and offline, for tests, ``atom-plugin check`` and ``atom-plugin bench``: greedy decoding of a batch over one paged
-cache that it owns. It schedules nothing, frees nothing, and stops at a token count.
+Greedy decoding of one batch over its own paged cache, up to a token count, without a scheduler.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from atom_core.weights import unread_layers
 
 logger = logging.getLogger(__name__)
 
-#: Of random matrices, as models are initialised before training.
+#: Standard deviation of random weights, as at the start of training.
 RANDOM_SPREAD = 0.02
 
 
@@ -54,7 +53,7 @@ def build_runtime(
         dtype: of weights and activations.
         max_model_len: the longest sequence.
         kernels: forced implementations by op, as in ``ATOM_KERNELS``.
-        target: what kernels are chosen for; None: ``device``.
+        target: the device that kernels are chosen for; None: ``device``.
         cache_dtype: of the cache; None: ``dtype``.
         quant: of the linear layers.
         with_aiter: see :func:`atom_core.kernels.kernel_set`.
@@ -71,7 +70,7 @@ def build_runtime(
 
 
 def random_codes(name: str) -> tuple[int, int]:
-    """Of a packed tensor's bytes, the lowest and one past the highest: any codes, scales of powers of two near 2^-8."""
+    """The range of a packed tensor's bytes, its end excluded: any codes, and scales near 2^-8."""
     return (117, 122) if name.endswith(("_scale", "_scales")) else (0, 256)
 
 
@@ -84,8 +83,8 @@ def random_model(config: ModelConfig, runtime: Runtime, seed: int = 0) -> Decode
             parameter.data.random_(*random_codes(name), generator=generator)
             continue
         centre = 1.0 if parameter.dim() == 1 and not name.endswith("bias") else 0.0
-        numbers = torch.empty(parameter.shape, dtype=runtime.dtype, device=runtime.device)
-        parameter.data.copy_(numbers.normal_(centre, RANDOM_SPREAD, generator=generator))
+        values = torch.empty(parameter.shape, dtype=runtime.dtype, device=runtime.device)
+        parameter.data.copy_(values.normal_(centre, RANDOM_SPREAD, generator=generator))
     finalize(model)
     return model
 
@@ -98,7 +97,7 @@ def mixers(model: torch.nn.Module) -> list[TokenMixer]:
 def empty_caches(
     model: torch.nn.Module, runtime: Runtime, num_pages: int, page_size: int, *, random: bool = False
 ) -> dict[int, Cache]:
-    """Each layer's cache by its index: random values, or NaN, which shows a kernel that reads what it did not write."""
+    """Each layer's cache by its index: random values, or NaN, which reveals reads of unwritten elements."""
 
     def memory(*shape: int) -> torch.Tensor:
         if not random:
@@ -119,13 +118,13 @@ def empty_caches(
 
 
 def plan(model: torch.nn.Module, batch: Batch) -> Batch:
-    """The step with what the model's mixers work out once for all layers of a kind."""
+    """``batch`` with the plans of the model's mixers, one for all layers of a kind."""
     planners = {mixer.plan_key(): mixer for mixer in mixers(model)}
     return batch.with_plans({key: mixer.plan(batch) for key, mixer in planners.items() if key is not None})
 
 
 def finalize(model: torch.nn.Module) -> None:
-    """Let every layer whose weights are open bring them into the form that its kernel reads."""
+    """Convert every layer's loaded weights to the form that its kernel reads."""
     for module in model.modules():
         if isinstance(module, ParameterLayer):
             module.close_weights()
@@ -155,11 +154,11 @@ class Runner:
         kernels: forced implementations by op.
         cache_dtype: the dtype of the cache; None: ``dtype``.
         quantization: quantise an unquantised checkpoint while it is loaded ("fp8").
-        target: what kernels are chosen for; None: ``device``.
+        target: the device that kernels are chosen for; None: ``device``.
         with_aiter: see :func:`atom_core.kernels.kernel_set`.
 
     Raises:
-        ValueError: the checkpoint is not one that our models run.
+        ValueError: the checkpoint is not supported.
     """
 
     def __init__(
@@ -193,10 +192,10 @@ class Runner:
             logger.warning(line)
 
     def reload(self, directory: Path) -> None:
-        """Go on with the weights of another checkpoint of the same model.
+        """Replace the weights by those of another checkpoint of the same model.
 
         Raises:
-            ValueError: they do not fit, and the old ones stay.
+            ValueError: they do not fit; the old ones stay.
         """
         check_update(self.weights, self.config, directory, self.runtime.quant, self.directory)
         self.weights.update(Checkpoint.open(directory).load(), str(directory), whole=True, checked=True)
@@ -233,7 +232,7 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, caches: Mapping[int, Cache], cached: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Run each request's new ``tokens`` behind its ``cached`` ones: hidden states ``[T, hidden]``."""
+        """Run each request's new ``tokens`` after its ``cached`` ones: hidden states ``[T, hidden]``."""
         new = [len(row) for row in tokens]
         batch = plan(self.model, self.batch(cached, new))
         positions = [

@@ -71,7 +71,7 @@ class AttentionMixer(TokenMixer):
         return self.kernel.graph_support
 
     def select_kernels(self, kernels: KernelSet) -> None:
-        """The kernels of prompts and of mixed steps, and one for decoding where there is one."""
+        """Select the kernels of prompts and mixed steps, and a fused one for decoding where supported."""
         paged = PagedAttentionSpec(
             num_heads=self.qkv.num_heads,
             num_kv_heads=self.qkv.num_kv_heads,
@@ -182,7 +182,7 @@ class Attention(ParameterLayer):
         return result
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
-        """Sinks, where there are some: a number a head."""
+        """Sinks, one value for each head, where the model has them."""
         if self.sinks is not None:
             first = self.group.rank * len(self.sinks)
             source, count, padding = stored(range(first, first + len(self.sinks)), self.stored_heads)

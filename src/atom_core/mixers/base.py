@@ -1,9 +1,9 @@
-"""The contract between a token mixer and whoever owns its cache.
+"""The contract between a token mixer and the owner of its cache.
 
-A :class:`TokenMixer` runs between a layer's projections: it writes the new tokens to the cache and mixes them with what
-is there. :class:`BaseAttention` binds one to a framework's cache. A model calls ``self.attn(inputs, positions, step)``
-and knows nothing of caches. The adapters' children of :class:`PagedAttention` (vLLM) and :class:`RadixAttention`
-(SGLang) differ only in where the batch and the cache come from.
+A :class:`TokenMixer` runs between a layer's projections: it writes the new tokens to the cache and mixes them with the
+cached ones. :class:`BaseAttention` binds one to a framework's cache: a model calls it without knowing caches. The
+adapters' children of :class:`PagedAttention` (vLLM) and :class:`RadixAttention` (SGLang) differ only in where the batch
+and the cache come from.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TokenMixer(ABC):
     @property
     @abstractmethod
     def cache_spec(self) -> CacheSpec:
-        """What it keeps between steps."""
+        """The cache that the mixer needs."""
 
     @property
     @abstractmethod
@@ -70,7 +70,7 @@ class TokenMixer(ABC):
         return None
 
     def plan(self, batch: Batch) -> object:
-        """What is worked out once a step for all layers of the key; :meth:`run` finds it in :attr:`Batch.plans`."""
+        """The plan of a step for all layers of the key; :meth:`run` reads it from :attr:`Batch.plans`."""
         raise AssertionError("a mixer without a plan_key plans nothing")
 
     @abstractmethod
@@ -84,7 +84,7 @@ class TokenMixer(ABC):
         """Write the new tokens to the cache and mix.
 
         Args:
-            inputs: what the projections give, a row a token; they may be written to. Rows past ``batch.num_tokens``
+            inputs: the projections' outputs, a row a token; the mixer may write to them. Rows past ``batch.num_tokens``
                 are padding.
             positions: ``[T]`` integers.
             batch: the step, with plans.
@@ -97,7 +97,7 @@ class TokenMixer(ABC):
         return inputs[0].new_empty(inputs[0].shape[0], *self.heads)
 
     def profile(self, out: torch.Tensor) -> None:  # noqa: B027 - most need nothing
-        """Allocate for a moment what :meth:`run` may need beside ``out``: engines measure free memory so."""
+        """Allocate and free what :meth:`run` may need besides ``out``, for the engine's memory profiling."""
 
 
 class BaseAttention(nn.Module, ABC):
@@ -108,7 +108,7 @@ class BaseAttention(nn.Module, ABC):
         self.mixer = mixer
 
     def set_scales(self, key: float, value: float) -> None:
-        """Set the scales of an FP8 cache, once after loading: graphs are captured with the numbers."""
+        """Set the scales of an FP8 cache, once after loading: captured graphs contain the values."""
         self.mixer.k_scale, self.mixer.v_scale = key, value
 
     @abstractmethod
@@ -118,7 +118,7 @@ class BaseAttention(nn.Module, ABC):
         Args:
             inputs: see :meth:`TokenMixer.run`.
             positions: ``[T]`` integers.
-            step: what the framework passes through the model for this step; see the child class.
+            step: what the framework passes through the model; see the child class.
 
         Returns:
             ``[T, H * V]``.
@@ -126,9 +126,9 @@ class BaseAttention(nn.Module, ABC):
 
 
 class PagedAttention(BaseAttention):
-    """Bound by name, as in vLLM: batch and cache are found by the layer's name, and ``step`` carries nothing.
+    """Bound by name, as in vLLM: the layer's name finds batch and cache, and ``step`` is not read.
 
-    The framework binds the cache to the layer once, and announces each step's batch beside the model call.
+    The framework binds the cache to the layer once and provides each step's batch outside the model call.
     """
 
     def __init__(self, mixer: TokenMixer, runtime: Runtime) -> None:
@@ -160,14 +160,14 @@ class PagedAttention(BaseAttention):
 
 
 class Step(Protocol):
-    """A step that brings its batch and the caches along."""
+    """A step that provides its batch and the caches."""
 
     def lookup(self, mixer: TokenMixer) -> tuple[Batch, Cache]:
         """The batch, with the mixer's plan, and the layer's cache."""
 
 
 class RadixAttention(BaseAttention):
-    """Bound by the step, as in SGLang and in the standalone runner: ``step`` brings the batch and the caches."""
+    """Bound by the step, as in SGLang and in the standalone runner: ``step`` provides the batch and the caches."""
 
     def __init__(self, mixer: TokenMixer, runtime: Runtime) -> None:
         super().__init__(mixer)

@@ -1,9 +1,9 @@
 """Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434).
 
 A token's cache row is one latent of ``L`` elements and a rotated key of ``R``, the same for all heads and on every
-rank. Of a head's query, ``N`` elements meet the latent and ``R`` the rotated key; its value has ``V``.
-:class:`MultiHeadLatentAttention` has the projections: what reads the same input is one product, the compressed query
-and the latent, or this rank's queries and the latent. Between them :class:`MlaMixer` norms, rotates, writes the cache
+rank. A head's query has ``N`` elements for the latent and ``R`` for the rotated key; its value has ``V``.
+:class:`MultiHeadLatentAttention` has the projections: one product gives the latent together with the compressed
+query or with this rank's queries. Between them :class:`MlaMixer` norms, rotates, writes the cache
 and attends.
 """
 
@@ -40,17 +40,17 @@ from atom_core.mixers.cache_scales import CacheScales
 from atom_core.runtime import Runtime
 from atom_core.types import GraphSupport
 
-#: Of the norms of latents, which no configuration names.
+#: Epsilon of the latents' norms, which configurations do not name.
 LATENT_EPS = 1e-6
 
 
 class MlaMixer(TokenMixer):
     """MLA by our kernels. Its inputs are ``q [T, H * (N + R)]`` and ``latent [T, L + R]``, neither normed nor rotated.
 
-    Two forms give one result: queries are multiplied into the latents' space (absorbed), or keys and values are made of
-    the latents (expanded). A step's plan says which requests go which way
-    (:mod:`atom_core.kernels.mla_prefill.plan`). Without a plan, as in a captured graph, all go by the absorbed form,
-    whose launches depend on no length.
+    Two forms give one result: queries are multiplied into the latents' space (absorbed), or the latents are
+    expanded to keys and values. A step's plan says which requests go which way
+    (:mod:`atom_core.kernels.mla_prefill.plan`). Without a plan, as in a captured graph, all use the absorbed form,
+    whose launches do not depend on lengths.
 
     Args:
         name, layer_index: see :class:`TokenMixer`.
@@ -78,11 +78,11 @@ class MlaMixer(TokenMixer):
 
     @property
     def graph_support(self) -> GraphSupport:
-        """Prompts are planned by lengths that the host knows."""
+        """Decodes only: plans of prompts need lengths on the host."""
         return "none" if self.kernel.graph_support == "none" else "decodes"
 
     def select_kernels(self, kernels: KernelSet) -> None:
-        """The kernels of both forms, and fused ones for few tokens where there are some."""
+        """Select the kernels of both forms, and fused ones for few tokens where supported."""
         shape = self.shape
         self.fill_cache = kernels.select(MLA_CACHE, shape)
         self.kernel: MlaAttentionKernel = kernels.select(MLA_ATTENTION, self.attention)
@@ -137,7 +137,7 @@ class MlaMixer(TokenMixer):
         return self.shape
 
     def plan(self, batch: Batch) -> PrefillPlan | None:
-        """Which requests of the step have their latents expanded."""
+        """The requests of the step whose latents are expanded."""
         return plan_prefill(batch, self.shape)
 
     def scaled(self, cache: LatentCacheView) -> LatentCacheView:
@@ -195,7 +195,7 @@ class MlaMixer(TokenMixer):
         self.out_of_latents(summed, expand, out)
 
     def _empty_heads(self, q: torch.Tensor, width: int) -> torch.Tensor:
-        """Uninitialised ``[T, H, width]`` within as many heads as the kernel wants allocated."""
+        """Uninitialised ``[T, H, width]`` with the kernel's padded heads allocated."""
         return q.new_empty(q.shape[0], self.kernel.padded_heads, width)[:, : self.shape.num_heads]
 
     def profile(self, out: torch.Tensor) -> None:
@@ -227,8 +227,8 @@ class MultiHeadLatentAttention(nn.Module):
             rank = latent.query_rank
             first = Column("q_a_proj", rank, range(rank))
             self.q_a_layernorm = RMSNorm(rank, LATENT_EPS, runtime)
-            part = [Column("q_b_proj", queries, mine_of_queries)]
-            self.q_b_proj = MergedColumnLinear(rank, part, False, runtime, f"{name}.q_b_proj")
+            columns = [Column("q_b_proj", queries, mine_of_queries)]
+            self.q_b_proj = MergedColumnLinear(rank, columns, False, runtime, f"{name}.q_b_proj")
         self.compressed = latent.query_rank is not None
         fused = f"{name}.fused_qkv_a_proj_with_mqa"
         self.fused_qkv_a_proj_with_mqa = MergedColumnLinear(hidden, [first, kv], False, runtime, fused)

@@ -1,7 +1,7 @@
-"""The pre-norm decoder that the families share: they differ in configuration alone.
+"""The pre-norm decoder that all families share; families differ only in configuration.
 
-``T`` tokens of a batch in one row, no padding between requests. The layers run fused, by :mod:`atom_core.fusion`, or
-one module after the other.
+A batch is ``T`` tokens in one row without padding between requests. Layers run fused (:mod:`atom_core.fusion`), or one
+module after the other.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from atom_core.runtime import Runtime
 
 @dataclass(frozen=True)
 class Carried:
-    """What one pipeline stage hands to the next: two parts of the residual stream, both ``[T, hidden]``."""
+    """What one pipeline stage sends to the next: two terms of the residual stream, each ``[T, hidden]``."""
 
     hidden: torch.Tensor
     residual: torch.Tensor
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm: this rank's pipeline stage of them."""
+    """This rank's pipeline stage of the embedding, the layers and the final norm."""
 
     def __init__(self, config: ModelConfig, runtime: Runtime, name: str) -> None:
         super().__init__()
@@ -45,19 +45,18 @@ class Decoder(nn.Module):
             TokenEmbedding(config.vocab_size, config.hidden_size, runtime) if needs_table else MissingLayer()
         )
         self.rotary = RotaryTable(config.rope, runtime)
-        mine = stage.layers(count)
+        self.stage = stage.layers(count)
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, self.rotary, runtime, f"{name}.layers.{index}")
-            if index in mine
+            if index in self.stage
             else MissingLayer()
             for index in range(count)
         )
-        self.stage = mine
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime) if self.is_last else MissingLayer()
-        held, norm = [cast(DecoderLayer, self.layers[index]) for index in mine], self.norm
-        #: What runs in the place of the layers and the norm; None: their own calls.
+        layers, norm = [cast(DecoderLayer, self.layers[index]) for index in self.stage], self.norm
+        #: Runs instead of the layers and the norm. None: each module runs by itself.
         self.fused = (
-            FusedLayers(held, norm if isinstance(norm, RMSNorm) else None, runtime) if runtime.fuse_modules else None
+            FusedLayers(layers, norm if isinstance(norm, RMSNorm) else None, runtime) if runtime.fuse_modules else None
         )
 
     def forward(
@@ -72,7 +71,7 @@ class Decoder(nn.Module):
         x, residual = (
             (carried.hidden, carried.residual)
             if carried is not None
-            # The stream is written to in place; given embeddings belong to the caller.
+            # Layers write to the stream in place; the given embeddings belong to the caller.
             else (self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds.clone(), None)
         )
         if self.fused is not None and not self.fused.has_hooks:
@@ -86,21 +85,21 @@ class Decoder(nn.Module):
 
 
 class CheckpointModel(nn.Module):
-    """What is loaded from a checkpoint, of which it need not be all."""
+    """A model that is loaded from a checkpoint, or from some of its tensors."""
 
     config: ModelConfig
-    #: Checkpoint names that hold nothing to load: tables that old checkpoints stored.
+    #: Names of rope tables in old checkpoints, which are not loaded.
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-    #: Checkpoint names of what is no part of the model.
+    #: Names of checkpoint tensors that are not part of the model.
     ignored_prefixes: tuple[str, ...] = ()
-    #: Modules that are another model's, which loads them.
+    #: Modules of another model, which loads them.
     borrowed: tuple[str, ...] = ()
-    #: Indices of layers that the checkpoint has behind the model's, which is known once it has been looked at.
+    #: Indices of the checkpoint's layers after the model's last; set when the checkpoint is inspected.
     unread: range = range(0)
 
 
 class DecoderForCausalLM(CheckpointModel, ABC):
-    """A language model: hidden states and logits apart, because engines want logits of few rows."""
+    """A language model. Logits are a call of their own, because engines need them for few rows only."""
 
     def __init__(self, config: ModelConfig, runtime: Runtime, prefix: str = "") -> None:
         super().__init__()
@@ -113,19 +112,19 @@ class DecoderForCausalLM(CheckpointModel, ABC):
             self.lm_head: nn.Module = LMHead(config.vocab_size, config.hidden_size, runtime, tied_to)
         else:
             self.lm_head = MissingLayer()
-        behind = range(config.num_layers, config.num_layers + config.draft_layers)
+        drafts = range(config.num_layers, config.num_layers + config.draft_layers)
         self.ignored_prefixes = (
             *(("lm_head.",) if config.tie_word_embeddings else ()),
-            *(f"model.layers.{index}." for index in behind),
+            *(f"model.layers.{index}." for index in drafts),
         )
 
-    #: What the family reads of a Hugging Face configuration.
+    #: The keys of a Hugging Face configuration that the family reads.
     schema: type[HfConfig]
 
     @classmethod
     @abstractmethod
     def read_config(cls, hf: Any) -> ModelConfig:
-        """The family's reading of a configuration, an object of :attr:`schema`.
+        """Convert a configuration, an object of :attr:`schema`.
 
         Raises:
             ValueError: a value that the family cannot run.
@@ -144,12 +143,12 @@ class DecoderForCausalLM(CheckpointModel, ABC):
         Args:
             input_ids: ``[T]``; None where ``inputs_embeds`` or ``carried`` is given.
             positions: ``[T]``.
-            step: handed to the attention layers as it is.
-            inputs_embeds: ``[T, hidden]``, instead of ids.
-            carried: what the stage before this one returned.
+            step: passed to the attention layers unchanged.
+            inputs_embeds: ``[T, hidden]``, instead of ``input_ids``.
+            carried: what the previous pipeline stage returned.
 
         Returns:
-            Hidden states ``[T, hidden]`` after the final norm; before the last stage, what it carries on.
+            Hidden states ``[T, hidden]`` after the final norm; on stages before the last, :class:`Carried`.
         """
         result: torch.Tensor | Carried = self.model(input_ids, positions, step, inputs_embeds, carried)
         return result

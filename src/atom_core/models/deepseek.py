@@ -1,7 +1,7 @@
-"""DeepSeek V2, V2-Lite, V3 and R1, and Kimi K2: attention over latents, mixtures of experts behind some dense layers.
+"""DeepSeek V2, V2-Lite, V3 and R1, and Kimi K2: multi-head latent attention (MLA) and SwiGLU experts.
 
-V2 (arXiv 2405.04434) scores experts by a softmax, V3 (arXiv 2412.19437) by sigmoids, with a correction that keeps
-experts busy alike. The layers that checkpoints have behind the last, to draft further tokens with, are left out.
+The first layers are dense. V2 (arXiv 2405.04434) scores experts by a softmax; V3 (arXiv 2412.19437) by sigmoids, with
+a correction that balances the experts' load. This model does not load the checkpoint's draft layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _METHODS: dict[str, tuple[bool, GroupScore, bool]] = {
 
 
 class DeepseekKeys(HfConfig):
-    """What V2 and V3 share. ``head_dim`` is what configurations call the rotated part of a head, or the whole."""
+    """What V2 and V3 share. ``head_dim`` is not used: its meaning differs between configurations."""
 
     fixed: ClassVar[dict[str, tuple[object, ...]]] = {"attention_bias": (False,), "mlp_bias": (False,)}
 
@@ -47,7 +47,7 @@ class DeepseekKeys(HfConfig):
     routed_scaling_factor: Number
     num_nextn_predict_layers: DraftLayers = 0
 
-    #: How this version scores experts; Transformers' class has no other.
+    #: How this version scores experts; Transformers' class supports no other scoring.
     scoring: ClassVar[Scoring]
 
 
@@ -145,7 +145,7 @@ def _mixtures(hf: DeepseekKeys) -> list[MoEConfig | None]:
             f"{', '.join(repr(name) for name, it in _METHODS.items() if it[2] == (hf.scoring == 'sigmoid'))}."
         )
     if method != "noaux_tc" and hf.norm_topk_prob:
-        # DeepSeek's own code then leaves the scale out, vLLM's does both, and Hugging Face's neither.
+        # Implementations disagree: DeepSeek omits the scale, vLLM does both, Hugging Face does neither.
         raise ValueError(f"norm_topk_prob=true with topk_method={method!r} is not supported; supported: false.")
     num_groups, top_groups = (hf.n_group or 1, hf.topk_group or 1) if in_groups else (1, 1)
     check_groups(num_groups, top_groups, num_experts, top_k)

@@ -1,4 +1,4 @@
-"""The layer of DeepSeek V3 and R1 that drafts; see :mod:`atom_core.models.draft`."""
+"""The draft layer of DeepSeek V3 and R1 (MLA and experts, as the model's layers); see :mod:`atom_core.models.draft`."""
 
 from __future__ import annotations
 

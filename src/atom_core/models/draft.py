@@ -1,10 +1,9 @@
-"""Layers that a checkpoint has behind its last, each of which drafts one token further (multi-token prediction, MTP).
+"""A checkpoint's draft layers after its last layer; each drafts one further token (multi-token prediction, MTP).
 
-Layer ``d`` reads, at the position of token ``i``, the hidden state there and the embedding of the token after it, and
-gives the hidden state from which the model's own head predicts the token after that (DeepSeek-V3, arXiv 2412.19437,
-section 2.2). The first reads the model's hidden states, each other those of the one before; where more tokens are
-drafted than there are layers, the layers take turns again. Embeddings and head are the model's: a draft is given its
-layers, and loads none.
+Layer ``d`` reads the hidden state at the position of token ``i`` and the embedding of token ``i + 1``. It returns the
+hidden state from which the model's head predicts token ``i + 2`` (DeepSeek-V3, arXiv 2412.19437, section 2.2). The
+first layer reads the model's hidden states, the next ones those of the layer before. Drafts longer than the number of
+layers start again at the first. The draft shares the model's embedding and head and does not load them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from atom_core.runtime import Runtime
 
 
 class SharedHead(nn.Module):
-    """The norm in front of the model's head, where checkpoints have it."""
+    """The norm before the model's head, under its name in checkpoints."""
 
     def __init__(self, config: ModelConfig, runtime: Runtime) -> None:
         super().__init__()
@@ -64,14 +63,14 @@ class DraftLayer(DecoderLayer):
 
 
 def _of_entry(runtime: Runtime, name: str) -> Runtime:
-    """The runtime with the quantisation of ``eh_proj``, which DeepSeek's FP8 checkpoints leave as it is unsaid."""
+    """The runtime for ``eh_proj``, which DeepSeek's FP8 checkpoints do not quantise and do not list as ignored."""
     scheme = runtime.quant.linear([name])
     silent = isinstance(scheme, Fp8Config) and scheme.block and scheme.scale == "weight_scale_inv"
     return replace(runtime, quant=Unquantized()) if silent else runtime
 
 
 class DraftStack(nn.Module):
-    """The layers by their places in the checkpoint, and the model's embedding."""
+    """The draft layers by their index in the checkpoint, and the model's embedding."""
 
     def __init__(self, config: ModelConfig, first: int, runtime: Runtime, name: str) -> None:
         super().__init__()
@@ -86,12 +85,12 @@ class DraftStack(nn.Module):
 
 
 class DraftModel(CheckpointModel, ABC):
-    """The layers of one checkpoint that draft.
+    """The draft layers of one checkpoint.
 
     Args:
-        config: as :meth:`from_hf` reads it: of these layers alone.
+        config: of the draft layers alone, as :meth:`from_hf` reads it.
         runtime: the draft's own.
-        prefix: what module names start with, before those of checkpoints.
+        prefix: what module names start with, before the checkpoint's names.
     """
 
     borrowed = ("model.embed_tokens", "lm_head")
@@ -107,24 +106,24 @@ class DraftModel(CheckpointModel, ABC):
         self.ignored_prefixes = (
             *(f"model.layers.{index}." for index in range(self.first)),
             "model.norm.",
-            # Copies of the model's own, which some checkpoints have.
+            # Some checkpoints repeat the model's embedding and head.
             *(f"{layer}{copied}." for layer in of_layers for copied in ("embed_tokens", "shared_head.head")),
         )
 
     @classmethod
     @abstractmethod
     def family(cls) -> type[DecoderForCausalLM]:
-        """The model behind whose layers these are."""
+        """The class of the model that these layers draft for."""
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | Any) -> ModelConfig:
-        """The configuration of the layers that draft.
+        """The configuration of the draft layers.
 
         Args:
-            source: the whole checkpoint's, as for :func:`atom_core.models.read_config.read_model_config`.
+            source: the whole checkpoint's configuration, as for :func:`atom_core.models.read_config.read_model_config`.
 
         Raises:
-            ValueError: it has no such layers, or a value that the family cannot run.
+            ValueError: it has no draft layers, or a value that the family cannot run.
         """
         family, values = cls.family(), as_mapping(source)
         hf = family.schema.read(values)
@@ -138,20 +137,20 @@ class DraftModel(CheckpointModel, ABC):
         return replace(whole, layers=whole.layers[before:], layers_before=before, draft_layers=0)
 
     def share(self, embed_tokens: TokenEmbedding, lm_head: LMHead) -> None:
-        """Read the embedding and the head of the model that is drafted for."""
+        """Use the embedding and the head of the model that this drafts for."""
         self.model.embed_tokens, self.lm_head = embed_tokens, lm_head
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, step: object, depth: int = 0
     ) -> torch.Tensor:
-        """Draft behind a batch's tokens.
+        """Draft one token after each of a batch's tokens.
 
         Args:
-            input_ids: ``[T]``: of each position, the token after it.
+            input_ids: ``[T]``: for each position, the token after it.
             positions: ``[T]``.
-            hidden: ``[T, hidden]`` at the positions: the model's after its final norm, or what this gave before.
-            step: handed to the attention layers as it is.
-            depth: how many tokens have been drafted before, by which the layer is chosen.
+            hidden: ``[T, hidden]`` at the positions: the model's after its final norm, or the draft's previous result.
+            step: passed to the attention layers unchanged.
+            depth: how many tokens are drafted already; it chooses the layer.
 
         Returns:
             Hidden states ``[T, hidden]``, for :meth:`logits` and for the next draft.

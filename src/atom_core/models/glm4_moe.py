@@ -1,6 +1,7 @@
-"""GLM-4.5, 4.6: mixtures of experts behind some dense layers, scored by sigmoids, with an expert that all tokens share.
+"""GLM-4.5 and 4.6 (arXiv 2508.06471): grouped-query attention that rotates half of each head, and SwiGLU experts.
 
-Half of a head is rotated. The layers that checkpoints have behind the last, to draft further tokens with, are left out.
+The first layers are dense. The others have routed experts, scored by sigmoids, and shared experts for all tokens. The
+checkpoint's draft layers are not loaded.
 """
 
 from __future__ import annotations

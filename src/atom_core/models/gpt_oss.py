@@ -1,4 +1,7 @@
-"""GPT-OSS (arXiv 2508.10925): attention with sinks, every other layer's in a window; experts with biases."""
+"""GPT-OSS (arXiv 2508.10925): grouped-query attention with sinks, and a mixture of clamped-SwiGLU experts.
+
+Every other layer has a sliding window. The router, the experts and the attention projections have biases.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from atom_core.hf_config import Experts, HfConfig, Number, RopeKeys, Size, Token
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.types import SWIGLU_LIMIT, SWIGLU_STEEPNESS, RoutingConfig
 
-#: What a configuration without a rope means.
+#: The rope of a configuration that has none.
 _ROPE = RopeKeys(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
 
 
@@ -45,7 +48,7 @@ class GptOssKeys(HfConfig):
 
     @property
     def rope_keys(self) -> RopeKeys:
-        """See :class:`HfConfig`; without any, the family's own."""
+        """See :class:`HfConfig`; the family's default where the configuration has no rope."""
         return super().rope_keys if self.rope_scaling or self.rope_parameters else _ROPE
 
     def windows(self) -> list[int | None]:
@@ -67,7 +70,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
         """See :meth:`DecoderForCausalLM.read_config`."""
         bias, num_layers = hf.attention_bias, hf.num_hidden_layers
         check_experts(hf.num_local_experts, hf.num_experts_per_tok, "num_local_experts")
-        # The chosen experts' share of the softmax over all of them, which is the softmax over the chosen ones.
+        # Renormalizing the softmax over all experts gives the softmax over the chosen ones.
         routing = RoutingConfig(hf.num_local_experts, hf.num_experts_per_tok, "softmax", renormalize=True)
         names = ExpertNames(router="router", gate="gate_up_proj", up="gate_up_proj", down="down_proj")
         moe = MoEConfig(routing, hf.intermediate_size, names, bias=True, fused=True)

@@ -1,4 +1,7 @@
-"""Llama 2 and 3.x: grouped-query attention, optional biases, llama3 rope scaling, tied heads in the small ones."""
+"""Llama 2 (arXiv 2307.09288) and Llama 3.x (arXiv 2407.21783): grouped-query attention and a SwiGLU feed-forward.
+
+Biases are optional. Small models tie the head to the embedding; Llama 3.1 and later scale rope ("llama3").
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from atom_core.models.decoder import DecoderForCausalLM
 
 
 class LlamaKeys(HfConfig):
-    """``attention_bias`` is one switch for all four projections, ``mlp_bias`` for all three."""
+    """``attention_bias`` applies to all four projections, ``mlp_bias`` to all three."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
 

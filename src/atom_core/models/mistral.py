@@ -1,4 +1,7 @@
-"""Mistral: Llama without biases, and with one sliding window for all layers, or none."""
+"""Mistral (arXiv 2310.06825): grouped-query attention and a SwiGLU feed-forward, as Llama without biases.
+
+All layers have the same sliding window, or none.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from atom_core.models.decoder import DecoderForCausalLM
 
 
 class MistralKeys(HfConfig):
-    """See the module's text; Transformers reads ``layer_types`` by another class (Ministral's)."""
+    """Transformers' class for ``layer_types`` is Ministral's."""
 
     model_types: ClassVar[tuple[str, ...]] = ("mistral",)
 

@@ -1,4 +1,7 @@
-"""Mixtral: Mistral with a mixture of experts in every layer, under names of its own in checkpoints."""
+"""Mixtral (arXiv 2401.04088): Mistral's attention, and a mixture of SwiGLU experts in every layer.
+
+A softmax router chooses the experts. Checkpoints have their own names for the matrices (w1, w2, w3).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class MixtralKeys(HfConfig):
 
     model_types: ClassVar[tuple[str, ...]] = ("mixtral",)
     default_theta: ClassVar[float] = 1e6
-    #: The chosen experts share the softmax whatever is written.
+    #: The weights of the chosen experts are always renormalized.
     fixed: ClassVar[dict[str, tuple[object, ...]]] = {"norm_topk_prob": (True,), "scoring_func": ("softmax",)}
 
     num_key_value_heads: int | None = 8
@@ -47,7 +50,7 @@ class MixtralForCausalLM(DecoderForCausalLM):
         """See :meth:`DecoderForCausalLM.read_config`."""
         num_layers, num_experts, top_k = hf.num_hidden_layers, hf.num_local_experts, hf.num_experts_per_tok
         check_experts(num_experts, top_k, "num_local_experts")
-        # The chosen experts' share of the softmax over all of them, which is the softmax over the chosen ones.
+        # Renormalizing the softmax over all experts gives the softmax over the chosen ones.
         routing = RoutingConfig(num_experts, top_k, "softmax", renormalize=True)
         moe = MoEConfig(routing, hf.intermediate_size, _NAMES)
         windows = every_window_or_none(hf.layer_types, hf.sliding_window, num_layers)

@@ -1,4 +1,7 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v alone; an optional window from some layer on."""
+"""Qwen2 (arXiv 2407.10671) and Qwen2.5: grouped-query attention and a SwiGLU feed-forward.
+
+Only q, k and v have biases. Layers from some index on may have a sliding window.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from atom_core.models.decoder import DecoderForCausalLM
 
 
 class QwenKeys(HfConfig):
-    """What Qwen2 and Qwen3 share: a window in layers that ``layer_types`` names, else from ``max_window_layers`` on."""
+    """What Qwen2 and Qwen3 share: ``layer_types`` names windowed layers, else they start at ``max_window_layers``."""
 
     num_key_value_heads: int | None = 32
     use_sliding_window: bool = False
@@ -22,7 +25,7 @@ class QwenKeys(HfConfig):
         """One window a layer; none without ``use_sliding_window``.
 
         Raises:
-            ValueError: a layer type that is neither full nor sliding attention, or a count that is not the layers'.
+            ValueError: an unknown layer type, or a count other than the layers'.
         """
         window = self.sliding_window if self.use_sliding_window else None
         if self.layer_types is not None:

@@ -1,4 +1,7 @@
-"""Qwen3: a norm over each head of q and k before rope, and a head size of its own (128 where the config gives none)."""
+"""Qwen3 (arXiv 2505.09388): grouped-query attention and a SwiGLU feed-forward.
+
+Each head of q and k has an RMS norm before rope. The head size is a setting of its own (default 128).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Qwen3-MoE: Qwen3 with a mixture of experts in place of the feed-forward network, in all layers or in some."""
+"""Qwen3-MoE (arXiv 2505.09388): Qwen3's attention, and a mixture of SwiGLU experts in all layers or in some.
+
+A softmax router chooses the experts; the other layers have a dense feed-forward.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from atom_core.types import RoutingConfig
 
 
 class Qwen3MoeKeys(HfConfig):
-    """See the module's text; ``use_sliding_window`` is for all layers."""
+    """``use_sliding_window`` applies to all layers."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
     fixed: ClassVar[dict[str, tuple[object, ...]]] = {"use_qk_norm": (True,), "scoring_func": ("softmax",)}
@@ -30,10 +33,10 @@ class Qwen3MoeKeys(HfConfig):
     sliding_window: Tokens | None = 4096
     layer_types: list[str] | None = None
     max_window_layers: Index | None = None
-    """Written by many tools; Transformers' class of this family leaves it aside."""
+    """Many tools write it; Transformers' class of this family ignores it."""
     num_experts: Experts | None = None
     num_local_experts: Experts | None = None
-    """What Transformers 5 calls them."""
+    """The name of ``num_experts`` in Transformers 5."""
     num_experts_per_tok: Experts = 8
     moe_intermediate_size: Size = 768
     norm_topk_prob: bool = False

@@ -1,4 +1,4 @@
-"""From a Hugging Face configuration to :class:`ModelConfig`, by the reader of its family."""
+"""Read a Hugging Face configuration as a :class:`ModelConfig`, by the class of its family."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atom_core.models.registry import load_model_class
 
 
 def read_model_config(source: Mapping[str, Any] | Any) -> ModelConfig:
-    """Read ``source``, a parsed ``config.json`` or a ``PretrainedConfig``, as its family does.
+    """Read ``source``, a parsed ``config.json`` or a ``PretrainedConfig``.
 
     Raises:
         ValueError: an unsupported architecture, or a value that its family cannot run.

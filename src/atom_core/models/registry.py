@@ -1,4 +1,4 @@
-"""Which architectures there are, by their Hugging Face names. Importing this imports no model and no torch."""
+"""The supported architectures, by their Hugging Face names. This module imports no model and no torch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,9 @@ class ModelEntry:
     module: str
     family: str
     quantized: bool = True
-    """Whether its weights may be quantised as those of other families are."""
+    """Whether the family supports the quantisation schemes of the other families."""
     own_quantizations: tuple[str, ...] = ()
-    """What its checkpoints alone may have."""
-
-    @property
-    def class_name(self) -> str:
-        """The class in :attr:`module`."""
-        return self.architecture
+    """Quantisation schemes of this family alone."""
 
 
 _ENTRIES = (
@@ -46,7 +41,7 @@ _ENTRIES = (
     ModelEntry("Qwen3MoeForCausalLM", "atom_core.models.qwen3_moe", "Qwen3-MoE"),
 )
 
-#: By the architecture of the checkpoint: the class of its layers that draft, and where that is.
+#: The module and the class of a checkpoint's draft layers, by its architecture.
 DRAFTS: Mapping[str, tuple[str, str]] = {
     "DeepseekV3ForCausalLM": ("atom_core.models.deepseek_mtp", "DeepseekV3Draft"),
 }
@@ -68,12 +63,12 @@ def load_model_class(architecture: str) -> type[DecoderForCausalLM]:
     entry = MODELS.get(architecture)
     if entry is None:
         raise ValueError(unsupported_architecture(architecture))
-    model_class: type[DecoderForCausalLM] = getattr(import_module(entry.module), entry.class_name)
+    model_class: type[DecoderForCausalLM] = getattr(import_module(entry.module), entry.architecture)
     return model_class
 
 
 def load_draft_class(architecture: str) -> type[DraftModel]:
-    """Import the class of the layers that draft in checkpoints of ``architecture``.
+    """Import the class of the draft layers in checkpoints of ``architecture``.
 
     Raises:
         ValueError: there is none.
@@ -89,5 +84,5 @@ def load_draft_class(architecture: str) -> type[DraftModel]:
 
 
 def unsupported_architecture(architecture: str) -> str:
-    """What to tell a user who asked for ``architecture``."""
+    """The error message for an unsupported ``architecture``."""
     return f"Architecture {architecture!r} is not supported; supported: {', '.join(supported_architectures())}."
