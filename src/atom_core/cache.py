@@ -21,7 +21,7 @@ SHUFFLED: CacheOrder = "shuffled"
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What the bytes of a layer's pages mean: whoever writes them and whoever reads them must go by the same.
+    """What the bytes of a layer's pages mean. The kernel that writes them and the one that reads them must agree.
 
     Shapes do not tell: pages of either order have as many bytes.
     """
@@ -50,14 +50,14 @@ class KVCacheView:
     v_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        assert self.k_scale == self.v_scale == 1.0 or self.key.itemsize == 1, "kernels scale FP8 caches alone"
+        assert self.k_scale == self.v_scale == 1.0 or self.key.itemsize == 1, "only FP8 caches have scales"
         if self.order == SHUFFLED:
-            pages, heads, parts, tokens, together = self.key.shape
+            pages, heads, groups, tokens, together = self.key.shape
             assert together * self.key.itemsize == 16, "16 bytes lie together"
-            assert self.value.shape == (pages, heads, tokens // together, parts * together, together)
-            inner = tokens * parts * together
+            assert self.value.shape == (pages, heads, tokens // together, groups * together, together)
+            inner = tokens * groups * together
             assert self.key.stride()[1:] == (inner, tokens * together, together, 1)
-            assert self.value.stride()[1:] == (inner, parts * together * together, together, 1)
+            assert self.value.stride()[1:] == (inner, groups * together * together, together, 1)
             assert self.key.stride(0) == self.value.stride(0), "aiter's kernels go through both by the keys' strides"
 
     @property
@@ -114,7 +114,7 @@ class LatentCacheView:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        assert self.scale == 1.0 or self.rows.itemsize == 1, "kernels scale FP8 caches alone"
+        assert self.scale == 1.0 or self.rows.itemsize == 1, "only FP8 caches have scales"
 
     @property
     def page_size(self) -> int:

@@ -74,7 +74,7 @@ def _compile_keys(model: torch.nn.Module, runtime: Runtime) -> Callable[[BatchSh
 
 
 def _kinds(max_requests: int, max_tokens: int, max_seq_len: int) -> Iterator[BatchShape]:
-    """One request that decodes and as many as there may be, a prompt alone and behind decodes, and as many tokens."""
+    """One decode and ``max_requests`` of them, a prompt by itself and after decodes, and ``max_tokens`` of prompts."""
     prompt = max(1, min(_PROMPT, max_tokens - 2, max_seq_len))
     for queries in ((1,), (1,) * max_requests, (prompt,), (1, 1, prompt)):
         yield BatchShape(queries, max_seq_len)

@@ -1,1 +1,1 @@
-"""The parts that models are assembled from. A layer knows its share of a parallel group and its kernels."""
+"""Layers that models are built from. A layer knows its share of a parallel group and its kernels."""

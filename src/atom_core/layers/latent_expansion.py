@@ -23,16 +23,16 @@ from atom_core.runtime import Runtime
 class LatentExpansion(ParameterLayer):
     """The projection from a latent to keys and values, ``[H * (N + V), L]``, which attention reads in two halves.
 
-    It is kept in the model's dtype, for it is folded into queries: an FP8 or MXFP4 checkpoint's is scaled back after
-    loading, and FP8 made while loading leaves it alone. What would quantise its input is left out for the same reason.
+    The weight stays in the model's dtype because attention folds it into queries: an FP8 or MXFP4 weight is dequantised
+    after loading, FP8 quantisation on loading skips it, and its input is not quantised.
     """
 
-    #: As the checkpoint has it, until it is scaled back.
+    #: The quantised weight of the checkpoint, until it is dequantised.
     stored: nn.Parameter
     weight_scale: nn.Parameter
 
     def __init__(self, latent: MlaConfig, num_heads: int, mine: range, runtime: Runtime, name: str) -> None:
-        """``num_heads`` are the checkpoint's; of ``mine``, this rank's, those behind them are zeros."""
+        """``num_heads`` is the checkpoint's; heads of ``mine`` (this rank's) beyond it are zeros."""
         super().__init__()
         each = latent.nope_dim + latent.value_dim
         rows = range(mine.start * each, mine.stop * each)
@@ -58,7 +58,7 @@ class LatentExpansion(ParameterLayer):
             self.input_scale = empty_scales(runtime, 1)
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
-        """The weight, and what a quantised checkpoint has of it."""
+        """The weight, and the scales of a quantised checkpoint."""
         scheme = self.scheme
         if scheme is None:
             yield "", "weight", self.part.of_matrix(self.weight)
@@ -79,14 +79,14 @@ class LatentExpansion(ParameterLayer):
             yield "", "input_scale", ScalePlacement(self.input_scale, (1,), count=1)
 
     def finalize_weights(self) -> None:
-        """Scale the weight back, and free what was loaded."""
+        """Dequantise the weight, and free the quantised one."""
         if self.scheme is None or not self.stored.numel():
             return
-        self.weight.data.copy_(self._scaled_back(self.scheme))
+        self.weight.data.copy_(self._dequantised(self.scheme))
         self.stored.data = self.stored.new_empty(0)
 
     def restore_weights(self, whole: bool) -> None:
-        """Make again what the weight was scaled back from: the nearest numbers of the format, which are those."""
+        """Quantise the weight again; rounding to the nearest element gives the checkpoint's."""
         if self.scheme is None:
             return
         self.stored.data = self.stored.new_empty(self.stored_shape)
@@ -96,16 +96,16 @@ class LatentExpansion(ParameterLayer):
             self.stored.data.copy_(requantize(self.weight, self.weight_scale))
         else:
             scale = self._scale_of_each(self.scheme)
-            numbers = torch.where(scale > 0, self.weight.float() / scale, 0.0)
-            self.stored.data.copy_(numbers.clamp(-LIMIT, LIMIT).to(E4M3))
+            values = torch.where(scale > 0, self.weight.float() / scale, 0.0)
+            self.stored.data.copy_(values.clamp(-LIMIT, LIMIT).to(E4M3))
 
-    def _scaled_back(self, scheme: Fp8Config | Mxfp4LinearConfig) -> torch.Tensor:
+    def _dequantised(self, scheme: Fp8Config | Mxfp4LinearConfig) -> torch.Tensor:
         if isinstance(scheme, Mxfp4LinearConfig):
             return dequantize(self.stored, self.weight_scale, self.weight.dtype)
         return self.stored.float() * self._scale_of_each(scheme)
 
     def _scale_of_each(self, scheme: Fp8Config) -> torch.Tensor:
-        """The scales in FP8, to be multiplied by the whole weight."""
+        """FP8 scales that broadcast over the whole weight."""
         scale = self.weight_scale.unsqueeze(-1) if self.weight_scale.dim() == 1 else self.weight_scale
         if scheme.block:
             rows, columns = self.weight.shape

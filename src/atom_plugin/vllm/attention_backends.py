@@ -99,7 +99,7 @@ class AtomGraphMetadataBuilder(AtomMetadataBuilder):
 
 
 class AtomDecodeGraphMetadataBuilder(AtomMetadataBuilder):
-    """For mixers that captured graphs may replay of decodes alone."""
+    """For mixers that captured graphs may replay, but only of decodes."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
@@ -157,7 +157,7 @@ class AtomShuffledAttentionBackend(AtomGraphAttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
         """Pages of 16 tokens; in FP8 those of ``pa_persistent_fwd``, where blocks are made of them (--block-size).
 
-        One size alone is named: blocks are kept as far apart as the largest of several asks for.
+        Only one size is named: of several, vLLM aligns blocks to the largest.
         """
         if isinstance(kv_cache_spec, VllmAttentionSpec) and kv_cache_spec.dtype.itemsize == 1:
             return [next(size for size in (*PERSISTENT_PAGES, 16) if kv_cache_spec.block_size % size == 0)]

@@ -54,9 +54,9 @@ class ModelWarmUp(VllmJitKernel[BatchShape]):
         layers = [layer for layer in self.model.modules() if isinstance(layer, VllmPagedAttention)]
         # vLLM's own attention layers have metadata of their own; without any they give zeros, as when profiling.
         known = {layer.layer_name: batch for layer in layers if layer.kv_cache.numel()}
-        # Replicas that share experts exchange tokens here as well: all of them go through the same batches.
-        tokens, replicas = batch.num_tokens, self.vllm_config.parallel_config.data_parallel_size
-        each = torch.full((replicas,), tokens, dtype=torch.int32, device="cpu")
+        # Data-parallel ranks that share experts exchange tokens here as well: all run the same batches.
+        tokens, ranks = batch.num_tokens, self.vllm_config.parallel_config.data_parallel_size
+        each = torch.full((ranks,), tokens, dtype=torch.int32, device="cpu")
         with set_forward_context(known or None, self.vllm_config, num_tokens=tokens, num_tokens_across_dp=each):
             yield
 

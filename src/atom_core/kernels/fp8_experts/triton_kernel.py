@@ -220,8 +220,8 @@ def _launch(
     tokens, hidden = x.shape
     if not tokens:
         return x.new_empty(0, hidden) if residual is None else residual
-    alone = tokens == 1 and x.storage_offset() % 2 == 0 and takes_one_token(hidden, layer.down.shape[2], x.dtype)
-    run = one_token if alone else few_tokens if tokens <= MAX_TOKENS else many_tokens
+    single = tokens == 1 and x.storage_offset() % 2 == 0 and takes_one_token(hidden, layer.down.shape[2], x.dtype)
+    run = one_token if single else few_tokens if tokens <= MAX_TOKENS else many_tokens
     return run(
         x,
         weights,

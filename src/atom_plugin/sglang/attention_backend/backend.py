@@ -209,7 +209,7 @@ def _refuse_native(runner: ModelRunner) -> None:
 
     if not isinstance(runner.model, AtomModel):
         raise ValueError(
-            f"--attention-backend atom has attention over latents for our own models alone, not for SGLang's "
+            f"--attention-backend atom has MLA only for our own models, not for SGLang's "
             f"{type(runner.model).__name__}; name another --attention-backend."
         )
 
@@ -221,5 +221,5 @@ def _wanted(batch: ForwardBatch) -> torch.Tensor | None:
 
 
 def _scale(scale: torch.Tensor | float | None, number: float | None) -> float:
-    """A scale of SGLang's layer: a checkpoint gives a tensor and its number, a file gives the number alone."""
+    """A scale of SGLang's layer: a checkpoint gives a tensor and its number, a file gives only the number."""
     return number or (scale if isinstance(scale, float) else 1.0)
