@@ -22,6 +22,9 @@ from typing import Any
 #: What a path is told by, behind one of these.
 _ROOTS = ("/src/", "/site-packages/")
 
+#: Where kernels are: the core's, and those of vLLM that the adapter contributes.
+KERNELS = ("atom_core/kernels/", "atom_plugin/vllm/cpu_kernels.py")
+
 
 @dataclass
 class Calls:
@@ -55,7 +58,7 @@ class Calls:
     def files(self) -> list[str]:
         """Ours, kernels apart, that the step crosses."""
         names = {name for name, _ in self.counts if name.startswith(("atom_core/", "atom_plugin/"))}
-        return sorted(name for name in names if not name.startswith("atom_core/kernels/"))
+        return sorted(name for name in names if not name.startswith(KERNELS))
 
 
 def standalone(folder: Path) -> tuple[Calls, int]:
@@ -96,7 +99,7 @@ def main() -> None:
     calls, num_layers = (vllm if given.framework == "vllm" else standalone)(given.folder)
     a_layer = calls.a_layer(num_layers)
     ours = {key: count for key, count in a_layer.items() if key[0].startswith("atom_")}
-    kernels = sum(count for (name, _), count in ours.items() if name.startswith("atom_core/kernels/"))
+    kernels = sum(count for (name, _), count in ours.items() if name.startswith(KERNELS))
     for (name, function), count in sorted(ours.items(), key=lambda it: -it[1]):
         print(f"{count:5.1f}  {name}  {function}")
     own = sum(ours.values()) - kernels
