@@ -21,7 +21,7 @@ from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.layers.parameters import ParameterLayer
 from atom_core.loading import UNQUANTIZED, check_files, check_update
-from atom_core.mixers.base import PagedAttention, RadixAttention, TokenMixer
+from atom_core.mixers.base import KernelAttention, RadixAttention, TokenMixer
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
@@ -91,7 +91,7 @@ def random_model(config: ModelConfig, runtime: Runtime, seed: int = 0) -> Decode
 
 def mixers(model: torch.nn.Module) -> list[TokenMixer]:
     """The token mixers that run on our kernels, one a layer; a framework's own attention plans for itself."""
-    return [module.mixer for module in model.modules() if isinstance(module, (PagedAttention, RadixAttention))]
+    return [module.mixer for module in model.modules() if isinstance(module, KernelAttention)]
 
 
 def empty_caches(

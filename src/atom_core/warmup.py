@@ -109,11 +109,11 @@ def _prompts(tokens: int, max_seq_len: int) -> tuple[int, ...]:
     return (longest,) * whole + (rest,) * (rest > 0)
 
 
-def metadata_of(
+def batch_of(
     shape: BatchShape, model: DecoderForCausalLM | DraftModel, table_width: int, device: torch.device
 ) -> Batch:
-    """``batch`` as ``model``'s kernels are told of it: no token has a slot, and all pages are page 0."""
-    num_requests, num_tokens = len(shape.queries), sum(shape.queries)
+    """A batch of ``shape``, planned for ``model``: no token has a slot, and all pages are page 0."""
+    num_requests, num_tokens = shape.num_requests, shape.num_tokens
     decodes = next((at for at, new in enumerate(shape.queries) if new > 1), num_requests)
     starts = [0, *accumulate(shape.queries)]
     lengths = tuple(shape.cached + new for new in shape.queries)
@@ -126,7 +126,7 @@ def metadata_of(
         ),
         num_requests=num_requests,
         num_tokens=num_tokens,
-        max_query_len=max(shape.queries),
+        max_query_len=shape.max_query_len,
         max_seq_len=shape.max_seq_len,
         num_decode_requests=decodes,
         num_decode_tokens=decodes,
@@ -143,20 +143,20 @@ def run_batch(
     table_width: int,
     announce: Callable[[Batch], AbstractContextManager[object]],
 ) -> None:
-    """Run ``model`` on ``batch``; all ranks of a parallel group have to.
+    """Run ``model`` on a batch of ``shape``; all ranks of a parallel group have to.
 
     Args:
-        batch: see :func:`batches_to_serve`.
+        shape: see :func:`batches_to_serve`.
         model: loaded and finalized.
         runtime: what the model was built with.
         table_width: pages that the framework's table has for a request, which kernels are compiled for.
         announce: makes a step's batch known as the framework does, and gives what it passes through as ``step``.
     """
-    device, num_tokens = runtime.device, sum(shape.queries)
+    device, num_tokens = runtime.device, shape.num_tokens
     positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     rows = (num_tokens, model.config.hidden_size)
-    with announce(metadata_of(shape, model, table_width, device)) as step:
+    with announce(batch_of(shape, model, table_width, device)) as step:
         if isinstance(model, DraftModel):
             hidden = model(input_ids, positions, torch.zeros(rows, dtype=runtime.dtype, device=device), step)
         elif model.model.is_first:
@@ -165,4 +165,4 @@ def run_batch(
             carried = Carried(*(torch.zeros(rows, dtype=runtime.dtype, device=device) for _ in range(2)))
             hidden = model(None, positions, step, carried=carried)
         if isinstance(hidden, torch.Tensor):
-            model.logits(hidden[: len(shape.queries)])
+            model.logits(hidden[: shape.num_requests])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -60,7 +61,7 @@ class AttentionMixer(TokenMixer):
         self.qkv, self.weights, self.sinks, self.window = qkv, weights, sinks, window
         self.cache_dtype, self.same_step_reads = runtime.cache_dtype, runtime.same_step_reads
 
-    @property
+    @cached_property
     def cache_spec(self) -> KeyValueSpec:
         """Pages in the order that the kernel reads."""
         return KeyValueSpec(self.qkv.num_kv_heads, self.qkv.head_dim, self.cache_dtype, self.window, self.kernel.order)

@@ -125,15 +125,19 @@ class BaseAttention(nn.Module, ABC):
         """
 
 
-class PagedAttention(BaseAttention):
-    """Bound by name, as in vLLM: the layer's name finds batch and cache, and ``step`` is not read.
-
-    The framework binds the cache to the layer once and provides each step's batch outside the model call.
-    """
+class KernelAttention(BaseAttention):
+    """A token mixer that runs on our kernels, over a cache that a framework owns."""
 
     def __init__(self, mixer: TokenMixer, runtime: Runtime) -> None:
         super().__init__(mixer)
         mixer.select_kernels(runtime.kernels)
+
+
+class PagedAttention(KernelAttention):
+    """Bound by name, as in vLLM: the layer's name finds batch and cache, and ``step`` is not read.
+
+    The framework binds the cache to the layer once and provides each step's batch outside the model call.
+    """
 
     @abstractmethod
     def batch(self) -> Batch | None:
@@ -166,12 +170,8 @@ class Step(Protocol):
         """The batch, with the mixer's plan, and the layer's cache."""
 
 
-class RadixAttention(BaseAttention):
+class RadixAttention(KernelAttention):
     """Bound by the step, as in SGLang and in the standalone runner: ``step`` provides the batch and the caches."""
-
-    def __init__(self, mixer: TokenMixer, runtime: Runtime) -> None:
-        super().__init__(mixer)
-        mixer.select_kernels(runtime.kernels)
 
     def forward(
         self, inputs: Sequence[torch.Tensor], positions: torch.Tensor, step: Step, out: torch.Tensor | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import groupby
 from typing import cast
 
@@ -71,7 +72,7 @@ class MlaMixer(TokenMixer):
         )
         self.attention, self.shape, self.weights = attention, shape, weights
 
-    @property
+    @cached_property
     def cache_spec(self) -> LatentSpec:
         """A row of the latent and the rotated key."""
         return LatentSpec(self.shape.row, self.shape.cache_dtype)

@@ -209,7 +209,7 @@ class AtomGraphMLABackend(AtomMLABackend):
 def view_shuffled(kv_cache: torch.Tensor, head_dim: int) -> KVCacheView:
     """View vLLM's ``[blocks, kv heads, tokens, K | V]`` of any order as shuffled pages: of each, keys, then values.
 
-    What a block's bytes mean is nobody's business but ours, as long as they lie together.
+    Only our kernels read these bytes, so their order within a block is ours to choose; they must lie together.
     """
     blocks, heads, tokens, packed = kv_cache.shape
     side = heads * tokens * head_dim

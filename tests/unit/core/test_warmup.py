@@ -21,7 +21,7 @@ from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.runtime import PipelineStage
 from atom_core.standalone import Step, build_runtime, empty_caches, random_model
-from atom_core.warmup import batches_to_serve, metadata_of, run_batch
+from atom_core.warmup import batch_of, batches_to_serve, run_batch
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "qwen3"
 PAGE_SIZE, TABLE_WIDTH = 16, 24
@@ -137,10 +137,10 @@ def test_layers_that_differ_in_their_place_alone_are_asked_once(config, monkeypa
 def test_a_batch_has_no_slots_and_only_the_first_page(config):
     runtime = build_runtime(torch.device("cpu"), torch.float32, 256)
     model = random_model(config, runtime)
-    batch = metadata_of(BatchShape((1, 1, 40), 256), model, TABLE_WIDTH, runtime.device)
+    batch = batch_of(BatchShape((1, 1, 40), 256), model, TABLE_WIDTH, runtime.device)
     assert batch.query_start_loc.tolist() == [0, 1, 2, 42]
     assert batch.seq_lens.tolist() == [1, 1, 40]
-    behind = metadata_of(BatchShape((2,), 256, 64), model, TABLE_WIDTH, runtime.device)
+    behind = batch_of(BatchShape((2,), 256, 64), model, TABLE_WIDTH, runtime.device)
     assert (behind.seq_lens.tolist(), behind.host.lengths) == ([66], (66,))
     assert (batch.pages.slots == -1).all()
     assert not batch.pages.table.any()

@@ -8,14 +8,13 @@ A hybrid pool keeps layers with a window in a second, smaller pool with slots of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from atom_core.cache import Cache, CacheSpec, KeyValueSpec, KVCacheView, LatentCacheView, LatentSpec
+from atom_core.cache import Cache, CacheSpec, KVCacheView, LatentCacheView, LatentSpec
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -74,8 +73,7 @@ class Pools:
 
     def cache(self, spec: CacheSpec, layer_id: int) -> Cache:
         """A layer's cache, as its mixer's ``spec`` says."""
-        views: dict[type, Callable[[int], Cache]] = {KeyValueSpec: self.view, LatentSpec: self.latents}
-        return views[type(spec)](layer_id)
+        return self.latents(layer_id) if isinstance(spec, LatentSpec) else self.view(layer_id)
 
     def _paged(self, which: tuple[int, str], rows: torch.Tensor) -> torch.Tensor:
         """``[slots, K, D]`` as ``[pages, K, page size, D]``.
