@@ -35,15 +35,39 @@ class Pages:
 
 
 @dataclass(frozen=True)
-class States:
-    """Where the states of the requests lie, for mixers that keep one a request (Gated DeltaNet, arXiv 2412.06464)."""
+class Snapshots:
+    """Copies of states within a step, for prefix caches that keep a state at some of a request's tokens."""
 
     slots: torch.Tensor
-    """int32 ``[R]``: each request's slot; negative: a padded row, which reads and writes none."""
+    """int32 ``[R]``: the slot that a copy is written to; 0: there is none."""
+    tokens: torch.Tensor
+    """int32 ``[R]``: after how many of the request's new tokens; 0: there is none."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Where the states of the requests lie, for mixers that keep one a request (Gated DeltaNet, arXiv 2412.06464).
+
+    Slot 0 belongs to no request: padded rows have it, and it is neither read nor written.
+    """
+
+    slots: torch.Tensor
+    """int32 ``[R, N]``: column 0 has each request's slot. The others are for drafts; see :attr:`verifies`."""
     has_state: torch.Tensor
     """bool ``[R]``: whether the slot has the request's state. If not, begin with zeros."""
     num_accepted: torch.Tensor | None = None
-    """int32 ``[R]``: how many of the tokens that the last step verified were accepted. None: there are no drafts."""
+    """int32 ``[R]``: how many tokens of the request's last step were accepted, at least 1; None: 1.
+
+    Its state is read from the slot of column ``num_accepted - 1``, and its last inputs (of a convolution) from row
+    ``num_accepted - 1`` on of column 0's slot.
+    """
+    verifies: torch.Tensor | None = None
+    """bool ``[R]``: whether only some of the request's new tokens may be accepted; None: no request's.
+
+    If so, the state after token ``t`` is written to column ``t``, and to column 0's slot all inputs from the one after
+    which ``num_accepted = 1`` goes on. Else the state after the last token and the last inputs are written to column 0.
+    """
+    snapshots: Snapshots | None = None
 
 
 NO_PAGES = Pages(torch.empty(0, 0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))

@@ -151,6 +151,21 @@ class StateSpec:
     dtypes: tuple[torch.dtype, ...]
 
 
+@dataclass(frozen=True)
+class StateView:
+    """One layer's states, a tensor of any strides for each of :attr:`StateSpec.shapes`: ``[slots, *shape]``.
+
+    A convolution's inputs, ``[slots, rows, channels]``, have as many rows more as there may be drafts.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    unverified: tuple[torch.Tensor, ...] = ()
+    """``[R, N, *shape]``: where the states of requests that verify drafts are written instead, by row and token.
+
+    Of a convolution's inputs ``[R, rows, channels]``. Empty: they are written to :attr:`tensors`.
+    """
+
+
 #: What a token mixer keeps of a sequence between steps, and a layer's view of it.
 CacheSpec: TypeAlias = KeyValueSpec | LatentSpec | StateSpec
-Cache: TypeAlias = KVCacheView | LatentCacheView | tuple[torch.Tensor, ...]
+Cache: TypeAlias = KVCacheView | LatentCacheView | StateView

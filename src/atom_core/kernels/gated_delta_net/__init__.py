@@ -1,13 +1,91 @@
-"""Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets by a gate and is corrected by the delta rule.
+"""Gated DeltaNet (arXiv 2412.06464) between a layer's projections, over states that a framework keeps.
 
-For each value head with a state ``S [V, K]``, a token's ``q, k [K]``, ``v [V]``, log decay ``g`` and ``beta``:
+For each token, in order: a causal convolution of the last ``W`` inputs of q, k and v, then silu; the L2 norm of q and
+k; and for each value head, with the decay ``exp(g)`` and the rate ``beta`` of the token,
 
-    S <- exp(g) S;    S <- S + beta (v - S k) k^T;    o = S q
+    S = exp(g) S;  S = S + beta (v - S k) k^T;  o = S q;  y = rms_norm(o) * weight * silu(z)
 
-``q`` and ``k`` are L2-normed, and ``q`` is multiplied by ``K^-0.5``. In front of them a depthwise causal convolution of
-four taps, then silu, goes over ``q``, ``k`` and ``v``; after them comes an RMS norm over ``V``, gated by ``silu(z)``.
-``g = -exp(A_log) softplus(a + dt_bias)`` and ``beta = sigmoid(b)``. Value head ``h`` reads key head ``h // (Hv / Hk)``.
+``g = -exp(A_log) softplus(a + dt_bias)`` and ``beta = sigmoid(b)``. Arithmetic is float32. ``Hk`` key heads of ``K``
+elements, ``Hv`` value heads of ``V``; value head ``h`` uses key head ``h // (Hv / Hk)``. ``C = 2 Hk K + Hv V``.
 
-So far there is the reference alone (:mod:`.reference`): token by token, and in chunks. The state is float32, its value
-dimension first, as vLLM and SGLang keep it.
+``qkvz``: ``[T, C + Hv V]``, flat q, k, v, z. ``ba``: ``[T, 2 Hv]``, b then a. Rows of both may be strided. ``out``:
+``[T, Hv, V]``. The cache has the convolution's inputs ``[slots, rows, C]``, of any strides and at least ``W - 1`` rows,
+and the states ``[slots, Hv, V, K]``, float32 or bfloat16, together within a slot. :class:`atom_core.batch.States` says
+which slots are read and written.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from atom_core.batch import Batch, BatchShape
+from atom_core.cache import StateView
+from atom_core.kernels.gated_delta_net.cpu import gated_delta_net as gated_delta_net_on_cpu
+from atom_core.kernels.gated_delta_net.reference import gated_delta_net
+from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
+from atom_core.kernels.select import Implementation, Op, always, only_on_cpu
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetSpec:
+    """One layer on this rank; see the module for the sizes."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    dtype: torch.dtype
+    """Of activations."""
+    state_dtype: torch.dtype
+
+    @property
+    def channels(self) -> int:
+        """``C``."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+class GatedDeltaNetKernel(Protocol):
+    """The call, for any batch."""
+
+    def __call__(
+        self,
+        qkvz: torch.Tensor,
+        ba: torch.Tensor,
+        weights: GatedDeltaNetWeights,
+        cache: StateView,
+        batch: Batch,
+        out: torch.Tensor,
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class GatedDeltaDecodeSpec:
+    """One layer; ``separate`` has the (op, implementation) that runs other batches."""
+
+    layer: GatedDeltaNetSpec
+    separate: tuple[tuple[str, str], ...]
+
+
+class GatedDeltaDecodeKernel(GatedDeltaNetKernel, Protocol):
+    """The call in one launch, for batches for which :meth:`takes` is true."""
+
+    def takes(self, batch: Batch | BatchShape) -> bool:
+        """Whether every request has few enough new tokens; it must hold for every batch that a graph replays."""
+
+
+GATED_DELTA_NET: Op[GatedDeltaNetSpec, GatedDeltaNetKernel] = Op(
+    "gated_delta_net",
+    (
+        Implementation("torch", only_on_cpu, lambda spec, target: gated_delta_net_on_cpu),
+        Implementation("reference", always, lambda spec, target: gated_delta_net),
+    ),
+)
+
+#: "separate" is no kernel: :data:`GATED_DELTA_NET` runs decodes too.
+GATED_DELTA_DECODE: Op[GatedDeltaDecodeSpec, GatedDeltaDecodeKernel | None] = Op(
+    "gated_delta_decode", (Implementation("separate", always, lambda spec, target: None),)
+)

@@ -5,8 +5,14 @@ One request: ``T`` tokens, ``Hk`` key heads of ``K`` elements, ``Hv`` value head
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+
+from atom_core.batch import Batch, States
+from atom_core.cache import StateView
+from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 
 #: Tokens of a chunk.
 CHUNK = 64
@@ -115,3 +121,95 @@ def _by_value_head(q: torch.Tensor, k: torch.Tensor, num_value_heads: int) -> tu
         return wide.repeat_interleave(shared, 1)
 
     return normed(q) * size**-0.5, normed(k)
+
+
+def gated_delta_net(
+    qkvz: torch.Tensor,
+    ba: torch.Tensor,
+    weights: GatedDeltaNetWeights,
+    cache: StateView,
+    batch: Batch,
+    out: torch.Tensor,
+    rule: Callable[..., tuple[torch.Tensor, torch.Tensor]] = gated_delta_rule,
+) -> None:
+    """See :mod:`atom_core.kernels.gated_delta_net`; ``rule`` runs the tokens of one request."""
+    states = batch.states
+    assert states is not None
+    starts = batch.query_start_loc.tolist()
+    for row in range(batch.num_requests):
+        tokens = slice(starts[row], starts[row + 1])
+        if tokens.start < tokens.stop and int(states.slots[row, 0]) > 0:
+            request = _Request(cache, states, row)
+            out[tokens] = request.run(qkvz[tokens], ba[tokens], weights, rule)
+
+
+class _Request:
+    """One request's states in a step."""
+
+    def __init__(self, cache: StateView, states: States, row: int) -> None:
+        self.conv, self.recurrent = cache.tensors
+        self.cache, self.row, self.slots = cache, row, states.slots[row].tolist()
+        self.first = 0 if states.num_accepted is None else int(states.num_accepted[row]) - 1
+        self.has_state = bool(states.has_state[row])
+        self.verifies = states.verifies is not None and bool(states.verifies[row])
+        self.snapshot = None
+        if states.snapshots is not None:
+            self.snapshot = int(states.snapshots.slots[row]), int(states.snapshots.tokens[row])
+
+    def run(
+        self,
+        qkvz: torch.Tensor,
+        ba: torch.Tensor,
+        weights: GatedDeltaNetWeights,
+        rule: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        """The request's new tokens: ``[T, Hv, V]``."""
+        (channels, width), (value_heads, value_dim, key_dim) = weights.conv.shape, self.recurrent.shape[1:]
+        window = self.conv[self.slots[0], self.first : self.first + width - 1]
+        state = self.recurrent[self.slots[self.first]].float()
+        if not self.has_state:
+            window, state = torch.zeros_like(window), torch.zeros_like(state)
+        inputs, z = qkvz[:, :channels], qkvz[:, channels:].unflatten(-1, (value_heads, value_dim))
+        b, a = ba.split(value_heads, -1)
+        mixed, _ = causal_conv(inputs, weights.conv, window)
+        keys = channels - value_heads * value_dim
+        q, k = (it.unflatten(-1, (-1, key_dim)) for it in mixed[:, :keys].chunk(2, -1))
+        v = mixed[:, keys:].unflatten(-1, (value_heads, value_dim))
+        g, beta = gates(a, b, weights.a_log, weights.dt_bias)
+        seen = torch.cat((window, inputs.to(window.dtype)))
+        rows = (q, k, v, g, beta)
+        wanted = range(1, len(qkvz) + 1) if self.verifies else sorted({len(qkvz), self._snapshot_at(len(qkvz))})
+        mixed_values, done = [], 0
+        for count in wanted:
+            value, state = rule(*(it[done:count] for it in rows), state)
+            mixed_values.append(value)
+            done = count
+            self._write(count, len(qkvz), seen, state, width)
+        return gated_rms_norm(torch.cat(mixed_values), z, weights.norm, weights.eps)
+
+    def _snapshot_at(self, total: int) -> int:
+        slot, tokens = self.snapshot or (0, 0)
+        return tokens if slot > 0 and 0 < tokens <= total else total
+
+    def _write(self, count: int, total: int, seen: torch.Tensor, state: torch.Tensor, width: int) -> None:
+        """Write what is kept after ``count`` of ``total`` tokens; ``seen`` has the convolution's inputs so far."""
+        after = seen[count : count + width - 1]
+        if self.snapshot is not None and self.snapshot[0] > 0 and self.snapshot[1] == count:
+            self._put(self.cache.tensors, self.snapshot[0], after, state)
+        if self.verifies and self.cache.unverified:
+            conv, recurrent = self.cache.unverified
+            recurrent[self.row, count - 1] = state.to(recurrent.dtype)
+            if count == total:
+                conv[self.row, : width - 2 + total] = seen[1:].to(conv.dtype)
+        elif self.verifies:
+            self.recurrent[self.slots[count - 1]] = state.to(self.recurrent.dtype)
+            if count == total:
+                self.conv[self.slots[0], : width - 2 + total] = seen[1:].to(self.conv.dtype)
+        elif count == total:
+            self._put(self.cache.tensors, self.slots[0], after, state)
+
+    @staticmethod
+    def _put(tensors: tuple[torch.Tensor, ...], slot: int, window: torch.Tensor, state: torch.Tensor) -> None:
+        conv, recurrent = tensors
+        conv[slot, : len(window)] = window.to(conv.dtype)
+        recurrent[slot] = state.to(recurrent.dtype)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from atom_core.batch import NO_PAGES, Batch, States
-from atom_core.cache import StateSpec
+from atom_core.cache import StateSpec, StateView
 from atom_core.mixers.base import BaseAttention, RadixAttention, TokenMixer
 from atom_core.standalone import Step, mixers, plan
 
@@ -30,8 +30,8 @@ class DecayingSum(TokenMixer):
         return cache
 
     def run(self, inputs, positions, batch, cache, out):
-        (pool,), states, starts = cache, batch.states, batch.query_start_loc.tolist()
-        for request, (slot, known) in enumerate(zip(states.slots.tolist(), states.has_state.tolist(), strict=True)):
+        (pool,), states, starts = cache.tensors, batch.states, batch.query_start_loc.tolist()
+        for request, (slot, known) in enumerate(zip(states.slots[:, 0].tolist(), states.has_state.tolist(), strict=True)):
             state = pool[slot] if known else torch.zeros(self.heads)
             for token in range(starts[request], starts[request + 1]):
                 state = DECAY * state + inputs[0][token].view(self.heads)
@@ -48,7 +48,7 @@ def batch(slots, new, has_state):
         num_tokens=sum(new),
         max_query_len=max(new),
         max_seq_len=max(new),
-        states=States(torch.tensor(slots, dtype=torch.int32), torch.tensor(has_state)),
+        states=States(torch.tensor(slots, dtype=torch.int32)[:, None], torch.tensor(has_state)),
     )
 
 
@@ -72,7 +72,7 @@ def test_a_state_goes_on_where_the_request_has_one_and_begins_with_zeros_where_n
     def run(tokens, slots, has_state):
         step = batch(slots, [len(it) for it in tokens], has_state)
         assert step.pages is NO_PAGES
-        found = layer((torch.cat(list(tokens)),), torch.arange(step.num_tokens), Step(plan(layer, step), {0: (pool,)}))
+        found = layer((torch.cat(list(tokens)),), torch.arange(step.num_tokens), Step(plan(layer, step), {0: StateView((pool,))}))
         return found.split([len(it) for it in tokens])
 
     whole = run(x, (3, 1), (False, False))
