@@ -31,6 +31,8 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_experts"
+    shared_gate: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class MoEConfig:
     """Whether the router's product is float32 with a weight in the model's dtype."""
     bias: bool = False
     """Whether the router and the experts have biases."""
+    shared_gate: bool = False
     fused: bool = False
     """Whether checkpoints stack a layer's experts in one transposed tensor, with gates and ups interleaved."""
 
@@ -79,6 +82,8 @@ class AttentionConfig:
     """Whether each head of q and of k has an RMS norm before rope."""
     sinks: bool = False
     """Whether each head has a sink: a logit in the softmax without a value."""
+    output_gate: bool = False
+    """Whether a head's output is multiplied by the sigmoid of a gate, which ``q_proj`` has after the head's query."""
     padding: Padding = NO_PADDING
     """Included in ``num_heads`` and ``num_kv_heads``."""
 
@@ -135,8 +140,40 @@ class MlaConfig:
         return self.row
 
 
+@dataclass(frozen=True)
+class GatedDeltaNetConfig:
+    """Gated DeltaNet (arXiv 2412.06464): linear attention, whose state has one size whatever the sequence's length."""
+
+    num_key_heads: int
+    """Heads of queries and of keys."""
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """Tokens that the causal convolution of q, k and v reads, the token's own included."""
+    fused_projections: bool
+    """Whether checkpoints have ``in_proj_qkvz`` and ``in_proj_ba``, with rows by key head, and not a tensor each."""
+
+    window: ClassVar[None] = None
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads of each key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of a request's state."""
+        return self.num_value_heads * self.value_dim * self.key_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: q, k and v."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
 #: A layer's token mixer; each kind has a module in :mod:`atom_core.mixers`.
-MixerConfig: TypeAlias = AttentionConfig | MlaConfig
+MixerConfig: TypeAlias = AttentionConfig | MlaConfig | GatedDeltaNetConfig
 
 
 @dataclass(frozen=True)
@@ -169,6 +206,8 @@ class ModelConfig:
     """For a draft made of these layers: the number of layers before them."""
     intermediate_padding: int = 0
     """Zeros included in ``intermediate_size`` that checkpoints do not have."""
+    zero_centered_norms: bool = False
+    """Whether norms multiply by ``1 + weight``: those of the stream, and of each head of q and k."""
 
     @property
     def num_layers(self) -> int:
@@ -179,6 +218,11 @@ class ModelConfig:
     def has_mla(self) -> bool:
         """Whether some layer is MLA."""
         return any(isinstance(layer.mixer, MlaConfig) for layer in self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps a state a request, and not its tokens (a hybrid model)."""
+        return any(isinstance(layer.mixer, GatedDeltaNetConfig) for layer in self.layers)
 
     @property
     def has_mixtures(self) -> bool:
@@ -192,15 +236,17 @@ class ModelConfig:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Query heads and key/value heads, the same in all layers."""
-        ((heads, kv_heads),) = {(layer.mixer.num_heads, layer.mixer.num_kv_heads) for layer in self.layers}
+        """Query heads and key/value heads, the same in all layers of attention."""
+        mixers = [it.mixer for it in self.layers if not isinstance(it.mixer, GatedDeltaNetConfig)]
+        ((heads, kv_heads),) = {(mixer.num_heads, mixer.num_kv_heads) for mixer in mixers}
         return heads, kv_heads
 
     def padded(self, num_heads: int, num_kv_heads: int, intermediate_size: int) -> ModelConfig:
         """The same model with more heads and a larger intermediate size, padded by zeros that do not change results.
 
-        The number of query heads for each key/value head stays.
+        The number of query heads for each key/value head stays. Heads of linear attention are not padded.
         """
+        assert not self.has_states
         heads, kv_heads = self.heads
         assert num_heads * kv_heads == num_kv_heads * heads
         padding, wider = Padding(num_heads - heads, num_kv_heads - kv_heads), intermediate_size - self.intermediate_size
@@ -211,6 +257,7 @@ class ModelConfig:
 
 
 def _padded(mixer: MixerConfig, padding: Padding) -> MixerConfig:
+    assert not isinstance(mixer, GatedDeltaNetConfig)
     assert mixer.padding == NO_PADDING
     heads = mixer.num_heads + padding.heads
     if isinstance(mixer, MlaConfig):
@@ -260,7 +307,13 @@ def check_groups(groups: int, top_groups: int, num_experts: int, top_k: int) -> 
 
 
 def read_attention(
-    hf: HfConfig, *, qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool = False, sinks: bool = False
+    hf: HfConfig,
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    qk_norm: bool = False,
+    sinks: bool = False,
+    output_gate: bool = False,
 ) -> AttentionConfig:
     """Read a family's attention; the arguments say what configurations do not.
 
@@ -280,7 +333,14 @@ def read_attention(
         )
     head_dim = hf.head_dim or hf.hidden_size // num_heads
     return AttentionConfig(
-        num_heads, num_kv_heads, head_dim, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm, sinks=sinks
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        qk_norm=qk_norm,
+        sinks=sinks,
+        output_gate=output_gate,
     )
 
 
@@ -298,6 +358,7 @@ def read_decoder(
     activation: Activation | None = None,
     draft_layers: int = 0,
     rope: RopeConfig | None = None,
+    zero_centered_norms: bool = False,
 ) -> ModelConfig:
     """Read what decoder families share; the arguments say what differs.
 
@@ -309,13 +370,14 @@ def read_decoder(
         activation: the family's activation, where configurations do not name it.
         draft_layers: see :class:`ModelConfig`.
         rope: None: read from the configuration for the attention's heads.
+        zero_centered_norms: see :class:`ModelConfig`.
 
     Raises:
         ValueError: missing or impossible values.
     """
     if rope is None:
-        assert isinstance(mixers[0], AttentionConfig)
-        rope = read_rope(hf, head_dim=mixers[0].head_dim)
+        (head_dim,) = {mixer.head_dim for mixer in mixers if isinstance(mixer, AttentionConfig)}
+        rope = read_rope(hf, head_dim=head_dim)
     return ModelConfig(
         architecture=hf.architecture,
         vocab_size=hf.vocab_size,
@@ -329,6 +391,7 @@ def read_decoder(
         tie_word_embeddings=hf.tie_word_embeddings,
         mlp_bias=mlp_bias,
         draft_layers=draft_layers,
+        zero_centered_norms=zero_centered_norms,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -19,13 +21,14 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, rotary: RotaryTable, runtime: Runtime, name: str) -> None:
         super().__init__()
-        layer, size, eps = config.layers[index], config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, runtime)
+        layer, size = config.layers[index], config.hidden_size
+        norm = partial(RMSNorm, size, config.rms_norm_eps, runtime, config.zero_centered_norms)
+        self.input_layernorm = norm()
         mixer = MIXERS[type(layer.mixer)]
         #: What checkpoints call the mixer.
         self.mixer_name = mixer.module_name
         self.add_module(self.mixer_name, mixer(config, index, rotary, runtime, f"{name}.{self.mixer_name}"))
-        self.post_attention_layernorm = RMSNorm(size, eps, runtime)
+        self.post_attention_layernorm = norm()
         #: What checkpoints call the feed-forward network.
         self.feed_forward_name = "mlp" if layer.moe is None else layer.moe.names.module
         module_name = f"{name}.{self.feed_forward_name}"

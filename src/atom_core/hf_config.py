@@ -23,6 +23,9 @@ Tokens = Annotated[int, Field(gt=0, le=2**31)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
+#: Keys of a multimodal configuration that its language model takes where ``text_config`` has none.
+_OF_WHOLE = ("tie_word_embeddings", "quantization_config", "compression_config")
+
 HfConfigT = TypeVar("HfConfigT", bound="HfConfig")
 SchemaT = TypeVar("SchemaT", bound=BaseModel)
 
@@ -51,6 +54,13 @@ class RopeKeys(BaseModel):
     long_factor: Sequence[Positive] | None = None
 
 
+class MropeKeys(RopeKeys):
+    """Rope with three axes (M-RoPE, arXiv 2409.12191), which agree for text: the keys that split a head over axes."""
+
+    mrope_section: Sequence[Index] | None = None
+    mrope_interleaved: bool | None = None
+
+
 class HfConfig(BaseModel):
     """The keys that all decoder families read. A subclass adds its own keys and overrides defaults."""
 
@@ -64,6 +74,8 @@ class HfConfig(BaseModel):
     default_theta: ClassVar[float] = 10000.0
     #: The default ``partial_rotary_factor``; None: whole heads are rotated, and the key may not change it.
     default_partial: ClassVar[float | None] = None
+    #: The keys of its rope.
+    rope_schema: ClassVar[type[RopeKeys]] = RopeKeys
 
     architectures: list[str]
     model_type: str | None = None
@@ -129,7 +141,7 @@ class HfConfig(BaseModel):
                 f"The model's config has a rope for each kind of layer ({key}: {', '.join(nested)}), which "
                 f"{self.architecture} does not have; supported: one for all layers."
             )
-        rope = validated(RopeKeys, values, f"{key}.")
+        rope = validated(self.rope_schema, values, f"{key}.")
         check_other_keys(self.architecture, rope.model_extra or {}, f"{key}.")
         return rope
 
@@ -146,6 +158,15 @@ class HfConfig(BaseModel):
 def as_mapping(source: Mapping[str, Any] | Any) -> Mapping[str, Any]:
     """A parsed ``config.json``, or an object's ``to_dict()``."""
     return source if isinstance(source, Mapping) else source.to_dict()
+
+
+def of_text(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's values of a multimodal configuration, which has them in ``text_config``; else ``values``."""
+    inner = values.get("text_config")
+    if inner is None:
+        return values
+    shared = {key: values[key] for key in _OF_WHOLE if values.get(key) is not None}
+    return {**shared, **as_mapping(inner), "architectures": values.get("architectures")}
 
 
 def validated(schema: type[SchemaT], values: Mapping[str, Any], prefix: str = "") -> SchemaT:

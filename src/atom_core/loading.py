@@ -13,6 +13,7 @@ from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.mixers.base import RadixAttention
 from atom_core.models.decoder import CheckpointModel
+from atom_core.models.draft import DraftModel
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_draft_class, load_model_class
 from atom_core.quant import QuantConfig, Unquantized
@@ -50,11 +51,11 @@ def check_files(
     )
     if directory is None:
         return
-    checkpoint, first = Checkpoint.open(directory), f"model.layers.{config.layers_before}."
-    if config.layers_before and not any(name.startswith(first) for name in checkpoint.tensors):
+    checkpoint = Checkpoint.open(directory)
+    if isinstance(model, DraftModel) and not any(name.startswith(model.own_prefix) for name in checkpoint.tensors):
         raise ValueError(
             f"The checkpoint {directory} has no weights to draft with (multi-token prediction): config.json says "
-            f"num_nextn_predict_layers={config.num_layers}, but no tensor is called {first}*. Leave speculative "
+            f"{model.count_key}={config.num_layers}, but no tensor is called {model.own_prefix}*. Leave speculative "
             "decoding by them out."
         )
     check_checkpoint(model, checkpoint)

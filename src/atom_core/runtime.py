@@ -168,6 +168,10 @@ class Runtime:
     max_model_len: int
     """The longest sequence in tokens: rows of the rope table."""
     cache_dtype: torch.dtype
+    state_dtype: torch.dtype = torch.float32
+    """Of the states of linear attention."""
+    conv_state_dtype: torch.dtype | None = None
+    """Of the last inputs that its convolutions keep; None: the model's."""
     tensor_parallel: Communicator = field(default_factory=SingleRank)
     data_parallel: DataParallelGroup = field(default_factory=SingleDataParallelRank)
     expert_parallel: bool = False

@@ -13,8 +13,18 @@ from pathlib import Path
 
 import torch
 
-from atom_core.batch import Batch, HostLengths, Pages
-from atom_core.cache import SHUFFLED, Cache, CacheSpec, KeyValueSpec, KVCacheView, LatentCacheView, LatentSpec
+from atom_core.batch import Batch, HostLengths, Pages, States
+from atom_core.cache import (
+    SHUFFLED,
+    Cache,
+    CacheSpec,
+    KeyValueSpec,
+    KVCacheView,
+    LatentCacheView,
+    LatentSpec,
+    StateSpec,
+    StateView,
+)
 from atom_core.checkpoint import Checkpoint, config_of
 from atom_core.config import ModelConfig
 from atom_core.kernels import kernel_set
@@ -95,16 +105,28 @@ def mixers(model: torch.nn.Module) -> list[TokenMixer]:
 
 
 def empty_caches(
-    model: torch.nn.Module, runtime: Runtime, num_pages: int, page_size: int, *, random: bool = False
+    model: torch.nn.Module,
+    runtime: Runtime,
+    num_pages: int,
+    page_size: int,
+    num_states: int = 0,
+    *,
+    random: bool = False,
 ) -> dict[int, Cache]:
-    """Each layer's cache by its index: random values, or NaN, which reveals reads of unwritten elements."""
+    """Each layer's cache by its index: random values, or NaN, which reveals reads of unwritten elements.
 
-    def memory(*shape: int) -> torch.Tensor:
+    ``num_states``: requests that have a state, in the slots from 1 on.
+    """
+
+    def memory(*shape: int, dtype: torch.dtype = runtime.cache_dtype) -> torch.Tensor:
         if not random:
-            return torch.full(shape, float("nan"), dtype=runtime.cache_dtype, device=runtime.device)
-        return torch.empty(shape, dtype=runtime.dtype, device=runtime.device).normal_().to(runtime.cache_dtype)
+            return torch.full(shape, float("nan"), dtype=dtype, device=runtime.device)
+        return torch.empty(shape, dtype=runtime.dtype, device=runtime.device).normal_().to(dtype)
 
     def cache(spec: CacheSpec) -> Cache:
+        if isinstance(spec, StateSpec):
+            each = zip(spec.shapes, spec.dtypes, strict=True)
+            return StateView(tuple(memory(num_states + 1, *shape, dtype=dtype) for shape, dtype in each))
         if isinstance(spec, LatentSpec):
             return LatentCacheView(memory(num_pages, page_size, spec.row))
         assert isinstance(spec, KeyValueSpec)
@@ -201,9 +223,9 @@ class Runner:
         self.weights.update(Checkpoint.open(directory).load(), str(directory), whole=True, checked=True)
 
     def caches(self, num_requests: int) -> dict[int, Cache]:
-        """Empty pages for ``num_requests`` sequences of full length, a layer each."""
+        """Empty pages and states for ``num_requests`` sequences of full length, a layer each."""
         pages = num_requests * -(-self.max_model_len // self.page_size)
-        return empty_caches(self.model, self.runtime, pages, self.page_size)
+        return empty_caches(self.model, self.runtime, pages, self.page_size, num_requests)
 
     def batch(self, cached: Sequence[int], new: Sequence[int]) -> Batch:
         """The batch in which request ``r`` has ``cached[r]`` tokens in the cache and brings ``new[r]``."""
@@ -227,6 +249,10 @@ class Runner:
             num_tokens=sum(new),
             max_query_len=max(new),
             max_seq_len=max(lengths),
+            states=States(
+                torch.arange(1, len(new) + 1, dtype=torch.int32, device=device)[:, None],
+                torch.tensor([before > 0 for before in cached], device=device),
+            ),
             host=HostLengths(starts, lengths),
         )
 

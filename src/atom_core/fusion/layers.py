@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from atom_core.decoder_layer import DecoderLayer
-from atom_core.fusion.linear import NormedLinear, ResidualLinear, Stream, StreamNorm
+from atom_core.fusion.linear import NormedLinear, ResidualLinear, Stream, StreamNorm, bound
 from atom_core.fusion.mlp import FusedMLP
 from atom_core.fusion.moe import FusedMoE
 from atom_core.layers.mlp import GatedMLP
 from atom_core.layers.moe import MoE
 from atom_core.layers.norm import RMSNorm
 from atom_core.mixers.attention import Attention
+from atom_core.mixers.gated_delta_net import GatedDeltaNet
 from atom_core.mixers.mla import MultiHeadLatentAttention
 from atom_core.runtime import Runtime
 
@@ -25,12 +26,34 @@ class FusedAttention:
 
     def __init__(self, norm: StreamNorm, attention: Attention, runtime: Runtime) -> None:
         self.qkv = NormedLinear(norm, attention.qkv_proj, None, runtime)
-        self.attn, self.out = attention.attn, ResidualLinear(attention.o_proj)
+        self.attn, self.out, self.inputs = attention.attn, ResidualLinear(attention.o_proj), attention.inputs
 
     def __call__(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
         """The stream after attention."""
-        qkv, residual = self.qkv(stream)
-        return self.out(self.attn((qkv,), positions, step), residual)
+        projected, residual = self.qkv(stream)
+        return self.out(self.attn(self.inputs(projected), positions, step), residual)
+
+
+class FusedGatedDeltaNet:
+    """A norm and the linear attention (Gated DeltaNet) after it, added to the stream."""
+
+    def __init__(self, norm: StreamNorm, mixer: GatedDeltaNet, runtime: Runtime) -> None:
+        self.norm, self.widths = norm, mixer.widths
+        self.projection = NormedLinear(norm, mixer.in_proj, None, runtime)
+        #: The projection of b and a, where it has another format than the first and takes the norm's output.
+        self.ba = None if mixer.in_proj_ba is None else bound(mixer.in_proj_ba, None)
+        self.qkvz = bound(mixer.in_proj, None)
+        self.attn, self.out = mixer.attn, ResidualLinear(mixer.out_proj)
+
+    def __call__(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
+        """The stream after linear attention."""
+        if self.ba is None:
+            projected, residual = self.projection(stream)
+            qkvz, ba = torch.split(projected, self.widths, -1)
+        else:
+            normed, residual = self.norm(stream)
+            qkvz, ba = self.qkvz(normed), self.ba(normed)
+        return self.out(self.attn((qkvz, ba), positions, step), residual)
 
 
 class FusedMLA:
@@ -56,7 +79,7 @@ class FusedMLA:
         return self.out(self.attn((q, latent), positions, step), residual)
 
 
-FusedMixer: TypeAlias = FusedAttention | FusedMLA
+FusedMixer: TypeAlias = FusedAttention | FusedMLA | FusedGatedDeltaNet
 FusedFeedForward: TypeAlias = FusedMLP | FusedMoE
 
 
@@ -64,6 +87,8 @@ def fused_mixer(norm: RMSNorm, mixer: nn.Module, runtime: Runtime) -> FusedMixer
     """Fuse ``norm`` and the token mixer after it."""
     if isinstance(mixer, Attention):
         return FusedAttention(StreamNorm(norm, runtime), mixer, runtime)
+    if isinstance(mixer, GatedDeltaNet):
+        return FusedGatedDeltaNet(StreamNorm(norm, runtime), mixer, runtime)
     assert isinstance(mixer, MultiHeadLatentAttention)
     return FusedMLA(StreamNorm(norm, runtime), mixer, runtime)
 

@@ -54,13 +54,14 @@ class StreamNorm:
     """
 
     def __init__(self, norm: RMSNorm, runtime: Runtime) -> None:
-        self.layer, self.weight, self.eps, self.kernel = norm, norm.weight, norm.eps, norm.kernel
+        self.layer, self.weight, self.eps, self.kernel = norm, norm.gain, norm.eps, norm.kernel
         self.group = group = runtime.tensor_parallel
         size, dtype = norm.spec.size, norm.spec.dtype
         #: A kernel for the sum over ranks together with the norm, if there is one.
         self.reducing = None
         if group.world_size > 1:
-            self.reducing = runtime.kernels.select(ALL_REDUCE_NORM, AllReduceNormSpec(size, dtype, group))
+            spec = AllReduceNormSpec(size, dtype, group, norm.gain_is_wider)
+            self.reducing = runtime.kernels.select(ALL_REDUCE_NORM, spec)
         #: The same kernel, if it can also quantise for the next product.
         self.quantizing = self.reducing if isinstance(self.reducing, QuantizingAllReduceNorm) else None
 
@@ -119,7 +120,8 @@ class NormedLinear:
         by_itself = ("rms_norm", kernels.chosen(RMS_NORM, norm.layer.spec))
         separate += [by_itself, linear.method.chosen(linear, kernels)]
         self.kernel = kernels.select(
-            NORMED_LINEAR, NormedLinearSpec(in_features, out_features, activation, tuple(separate))
+            NORMED_LINEAR,
+            NormedLinearSpec(in_features, out_features, activation, tuple(separate), norm.layer.gain_is_wider),
         )
         #: Largest number of tokens for the fused kernel.
         self.max_rows = 0 if self.kernel is None else self.kernel.max_rows

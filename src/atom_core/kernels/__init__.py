@@ -20,6 +20,7 @@ from atom_core.kernels.fp8_gated_activation import FP8_GATED_ACTIVATION
 from atom_core.kernels.fp8_linear import FP8_LINEAR
 from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM
 from atom_core.kernels.gated_activation import GATED_ACTIVATION
+from atom_core.kernels.gated_delta_net import GATED_DELTA_DECODE, GATED_DELTA_NET
 from atom_core.kernels.greedy_tokens import GREEDY_TOKENS
 from atom_core.kernels.head_linear import HEAD_LINEAR
 from atom_core.kernels.linear import LINEAR
@@ -34,6 +35,7 @@ from atom_core.kernels.mxfp4_experts import MXFP4_EXPERTS
 from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR
 from atom_core.kernels.normed_linear import NORMED_LINEAR
 from atom_core.kernels.normed_router import NORMED_ROUTER
+from atom_core.kernels.output_gate import OUTPUT_GATE
 from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE
 from atom_core.kernels.request_pages import REQUEST_PAGES
@@ -59,6 +61,9 @@ OPS = cast(
         QK_NORM_ROPE_CACHE,
         ATTENTION,
         DECODE_ATTENTION,
+        OUTPUT_GATE,
+        GATED_DELTA_NET,
+        GATED_DELTA_DECODE,
         MLA_CACHE,
         HEAD_LINEAR,
         MLA_ABSORBED_QUERIES,

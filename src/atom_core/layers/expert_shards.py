@@ -6,16 +6,13 @@ that network's gate and up, and its columns of down.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-import torch
 
 from atom_core.config import MoEConfig
 from atom_core.kernels.shared_experts import SHARED_EXPERTS, SharedExpertsSpec
 from atom_core.layers.linear_methods import Shard
-from atom_core.layers.parameters import Placement, checkpoint_module
+from atom_core.layers.parameters import checkpoint_module
 from atom_core.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -32,46 +29,6 @@ def expert_shards(layer: Experts, expert: int) -> Iterator[tuple[str, Shard]]:
     for name, begin in ((names.gate, 0), (names.up, len(mine))):
         yield "gate_up", Shard(f"{module}.{name}", size, hidden, mine, range(hidden), begin)
     yield "down", Shard(f"{module}.{names.down}", hidden, size, range(hidden), mine)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeveralPlacements(Placement):
-    """A checkpoint tensor with shards of several experts."""
-
-    each: tuple[Placement, ...]
-
-    def problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
-        """See :class:`Placement`; they all expect the same tensor."""
-        return self.each[0].problem(shape, dtype)
-
-    def check(self, tensor: torch.Tensor) -> None:
-        """See :class:`Placement`."""
-        for placement in self.each:
-            placement.check(tensor)
-
-    def load(self, tensor: torch.Tensor) -> None:
-        """See :class:`Placement`."""
-        for placement in self.each:
-            placement.load(tensor)
-
-    def store(self, out: torch.Tensor) -> None:
-        """See :class:`Placement`."""
-        for placement in self.each:
-            placement.store(out)
-
-
-def one_a_tensor(placements: Iterable[tuple[str, str, Placement]]) -> Iterator[tuple[str, str, Placement]]:
-    """Merge ``placements``, as of :meth:`ParameterLayer.placements`, that belong to the same tensor."""
-    found: dict[tuple[str, str], list[Placement]] = {}
-    for module, name, placement in placements:
-        found.setdefault((module, name), []).append(placement)
-    for (module, name), each in found.items():
-        first = each[0]
-        if len(each) > 1:
-            first = SeveralPlacements(
-                parameter=first.parameter, shape=first.shape, parameter_name=first.parameter_name, each=tuple(each)
-            )
-        yield module, name, first
 
 
 def shared_as_routed(config: MoEConfig, runtime: Runtime, name: str) -> int:

@@ -14,11 +14,17 @@ from torch import nn
 
 from atom_core.config import MoEConfig
 from atom_core.kernels.experts import AddingExpertsKernel
-from atom_core.layers.expert_shards import one_a_tensor
 from atom_core.layers.fp8_experts import Fp8ExpertsMethod
 from atom_core.layers.fused_experts import GateUpPlacement
 from atom_core.layers.mxfp4_experts import Mxfp4ExpertsMethod
-from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
+from atom_core.layers.parameters import (
+    ParameterLayer,
+    Placement,
+    checkpoint_module,
+    empty_parameter,
+    one_a_tensor,
+    share,
+)
 from atom_core.layers.plain_experts import PlainExpertsMethod
 from atom_core.quant import Mxfp4Config, Mxfp4LinearConfig
 from atom_core.runtime import Runtime

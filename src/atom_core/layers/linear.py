@@ -18,7 +18,14 @@ from atom_core.kernels.linear import LinearKernel, LinearSpec
 from atom_core.layers.block_fp8 import BlockFp8Method
 from atom_core.layers.linear_methods import Fp8Method, LinearMethod, Shard, UnquantizedMethod
 from atom_core.layers.mxfp4_linear import Mxfp4Method
-from atom_core.layers.parameters import ParameterLayer, Placement, checkpoint_module, empty_parameter, share
+from atom_core.layers.parameters import (
+    ParameterLayer,
+    Placement,
+    checkpoint_module,
+    empty_parameter,
+    one_a_tensor,
+    share,
+)
 from atom_core.quant import LinearScheme, Mxfp4LinearConfig
 from atom_core.runtime import Runtime
 
@@ -82,7 +89,10 @@ class Linear(ParameterLayer):
         return self.method.apply(self, x, self.bias)
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
-        """The method's tensors of each shard, and the bias."""
+        """The method's tensors of each shard, and the bias; a checkpoint tensor may have several shards."""
+        yield from one_a_tensor(self._placements())
+
+    def _placements(self) -> Iterator[tuple[str, str, Placement]]:
         for shard in self.shards:
             for name, placement in self.method.placements(self, shard):
                 yield shard.module, name, placement
@@ -100,7 +110,7 @@ class Linear(ParameterLayer):
 
 @dataclass(frozen=True)
 class Column:
-    """One checkpoint tensor in a merged weight: its name, its rows in the checkpoint, and this rank's rows.
+    """Rows of a checkpoint tensor in a merged weight: its name, its rows in the checkpoint, and those taken here.
 
     Rows past the checkpoint's are zeros.
     """
@@ -127,7 +137,14 @@ class MergedColumnLinear(Linear):
 class QkvLinear(MergedColumnLinear):
     """Query, key and value projections. With more ranks than key/value heads, the heads are replicated.
 
-    ``padding``: the heads that checkpoints do not have.
+    Args:
+        hidden_size: of the input.
+        num_heads, num_kv_heads, head_dim: of all ranks.
+        bias: whether there is one.
+        runtime: the model's.
+        name: see :class:`Linear`.
+        padding: the heads that checkpoints do not have.
+        output_gate: whether ``q_proj`` has a gate behind each head's query. Here gates are last, behind v.
     """
 
     def __init__(
@@ -140,6 +157,7 @@ class QkvLinear(MergedColumnLinear):
         runtime: Runtime,
         name: str = "",
         padding: Padding = NO_PADDING,
+        output_gate: bool = False,
     ) -> None:
         group = runtime.tensor_parallel
         heads = share(num_heads, group.rank, group.world_size, "num_attention_heads")
@@ -148,13 +166,13 @@ class QkvLinear(MergedColumnLinear):
         def column(name: str, stored: int, mine: range) -> Column:
             return Column(name, stored * head_dim, range(mine.start * head_dim, mine.stop * head_dim))
 
-        stored_kv_heads = num_kv_heads - padding.kv_heads
-        columns = (
-            column("q_proj", num_heads - padding.heads, heads),
-            column("k_proj", stored_kv_heads, kv_heads),
-            column("v_proj", stored_kv_heads, kv_heads),
-        )
-        super().__init__(hidden_size, columns, bias, runtime, name)
+        stored_heads, stored_kv_heads = num_heads - padding.heads, num_kv_heads - padding.kv_heads
+        queries, gates = [column("q_proj", stored_heads, heads)], []
+        if output_gate:
+            queries = [column("q_proj", 2 * stored_heads, range(2 * head, 2 * head + 1)) for head in heads]
+            gates = [column("q_proj", 2 * stored_heads, range(2 * head + 1, 2 * head + 2)) for head in heads]
+        cached = [column(name, stored_kv_heads, kv_heads) for name in ("k_proj", "v_proj")]
+        super().__init__(hidden_size, [*queries, *cached, *gates], bias, runtime, name)
         self.num_heads = len(heads)
         self.num_kv_heads = len(kv_heads)
 

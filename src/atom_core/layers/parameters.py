@@ -6,7 +6,7 @@ no knowledge of layers, and model files rename no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -74,6 +74,46 @@ class Placement:
         """The reverse of :meth:`load`: copy this rank's shard to ``out``, which has the full tensor's shape."""
         count = self.shape[self.dim] if self.count is None else self.count
         out.narrow(self.dim, self.source, count).copy_(self.parameter.narrow(self.dim, self.target, count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralPlacements(Placement):
+    """A checkpoint tensor of which several parts are copied."""
+
+    each: tuple[Placement, ...]
+
+    def problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
+        """See :class:`Placement`; they all expect the same tensor."""
+        return self.each[0].problem(shape, dtype)
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        for placement in self.each:
+            placement.check(tensor)
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        for placement in self.each:
+            placement.load(tensor)
+
+    def store(self, out: torch.Tensor) -> None:
+        """See :class:`Placement`."""
+        for placement in self.each:
+            placement.store(out)
+
+
+def one_a_tensor(placements: Iterable[tuple[str, str, Placement]]) -> Iterator[tuple[str, str, Placement]]:
+    """Merge ``placements``, as of :meth:`ParameterLayer.placements`, that belong to the same tensor."""
+    found: dict[tuple[str, str], list[Placement]] = {}
+    for module, name, placement in placements:
+        found.setdefault((module, name), []).append(placement)
+    for (module, name), each in found.items():
+        first = each[0]
+        if len(each) > 1:
+            first = SeveralPlacements(
+                parameter=first.parameter, shape=first.shape, parameter_name=first.parameter_name, each=tuple(each)
+            )
+        yield module, name, first
 
 
 class ParameterLayer(nn.Module):

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from atom_core.config import AttentionConfig, MlaConfig
+from atom_core.config import AttentionConfig, GatedDeltaNetConfig, MlaConfig
 from atom_core.mixers.attention import Attention
+from atom_core.mixers.gated_delta_net import GatedDeltaNet
 from atom_core.mixers.mla import MultiHeadLatentAttention
 
-MIXERS: dict[type, type[Attention] | type[MultiHeadLatentAttention]] = {
+MIXERS: dict[type, type[Attention] | type[MultiHeadLatentAttention] | type[GatedDeltaNet]] = {
     AttentionConfig: Attention,
     MlaConfig: MultiHeadLatentAttention,
+    GatedDeltaNetConfig: GatedDeltaNet,
 }

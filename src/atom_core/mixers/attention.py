@@ -18,6 +18,7 @@ from atom_core.config import AttentionConfig, ModelConfig
 from atom_core.kernels.attention import ATTENTION, PagedAttentionKernel, PagedAttentionSpec
 from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.decode_attention import DECODE_ATTENTION, DecodeAttentionSpec
+from atom_core.kernels.output_gate import OUTPUT_GATE, OutputGateKernel, OutputGateSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
 from atom_core.kernels.select import KernelSet
@@ -33,7 +34,10 @@ from atom_core.types import GraphSupport
 
 
 class AttentionMixer(TokenMixer):
-    """Attention by our kernels. Its one input is ``qkv [T, (H + 2K) * D]``, straight from the projection.
+    """Attention by our kernels.
+
+    Its input is ``qkv [T, (H + 2K) * D]``, straight from the projection. With an output gate a second one is the gates
+    ``[T, H * D]``, by whose sigmoids the output is multiplied.
 
     Args:
         name, layer_index: see :class:`TokenMixer`.
@@ -42,10 +46,12 @@ class AttentionMixer(TokenMixer):
         sinks: float32 ``[H]``, or None.
         window: see :class:`TokenMixer`.
         runtime: the model's.
+        output_gate: whether there is the second input.
     """
 
     #: Selected by :meth:`select_kernels`.
     kernel: PagedAttentionKernel
+    multiply_by_gate: OutputGateKernel
 
     def __init__(
         self,
@@ -56,9 +62,11 @@ class AttentionMixer(TokenMixer):
         sinks: torch.Tensor | None,
         window: int | None,
         runtime: Runtime,
+        output_gate: bool = False,
     ) -> None:
         super().__init__(name, layer_index, (qkv.num_heads, qkv.head_dim), qkv.head_dim, qkv.head_dim**-0.5)
         self.qkv, self.weights, self.sinks, self.window = qkv, weights, sinks, window
+        self.output_gate = output_gate
         self.cache_dtype, self.same_step_reads = runtime.cache_dtype, runtime.same_step_reads
 
     @cached_property
@@ -93,6 +101,8 @@ class AttentionMixer(TokenMixer):
         )
         fused = DecodeAttentionSpec(self.qkv, paged, separate, self.same_step_reads)
         self.decode = kernels.select(DECODE_ATTENTION, fused)
+        if self.output_gate:
+            self.multiply_by_gate = kernels.select(OUTPUT_GATE, OutputGateSpec(self.heads[0] * self.heads[1]))
 
     def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> list[Hashable]:
         """See :meth:`TokenMixer.attention_compile_keys`."""
@@ -121,7 +131,7 @@ class AttentionMixer(TokenMixer):
         out: torch.Tensor,
     ) -> None:
         """See :meth:`TokenMixer.run`."""
-        (qkv,) = inputs
+        qkv, *gates = inputs
         if (self.k_scale, self.v_scale) != (cache.k_scale, cache.v_scale):
             cache = self.scaled(cache)
         assert (cache.order, cache.key.dtype) == (self.kernel.order, self.cache_dtype), "pages of another layout"
@@ -129,9 +139,11 @@ class AttentionMixer(TokenMixer):
             qkv, positions, out = qkv[:num_tokens], positions[:num_tokens], out[:num_tokens]
         if self.decode is not None and self.decode.takes(batch):
             self.decode(qkv, positions, self.weights, cache, batch, self.sinks, out)
-            return
-        q = self.fill_cache(qkv, positions, self.weights, cache, batch.pages.slots[:num_tokens])
-        self.kernel(q, cache, batch, self.sinks, out)
+        else:
+            q = self.fill_cache(qkv, positions, self.weights, cache, batch.pages.slots[:num_tokens])
+            self.kernel(q, cache, batch, self.sinks, out)
+        for gate in gates:
+            self.multiply_by_gate(out, gate[:num_tokens])
 
 
 class Attention(ParameterLayer):
@@ -145,8 +157,19 @@ class Attention(ParameterLayer):
         assert isinstance(config, AttentionConfig)
         heads, dim, padding = config.num_heads, config.head_dim, config.padding
         self.qkv_proj = QkvLinear(
-            hidden, heads, config.num_kv_heads, dim, config.qkv_bias, runtime, f"{name}.qkv_proj", padding
+            hidden,
+            heads,
+            config.num_kv_heads,
+            dim,
+            config.qkv_bias,
+            runtime,
+            f"{name}.qkv_proj",
+            padding,
+            config.output_gate,
         )
+        mine = self.qkv_proj.num_heads * dim
+        #: Columns of the projection: qkv, and the gates if there are any.
+        self.widths = [self.qkv_proj.out_features - mine, mine] if config.output_gate else []
         self.o_proj = RowLinear(
             heads * dim,
             hidden,
@@ -159,8 +182,9 @@ class Attention(ParameterLayer):
         weights = QkvWeights(rotary.cos_sin)
         if config.qk_norm:
             eps = model.rms_norm_eps
-            self.q_norm, self.k_norm = HeadNorm(dim, eps, runtime), HeadNorm(dim, eps, runtime)
-            weights = QkvWeights(rotary.cos_sin, self.q_norm.weight, self.k_norm.weight, eps)
+            norms = [HeadNorm(dim, eps, runtime, model.zero_centered_norms) for _ in range(2)]
+            self.q_norm, self.k_norm = norms
+            weights = QkvWeights(rotary.cos_sin, self.q_norm.gain, self.k_norm.gain, eps)
         qkv = QkvSpec(
             num_heads=self.qkv_proj.num_heads,
             num_kv_heads=self.qkv_proj.num_kv_heads,
@@ -169,18 +193,25 @@ class Attention(ParameterLayer):
             interleaved=model.rope.interleaved,
             qk_norm=config.qk_norm,
             dtype=runtime.dtype,
+            float32_norms=config.qk_norm and self.q_norm.gain_is_wider,
         )
         self.stored_heads, self.group = heads - padding.heads, runtime.tensor_parallel
         float32 = replace(runtime, dtype=torch.float32)  # as attention sums
         self.sinks = empty_parameter(float32, self.qkv_proj.num_heads) if config.sinks else None
-        mixer = AttentionMixer(f"{name}.attn", index, qkv, weights, self.sinks, config.window, runtime)
+        mixer = AttentionMixer(
+            f"{name}.attn", index, qkv, weights, self.sinks, config.window, runtime, config.output_gate
+        )
         self.attn = runtime.bind(mixer, runtime)
         self.cache_scales = CacheScales(self.attn, runtime.cache_dtype)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
-        result: torch.Tensor = self.o_proj(self.attn((self.qkv_proj(x),), positions, step))
+        result: torch.Tensor = self.o_proj(self.attn(self.inputs(self.qkv_proj(x)), positions, step))
         return result
+
+    def inputs(self, projected: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The mixer's, of the projection's output: views."""
+        return torch.split(projected, self.widths, -1) if self.widths else (projected,)
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
         """Sinks, one value for each head, where the model has them."""

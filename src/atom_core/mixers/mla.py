@@ -256,7 +256,7 @@ class MultiHeadLatentAttention(nn.Module):
             cache_dtype=runtime.cache_dtype,
         )
         expand = self.kv_b_proj.weight.view(len(mine), -1, latent.rank)
-        weights = MlaWeights(rotary.cos_sin, self.kv_a_layernorm.weight, LATENT_EPS, expand)
+        weights = MlaWeights(rotary.cos_sin, self.kv_a_layernorm.gain, LATENT_EPS, expand)
         mixer = MlaMixer(f"{name}.attn", index, MlaAttentionSpec(shape, latent.scale), weights)
         self.attn = runtime.bind(mixer, runtime)
         self.cache_scales = CacheScales(self.attn, runtime.cache_dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -52,11 +53,14 @@ class Decoder(nn.Module):
             else MissingLayer()
             for index in range(count)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, runtime) if self.is_last else MissingLayer()
-        layers, norm = [cast(DecoderLayer, self.layers[index]) for index in self.stage], self.norm
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, runtime, config.zero_centered_norms)
+        self.norm = norm() if self.is_last else MissingLayer()
+        layers, last_norm = [cast(DecoderLayer, self.layers[index]) for index in self.stage], self.norm
         #: Runs instead of the layers and the norm. None: each module runs by itself.
         self.fused = (
-            FusedLayers(layers, norm if isinstance(norm, RMSNorm) else None, runtime) if runtime.fuse_modules else None
+            FusedLayers(layers, last_norm if isinstance(last_norm, RMSNorm) else None, runtime)
+            if runtime.fuse_modules
+            else None
         )
 
     def forward(
@@ -112,12 +116,17 @@ class DecoderForCausalLM(CheckpointModel, ABC):
             self.lm_head: nn.Module = LMHead(config.vocab_size, config.hidden_size, runtime, tied_to)
         else:
             self.lm_head = MissingLayer()
+        unread = (self.draft_prefix, self.vision_prefix)
         drafts = range(config.num_layers, config.num_layers + config.draft_layers)
         self.ignored_prefixes = (
             *(("lm_head.",) if config.tie_word_embeddings else ()),
             *(f"model.layers.{index}." for index in drafts),
+            *(prefix for prefix in unread if prefix is not None),
         )
 
+    #: What names of draft layers begin with that are not numbered after the last layer, and names of a vision part.
+    draft_prefix: str | None = None
+    vision_prefix: str | None = None
     #: The keys of a Hugging Face configuration that the family reads.
     schema: type[HfConfig]
 

@@ -39,11 +39,21 @@ _ENTRIES = (
     ModelEntry("Qwen2ForCausalLM", "atom_core.models.qwen2", "Qwen2, Qwen2.5"),
     ModelEntry("Qwen3ForCausalLM", "atom_core.models.qwen3", "Qwen3"),
     ModelEntry("Qwen3MoeForCausalLM", "atom_core.models.qwen3_moe", "Qwen3-MoE"),
+    ModelEntry("Qwen3NextForCausalLM", "atom_core.models.qwen3_next", "Qwen3-Next"),
+    ModelEntry("Qwen3_5ForCausalLM", "atom_core.models.qwen3_5", "Qwen3.5, 3.6"),
+    ModelEntry("Qwen3_5ForConditionalGeneration", "atom_core.models.qwen3_5", "Qwen3.5, 3.6 (text)"),
+    ModelEntry("Qwen3_5MoeForCausalLM", "atom_core.models.qwen3_5", "Qwen3.5, 3.6, 3.8 MoE"),
+    ModelEntry("Qwen3_5MoeForConditionalGeneration", "atom_core.models.qwen3_5", "Qwen3.5, 3.6 MoE (text)"),
 )
 
 #: The module and the class of a checkpoint's draft layers, by its architecture.
 DRAFTS: Mapping[str, tuple[str, str]] = {
     "DeepseekV3ForCausalLM": ("atom_core.models.deepseek_mtp", "DeepseekV3Draft"),
+    "Qwen3NextForCausalLM": ("atom_core.models.qwen_mtp", "Qwen3NextDraft"),
+    "Qwen3_5ForCausalLM": ("atom_core.models.qwen_mtp", "Qwen35Draft"),
+    "Qwen3_5ForConditionalGeneration": ("atom_core.models.qwen_mtp", "Qwen35Draft"),
+    "Qwen3_5MoeForCausalLM": ("atom_core.models.qwen_mtp", "Qwen35MoeDraft"),
+    "Qwen3_5MoeForConditionalGeneration": ("atom_core.models.qwen_mtp", "Qwen35MoeDraft"),
 }
 
 MODELS: Mapping[str, ModelEntry] = {entry.architecture: entry for entry in _ENTRIES}

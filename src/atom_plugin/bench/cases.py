@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from atom_core.batch import Batch, Pages
 from atom_core.cache import KVCacheView
-from atom_core.config import AttentionConfig, MlaConfig, ModelConfig
+from atom_core.config import AttentionConfig, MixerConfig, MlaConfig, ModelConfig
 from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
@@ -96,9 +96,10 @@ class Product:
 
 def products(config: ModelConfig) -> list[Product]:
     """A layer's products and the head's, without those of experts."""
-    hidden, intermediate, mixer = config.hidden_size, config.intermediate_size, config.layers[0].mixer
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    kinds = {type(layer.mixer): layer.mixer for layer in config.layers}
     found = [
-        *(_of_mla(config, mixer) if isinstance(mixer, MlaConfig) else _of_attention(config, mixer)),
+        *(product for mixer in kinds.values() for product in _of_mixer(config, mixer)),
         Product("gate_up", 2 * intermediate, hidden, config.mlp_bias),
         Product("down", hidden, intermediate, config.mlp_bias),
         Product("head", config.vocab_size, hidden, few_rows=True),
@@ -114,10 +115,22 @@ def routers(config: ModelConfig) -> list[Product]:
     return [Product("router", size, config.hidden_size) for size in sizes]
 
 
+def _of_mixer(config: ModelConfig, mixer: MixerConfig) -> list[Product]:
+    if isinstance(mixer, MlaConfig):
+        return _of_mla(config, mixer)
+    if isinstance(mixer, AttentionConfig):
+        return _of_attention(config, mixer)
+    values = mixer.num_value_heads * mixer.value_dim
+    return [
+        Product("qkvzba", mixer.channels + values + 2 * mixer.num_value_heads, config.hidden_size),
+        Product("out", config.hidden_size, values),
+    ]
+
+
 def _of_attention(config: ModelConfig, mixer: AttentionConfig) -> list[Product]:
     heads, kv_heads = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     return [
-        Product("qkv", heads + 2 * kv_heads, config.hidden_size, mixer.qkv_bias),
+        Product("qkv", (1 + mixer.output_gate) * heads + 2 * kv_heads, config.hidden_size, mixer.qkv_bias),
         Product("o", config.hidden_size, heads, mixer.out_bias),
     ]
 
@@ -240,8 +253,8 @@ def _vllm_activation(rows: int, N: int, bench: Bench, copies: int) -> Run:
 
 def qk_norm_rope_cache_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     """From raw qkv to queries and a written cache; none for MLA."""
-    mixer = config.layers[0].mixer
-    if not isinstance(mixer, AttentionConfig):
+    mixer = keys_and_values_of(config)
+    if mixer is None:
         return
     width = (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
     for tokens in QKV_TOKENS:
@@ -259,10 +272,15 @@ def qk_norm_rope_cache_cases(config: ModelConfig, itemsize: int) -> Iterator[Cas
 
 
 def attention_of(config: ModelConfig) -> AttentionConfig:
-    """The attention of a model's first layer."""
-    mixer = config.layers[0].mixer
-    assert isinstance(mixer, AttentionConfig)
+    """The attention of a model's first layer that has keys and values."""
+    mixer = keys_and_values_of(config)
+    assert mixer is not None
     return mixer
+
+
+def keys_and_values_of(config: ModelConfig) -> AttentionConfig | None:
+    """As :func:`attention_of`; None: no layer has any."""
+    return next((it.mixer for it in config.layers if isinstance(it.mixer, AttentionConfig)), None)
 
 
 def qkv_spec(config: ModelConfig, bench: Bench) -> QkvSpec:
@@ -357,8 +375,8 @@ def _vllm_qkv(config: ModelConfig, tokens: int, bench: Bench, copies: int) -> Ru
 
 def attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     """Decoding over long contexts, and prefill of whole prompts; none for MLA."""
-    mixer = config.layers[0].mixer
-    if not isinstance(mixer, AttentionConfig):
+    mixer = keys_and_values_of(config)
+    if mixer is None:
         return
     H, K, D = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     for phase, batches in (("decode", DECODES), ("prefill", PREFILLS)):

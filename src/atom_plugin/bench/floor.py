@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from atom_core.config import ModelConfig
+from atom_core.config import GatedDeltaNetConfig, ModelConfig
 from atom_core.layers.latent_expansion import LatentExpansion
 from atom_core.loading import UNQUANTIZED, build_on_meta_device
 from atom_core.models.decoder import CheckpointModel
@@ -73,8 +73,17 @@ def weight_bytes(model: CheckpointModel, num_tokens: int) -> int:
     return total - round(unused)
 
 
+#: Of an element of a state, which is float32.
+STATE_BYTES = 4
+
+
 def cache_bytes(config: ModelConfig, batch: int, context: int, cache_dtype: torch.dtype) -> int:
-    """Bytes of the keys and values that the step reads, including the new tokens'."""
-    mixers = (layer.mixer for layer in config.layers)
-    elements = sum(min(context + 1, it.window or context + 1) * it.cached_elements for it in mixers)
-    return batch * elements * cache_dtype.itemsize
+    """Bytes of the keys and values that the step reads, including the new tokens', and of states, read and written."""
+    mixers = [layer.mixer for layer in config.layers]
+    elements = sum(
+        min(context + 1, it.window or context + 1) * it.cached_elements
+        for it in mixers
+        if not isinstance(it, GatedDeltaNetConfig)
+    )
+    states = sum(it.state_elements for it in mixers if isinstance(it, GatedDeltaNetConfig))
+    return batch * (elements * cache_dtype.itemsize + 2 * states * STATE_BYTES)

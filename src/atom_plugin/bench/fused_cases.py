@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from atom_core.cache import KVCacheView
-from atom_core.config import AttentionConfig, ModelConfig
+from atom_core.config import ModelConfig
 from atom_core.fusion.linear import NormedLinear, Stream, StreamNorm
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_linear.reference import quantize_input, row_scales, to_e4m3
@@ -28,7 +28,18 @@ from atom_core.mixers.attention import AttentionMixer
 from atom_core.mixers.base import RadixAttention
 from atom_core.runtime import Runtime
 from atom_core.standalone import Step, build_runtime, plan
-from atom_plugin.bench.cases import MAX_MODEL_LEN, PAGE_SIZE, Bench, Case, Product, Run, products, qkv_spec, qkv_weights
+from atom_plugin.bench.cases import (
+    MAX_MODEL_LEN,
+    PAGE_SIZE,
+    Bench,
+    Case,
+    Product,
+    Run,
+    keys_and_values_of,
+    products,
+    qkv_spec,
+    qkv_weights,
+)
 from atom_plugin.bench.step import decode_batch
 
 #: Rows of products, and (requests, tokens of each including the new one) of decoding attention.
@@ -153,8 +164,8 @@ def _exact_fp8_product(product: Product, rows: int, as_is: bool, bench: Bench, c
 
 def decode_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
     """A decoding layer's attention from raw qkv to its output, with the cache write; none for MLA."""
-    mixer = config.layers[0].mixer
-    if not isinstance(mixer, AttentionConfig):
+    mixer = keys_and_values_of(config)
+    if mixer is None:
         return
     H, K, D = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     for requests, tokens in DECODES:

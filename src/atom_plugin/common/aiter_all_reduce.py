@@ -18,6 +18,7 @@ import torch
 from atom_core.kernels.aiter_library import FP8, why_no_aiter
 from atom_core.kernels.all_reduce_norm import AllReduceNormSpec
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
+from atom_core.kernels.rms_norm import FLOAT32_WEIGHT
 from atom_core.kernels.select import Target
 
 #: One block a token; all blocks must be resident on the GPU.
@@ -35,6 +36,8 @@ def why_not_aiter(spec: AllReduceNormSpec, target: Target) -> str | None:
         return reason
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"aiter's all-reduce and norm is for bfloat16 and float16, not for {spec.dtype}."
+    if spec.float32_weight:
+        return FLOAT32_WEIGHT
     if spec.group.world_size not in (2, 4, 8):
         return f"aiter's all-reduce and norm is for 2, 4 or 8 ranks, not {spec.group.world_size}."
     if not is_one_kernel((1, spec.size), spec.dtype, spec.group.world_size):

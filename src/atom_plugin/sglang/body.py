@@ -61,7 +61,7 @@ class DraftBody(nn.Module):
         self._core = (core,)  # as in :class:`Body`
         stack = core.model
         self.embed_tokens, self.rotary = stack.embed_tokens, stack.rotary
-        self.decoder, *others = stack.layers.values()
+        self.decoder, *others = core.layers
         #: Layers that SGLang does not run.
         self.others = nn.ModuleList(others)
 

@@ -27,7 +27,8 @@ from atom_core.kernels.linear.widened import why_not_widened
 from atom_core.kernels.moved import move_back
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache import QkvCacheSpec
-from atom_core.kernels.rms_norm import RmsNormSpec
+from atom_core.kernels.rms_norm import FLOAT32_WEIGHT, RmsNormSpec
+from atom_core.kernels.rms_norm.cpu import rms_norm as rms_norm_of_torch
 from atom_core.kernels.select import Implementation, Target
 from atom_core.types import GraphSupport
 
@@ -85,7 +86,7 @@ def _no_kernel_for(dtype: torch.dtype) -> str | None:
 
 
 def _norm_supports(spec: RmsNormSpec, target: Target) -> str | None:
-    return _no_kernel_for(spec.dtype)
+    return FLOAT32_WEIGHT if spec.float32_weight else _no_kernel_for(spec.dtype)
 
 
 def _rms_norm(
@@ -296,6 +297,8 @@ class FillCpuCache:
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         rows = x.reshape(-1, self.spec.head_dim).contiguous()  # a single head reshapes to a view with strides
+        if weight is not None and weight.dtype != x.dtype:  # vLLM's kernel has both in one dtype
+            return rms_norm_of_torch(rows, weight, eps, None)[0].view(x.shape)
         torch.ops._C.rms_norm(rows, rows, weight, eps)
         return rows.view(x.shape)
 

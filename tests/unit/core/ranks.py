@@ -105,7 +105,7 @@ def run(
     carried: Carried | None = None,
 ) -> torch.Tensor | Carried:
     """One prompt through ``model``."""
-    caches = empty_caches(model, runner.runtime, -(-runner.max_model_len // runner.page_size), runner.page_size)
+    caches = empty_caches(model, runner.runtime, -(-runner.max_model_len // runner.page_size), runner.page_size, 1)
     step = Step(plan(model, runner.batch([0], [len(tokens)])), caches)
     ids = None if carried is not None else torch.tensor(tokens)
     return model(ids, torch.arange(len(tokens)), step, carried=carried)

@@ -4,8 +4,8 @@
     y = s / sqrt(mean(s^2) + eps) * weight
 
 ``x``: ``[T, N]``, each rank's partial sum; ``residual``: ``[T, N]`` of the same dtype, equal on all ranks; ``weight``:
-``[N]``. Both results are ``[T, N]``, and bit-identical on all ranks. Sums are float32 and rounded once; the separate
-ops round the all-reduce too. It is for few tokens: each rank reads the rows of all ranks.
+``[N]`` in that dtype or float32. Both results are ``[T, N]``, and bit-identical on all ranks. Sums are float32 and
+rounded once; the separate ops round the all-reduce too. It is for few tokens: each rank reads the rows of all ranks.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class AllReduceNormSpec:
     size: int
     dtype: torch.dtype
     group: Communicator
+    float32_weight: bool = False
+    """See :class:`atom_core.kernels.rms_norm.RmsNormSpec`."""
 
 
 class AllReduceNormKernel(Protocol):

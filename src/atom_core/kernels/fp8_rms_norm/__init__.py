@@ -5,7 +5,8 @@
 
 as :mod:`atom_core.kernels.rms_norm`, and :mod:`atom_core.kernels.fp8_linear` or
 :mod:`atom_core.kernels.fp8_block_linear`, define them. A kernel may round the norm's input and result to the dtype of
-``x``, as separate ops do, or not, as aiter does. ``x``, ``residual``: ``[T, K]`` of one dtype; the weight: ``[K]``.
+``x``, as separate ops do, or not, as aiter does. ``x``, ``residual``: ``[T, K]`` of one dtype; the weight: ``[K]`` in
+that dtype or float32.
 """
 
 from __future__ import annotations

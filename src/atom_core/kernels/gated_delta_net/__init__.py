@@ -23,10 +23,10 @@ import torch
 
 from atom_core.batch import Batch, BatchShape
 from atom_core.cache import StateView
-from atom_core.kernels.gated_delta_net.cpu import gated_delta_net as gated_delta_net_on_cpu
-from atom_core.kernels.gated_delta_net.reference import gated_delta_net
+from atom_core.kernels.gated_delta_net.reference import OneByOne, chunked_gated_delta_rule, gated_delta_rule
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.select import Implementation, Op, always, only_on_cpu
+from atom_core.types import GraphSupport
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class GatedDeltaNetSpec:
 
 class GatedDeltaNetKernel(Protocol):
     """The call, for any batch."""
+
+    graph_support: GraphSupport
 
     def __call__(
         self,
@@ -80,8 +82,8 @@ class GatedDeltaDecodeKernel(GatedDeltaNetKernel, Protocol):
 GATED_DELTA_NET: Op[GatedDeltaNetSpec, GatedDeltaNetKernel] = Op(
     "gated_delta_net",
     (
-        Implementation("torch", only_on_cpu, lambda spec, target: gated_delta_net_on_cpu),
-        Implementation("reference", always, lambda spec, target: gated_delta_net),
+        Implementation("torch", only_on_cpu, lambda spec, target: OneByOne(chunked_gated_delta_rule)),
+        Implementation("reference", always, lambda spec, target: OneByOne(gated_delta_rule)),
     ),
 )
 

@@ -6,6 +6,7 @@ One request: ``T`` tokens, ``Hk`` key heads of ``K`` elements, ``Hv`` value head
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from atom_core.batch import Batch, States
 from atom_core.cache import StateView
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
+from atom_core.types import GraphSupport
 
 #: Tokens of a chunk.
 CHUNK = 64
@@ -123,24 +125,38 @@ def _by_value_head(q: torch.Tensor, k: torch.Tensor, num_value_heads: int) -> tu
     return normed(q) * size**-0.5, normed(k)
 
 
-def gated_delta_net(
-    qkvz: torch.Tensor,
-    ba: torch.Tensor,
-    weights: GatedDeltaNetWeights,
-    cache: StateView,
-    batch: Batch,
-    out: torch.Tensor,
-    rule: Callable[..., tuple[torch.Tensor, torch.Tensor]] = gated_delta_rule,
-) -> None:
-    """See :mod:`atom_core.kernels.gated_delta_net`; ``rule`` runs the tokens of one request."""
-    states = batch.states
-    assert states is not None
-    starts = batch.query_start_loc.tolist()
-    for row in range(batch.num_requests):
-        tokens = slice(starts[row], starts[row + 1])
-        if tokens.start < tokens.stop and int(states.slots[row, 0]) > 0:
-            request = _Request(cache, states, row)
-            out[tokens] = request.run(qkvz[tokens], ba[tokens], weights, rule)
+Rule: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class OneByOne:
+    """The op, request by request; see :mod:`atom_core.kernels.gated_delta_net`.
+
+    ``rule``: :func:`gated_delta_rule`, which is the definition, or :func:`chunked_gated_delta_rule`.
+    """
+
+    graph_support: GraphSupport = "none"
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+
+    def __call__(
+        self,
+        qkvz: torch.Tensor,
+        ba: torch.Tensor,
+        weights: GatedDeltaNetWeights,
+        cache: StateView,
+        batch: Batch,
+        out: torch.Tensor,
+    ) -> None:
+        """See :class:`atom_core.kernels.gated_delta_net.GatedDeltaNetKernel`."""
+        states = batch.states
+        assert states is not None
+        starts = batch.query_start_loc.tolist()
+        for row in range(batch.num_requests):
+            tokens = slice(starts[row], starts[row + 1])
+            if tokens.start < tokens.stop and int(states.slots[row, 0]) > 0:
+                request = _Request(cache, states, row)
+                out[tokens] = request.run(qkvz[tokens], ba[tokens], weights, self.rule)
 
 
 class _Request:
@@ -161,7 +177,7 @@ class _Request:
         qkvz: torch.Tensor,
         ba: torch.Tensor,
         weights: GatedDeltaNetWeights,
-        rule: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        rule: Rule,
     ) -> torch.Tensor:
         """The request's new tokens: ``[T, Hv, V]``."""
         (channels, width), (value_heads, value_dim, key_dim) = weights.conv.shape, self.recurrent.shape[1:]
@@ -169,12 +185,12 @@ class _Request:
         state = self.recurrent[self.slots[self.first]].float()
         if not self.has_state:
             window, state = torch.zeros_like(window), torch.zeros_like(state)
-        inputs, z = qkvz[:, :channels], qkvz[:, channels:].unflatten(-1, (value_heads, value_dim))
-        b, a = ba.split(value_heads, -1)
+        inputs, z = qkvz[:, :channels], torch.unflatten(qkvz[:, channels:], -1, (value_heads, value_dim))
+        b, a = torch.split(ba, value_heads, -1)
         mixed, _ = causal_conv(inputs, weights.conv, window)
         keys = channels - value_heads * value_dim
-        q, k = (it.unflatten(-1, (-1, key_dim)) for it in mixed[:, :keys].chunk(2, -1))
-        v = mixed[:, keys:].unflatten(-1, (value_heads, value_dim))
+        q, k = (torch.unflatten(it, -1, (-1, key_dim)) for it in mixed[:, :keys].chunk(2, -1))
+        v = torch.unflatten(mixed[:, keys:], -1, (value_heads, value_dim))
         g, beta = gates(a, b, weights.a_log, weights.dt_bias)
         seen = torch.cat((window, inputs.to(window.dtype)))
         rows = (q, k, v, g, beta)

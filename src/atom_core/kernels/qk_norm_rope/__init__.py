@@ -28,11 +28,13 @@ class QkvSpec:
     interleaved: bool
     qk_norm: bool
     dtype: torch.dtype
+    float32_norms: bool = False
+    """Whether the norms' weights are float32 where the dtype has 16 bits."""
 
 
 @dataclass(frozen=True)
 class QkvWeights:
-    """The rope table, float32 ``cos_sin [P, R]``, and the q/k norms' weights ``[D]``, if any.
+    """The rope table, float32 ``cos_sin [P, R]``, and the q/k norms' weights ``[D]``, if any, in the dtype or float32.
 
     The weights are the model's own parameters, not copies: loading writes into them.
     """

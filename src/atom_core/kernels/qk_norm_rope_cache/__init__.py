@@ -19,6 +19,7 @@ from atom_core.kernels.cache_dtypes import why_unreadable
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope_cache.cpu import qk_norm_rope_cache as qk_norm_rope_cache_on_cpu
 from atom_core.kernels.qk_norm_rope_cache.reference import qk_norm_rope_cache
+from atom_core.kernels.rms_norm import FLOAT32_WEIGHT
 from atom_core.kernels.select import Implementation, Op, Target, only_on_cpu
 from atom_core.kernels.triton_support import overlaps, why_no_triton, why_no_triton_cache
 
@@ -51,6 +52,8 @@ def _aiter_supports(spec: QkvCacheSpec, target: Target) -> str | None:
     qkv = spec.qkv
     if not qkv.qk_norm:
         return "aiter's kernel norms q and k, and this model has no q/k norm."
+    if qkv.float32_norms:
+        return FLOAT32_WEIGHT
     if qkv.dtype not in (torch.bfloat16, torch.float16):
         return f"aiter's kernel is for bfloat16 and float16, not for {qkv.dtype}."
     if qkv.head_dim not in (64, 128, 256):

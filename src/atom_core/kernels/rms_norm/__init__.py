@@ -3,7 +3,8 @@
     x = x + residual                     (if a residual is given; it is also returned)
     y = x / sqrt(mean(x^2) + eps) * weight
 
-``x``, ``residual``: ``[T, N]`` of one dtype; ``weight``: ``[N]``. Sums are float32 and rounded once.
+``x``, ``residual``: ``[T, N]`` of one dtype; ``weight``: ``[N]`` in that dtype or float32. Sums are float32 and rounded
+once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ class RmsNormSpec:
 
     size: int
     dtype: torch.dtype
+    float32_weight: bool = False
+    """Whether the weight is float32 where the dtype has 16 bits."""
+
+
+#: Why libraries do not run norms whose weight is ``1 + w`` in float32.
+FLOAT32_WEIGHT = "Its norms have weights in the model's dtype, and these are float32 (zero-centred norms)."
 
 
 class RmsNormKernel(Protocol):
@@ -45,6 +52,8 @@ def _aiter_supports(spec: RmsNormSpec, target: Target) -> str | None:
         return reason
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"aiter's norm is for bfloat16 and float16, not for {spec.dtype}."
+    if spec.float32_weight:
+        return FLOAT32_WEIGHT
     return "aiter's norm is fast for rows of up to 8192 elements." if spec.size > 8192 else None
 
 

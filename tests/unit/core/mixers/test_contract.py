@@ -31,7 +31,9 @@ class DecayingSum(TokenMixer):
 
     def run(self, inputs, positions, batch, cache, out):
         (pool,), states, starts = cache.tensors, batch.states, batch.query_start_loc.tolist()
-        for request, (slot, known) in enumerate(zip(states.slots[:, 0].tolist(), states.has_state.tolist(), strict=True)):
+        for request, (slot, known) in enumerate(
+            zip(states.slots[:, 0].tolist(), states.has_state.tolist(), strict=True)
+        ):
             state = pool[slot] if known else torch.zeros(self.heads)
             for token in range(starts[request], starts[request + 1]):
                 state = DECAY * state + inputs[0][token].view(self.heads)
@@ -72,7 +74,9 @@ def test_a_state_goes_on_where_the_request_has_one_and_begins_with_zeros_where_n
     def run(tokens, slots, has_state):
         step = batch(slots, [len(it) for it in tokens], has_state)
         assert step.pages is NO_PAGES
-        found = layer((torch.cat(list(tokens)),), torch.arange(step.num_tokens), Step(plan(layer, step), {0: StateView((pool,))}))
+        found = layer(
+            (torch.cat(list(tokens)),), torch.arange(step.num_tokens), Step(plan(layer, step), {0: StateView((pool,))})
+        )
         return found.split([len(it) for it in tokens])
 
     whole = run(x, (3, 1), (False, False))

@@ -20,7 +20,8 @@ def test_every_entry_is_a_model_of_that_name(architecture):
 def test_every_draft_is_one_of_a_model_that_there_is(architecture):
     draft_class = load_draft_class(architecture)
     assert issubclass(draft_class, DraftModel)
-    assert (draft_class.__name__, draft_class.family()) == (DRAFTS[architecture][1], load_model_class(architecture))
+    assert draft_class.__name__ == DRAFTS[architecture][1]
+    assert issubclass(load_model_class(architecture), draft_class.family())
 
 
 def test_an_unknown_architecture_is_an_error_that_lists_the_known():
