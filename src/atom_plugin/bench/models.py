@@ -120,6 +120,31 @@ _QWEN3_30B_A3B = _qwen3(
 #: As in the published checkpoints; without it an engine would take the routers as quantised.
 _QWEN3_30B_A3B_PLAIN = ["lm_head", *(f"model.layers.{index}.mlp.gate" for index in range(48))]
 
+
+def _hybrid(layers: int, **values: Any) -> HfValues:
+    return {
+        "attention_bias": False,
+        "eos_token_id": 248044,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "layer_types": ["full_attention" if index % 4 == 3 else "linear_attention" for index in range(layers)],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "num_hidden_layers": layers,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 248320,
+        **values,
+    }
+
+
 #: Each model's `config.json` by name. Architectures that the core does not have are for engines only.
 CONFIGS: Mapping[str, HfValues] = {
     "qwen3-0.6b": _qwen3(
@@ -344,6 +369,45 @@ CONFIGS: Mapping[str, HfValues] = {
         "v_head_dim": 128,
         "vocab_size": 102400,
     },
+    "qwen3.5-27b": _hybrid(
+        64,
+        architectures=["Qwen3_5ForCausalLM"],
+        model_type="qwen3_5_text",
+        hidden_size=5120,
+        intermediate_size=17408,
+        linear_num_value_heads=48,
+        num_attention_heads=24,
+        num_key_value_heads=4,
+    ),
+    "qwen3.5-35b-a3b": _hybrid(
+        40,
+        architectures=["Qwen3_5MoeForCausalLM"],
+        model_type="qwen3_5_moe_text",
+        hidden_size=2048,
+        moe_intermediate_size=512,
+        num_attention_heads=16,
+        num_experts=256,
+        num_experts_per_tok=8,
+        num_key_value_heads=2,
+        shared_expert_intermediate_size=512,
+    ),
+    "qwen3-next-80b-a3b": _hybrid(
+        48,
+        architectures=["Qwen3NextForCausalLM"],
+        model_type="qwen3_next",
+        decoder_sparse_step=1,
+        hidden_size=2048,
+        intermediate_size=5120,
+        mlp_only_layers=[],
+        moe_intermediate_size=512,
+        norm_topk_prob=True,
+        num_attention_heads=16,
+        num_experts=512,
+        num_experts_per_tok=10,
+        num_key_value_heads=2,
+        shared_expert_intermediate_size=512,
+        vocab_size=151936,
+    ),
 }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from atom_core.batch import Batch, Pages
+from atom_core.batch import Batch, Pages, States
 from atom_core.config import ModelConfig
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.read_config import read_model_config
@@ -195,6 +195,10 @@ def decode_batch(batch: int, context: int, device: torch.device, seed: int = 0) 
         max_seq_len=MAX_MODEL_LEN,
         num_decode_requests=batch,
         num_decode_tokens=batch,
+        states=States(
+            (torch.randperm(batch, generator=generator).int() + 1).to(device)[:, None],
+            torch.ones(batch, dtype=torch.bool, device=device),
+        ),
     )
     return metadata, num_pages
 
@@ -205,7 +209,7 @@ def decoding(
     """A decoding step of `batch` requests with `context` cached tokens each, from token ids to the argmax tokens."""
     device = runtime.device
     metadata, num_pages = decode_batch(batch, context, device)
-    pools = empty_caches(model, runtime, num_pages, PAGE_SIZE, random=True)
+    pools = empty_caches(model, runtime, num_pages, PAGE_SIZE, batch, random=True)
     step = Step(plan(model, metadata), pools)
     ids = torch.randint(config.vocab_size, (batch,), device=device)
     positions = torch.full((batch,), context, device=device)
