@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 E4M3 = torch.float8_e4m3fn
-#: The linear layers of a decoder layer, which FP8 checkpoints quantise; in the second line Mixtral's experts and
-#: DeepSeek's projections.
+#: The linear layers of a decoder layer, which FP8 checkpoints quantise; then Mixtral's experts and DeepSeek's
+#: projections, and those of linear attention.
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LINEARS += ("w1", "w2", "w3", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "eh_proj")
+LINEARS += ("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "out_proj")
 #: What DeepSeek's own FP8 checkpoints leave as it is, and do not say so.
 SILENTLY_PLAIN = "eh_proj"
 BLOCK = 128

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from atom_core.cache import StateView
 from atom_core.config import AttentionConfig, GatedDeltaNetConfig
 from atom_core.models.read_config import read_model_config
 from atom_core.standalone import Runner
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8, make_plain, widen
 from tests.unit.core.hugging_face import (
     LOGITS_TOLERANCE,
     Family,
@@ -195,3 +197,59 @@ def test_values_that_are_not_built_are_refused_by_name(family, settings, reason)
     values = {**make_config(family).to_dict(), **settings}
     with pytest.raises(ValueError, match=reason):
         read_model_config(values)
+
+
+#: As published FP8 checkpoints leave them.
+PLAIN = ("in_proj_ba", "in_proj_b", "in_proj_a", "shared_expert_gate", "conv1d")
+WHOLE_BLOCKS = {
+    "hidden_size": 128,
+    "head_dim": 128,
+    "num_attention_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "initializer_range": 0.05,  # random states spread what activations of three bits change
+}
+
+
+def make_quantized(folder, family, form):
+    sizes = {key: size for key, size in WHOLE_BLOCKS.items() if family is not DENSE or "_expert_" not in key and "moe" not in key}
+    make_model(folder / "source", make_config(family, **sizes))
+    plain = [f"model.layers.{layer}.linear_attn.{name}" for layer in range(4) for name in PLAIN]
+    plain += [f"model.layers.{layer}.mlp.{name}" for layer in range(4) for name in ("gate", "shared_expert_gate")]
+    key = "ignore" if "ignore" in form.config else "modules_to_not_convert"
+    config = {**form.config, key: [*form.config.get(key, []), *plain]}
+    make_fp8(folder / "source", folder / "fp8", replace(form, config=config))
+    make_plain(folder / "fp8", folder / "plain")
+    return Runner(folder / "fp8"), Runner(folder / "plain")
+
+
+@every_family
+@pytest.mark.parametrize("form", [*BLOCK_FORMATS[:2], FORMATS[0], FORMATS[1], FORMATS[5]], ids=str)
+def test_fp8_weights_are_those_that_the_checkpoint_stands_for(tmp_path, family, form):
+    quantized, plain = make_quantized(tmp_path, family, form)
+    for index, layer in enumerate(quantized.model.model.layers):
+        if "linear_attn" in dict(layer.named_children()):
+            truth = plain.model.model.layers[index].linear_attn
+            ours = layer.linear_attn
+            assert ours.in_proj.quantized
+            assert not ours.in_proj_ba.quantized
+            x = torch.eye(128)
+            rows = len(ours.in_proj.weight)
+            scales = ours.in_proj.weight_scale
+            wide = widen(scales, ours.in_proj.weight.shape) if form.block else scales[:, None]
+            torch.testing.assert_close(ours.in_proj.weight.float() * wide, truth.in_proj(x).T[:rows])
+            torch.testing.assert_close(ours.in_proj_ba(x), truth.in_proj(x)[:, rows:])
+    assert 1e-4 < distance(quantized.logits(TOKENS[:70]), plain.logits(TOKENS[:70])) <= 0.2
+
+
+@pytest.mark.parametrize("family", [NEXT, DENSE], ids=str)
+def test_a_checkpoint_is_quantised_while_it_is_loaded(tmp_path, family):
+    make_model(tmp_path, make_config(family, initializer_range=0.05))
+    found, plain = Runner(tmp_path, quantization="fp8"), Runner(tmp_path)
+    assert found.model.model.layers[0].linear_attn.in_proj.quantized
+    assert 1e-4 < distance(found.logits(TOKENS[:70]), plain.logits(TOKENS[:70])) <= 0.2
