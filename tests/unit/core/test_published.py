@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from atom_core.config import ModelConfig
+from atom_core.config import GatedDeltaNetConfig, ModelConfig
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import supported_architectures
 from atom_core.quant import QuantConfig, read_quantization
@@ -52,6 +52,11 @@ def theirs_of(config: dict[str, Any]) -> Any:
     return AutoConfig.for_model(COPIES.get(kind, kind), **{k: v for k, v in config.items() if k != "model_type"})
 
 
+def text_of(config: dict[str, Any]) -> Any:
+    """That of the language model."""
+    return theirs_of(config).get_text_config()
+
+
 def test_the_fixture_has_every_family():
     assert len(SERVE) >= 60
     assert {entry["config"]["architectures"][0] for entry in SERVE} == set(supported_architectures())
@@ -79,8 +84,8 @@ def test_what_does_not_serve_is_refused(entry):
 
 @serving
 def test_sizes_are_transformers_own(entry):
-    ours, theirs = read_model_config(entry["config"]), theirs_of(entry["config"])
-    mixer = ours.layers[0].mixer
+    ours, theirs = read_model_config(entry["config"]), text_of(entry["config"])
+    mixer = next(it.mixer for it in ours.layers if not isinstance(it.mixer, GatedDeltaNetConfig))
     found = {
         "vocab_size": ours.vocab_size,
         "hidden_size": ours.hidden_size,
@@ -92,7 +97,14 @@ def test_sizes_are_transformers_own(entry):
         "rms_norm_eps": ours.rms_norm_eps,
         "tie_word_embeddings": ours.tie_word_embeddings,
     }
+    if not hasattr(theirs, "intermediate_size"):  # no layer is dense
+        assert not ours.has_dense_layers
+        del found["intermediate_size"]
     assert found == {key: getattr(theirs, key) for key in found}
+    for linear in (it.mixer for it in ours.layers if isinstance(it.mixer, GatedDeltaNetConfig)):
+        heads = linear.num_key_heads, linear.num_value_heads, linear.conv_width
+        assert heads == (theirs.linear_num_key_heads, theirs.linear_num_value_heads, theirs.linear_conv_kernel_dim)
+        assert (linear.key_dim, linear.value_dim) == (theirs.linear_key_head_dim, theirs.linear_value_head_dim)
     if not ours.has_mla:
         head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     else:
@@ -104,7 +116,7 @@ def test_sizes_are_transformers_own(entry):
 
 @serving
 def test_rotations_are_transformers_own(entry):
-    ours, theirs = read_model_config(entry["config"]), theirs_of(entry["config"])
+    ours, theirs = read_model_config(entry["config"]), text_of(entry["config"])
     parameters = theirs.rope_parameters
     assert (ours.rope.rope_type, ours.rope.theta) == (parameters["rope_type"], parameters["rope_theta"])
     if ours.rope.rope_type == "default":
@@ -116,7 +128,7 @@ def test_rotations_are_transformers_own(entry):
 
 @serving
 def test_windows_are_transformers_own(entry):
-    ours, theirs = read_model_config(entry["config"]), theirs_of(entry["config"])
+    ours, theirs = read_model_config(entry["config"]), text_of(entry["config"])
     window = getattr(theirs, "sliding_window", None)
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     assert [layer.mixer.window for layer in ours.layers] == [
@@ -126,9 +138,14 @@ def test_windows_are_transformers_own(entry):
 
 @serving
 def test_experts_are_transformers_own(entry):
-    ours, theirs = read_model_config(entry["config"]), theirs_of(entry["config"])
+    ours, theirs = read_model_config(entry["config"]), text_of(entry["config"])
     experts = next(
-        (getattr(theirs, key) for key in ("n_routed_experts", "num_local_experts") if hasattr(theirs, key)), None
+        (
+            getattr(theirs, key)
+            for key in ("n_routed_experts", "num_local_experts", "num_experts")
+            if hasattr(theirs, key)
+        ),
+        None,
     )
     if experts is None:
         assert not ours.has_mixtures
@@ -138,8 +155,9 @@ def test_experts_are_transformers_own(entry):
     moe = ours.layers[-1].moe
     assert moe is not None
     assert (moe.routing.num_experts, moe.routing.top_k) == (experts, theirs.num_experts_per_tok)
-    assert moe.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
-    assert moe.shared_size == getattr(theirs, "n_shared_experts", 0) * moe.intermediate_size
+    assert moe.intermediate_size == (getattr(theirs, "moe_intermediate_size", None) or theirs.intermediate_size)
+    shared = getattr(theirs, "n_shared_experts", 0) * moe.intermediate_size
+    assert moe.shared_size == getattr(theirs, "shared_expert_intermediate_size", shared)
     assert moe.routing.scale == getattr(theirs, "routed_scaling_factor", 1.0)
     if moe.routing.num_groups > 1:
         assert (moe.routing.num_groups, moe.routing.top_groups) == (theirs.n_group, theirs.topk_group)
