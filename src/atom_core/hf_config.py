@@ -23,9 +23,6 @@ Tokens = Annotated[int, Field(gt=0, le=2**31)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-#: Keys of a multimodal configuration that its language model takes where ``text_config`` has none.
-_OF_WHOLE = ("tie_word_embeddings", "quantization_config", "compression_config")
-
 HfConfigT = TypeVar("HfConfigT", bound="HfConfig")
 SchemaT = TypeVar("SchemaT", bound=BaseModel)
 
@@ -158,15 +155,6 @@ class HfConfig(BaseModel):
 def as_mapping(source: Mapping[str, Any] | Any) -> Mapping[str, Any]:
     """A parsed ``config.json``, or an object's ``to_dict()``."""
     return source if isinstance(source, Mapping) else source.to_dict()
-
-
-def of_text(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's values of a multimodal configuration, which has them in ``text_config``; else ``values``."""
-    inner = values.get("text_config")
-    if inner is None:
-        return values
-    shared = {key: values[key] for key in _OF_WHOLE if values.get(key) is not None}
-    return {**shared, **as_mapping(inner), "architectures": values.get("architectures")}
 
 
 def validated(schema: type[SchemaT], values: Mapping[str, Any], prefix: str = "") -> SchemaT:

@@ -17,8 +17,8 @@ import torch
 
 from atom_core.checkpoint import TensorInfo
 from atom_core.config import ModelConfig
+from atom_core.language_model import alone
 
-_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 TensorT = TypeVar("TensorT", torch.Tensor, TensorInfo)
@@ -36,10 +36,7 @@ def respelled(
     """
     for name, tensor in tensors:
         if name not in expected:
-            for prefix, instead in _PREFIXES:
-                if name.startswith(prefix):
-                    name = instead + name.removeprefix(prefix)
-                    break
+            name = alone(name)
         if name not in expected and name.endswith((_GATE_UP, _DOWN)) and len(tensor.shape) == 3:
             yield from _experts_of(config, name, tensor)
         else:

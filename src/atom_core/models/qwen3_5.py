@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from atom_core.config import ModelConfig, read_decoder
-from atom_core.hf_config import DraftLayers, Experts, MropeKeys, Size, as_mapping, of_text
+from atom_core.hf_config import DraftLayers, Experts, MropeKeys, Size, as_mapping
+from atom_core.language_model import of_text
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.qwen3_next import HybridKeys, gated_mixture
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from atom_core.language_model import of_text
 from atom_core.quant.errors import unsupported
 from atom_core.quant.fp8 import Fp8Config, online_fp8, read_compressed_tensors, read_fp8, read_modelopt
 from atom_core.quant.keys import check_keys
@@ -87,6 +88,7 @@ def read_quantization(hf: Mapping[str, Any], requested: str | None = None) -> Qu
     Raises:
         ValueError: an unsupported scheme, or a flag that contradicts the checkpoint's own quantisation.
     """
+    hf = of_text(hf)
     config = hf.get("quantization_config") or hf.get("compression_config")
     if config and not isinstance(config, Mapping):
         raise ValueError(f"The model's config has quantization_config={str(config)[:80]!r}; an object is needed.")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from atom_core.language_model import spellings
 from atom_core.quant.errors import unsupported
 
 _HEAD = "lm_head"
@@ -64,10 +65,11 @@ class LayerScheme:
 
     def ignores(self, module: str) -> bool:
         """Whether the checkpoint's ``module`` is not quantised."""
+        names = spellings(module)
         if self.targets:
-            targeted = any(is_target(pattern, module) for pattern in self.targets)
-            return not targeted or any(is_target(pattern, module) for pattern in self.ignored)
-        return any(matches_name(pattern, module) for pattern in self.ignored)
+            targeted = any(is_target(pattern, name) for pattern in self.targets for name in names)
+            return not targeted or any(is_target(pattern, name) for pattern in self.ignored for name in names)
+        return any(matches_name(pattern, name) for pattern in self.ignored for name in names)
 
 
 def _may_name_one_expert(pattern: str) -> bool:

@@ -13,6 +13,7 @@ from transformers import Qwen3_5Config
 from atom_core.cache import StateView
 from atom_core.config import AttentionConfig, GatedDeltaNetConfig
 from atom_core.models.read_config import read_model_config
+from atom_core.quant import read_quantization
 from atom_core.standalone import Runner
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8, make_plain, widen
 from tests.unit.core.hugging_face import (
@@ -217,7 +218,11 @@ WHOLE_BLOCKS = {
 
 
 def make_quantized(folder, family, form):
-    sizes = {key: size for key, size in WHOLE_BLOCKS.items() if family is not DENSE or "_expert_" not in key and "moe" not in key}
+    sizes = {
+        key: size
+        for key, size in WHOLE_BLOCKS.items()
+        if family is not DENSE or ("_expert_" not in key and "moe" not in key)
+    }
     make_model(folder / "source", make_config(family, **sizes))
     plain = [f"model.layers.{layer}.linear_attn.{name}" for layer in range(4) for name in PLAIN]
     plain += [f"model.layers.{layer}.mlp.{name}" for layer in range(4) for name in ("gate", "shared_expert_gate")]
@@ -253,3 +258,16 @@ def test_a_checkpoint_is_quantised_while_it_is_loaded(tmp_path, family):
     found, plain = Runner(tmp_path, quantization="fp8"), Runner(tmp_path)
     assert found.model.model.layers[0].linear_attn.in_proj.quantized
     assert 1e-4 < distance(found.logits(TOKENS[:70]), plain.logits(TOKENS[:70])) <= 0.2
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "model."])
+def test_modules_left_out_go_by_the_names_of_the_whole_checkpoint(prefix):
+    left_out = [f"{prefix}layers.0.linear_attn.in_proj_b", "model.visual"]
+    blocks = {**BLOCK_FORMATS[0].config, "modules_to_not_convert": left_out}
+    whole = {**Qwen3_5Config().to_dict(), "quantization_config": blocks}
+    quant = read_quantization(whole)
+    assert quant.linear(["model.layers.0.linear_attn.in_proj_b"]) is None
+    assert quant.linear(["model.layers.10.linear_attn.in_proj_b"]) is not None
+    assert quant.linear(["model.layers.0.linear_attn.in_proj_z"]) is not None
+    inside = {**whole["text_config"], "quantization_config": blocks}
+    assert read_quantization({**whole, "quantization_config": None, "text_config": inside}) == quant

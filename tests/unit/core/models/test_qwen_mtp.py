@@ -1,4 +1,4 @@
-"""The draft layer of Qwen3-Next and Qwen3.5 (``mtp.*``) against Hugging Face's layer, step by step as engines run it."""
+"""The draft layer of Qwen3-Next and Qwen3.5 (``mtp.*``) against Hugging Face's layer, as engines run it."""
 
 from __future__ import annotations
 

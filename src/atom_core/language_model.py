@@ -1,0 +1,34 @@
+"""The language model inside a multimodal checkpoint: its configuration, and the names of its modules there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: What names begin with there, as vLLM, SGLang and Transformers write it, and what they begin with by themselves.
+PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+#: Keys of the whole configuration that the language model takes where its own has none.
+_OF_WHOLE = ("tie_word_embeddings", "quantization_config", "compression_config")
+
+
+def of_text(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's values of a multimodal configuration, which has them in ``text_config``; else ``values``."""
+    inner = values.get("text_config")
+    if inner is None:
+        return values
+    shared = {key: values[key] for key in _OF_WHOLE if values.get(key) is not None}
+    inner = inner if isinstance(inner, Mapping) else inner.to_dict()
+    return {**shared, **inner, "architectures": values.get("architectures")}
+
+
+def alone(name: str) -> str:
+    """The name by itself of what a multimodal checkpoint calls ``name``."""
+    for prefix, instead in PREFIXES:
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return name
+
+
+def spellings(module: str) -> tuple[str, ...]:
+    """``module``, and its names in multimodal checkpoints."""
+    return (module, *(prefix + module.removeprefix(ours) for prefix, ours in PREFIXES if module.startswith(ours)))
