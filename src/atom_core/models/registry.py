@@ -40,10 +40,16 @@ _ENTRIES = (
     ModelEntry("Qwen3ForCausalLM", "atom_core.models.qwen3", "Qwen3"),
     ModelEntry("Qwen3MoeForCausalLM", "atom_core.models.qwen3_moe", "Qwen3-MoE"),
     ModelEntry("Qwen3NextForCausalLM", "atom_core.models.qwen3_next", "Qwen3-Next"),
-    ModelEntry("Qwen3_5ForCausalLM", "atom_core.models.qwen3_5", "Qwen3.5, 3.6"),
-    ModelEntry("Qwen3_5ForConditionalGeneration", "atom_core.models.qwen3_5", "Qwen3.5, 3.6 (text)"),
+    ModelEntry("Qwen3_5ForCausalLM", "atom_core.models.qwen3_5", "Qwen3.5, 3.6, 3.8"),
+    ModelEntry(
+        "Qwen3_5ForConditionalGeneration", "atom_core.models.qwen3_5", "Qwen3.5, 3.6, 3.8 with vision (text only)"
+    ),
     ModelEntry("Qwen3_5MoeForCausalLM", "atom_core.models.qwen3_5", "Qwen3.5, 3.6, 3.8 MoE"),
-    ModelEntry("Qwen3_5MoeForConditionalGeneration", "atom_core.models.qwen3_5", "Qwen3.5, 3.6 MoE (text)"),
+    ModelEntry(
+        "Qwen3_5MoeForConditionalGeneration",
+        "atom_core.models.qwen3_5",
+        "Qwen3.5, 3.6, 3.8 MoE with vision (text only)",
+    ),
 )
 
 #: The module and the class of a checkpoint's draft layers, by its architecture.
