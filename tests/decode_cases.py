@@ -25,6 +25,7 @@ class DecodeCase:
     """None: the whole head."""
     interleaved: bool = False
     qk_norm: bool = True
+    float32_norms: bool = False
     readers: tuple[tuple[int, int], ...] = ()
     """Requests, each with the one whose cached and new tokens it has among its cached ones, in the same pages."""
     reads: SameStepReads = "at page starts"
@@ -43,6 +44,7 @@ class DecodeCase:
             interleaved=self.interleaved,
             qk_norm=self.qk_norm,
             dtype=dtype,
+            float32_norms=self.float32_norms and dtype != torch.float32,
         )
         return DecodeAttentionSpec(qkv, layer.spec(dtype, cache_dtype), (), self.reads)
 
@@ -55,6 +57,7 @@ _SOME = _requests(0, 9, 15, 16, 40)
 DECODE_CASES = (
     DecodeCase(AttentionCase("some", _SOME)),
     DecodeCase(AttentionCase("no norm", _SOME), qk_norm=False),
+    DecodeCase(AttentionCase("float32 norms", _SOME), float32_norms=True),
     DecodeCase(AttentionCase("interleaved", _SOME), interleaved=True),
     DecodeCase(AttentionCase("partial", _SOME, dim=32), rotary_dim=16),
     DecodeCase(AttentionCase("partial and interleaved", _SOME, dim=48), rotary_dim=32, interleaved=True),
@@ -152,6 +155,8 @@ def check_decode(
     angles = torch.randn(int(lengths.max()), spec.qkv.rotary_dim // 2, generator=generator)
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to(device)
     norms = (random(layer.dim), random(layer.dim)) if case.qk_norm else (None, None)
+    if case.float32_norms:
+        norms = tuple(norm.float() for norm in norms)
     weights = QkvWeights(cos_sin, *norms, 1e-6)
 
     real = batch.pages.slots[:num_real]

@@ -317,6 +317,7 @@ class QkvCase:
     rotary_dim: int = 16
     interleaved: bool = False
     qk_norm: bool = False
+    float32_norms: bool = False
     page_size: int = 16
     storage: str = "PHN"
     packed: bool = True
@@ -337,6 +338,7 @@ class QkvCase:
             interleaved=self.interleaved,
             qk_norm=self.qk_norm,
             dtype=dtype,
+            float32_norms=self.float32_norms and dtype != torch.float32,
         )
 
 
@@ -344,6 +346,7 @@ QKV_CASES = (
     QkvCase("neox"),
     QkvCase("interleaved", interleaved=True),
     QkvCase("q/k norm", qk_norm=True),
+    QkvCase("q/k norm in float32", rotary_dim=8, qk_norm=True, float32_norms=True),
     QkvCase("q/k norm, interleaved", qk_norm=True, interleaved=True),
     QkvCase("half of a head rotated", rotary_dim=8, qk_norm=True),
     QkvCase("half of a head rotated, interleaved", rotary_dim=8, interleaved=True),
@@ -409,7 +412,8 @@ def check_qkv(
     qkv = torch.randn(case.tokens, width + 8, generator=generator).to(dtype)[:, :width]
     positions = torch.randint(_MAX_POSITION, (case.tokens,), generator=generator)
     angles = torch.rand(_MAX_POSITION, case.rotary_dim // 2, generator=generator) * 6.28
-    weights = [torch.rand(case.dim, generator=generator).to(dtype) + 0.5 for _ in range(2)] if case.qk_norm else []
+    norm_dtype = torch.float32 if case.float32_norms else dtype
+    weights = [torch.rand(case.dim, generator=generator).to(norm_dtype) + 0.5 for _ in range(2)] if case.qk_norm else []
     slots = torch.randperm(num_slots, generator=generator)[: case.tokens]
     if padded:
         slots[case.tokens // 2] = -1

@@ -120,8 +120,7 @@ class NormedLinear:
         by_itself = ("rms_norm", kernels.chosen(RMS_NORM, norm.layer.spec))
         separate += [by_itself, linear.method.chosen(linear, kernels)]
         self.kernel = kernels.select(
-            NORMED_LINEAR,
-            NormedLinearSpec(in_features, out_features, activation, tuple(separate), norm.layer.gain_is_wider),
+            NORMED_LINEAR, NormedLinearSpec(in_features, out_features, activation, tuple(separate))
         )
         #: Largest number of tokens for the fused kernel.
         self.max_rows = 0 if self.kernel is None else self.kernel.max_rows

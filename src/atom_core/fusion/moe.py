@@ -9,7 +9,6 @@ from atom_core.fusion.mlp import fused_activation
 from atom_core.kernels.normed_router import NORMED_ROUTER, NormedRouterSpec
 from atom_core.kernels.rms_norm import RMS_NORM
 from atom_core.layers.moe import MoE, SharedExpert
-from atom_core.layers.plain_experts import PlainExpertsMethod
 from atom_core.runtime import Runtime
 
 
@@ -52,11 +51,8 @@ class FusedMoE:
         self.shared = None if moe.shared_experts is None else FusedSharedExpert(norm, moe.shared_experts, runtime)
         #: Whether the experts' sum is added to the stream without sums over ranks.
         self.adds = not self.is_partial and self.data_parallel.world_size == 1
-        # Quantised experts read the norm's weight in pairs of 16 bits.
-        reads_norm = not norm.layer.gain_is_wider or isinstance(self.experts.method, PlainExpertsMethod)
-        in_dtype = self.router.dtype == runtime.dtype
         #: Largest number of tokens for which the products that read the norm (experts and router) apply it themselves.
-        self.max_normed = self.experts.max_normed if self.adds and in_dtype and reads_norm else 0
+        self.max_normed = self.experts.max_normed if self.adds and self.router.dtype == runtime.dtype else 0
         self.router_logits = NormedLinear(norm, self.router, None, runtime) if self.max_normed else None
 
     def __call__(self, stream: Stream) -> Stream:

@@ -19,6 +19,7 @@ from atom_core.kernels.experts.grouped import LocalExperts, combine, finish_bloc
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
 from atom_core.kernels.fp8_linear.packed import (
     first_row,
+    norm_pairs,
     packed_products_by_place,
     packed_row_sums,
     places_as_multiplied,
@@ -75,7 +76,7 @@ def _gate_up_of_one(
     norm_at = x_at
     packed_norm = 0
     if NORM:
-        norm_at = norm.to(tl.pointer_type(tl.int32)) + two
+        norm_at = norm_pairs(norm, two)
         packed_norm = tl.load(norm_at, mask=known_two, other=0)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.fp8_linear.packed import first_row, packed_row_sums, scales_of_groups
+from atom_core.kernels.fp8_linear.packed import first_row, norm_pairs, packed_row_sums, scales_of_groups
 from atom_core.kernels.fp8_linear.quantize import unit_of
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
 from atom_core.kernels.linear.helpers import fetch_ahead, finish, weight_rows
@@ -55,7 +55,7 @@ def _one_row(
     x_at = x.to(tl.pointer_type(tl.int32)) + two
     norm_at = x_at
     if NORM:
-        norm_at = norm.to(tl.pointer_type(tl.int32)) + two
+        norm_at = norm_pairs(norm, two)
     scale_at = scales
     up_scale_at = scales
     if BLOCK > 0:

@@ -25,6 +25,27 @@ def halves(packed, dtype: tl.constexpr):
 
 
 @triton.jit
+def norm_pairs(norm, two):
+    """Pointers to pairs ``two`` of the norm's weight: int32 of two 16-bit numbers, or int64 of two float32."""
+    if norm.dtype.element_ty == tl.float32:
+        at = norm.to(tl.pointer_type(tl.int64)) + two
+    else:
+        at = norm.to(tl.pointer_type(tl.int32)) + two
+    return at
+
+
+@triton.jit
+def _norm_pair(packed, dtype: tl.constexpr):
+    """The two numbers of a loaded pair in float32."""
+    if packed.dtype == tl.int64:
+        low = packed.to(tl.int32).to(tl.float32, bitcast=True)
+        high = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        low, high = halves(packed, dtype)
+    return low, high
+
+
+@triton.jit
 def _units(most):
     """Powers of 2 that scale groups with largest values ``most`` to between 8 and 16, and their inverses.
 
@@ -56,7 +77,7 @@ def as_multiplied(packed, packed_norm, squares, NORM: tl.constexpr, GROUPS: tl.c
     low, high = halves(packed, dtype)
     if NORM:
         squares += low * low + high * high
-        norm_low, norm_high = halves(packed_norm, dtype)
+        norm_low, norm_high = _norm_pair(packed_norm, dtype)
         low *= norm_low
         high *= norm_high
     most = tl.max(tl.reshape(tl.maximum(tl.abs(low), tl.abs(high)), (GROUPS, 8)), 1)

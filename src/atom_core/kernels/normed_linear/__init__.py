@@ -32,8 +32,6 @@ class NormedLinearSpec:
     out_features: int
     activation: Activation | None
     separate: tuple[tuple[str, str], ...]
-    float32_norm: bool = False
-    """See :class:`atom_core.kernels.rms_norm.RmsNormSpec`."""
 
 
 class Operands(NamedTuple):
@@ -62,8 +60,6 @@ class NormedLinearKernel(Protocol):
 
 
 def _triton_supports(spec: NormedLinearSpec, target: Target) -> str | None:
-    if spec.float32_norm and LINEAR.name not in dict(spec.separate):
-        return "Quantised products read the norm's weight in pairs of 16 bits, and it is float32 (zero-centred norms)."
     return why_not_fused(spec.separate)
 
 

@@ -169,11 +169,13 @@ def test_answers_are_added_to_a_residual(spec, tokens):
 
 @every_spec
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_one_token_is_normed_on_the_way(spec, dtype):
+@pytest.mark.parametrize("wide", [False, True], ids=["16 bits", "a float32 norm"])
+def test_one_token_is_normed_on_the_way(spec, dtype, wide):
     from atom_core.kernels.experts.triton_kernel import TritonExperts
 
     x, weights, experts, layer = operands(spec, 1, dtype)
-    norm = torch.rand(spec.hidden_size).to(dtype) + 0.5
+    norm = torch.rand(spec.hidden_size) + 0.5
+    norm = norm if wide else norm.to(dtype)
     normed = rms_norm(x, norm, 1e-5, None)[0]
     wanted = x.double() + by_definition(spec, normed, weights, experts, layer)
     stream = x.clone()

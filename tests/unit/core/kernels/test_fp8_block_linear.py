@@ -179,6 +179,7 @@ def test_few_rows_in_triton(sizes, rows, target):
         ("residual", torch.float16),
         # The interpreter cuts bfloat16 off where gate and up are rounded.
         ("norm and activation", torch.float16),
+        ("float32 norm and activation", torch.float16),
     ],
     ids=str,
 )
@@ -188,13 +189,14 @@ def test_one_row_in_triton(around, sizes, fnuz, dtype):
     from atom_core.kernels.linear.tiles import Tile
     from atom_core.kernels.linear.triton_kernel import Norm
 
-    if around == "norm and activation" and sizes[1] // 2 % 8:
+    if around.endswith("norm and activation") and sizes[1] // 2 % 8:
         sizes = (sizes[0], 176)  # gate ends within a block, as the others' do, and not within a program's rows
     x, weight, scale, bias = operands(1, dtype, *sizes)
     norm = residual = activation = None
     wanted = x
-    if around == "norm and activation":
-        norm, activation = Norm(torch.rand(sizes[0]).to(dtype), 1e-6), "silu"
+    if around.endswith("norm and activation"):
+        norm_dtype = torch.float32 if around.startswith("float32") else dtype
+        norm, activation = Norm(torch.rand(sizes[0]).to(norm_dtype), 1e-6), "silu"
         wanted = rms_norm(x.double(), norm.weight.double(), norm.eps, None)[0]
     wanted = with_its_input_as_it_is(wanted, weight, scale, bias)
     if activation is not None:
@@ -315,12 +317,13 @@ def test_cublas_scales_blocks_from_cuda_12_9_on(monkeypatch, cuda, has):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.usefixtures("exact_fp8_casts")
-def test_a_norm_in_front_of_few_rows(activation, rows):
+@pytest.mark.parametrize("norm_dtype", [torch.float16, torch.float32], ids=str)
+def test_a_norm_in_front_of_few_rows(activation, rows, norm_dtype):
     from atom_core.kernels.normed_linear import Operands
     from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
 
     x, weight, scale, bias = operands(rows, torch.float16, 272, 256)
-    norm = torch.rand(272).to(torch.float16)
+    norm = torch.rand(272).to(norm_dtype)
     wanted = of_few(rms_norm(x, norm, 1e-6, None)[0], weight, scale, bias)
     if activation is not None:
         wanted = gated_activation(wanted.to(torch.float16), activation).double()

@@ -195,7 +195,8 @@ def weighted_outputs(spec, intermediate, weights, experts, layer, alone=False):
 @every_spec
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.usefixtures("exact_fp8_casts")
-def test_each_product_of_one_token_in_triton(normed, spec):
+@pytest.mark.parametrize("norm_dtype", [torch.float16, torch.float32], ids=str)
+def test_each_product_of_one_token_in_triton(normed, spec, norm_dtype):
     from atom_core.kernels.experts.grouped import LocalExperts
     from atom_core.kernels.fp8_experts.few_tokens import down_of_one, gate_up_of_one
     from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
@@ -204,7 +205,7 @@ def test_each_product_of_one_token_in_triton(normed, spec):
     spec = in_words(spec)
     x, weights, experts, layer = operands(spec, 1, torch.float16)
     experts[0, 0] = spec.first  # one at least is local
-    norm = Norm(torch.rand(spec.hidden_size).to(torch.float16) + 0.5, 1e-5) if normed else None
+    norm = Norm(torch.rand(spec.hidden_size).to(norm_dtype) + 0.5, 1e-5) if normed else None
     row = x if norm is None else rms_norm(x, norm.weight, norm.eps, None)[0]
     common = {"block": 128 if spec.block else 0, "overlap": False, "nvidia": True}
     local_experts, activation = LocalExperts(spec.first, spec.count, spec.top_k), ACTIVATIONS[spec.activation]
@@ -269,10 +270,11 @@ def test_answers_are_added_to_a_residual(spec, tokens):
 
 @pytest.mark.parametrize("spec", [ROWS, BLOCKS], ids=["rows", "blocks"])
 @pytest.mark.usefixtures("exact_fp8_casts")
-def test_one_token_is_normed_on_the_way(spec):
+@pytest.mark.parametrize("norm_dtype", [torch.float16, torch.float32], ids=str)
+def test_one_token_is_normed_on_the_way(spec, norm_dtype):
     spec = replace(in_words(spec), dtype=torch.float16)
     x, weights, experts, layer = operands(spec, 5, torch.float16)
-    norm = torch.rand(spec.hidden_size, generator=torch.Generator().manual_seed(0)).to(torch.float16) + 0.5
+    norm = torch.rand(spec.hidden_size, generator=torch.Generator().manual_seed(0)).to(norm_dtype) + 0.5
     normed = rms_norm(x, norm, 1e-5, None)[0]
     wanted = x.double() + by_definition(spec, normed, weights, experts, layer, alone=True)
     kernel, found = triton(spec, CUDA, layer), []

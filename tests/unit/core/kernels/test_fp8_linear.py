@@ -185,6 +185,7 @@ def test_few_rows_in_triton(static, sizes, rows, fnuz):
         ("residual", torch.float16),
         # The interpreter cuts bfloat16 off where gate and up are rounded.
         ("norm and activation", torch.float16),
+        ("float32 norm and activation", torch.float16),
     ],
     ids=str,
 )
@@ -197,8 +198,9 @@ def test_one_row_in_triton(around, sizes, fnuz, dtype):
     x[0, 5:9] = torch.tensor([3e4, -2e-5, 0.0, 7e3])
     norm = residual = activation = None
     wanted = x.double()
-    if around == "norm and activation":
-        norm, activation = Norm(torch.rand(sizes[0]).to(dtype), 1e-6), "silu"
+    if around.endswith("norm and activation"):
+        norm_dtype = torch.float32 if around.startswith("float32") else dtype
+        norm, activation = Norm(torch.rand(sizes[0]).to(norm_dtype), 1e-6), "silu"
         wanted = wanted / wanted.square().mean().add(1e-6).sqrt() * norm.weight.double()
     wanted = with_its_input_as_it_is(wanted, weight, weight_scale, bias)
     if activation is not None:
@@ -243,12 +245,13 @@ def test_what_is_no_number_in_one_row_shows(number):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.usefixtures("exact_fp8_casts")
-def test_a_norm_in_front_of_few_rows(activation, rows):
+@pytest.mark.parametrize("norm_dtype", [torch.float16, torch.float32], ids=str)
+def test_a_norm_in_front_of_few_rows(activation, rows, norm_dtype):
     from atom_core.kernels.normed_linear import Operands
     from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
 
     x, weight, weight_scale, _, bias = operands(rows, torch.float16, 272, 48)
-    norm = torch.rand(272).to(torch.float16)
+    norm = torch.rand(272).to(norm_dtype)
     normed = rms_norm(x, norm, 1e-6, None)[0]
     if rows == 1:
         exact = x.double() / x.double().square().mean().add(1e-6).sqrt() * norm.double()

@@ -107,11 +107,13 @@ def same(found, x, form):
 @every_form
 @every_size
 @pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("wide", [False, True], ids=["16 bits", "a float32 norm"])
 @pytest.mark.usefixtures("exact_fp8_casts")
-def test_a_norm_that_quantises_has_the_numbers_of_separate_ones(form, size, added):
+def test_a_norm_that_quantises_has_the_numbers_of_separate_ones(form, size, added, wide):
     # There is a gap after each row.
     x, residual = (numbers(3, size + 8, seed=seed).bfloat16()[:, :size] for seed in (1, 2))
-    weight = (1 + 0.1 * numbers(size)).bfloat16()
+    weight = 1 + 0.1 * numbers(size)
+    weight = weight.float() if wide else weight.bfloat16()
     last, stream = x.clone(), residual.clone() if added else None
     normed, summed = rms_norm(last, weight, EPS, stream)
     given = residual if added else None

@@ -183,13 +183,14 @@ def test_other_dtypes_in_triton(dtype, rows):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("activation", [None, "silu"])
 @either
-def test_a_norm_in_front_of_few_rows(rounded, activation, rows):
+@pytest.mark.parametrize("norm_dtype", [torch.float16, torch.float32], ids=str)
+def test_a_norm_in_front_of_few_rows(rounded, activation, rows, norm_dtype):
     from atom_core.kernels.normed_linear import Operands
     from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
 
     x, blocks, scales, bias = operands(rows, torch.float16, 288, 256)
     x.div_(4)  # whose squares are numbers of float16 too
-    norm = torch.rand(288).to(torch.float16)
+    norm = torch.rand(288).to(norm_dtype)
     wanted = by_definition(rms_norm(x, norm, 1e-6, None)[0], blocks, scales, bias, rounded)
     if activation is not None:
         wanted = gated_activation(wanted.to(torch.float16), activation).double()

@@ -46,8 +46,10 @@ def test_it_is_each_op_by_itself(num_experts, tokens):
 
 @pytest.mark.parametrize("hidden", [1024, 1025, 2880])
 @pytest.mark.parametrize("wide", [False, True], ids=["router in the model's dtype", "router in float32"])
-def test_any_width(hidden, wide):
+@pytest.mark.parametrize("norm_dtype", [torch.float16, torch.float32], ids=str)
+def test_any_width(hidden, wide, norm_dtype):
     x, norm, router = operands(3, 9, hidden, torch.float16, wide=wide)
+    norm = norm.to(norm_dtype)
     normed, logits = TritonNormedRouter(overlap=False)(x, norm, EPS, router)
     assert normed.dtype == torch.float16
     assert logits.dtype == torch.float32

@@ -58,10 +58,12 @@ def test_rms_norm_on_a_cpu_is_the_reference_in_fewer_passes(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter cuts bfloat16 off
 @pytest.mark.parametrize("size", [24, 1000])
-def test_the_triton_rms_norm(dtype, size):
+@pytest.mark.parametrize("wide", [False, True], ids=["16 bits", "a float32 norm"])
+def test_the_triton_rms_norm(dtype, size, wide):
     from atom_core.kernels.rms_norm.triton_kernel import rms_norm as launch
 
     x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((5, size), (5, size), (size,)))
+    weight = weight.float() * 1.0003 if wide else weight
     for given in (None, residual):
         expected, total = rms_norm(x, weight, 1e-3, given)
         normed, summed = launch(x.clone(), weight, 1e-3, None if given is None else given.clone())
@@ -266,11 +268,13 @@ def test_results_in_float32(rows, bias):
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("out_features", "in_features"), PRODUCTS)
-def test_the_triton_normed_linear(out_features, in_features, bias, rows, activation):
+@pytest.mark.parametrize("wide", [False, True], ids=["16 bits", "a float32 norm"])
+def test_the_triton_normed_linear(out_features, in_features, bias, rows, activation, wide):
     from atom_core.kernels.normed_linear import Operands
     from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
 
-    x, norm = torch.randn(rows, in_features).half(), torch.rand(in_features).half()
+    x, norm = torch.randn(rows, in_features).half(), torch.rand(in_features)
+    norm = norm if wide else norm.half()
     weight = (torch.randn(out_features, in_features) / in_features**0.5).half()
     offset = torch.randn(out_features).half() if bias else None
     kernel = TritonNormedLinear(activation, nvidia=True, overlap=False)
