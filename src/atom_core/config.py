@@ -32,7 +32,8 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts"
-    shared_gate: str = ""
+    """The module of the shared experts' network."""
+    shared_gate: str = "shared_expert_gate"
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,16 @@ class MoEConfig:
     names: ExpertNames = ExpertNames()
     shared_size: int = 0
     """Intermediate size of the shared expert; 0: no shared expert."""
+    shared_size_key: str = "n_shared_experts * moe_intermediate_size"
+    """The keys of ``config.json`` that give ``shared_size``."""
+    shared_gate: bool = False
+    """Whether each token's output of the shared expert is multiplied by a sigmoid, whose logit is a linear gate's."""
     float32_router: bool = False
     """Whether the router's weight is float32 in any model dtype, so that near scores do not tie."""
     float32_scores: bool = False
     """Whether the router's product is float32 with a weight in the model's dtype."""
     bias: bool = False
     """Whether the router and the experts have biases."""
-    shared_gate: bool = False
     fused: bool = False
     """Whether checkpoints stack a layer's experts in one transposed tensor, with gates and ups interleaved."""
 

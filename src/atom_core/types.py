@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 #: Activations of gated MLPs; "clamped_swiglu" is GPT-OSS's, which its configuration does not name.
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
@@ -29,12 +29,24 @@ class RoutingConfig:
     top_groups: int = 1
     group_score: GroupScore = "two largest"
     shared: int = 0
-    """Shared experts after the routed ones; every token goes to each of them with weight 1."""
+    """Shared experts after the routed ones; every token goes to each of them."""
+    shared_gate: bool = False
+    """Whether the router has one more logit, after the experts': its sigmoid is the weight of shared experts, not 1."""
+
+    #: With a gate, the logits of a token are padded to a multiple of this, so that kernels load them in vectors.
+    ALIGNMENT: ClassVar[int] = 16
 
     @property
     def total_experts(self) -> int:
         """Routed and shared experts."""
         return self.num_experts + self.shared
+
+    @property
+    def num_logits(self) -> int:
+        """Logits of a token: the routed experts', and with a gate that of the shared ones, and unused ones."""
+        if not self.shared_gate:
+            return self.num_experts
+        return (self.num_experts // self.ALIGNMENT + 1) * self.ALIGNMENT
 
     @property
     def experts_per_token(self) -> int:

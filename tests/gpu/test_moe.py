@@ -33,6 +33,7 @@ ROUTING = {
     "Kimi K2": RoutingConfig(384, 8, "sigmoid", True, True, 2.827),
     "DeepSeek V3, one shared": RoutingConfig(256, 8, "sigmoid", True, True, 2.5, 8, 4, shared=1),
     "DeepSeek V2 Lite, two shared": RoutingConfig(64, 6, "softmax", renormalize=False, shared=2),
+    "Qwen3-Next, one shared with a gate": RoutingConfig(512, 10, "softmax", True, shared=1, shared_gate=True),
 }
 SMALL = ExpertsSpec(0, 6, 1100, 1040, 3, "silu", bias=True, dtype=torch.bfloat16)
 SPECS = {
@@ -63,11 +64,12 @@ MXFP4_SPECS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_routing_is_the_reference(spec, tokens, dtype):
     torch.manual_seed(0)
-    wide = torch.full((tokens, spec.num_experts + 8), float("nan"), dtype=dtype, device=GPU)
+    wide = torch.full((tokens, spec.num_logits + 8), float("nan"), dtype=dtype, device=GPU)
     # Equal scores are nobody's choice: bfloat16 has few numbers, so each has its own.
     order = torch.rand(tokens, spec.num_experts, device=GPU).argsort(-1)
     wide[:, : spec.num_experts] = (order.float() - spec.num_experts / 2) / 16
-    logits = wide[:, : spec.num_experts]
+    wide[:, spec.num_experts : spec.num_experts + spec.shared_gate] = torch.randn(tokens, 1, device=GPU)
+    logits = wide[:, : spec.num_logits]
     correction = torch.rand(spec.num_experts, device=GPU) * 1e-3 if spec.correction else None
     weights, experts = launch(logits, correction, spec, OVERLAP)
     wanted_weights, wanted = route(logits, correction, spec)

@@ -12,6 +12,7 @@ from atom_core.kernels.embedding.reference import embedding as embedding_referen
 from atom_core.kernels.embedding.triton_kernel import embedding
 from atom_core.kernels.gated_activation.reference import gated_activation as gated_activation_reference
 from atom_core.kernels.gated_activation.triton_kernel import gated_activation as launch_gated_activation
+from atom_core.kernels.gated_sum.triton_kernel import gated_sum
 from atom_core.kernels.linear.tiles import MAX_ROWS, MOST_ROWS, chosen_tile
 from atom_core.kernels.linear.triton_kernel import TritonLinear
 from atom_core.kernels.normed_linear import Operands
@@ -67,6 +68,16 @@ def test_rms_norm_of_rows_of_a_wider_tensor():
 def test_gated_activation(rows, size, activation, dtype):
     x = numbers(rows, 2 * size, dtype=dtype, scale=3.0)
     assert_close(gated_activation(x, activation), gated_activation_reference(x.double(), activation))
+
+
+@every_dtype
+@pytest.mark.parametrize("size", [96, 2048, 4100])
+@pytest.mark.parametrize("rows", [1, 5, 2000])
+@pytest.mark.parametrize("wide", [False, True], ids=["logits in the model's dtype", "logits in float32"])
+def test_gated_sum(rows, size, wide, dtype):
+    x, y = numbers(rows, size, dtype=dtype), numbers(rows, size, dtype=dtype, scale=3.0)
+    gate = numbers(rows, 16, dtype=torch.float32 if wide else dtype)[:, 3, None]
+    assert_close(gated_sum(x, y, gate, OVERLAP), x.double() + gate.double().sigmoid() * y.double())
 
 
 @every_dtype

@@ -6,6 +6,7 @@ import torch
 
 from atom_core.fusion.linear import NormedLinear, ResidualLinear, Stream, StreamNorm
 from atom_core.fusion.mlp import fused_activation
+from atom_core.kernels.fp8_inputs import LinearInput
 from atom_core.kernels.normed_router import NORMED_ROUTER, NormedRouterSpec
 from atom_core.kernels.rms_norm import RMS_NORM
 from atom_core.layers.moe import MoE, SharedExpert
@@ -20,17 +21,23 @@ class FusedSharedExpert:
         self.plain_activation = shared.activation.kernel
         self.activate = fused_activation(shared.activation, shared.down_proj, runtime)
         self.normed = NormedLinear(norm, shared.gate_up_proj, shared.activation.spec.activation, runtime)
-        self.down_proj, self.down = shared.down_proj, ResidualLinear(shared.down_proj)
+        self.layer, self.down = shared, ResidualLinear(shared.down_proj)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [T, hidden]`` to this rank's partial sum ``[T, hidden]``."""
-        return self.down_proj.partial(self.activate(self.gate_up_proj.forward(x)))
+    def activated(self, x: torch.Tensor) -> LinearInput:
+        """``act(gate_up(x))`` of ``x [T, hidden]``."""
+        return self.activate(self.gate_up_proj.forward(x))
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> Stream:
-        """Add the result, with one rank, to ``residual [T, hidden]``, which is written to."""
-        return self.down(self.activate(self.gate_up_proj.forward(x)), residual)
+    def partial(self, x: torch.Tensor, total: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """``total [T, hidden]`` and this rank's partial sum for ``x [T, hidden]``; see :meth:`SharedExpert.add`."""
+        return self.layer.add(total, self.layer.down_proj.partial(self.activated(x)), logits)
 
-    def gated(self, stream: Stream) -> torch.Tensor:
+    def add(self, activated: LinearInput, residual: torch.Tensor, logits: torch.Tensor) -> Stream:
+        """Add the rest of the network, with one rank, to ``residual [T, hidden]``, which may be written to."""
+        if self.layer.add_gated is None:
+            return self.down(activated, residual)
+        return Stream(None, self.layer.add(residual, self.layer.down_proj.partial(activated), logits))
+
+    def activated_stream(self, stream: Stream) -> torch.Tensor:
         """``act(gate_up(norm(stream)))`` of a stream without remaining additions."""
         y = self.normed.fused(stream)
         return self.plain_activation(self.normed.product(stream)[0]) if y is None else y
@@ -48,7 +55,7 @@ class FusedMoE:
             self.router.method.chosen(self.router, kernels),
         )
         self.normed_router = kernels.select(NORMED_ROUTER, NormedRouterSpec(separate))
-        self.shared = None if moe.shared_experts is None else FusedSharedExpert(norm, moe.shared_experts, runtime)
+        self.shared = None if moe.shared_layer is None else FusedSharedExpert(norm, moe.shared_layer, runtime)
         #: Whether the experts' sum is added to the stream without sums over ranks.
         self.adds = not self.is_partial and self.data_parallel.world_size == 1
         #: Largest number of tokens for which the products that read the norm (experts and router) apply it themselves.
@@ -64,14 +71,18 @@ class FusedMoE:
         rows = self.data_parallel.gather(x, weights, experts)
         self.moe.report_routing(rows[2])
         if self.adds and (summed := self.experts.add(x, weights, experts, residual)) is not None:
-            return Stream(None, summed) if self.shared is None else self.shared.add(x, summed)
+            return (
+                Stream(None, summed)
+                if self.shared is None
+                else self.shared.add(self.shared.activated(x), summed, logits)
+            )
         mine = self.data_parallel.reduce(self.experts.forward(*rows))
         if self.shared is not None:
-            mine = mine + self.shared(x)
+            mine = self.shared.partial(x, mine, logits)
         return Stream(mine, residual, self.is_partial)
 
     def _routed(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The normed stream, the updated stream, and the tokens' logits ``[T, experts]``."""
+        """The normed stream, the updated stream, and the tokens' logits, see :class:`Router`."""
         # Tracing would fix a branch on the number of tokens.
         if self.normed_router is not None and stream.last is None and not torch.compiler.is_compiling():
             x = stream.residual
@@ -86,10 +97,10 @@ class FusedMoE:
         assert self.router_logits is not None
         logits, residual = self.router_logits(stream)
         # Before the experts write to the stream that it reads.
-        shared = None if self.shared is None else self.shared.gated(stream)
+        shared = None if self.shared is None else self.shared.activated_stream(stream)
         weights, experts = self.router.choose(logits)
         self.moe.report_routing(experts)
         summed = self.experts.add_normed(residual, self.norm.weight, self.norm.eps, weights, experts)
         if self.shared is None or shared is None:
             return Stream(None, summed)
-        return self.shared.down(shared, summed)
+        return self.shared.add(shared, summed, logits)

@@ -21,6 +21,7 @@ from atom_core.kernels.fp8_linear import FP8_LINEAR
 from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM
 from atom_core.kernels.gated_activation import GATED_ACTIVATION
 from atom_core.kernels.gated_delta_net import GATED_DELTA_DECODE, GATED_DELTA_NET
+from atom_core.kernels.gated_sum import GATED_SUM
 from atom_core.kernels.greedy_tokens import GREEDY_TOKENS
 from atom_core.kernels.head_linear import HEAD_LINEAR
 from atom_core.kernels.linear import LINEAR
@@ -79,6 +80,7 @@ OPS = cast(
         EXPERTS,
         FP8_EXPERTS,
         MXFP4_EXPERTS,
+        GATED_SUM,
         GREEDY_TOKENS,
     ),
 )

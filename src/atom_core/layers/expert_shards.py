@@ -41,7 +41,7 @@ def shared_as_routed(config: MoEConfig, runtime: Runtime, name: str) -> int:
         return 0
     names = config.names
     first = checkpoint_module(f"{name}.experts", f"../../{names.module}.experts.0")
-    shared = f"{name}.shared_experts"
+    shared = f"{name}.{names.shared}"
     together = [(names.gate, names.up), (names.down,)]
     schemes = [
         runtime.quant.linear([f"{module}.{it}" for it in matrices])

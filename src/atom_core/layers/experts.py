@@ -179,4 +179,4 @@ class Experts(ParameterLayer):
     @property
     def shared_module(self) -> str:
         """The checkpoint module of the shared experts' network, relative to this module."""
-        return f"../../{self.names.module}.shared_experts"
+        return f"../../{self.names.module}.{self.names.shared}"

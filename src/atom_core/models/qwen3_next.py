@@ -25,7 +25,7 @@ from atom_core.types import RoutingConfig
 
 _KINDS = ("linear_attention", "full_attention")
 #: The names of a mixture's shared expert and of its gate.
-NAMES = ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate")
+NAMES = ExpertNames(shared="shared_expert")
 
 
 class HybridKeys(HfConfig):
@@ -135,4 +135,11 @@ def gated_mixture(experts: int, top_k: int, size: int, shared_size: int, *, reno
     """Softmax routing, and a shared expert behind a gate."""
     check_experts(experts, top_k, "num_experts")
     routing = RoutingConfig(experts, top_k, "softmax", renormalize=renormalize)
-    return MoEConfig(routing, size, names=NAMES, shared_size=shared_size, shared_gate=True)
+    return MoEConfig(
+        routing,
+        size,
+        names=NAMES,
+        shared_size=shared_size,
+        shared_size_key="shared_expert_intermediate_size",
+        shared_gate=True,
+    )

@@ -15,7 +15,8 @@ from tests.contract.triton_compiles.compiling import compiles, every_gpu, zeros
 @every_gpu
 @pytest.mark.parametrize("tokens", [2, 16])
 @pytest.mark.parametrize(
-    ("num_experts", "hidden", "wide"), [(128, 2048, False), (32, 2880, False), (256, 7168, False), (128, 4096, True)]
+    ("num_experts", "hidden", "wide"),
+    [(128, 2048, False), (32, 2880, False), (256, 7168, False), (128, 4096, True), (528, 2048, False)],
 )
 def test_norm_and_router_compile(num_experts, hidden, wide, tokens, gpu):
     weight = torch.zeros(num_experts, hidden) if wide else zeros(num_experts, hidden)

@@ -1,7 +1,8 @@
 """The experts of each token, and their weights.
 
-``logits``: ``[T, E]`` of the router; optionally a correction ``[E]`` in float32. The results are ``weights [T, k]``
-float32 and ``experts [T, k]`` int32, in no particular order. In float32 throughout:
+``logits``: ``[T, E]`` of the router, or with a gate of shared experts in column ``E``, and unused columns after it;
+optionally a correction ``[E]`` in float32. The results are ``weights [T, k]`` float32 and ``experts [T, k]`` int32, in
+no particular order. In float32 throughout:
 
     scores  = softmax(logits) or sigmoid(logits)
     experts = the k with the largest scores + correction, within the selected groups
@@ -10,7 +11,8 @@ float32 and ``experts [T, k]`` int32, in no particular order. In float32 through
 With ``G`` equal groups of experts, ``top_groups`` groups are selected: those with the largest best member (DeepSeek V2,
 arXiv 2405.04434) or the largest sum of their two best members (V3, arXiv 2412.19437; GLM 4.5).
 
-With ``s`` shared experts both results are ``[T, k + s]``: the last columns are ``E .. E + s - 1``, with weights of 1.
+With ``s`` shared experts both results are ``[T, k + s]``: the last columns are ``E .. E + s - 1``, with weights of 1,
+or with a gate of its sigmoid. Without ``s`` the gate is not read: the shared experts' network is separate.
 
 A softmax over the chosen logits only (Mixtral, GPT-OSS) equals a renormalised one over all.
 """

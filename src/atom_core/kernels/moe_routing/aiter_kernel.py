@@ -29,6 +29,8 @@ def why_not(spec: RoutingConfig) -> str | None:
         # Most of its kernels can write to wider rows, but the other columns would take another launch. Its
         # moe_fused_gate, which has columns for shared experts, reads their weights from uninitialised memory.
         return "aiter's routing writes the experts that it chooses alone, and none that all tokens share."
+    if spec.shared_gate:
+        return "aiter's routing reads the logits of routed experts alone, without a gate of shared ones behind them."
     if spec.top_k > _MAX_CHOSEN:
         return f"aiter's routing chooses up to {_MAX_CHOSEN} experts, not {spec.top_k}."
     if spec.num_groups == 1:

@@ -14,7 +14,7 @@ def route(
     logits: torch.Tensor, correction: torch.Tensor | None, spec: RoutingConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :mod:`atom_core.kernels.moe_routing`."""
-    wide = logits.float()
+    wide = logits[:, : spec.num_experts].float()
     scores = wide.sigmoid() if spec.scoring == "sigmoid" else wide.softmax(-1)
     ranked = scores if correction is None else scores + correction.float()
     if spec.num_groups > 1:
@@ -31,6 +31,9 @@ def route(
     weights, experts = weights * spec.scale, experts.int()
     if spec.shared:
         everyone = torch.arange(spec.num_experts, spec.total_experts, dtype=torch.int32, device=experts.device)
-        weights = torch.cat([weights, weights.new_ones(len(weights), spec.shared)], -1)
+        theirs = weights.new_ones(len(weights), 1)
+        if spec.shared_gate:
+            theirs = logits[:, spec.num_experts, None].float().sigmoid()
+        weights = torch.cat([weights, theirs.expand(-1, spec.shared)], -1)
         experts = torch.cat([experts, everyone.expand(len(experts), -1)], -1)
     return weights, experts

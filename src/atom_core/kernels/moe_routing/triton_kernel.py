@@ -47,6 +47,7 @@ def _route(
     SIZE: tl.constexpr,
     K_PADDED: tl.constexpr,
     SHARED: tl.constexpr,
+    SHARED_GATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """``SIZE``: experts of a group, ``GROUPS_PADDED``: groups, rounded up to powers of two; ``SHARED``: experts."""
@@ -101,8 +102,11 @@ def _route(
     experts += token * (TOP_K + SHARED)
     tl.store(weights + place, given * scale, mask=place < TOP_K, eviction_policy=EVICT_LAST)
     tl.store(experts + place, chosen, mask=place < TOP_K, eviction_policy=EVICT_LAST)
+    common = 1.0
+    if SHARED_GATE and SHARED > 0:
+        common = 1.0 / (1.0 + tl.exp(-tl.load(logits + token * stride + E).to(tl.float32)))
     for number in tl.static_range(SHARED):
-        tl.store(weights + (TOP_K + number), 1.0, eviction_policy=EVICT_LAST)
+        tl.store(weights + (TOP_K + number), common, eviction_policy=EVICT_LAST)
         tl.store(experts + (TOP_K + number), E + number, eviction_policy=EVICT_LAST)
 
 
@@ -123,6 +127,7 @@ def route(
         spec.renormalize,
         spec.scale,
         spec.shared,
+        spec.shared_gate,
         overlap,
     )
 
@@ -139,6 +144,7 @@ def _fake(
     renormalize: bool,
     scale: float,
     shared: int,
+    shared_gate: bool,
     overlap: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (logits.shape[0], top_k + shared)
@@ -158,8 +164,10 @@ def _routed(
     renormalize: bool,
     scale: float,
     shared: int,
+    shared_gate: bool,
     overlap: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    assert logits.shape[1] >= num_experts + shared_gate
     assert logits.stride(1) == 1
     weights = torch.empty(logits.shape[0], top_k + shared, dtype=torch.float32, device=logits.device)
     experts = torch.empty(logits.shape[0], top_k + shared, dtype=torch.int32, device=logits.device)
@@ -182,6 +190,7 @@ def _routed(
             SIZE=triton.next_power_of_2(num_experts // groups),
             K_PADDED=triton.next_power_of_2(top_k),
             SHARED=shared,
+            SHARED_GATE=shared_gate,
             OVERLAP=overlap,
             num_warps=1,
             **launch_options(overlap),

@@ -37,13 +37,16 @@ SPECS = {
     "DeepSeek V3, one shared": RoutingConfig(256, 8, "sigmoid", True, True, 2.5, num_groups=8, top_groups=4, shared=1),
     "DeepSeek V2 Lite, two shared": RoutingConfig(64, 6, "softmax", renormalize=False, shared=2),
     "three shared": RoutingConfig(5, 1, "softmax", renormalize=False, scale=2.0, shared=3),
+    "Qwen3-Next, one shared with a gate": RoutingConfig(512, 10, "softmax", True, shared=1, shared_gate=True),
+    "three shared with a gate": RoutingConfig(24, 4, "sigmoid", True, True, 2.0, 4, 2, shared=3, shared_gate=True),
+    "a gate of a separate network": RoutingConfig(60, 4, "softmax", renormalize=True, shared_gate=True),
 }
 
 
 def logits_of(spec, tokens=9, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     correction = torch.rand(spec.num_experts, generator=generator) if spec.correction else None
-    return (3 * torch.randn(tokens, spec.num_experts, generator=generator)).to(dtype), correction
+    return (3 * torch.randn(tokens, spec.num_logits, generator=generator)).to(dtype), correction
 
 
 def by_expert(weights, experts, num_experts):
@@ -57,7 +60,8 @@ def by_expert(weights, experts, num_experts):
 def by_definition(logits, correction, spec):
     """float64, a token at a time."""
     found = torch.zeros(len(logits), spec.total_experts, dtype=torch.float64)
-    for token, row in enumerate(logits.double()):
+    for token, logit in enumerate(logits.double()):
+        row = logit[: spec.num_experts]
         scores = 1 / (1 + (-row).exp()) if spec.scoring == "sigmoid" else row.exp() / row.exp().sum()
         ranked = scores if correction is None else scores + correction.double()
         groups = ranked.view(spec.num_groups, -1)
@@ -70,7 +74,8 @@ def by_definition(logits, correction, spec):
         if spec.renormalize:
             weights = weights / weights.sum()
         found[token, chosen] = weights * spec.scale
-        found[token, spec.num_experts :] = 1.0
+        gate = logit[spec.num_experts] if spec.shared_gate else torch.tensor(float("inf"))
+        found[token, spec.num_experts :] = 1 / (1 + (-gate).exp())
     return found
 
 
@@ -92,16 +97,34 @@ def test_the_triton_kernel_routes_as_the_reference_does(spec, dtype, tokens):
     from atom_core.kernels.moe_routing.triton_kernel import route as launch
 
     logits, correction = logits_of(spec, tokens, dtype)
-    wide = torch.full((tokens, spec.num_experts + 3), float("nan"), dtype=dtype)  # a gap behind each row
-    wide[:, : spec.num_experts] = logits
-    weights, experts = launch(wide[:, : spec.num_experts], correction, spec, overlap=False)
+    wide = torch.full((tokens, spec.num_logits + 3), float("nan"), dtype=dtype)  # a gap behind each row
+    wide[:, : spec.num_logits] = logits
+    weights, experts = launch(wide[:, : spec.num_logits], correction, spec, overlap=False)
     assert weights.shape == experts.shape == (tokens, spec.experts_per_token)
     found = by_expert(weights, experts, spec.total_experts)
     wanted = by_expert(*route(logits, correction, spec), spec.total_experts)
     shared = range(spec.num_experts, spec.total_experts)
     assert experts[:, spec.top_k :].tolist() == tokens * [list(shared)]
-    assert (weights[:, spec.top_k :] == 1.0).all()
+    assert (weights[:, spec.top_k :] == 1.0).all() or spec.shared_gate
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_a_gate_takes_no_part_in_the_choice():
+    spec = SPECS["Qwen3-Next, one shared with a gate"]
+    logits, correction = logits_of(spec)
+    weights, experts = route(logits, correction, spec)
+    logits[:, spec.num_experts] = 1e4  # the largest by far
+    logits[:, spec.num_experts + 1 :] = float("nan")
+    for chosen in (route(logits, correction, spec), launched(logits, correction, spec)):
+        assert torch.equal(chosen[1].sort(-1).values, experts.sort(-1).values)
+        torch.testing.assert_close(chosen[0][:, :-1].sort(-1).values, weights[:, :-1].sort(-1).values)
+        assert (chosen[0][:, -1] == 1.0).all()
+
+
+def launched(logits, correction, spec):
+    from atom_core.kernels.moe_routing.triton_kernel import route as launch
+
+    return launch(logits, correction, spec, overlap=False)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "DeepSeek V3"])
@@ -203,3 +226,4 @@ def test_aiter_routes_to_what_it_chooses_alone():
     spec = SPECS["DeepSeek V3"]
     assert why_not(spec) is None
     assert "none that all tokens share" in why_not(replace(spec, shared=1))
+    assert "without a gate of shared ones" in why_not(replace(spec, shared_gate=True))

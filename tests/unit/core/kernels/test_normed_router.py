@@ -33,7 +33,7 @@ def exact(x, norm, router):
     return normed, normed @ router.weight.double().T + (0.0 if router.bias is None else router.bias.double())
 
 
-@pytest.mark.parametrize("num_experts", [1, 8, 60, 128, 129, 384])
+@pytest.mark.parametrize("num_experts", [1, 8, 60, 128, 129, 384, 528])
 @pytest.mark.parametrize("tokens", [1, 2, 16])
 def test_it_is_each_op_by_itself(num_experts, tokens):
     x, norm, router = operands(tokens, num_experts, 40, torch.float32, bias=num_experts > 8)

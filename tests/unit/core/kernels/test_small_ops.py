@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from atom_core.kernels import kernel_set
 from atom_core.kernels.embedding.reference import embedding
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.gated_activation.reference import gated_activation
+from atom_core.kernels.gated_sum.reference import gated_sum
 from atom_core.kernels.linear import LINEAR, LinearSpec, mkldnn, widened
 from atom_core.kernels.linear.mkldnn import MkldnnLinear, multiplies
 from atom_core.kernels.linear.widened import WidenedLinear
@@ -470,3 +473,19 @@ def test_norm_and_product_are_one_call_for_as_many_rows_as_the_products_kernel_t
 
     spec = NormedLinearSpec(64, 32, None, (("rms_norm", "triton"), (product, "triton")))
     assert _build_triton(spec, Target("cuda", "sm90")).max_rows == most
+
+
+@pytest.mark.parametrize("size", [1, 40, 1024, 2880])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@every_dtype
+def test_gated_sum(tokens, size, dtype):
+    from atom_core.kernels.gated_sum.triton_kernel import gated_sum as launch
+
+    x, y = (torch.randn(tokens, size + 3, dtype=torch.float32).to(dtype)[:, :size] for _ in range(2))
+    gate = torch.randn(tokens, 9, dtype=torch.float32)[:, -1:]
+    wanted = x.double() + y.double() / (1 + (-gate.double()).exp())
+    # Triton's interpreter truncates to bfloat16, where a GPU rounds.
+    for kernel in (gated_sum, partial(launch, overlap=False))[: 1 if dtype == torch.bfloat16 else 2]:
+        found = kernel(x, y, gate)
+        assert found.dtype == dtype
+        assert_close(found, wanted)

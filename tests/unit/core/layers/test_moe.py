@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from atom_core.config import MoEConfig
+from atom_core.config import ExpertNames, MoEConfig
 from atom_core.fusion.linear import Stream, StreamNorm
 from atom_core.fusion.moe import FusedMoE
 from atom_core.kernels import kernel_set
@@ -21,18 +21,28 @@ from atom_core.types import RoutingConfig
 
 HIDDEN, SIZE = 48, 24
 PLAIN = MoEConfig(RoutingConfig(6, 3, "softmax", renormalize=True), SIZE)
+#: Qwen3-Next's: a shared expert with a gate.
+GATED = replace(
+    PLAIN,
+    shared_size=SIZE,
+    shared_gate=True,
+    shared_size_key="shared_expert_intermediate_size",
+    names=ExpertNames(shared="shared_expert"),
+)
 RUNTIME = build_runtime(torch.device("cpu"), torch.float32, 8)
 
 
 def triton_runtime(**forced):
     from atom_core.kernels.experts.triton_kernel import TritonExperts
+    from atom_core.kernels.gated_sum.triton_kernel import gated_sum
     from atom_core.kernels.moe_routing.triton_kernel import route
     from atom_core.kernels.normed_router.triton_kernel import TritonNormedRouter
 
     experts = Implementation("framework", always, lambda spec, target: TritonExperts(spec, overlap=False))
     routing = Implementation("framework", always, lambda spec, target: partial(route, spec=spec, overlap=False))
     router = Implementation("framework", always, lambda spec, target: TritonNormedRouter(overlap=False))
-    ours = {"experts": experts, "moe_routing": routing, "normed_router": router}
+    gated = Implementation("framework", always, lambda spec, target: partial(gated_sum, overlap=False))
+    ours = {"experts": experts, "moe_routing": routing, "normed_router": router, "gated_sum": gated}
     kernels = kernel_set(Target("cpu", ""), forced, ours)
     return replace(RUNTIME, kernels=kernels)
 
@@ -55,8 +65,17 @@ def mixture(config, runtime):
         replace(PLAIN, shared_size=16),
         replace(PLAIN, shared_size=16, float32_scores=True),
         replace(PLAIN, float32_router=True),
+        replace(GATED, shared_size=16),
+        replace(GATED, float32_router=True),
     ],
-    ids=["plain", "with a shared expert", "with scores in float32", "with a router in float32"],
+    ids=[
+        "plain",
+        "with a shared expert",
+        "with scores in float32",
+        "with a router in float32",
+        "with a gated shared expert",
+        "with a gate in float32",
+    ],
 )
 def test_fused_kernels_leave_the_same_stream(config, tokens, pending):
     torch.manual_seed(1)
@@ -73,14 +92,15 @@ def test_fused_kernels_leave_the_same_stream(config, tokens, pending):
 
 @pytest.mark.parametrize("tokens", [1, 2, 20])
 @pytest.mark.parametrize("count", [1, 2])
-def test_shared_experts_among_the_routed_ones_leave_the_same_stream(tokens, count):
-    config = replace(PLAIN, routing=replace(PLAIN.routing, top_k=4), shared_size=count * SIZE)
+@pytest.mark.parametrize("base", [PLAIN, GATED], ids=["plain", "gated"])
+def test_shared_experts_among_the_routed_ones_leave_the_same_stream(tokens, count, base):
+    config = replace(base, routing=replace(base.routing, top_k=4), shared_size=count * SIZE)
     apart = mixture(config, RUNTIME)
     routed = mixture(config, triton_runtime(shared_experts="routed"))
     routed.router.weight.data.copy_(apart.router.weight)
     routed.norm.weight.data.copy_(apart.norm.weight)
-    gates, ups = apart.moe.shared_experts.gate_up_proj.weight.view(2, count, SIZE, HIDDEN)
-    downs = apart.moe.shared_experts.down_proj.weight.view(HIDDEN, count, SIZE).transpose(0, 1)
+    gates, ups = apart.moe.shared_layer.gate_up_proj.weight.view(2, count, SIZE, HIDDEN)
+    downs = apart.moe.shared_layer.down_proj.weight.view(HIDDEN, count, SIZE).transpose(0, 1)
     ours, theirs = routed.experts, apart.experts
     ours.gate_up_proj.data.copy_(torch.cat([theirs.gate_up_proj, torch.cat([gates, ups], 1)]))
     ours.down_proj.data.copy_(torch.cat([theirs.down_proj, downs]))
