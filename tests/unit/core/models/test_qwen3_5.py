@@ -217,6 +217,16 @@ WHOLE_BLOCKS = {
 }
 
 
+#: What activations of three bits do to logits, root mean square, as some tokens go to other experts. Other weights
+#: would make it 1.4.
+ROUNDED = 0.4
+
+
+def error(found, expected):
+    found, expected = found.logits(TOKENS[:70]), expected.logits(TOKENS[:70])
+    return ((found - expected).norm() / expected.norm()).item()
+
+
 def make_quantized(folder, family, form):
     sizes = {
         key: size
@@ -249,7 +259,7 @@ def test_fp8_weights_are_those_that_the_checkpoint_stands_for(tmp_path, family, 
             wide = widen(scales, ours.in_proj.weight.shape) if form.block else scales[:, None]
             torch.testing.assert_close(ours.in_proj.weight.float() * wide, truth.in_proj(x).T[:rows])
             torch.testing.assert_close(ours.in_proj_ba(x), truth.in_proj(x)[:, rows:])
-    assert 1e-4 < distance(quantized.logits(TOKENS[:70]), plain.logits(TOKENS[:70])) <= 0.2
+    assert 1e-3 < error(quantized, plain) <= ROUNDED
 
 
 @pytest.mark.parametrize("family", [NEXT, DENSE], ids=str)
@@ -257,7 +267,7 @@ def test_a_checkpoint_is_quantised_while_it_is_loaded(tmp_path, family):
     make_model(tmp_path, make_config(family, initializer_range=0.05))
     found, plain = Runner(tmp_path, quantization="fp8"), Runner(tmp_path)
     assert found.model.model.layers[0].linear_attn.in_proj.quantized
-    assert 1e-4 < distance(found.logits(TOKENS[:70]), plain.logits(TOKENS[:70])) <= 0.2
+    assert 1e-3 < error(found, plain) <= ROUNDED
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "model."])
