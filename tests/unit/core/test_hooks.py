@@ -9,6 +9,7 @@ from atom_core.layers.latent_expansion import LatentExpansion
 from atom_core.layers.norm import HeadNorm
 from atom_core.layers.rotary import RotaryTable
 from atom_core.mixers.cache_scales import CacheScales
+from atom_core.mixers.gated_delta_net import CausalConv
 from atom_core.standalone import Runner
 from tests.unit.core.families import ALL_FAMILIES
 from tests.unit.core.hugging_face import LOGITS_TOLERANCE, distance, make_config, make_model
@@ -16,7 +17,7 @@ from tests.unit.core.ranks import build, on_ranks, run
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 #: What holds parameters that attention applies together with others, or no parameters at all.
-WITHOUT_A_CALL = (HeadNorm, LatentExpansion, CacheScales, RotaryTable, torch.nn.ModuleList)
+WITHOUT_A_CALL = (HeadNorm, CausalConv, LatentExpansion, CacheScales, RotaryTable, torch.nn.ModuleList)
 every_family = pytest.mark.parametrize("family", ALL_FAMILIES, ids=str)
 
 
@@ -59,8 +60,10 @@ def test_layers_give_what_is_to_be_added_and_the_stream(tmp_path, family):
         model = build(runner, tmp_path, fuse_modules=False, tensor_parallel=group)
         return seen(model, runner)[0]
 
+    mixer = "self_attn" if "model.layers.0.self_attn" in alone else "linear_attn"
+    out = "o_proj" if mixer == "self_attn" else "out_proj"
     for outputs in on_ranks(2, work):
-        for name in ("self_attn", "self_attn.o_proj", "input_layernorm"):
+        for name in (mixer, f"{mixer}.{out}", "input_layernorm"):
             name = f"model.layers.0.{name}"
             for found, expected in zip(tensors_of(outputs[name]), tensors_of(alone[name]), strict=True):
                 assert distance(found, expected) <= LOGITS_TOLERANCE, name
