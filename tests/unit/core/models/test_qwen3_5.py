@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -37,7 +38,7 @@ HYBRID = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 8192,
     "initializer_range": 0.1,  # with twice as much, float32 itself is 1e-4 of the spread away from float64
 }
 MIXTURE = {
@@ -60,6 +61,21 @@ every_family = pytest.mark.parametrize("family", [NEXT, DENSE, MOE], ids=str)
 def test_logits_are_hugging_faces(tmp_path, family, count):
     model = make_model(tmp_path, make_config(family))
     assert distance(Runner(tmp_path).logits(TOKENS[:count]), logits(model, TOKENS[:count])) <= LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("family", [NEXT, DENSE], ids=str)
+@pytest.mark.parametrize("count", [1000, 4096])
+def test_long_prompts_in_odd_chunks_have_the_logits_of_hugging_face(tmp_path, family, count):
+    model, tokens = make_model(tmp_path, make_config(family)), random_tokens(count)
+    runner, chance, done, found = Runner(tmp_path), random.Random(count), 0, []
+    caches = runner.caches(1)
+    while done < count:
+        chunk = tokens[done : done + chance.choice((1, 63, 64, 65, 200, 511))]
+        found.append(runner.step(caches, [done], [chunk]))
+        done += len(chunk)
+    with torch.inference_mode():
+        ours = runner.model.logits(torch.cat(found))
+    assert distance(ours, logits(model, tokens)) <= LOGITS_TOLERANCE
 
 
 @pytest.mark.parametrize(
