@@ -132,7 +132,8 @@ def tile_for(
             return Tile("row", 8, 1024, 4, early=True, fetch=whole)
         return Tile("row", 2, max(128, 1 << (in_features - 1).bit_length()), 4, early=True)
     if out_features >= 16384:
-        return Tile("ring", 4, 2048, 4, 2)
+        # A last tile that is half empty costs a sixth of the time of 5,120 columns.
+        return Tile("ring", 4, 2048, 4, 2) if in_features % 2048 == 0 else Tile("row", 4, 1024, 4, early=True)
     if out_features <= 4096 and in_features <= 4096:
         return Tile("ring", 4, 1024, 2, 2, early=True)
     return Tile("row", 16 if out_features >= 4096 else 8, 1024, 8, early=True)
