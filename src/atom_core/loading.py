@@ -18,8 +18,9 @@ from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_draft_class, load_model_class
 from atom_core.quant import QuantConfig, Unquantized
 from atom_core.runtime import Runtime, SingleDataParallelRank, SingleRank
+from atom_core.spellings import respelled
 from atom_core.updates import UNCHANGED, ModelWeights, check_stored_scales
-from atom_core.weights import check_checkpoint, layers_beyond
+from atom_core.weights import check_checkpoint, expected_tensors, layers_beyond
 
 UNQUANTIZED = Unquantized()
 
@@ -83,7 +84,8 @@ def check_update(
             _check_same_config(served, directory)
         check_files(config, directory, quant=quant)
         checkpoint = Checkpoint.open(directory)
-        weights.model.unread = layers_beyond(weights.model, checkpoint.tensors)
+        names = dict(respelled(config, expected_tensors(weights.model), checkpoint.tensors.items()))
+        weights.model.unread = layers_beyond(weights.model, names)
         check_stored_scales(weights.model, checkpoint)
     except ValueError as error:
         raise ValueError(f"{error} {UNCHANGED}") from error

@@ -295,12 +295,12 @@ def check_tensors(
     """
     slots, scale_layers, other_ranks = expected_tensors(model), cache_scales(model), other_ranks_tensors(model)
     model.unread = max(model.unread, layers_beyond(model, {name for name, _ in tensors}), key=len)
-    mismatch, absent = Mismatch(), set(slots)
+    mismatch, absent, unknown = Mismatch(), set(slots), dict[str, tuple[int, ...]]()
     for name, tensor in tensors:
         absent.discard(name)
         if name not in slots:
             if name not in scale_layers and not ignored(model, name, other_ranks):
-                mismatch.unexpected.append(name)
+                unknown[name] = tuple(tensor.shape)
         elif problem := slots[name].placement.problem(tuple(tensor.shape), dtype_name(tensor)):
             mismatch.misshapen.append(f"{name} {problem}")
         else:
@@ -310,6 +310,8 @@ def check_tensors(
                 mismatch.misshapen.append(f"{name} {error}")
     if whole:
         mismatch.missing = sorted(absent)
+    for name, shape in unknown.items():
+        mismatch.add_unknown(model.config, slots, name, shape)
     advice = "An update has the names, shapes and dtypes of the checkpoint that is served."
     mismatch.raise_if_any(model.config.architecture, f"The weights of {source} do", advice)
 
@@ -321,13 +323,17 @@ def check_stored_scales(model: CheckpointModel, checkpoint: Checkpoint) -> None:
         ValueError: a scale is invalid, or a cache's scale is not the one in use.
     """
     slots, scale_layers = expected_tensors(model), cache_scales(model)
-    for name, tensor in checkpoint.read(name for name in checkpoint.tensors if name in slots and "scale" in name):
-        try:
-            slots[name].placement.check(tensor)
-        except ValueError as error:
-            raise ValueError(f"{name} in {checkpoint.tensors[name].file} {error}.") from error
-    stored = checkpoint.read(name for name in checkpoint.tensors if name in scale_layers)
-    _check_cache_scales(model, stored, str(checkpoint.directory))
+    of_caches: list[tuple[str, torch.Tensor]] = []
+    for stored, whole in checkpoint.read(name for name in checkpoint.tensors if "scale" in name):
+        for name, tensor in respelled(model.config, slots, [(stored, whole)]):
+            if name in scale_layers:
+                of_caches.append((name, tensor))
+            elif name in slots:
+                try:
+                    slots[name].placement.check(tensor)
+                except ValueError as error:
+                    raise ValueError(f"{stored} in {checkpoint.tensors[stored].file} {error}.") from error
+    _check_cache_scales(model, of_caches, str(checkpoint.directory))
 
 
 def _check_cache_scales(model: CheckpointModel, tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> None:

@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 
 from atom_core.checkpoint import EMBEDDING, HEAD, Checkpoint, heads_differ
+from atom_core.config import ModelConfig
 from atom_core.layers.parameters import MissingLayer, ParameterLayer, Placement, checkpoint_module
 from atom_core.mixers.cache_scales import SCALE_NAMES, CacheScales
 from atom_core.models.decoder import CheckpointModel
-from atom_core.spellings import respelled
+from atom_core.spellings import ExpertStack, respelled
 
 #: Names in safetensors files; other dtypes keep torch's name.
 _DTYPES = {
@@ -50,6 +51,18 @@ class Mismatch:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
+
+    def add_unknown(
+        self, config: ModelConfig, slots: Mapping[str, Slot], name: str, shape: tuple[int, ...], where: str = ""
+    ) -> None:
+        """Add a tensor without a slot; if it is a stack of experts of a wrong shape, they are not missing."""
+        stack = ExpertStack.of(config, name)
+        if stack is None or (problem := stack.problem(shape, slots)) is None:
+            self.unexpected.append(f"{name}{where}")
+            return
+        self.misshapen.append(f"{name}{where} {problem}")
+        names = set(stack.names())
+        self.missing = [it for it in self.missing if it not in names]
 
     def raise_if_any(
         self, architecture: str, what: str, advice: str = "Check that config.json belongs to these weights."
@@ -151,7 +164,7 @@ def load_weights(
     found: dict[CacheScales, dict[str, torch.Tensor]] = {}
     missing, mismatch, writer = set(slots), Mismatch(), Writer(slots)
     head = TiedHeadCheck(model)
-    unknown: set[str] = set()
+    unknown: dict[str, tuple[int, ...]] = {}
     for name, tensor in respelled(model.config, slots, tensors):
         head.check(name, tensor)
         if name in scales:
@@ -159,7 +172,7 @@ def load_weights(
             continue
         slot = slots.get(name)
         if slot is None:
-            unknown.add(name)
+            unknown[name] = tuple(tensor.shape)
             continue
         if name not in missing:
             mismatch.unexpected.append(f"{name} once more")
@@ -174,7 +187,9 @@ def load_weights(
             mismatch.misshapen.append(f"{name} {error}")
     mismatch.missing = sorted(missing)
     model.unread = layers_beyond(model, unknown)
-    mismatch.unexpected += [name for name in unknown if not ignored(model, name, other_ranks)]
+    for name, shape in unknown.items():
+        if not ignored(model, name, other_ranks):
+            mismatch.add_unknown(model.config, slots, name, shape)
     mismatch.raise_if_any(model.config.architecture, f"The checkpoint {checkpoint} does")
     for layer, of_layer in found.items():
         layer.adopt(of_layer)
@@ -223,7 +238,7 @@ def check_checkpoint(model: CheckpointModel, checkpoint: Checkpoint) -> None:
         slot = slots.get(name)
         if slot is None:
             if name not in scales and not ignored(model, name, other_ranks):
-                mismatch.unexpected.append(f"{name} in {info.file.name}")
+                mismatch.add_unknown(model.config, slots, name, info.shape, f" in {info.file.name}")
         elif problem := slot.placement.problem(info.shape, info.dtype):
             mismatch.misshapen.append(f"{name} in {info.file.name} {problem}")
     mismatch.raise_if_any(model.config.architecture, f"The checkpoint {Path(checkpoint.directory)} does")
