@@ -78,7 +78,7 @@ class SharedExpert(nn.Module):
         self.down_proj = RowLinear(size, hidden_size, False, runtime, what, f"{name}.down_proj", reduce_results=False)
         #: The sum with the output, which is scaled by the gate; None: there is no gate.
         self.add_gated: GatedSumKernel | None = None
-        self.gate = config.routing.num_experts
+        self.gate_column = config.routing.num_experts
         if config.shared_gate:
             self.add_gated = runtime.kernels.select(GATED_SUM, GatedSumSpec(hidden_size, runtime.dtype))
 
@@ -91,7 +91,7 @@ class SharedExpert(nn.Module):
         """``total + y``, both ``[T, hidden]``, ``y`` scaled by the gate among ``logits`` if there is one."""
         if self.add_gated is None:
             return total + y
-        return self.add_gated(total, y, logits[:, self.gate, None])
+        return self.add_gated(total, y, logits[:, self.gate_column, None])
 
 
 class MoE(nn.Module):
