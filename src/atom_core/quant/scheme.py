@@ -74,7 +74,8 @@ class LayerScheme:
 
 def _may_name_one_expert(pattern: str) -> bool:
     """Whether a pattern can match one expert of a layer and not another."""
-    return pattern.startswith("re:") or "*" in pattern or "expert" in pattern or pattern.partition(".")[0].isdigit()
+    components = pattern.split(".")
+    return pattern.startswith("re:") or "*" in pattern or "experts" in components or components[0].isdigit()
 
 
 def matches_name(pattern: str, module: str) -> bool:

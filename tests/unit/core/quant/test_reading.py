@@ -284,6 +284,15 @@ def test_experts_may_all_be_left_out(pattern):
     assert found.experts("model.layers.2.mlp.experts", MATRICES, 4) == (found if LAYER in pattern else None)
 
 
+def test_patterns_that_name_no_single_expert_are_tried_once_a_layer(monkeypatch):
+    gates = [f"model.layers.{layer}.mlp.{name}" for layer in range(48) for name in ("gate", "shared_expert_gate")]
+    found = read({**FP8, "modules_to_not_convert": ["lm_head", *gates]})
+    tried = []
+    monkeypatch.setattr("atom_core.quant.scheme.matches_name", lambda *given: tried.append(given))
+    assert found.experts(EXPERTS, MATRICES, 512) == found
+    assert len(tried) == len(MATRICES) * len(found.ignored)
+
+
 def test_experts_of_compressed_tensors_are_targets_all_or_none():
     group = compressed("channel", True)["config_groups"]["group_0"]
     some = {**group, "targets": [r"re:.*\.experts\.[01]\."]}
