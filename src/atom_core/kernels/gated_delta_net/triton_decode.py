@@ -1,0 +1,467 @@
+"""Gated DeltaNet of few new tokens a request in Triton: one launch, from the projections to the gated norm.
+
+A program takes a request and a value head. It keeps the head's state in registers: it is read once, and written once,
+or after each token that is verified.
+
+Value heads that share a key head need the same inputs of the convolution, which move up in place. So a program counts
+that it has read them, and the last of those that share them writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_core.batch import Batch, BatchShape, capturing
+from atom_core.cache import StateView
+from atom_core.kernels.attention.triton_kernel import is_last
+from atom_core.kernels.eviction import EVICT_LAST
+from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, gates, located, silu
+from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
+from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
+
+if TYPE_CHECKING:
+    from atom_core.kernels.gated_delta_net import GatedDeltaNetSpec
+
+#: The most new tokens of a request: a program takes them one by one.
+MAX_TOKENS = 8
+#: Elements of a state that a program has in its registers.
+_ELEMENTS = 128 * 128
+
+
+@triton.jit
+def _taps(weight, channel, used, W: tl.constexpr):
+    """A convolution's weights of the third, second and first token before, and of the token itself."""
+    at = weight + channel * W
+    oldest = tl.zeros(channel.shape, tl.float32)
+    older = oldest
+    if W > 3:
+        oldest = tl.load(at + (W - 4), mask=used, other=0.0).to(tl.float32)
+    if W > 2:
+        older = tl.load(at + (W - 3), mask=used, other=0.0).to(tl.float32)
+    before = tl.load(at + (W - 2), mask=used, other=0.0).to(tl.float32)
+    return oldest, older, before, tl.load(at + (W - 1), mask=used, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _inputs(conv, channel, used, stride_row, stride_channel, W: tl.constexpr):
+    """The inputs of the third, second and first token before; ``conv``: the first of their rows."""
+    at = conv + channel.to(tl.int64) * stride_channel
+    oldest = tl.zeros(channel.shape, tl.float32)
+    older = oldest
+    if W > 3:
+        oldest = tl.load(at + (W - 4) * stride_row, mask=used, other=0.0).to(tl.float32)
+    if W > 2:
+        older = tl.load(at + (W - 3) * stride_row, mask=used, other=0.0).to(tl.float32)
+    return oldest, older, tl.load(at + (W - 2) * stride_row, mask=used, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _kept(conv, channel, used, oldest, older, before, stride_row, stride_channel, W: tl.constexpr):
+    """Write the last inputs to the rows from ``conv`` on."""
+    at = conv + channel.to(tl.int64) * stride_channel
+    dtype: tl.constexpr = conv.dtype.element_ty
+    if W > 3:
+        tl.store(at + (W - 4) * stride_row, oldest.to(dtype), mask=used)
+    if W > 2:
+        tl.store(at + (W - 3) * stride_row, older.to(dtype), mask=used)
+    tl.store(at + (W - 2) * stride_row, before.to(dtype), mask=used)
+
+
+@triton.jit
+def _written(
+    conv,
+    x,
+    channel,
+    used,
+    oldest,
+    older,
+    before,
+    tokens,
+    snapshot,
+    snapshot_tokens,
+    verifies,
+    target,
+    stride_x,
+    stride_row,
+    stride_channel,
+    stride_target_row,
+    stride_target_channel,
+    W: tl.constexpr,
+    SNAPSHOTS: tl.constexpr,
+    VERIFIES: tl.constexpr,
+):
+    """Write the inputs of some channels that are kept of a request; those before its new tokens are given.
+
+    ``conv``, ``snapshot``: the first row of the slot; ``x``: its first new token; ``target``: the first row that
+    inputs of tokens to verify go to.
+    """
+    if VERIFIES:
+        if verifies:
+            at = target + channel.to(tl.int64) * stride_target_channel
+            dtype: tl.constexpr = target.dtype.element_ty
+            if W > 3:
+                tl.store(at, older.to(dtype), mask=used)
+            if W > 2:
+                tl.store(at + (W - 3) * stride_target_row, before.to(dtype), mask=used)
+    for token in range(tokens):
+        new = tl.load(x + token * stride_x + channel, mask=used, other=0.0).to(tl.float32)
+        oldest = older
+        older = before
+        before = new
+        if VERIFIES:
+            if verifies:
+                at = target + channel.to(tl.int64) * stride_target_channel
+                tl.store(at + (W - 2 + token) * stride_target_row, new.to(target.dtype.element_ty), mask=used)
+        if SNAPSHOTS:
+            if token + 1 == snapshot_tokens:
+                _kept(snapshot, channel, used, oldest, older, before, stride_row, stride_channel, W)
+    alone = True
+    if VERIFIES:
+        alone = verifies == 0
+    if alone:
+        _kept(conv, channel, used, oldest, older, before, stride_row, stride_channel, W)
+
+
+@triton.jit
+def _normed(x):
+    """A vector over its length."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) + L2_EPS)
+
+
+@triton.jit
+def _gated(out, z, norm, value, used, eps, V: tl.constexpr):
+    """Store the gated norm of a head's values, float32."""
+    factor = tl.rsqrt(tl.sum(value * value, 0) / V + eps)
+    tl.store(out, (value * factor * norm * silu(z)).to(out.dtype.element_ty), mask=used, eviction_policy=EVICT_LAST)
+
+
+@triton.jit
+def _gated_delta_decode(
+    qkvz,
+    ba,
+    out,
+    conv_weight,
+    a_log,
+    dt_bias,
+    norm_weight,
+    conv,
+    recurrent,
+    unverified_conv,
+    unverified,
+    query_start_loc,
+    slots,
+    has_state,
+    num_accepted,
+    verifies,
+    snapshot_slots,
+    snapshot_tokens,
+    arrivals,
+    eps,
+    stride_x,
+    stride_ba,
+    stride_out,
+    stride_conv_slot,
+    stride_conv_row,
+    stride_conv_channel,
+    stride_state,
+    stride_slots,
+    stride_unverified_conv,
+    stride_unverified_row,
+    stride_unverified_channel,
+    stride_unverified,
+    stride_unverified_token,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    W: tl.constexpr,
+    GROUPS: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    V_PADDED: tl.constexpr,
+    SINGLE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    AMD: tl.constexpr,
+):
+    SHARED: tl.constexpr = HV // HK
+    C: tl.constexpr = 2 * HK * K + HV * V
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    SNAPSHOTS: tl.constexpr = snapshot_slots is not None
+    VERIFIES: tl.constexpr = verifies is not None
+    SEPARATE: tl.constexpr = unverified is not None
+    STATE: tl.constexpr = recurrent.dtype.element_ty
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
+    key_head = head // SHARED
+    begin = tl.load(query_start_loc + request).to(tl.int64)
+    tokens = (tl.load(query_start_loc + request + 1) - begin).to(tl.int32)
+    slot, source, has, first = located(slots, has_state, num_accepted, request, stride_slots)
+    kept = 0
+    if SNAPSHOTS:
+        kept = tl.load(snapshot_tokens + request)
+        kept_slot = tl.load(snapshot_slots + request).to(tl.int64)
+        kept = tl.where(kept_slot > 0, kept, 0)
+    verified = 0
+    if VERIFIES:
+        verified = tl.load(verifies + request).to(tl.int32)
+    if (tokens == 0) | (slot <= 0):
+        return
+
+    # The state has three dimensions so that each thread has numbers of few rows: sums over keys stay in a few threads.
+    group = tl.arange(0, GROUPS)[:, None, None]
+    inner = tl.arange(0, INNER)[None, None, :]
+    key = group * INNER + inner
+    row = tl.arange(0, BLOCK_V)
+    within = head * (V * K) + row[None, :, None] * K + key
+    state = tl.load(
+        recurrent + source * stride_state + within,
+        mask=(key < has * K) & (row < V)[None, :, None],  # none of them if it has no state
+        other=0.0,
+    ).to(tl.float32)
+
+    dim = tl.arange(0, GROUPS * INNER)
+    column = tl.arange(0, V_PADDED)
+    dim_used = dim < K
+    column_used = column < V
+    q_channel = key_head * K + dim
+    k_channel = (HK + key_head) * K + dim
+    v_channel = 2 * HK * K + head * V + column
+    window = conv + slot * stride_conv_slot + first * stride_conv_row
+    q_mask = dim < has * K
+    v_mask = column < has * V
+    q3, q2, q1 = _inputs(window, q_channel, q_mask, stride_conv_row, stride_conv_channel, W)
+    k3, k2, k1 = _inputs(window, k_channel, q_mask, stride_conv_row, stride_conv_channel, W)
+    v3, v2, v1 = _inputs(window, v_channel, v_mask, stride_conv_row, stride_conv_channel, W)
+    q_w3, q_w2, q_w1, q_w0 = _taps(conv_weight, q_channel, dim_used, W)
+    k_w3, k_w2, k_w1, k_w0 = _taps(conv_weight, k_channel, dim_used, W)
+    log_rate = tl.load(a_log + head).to(tl.float32)
+    bias = tl.load(dt_bias + head).to(tl.float32)
+    writes = True
+    if SHARED > 1:
+        # All loads of the inputs come before it, and all stores behind.
+        writes = is_last(arrivals + request * HK + key_head, SHARED, AMD)
+    else:
+        tl.debug_barrier()  # several threads may have loaded what one stores
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+    x = qkvz + begin * stride_x
+    b_at = ba + begin * stride_ba + head
+    out += begin * stride_out + head * V
+    z_at = x + C + head * V
+    for block in tl.static_range(BLOCKS):
+        place = block * BLOCK_V + row
+        place_used = place < V
+        value_channel = 2 * HK * K + head * V + place
+        v_w3, v_w2, v_w1, v_w0 = _taps(conv_weight, value_channel, place_used, W)
+        norm = tl.load(norm_weight + place, mask=place_used, other=0.0).to(tl.float32)
+        state_at = head * (V * K) + place[None, :, None] * K + key
+        state_used = (key < K) & place_used[None, :, None]
+        if block > 0:
+            state = tl.load(recurrent + source * stride_state + state_at, mask=state_used & (key < has * K), other=0.0)
+            state = state.to(tl.float32)
+        q_old, q_older, q_oldest = q1, q2, q3
+        k_old, k_older, k_oldest = k1, k2, k3
+        if BLOCKS == 1:
+            v_old, v_older, v_oldest = v1, v2, v3
+        else:
+            v_oldest, v_older, v_old = _inputs(
+                window, value_channel, place < has * V, stride_conv_row, stride_conv_channel, W
+            )
+        for token in range(1 if SINGLE else tokens):
+            given = x + token * stride_x
+            q = tl.load(given + q_channel, mask=dim_used, other=0.0).to(tl.float32)
+            k = tl.load(given + k_channel, mask=dim_used, other=0.0).to(tl.float32)
+            v = tl.load(given + value_channel, mask=place_used, other=0.0).to(tl.float32)
+            z = tl.load(z_at + token * stride_x + place, mask=place_used, other=0.0).to(tl.float32)
+            b = tl.load(b_at + token * stride_ba).to(tl.float32)
+            a = tl.load(b_at + token * stride_ba + HV).to(tl.float32)
+            decay, beta = gates(a, b, log_rate, bias)
+            decay = tl.exp(decay)
+            query = _normed(silu(q_oldest * q_w3 + q_older * q_w2 + q_old * q_w1 + q * q_w0)) * (K**-0.5)
+            normed = _normed(silu(k_oldest * k_w3 + k_older * k_w2 + k_old * k_w1 + k * k_w0))
+            mixed = silu(v_oldest * v_w3 + v_older * v_w2 + v_old * v_w1 + v * v_w0)
+            q_oldest, q_older, q_old = q_older, q_old, q
+            k_oldest, k_older, k_old = k_older, k_old, k
+            v_oldest, v_older, v_old = v_older, v_old, v
+            both = tl.sum(query * normed, 0)
+            query = tl.reshape(query, (GROUPS, INNER))[:, None, :]
+            normed = tl.reshape(normed, (GROUPS, INNER))[:, None, :]
+            # The state's answers before the token, which do not wait for each other.
+            known = tl.sum(tl.sum(state * normed, 0), 1)
+            asked = tl.sum(tl.sum(state * query, 0), 1)
+            added = beta * (mixed - decay * known)
+            state = state * decay + added[None, :, None] * normed
+            value = decay * asked + both * added
+            if BLOCKS == 1:
+                _gated(out + token * stride_out + place, z, norm, value, place_used, eps, V)
+            else:
+                tl.store(out + token * stride_out + place, value.to(out.dtype.element_ty), mask=place_used)
+            if SNAPSHOTS:
+                if token + 1 == kept:
+                    tl.store(recurrent + kept_slot * stride_state + state_at, state.to(STATE), mask=state_used)
+            if VERIFIES:
+                if verified != 0:
+                    if SEPARATE:
+                        target = unverified + request * stride_unverified + token * stride_unverified_token
+                    else:
+                        target = recurrent + tl.load(slots + request * stride_slots + token).to(tl.int64) * stride_state
+                    tl.store(target + state_at, state.to(target.dtype.element_ty), mask=state_used)
+        if verified == 0:
+            tl.store(recurrent + slot * stride_state + state_at, state.to(STATE), mask=state_used)
+
+    if BLOCKS > 1:
+        tl.debug_barrier()  # the values of other threads are there
+        norm = tl.load(norm_weight + column, mask=column_used, other=0.0).to(tl.float32)
+        for token in range(tokens):
+            at = out + token * stride_out + column
+            value = tl.load(at, mask=column_used, other=0.0).to(tl.float32)
+            z = tl.load(z_at + token * stride_x + column, mask=column_used, other=0.0).to(tl.float32)
+            _gated(at, z, norm, value, column_used, eps, V)
+
+    own = conv + slot * stride_conv_slot
+    copy = own
+    if SNAPSHOTS:
+        copy = conv + kept_slot * stride_conv_slot
+    if SEPARATE:
+        drafts = unverified_conv + request * stride_unverified_conv
+        stride_drafts_row = stride_unverified_row
+        stride_drafts_channel = stride_unverified_channel
+    else:
+        drafts = own
+        stride_drafts_row = stride_conv_row
+        stride_drafts_channel = stride_conv_channel
+    _written(
+        own, x, v_channel, column_used, v3, v2, v1, tokens, copy, kept, verified, drafts, stride_x,
+        stride_conv_row, stride_conv_channel, stride_drafts_row, stride_drafts_channel, W, SNAPSHOTS, VERIFIES,
+    )  # fmt: skip
+    if writes:
+        _written(
+            own, x, q_channel, dim_used, q3, q2, q1, tokens, copy, kept, verified, drafts, stride_x,
+            stride_conv_row, stride_conv_channel, stride_drafts_row, stride_drafts_channel, W, SNAPSHOTS, VERIFIES,
+        )  # fmt: skip
+        _written(
+            own, x, k_channel, dim_used, k3, k2, k1, tokens, copy, kept, verified, drafts, stride_x,
+            stride_conv_row, stride_conv_channel, stride_drafts_row, stride_drafts_channel, W, SNAPSHOTS, VERIFIES,
+        )  # fmt: skip
+
+
+class TritonGatedDeltaDecode:
+    """See :mod:`atom_core.kernels.gated_delta_net`.
+
+    Args:
+        spec: the layer.
+        nvidia: whether the GPU is NVIDIA's.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+    """
+
+    def __init__(self, spec: GatedDeltaNetSpec, nvidia: bool, overlap: bool) -> None:
+        self.spec = spec
+        self.nvidia, self.overlap = nvidia, overlap
+        keys = max(16, triton.next_power_of_2(spec.key_dim))
+        self.values: int = max(16, triton.next_power_of_2(spec.value_dim))
+        # A row's part of 128 bytes lies with eight threads.
+        self.inner: int = min(keys, 128 // spec.state_dtype.itemsize)
+        self.groups: int = keys // self.inner
+        self.block: int = min(self.values, _ELEMENTS // keys)
+        # Graphs go on using the counters that they were captured with, so none is let go.
+        self._arrivals: list[torch.Tensor] = []
+
+    def takes(self, batch: Batch | BatchShape) -> bool:
+        """Whether requests have few new tokens. A graph's ``max_query_len`` bounds every batch that it can replay."""
+        return batch.max_query_len <= MAX_TOKENS
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        yield shape.max_query_len == 1
+
+    def __call__(
+        self,
+        qkvz: torch.Tensor,
+        ba: torch.Tensor,
+        weights: GatedDeltaNetWeights,
+        cache: StateView,
+        batch: Batch,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the outputs of the requests' tokens to ``out``, and their states to the cache."""
+        spec, states = self.spec, batch.states
+        assert states is not None
+        (conv, recurrent), snapshots = cache.tensors, states.snapshots
+        assert qkvz.stride(-1) == ba.stride(-1) == 1
+        assert out.stride()[1:] == (spec.value_dim, 1)
+        assert recurrent.stride()[1:] == (spec.value_dim * spec.key_dim, spec.key_dim, 1)
+        unverified_conv, unverified = cache.unverified or (None, None)
+        if unverified is not None:
+            assert unverified.stride()[2:] == recurrent.stride()[1:]
+        if states.verifies is None:
+            unverified_conv = unverified = None
+        assert all(it.is_contiguous() for it in (weights.conv, weights.a_log, weights.dt_bias, weights.norm))
+        num_requests = states.slots.shape[0]
+        _gated_delta_decode[spec.num_value_heads, num_requests](
+            qkvz,
+            ba,
+            out,
+            weights.conv,
+            weights.a_log,
+            weights.dt_bias,
+            weights.norm,
+            conv,
+            recurrent,
+            unverified_conv,
+            unverified,
+            batch.query_start_loc,
+            states.slots,
+            states.has_state,
+            states.num_accepted,
+            states.verifies,
+            None if snapshots is None else snapshots.slots,
+            None if snapshots is None else snapshots.tokens,
+            self._counters(num_requests * spec.num_key_heads, qkvz.device),
+            weights.eps,
+            qkvz.stride(0),
+            ba.stride(0),
+            out.stride(0),
+            *conv.stride(),
+            recurrent.stride(0),
+            states.slots.stride(0),
+            *((0, 0, 0) if unverified_conv is None else unverified_conv.stride()),
+            *((0, 0) if unverified is None else unverified.stride()[:2]),
+            HK=spec.num_key_heads,
+            HV=spec.num_value_heads,
+            K=spec.key_dim,
+            V=spec.value_dim,
+            W=spec.conv_width,
+            GROUPS=self.groups,
+            INNER=self.inner,
+            BLOCK_V=self.block,
+            V_PADDED=self.values,
+            SINGLE=batch.max_query_len == 1,
+            OVERLAP=self.overlap,
+            AMD=takes_amd_assembly(self.nvidia),
+            num_warps=self.warps,
+            **launch_options(self.overlap),
+        )
+
+    @property
+    def warps(self) -> int:
+        """Each thread has up to 64 numbers of a state; on AMD, where a warp has 64 threads, up to 32."""
+        return 8
+
+    def _counters(self, count: int, device: torch.device) -> torch.Tensor | None:
+        """int32, zero between launches; None where no value heads share a key head."""
+        if self.spec.num_key_heads == self.spec.num_value_heads:
+            return None
+        if not self._arrivals or self._arrivals[-1].numel() < count:
+            fresh = torch.zeros(triton.next_power_of_2(max(count, 4096)), dtype=torch.int32, device=device)
+            if capturing(device):
+                return fresh  # the graph makes them anew each time; they are zero only after it has run
+            self._arrivals.append(fresh)
+        return self._arrivals[-1]

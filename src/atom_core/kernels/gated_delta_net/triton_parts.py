@@ -1,0 +1,43 @@
+"""What the Triton kernels of Gated DeltaNet share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from atom_core.kernels.gated_delta_net.reference import L2_EPS as _L2_EPS
+
+L2_EPS = tl.constexpr(_L2_EPS)
+#: The widest convolution: a program keeps the inputs before a token in three variables.
+MAX_CONV_WIDTH = 4
+
+
+@triton.jit
+def silu(x):
+    """``x * sigmoid(x)``, float32."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gates(a, b, a_log, dt_bias):
+    """Log decay and beta, float32."""
+    x = a + dt_bias
+    power = tl.exp(tl.minimum(x, 20.0))
+    above_one = 1.0 + power
+    # log(1 + power), exact for small powers too: what 1 + power has lost, the fraction gives back.
+    soft = tl.where(above_one == 1.0, power, tl.log(above_one) * (power / (above_one - 1.0)))
+    return -tl.exp(a_log) * tl.where(x > 20.0, x, soft), 1.0 / (1.0 + tl.exp(-b))
+
+
+@triton.jit
+def located(slots, has_state, num_accepted, request, stride_slots):
+    """A request's own slot, the slot that has its state, whether (1 or 0) it has one, and the row of its first input."""
+    at = slots + request * stride_slots
+    slot = tl.load(at).to(tl.int64)
+    has = tl.load(has_state + request).to(tl.int32)
+    first = 0
+    source = slot
+    if num_accepted is not None:
+        first = tl.load(num_accepted + request) - 1
+        source = tl.load(at + first).to(tl.int64)
+    return slot, source, has, first

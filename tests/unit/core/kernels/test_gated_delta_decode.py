@@ -1,0 +1,33 @@
+"""Gated DeltaNet of few tokens a request under Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.gated_delta_cases import FEW_CASES, check_delta, delta_batch
+
+CPU = torch.device("cpu")
+
+
+def kernel_of(case, dtype, state_dtype=torch.float32, nvidia=True):
+    """Triton's, for a case."""
+    from atom_core.kernels.gated_delta_net.triton_decode import TritonGatedDeltaDecode
+
+    return TritonGatedDeltaDecode(case.spec(dtype, state_dtype), nvidia, overlap=False)
+
+
+@pytest.mark.parametrize("case", FEW_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype", "conv_dtype"),
+    [
+        (torch.float32, torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+    ],
+    ids=["float32", "bfloat16", "bfloat16 states"],
+)
+def test_it_answers_as_the_reference(case, dtype, state_dtype, conv_dtype):
+    check_delta(kernel_of(case, dtype, state_dtype), delta_batch(case, dtype, CPU, state_dtype, conv_dtype))
