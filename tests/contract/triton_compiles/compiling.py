@@ -124,6 +124,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.bool: "*i1",
     torch.uint8: "*u8",
     torch.int16: "*i16",
     torch.int32: "*i32",

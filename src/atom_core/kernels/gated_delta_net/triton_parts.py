@@ -8,8 +8,6 @@ import triton.language as tl
 from atom_core.kernels.gated_delta_net.reference import L2_EPS as _L2_EPS
 
 L2_EPS = tl.constexpr(_L2_EPS)
-#: The widest convolution: a program keeps the inputs before a token in three variables.
-MAX_CONV_WIDTH = 4
 
 
 @triton.jit
@@ -31,7 +29,7 @@ def gates(a, b, a_log, dt_bias):
 
 @triton.jit
 def located(slots, has_state, num_accepted, request, stride_slots):
-    """A request's own slot, the slot that has its state, whether (1 or 0) it has one, and the row of its first input."""
+    """A request's own slot, the slot that has its state, 1 if it has one, and the row of its first input."""
     at = slots + request * stride_slots
     slot = tl.load(at).to(tl.int64)
     has = tl.load(has_state + request).to(tl.int32)
