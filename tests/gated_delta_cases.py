@@ -268,3 +268,47 @@ FEW_CASES = (
         snapshots=True,
     ),
 )
+
+#: Prompts: more tokens than the kernel of few takes.
+PROMPT_CASES = (
+    DeltaCase("one prompt", (Request(65, False),)),
+    DeltaCase(
+        "lengths at chunk borders", tuple(Request(n, n % 2 > 0) for n in (1, 2, 3, 4, 63, 64, 65, 127, 128, 200))
+    ),
+    DeltaCase("padding", (Request(70), Request(9, False)), padded_requests=3, padded_tokens=70),
+    DeltaCase("key heads that are not shared", (Request(70, False), Request(9)), value_heads=2),
+    DeltaCase("three value heads a key head", (Request(70), Request(9, False)), value_heads=6),
+    DeltaCase("channels first", (Request(70), Request(2), Request(9, False)), channels_first=True),
+    DeltaCase("odd sizes", (Request(70), Request(9, False)), key_dim=24, value_dim=40),
+    DeltaCase("wider keys than values", (Request(70), Request(9, False)), key_dim=64, value_dim=32),
+    DeltaCase("128 keys and values", (Request(70), Request(9, False)), 1, 2, 128, 128),
+    DeltaCase("a convolution of two", (Request(70), Request(1), Request(9, False)), conv_width=2),
+    DeltaCase("behind accepted drafts", (Request(70, accepted=3), Request(9, accepted=2)), columns=3, drafts=True),
+    DeltaCase(
+        "decodes in front",
+        (_ONE, _NEW, _ONE, Request(70), Request(9, False), Request(1, False)),
+        decodes=3,
+        padded_requests=1,
+        padded_tokens=2,
+    ),
+    DeltaCase(
+        "drafts in front",
+        (*drafted(3, 3), Request(70), Request(9, False)),
+        columns=3,
+        drafts=True,
+        decodes=6,
+        snapshots=True,
+        padded_requests=1,
+    ),
+    DeltaCase(
+        "copies within chunks, at their ends and none",
+        (
+            *(Request(200, n % 2 > 0, snapshot=n) for n in (1, 2, 63, 64, 65, 128, 192, 199, 200)),
+            Request(70),
+            Request(2, snapshot=1),
+            Request(64, snapshot=64),
+        ),
+        snapshots=True,
+        padded_requests=1,
+    ),
+)

@@ -6,9 +6,10 @@ tokens; a padded token's slot is negative.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,6 +70,25 @@ class States:
     """
     snapshots: Snapshots | None = None
 
+    def decoding(self, requests: int) -> States:
+        """Those of the first requests."""
+        return self._of(lambda it: it[:requests])
+
+    def others(self, requests: int) -> States:
+        """Those behind the first requests, in copies; none of them verifies."""
+        # Copies, as kernels are compiled anew for pointers that are aligned otherwise.
+        return replace(self._of(lambda it: it[requests:].clone()), verifies=None)
+
+    def _of(self, part: Callable[[torch.Tensor], torch.Tensor]) -> States:
+        copied = self.snapshots
+        return States(
+            part(self.slots),
+            part(self.has_state),
+            None if self.num_accepted is None else part(self.num_accepted),
+            None if self.verifies is None else part(self.verifies),
+            None if copied is None else Snapshots(part(copied.slots), part(copied.tokens)),
+        )
+
 
 NO_PAGES = Pages(torch.empty(0, 0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))
 
@@ -121,10 +141,22 @@ class Batch:
             query_start_loc=self.query_start_loc[: requests + 1],
             seq_lens=self.seq_lens[:requests],
             pages=Pages(self.pages.table[:requests], self.pages.slots),
+            states=None if self.states is None else self.states.decoding(requests),
             num_requests=requests,
             num_tokens=tokens,
-            max_query_len=1 if tokens == requests else self.max_query_len,
+            max_query_len=self._most_decoded(),
         )
+
+    def _most_decoded(self) -> int:
+        """An upper bound of the new tokens of a request that decodes."""
+        requests, states = self.num_decode_requests, self.states
+        if self.num_decode_tokens == requests:
+            return 1
+        if self.host is not None:
+            return max(end - begin for begin, end in pairwise(self.host.starts[: requests + 1]))
+        columns = 1 if states is None else states.slots.shape[1]
+        # A request has as many slots as it may have tokens to verify.
+        return min(self.max_query_len, columns) if columns > 1 else self.max_query_len
 
     def _others(self) -> Batch:
         requests, tokens = self.num_decode_requests, self.num_decode_tokens
@@ -134,6 +166,7 @@ class Batch:
             # Copies, as kernels are compiled anew for pointers that are aligned otherwise.
             seq_lens=self.seq_lens[requests:].clone(),
             pages=Pages(self.pages.table[requests:].clone(), self.pages.slots[tokens:]),
+            states=None if self.states is None else self.states.others(requests),
             num_requests=self.num_requests - requests,
             num_tokens=self.num_tokens - tokens,
             num_decode_requests=0,

@@ -20,7 +20,7 @@ from atom_core.batch import Batch, BatchShape, capturing
 from atom_core.cache import StateView
 from atom_core.kernels.attention.triton_kernel import is_last
 from atom_core.kernels.eviction import EVICT_LAST
-from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, gates, located, silu
+from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, gates, located, seen, silu
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
 
@@ -34,30 +34,6 @@ _ELEMENTS = 128 * 128
 
 
 @triton.jit
-def _seen(
-    conv, x, index, channel, known, used, tokens, stride_x, stride_row, stride_channel, W: tl.constexpr
-):  # fmt: skip
-    """Inputs of some channels, float32 ``[rows, channels]``: ``index`` counts from the first that is in the cache.
-
-    ``conv``, ``x``: rows of the first input in the cache and of the first new token; channels below ``known`` have
-    inputs in the cache, those below ``used`` are there.
-    """
-    row = index[:, None]
-    cached = tl.load(
-        conv + row * stride_row + channel.to(tl.int64)[None, :] * stride_channel,
-        mask=(row < W - 1) & known[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    token = row - (W - 1)
-    new = tl.load(
-        x + token * stride_x + channel[None, :],
-        mask=(token >= 0) & (token < tokens) & used[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    return tl.where(row < W - 1, cached, new)
-
-
-@triton.jit
 def _mixed(
     weight, conv, x, channel, known, used, tokens, stride_x, stride_row, stride_channel,
     W: tl.constexpr, TOKENS: tl.constexpr,
@@ -67,8 +43,8 @@ def _mixed(
     mixed = tl.zeros([TOKENS, channel.shape[0]], tl.float32)
     for tap in tl.static_range(W):
         factor = tl.load(weight + channel * W + tap, mask=used, other=0.0).to(tl.float32)
-        seen = _seen(conv, x, token + tap, channel, known, used, tokens, stride_x, stride_row, stride_channel, W)
-        mixed += seen * factor[None, :]
+        inputs = seen(conv, x, token + tap, channel, known, used, tokens, stride_x, stride_row, stride_channel, W)
+        mixed += inputs * factor[None, :]
     return silu(mixed)
 
 
@@ -86,11 +62,11 @@ def _token(x, token, TOKENS: tl.constexpr):
 
 @triton.jit
 def _keep(
-    seen, own, drafts, copy, channel, used, kept, verified, tokens,
+    inputs, own, drafts, copy, channel, used, kept, verified, tokens,
     drafts_row, drafts_channel, stride_row, stride_channel,
     W: tl.constexpr, ROWS: tl.constexpr, SNAPSHOTS: tl.constexpr, VERIFIES: tl.constexpr,
 ):  # fmt: skip
-    """Write what is kept of some channels' inputs, which may move up in place: all threads have loaded ``seen``."""
+    """Write what is kept of some channels' inputs, which may move up in place: all threads have loaded them."""
     row = tl.arange(0, ROWS)[:, None]
     place = channel.to(tl.int64)[None, :]
     moved = row - tokens
@@ -99,14 +75,14 @@ def _keep(
         at = row - kept
         target = copy + at * stride_row + place * stride_channel
         inside = (at >= 0) & (at < tl.where(kept > 0, W - 1, 0))
-        tl.store(target, seen.to(copy.dtype.element_ty), mask=inside & used[None, :])
+        tl.store(target, inputs.to(copy.dtype.element_ty), mask=inside & used[None, :])
     if VERIFIES:
         at = row - 1
         target = drafts + at * drafts_row + place * drafts_channel
         inside = (at >= 0) & (at < tl.where(verified != 0, W - 2 + tokens, 0))
-        tl.store(target, seen.to(drafts.dtype.element_ty), mask=inside & used[None, :])
+        tl.store(target, inputs.to(drafts.dtype.element_ty), mask=inside & used[None, :])
         moved = tl.where(verified != 0, -1, moved)
-    tl.store(last, seen.to(own.dtype.element_ty), mask=(moved >= 0) & (moved < W - 1) & used[None, :])
+    tl.store(last, inputs.to(own.dtype.element_ty), mask=(moved >= 0) & (moved < W - 1) & used[None, :])
 
 
 @triton.jit
@@ -208,10 +184,10 @@ def _gated_delta_decode(
     x = qkvz + begin * stride_x
     place = tl.arange(0, ROWS)
     token_row = tl.arange(0, TOKENS)
-    q_seen = _seen(
+    q_seen = seen(
         window, x, place, q_channel, dim_known, dim_used, tokens, stride_x, stride_conv_row, stride_conv_channel, W
     )
-    k_seen = _seen(
+    k_seen = seen(
         window, x, place, k_channel, dim_known, dim_used, tokens, stride_x, stride_conv_row, stride_conv_channel, W
     )
     queries = _mixed(
@@ -271,7 +247,7 @@ def _gated_delta_decode(
                 state_known = (key < has * K) & row_used[None, :, None]
                 held = tl.load(from_cache + state_at, mask=state_known, other=0.0)
             channel = 2 * HK * K + head * V + value_row
-            v_seen = _seen(
+            v_seen = seen(
                 window,
                 x,
                 place,

@@ -39,3 +39,27 @@ def located(slots, has_state, num_accepted, request, stride_slots):
         first = tl.load(num_accepted + request) - 1
         source = tl.load(at + first).to(tl.int64)
     return slot, source, has, first
+
+
+@triton.jit
+def seen(
+    conv, x, index, channel, known, used, tokens, stride_x, stride_row, stride_channel, W: tl.constexpr
+):  # fmt: skip
+    """Inputs of some channels, float32 ``[rows, channels]``: ``index`` counts from the first that is in the cache.
+
+    ``conv``, ``x``: rows of the first input in the cache and of the first new token; channels below ``known`` have
+    inputs in the cache, those below ``used`` are there.
+    """
+    row = index[:, None]
+    cached = tl.load(
+        conv + row * stride_row + channel.to(tl.int64)[None, :] * stride_channel,
+        mask=(row < W - 1) & known[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    token = row - (W - 1)
+    new = tl.load(
+        x + token * stride_x + channel[None, :],
+        mask=(token >= 0) & (token < tokens) & used[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    return tl.where(row < W - 1, cached, new)

@@ -1,0 +1,127 @@
+"""Gated DeltaNet of any batch in Triton: few tokens a request in one launch, all other requests in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from atom_core.batch import Batch, BatchShape
+from atom_core.cache import StateView
+from atom_core.kernels.gated_delta_net.chunks import carry, finish, prepare
+from atom_core.kernels.gated_delta_net.reference import CHUNK
+from atom_core.kernels.gated_delta_net.triton_decode import TritonGatedDeltaDecode
+from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
+from atom_core.kernels.triton_support import launch_options
+
+if TYPE_CHECKING:
+    from atom_core.kernels.gated_delta_net import GatedDeltaNetSpec
+
+#: The longest keys and values of a head: a chunk's are in a program's registers.
+MAX_DIM = 128
+
+
+class TritonGatedDeltaNet:
+    """See :mod:`atom_core.kernels.gated_delta_net`.
+
+    Args:
+        spec: the layer.
+        nvidia: whether the GPU is NVIDIA's.
+        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+    """
+
+    def __init__(self, spec: GatedDeltaNetSpec, nvidia: bool, overlap: bool) -> None:
+        self.spec = spec
+        self.nvidia, self.overlap = nvidia, overlap
+        self.decode = TritonGatedDeltaDecode(spec, nvidia, overlap)
+        wide = spec.dtype == torch.float32
+        #: Of products: on AMD float32 is multiplied as it is.
+        self.precision = "tf32x3" if wide and nvidia else "ieee"
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        if self.decode.takes(shape):
+            yield from self.decode.attention_compile_keys(shape, device)
+            return
+        decodes = next((at for at, new in enumerate(shape.queries) if new > 1), shape.num_requests)
+        if decodes:
+            yield from self.decode.attention_compile_keys(replace(shape, queries=(1,) * decodes), device)
+        yield "chunks", self.block(shape.num_requests - decodes)
+
+    def __call__(
+        self,
+        qkvz: torch.Tensor,
+        ba: torch.Tensor,
+        weights: GatedDeltaNetWeights,
+        cache: StateView,
+        batch: Batch,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the outputs of the requests' tokens to ``out``, and their states to the cache."""
+        if self.decode.takes(batch):
+            self.decode(qkvz, ba, weights, cache, batch, out)
+            return
+        if not batch.num_decode_requests:
+            self._chunks(qkvz, ba, weights, cache, batch, out)
+            return
+        tokens = batch.num_decode_tokens
+        decodes, others = batch.decodes_and_others()
+        self.decode(qkvz[:tokens], ba[:tokens], weights, cache, decodes, out[:tokens])
+        self._chunks(qkvz[tokens:], ba[tokens:], weights, cache, others, out[tokens:])
+
+    def block(self, num_requests: int) -> int:
+        """Values of a state that a program carries on."""
+        return min(max(16, triton.next_power_of_2(self.spec.value_dim)), 32)
+
+    def _chunks(
+        self,
+        qkvz: torch.Tensor,
+        ba: torch.Tensor,
+        weights: GatedDeltaNetWeights,
+        cache: StateView,
+        batch: Batch,
+        out: torch.Tensor,
+    ) -> None:
+        spec, states = self.spec, batch.states
+        assert states is not None
+        (conv, recurrent), snapshots = cache.tensors, states.snapshots
+        assert qkvz.stride(-1) == ba.stride(-1) == 1
+        assert out.stride()[1:] == (spec.value_dim, 1)
+        assert recurrent.stride()[1:] == (spec.value_dim * spec.key_dim, spec.key_dim, 1)
+        assert all(it.is_contiguous() for it in (weights.conv, weights.a_log, weights.dt_bias, weights.norm))
+        num_tokens, num_requests = qkvz.shape[0], states.slots.shape[0]
+        places = num_tokens // CHUNK + num_requests
+        HK, HV, K, V = spec.num_key_heads, spec.num_value_heads, spec.key_dim, spec.value_dim
+        queries, keys = qkvz.new_empty(2, num_tokens, HK, K)
+        w, u = qkvz.new_empty(num_tokens, HV, K), qkvz.new_empty(num_tokens, HV, V)
+        befores = qkvz.new_empty(places, HV, K, V)
+        totals = torch.empty(HV, num_tokens, dtype=torch.float32, device=qkvz.device)
+        starts, slots = batch.query_start_loc, states.slots
+        read = starts, slots, states.has_state, states.num_accepted
+        constants = {"HK": HK, "HV": HV, "K": K, "V": V, "PRECISION": self.precision, "OVERLAP": self.overlap}
+        constants["K_PADDED"], values = (max(16, triton.next_power_of_2(it)) for it in (K, V))
+        width, block = spec.conv_width, self.block(num_requests)
+        prepare[places, HK](
+            qkvz, ba, weights.conv, weights.a_log, weights.dt_bias, conv, *read, queries, keys, w, u, totals,
+            num_requests, num_tokens, qkvz.stride(0), ba.stride(0), *conv.stride(), slots.stride(0),
+            V_PADDED=values, W=width, INVERSE=self._inverse, num_warps=4, **constants, **launch_options(self.overlap),
+        )  # fmt: skip
+        carry[triton.cdiv(V, block), HV, num_requests](
+            qkvz, conv, recurrent, *read, *((None, None) if snapshots is None else (snapshots.slots, snapshots.tokens)),
+            keys, w, u, totals, befores, num_tokens, qkvz.stride(0), *conv.stride(), recurrent.stride(0),
+            slots.stride(0), BLOCK_V=block, W=width, ROWS=triton.next_power_of_2(width - 1), num_warps=4,
+            **constants, **launch_options(self.overlap),
+        )  # fmt: skip
+        finish[places, HV](
+            qkvz, weights.norm, out, starts, slots, queries, keys, u, totals, befores, num_requests, num_tokens,
+            weights.eps, qkvz.stride(0), out.stride(0), slots.stride(0),
+            V_PADDED=values, num_warps=4, **constants, **launch_options(self.overlap),
+        )  # fmt: skip
+
+    @property
+    def _inverse(self) -> triton.language.dtype:
+        """What the triangular system is inverted in: float16 has three more bits than bfloat16."""
+        return triton.language.float32 if self.spec.dtype == torch.float32 else triton.language.float16
