@@ -1,10 +1,11 @@
 """Gated DeltaNet of few new tokens a request in Triton: one launch, from the projections to the gated norm.
 
-A program takes a request and a key head, with all value heads that share it or with one of them. It keeps a state in
-registers, all of it or some of its rows: it is read once, and written once, or after each token that is verified.
+A program is one warp. It takes a request and some rows of a value head's state, which stay in its registers: they are
+read once, and written once, or after each token that is verified. Many such programs hide each other's waits.
 
-The inputs of a convolution move up in place, and value heads that share a key head need the same ones. Programs of one
-value head each count that they have read them, and the last writes them.
+Two things need all programs of a key head: the gated norm is over a value head's rows, and the inputs of queries and
+keys move up in place, which all of these programs read. So each counts that it has read the inputs and stored its
+values, and the last one does both.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from atom_core.batch import Batch, BatchShape, capturing
 from atom_core.cache import StateView
 from atom_core.kernels.attention.triton_kernel import is_last
 from atom_core.kernels.eviction import EVICT_LAST
-from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, gates, located, seen, silu
+from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, gates, located, silu
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
 
@@ -29,60 +30,92 @@ if TYPE_CHECKING:
 
 #: The most new tokens of a request: a program takes them one by one.
 MAX_TOKENS = 8
-#: Elements of a state that a program has in its registers.
-_ELEMENTS = 128 * 128
+#: The widest convolution: a program keeps the inputs before a token in three variables.
+MAX_CONV_WIDTH = 4
+#: Elements of a state that a program has in its registers, and rows of it.
+_ELEMENTS, _ROWS = 32 * 128, 32
 
 
 @triton.jit
-def _mixed(
-    weight, conv, x, channel, known, used, tokens, stride_x, stride_row, stride_channel,
-    W: tl.constexpr, TOKENS: tl.constexpr,
+def _taps(weight, channel, used, W: tl.constexpr):
+    """A convolution's weights of the third, second and first token before, and of the token itself."""
+    at = weight + channel * W
+    oldest = tl.zeros(channel.shape, tl.float32)
+    older = oldest
+    if W > 3:
+        oldest = tl.load(at + (W - 4), mask=used, other=0.0).to(tl.float32)
+    if W > 2:
+        older = tl.load(at + (W - 3), mask=used, other=0.0).to(tl.float32)
+    before = tl.load(at + (W - 2), mask=used, other=0.0).to(tl.float32)
+    return oldest, older, before, tl.load(at + (W - 1), mask=used, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _inputs(conv, channel, used, stride_row, stride_channel, W: tl.constexpr):
+    """The inputs of the third, second and first token before; ``conv``: the first of their rows."""
+    at = conv + channel.to(tl.int64) * stride_channel
+    oldest = tl.zeros(channel.shape, tl.float32)
+    older = oldest
+    if W > 3:
+        oldest = tl.load(at + (W - 4) * stride_row, mask=used, other=0.0).to(tl.float32)
+    if W > 2:
+        older = tl.load(at + (W - 3) * stride_row, mask=used, other=0.0).to(tl.float32)
+    return oldest, older, tl.load(at + (W - 2) * stride_row, mask=used, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _keep(conv, channel, used, oldest, older, before, stride_row, stride_channel, W: tl.constexpr):
+    """Write the last inputs to the rows from ``conv`` on."""
+    at = conv + channel.to(tl.int64) * stride_channel
+    dtype: tl.constexpr = conv.dtype.element_ty
+    if W > 3:
+        tl.store(at + (W - 4) * stride_row, oldest.to(dtype), mask=used)
+    if W > 2:
+        tl.store(at + (W - 3) * stride_row, older.to(dtype), mask=used)
+    tl.store(at + (W - 2) * stride_row, before.to(dtype), mask=used)
+
+
+@triton.jit
+def _keep_all(
+    own, drafts, copy, x, channel, used, oldest, older, before, last3, last2, last1, kept, verified, tokens,
+    stride_x, drafts_row, drafts_channel, stride_row, stride_channel,
+    W: tl.constexpr, SNAPSHOTS: tl.constexpr, VERIFIES: tl.constexpr,
 ):  # fmt: skip
-    """The convolution and silu of some channels, ``[TOKENS, channels]``; what is behind the last token is arbitrary."""
-    token = tl.arange(0, TOKENS)
-    mixed = tl.zeros([TOKENS, channel.shape[0]], tl.float32)
-    for tap in tl.static_range(W):
-        factor = tl.load(weight + channel * W + tap, mask=used, other=0.0).to(tl.float32)
-        inputs = seen(conv, x, token + tap, channel, known, used, tokens, stride_x, stride_row, stride_channel, W)
-        mixed += inputs * factor[None, :]
-    return silu(mixed)
+    """Write all that is kept of some channels' inputs.
+
+    ``own``, ``drafts``, ``copy``: the first rows of the slot, of where inputs of tokens to verify go, and of a copy's
+    slot; ``x``: the first new token's row. The inputs before the new tokens are given, and the last ones.
+    """
+    if SNAPSHOTS:
+        if kept > 0:
+            copied3 = oldest
+            copied2 = older
+            copied1 = before
+            for token in range(kept):
+                copied3 = copied2
+                copied2 = copied1
+                copied1 = tl.load(x + token * stride_x + channel, mask=used, other=0.0).to(tl.float32)
+            _keep(copy, channel, used, copied3, copied2, copied1, stride_row, stride_channel, W)
+    alone = True
+    if VERIFIES:
+        if verified != 0:
+            at = drafts + channel.to(tl.int64) * drafts_channel
+            if W > 3:
+                tl.store(at, older.to(drafts.dtype.element_ty), mask=used)
+            if W > 2:
+                tl.store(at + (W - 3) * drafts_row, before.to(drafts.dtype.element_ty), mask=used)
+            for token in range(tokens):
+                new = tl.load(x + token * stride_x + channel, mask=used, other=0.0).to(drafts.dtype.element_ty)
+                tl.store(at + (W - 2 + token) * drafts_row, new, mask=used)
+        alone = verified == 0
+    if alone:
+        _keep(own, channel, used, last3, last2, last1, stride_row, stride_channel, W)
 
 
 @triton.jit
 def _normed(x):
-    """Rows over their lengths."""
-    return x * tl.rsqrt(tl.sum(x * x, 1) + L2_EPS)[:, None]
-
-
-@triton.jit
-def _token(x, token, TOKENS: tl.constexpr):
-    """One row."""
-    return tl.sum(tl.where(tl.arange(0, TOKENS)[:, None] == token, x, 0.0), 0)
-
-
-@triton.jit
-def _keep(
-    inputs, own, drafts, copy, channel, used, kept, verified, tokens,
-    drafts_row, drafts_channel, stride_row, stride_channel,
-    W: tl.constexpr, ROWS: tl.constexpr, SNAPSHOTS: tl.constexpr, VERIFIES: tl.constexpr,
-):  # fmt: skip
-    """Write what is kept of some channels' inputs, which may move up in place: all threads have loaded them."""
-    row = tl.arange(0, ROWS)[:, None]
-    place = channel.to(tl.int64)[None, :]
-    moved = row - tokens
-    last = own + moved * stride_row + place * stride_channel
-    if SNAPSHOTS:
-        at = row - kept
-        target = copy + at * stride_row + place * stride_channel
-        inside = (at >= 0) & (at < tl.where(kept > 0, W - 1, 0))
-        tl.store(target, inputs.to(copy.dtype.element_ty), mask=inside & used[None, :])
-    if VERIFIES:
-        at = row - 1
-        target = drafts + at * drafts_row + place * drafts_channel
-        inside = (at >= 0) & (at < tl.where(verified != 0, W - 2 + tokens, 0))
-        tl.store(target, inputs.to(drafts.dtype.element_ty), mask=inside & used[None, :])
-        moved = tl.where(verified != 0, -1, moved)
-    tl.store(last, inputs.to(own.dtype.element_ty), mask=(moved >= 0) & (moved < W - 1) & used[None, :])
+    """A vector over its length."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) + L2_EPS)
 
 
 @triton.jit
@@ -125,18 +158,17 @@ def _gated_delta_decode(
     K: tl.constexpr,
     V: tl.constexpr,
     W: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SINGLE: tl.constexpr,
-    HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     INNER: tl.constexpr,
-    BLOCKS: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    V_PADDED: tl.constexpr,
+    SHARED_PADDED: tl.constexpr,
+    SINGLE: tl.constexpr,
     OVERLAP: tl.constexpr,
     AMD: tl.constexpr,
 ):
     SHARED: tl.constexpr = HV // HK
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     C: tl.constexpr = 2 * HK * K + HV * V
     SNAPSHOTS: tl.constexpr = snapshot_slots is not None
     VERIFIES: tl.constexpr = verifies is not None
@@ -144,9 +176,10 @@ def _gated_delta_decode(
     STATE: tl.constexpr = recurrent.dtype.element_ty
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    first_head = tl.program_id(0) * HEADS
+    block = tl.program_id(0) % BLOCKS
+    head = tl.program_id(0) // BLOCKS
     request = tl.program_id(1).to(tl.int64)
-    key_head = first_head // SHARED
+    key_head = head // SHARED
     begin = tl.load(query_start_loc + request).to(tl.int64)
     tokens = (tl.load(query_start_loc + request + 1) - begin).to(tl.int32)
     slot, source, has, first = located(slots, has_state, num_accepted, request, stride_slots)
@@ -165,42 +198,80 @@ def _gated_delta_decode(
     group = tl.arange(0, GROUPS)[:, None, None]
     inner = tl.arange(0, INNER)[None, None, :]
     key = group * INNER + inner
-    row = tl.arange(0, BLOCK_V)
-    within = row[None, :, None] * K + key
-    from_cache = recurrent + source * stride_state
-    ONE: tl.constexpr = HEADS * BLOCKS == 1
-    if ONE:
-        state_known = (key < has * K) & (row < V)[None, :, None]
-        held = tl.load(from_cache + first_head * (V * K) + within, mask=state_known, other=0.0)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    row = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    row_used = row < V
+    state_at = head * (V * K) + row[None, :, None] * K + key
+    state_used = (key < K) & row_used[None, :, None]
+    state_known = (key < has * K) & row_used[None, :, None]  # none, if it has no state
+    state = tl.load(recurrent + source * stride_state + state_at, mask=state_known, other=0.0).to(tl.float32)
 
     dim = tl.arange(0, GROUPS * INNER)
     dim_used = dim < K
-    dim_known = dim < has * K
     q_channel = key_head * K + dim
     k_channel = (HK + key_head) * K + dim
+    v_channel = 2 * HK * K + head * V + row
     window = conv + slot * stride_conv_slot + first * stride_conv_row
+    q3, q2, q1 = _inputs(window, q_channel, dim < has * K, stride_conv_row, stride_conv_channel, W)
+    k3, k2, k1 = _inputs(window, k_channel, dim < has * K, stride_conv_row, stride_conv_channel, W)
+    v3, v2, v1 = _inputs(window, v_channel, row < has * V, stride_conv_row, stride_conv_channel, W)
+    q_w3, q_w2, q_w1, q_w0 = _taps(conv_weight, q_channel, dim_used, W)
+    k_w3, k_w2, k_w1, k_w0 = _taps(conv_weight, k_channel, dim_used, W)
+    v_w3, v_w2, v_w1, v_w0 = _taps(conv_weight, v_channel, row_used, W)
+    log_rate = tl.load(a_log + head).to(tl.float32)
+    bias = tl.load(dt_bias + head).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
     x = qkvz + begin * stride_x
-    place = tl.arange(0, ROWS)
-    token_row = tl.arange(0, TOKENS)
-    q_seen = seen(
-        window, x, place, q_channel, dim_known, dim_used, tokens, stride_x, stride_conv_row, stride_conv_channel, W
-    )
-    k_seen = seen(
-        window, x, place, k_channel, dim_known, dim_used, tokens, stride_x, stride_conv_row, stride_conv_channel, W
-    )
-    queries = _mixed(
-        conv_weight, window, x, q_channel, dim_known, dim_used, tokens, stride_x,
-        stride_conv_row, stride_conv_channel, W, TOKENS,
-    )  # fmt: skip
-    keys = _mixed(
-        conv_weight, window, x, k_channel, dim_known, dim_used, tokens, stride_x,
-        stride_conv_row, stride_conv_channel, W, TOKENS,
-    )  # fmt: skip
-    queries = _normed(queries) * (K**-0.5)
-    keys = _normed(keys)
-    both = tl.sum(queries * keys, 1)
+    b_at = ba + begin * stride_ba + head
+    out += begin * stride_out
+    q_oldest, q_older, q_old = q3, q2, q1
+    k_oldest, k_older, k_old = k3, k2, k1
+    v_oldest, v_older, v_old = v3, v2, v1
+    for token in range(1 if SINGLE else tokens):
+        given = x + token * stride_x
+        q = tl.load(given + q_channel, mask=dim_used, other=0.0).to(tl.float32)
+        k = tl.load(given + k_channel, mask=dim_used, other=0.0).to(tl.float32)
+        v = tl.load(given + v_channel, mask=row_used, other=0.0).to(tl.float32)
+        b = tl.load(b_at + token * stride_ba).to(tl.float32)
+        a = tl.load(b_at + token * stride_ba + HV).to(tl.float32)
+        decay, beta = gates(a, b, log_rate, bias)
+        decay = tl.exp(decay)
+        query = _normed(silu(q_oldest * q_w3 + q_older * q_w2 + q_old * q_w1 + q * q_w0)) * (K**-0.5)
+        normed = _normed(silu(k_oldest * k_w3 + k_older * k_w2 + k_old * k_w1 + k * k_w0))
+        mixed = silu(v_oldest * v_w3 + v_older * v_w2 + v_old * v_w1 + v * v_w0)
+        q_oldest, q_older, q_old = q_older, q_old, q
+        k_oldest, k_older, k_old = k_older, k_old, k
+        v_oldest, v_older, v_old = v_older, v_old, v
+        both = tl.sum(query * normed, 0)
+        query = tl.reshape(query, (GROUPS, INNER))[:, None, :]
+        normed = tl.reshape(normed, (GROUPS, INNER))[:, None, :]
+        # The state's answers before the token, which do not wait for each other.
+        known = tl.sum(tl.sum(state * normed, 0), 1)
+        asked = tl.sum(tl.sum(state * query, 0), 1)
+        added = beta * (mixed - decay * known)
+        state = state * decay + added[None, :, None] * normed
+        value = decay * asked + both * added
+        tl.store(out + token * stride_out + head * V + row, value.to(out.dtype.element_ty), mask=row_used)
+        if SNAPSHOTS:  # noqa: SIM102 - constexpr, as the next
+            if token + 1 == kept:
+                tl.store(recurrent + kept_slot * stride_state + state_at, state.to(STATE), mask=state_used)
+        if VERIFIES:  # noqa: SIM102
+            if verified != 0:
+                if SEPARATE:
+                    target = unverified + request * stride_unverified + token * stride_unverified_token
+                else:
+                    target = recurrent + tl.load(slots + request * stride_slots + token).to(tl.int64) * stride_state
+                tl.store(target + state_at, state.to(target.dtype.element_ty), mask=state_used)
+
+    # Before the state is stored, as it waits until what was stored has arrived.
+    last = True
+    if SHARED * BLOCKS > 1:
+        last = is_last(arrivals + request * HK + key_head, SHARED * BLOCKS, AMD)
+    else:
+        tl.debug_barrier()
+    if verified == 0:
+        tl.store(recurrent + slot * stride_state + state_at, state.to(STATE), mask=state_used)
     own = conv + slot * stride_conv_slot
     copy = own
     if SNAPSHOTS:
@@ -213,100 +284,33 @@ def _gated_delta_decode(
         drafts = own
         drafts_row = stride_conv_row
         drafts_channel = stride_conv_channel
-    writes = True
-    if HEADS < SHARED:
-        writes = is_last(arrivals + request * HK + key_head, SHARED // HEADS, AMD)
-    else:
-        tl.debug_barrier()  # several threads have loaded what one stores
-    if writes:
-        _keep(
-            q_seen, own, drafts, copy, q_channel, dim_used, kept, verified, tokens, drafts_row, drafts_channel,
-            stride_conv_row, stride_conv_channel, W, ROWS, SNAPSHOTS, VERIFIES,
-        )  # fmt: skip
-        _keep(
-            k_seen, own, drafts, copy, k_channel, dim_used, kept, verified, tokens, drafts_row, drafts_channel,
-            stride_conv_row, stride_conv_channel, W, ROWS, SNAPSHOTS, VERIFIES,
-        )  # fmt: skip
-
-    for index in range(HEADS):
-        head = first_head + index
-        token_known = token_row < tokens
-        at = ba + (begin + token_row) * stride_ba + head
-        b = tl.load(at, mask=token_known, other=0.0).to(tl.float32)
-        a = tl.load(at + HV, mask=token_known, other=0.0).to(tl.float32)
-        decays, betas = gates(a, b, tl.load(a_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32))
-        decays = tl.exp(decays)
-        outputs = tl.zeros([TOKENS, BLOCKS, BLOCK_V], tl.float32)
-        for block in range(BLOCKS):
-            value_row = block * BLOCK_V + row
-            row_used = value_row < V
-            row_known = value_row < has * V
-            state_at = head * (V * K) + block * (BLOCK_V * K) + within
-            state_used = (key < K) & row_used[None, :, None]
-            if not ONE:
-                state_known = (key < has * K) & row_used[None, :, None]
-                held = tl.load(from_cache + state_at, mask=state_known, other=0.0)
-            channel = 2 * HK * K + head * V + value_row
-            v_seen = seen(
-                window,
-                x,
-                place,
-                channel,
-                row_known,
-                row_used,
-                tokens,
-                stride_x,
-                stride_conv_row,
-                stride_conv_channel,
-                W,
-            )
-            values = _mixed(
-                conv_weight, window, x, channel, row_known, row_used, tokens, stride_x,
-                stride_conv_row, stride_conv_channel, W, TOKENS,
-            )  # fmt: skip
-            tl.debug_barrier()  # several threads have loaded what one stores
-            _keep(
-                v_seen, own, drafts, copy, channel, row_used, kept, verified, tokens, drafts_row, drafts_channel,
-                stride_conv_row, stride_conv_channel, W, ROWS, SNAPSHOTS, VERIFIES,
-            )  # fmt: skip
-            state = held.to(tl.float32)
-            for token in range(1 if SINGLE else tokens):
-                query = tl.reshape(_token(queries, token, TOKENS), (GROUPS, INNER))[:, None, :]
-                normed = tl.reshape(_token(keys, token, TOKENS), (GROUPS, INNER))[:, None, :]
-                decay = tl.sum(tl.where(token_row == token, decays, 0.0), 0)
-                beta = tl.sum(tl.where(token_row == token, betas, 0.0), 0)
-                product = tl.sum(tl.where(token_row == token, both, 0.0), 0)
-                # The state's answers before the token, which do not wait for each other.
-                known = tl.sum(tl.sum(state * normed, 0), 1)
-                asked = tl.sum(tl.sum(state * query, 0), 1)
-                added = beta * (_token(values, token, TOKENS) - decay * known)
-                state = state * decay + added[None, :, None] * normed
-                value = decay * asked + product * added
-                mine = (token_row == token)[:, None, None] & (tl.arange(0, BLOCKS) == block)[None, :, None]
-                outputs = tl.where(mine, value[None, None, :], outputs)
-                if SNAPSHOTS:  # noqa: SIM102 - constexpr, as the next
-                    if token + 1 == kept:
-                        tl.store(recurrent + kept_slot * stride_state + state_at, state.to(STATE), mask=state_used)
-                if VERIFIES:  # noqa: SIM102
-                    if verified != 0:
-                        if SEPARATE:
-                            target = unverified + request * stride_unverified + token * stride_unverified_token
-                        else:
-                            target = recurrent
-                            target += tl.load(slots + request * stride_slots + token).to(tl.int64) * stride_state
-                        tl.store(target + state_at, state.to(target.dtype.element_ty), mask=state_used)
-            if verified == 0:
-                tl.store(recurrent + slot * stride_state + state_at, state.to(STATE), mask=state_used)
-
-        column = (tl.arange(0, BLOCKS)[:, None] * BLOCK_V + row[None, :])[None, :, :]
-        weight = tl.load(norm_weight + column, mask=column < V, other=0.0).to(tl.float32)
-        used = token_known[:, None, None] & (column < V)
-        gate_at = x + C + head * V + token_row[:, None, None] * stride_x + column
-        gate = tl.load(gate_at, mask=used, other=0.0).to(tl.float32)
-        factor = tl.rsqrt(tl.sum(tl.sum(outputs * outputs, 2), 1) / V + eps)[:, None, None]
-        out_at = out + (begin + token_row)[:, None, None] * stride_out + head * V + column
-        normed_outputs = outputs * factor * weight * silu(gate)
-        tl.store(out_at, normed_outputs.to(out.dtype.element_ty), mask=used, eviction_policy=EVICT_LAST)
+    _keep_all(
+        own, drafts, copy, x, v_channel, row_used, v3, v2, v1, v_oldest, v_older, v_old, kept, verified, tokens,
+        stride_x, drafts_row, drafts_channel, stride_conv_row, stride_conv_channel, W, SNAPSHOTS, VERIFIES,
+    )  # fmt: skip
+    if not last:
+        return
+    _keep_all(
+        own, drafts, copy, x, q_channel, dim_used, q3, q2, q1, q_oldest, q_older, q_old, kept, verified, tokens,
+        stride_x, drafts_row, drafts_channel, stride_conv_row, stride_conv_channel, W, SNAPSHOTS, VERIFIES,
+    )  # fmt: skip
+    _keep_all(
+        own, drafts, copy, x, k_channel, dim_used, k3, k2, k1, k_oldest, k_older, k_old, kept, verified, tokens,
+        stride_x, drafts_row, drafts_channel, stride_conv_row, stride_conv_channel, W, SNAPSHOTS, VERIFIES,
+    )  # fmt: skip
+    shared = tl.arange(0, SHARED_PADDED)
+    column = tl.arange(0, V_PADDED)
+    weight = tl.load(norm_weight + column, mask=column < V, other=0.0).to(tl.float32)[None, :]
+    within = (key_head * SHARED + shared)[:, None] * V + column[None, :]
+    used = (shared < SHARED)[:, None] & (column < V)[None, :]
+    for token in range(1 if SINGLE else tokens):
+        at = out + token * stride_out + within
+        values = tl.load(at, mask=used, other=0.0, cache_modifier=".cg").to(tl.float32)
+        z = tl.load(x + token * stride_x + C + within, mask=used, other=0.0).to(tl.float32)
+        factor = tl.rsqrt(tl.sum(values * values, 1) / V + eps)[:, None]
+        tl.debug_barrier()  # several threads may have loaded what one stores
+        gated = (values * factor * weight * silu(z)).to(out.dtype.element_ty)
+        tl.store(at, gated, mask=used, eviction_policy=EVICT_LAST)
 
 
 class TritonGatedDeltaDecode:
@@ -326,9 +330,8 @@ class TritonGatedDeltaDecode:
         # A row's part of 128 bytes lies with eight threads.
         self.inner: int = min(keys, 128 // spec.state_dtype.itemsize)
         self.groups: int = keys // self.inner
-        self.block: int = min(self.values, _ELEMENTS // keys)
-        self.warps = 8
-        self.heads = spec.num_value_heads // spec.num_key_heads
+        self.block: int = min(self.values, _ROWS, _ELEMENTS // keys)
+        self.warps = 1
         self.options: dict[str, int] = {}
         # Graphs go on using the counters that they were captured with, so none is let go.
         self._arrivals: list[torch.Tensor] = []
@@ -364,10 +367,9 @@ class TritonGatedDeltaDecode:
             unverified_conv = unverified = None
         assert all(it.is_contiguous() for it in (weights.conv, weights.a_log, weights.dt_bias, weights.norm))
         num_requests = states.slots.shape[0]
-        heads = self.heads
-        rows_of_tokens = 4 if batch.max_query_len <= 4 else MAX_TOKENS
         assert batch.max_query_len <= MAX_TOKENS
-        _gated_delta_decode[spec.num_value_heads // heads, num_requests](
+        blocks = triton.cdiv(spec.value_dim, self.block)
+        _gated_delta_decode[spec.num_value_heads * blocks, num_requests](
             qkvz,
             ba,
             out,
@@ -401,13 +403,11 @@ class TritonGatedDeltaDecode:
             K=spec.key_dim,
             V=spec.value_dim,
             W=spec.conv_width,
-            TOKENS=rows_of_tokens,
-            ROWS=triton.next_power_of_2(spec.conv_width - 1 + rows_of_tokens),
-            HEADS=heads,
             GROUPS=self.groups,
             INNER=self.inner,
-            BLOCKS=self.values // self.block,
             BLOCK_V=self.block,
+            V_PADDED=self.values,
+            SHARED_PADDED=triton.next_power_of_2(spec.num_value_heads // spec.num_key_heads),
             SINGLE=batch.max_query_len == 1,
             OVERLAP=self.overlap,
             AMD=takes_amd_assembly(self.nvidia),
@@ -416,10 +416,8 @@ class TritonGatedDeltaDecode:
             **launch_options(self.overlap),
         )
 
-    def _counters(self, count: int, device: torch.device) -> torch.Tensor | None:
-        """int32, zero between launches; None where no value heads share a key head."""
-        if self.spec.num_key_heads == self.spec.num_value_heads:
-            return None
+    def _counters(self, count: int, device: torch.device) -> torch.Tensor:
+        """int32, zero between launches."""
         if not self._arrivals or self._arrivals[-1].numel() < count:
             fresh = torch.zeros(triton.next_power_of_2(max(count, 4096)), dtype=torch.int32, device=device)
             if capturing(device):
