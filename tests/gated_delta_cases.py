@@ -14,7 +14,7 @@ import torch
 from atom_core.batch import Batch, Snapshots, States
 from atom_core.cache import StateView
 from atom_core.kernels.gated_delta_net import GatedDeltaNetKernel, GatedDeltaNetSpec
-from atom_core.kernels.gated_delta_net.reference import gated_delta_net
+from atom_core.kernels.gated_delta_net.reference import OneByOne, gated_delta_rule
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from tests.kernel_cases import NAN, TOLERANCE
 
@@ -193,7 +193,7 @@ def check_delta(kernel: GatedDeltaNetKernel, inputs: DeltaBatch, times: float = 
     ``times``: more than once what their dtypes allow. Returns the largest differences, as shares of the largest number.
     """
     expected = inputs.widened()
-    expected.run(gated_delta_net)
+    expected.run(OneByOne(gated_delta_rule))
     inputs.run(kernel)
     return compared(inputs, expected, times)
 

@@ -25,8 +25,12 @@ from atom_core.batch import Batch, BatchShape
 from atom_core.cache import StateView
 from atom_core.kernels.gated_delta_net.reference import OneByOne, chunked_gated_delta_rule, gated_delta_rule
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
-from atom_core.kernels.select import Implementation, Op, always, only_on_cpu
+from atom_core.kernels.select import Implementation, Op, Target, always, only_on_cpu
+from atom_core.kernels.triton_support import overlaps, why_no_triton, why_not_fused
 from atom_core.types import GraphSupport
+
+#: The largest heads of keys and values whose chunks a program of Triton's has in registers.
+MAX_CHUNK_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,32 @@ class GatedDeltaDecodeKernel(GatedDeltaNetKernel, Protocol):
         """Whether every request has few enough new tokens; it must hold for every batch that a graph replays."""
 
 
+def _triton_supports(spec: GatedDeltaNetSpec, target: Target) -> str | None:
+    if reason := why_no_triton(target):
+        return reason
+    if max(spec.key_dim, spec.value_dim) > MAX_CHUNK_DIM:
+        return (
+            f"The Triton kernels have heads of up to {MAX_CHUNK_DIM} elements, not {spec.key_dim} and {spec.value_dim}."
+        )
+    return None
+
+
+def _build_triton(spec: GatedDeltaNetSpec, target: Target) -> GatedDeltaNetKernel:
+    from atom_core.kernels.gated_delta_net.triton_prefill import TritonGatedDeltaNet  # needs triton
+
+    return TritonGatedDeltaNet(spec, target.kind == "cuda", overlaps(target))
+
+
+def _build_triton_decode(spec: GatedDeltaDecodeSpec, target: Target) -> GatedDeltaDecodeKernel | None:
+    from atom_core.kernels.gated_delta_net.triton_decode import TritonGatedDeltaDecode  # needs triton
+
+    return TritonGatedDeltaDecode(spec.layer, target.kind == "cuda", overlaps(target))
+
+
 GATED_DELTA_NET: Op[GatedDeltaNetSpec, GatedDeltaNetKernel] = Op(
     "gated_delta_net",
     (
+        Implementation("triton", _triton_supports, _build_triton),
         Implementation("torch", only_on_cpu, lambda spec, target: OneByOne(chunked_gated_delta_rule)),
         Implementation("reference", always, lambda spec, target: OneByOne(gated_delta_rule)),
     ),
@@ -89,5 +116,9 @@ GATED_DELTA_NET: Op[GatedDeltaNetSpec, GatedDeltaNetKernel] = Op(
 
 #: "separate" is no kernel: :data:`GATED_DELTA_NET` runs decodes too.
 GATED_DELTA_DECODE: Op[GatedDeltaDecodeSpec, GatedDeltaDecodeKernel | None] = Op(
-    "gated_delta_decode", (Implementation("separate", always, lambda spec, target: None),)
+    "gated_delta_decode",
+    (
+        Implementation("triton", lambda spec, target: why_not_fused(spec.separate), _build_triton_decode),
+        Implementation("separate", always, lambda spec, target: None),
+    ),
 )

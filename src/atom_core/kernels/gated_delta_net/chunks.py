@@ -119,7 +119,7 @@ def prepare(
         tl.extra.cuda.gdc_wait()
     request, begin, tokens, first = _chunk(query_start_loc, num_requests)
     key_head = tl.program_id(1)
-    slot, source, has, cached = located(slots, has_state, num_accepted, request, stride_slots)
+    slot, _source, has, cached = located(slots, has_state, num_accepted, request, stride_slots)
     if (first >= tokens) | (slot <= 0):
         return
 
@@ -276,7 +276,7 @@ def carry(
         if kept > 0:
             copy = state
             if kept % CHUNK != 0:  # within a chunk, which is gone through once more below
-                added, key, total, used, value_at, value_mask = _step(
+                added, key, total, _used, _value_at, _value_mask = _step(
                     state, w, u, keys, totals, begin, tokens, done, head, dim, column, num_tokens,
                     HK, HV, K, V, PRECISION,
                 )  # fmt: skip
@@ -295,7 +295,7 @@ def carry(
     x = qkvz + begin * stride_x
     channel = 2 * HK * K + head * V + column
     v_known = column < has * V
-    if SNAPSHOTS:
+    if SNAPSHOTS:  # noqa: SIM102 - constexpr
         if kept > 0:
             copied = conv + kept_slot * stride_conv_slot
             _keep_inputs(
@@ -310,7 +310,7 @@ def carry(
     if (tl.program_id(0) == 0) & (head % SHARED == 0):
         for side in range(2):
             channel = (side * HK + head // SHARED) * K + dim
-            if SNAPSHOTS:
+            if SNAPSHOTS:  # noqa: SIM102 - constexpr
                 if kept > 0:
                     copied = conv + kept_slot * stride_conv_slot
                     _keep_inputs(

@@ -24,6 +24,7 @@ from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, gates, located, silu
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
+from atom_core.types import GraphSupport
 
 if TYPE_CHECKING:
     from atom_core.kernels.gated_delta_net import GatedDeltaNetSpec
@@ -86,7 +87,7 @@ def _keep_all(
     ``own``, ``drafts``, ``copy``: the first rows of the slot, of where inputs of tokens to verify go, and of a copy's
     slot; ``x``: the first new token's row. The inputs before the new tokens are given, and the last ones.
     """
-    if SNAPSHOTS:
+    if SNAPSHOTS:  # noqa: SIM102 - constexpr
         if kept > 0:
             copied3 = oldest
             copied2 = older
@@ -321,6 +322,8 @@ class TritonGatedDeltaDecode:
         nvidia: whether the GPU is NVIDIA's.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
+
+    graph_support: GraphSupport = "decodes"
 
     def __init__(self, spec: GatedDeltaNetSpec, nvidia: bool, overlap: bool) -> None:
         self.spec = spec

@@ -16,6 +16,7 @@ from atom_core.kernels.gated_delta_net.reference import CHUNK
 from atom_core.kernels.gated_delta_net.triton_decode import TritonGatedDeltaDecode
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.triton_support import launch_options
+from atom_core.types import GraphSupport
 
 if TYPE_CHECKING:
     from atom_core.kernels.gated_delta_net import GatedDeltaNetSpec
@@ -32,6 +33,8 @@ class TritonGatedDeltaNet:
         nvidia: whether the GPU is NVIDIA's.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
+
+    graph_support: GraphSupport = "decodes"
 
     def __init__(self, spec: GatedDeltaNetSpec, nvidia: bool, overlap: bool) -> None:
         self.spec = spec
@@ -97,7 +100,7 @@ class TritonGatedDeltaNet:
         HK, HV, K, V = spec.num_key_heads, spec.num_value_heads, spec.key_dim, spec.value_dim
         queries, keys = qkvz.new_empty(2, num_tokens, HK, K)
         w, u = qkvz.new_empty(num_tokens, HV, K), qkvz.new_empty(num_tokens, HV, V)
-        befores = qkvz.new_empty(places, HV, K, V)
+        earlier = qkvz.new_empty(places, HV, K, V)
         totals = torch.empty(HV, num_tokens, dtype=torch.float32, device=qkvz.device)
         starts, slots = batch.query_start_loc, states.slots
         read = starts, slots, states.has_state, states.num_accepted
@@ -111,12 +114,12 @@ class TritonGatedDeltaNet:
         )  # fmt: skip
         carry[triton.cdiv(V, block), HV, num_requests](
             qkvz, conv, recurrent, *read, *((None, None) if snapshots is None else (snapshots.slots, snapshots.tokens)),
-            keys, w, u, totals, befores, num_tokens, qkvz.stride(0), *conv.stride(), recurrent.stride(0),
+            keys, w, u, totals, earlier, num_tokens, qkvz.stride(0), *conv.stride(), recurrent.stride(0),
             slots.stride(0), BLOCK_V=block, W=width, ROWS=triton.next_power_of_2(width - 1), num_warps=4,
             **constants, **launch_options(self.overlap),
         )  # fmt: skip
         finish[places, HV](
-            qkvz, weights.norm, out, starts, slots, queries, keys, u, totals, befores, num_requests, num_tokens,
+            qkvz, weights.norm, out, starts, slots, queries, keys, u, totals, earlier, num_requests, num_tokens,
             weights.eps, qkvz.stride(0), out.stride(0), slots.stride(0),
             V_PADDED=values, num_warps=4, **constants, **launch_options(self.overlap),
         )  # fmt: skip
