@@ -77,7 +77,8 @@ class TritonGatedDeltaNet:
 
     def block(self, num_requests: int) -> int:
         """Values of a state that a program carries on."""
-        return min(max(16, triton.next_power_of_2(self.spec.value_dim)), 32)
+        values: int = triton.next_power_of_2(self.spec.value_dim)
+        return min(max(16, values), 32)
 
     def _chunks(
         self,
