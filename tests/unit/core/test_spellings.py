@@ -22,11 +22,18 @@ from tests.unit.core.hugging_face import (
     make_model,
     random_tokens,
 )
-from tests.unit.core.models import test_deepseek, test_glm4_moe, test_mixtral, test_qwen3_moe
+from tests.unit.core.models import test_deepseek, test_glm4_moe, test_mixtral, test_qwen3_5, test_qwen3_moe
 from tests.unit.core.ranks import tensor_parallel_logits
 
 TOKENS = random_tokens(40)
-MIXTURES = (test_qwen3_moe.FAMILY, test_mixtral.FAMILY, test_glm4_moe.FAMILY, test_deepseek.V2, test_deepseek.V3)
+MIXTURES = (
+    test_qwen3_moe.FAMILY,
+    test_mixtral.FAMILY,
+    test_glm4_moe.FAMILY,
+    test_deepseek.V2,
+    test_deepseek.V3,
+    test_qwen3_5.MOE,
+)
 
 
 def respell(folder, change):

@@ -252,7 +252,7 @@ def make_quantized(folder, family, form):
     make_model(folder / "source", make_config(family, **sizes))
     plain = [f"model.layers.{layer}.linear_attn.{name}" for layer in range(4) for name in PLAIN]
     plain += [f"model.layers.{layer}.mlp.{name}" for layer in range(4) for name in ("gate", "shared_expert_gate")]
-    key = "ignore" if "ignore" in form.config else "modules_to_not_convert"
+    key = next((it for it in ("ignore", "exclude") if it in form.config), "modules_to_not_convert")
     config = {**form.config, key: [*form.config.get(key, []), *plain]}
     make_fp8(folder / "source", folder / "fp8", replace(form, config=config))
     make_plain(folder / "fp8", folder / "plain")
