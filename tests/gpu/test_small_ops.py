@@ -17,6 +17,7 @@ from atom_core.kernels.linear.tiles import MAX_ROWS, MOST_ROWS, chosen_tile
 from atom_core.kernels.linear.triton_kernel import TritonLinear
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_linear.triton_kernel import TritonNormedLinear
+from atom_core.kernels.output_gate.triton_kernel import multiply_by_gate
 from atom_core.kernels.rms_norm.reference import rms_norm as rms_norm_reference
 from atom_core.kernels.rms_norm.triton_kernel import rms_norm as launch_rms_norm
 from atom_core.kernels.select import Target
@@ -68,6 +69,17 @@ def test_rms_norm_of_rows_of_a_wider_tensor():
 def test_gated_activation(rows, size, activation, dtype):
     x = numbers(rows, 2 * size, dtype=dtype, scale=3.0)
     assert_close(gated_activation(x, activation), gated_activation_reference(x.double(), activation))
+
+
+@every_dtype
+@pytest.mark.parametrize(("heads", "dim"), [(3, 40), (16, 256)])
+@pytest.mark.parametrize("rows", [1, 5, 2000])
+def test_output_gate(rows, heads, dim, dtype):
+    gate = numbers(rows, 3 * heads * dim, dtype=dtype, scale=4.0)[:, 2 * heads * dim :]
+    out = numbers(rows, heads, dim, dtype=dtype)
+    expected = out.double() * gate.double().sigmoid().view(out.shape)
+    multiply_by_gate(out, gate, OVERLAP)
+    assert_close(out, expected)
 
 
 @every_dtype

@@ -23,6 +23,7 @@ from atom_core.config import AttentionConfig, MixerConfig, MlaConfig, ModelConfi
 from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
+from atom_core.kernels.output_gate import OUTPUT_GATE, OutputGateSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
 from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpec
@@ -249,6 +250,45 @@ def _vllm_activation(rows: int, N: int, bench: Bench, copies: int) -> Run:
     activate = vllm_kernels.silu_and_mul()
     inputs = [bench.random(rows, 2 * N, seed=0) for _ in range(copies)]
     return lambda index: activate(inputs[index])
+
+
+def output_gate_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
+    """The gate behind attention; none for models without."""
+    mixer = keys_and_values_of(config)
+    if mixer is None or not mixer.output_gate:
+        return
+    N = mixer.num_heads * mixer.head_dim
+    for rows in NORM_ROWS:
+        contenders: dict[str, Contender] = {
+            "atom": partial(_our_gate, mixer, rows),
+            "torch": partial(_torch_gate, mixer, rows),
+        }
+        yield Case("output_gate", f"{rows} x {N}", 3 * rows * N * itemsize, 0, contenders)
+
+
+def _gate_buffers(
+    mixer: AttentionConfig, rows: int, bench: Bench, copies: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What attention has written, and gates beside a row's queries, keys and values."""
+    heads, width = mixer.num_heads * mixer.head_dim, 2 * (mixer.num_heads + mixer.num_kv_heads) * mixer.head_dim
+    outs = [bench.random(rows, mixer.num_heads, mixer.head_dim, seed=0) for _ in range(copies)]
+    return outs, [bench.random(rows, width, seed=1)[:, width - heads :] for _ in range(copies)]
+
+
+def _our_gate(mixer: AttentionConfig, rows: int, bench: Bench, copies: int) -> Run:
+    outs, gates = _gate_buffers(mixer, rows, bench, copies)
+    kernel = bench.kernels.select(OUTPUT_GATE, OutputGateSpec(mixer.num_heads * mixer.head_dim))
+
+    def run(index: int) -> torch.Tensor:
+        kernel(outs[index], gates[index])
+        return outs[index]
+
+    return run
+
+
+def _torch_gate(mixer: AttentionConfig, rows: int, bench: Bench, copies: int) -> Run:
+    outs, gates = _gate_buffers(mixer, rows, bench, copies)
+    return lambda index: outs[index].mul_(gates[index].sigmoid().view_as(outs[index]))
 
 
 def qk_norm_rope_cache_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
@@ -529,6 +569,7 @@ CASES: Mapping[str, Callable[[ModelConfig, int], Iterator[Case]]] = {
     "linear": linear_cases,
     "rms_norm": rms_norm_cases,
     "gated_activation": gated_activation_cases,
+    "output_gate": output_gate_cases,
     "qk_norm_rope_cache": qk_norm_rope_cache_cases,
     "attention": attention_cases,
 }

@@ -15,6 +15,7 @@ from atom_core.kernels.gated_sum.reference import gated_sum
 from atom_core.kernels.linear import LINEAR, LinearSpec, mkldnn, widened
 from atom_core.kernels.linear.mkldnn import MkldnnLinear, multiplies
 from atom_core.kernels.linear.widened import WidenedLinear
+from atom_core.kernels.output_gate.reference import multiply_by_gate
 from atom_core.kernels.rms_norm.cpu import rms_norm as rms_norm_on_cpu
 from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
@@ -82,6 +83,35 @@ def test_the_triton_gated_activation(activation, size):
 
     x = 3 * torch.randn(3, 2 * size)
     torch.testing.assert_close(launch(x, activation), gated_activation(x, activation))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [(3, 24), (2, 1000), (4, 256)])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_the_triton_output_gate(rows, heads, dim, dtype):
+    from atom_core.kernels.output_gate.triton_kernel import multiply_by_gate as launch
+
+    inputs = 3 * torch.randn(rows, 40 + heads * dim + 8)
+    inputs[: rows // 2] *= 40  # gates that are shut and open
+    inputs = inputs.to(dtype)
+    gate = inputs[:, 40 : 40 + heads * dim]
+    out, before = torch.randn(rows, heads, dim).to(dtype), inputs.clone()
+    expected = out.clone()
+    multiply_by_gate(expected, gate)
+    launch(out, gate, overlap=False)
+    # The interpreter cuts bfloat16 off, where a GPU rounds.
+    tolerance = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=1e-7)
+    assert torch.equal(inputs, before)
+
+
+@every_dtype
+def test_the_output_gate_is_a_sigmoid_that_is_rounded_once(dtype):
+    out, inputs = torch.randn(5, 2, 12).to(dtype), 4 * torch.randn(5, 30).to(dtype)
+    gate = inputs[:, 6:]
+    exact = out.double() / (1 + (-gate.double()).exp()).view(out.shape)
+    multiply_by_gate(out, gate)
+    assert_close(out, exact)
 
 
 #: Weights that each kernel takes: resident and streamed, of sizes that tiles divide and not.

@@ -57,6 +57,20 @@ WITH_BIASES = read_model_config(
         "num_experts_per_tok": 2,
     }
 )
+HYBRID = read_model_config(
+    {
+        **read_config("qwen3.5-27b", 4),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "linear_key_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+)
 LIMITS = Limits(Ceiling("a GPU", copy=4e12, read=3e12), products=8e14)
 
 
@@ -87,6 +101,12 @@ def test_fused_ops_move_what_enters_and_leaves_them():
     assert case_of("fp8_linear", "o 64 x 256, 8 rows").num_bytes == 64 * 256 + 4 * 64 + 2 * 8 * (64 + 256)
     moved = 64 * 2 * (2 * 513 * K * D + (2 * H + 2 * K) * D)
     assert case_of("decode_attention", "64 x 513").num_bytes == moved
+
+
+def test_the_output_gate_reads_two_streams_and_writes_one():
+    one, *_ = CASES["output_gate"](HYBRID, 2)
+    assert (one.name, one.num_bytes) == ("1 x 128", 3 * 2 * 128)
+    assert [list(CASES["output_gate"](config, 2)) for config in (CONFIG, LATENTS)] == [[], []]
 
 
 @pytest.fixture
@@ -129,7 +149,9 @@ def test_experts_are_read_once_where_some_token_was_sent_to_them():
 
 @pytest.mark.parametrize("op", list(CASES))
 @pytest.mark.parametrize(
-    "config", [CONFIG, LATENTS, MIXTURE, WITH_BIASES], ids=["keys and values", "latents", "mixture", "with biases"]
+    "config",
+    [CONFIG, LATENTS, MIXTURE, WITH_BIASES, HYBRID],
+    ids=["keys and values", "latents", "mixture", "with biases", "hybrid"],
 )
 def test_contenders_answer_the_same(few, config, op):
     target = Target.of(torch.device("cpu"))
