@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from atom_core.layers.norm import NormWeight
 from atom_core.layers.parameters import Placement
 from atom_core.loading import build_on_meta_device
 from atom_core.models.read_config import read_model_config
@@ -44,9 +45,10 @@ def write_random(hf: HfValues, folder: Path, dtype: torch.dtype = torch.bfloat16
     """
     config, quant = read_model_config(hf), read_quantization(hf, None)
     wanted = expected_tensors(build_on_meta_device(config, dtype, quant=quant))
-    if config.draft_layers and config.architecture in DRAFTS:
-        draft = load_draft_class(config.architecture).from_hf(hf)
-        wanted |= expected_tensors(build_on_meta_device(draft, dtype, quant=quant))
+    if config.architecture in DRAFTS:
+        draft_class = load_draft_class(config.architecture)
+        draft = draft_class.of_layers(draft_class.family().schema.read(hf))
+        wanted |= expected_tensors(build_on_meta_device(draft, dtype, quant=quant)) if draft.layers else {}
     generator = torch.Generator(device).manual_seed(0)
     held: dict[str, torch.Tensor] = {}
     files: dict[str, str] = {}
@@ -55,7 +57,8 @@ def write_random(hf: HfValues, folder: Path, dtype: torch.dtype = torch.bfloat16
         if waiting >= _FILE_BYTES:
             files |= _save(held, folder)
             held, waiting = {}, 0
-        held[name] = numbers(name, slot.placement, dtype, generator).cpu()
+        centre = 0.0 if isinstance(slot.layer, NormWeight) and slot.layer.zero_centered else 1.0
+        held[name] = numbers(name, slot.placement, dtype, generator, centre).cpu()
         total, waiting = total + held[name].nbytes, waiting + held[name].nbytes
     files |= _save(held, folder)
     index = {"metadata": {"total_size": total}, "weight_map": files}
@@ -63,8 +66,10 @@ def write_random(hf: HfValues, folder: Path, dtype: torch.dtype = torch.bfloat16
     (folder / "config.json").write_text(json.dumps(hf))
 
 
-def numbers(name: str, placement: Placement, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """A tensor of the checkpoint: matrices around 0, norms around 1, scales for weights of the usual magnitude."""
+def numbers(
+    name: str, placement: Placement, dtype: torch.dtype, generator: torch.Generator, centre: float
+) -> torch.Tensor:
+    """A tensor of the checkpoint: matrices around 0, norms around ``centre``, scales for weights of usual magnitude."""
     shape, device, leaf = placement.shape, generator.device, name.rpartition(".")[2]
     if "U8" in placement.dtypes:
         return torch.empty(shape, dtype=torch.uint8, device=device).random_(*random_codes(leaf), generator=generator)
@@ -76,7 +81,7 @@ def numbers(name: str, placement: Placement, dtype: torch.dtype, generator: torc
     if "scale" in leaf:
         return found.uniform_(0.5, 1.5, generator=generator).mul_(RANDOM_SPREAD / _FP8_SPREAD)
     norm = len(shape) == 1 and leaf == "weight"
-    found.normal_(1.0 if norm else 0.0, RANDOM_SPREAD, generator=generator)
+    found.normal_(centre if norm else 0.0, RANDOM_SPREAD, generator=generator)
     return found if leaf == "e_score_correction_bias" else found.to(dtype)
 
 

@@ -47,6 +47,12 @@ def check_blocks(
     """
     for mine, total, what in ((shard.my_rows, shard.rows, "rows"), (shard.my_columns, shard.columns, "columns")):
         if mine != range(total) and len(mine) % BLOCK_SIZE:
+            if world_size == 1:
+                raise ValueError(
+                    f"{module} has parts of {len(mine)} {what}, which are arranged anew here (as a head's query and "
+                    f"gate), and FP8 scales are for blocks of {BLOCK_SIZE} by {BLOCK_SIZE}. Supported: parts of a "
+                    f"multiple of {BLOCK_SIZE}, or a checkpoint with a scale for each row."
+                )
             sizes = [size for size in range(1, world_size) if total % size == 0 and total // size % BLOCK_SIZE == 0]
             raise ValueError(
                 f"{ranks} {world_size} would cut FP8 blocks of {module}: a rank would hold {len(mine)} of "

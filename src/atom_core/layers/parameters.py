@@ -82,6 +82,11 @@ class SeveralPlacements(Placement):
 
     each: tuple[Placement, ...]
 
+    @property
+    def dtypes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See :class:`Placement`."""
+        return self.each[0].dtypes
+
     def problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
         """See :class:`Placement`; they all expect the same tensor."""
         return self.each[0].problem(shape, dtype)

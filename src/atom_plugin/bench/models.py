@@ -121,6 +121,15 @@ _QWEN3_30B_A3B = _qwen3(
 _QWEN3_30B_A3B_PLAIN = ["lm_head", *(f"model.layers.{index}.mlp.gate" for index in range(48))]
 
 
+def _hybrid_fp8(values: HfValues) -> HfValues:
+    """In blocks, with what published checkpoints of the family leave in 16 bits."""
+    names = ("linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.in_proj_ba", "linear_attn.conv1d")
+    plain = (*names, "mlp.gate", "mlp.shared_expert_gate")
+    layers = range(values["num_hidden_layers"])
+    left_out = ["lm_head", *(f"model.layers.{index}.{name}" for index in layers for name in plain)]
+    return {**values, "quantization_config": {**_FP8_BLOCKS, "modules_to_not_convert": left_out}}
+
+
 def _hybrid(layers: int, **values: Any) -> HfValues:
     return {
         "attention_bias": False,
@@ -144,6 +153,36 @@ def _hybrid(layers: int, **values: Any) -> HfValues:
         **values,
     }
 
+
+_QWEN3_5_35B_A3B = _hybrid(
+    40,
+    architectures=["Qwen3_5MoeForCausalLM"],
+    model_type="qwen3_5_moe_text",
+    hidden_size=2048,
+    moe_intermediate_size=512,
+    num_attention_heads=16,
+    num_experts=256,
+    num_experts_per_tok=8,
+    num_key_value_heads=2,
+    shared_expert_intermediate_size=512,
+)
+_QWEN3_NEXT = _hybrid(
+    48,
+    architectures=["Qwen3NextForCausalLM"],
+    model_type="qwen3_next",
+    decoder_sparse_step=1,
+    hidden_size=2048,
+    intermediate_size=5120,
+    mlp_only_layers=[],
+    moe_intermediate_size=512,
+    norm_topk_prob=True,
+    num_attention_heads=16,
+    num_experts=512,
+    num_experts_per_tok=10,
+    num_key_value_heads=2,
+    shared_expert_intermediate_size=512,
+    vocab_size=151936,
+)
 
 #: Each model's `config.json` by name. Architectures that the core does not have are for engines only.
 CONFIGS: Mapping[str, HfValues] = {
@@ -379,35 +418,10 @@ CONFIGS: Mapping[str, HfValues] = {
         num_attention_heads=24,
         num_key_value_heads=4,
     ),
-    "qwen3.5-35b-a3b": _hybrid(
-        40,
-        architectures=["Qwen3_5MoeForCausalLM"],
-        model_type="qwen3_5_moe_text",
-        hidden_size=2048,
-        moe_intermediate_size=512,
-        num_attention_heads=16,
-        num_experts=256,
-        num_experts_per_tok=8,
-        num_key_value_heads=2,
-        shared_expert_intermediate_size=512,
-    ),
-    "qwen3-next-80b-a3b": _hybrid(
-        48,
-        architectures=["Qwen3NextForCausalLM"],
-        model_type="qwen3_next",
-        decoder_sparse_step=1,
-        hidden_size=2048,
-        intermediate_size=5120,
-        mlp_only_layers=[],
-        moe_intermediate_size=512,
-        norm_topk_prob=True,
-        num_attention_heads=16,
-        num_experts=512,
-        num_experts_per_tok=10,
-        num_key_value_heads=2,
-        shared_expert_intermediate_size=512,
-        vocab_size=151936,
-    ),
+    "qwen3.5-35b-a3b": _QWEN3_5_35B_A3B,
+    "qwen3.5-35b-a3b-fp8": _hybrid_fp8(_QWEN3_5_35B_A3B),
+    "qwen3-next-80b-a3b": _QWEN3_NEXT,
+    "qwen3-next-80b-a3b-fp8": _hybrid_fp8(_QWEN3_NEXT),
 }
 
 

@@ -243,13 +243,13 @@ def error(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def make_quantized(folder, family, form):
+def make_quantized(folder, family, form, **settings):
     sizes = {
         key: size
         for key, size in WHOLE_BLOCKS.items()
         if family is not DENSE or ("_expert_" not in key and "moe" not in key)
     }
-    make_model(folder / "source", make_config(family, **sizes))
+    make_model(folder / "source", make_config(family, **{**sizes, **settings}))
     plain = [f"model.layers.{layer}.linear_attn.{name}" for layer in range(4) for name in PLAIN]
     plain += [f"model.layers.{layer}.mlp.{name}" for layer in range(4) for name in ("gate", "shared_expert_gate")]
     key = next((it for it in ("ignore", "exclude") if it in form.config), "modules_to_not_convert")
@@ -297,3 +297,15 @@ def test_modules_left_out_go_by_the_names_of_the_whole_checkpoint(prefix):
     assert quant.linear(["model.layers.0.linear_attn.in_proj_z"]) is not None
     inside = {**whole["text_config"], "quantization_config": blocks}
     assert read_quantization({**whole, "quantization_config": None, "text_config": inside}) == quant
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"head_dim": 64}, r"self_attn.q_proj has parts of 64 rows, .*Supported: parts of a multiple of 128"),
+        ({"linear_key_head_dim": 64}, r"linear_attn.in_proj_qkvz has parts of 64 rows"),
+    ],
+)
+def test_parts_within_a_block_of_scales_are_refused_by_name(tmp_path, settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        make_quantized(tmp_path, NEXT, BLOCK_FORMATS[0], **settings)

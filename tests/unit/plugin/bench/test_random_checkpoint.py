@@ -16,6 +16,14 @@ from benchmarks.random_checkpoint import write_random
 SMALL = {"num_hidden_layers": 2, "vocab_size": 256, "hidden_size": 256, "max_position_embeddings": 512}
 MIXTURE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "moe_intermediate_size": 128}
 LATENT = {"num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 128, "n_routed_experts": 16}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+GATED = {**MIXTURE, "head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 128}
 CASES = {
     "qwen3-0.6b": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256},
     "qwen3-8b-fp8": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256},
@@ -29,6 +37,10 @@ CASES = {
         "num_local_experts": 4,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "qwen3.5-27b": {**HYBRID, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256},
+    "qwen3.5-35b-a3b": {**HYBRID, **GATED},
+    "qwen3.5-35b-a3b-fp8": {**HYBRID, **GATED},
+    "qwen3-next-80b-a3b-fp8": {**HYBRID, **GATED},
     "deepseek-v2-lite": {**LATENT, "kv_lora_rank": 128, "intermediate_size": 256},
     "deepseek-v3": {**LATENT, "kv_lora_rank": 128, "q_lora_rank": 128, "intermediate_size": 256, "n_group": 4},
 }
@@ -46,8 +58,16 @@ def test_a_random_checkpoint_is_read_and_runs(tmp_path, name):
     assert 0.05 < logits.float().std() < 5
 
 
-def test_layers_that_draft_are_written_as_well(tmp_path):
-    hf = {**CONFIGS["deepseek-v3"], **SMALL, **CASES["deepseek-v3"]}
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("deepseek-v3", {}),
+        ("qwen3-next-80b-a3b-fp8", {"num_nextn_predict_layers": 1}),
+        ("qwen3.5-35b-a3b", {"mtp_num_hidden_layers": 1}),
+    ],
+)
+def test_layers_that_draft_are_written_as_well(tmp_path, name, count):
+    hf = {**CONFIGS[name], **SMALL, **CASES[name], **count}
     write_random(hf, tmp_path)
     drafts = load_draft_class(hf["architectures"][0]).from_hf(hf)
     check_files(drafts, tmp_path, quant=read_quantization(hf, None))
