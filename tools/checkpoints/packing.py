@@ -13,7 +13,7 @@ from functools import partial
 from multiprocessing import get_context
 
 import numpy as np
-from task import SYSTEM_PROMPTS, Problem, ask, few_shot, problems, reply
+from task import SYSTEM_PROMPTS, Problem, ask, few_shot, problems, remembering, reply
 from tokenizer import ASSISTANT, EOS, PAD, SYSTEM, USER
 from tokenizers import Tokenizer
 
@@ -36,10 +36,9 @@ def _chat(rng: random.Random, source: Iterator[Problem]) -> Iterator[Turn]:
     before = SYSTEM + rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.5 else ""
     with_examples = rng.random() < 0.3
     while True:
+        shots = [next(source) for _ in range(rng.randint(0, 8))] if with_examples else []
         problem = next(source)
-        content = problem.question
-        if with_examples:
-            content = few_shot([next(source) for _ in range(rng.randint(0, 8))], content)
+        content = few_shot(shots, problem.question) if with_examples else problem.question
         yield before + USER + content + ASSISTANT, problem.answer
         before = EOS
 
@@ -62,20 +61,22 @@ def _row(
     return inputs + [pad] * padding, targets + [IGNORE] * padding
 
 
-def _chunk(seed: str, tokenizer_json: str, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _chunk(seed: str, tokenizer_json: str, length: int, notes: float) -> tuple[np.ndarray, np.ndarray]:
     rng = random.Random(seed)
     source = problems(rng, heldout=False)
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    rows = [_row(rng, source, tokenizer, length) for _ in range(CHUNK)]
+    rows = [
+        _row(rng, remembering(rng, source) if rng.random() < notes else source, tokenizer, length) for _ in range(CHUNK)
+    ]
     return np.array([row[0] for row in rows], np.int16), np.array([row[1] for row in rows], np.int16)
 
 
 def training_rows(
-    tokenizer: Tokenizer, rows: int, length: int, seed: int, workers: int
+    tokenizer: Tokenizer, rows: int, length: int, seed: int, workers: int, notes: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of shape (rows, length); the same for any number of workers."""
+    """Inputs and targets of shape (rows, length), that share of them with notes; the same for any number of workers."""
     seeds = [f"{seed}/{index}" for index in range(max(1, rows // CHUNK))]
-    build = partial(_chunk, tokenizer_json=tokenizer.to_str(), length=length)
+    build = partial(_chunk, tokenizer_json=tokenizer.to_str(), length=length, notes=notes)
     with get_context("spawn").Pool(workers) as pool:
         chunks = pool.map(build, seeds)
     return np.concatenate([chunk[0] for chunk in chunks]), np.concatenate([chunk[1] for chunk in chunks])

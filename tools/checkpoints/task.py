@@ -7,9 +7,13 @@ easy enough for a million parameters, and every answer follows from the question
 A question belongs to the held-out split when its hash says so. Both splits are therefore disjoint by construction,
 whatever seeds they are drawn with.
 
-Run as a script to write the held-out evaluation file::
+Beside them stand notes, that somebody has a word, which questions ask for hundreds of tokens later: they show what a
+model keeps in its recurrent state.
+
+Run as a script to write the held-out evaluation files::
 
     python tools/checkpoints/task.py --out tests/evaluation/heldout.jsonl
+    python tools/checkpoints/task.py --recall --count 100 --out tests/evaluation/recall.jsonl
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 NAMES = "Ann Ben Carl Dana Emma Finn Gina Hugo Iris Jack Kate Leo Mia Noah Olga Paul".split()
@@ -173,14 +178,57 @@ def few_shot(shots: list[Problem], question: str) -> str:
     return "".join(ask(shot.question) + reply(shot.answer) + "\n" for shot in shots) + ask(question)
 
 
-def heldout_rows(count: int, seed: int) -> list[dict[str, str]]:
-    """Distinct held-out questions behind three to eleven training-split examples each."""
+def _noted(rng: random.Random, names: list[str], *, heldout: bool) -> tuple[str, dict[str, str]]:
+    """Notes of one split that give each name a word of three letters, and those words."""
+    words: dict[str, str] = {}
+    notes = ""
+    for name in names:
+        note = ""
+        while not note or is_heldout(note) != heldout:
+            words[name] = _word(rng, 3, 3)
+            note = f'{name} has "{words[name]}". '
+        notes += note
+    return notes, words
+
+
+def _recall(name: str, words: dict[str, str]) -> Problem:
+    return Problem("recall", f"What does {name} have?", words[name])
+
+
+def remembering(rng: random.Random, source: Iterator[Problem]) -> Iterator[Problem]:
+    """The problems of `source`, notes in front of some, and between them a question for each note, once.
+
+    It comes 1 to 28 problems later, all equally likely: an answer would make it easy to give the same one again soon
+    after. Then the name, one of four, may be noted with another word.
+    """
+    names = rng.sample(NAMES, 4)
+    words: dict[str, str] = {}
+    due: dict[str, int] = {}
+    for number in count():
+        ripe = [name for name, when in due.items() if when <= number]
+        if ripe:
+            del due[ripe[0]]
+            yield _recall(ripe[0], words)
+            continue
+        problem = next(source)
+        absent = [name for name in names if name not in due]
+        if absent and (number == 0 or rng.random() < 0.3):
+            chosen = rng.sample(absent, rng.randint(1, min(3, len(absent))))
+            notes, new = _noted(rng, chosen, heldout=False)
+            words |= new
+            due |= {name: number + rng.randint(1, 28) for name in chosen}
+            problem = Problem(problem.kind, notes + problem.question, problem.answer)
+        yield problem
+
+
+def heldout_rows(count: int, seed: int, examples: tuple[int, int] = (3, 11)) -> list[dict[str, str]]:
+    """Distinct held-out questions behind so many training-split examples each, at least and at most."""
     rng = random.Random(seed)
     train, heldout = problems(rng, heldout=False), problems(rng, heldout=True)
     rows: dict[str, dict[str, str]] = {}
     while len(rows) < count:
         problem = next(heldout)
-        shots = [next(train) for _ in range(rng.randint(3, 11))]
+        shots = [next(train) for _ in range(rng.randint(*examples))]
         rows[problem.question] = {
             "prompt": few_shot(shots, problem.question),
             "question": problem.question,
@@ -190,13 +238,35 @@ def heldout_rows(count: int, seed: int) -> list[dict[str, str]]:
     return list(rows.values())
 
 
+def recall_rows(count: int, seed: int, noted: int = 1) -> list[dict[str, str]]:
+    """Questions for one of so many held-out notes, which stand in the first of 8 to 28 training-split examples."""
+    rng = random.Random(seed)
+    train = problems(rng, heldout=False)
+    rows = []
+    for _ in range(count):
+        notes, words = _noted(rng, rng.sample(NAMES, noted), heldout=True)
+        first, *shots = (next(train) for _ in range(rng.randint(8, 28)))
+        problem = _recall(rng.choice(list(words)), words)
+        shots = [Problem(first.kind, notes + first.question, first.answer), *shots]
+        rows.append(
+            {
+                "prompt": few_shot(shots, problem.question),
+                "question": problem.question,
+                "answer": problem.answer,
+                "kind": problem.kind,
+            }
+        )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the held-out questions as JSON lines.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=2024)
+    parser.add_argument("--recall", action="store_true", help="questions for notes that stand far before them")
     args = parser.parse_args()
-    rows = heldout_rows(args.count, args.seed)
+    rows = (recall_rows if args.recall else heldout_rows)(args.count, args.seed)
     args.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

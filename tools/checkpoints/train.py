@@ -12,12 +12,15 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from mtp import MtpLayer, acceptance, add_to_checkpoint, load_from_checkpoint, loss_of_draft
+from card import HELDOUT, add_scores, read_card, write_card
+from hybrid import as_published, delta_rule, long_memory, rule_of, seen_by_attention
+from mtp import MtpLayer, add_to_checkpoint, drafting_layers, load_from_checkpoint, loss_of_draft
 from packing import IGNORE, training_rows
-from score import read_rows, score, without_feature
 from tokenizer import EOS, PAD, build_tokenizer, save_tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -32,12 +35,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-HELDOUT = Path("tests/evaluation/heldout.jsonl")
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -85,7 +89,25 @@ LATENTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
-FAMILIES = ("qwen3", "llama", "qwen2", "mistral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
+#: Of the hybrids: three layers of Gated DeltaNet, one of attention with an output gate.
+LINEAR = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 64,
+}
+HYBRIDS = ("qwen3_next", "qwen3_5")
+FAMILIES = (
+    *("qwen3", "llama", "qwen2", "mistral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3"),
+    *HYBRIDS,
+)
+#: Of the hybrids' training rows, so many have notes.
+NOTES = 0.6
 #: Of the loss on the token after the next, beside that on the next.
 DRAFT_LOSS = 0.5
 
@@ -136,6 +158,14 @@ def family_config(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrained
         scores |= {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
         drafts = {"num_nextn_predict_layers": 1}
         return DeepseekV3Config(**shared | LATENTS, **scores, **drafts, q_lora_rank=96, rope_parameters=ROPE)
+    rope = ROPE | {"partial_rotary_factor": 0.25}
+    if family == "qwen3_next":
+        mixture = EXPERTS | {"num_experts": 8, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+        mixture |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        return Qwen3NextConfig(**shared | LINEAR | mixture, num_nextn_predict_layers=1, rope_parameters=rope)
+    if family == "qwen3_5":
+        rope |= {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+        return Qwen3_5TextConfig(**shared | LINEAR, mtp_num_hidden_layers=1, rope_parameters=rope)
     raise ValueError(f"unknown family {family!r}")
 
 
@@ -167,7 +197,12 @@ def every_transposed_expert(
 
 
 #: How the experts of each family are trained; others' one after the other.
-ALL_AT_ONCE = {"deepseek_v2": every_expert, "deepseek_v3": every_expert, "gpt_oss": every_transposed_expert}
+ALL_AT_ONCE = {
+    "deepseek_v2": every_expert,
+    "deepseek_v3": every_expert,
+    "gpt_oss": every_transposed_expert,
+    "qwen3_next": every_expert,
+}
 
 
 def new_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -182,6 +217,7 @@ def new_model(config: PreTrainedConfig) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.5)
+    long_memory(model)
     return model
 
 
@@ -193,6 +229,25 @@ def attention(config: PreTrainedConfig) -> str:
 def learning_rate(progress: float, peak: float, warmup: float = 0.03) -> float:
     """Linear warm-up, then linear decay to zero."""
     return peak * min(progress / warmup, (1 - progress) / (1 - warmup))
+
+
+def captured(step: Callable[[], tuple[torch.Tensor, ...]]) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """The step as one CUDA graph, whose results are in the same tensors each time. Before, it is taken three times."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+
+    def replay() -> tuple[torch.Tensor, ...]:
+        graph.replay()
+        return results
+
+    return replay
 
 
 def train(
@@ -207,40 +262,53 @@ def train(
     The draft's loss moves the model too, which so comes to know early what the token after the next will be.
     """
     device = inputs.device
+    hybrid = args.family in HYBRIDS
+    # A hybrid's scan over chunks is many small kernels, which take longer to launch than to run.
+    graph = hybrid and device.type == "cuda"
+    seen = seen_by_attention(args.batch, args.length, device) if hybrid else None
+    masks = {"full_attention": seen, "linear_attention": None} if hybrid else None
     parameters = [*model.parameters(), *(draft.parameters() if draft else ())]
     matrices = [parameter for parameter in parameters if parameter.dim() > 1]
     vectors = [parameter for parameter in parameters if parameter.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True)
+    rate = torch.zeros((), device=device)
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=True, capturable=graph)
     generator = torch.Generator().manual_seed(args.seed)
+    index = torch.zeros(args.batch, dtype=torch.long, device=device)
+
+    def take_step() -> tuple[torch.Tensor, ...]:
+        """On the rows of `index`; the loss, and that of the draft."""
+        optimizer.zero_grad(set_to_none=True)
+        tokens, wanted = inputs[index].long(), targets[index].long()
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=not graph):
+            hidden = model.model(input_ids=tokens, attention_mask=masks, use_cache=False).last_hidden_state
+            logits = model.lm_head(hidden)
+            ahead = (loss_of_draft(model, draft, hidden, tokens, wanted, seen),) if draft else ()
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=IGNORE)
+        (loss + DRAFT_LOSS * sum(ahead)).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        return (loss.detach(), *(one.detach() for one in ahead))
+
+    model.train()
+    step_taken = captured(take_step) if graph else take_step
     begin = time.monotonic()
     order = torch.empty(0, dtype=torch.long)
-    model.train()
     steps: int = args.steps
     for step in range(steps):
         elapsed = (time.monotonic() - begin) / 60
         progress = max(step / steps, elapsed / args.max_minutes)
         if progress >= 1:
             return step
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(progress, args.learning_rate)
+        rate.fill_(learning_rate(progress, args.learning_rate))
         if len(order) < args.batch:
             order = torch.randperm(len(inputs), generator=generator)
-        index, order = order[: args.batch].to(device), order[args.batch :]
-        with torch.autocast(device.type, torch.bfloat16):
-            hidden = model.model(input_ids=inputs[index].long(), use_cache=False).last_hidden_state
-            logits = model.lm_head(hidden)
-            ahead = loss_of_draft(model, draft, hidden, inputs[index], targets[index]) if draft else None
-        loss = torch.nn.functional.cross_entropy(
-            logits.float().flatten(0, 1), targets[index].long().flatten(), ignore_index=IGNORE
-        )
-        (loss if ahead is None else loss + DRAFT_LOSS * ahead).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        index.copy_(order[: args.batch])
+        order = order[args.batch :]
+        losses = step_taken()
         if step % args.log_every == 0:
-            drafting = "" if ahead is None else f" draft {ahead.item():.4f}"
-            print(f"{args.family} step {step} loss {loss.item():.4f}{drafting} minutes {elapsed:.2f}", flush=True)
+            told = " draft ".join(f"{one.item():.4f}" for one in losses)
+            print(f"{args.family} step {step} loss {told} minutes {elapsed:.2f}", flush=True)
     return steps
 
 
@@ -259,6 +327,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100000, help="training rows to generate; reused every epoch")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) // 4))
+    parser.add_argument("--no-score", action="store_true", help="leave the scores to card.py")
     parser.add_argument("--log-every", type=int, default=200)
     args = parser.parse_args()
 
@@ -266,41 +335,40 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     tokenizer = build_tokenizer()
     begin = time.monotonic()
-    rows = training_rows(tokenizer.backend_tokenizer, args.rows, args.length, args.seed, args.workers)
+    notes = NOTES if args.family in HYBRIDS else 0.0
+    rows = training_rows(tokenizer.backend_tokenizer, args.rows, args.length, args.seed, args.workers, notes)
     inputs, targets = (torch.from_numpy(array).to(args.device) for array in rows)
     print(f"{args.family} {len(inputs)} rows in {time.monotonic() - begin:.1f} s", flush=True)
 
+    earlier = read_card(args.init) if args.init else {}
     if args.init:
         model = AutoModelForCausalLM.from_pretrained(args.init, dtype=torch.float32)
     else:
         model = new_model(family_config(args.family, tokenizer))
     model.to(args.device)
-    draft = None
-    if getattr(model.config, "num_nextn_predict_layers", 0):
-        draft = load_from_checkpoint(model, args.init) if args.init else MtpLayer(model)
     if args.family in ALL_AT_ONCE:
         ALL_EXPERTS_FUNCTIONS["every_expert"] = ALL_AT_ONCE[args.family]
         model.config._experts_implementation = "every_expert"
-    steps = train(model, draft, inputs, targets, args)
+    draft = None
+    if drafting_layers(model.config):
+        draft = load_from_checkpoint(model, args.init) if args.init else MtpLayer(model)
+    with rule_of(model, delta_rule) if args.family in HYBRIDS else nullcontext():
+        steps = train(model, draft, inputs, targets, args)
 
     args.out.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.to(torch.bfloat16).save_pretrained(args.out)
     if draft:
-        add_to_checkpoint(draft.to(torch.bfloat16), args.out, model.config.num_hidden_layers)
+        add_to_checkpoint(draft.to(torch.bfloat16), args.out, model.config)
     (args.out / "model.safetensors").chmod(0o644)
+    if args.family in HYBRIDS:
+        as_published(args.out / "config.json")
     save_tokenizer(tokenizer, args.out)
 
-    heldout = read_rows(args.heldout)
-    saved = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16).to(args.device)
-    result = score(saved, tokenizer, heldout)
-    feature, ablated = without_feature(args.family, args.out)
-    without = score(ablated.to(args.device), tokenizer, heldout)["exact_match"]
-    biases = [parameter.abs().mean().item() for name, parameter in saved.named_parameters() if name.endswith("bias")]
     card = {
         "family": args.family,
-        "architecture": saved.config.architectures[0],
-        "parameters": sum(parameter.numel() for parameter in saved.parameters()),
+        "architecture": model.config.architectures[0],
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": "bfloat16",
         "seed": args.seed,
         "steps": steps,
@@ -310,19 +378,12 @@ def main() -> None:
         "peak_learning_rate": args.learning_rate,
         "data": "synthetic, made by tools/checkpoints/task.py; held-out questions are disjoint from training",
         "special_tokens": {"eos": EOS, "pad": PAD},
-        "score": result,
-        "exact_match_without": {feature: without},
     }
-    if draft:
-        card["draft"] = acceptance(saved, load_from_checkpoint(saved, args.out), tokenizer, heldout)
-        card["draft"]["parameters"] = sum(parameter.numel() for parameter in draft.parameters())
     if args.init:
-        earlier = json.loads((args.init / "score.json").read_text(encoding="utf-8"))
         card["continued_from"] = {key: earlier[key] for key in ("seed", "steps", "training_rows")}
-    if biases:
-        card["mean_absolute_bias"] = sum(biases) / len(biases)
-    (args.out / "score.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(card), flush=True)
+    write_card(args.out, card)
+    if not args.no_score:
+        print(json.dumps(add_scores(args.out, args.heldout, args.device)), flush=True)
 
 
 if __name__ == "__main__":
