@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3_5Config
+from transformers import AutoTokenizer, Qwen3_5Config
 
 from atom_core.cache import StateView
 from atom_core.config import AttentionConfig, GatedDeltaNetConfig
@@ -309,3 +310,19 @@ def test_modules_left_out_go_by_the_names_of_the_whole_checkpoint(prefix):
 def test_parts_within_a_block_of_scales_are_refused_by_name(tmp_path, settings, reason):
     with pytest.raises(ValueError, match=reason):
         make_quantized(tmp_path, NEXT, BLOCK_FORMATS[0], **settings)
+
+
+CHECKPOINTS = Path(__file__).parents[3] / "checkpoints"
+RECALL = Path(__file__).parents[3] / "evaluation" / "recall.jsonl"
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_trained_hybrids_remember_what_their_prompts_began_with(name):
+    """What is asked for stands hundreds of tokens before: only the states have it."""
+    rows = [json.loads(line) for line in RECALL.read_text(encoding="utf-8").splitlines()][:8]
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / name)
+    prompts = [tokenizer(row["prompt"]).input_ids for row in rows]
+    assert min(map(len, prompts)) > 200
+    found = Runner(CHECKPOINTS / name, max_model_len=1024).generate(prompts, 8)
+    texts = [tokenizer.decode(tokens).strip() for tokens in found]
+    assert all(text.startswith(f"{row['answer']}\n") for text, row in zip(texts, rows, strict=True)), texts
