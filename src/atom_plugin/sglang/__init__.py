@@ -39,6 +39,10 @@ DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 #: result. Only hooks can do both.
 WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
+#: SGLang wraps the full attention of hybrid models in its own linear attention, which it chooses by the class of the
+#: configuration. Its registry of such models is asked for other classes only.
+HYBRID_ATTENTION = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
+
 #: Its ``check_weights`` reads the parameters, which may be in a kernel's own form; the hook restores the loaded form.
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
@@ -146,6 +150,7 @@ def _register_models() -> None:
     HookRegistry.register(f"{WEIGHT_UPDATER}.update_weights_from_disk", _update_from_disk, HookType.AROUND)
     HookRegistry.register(f"{WEIGHT_UPDATER}.update_weights_from_tensor", _update_from_tensor, HookType.AROUND)
     HookRegistry.register(f"{MODEL_RUNNER}.check_weights", _check_weights, HookType.AROUND)
+    HookRegistry.register(HYBRID_ATTENTION, _wrap_attention, HookType.AROUND)
 
 
 def _build_backend(runner: ModelRunner) -> AttentionBackend:
@@ -162,6 +167,18 @@ def _build_for_our_models(native: Callable[[ModelRunner], AttentionBackend], run
     from atom_plugin.sglang.updates import AtomModel
 
     return _build_backend(runner) if isinstance(runner.model, AtomModel) else native(runner)
+
+
+def _wrap_attention(original: Callable[..., Any], runner: ModelRunner, full_attn_backend: AttentionBackend) -> Any:
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+
+    from atom_plugin.sglang.updates import AtomModel
+
+    if not isinstance(runner.model, AtomModel) or hybrid_gdn_config(runner.model_config) is None:
+        return original(runner, full_attn_backend)
+    from atom_plugin.sglang.attention_backend.linear import wrap_attention
+
+    return wrap_attention(runner, full_attn_backend)
 
 
 def _draft_decode_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> Any:

@@ -1,4 +1,4 @@
-"""The core's RadixAttention over SGLang's layer of that name: one for every token mixer.
+"""The core's RadixAttention over SGLang's layers: RadixAttention, and RadixLinearAttention for mixers that keep a state.
 
 SGLang's layer object is the channel to whatever backend the step runs on. It trims padded rows and steps out of
 captured prefill graphs, so ours goes through it too, and passes what the projections gave on to our backend.
@@ -6,15 +6,18 @@ captured prefill graphs, so ours goes through it too, and passes what the projec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention as SglangAttention
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+from torch import nn
 
 from atom_core.cache import KeyValueSpec
 from atom_core.mixers.base import BaseAttention, RadixAttention, Step, TokenMixer
-from atom_core.runtime import Runtime
+from atom_core.mixers.gated_delta_net import GatedDeltaNetMixer
+from atom_core.runtime import Binder, Runtime
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -92,3 +95,56 @@ class SglangRadixAttention(SglangLayer, RadixAttention):
         """What our backend calls when SGLang's layer has reached it: into ``out [T, H * V]`` if that is given."""
         *mixed, positions = inputs
         return RadixAttention.forward(self, mixed, positions, step, out)
+
+
+class StateLayer(RadixLinearAttention):
+    """SGLang's layer, by which our backend finds ours."""
+
+    def __init__(self, ours: SglangLinearAttention) -> None:
+        mixer = ours.mixer
+        heads, value_dim = mixer.heads
+        super().__init__(mixer.layer_index, heads, heads, heads, mixer.query_dim, mixer.query_dim, value_dim)
+        self._ours = (ours,)  # not registered: it is no part of this module
+
+    def attend(self, inputs: Sequence[torch.Tensor], positions: torch.Tensor, step: Step, out: torch.Tensor) -> None:
+        """What our backend calls when SGLang's layer has reached it: into ``out [1, T, Hv, V]``."""
+        RadixAttention.forward(self._ours[0], inputs, positions, step, out)
+
+
+class SglangLinearAttention(RadixAttention):
+    """A layer whose mixer keeps a state a request, on our backend. SGLang's layer is no submodule, as in SglangLayer."""
+
+    def __init__(self, mixer: TokenMixer, runtime: Runtime) -> None:
+        super().__init__(mixer, runtime)
+        self._sglang_layer = (StateLayer(self),)
+
+    @property
+    def layer_id(self) -> int:
+        """By which SGLang sorts attention layers when it captures graphs."""
+        return self.mixer.layer_index
+
+    def forward(  # type: ignore[override]
+        self, inputs: Sequence[torch.Tensor], positions: torch.Tensor, step: ForwardBatch
+    ) -> torch.Tensor:
+        """See :class:`BaseAttention`; ``step`` is SGLang's batch, which has the positions."""
+        if has_no_token(step):
+            return self.mixer.empty_output(inputs).zero_().flatten(1)
+        first, second = inputs
+        # SGLang's layer has three tensors to trim.
+        attended: torch.Tensor = self._sglang_layer[0](step, first, second, second)
+        return attended.view(len(first), -1)
+
+
+def linear_layers(model: nn.Module) -> Iterator[SglangLinearAttention]:
+    """The layers of a model that keep a state a request."""
+    return (module for module in model.modules() if isinstance(module, SglangLinearAttention))
+
+
+def binder(attention: Binder) -> Binder:
+    """What binds the layers of a model whose layers of full attention ``attention`` binds."""
+
+
+    def bind(mixer: TokenMixer, runtime: Runtime) -> BaseAttention:
+        return (SglangLinearAttention if isinstance(mixer, GatedDeltaNetMixer) else attention)(mixer, runtime)
+
+    return bind

@@ -51,7 +51,7 @@ class Body(nn.Module):
 
 
 class DraftBody(nn.Module):
-    """A draft's modules under the name that SGLang's own drafts have for them: ``decoder`` is the layer that drafts.
+    """A draft's modules: ``decoder`` is the layer that drafts, as in SGLang's own drafts of DeepSeek, or ``mtp`` has all.
 
     It has no ``layers``, for SGLang would capture prefill graphs, and a draft reads inputs that those do not have.
     """
@@ -59,11 +59,14 @@ class DraftBody(nn.Module):
     def __init__(self, core: DraftModel) -> None:
         super().__init__()
         self._core = (core,)  # as in :class:`Body`
-        stack = core.model
-        self.embed_tokens, self.rotary = stack.embed_tokens, stack.rotary
-        self.decoder, *others = core.layers
-        #: Layers that SGLang does not run.
-        self.others = nn.ModuleList(others)
+        self.embed_tokens, self.rotary = core.model.embed_tokens, core.model.rotary
+        own = {name: module for name, module in core.named_children() if name not in ("model", "lm_head")}
+        if not own:
+            first, *others = core.layers
+            #: And the layers that SGLang does not run.
+            own = {"decoder": first, "others": nn.ModuleList(others)}
+        for name, module in own.items():
+            self.add_module(name, module)
 
     def share_embedding(self, embed_tokens: TokenEmbedding) -> None:
         """Read the target's."""

@@ -27,7 +27,7 @@ from atom_plugin.common.settings import load_settings
 from atom_plugin.common.shards import PATTERN, check_shards
 from atom_plugin.common.versions import framework_line
 from atom_plugin.sglang import ENTRY_POINT, is_registered, our_backends
-from atom_plugin.sglang.attention import SglangRadixAttention
+from atom_plugin.sglang.attention import SglangRadixAttention, binder
 from atom_plugin.sglang.body import Body
 from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.framework_attention import FrameworkAttention
@@ -94,7 +94,7 @@ class AtomForCausalLM(AtomModel):
         ours = set(attention_backends()) <= set(our_backends())
         attention = SglangRadixAttention if ours else FrameworkAttention
         self.runtime = build_runtime(
-            config, quant_config, model_config.num_layers, attention, settings, routed_experts()
+            config, quant_config, model_config.num_layers, binder(attention), settings, routed_experts()
         )
         model_config = padded(model_config, config, self.runtime)
         core: DecoderForCausalLM = load_model_class(architecture)(model_config, self.runtime, prefix)
@@ -107,7 +107,7 @@ class AtomForCausalLM(AtomModel):
         stage = self.runtime.pipeline.layers(model_config.num_layers)
         self.start_layer, self.end_layer = stage.start, stage.stop
         self.is_last = self.runtime.pipeline.is_last(model_config.num_layers)
-        self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
+        self.logits_processor = LogitsProcessor(config.get_text_config(), skip_all_gather=True)
         self.checkpoint = str(getattr(config, "_name_or_path", "") or architecture)
         if get_model().load_format == SHARDED_STATE and Path(self.checkpoint).is_dir():
             check_shards(self, Path(self.checkpoint), _files_of_rank())

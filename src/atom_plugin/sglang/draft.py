@@ -7,7 +7,7 @@ it. It runs only the first layer, once for each token of a chain.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
@@ -22,7 +22,7 @@ from atom_plugin.common.settings import load_settings
 from atom_plugin.common.versions import framework_line
 from atom_plugin.sglang.attention import SglangRadixAttention
 from atom_plugin.sglang.body import DraftBody
-from atom_plugin.sglang.checkpoint_config import values_of
+from atom_plugin.sglang.checkpoint_config import architecture_of_file, values_of
 from atom_plugin.sglang.padding import padded
 from atom_plugin.sglang.runtime import build_runtime
 from atom_plugin.sglang.updates import AtomModel
@@ -31,17 +31,18 @@ logger = logging.getLogger("sglang.atom_plugin")
 
 
 class AtomDraft(AtomModel):
-    """The base of the classes that SGLang finds. Their names are SGLang's names for the draft of an architecture."""
+    """The base of the classes that SGLang finds. Their names are SGLang's names for the drafts of architectures."""
 
-    #: The target's architecture, as in ``config.json``.
-    architecture: str
+    architecture: ClassVar[str] = ""
+    """The target's, as in ``config.json``, if SGLang's name stands for one only."""
 
     def __init__(self, config: Any, quant_config: object = None, prefix: str = "") -> None:
         super().__init__()
         self.config = config
         self.quant_config = quant_config
-        draft_class = load_draft_class(self.architecture)
-        model_config = draft_class.from_hf(values_of(config, self.architecture))
+        architecture = self.architecture or architecture_of_file(config)
+        draft_class = load_draft_class(architecture)
+        model_config = draft_class.from_hf(values_of(config, architecture))
         settings = load_settings()
         self.runtime = build_runtime(config, quant_config, model_config.num_layers, SglangRadixAttention, settings)
         model_config = padded(model_config, config, self.runtime)
@@ -49,8 +50,8 @@ class AtomDraft(AtomModel):
         self.wrap(core)
         self.model, self.lm_head = DraftBody(core), core.lm_head
         self.set_up_weights()
-        self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
-        self.checkpoint = str(getattr(config, "_name_or_path", "") or self.architecture)
+        self.logits_processor = LogitsProcessor(config.get_text_config(), skip_all_gather=True)
+        self.checkpoint = str(getattr(config, "_name_or_path", "") or architecture)
         if self.runtime.tensor_parallel.rank == self.runtime.data_parallel.rank == 0:
             name = draft_class.__name__
             table = startup_table(framework_line("sglang"), name, SglangRadixAttention.__name__, self.runtime)

@@ -42,9 +42,12 @@ class FrameworkAttention(SglangLayer):
         """See :class:`BaseAttention`; ``step`` is SGLang's batch."""
         if has_no_token(step):
             return self.empty_step(inputs)
-        (qkv,) = inputs
+        qkv, *gates = inputs
         q, k, v = self.prepare(qkv, positions, self.weights)
         sinks = self._sinks[0]
         others = {} if sinks is None else {"sinks": sinks.to(self._sinks_dtype)}
         attended: torch.Tensor = self.sglang_layer(q.flatten(1), k.flatten(1), v.flatten(1), step, **others)
-        return attended.flatten(1)
+        attended = attended.flatten(1)
+        for gate in gates:
+            attended = attended * gate[: len(attended)].float().sigmoid().to(attended.dtype)
+        return attended

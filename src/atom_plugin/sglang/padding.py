@@ -1,7 +1,8 @@
 """Sizes that SGLang pads on a CPU so that they divide over ranks, and which of them our models pad too.
 
 SGLang's own models use the padded sizes of ``configs/update_config.py`` and fill their weights up with zeros. Ours pad
-a size only if it does not divide over ranks. The number of heads must be the one for which SGLang sizes its pool.
+a size only if it does not divide over ranks. The number of heads must be the one for which SGLang sizes its pool. Hybrid
+models are not padded.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def to_be_padded(config: ModelConfig, view: Any, attention_ranks: int, quant: Qu
 
     ``attention_ranks`` of the ``view.tp_size`` ranks share a layer that is not a mixture.
     """
-    if view.device != "cpu":
+    if view.device != "cpu" or config.has_states:
         return config
     (heads, kv_heads), ranks = config.heads, view.tp_size
     if kv_heads % ranks or heads % ranks:
@@ -40,10 +41,11 @@ def to_be_padded(config: ModelConfig, view: Any, attention_ranks: int, quant: Qu
 def padded(config: ModelConfig, hf_config: Any, runtime: Runtime) -> ModelConfig:
     """``config``, the checkpoint's, with as many heads as SGLang's config of the model has."""
     before, now = BEFORE_PADDING["num_attention_heads"], "num_attention_heads"
-    if not hasattr(hf_config, before):  # not on a CPU
+    text = hf_config.get_text_config()
+    if not hasattr(text, before) or config.has_states:  # not on a CPU
         return config
-    more = getattr(hf_config, now) != getattr(hf_config, before)
-    kv_heads = hf_config.num_key_value_heads if more else config.heads[1]
+    more = getattr(text, now) != getattr(text, before)
+    kv_heads = text.num_key_value_heads if more else config.heads[1]
     return _padded(config, kv_heads, runtime.tensor_parallel.world_size, runtime.quant)
 
 

@@ -29,6 +29,7 @@ from atom_plugin.common.settings import load_settings
 from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, our_backends
 from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.flags import OTHERWISE, TABLE
+from atom_plugin.sglang.hybrid import hybrid_overrides
 from atom_plugin.sglang.kernels import check_order
 from atom_plugin.sglang.padding import to_be_padded
 from atom_plugin.sglang.quantization import quantization_of
@@ -38,7 +39,7 @@ from atom_plugin.sglang.speculation import attention_ranks_of, check_drafts, che
 logger = logging.getLogger("sglang.atom_plugin")
 
 _OWN_PREFIX = MODEL_PACKAGE.partition(".")[0]
-_MODEL_MODULES = ("dense", "mixtures", "drafts")
+_MODEL_MODULES = ("dense", "mixtures", "hybrids", "drafts")
 #: Architectures for which SGLang has a fixed list of attention backends: those with sinks, which some backends lack.
 LISTED = ("GptOssForCausalLM",)
 #: A backend that is on each of these lists, on every device.
@@ -79,11 +80,14 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
             "(--enable-dp-attention) is not supported: SGLang's backend takes no padded batches. Leave it out to use "
             f"{BACKEND!r}, or name another."
         )
-    if read_model_config(values_of(hf_config)).has_mla:
+    config = read_model_config(values_of(hf_config))
+    if config.has_mla:
         _refuse_with_latents("" if unnamed else str(decode))
+    if config.has_mla or config.has_states:
         check_own_layers(view, hf_config, quant)
     check_drafts(view, BACKEND if unnamed else str(decode), architecture)
-    return {"attention_backend": BACKEND} if unnamed and architecture not in LISTED else {}
+    overrides = hybrid_overrides(view, hf_config, config) if config.has_states else {}
+    return {"attention_backend": BACKEND, **overrides} if unnamed and architecture not in LISTED else overrides
 
 
 def _refuse_with_latents(attention: str) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.configs.mamba_utils import mamba2_state_dtype
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.runtime_context import get_exec, get_model, get_observability, get_parallel, get_server_args
@@ -48,6 +49,7 @@ def build_runtime(
     first, end = get_pp_indices(num_layers, parallel.pp_group.rank_in_group, parallel.pp_group.world_size)
     # The whole tensor-parallel group, unless attention is data-parallel.
     group, has_dp = parallel.attn_tp_group, parallel.attn_dp_size > 1
+    states = mamba2_state_dtype(config)
     return Runtime(
         device=device,
         dtype=dtype,
@@ -60,6 +62,8 @@ def build_runtime(
         bind=bind,
         max_model_len=int(config.context_len),
         cache_dtype=_cache_dtype(dtype, quant_config),
+        state_dtype=states.temporal,
+        conv_state_dtype=states.conv,
         tensor_parallel=GroupCommunicator(group, reads_peers=not get_exec().comm.disable_custom_all_reduce),
         data_parallel=SglangDataParallelGroup(parallel.tp_group, group.world_size)
         if has_dp

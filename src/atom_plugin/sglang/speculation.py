@@ -83,7 +83,7 @@ def check_chain(candidates: int) -> None:
 
 
 def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
-    """Refuse speculation for MLA models except multi-token prediction by the checkpoint's own layers.
+    """Refuse speculation except multi-token prediction by the checkpoint's own layers: of MLA and of hybrid models.
 
     Args:
         view: SGLang's resolving view of the server's arguments.
@@ -117,7 +117,7 @@ def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
     ):
         if refused:
             raise ValueError(
-                f"atom-plugin does not support {what} for its DeepSeek models: they draft by layers of their own "
+                f"atom-plugin does not support {what} for {hf_config.architectures[0]}, which drafts by layers of its own "
                 "checkpoint (--speculative-algorithm NEXTN), which share the target's embedding, head and attention. "
                 "Leave it out, or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
             )

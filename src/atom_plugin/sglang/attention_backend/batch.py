@@ -72,6 +72,13 @@ def eager_batch(forward_batch: ForwardBatch, pools: Pools, max_context: int, ste
         max_context: the longest sequence that is served.
         step: see :meth:`Shape.of`.
     """
+    batch = requests_of(forward_batch, max_context, step)
+    table = pools.page_table(forward_batch.req_pool_indices, batch.max_seq_len)
+    return replace(batch, pages=Pages(table, forward_batch.out_cache_loc))
+
+
+def requests_of(forward_batch: ForwardBatch, max_context: int, step: int = 0) -> Batch:
+    """:func:`eager_batch` without pages."""
     shape = Shape.of(forward_batch, step)
     device, host = forward_batch.seq_lens.device, None
     if shape.queries_each is not None:
@@ -91,7 +98,6 @@ def eager_batch(forward_batch: ForwardBatch, pools: Pools, max_context: int, ste
     return Batch(
         query_start_loc=starts,
         seq_lens=(forward_batch.seq_lens + shape.added_tokens).to(torch.int32),
-        pages=Pages(pools.page_table(forward_batch.req_pool_indices, max_seq_len), forward_batch.out_cache_loc),
         num_requests=shape.num_requests,
         num_tokens=num_tokens,
         max_query_len=max_query_len,

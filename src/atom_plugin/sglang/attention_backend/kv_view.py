@@ -3,7 +3,8 @@
 A pool gives each token a slot. Page ``p`` is the slots ``p * page_size .. (p + 1) * page_size - 1``, and a request's
 tokens fill its pages in order. The page of slot 0 belongs to no request: padded tokens are written there.
 
-A hybrid pool keeps layers with a window in a second, smaller pool with slots of its own.
+A hybrid pool keeps layers with a window in a second, smaller pool with slots of its own. Beside linear attention, whose
+states have a pool of their own (:mod:`.states`), a pool has the other layers alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from atom_core.cache import Cache, CacheSpec, KVCacheView, LatentCacheView, LatentSpec
@@ -40,7 +41,11 @@ class Pools:
         #: Whether the pool is MLA's: one row a token, of a latent and a rotated key.
         self.latent = type(self.kv) is MLATokenToKVPool and not self.kv.use_dsa
         self.hybrid = isinstance(self.kv, SWAKVPool) and self.kv.swa_layer_nums > 0
-        inner = (self.kv.full_kv_pool, self.kv.swa_kv_pool) if isinstance(self.kv, SWAKVPool) else (self.kv,)
+        inner = (self.kv,)
+        if isinstance(self.kv, SWAKVPool):
+            inner = self.kv.full_kv_pool, self.kv.swa_kv_pool
+        elif isinstance(self.kv, HybridLinearKVPool):
+            inner = (self.kv.full_kv_pool,)
         for pool in inner:
             layout = getattr(pool, "kv_cache_layout", "nhd")
             if not (self.latent or isinstance(pool, MHATokenToKVPool)) or layout != "nhd":

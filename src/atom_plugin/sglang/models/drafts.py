@@ -11,4 +11,14 @@ class DeepseekV3ForCausalLMNextN(AtomDraft):
     architecture = "DeepseekV3ForCausalLM"
 
 
-EntryClass = [DeepseekV3ForCausalLMNextN]
+class Qwen3NextForCausalLMMTP(AtomDraft):
+    """Qwen3-Next."""
+
+    architecture = "Qwen3NextForCausalLM"
+
+
+class Qwen3_5ForCausalLMMTP(AtomDraft):  # noqa: N801 - as SGLang spells it
+    """Qwen3.5, dense and with mixtures, also the text of models with images."""
+
+
+EntryClass = [DeepseekV3ForCausalLMNextN, Qwen3NextForCausalLMMTP, Qwen3_5ForCausalLMMTP]
