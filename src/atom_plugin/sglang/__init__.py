@@ -138,13 +138,14 @@ def _register_models() -> None:
     from sglang.srt.utils import is_hip
 
     from atom_core.models.registry import supported_architectures
-    from atom_plugin.sglang.routing import announce_native, resolve, resolve_with_fixed_list
+    from atom_plugin.sglang.routing import announce_native, resolve, resolve_source, resolve_with_fixed_list
 
     if is_hip():
         register_attention_backend(ROCM_BACKEND)(partial(_build_for_our_models, ATTENTION_BACKENDS[ROCM_BACKEND]))
     supported = supported_architectures()
     for architecture in supported:
         register_model_override(architecture)(resolve)
+    register_resolution_hook("handle_model_source_paths")(resolve_source)
     register_resolution_hook("handle_model_specific_adjustments")(resolve_with_fixed_list)
     register_model_override_predicate(lambda architecture: architecture not in supported)(announce_native)
     HookRegistry.register(f"{WEIGHT_UPDATER}.update_weights_from_disk", _update_from_disk, HookType.AROUND)

@@ -69,15 +69,17 @@ def _changed(values: Mapping[str, Any], unchanged: Mapping[str, Any], file: Mapp
 
 
 def _remove_added(values: dict[str, Any], file: Mapping[str, Any]) -> None:
-    """Take away what SGLang adds to hybrid models."""
-    of_text = file.get("text_config") or file
-    for each in (values, values.get("text_config")):
-        if not isinstance(each, dict):
-            continue
-        for key in _ADDED_ON_CPU:
-            each.pop(key, None)
-        if _OWN_DRAFTS in of_text and _ADDED_FOR_DRAFTS not in of_text:
-            each.pop(_ADDED_FOR_DRAFTS, None)
+    """Take away what SGLang adds to the configuration of a hybrid model, and to that of its text."""
+    added = [*_ADDED, "v_head_dim", *_ADDED_ON_CPU]
+    if _OWN_DRAFTS in (file.get("text_config") or file):
+        added.append(_ADDED_FOR_DRAFTS)
+    parts = [(values, file)]
+    if isinstance(text := values.get("text_config"), dict):
+        parts.append((text, file.get("text_config") or {}))
+    for part, of_file in parts:
+        for key in added:
+            if key not in of_file:
+                part.pop(key, None)
 
 
 def _undo_padding(values: dict[str, Any], file: Mapping[str, Any]) -> None:

@@ -1,60 +1,87 @@
-"""Hybrid models: what SGLang takes otherwise than their checkpoints say, put right by its own flags, or refused."""
+"""Hybrid models: what SGLang takes otherwise than their checkpoints say, put right by its own arguments, or refused."""
 
 from __future__ import annotations
 
 import json
-import logging
 from typing import Any
 
-from atom_core.config import GatedDeltaNetConfig, ModelConfig
+from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.utils.hf_transformers.config import get_config
 
-logger = logging.getLogger("sglang.atom_plugin")
+from atom_core.models.registry import supported_architectures
+from atom_plugin.sglang.checkpoint_config import is_hybrid, values_of
 
-#: SGLang's only way to say which layers have full attention: every n-th.
-INTERVAL = "full_attention_interval"
+#: SGLang's only way to say which layers have full attention: every n-th. Files saved by Transformers 5 lack it.
+INTERVAL, _DEFAULT = "full_attention_interval", 4
+FULL = "full_attention"
 
 
-def hybrid_overrides(view: Any, hf_config: Any, config: ModelConfig) -> dict[str, Any]:
-    """Overrides of server arguments for a hybrid model.
+def resolve_hybrid(server_args: Any) -> None:
+    """Declare what a hybrid model needs, before SGLang has read the configuration.
 
-    SGLang sizes its pools by :data:`INTERVAL`, which files saved by Transformers 5 lack. And only the text of a model
-    with images is ours.
+    Raises:
+        ValueError: see :func:`overrides`.
+    """
+    view = resolving_view(server_args)
+    hf_config = get_config(
+        view.model_path,
+        trust_remote_code=view.trust_remote_code,
+        revision=view.revision,
+        model_override_args=json.loads(view.json_model_override_args),
+        model_config_parser=view.model_config_parser,
+    )
+    if is_hybrid(hf_config) and hf_config.architectures[0] in supported_architectures():
+        declare_resolution(server_args, __name__, **overrides(view, hf_config))
+
+
+def overrides(view: Any, hf_config: Any) -> dict[str, Any]:
+    """Server arguments for a hybrid model: pools for its layers, and text only.
 
     Args:
-        view: SGLang's resolving view of the server's arguments.
-        hf_config: of the model.
-        config: the same as the core has read it.
+        view: the arguments so far.
+        hf_config: of the model, as SGLang reads it.
 
     Raises:
         ValueError: SGLang cannot express which layers have full attention, or images are asked for.
     """
-    overrides: dict[str, Any] = {}
-    text = hf_config.get_text_config()
-    full = [index for index, layer in enumerate(config.layers) if not isinstance(layer.mixer, GatedDeltaNetConfig)]
-    if full != _sglangs_full_layers(text):
-        interval = full[0] + 1 if full else config.num_layers + 1
-        if full != list(range(interval - 1, config.num_layers, interval)):
-            raise ValueError(
-                f"{config.architecture} has full attention in layers {full} (layer_types of config.json). SGLang has "
-                f"pools for such a model only if it is every n-th layer ({INTERVAL})."
-            )
-        given = json.loads(view.json_model_override_args)
-        if text is hf_config:
-            given[INTERVAL] = interval
-        else:
-            given["text_config"] = {**given.get("text_config", {}), INTERVAL: interval}
-        overrides["json_model_override_args"] = json.dumps(given)
+    text, architecture = hf_config.get_text_config(), hf_config.architectures[0]
+    result: dict[str, Any] = {}
     if text is not hf_config:
         if view.enable_multimodal:
             raise ValueError(
-                f"atom-plugin has only the text of {config.architecture}: leave out --enable-multimodal, or unset "
+                f"atom-plugin has only the text of {architecture}: leave out --enable-multimodal, or unset "
                 "SGLANG_EXTERNAL_MODEL_PACKAGE."
             )
-        logger.info("atom-plugin serves the text of %s: requests with images are refused", config.architecture)
-        overrides["enable_multimodal"] = False
-    return overrides
+        result["enable_multimodal"] = False
+    values = values_of(hf_config)
+    interval = interval_of(architecture, values.get("text_config", values))
+    if interval != getattr(text, INTERVAL, None):
+        given = json.loads(view.json_model_override_args)
+        (given if text is hf_config else given.setdefault("text_config", {}))[INTERVAL] = interval
+        result["json_model_override_args"] = json.dumps(given)
+    return result
 
 
-def _sglangs_full_layers(text: Any) -> list[int] | None:
-    """The layers for which SGLang has a pool of keys and values; None if it cannot say."""
-    return list(text.full_attention_layer_ids) if getattr(text, INTERVAL, None) else None
+def interval_of(architecture: str, values: dict[str, Any]) -> int:
+    """Which layers have full attention: each whose number, counted from 1, is a multiple of this.
+
+    Args:
+        architecture: for the error.
+        values: of the text's configuration.
+
+    Raises:
+        ValueError: they are other layers.
+    """
+    kinds = values.get("layer_types")
+    if kinds is None:
+        return int(values.get(INTERVAL) or _DEFAULT)
+    full = [number for number, kind in enumerate(kinds, 1) if kind == FULL]
+    interval = full[0] if full else len(kinds) + 1
+    if full != list(range(interval, len(kinds) + 1, interval)):
+        raise ValueError(
+            f"{architecture} has full attention in layers {[number - 1 for number in full]} (layer_types of config.json)."
+            f" SGLang has room for the tokens of such a model only if it is every n-th layer ({INTERVAL})."
+        )
+    return interval
+

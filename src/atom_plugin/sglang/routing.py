@@ -29,7 +29,7 @@ from atom_plugin.common.settings import load_settings
 from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, our_backends
 from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.flags import OTHERWISE, TABLE
-from atom_plugin.sglang.hybrid import hybrid_overrides
+from atom_plugin.sglang.hybrid import resolve_hybrid
 from atom_plugin.sglang.kernels import check_order
 from atom_plugin.sglang.padding import to_be_padded
 from atom_plugin.sglang.quantization import quantization_of
@@ -86,8 +86,7 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
     if config.has_mla or config.has_states:
         check_own_layers(view, hf_config, quant)
     check_drafts(view, BACKEND if unnamed else str(decode), architecture)
-    overrides = hybrid_overrides(view, hf_config, config) if config.has_states else {}
-    return {"attention_backend": BACKEND, **overrides} if unnamed and architecture not in LISTED else overrides
+    return {"attention_backend": BACKEND} if unnamed and architecture not in LISTED else {}
 
 
 def _refuse_with_latents(attention: str) -> None:
@@ -115,6 +114,13 @@ def resolve_with_fixed_list(server_args: Any, previous: Callable[[Any], None]) -
     declare_resolution(server_args, __name__, **dict.fromkeys(ours, _STAND_IN))
     previous(server_args)
     declare_resolution(server_args, __name__, **ours)
+
+
+def resolve_source(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Wrap SGLang's step that finds the model's folder, after which SGLang reads its configuration."""
+    previous(server_args)
+    if _asked_for():
+        resolve_hybrid(server_args)
 
 
 def announce_native(server_args: Any, hf_config: Any) -> dict[str, Any]:

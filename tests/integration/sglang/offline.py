@@ -21,7 +21,8 @@ PACKAGE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 class Ask:
     """Prompts that go to an engine at once, and sampling parameters; greedy where nothing else is said."""
 
-    prompts: Sequence[str]
+    prompts: Sequence[str] | Sequence[Sequence[int]]
+    """Texts or tokens."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `Engine.generate`."""
@@ -129,11 +130,17 @@ def _run_engine(
         engine.shutdown()
 
 
-def _ask(engine: Any, prompts: list[str], sampling: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
+def _ask(
+    engine: Any, prompts: list[str] | list[list[int]], sampling: dict[str, Any], options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    given = {"prompt" if isinstance(prompts[0], str) else "input_ids": prompts}
     outputs = engine.generate(
-        prompt=prompts, sampling_params={"temperature": 0.0, "max_new_tokens": 32, **sampling}, **options
+        **given, sampling_params={"temperature": 0.0, "max_new_tokens": 32, **sampling}, **options
     )
-    return [{"text": output["text"], "tokens": output["output_ids"], "meta": output["meta_info"]} for output in outputs]
+    return [
+        {"text": output.get("text", ""), "tokens": output["output_ids"], "meta": output["meta_info"]}
+        for output in outputs
+    ]
 
 
 if __name__ == "__main__":
