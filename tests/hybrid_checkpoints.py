@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 VOCABULARY, HIDDEN = 512, 64
-#: No token of a prompt is one of these, or an answer's end.
+#: Tokens from here on are special: they are in no prompt and no answer.
 NUM_PLAIN = 500
 ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 MROPE = {**ROPE, "mrope_section": [3, 3, 2], "mrope_interleaved": True}
@@ -126,6 +126,7 @@ def make_hybrid(folder: Path, name: str, *, extra: Mapping[str, Any] | None = No
         embedding.mul_(0.7)
         # The next token is often the present one and 1; otherwise the states decide.
         head.copy_(torch.roll(embedding, 1, 0) / 8 + torch.randn(head.shape, generator=made) / 16)
+        head[NUM_PLAIN:] = 0.0  # some other token is always likelier
     model.config.architectures = [hybrid.architecture]
     model.save_pretrained(folder)
     _add_draft(folder, made)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import tempfile
@@ -26,6 +27,8 @@ class Ask:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `Engine.generate`."""
+    aborted: Sequence[Sequence[int]] = ()
+    """Prompts, as tokens, that are asked before them and given up after a few tokens."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +134,41 @@ def _run_engine(
 
 
 def _ask(
-    engine: Any, prompts: list[str] | list[list[int]], sampling: dict[str, Any], options: dict[str, Any]
+    engine: Any,
+    prompts: list[str] | list[list[int]],
+    sampling: dict[str, Any],
+    options: dict[str, Any],
+    aborted: list[list[int]],
 ) -> list[dict[str, Any]]:
     given = {"prompt" if isinstance(prompts[0], str) else "input_ids": prompts}
-    outputs = engine.generate(
-        **given, sampling_params={"temperature": 0.0, "max_new_tokens": 32, **sampling}, **options
-    )
+    arguments = {
+        **given,
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 32, **sampling},
+        **options,
+    }
+    outputs = engine.loop.run_until_complete(_beside(engine, aborted, arguments)) if aborted else engine.generate(**arguments)
     return [
         {"text": output.get("text", ""), "tokens": output["output_ids"], "meta": output["meta_info"]}
         for output in outputs
     ]
+
+
+async def _beside(engine: Any, aborted: list[list[int]], arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """What `Engine.generate` answers while other requests are given up."""
+
+    async def give_up(tokens: list[int], name: str) -> None:
+        sampling = {"temperature": 0.0, "max_new_tokens": 200, "ignore_eos": True}
+        answer = await engine.async_generate(input_ids=tokens, sampling_params=sampling, stream=True, rid=name)
+        async for part in answer:
+            if part["meta_info"]["completion_tokens"] > 2:
+                engine.tokenizer_manager.abort_request(name)
+            last = part
+        assert last["meta_info"]["finish_reason"]["type"] == "abort"
+
+    others = [asyncio.create_task(give_up(tokens, f"given-up-{count}")) for count, tokens in enumerate(aborted)]
+    outputs: list[dict[str, Any]] = await engine.async_generate(**arguments)
+    await asyncio.gather(*others)
+    return outputs
 
 
 if __name__ == "__main__":
