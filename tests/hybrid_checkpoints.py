@@ -198,7 +198,9 @@ class Expected:
         """Load it."""
         from transformers import AutoModelForCausalLM
 
-        return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval())
+        return cls(
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        )
 
     @torch.no_grad()
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:

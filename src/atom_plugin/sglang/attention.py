@@ -1,4 +1,4 @@
-"""The core's RadixAttention over SGLang's layers: RadixAttention, and RadixLinearAttention for mixers that keep a state.
+"""The core's RadixAttention over SGLang's layers: RadixAttention, or RadixLinearAttention for mixers with a state.
 
 SGLang's layer object is the channel to whatever backend the step runs on. It trims padded rows and steps out of
 captured prefill graphs, so ours goes through it too, and passes what the projections gave on to our backend.
@@ -14,7 +14,7 @@ from sglang.srt.layers.radix_attention import RadixAttention as SglangAttention
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from torch import nn
 
-from atom_core.cache import KeyValueSpec
+from atom_core.cache import KeyValueSpec, StateSpec
 from atom_core.mixers.base import BaseAttention, RadixAttention, Step, TokenMixer
 from atom_core.mixers.gated_delta_net import GatedDeltaNetMixer
 from atom_core.runtime import Binder, Runtime
@@ -112,7 +112,7 @@ class StateLayer(RadixLinearAttention):
 
 
 class SglangLinearAttention(RadixAttention):
-    """A layer whose mixer keeps a state a request, on our backend. SGLang's layer is no submodule, as in SglangLayer."""
+    """A layer whose mixer keeps a state a request, on our backend. SGLang's layer is no submodule of it."""
 
     def __init__(self, mixer: TokenMixer, runtime: Runtime) -> None:
         super().__init__(mixer, runtime)
@@ -122,6 +122,13 @@ class SglangLinearAttention(RadixAttention):
     def layer_id(self) -> int:
         """By which SGLang sorts attention layers when it captures graphs."""
         return self.mixer.layer_index
+
+    @property
+    def spec(self) -> StateSpec:
+        """What it keeps of a request."""
+        spec = self.mixer.cache_spec
+        assert isinstance(spec, StateSpec)
+        return spec
 
     def forward(  # type: ignore[override]
         self, inputs: Sequence[torch.Tensor], positions: torch.Tensor, step: ForwardBatch
@@ -142,7 +149,6 @@ def linear_layers(model: nn.Module) -> Iterator[SglangLinearAttention]:
 
 def binder(attention: Binder) -> Binder:
     """What binds the layers of a model whose layers of full attention ``attention`` binds."""
-
 
     def bind(mixer: TokenMixer, runtime: Runtime) -> BaseAttention:
         return (SglangLinearAttention if isinstance(mixer, GatedDeltaNetMixer) else attention)(mixer, runtime)

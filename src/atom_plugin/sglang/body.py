@@ -51,7 +51,7 @@ class Body(nn.Module):
 
 
 class DraftBody(nn.Module):
-    """A draft's modules: ``decoder`` is the layer that drafts, as in SGLang's own drafts of DeepSeek, or ``mtp`` has all.
+    """A draft's modules. Of DeepSeek's, ``decoder`` is the layer that drafts, as in SGLang's own; else ``mtp`` has all.
 
     It has no ``layers``, for SGLang would capture prefill graphs, and a draft reads inputs that those do not have.
     """

@@ -23,6 +23,8 @@ OTHERWISE = f"Unset {PACKAGE_VARIABLE} to use it."
 LOAD_FORMATS = ("auto", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "sharded_state")
 #: Dtypes of the KV pool. SGLang itself has no fp8_e5m2 on a CPU, and on ROCm maps both FP8 names to the GPU's format.
 CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+#: Dtypes of the states of linear attention, and of the inputs that its convolutions keep.
+STATE_DTYPES = ("float32", "bfloat16")
 #: Values of ``--quantization``. "modelopt_fp8" and "unquant" are SGLang's own names.
 QUANTIZATIONS = ("unquant", *dict.fromkeys(("fp8", *CHECKPOINT_METHODS)), "modelopt_fp8")
 #: SGLang's algorithms with a head on the target's last hidden states (two names), and with a separate draft model.
@@ -55,6 +57,11 @@ def _switch(name: str, what: str) -> Refused:
     return Refused(name, what, allowed=("0",), refuses=_is_on, instead=f"Unset it, or unset {PACKAGE_VARIABLE}.")
 
 
+def _dtype(name: str, what: str) -> Refused:
+    """A row for a variable that names the dtype of states."""
+    return Refused(name, what, allowed=STATE_DTYPES, instead=f"Unset it, or unset {PACKAGE_VARIABLE}.")
+
+
 def _on_our_attention(given: Any) -> bool:
     """Whether our models run on our attention, the default."""
     named = (given.attention_backend, given.decode_attention_backend, given.prefill_attention_backend)
@@ -81,6 +88,9 @@ _CHAIN = (
     f"--attention-backend {BACKEND} verifies chains of draft tokens: set it to 1 (for example with "
     "--speculative-num-steps 3 and --speculative-num-draft-tokens 4), or name another attention backend."
 )
+_LINEAR = "linear attention"
+_REPLAY = "states that are written every few tokens"
+_WITHOUT = f"Leave it out: states are written after each token; or unset {PACKAGE_VARIABLE}."
 _PLAIN_PAGES = f"Unset it, or name another --attention-backend than {BACKEND}."
 
 FIELDS: tuple[Row, ...] = (
@@ -133,6 +143,21 @@ FIELDS: tuple[Row, ...] = (
     # Keys and values.
     _field("kv_cache_dtype", "a KV cache of this dtype", allowed=CACHE_DTYPES),
     _field("enable_unified_memory", "a KV pool whose slots move"),
+    _field("enable_page_major_kv_layout", "a KV pool in which the layers of a page lie together"),
+    # States of linear attention.
+    _field("mamba_ssm_dtype", "states of this dtype", allowed=STATE_DTYPES),
+    _field("enable_mamba_cache_stochastic_rounding", "states that are rounded at random"),
+    _field("enable_linear_replayssm", _REPLAY, instead=_WITHOUT),
+    _field("enable_linear_replayssm_spec", _REPLAY, instead=_WITHOUT),
+    _kernel("linear_attn_backend", _LINEAR, "gated_delta_net", allowed=("triton",)),
+    _kernel("linear_attn_decode_backend", _LINEAR, "gated_delta_net", allowed=("triton",)),
+    _kernel("linear_attn_prefill_backend", _LINEAR, "gated_delta_net", allowed=("triton",)),
+    _kernel("linear_attn_verify_backend", _LINEAR, "gated_delta_net", allowed=("triton",)),
+    Ours(
+        "states are copied for prefixes where SGLang asks for it",
+        "tests/integration/sglang/test_hybrids.py::test_tokens_are_transformers",
+        settings_of("ServerArgs", "mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval"),
+    ),
     # Ranks.
     _field("attn_cp_size", _CONTEXT, "--attention-context-parallel-size", allowed=("1",)),
     _field("dcp_size", _CONTEXT, "--decode-context-parallel-size", allowed=("1",)),
@@ -304,6 +329,8 @@ VARIABLES: tuple[Row, ...] = (
         instead=f"Unset it and choose our kernels by ATOM_KERNELS, or unset {PACKAGE_VARIABLE}.",
     ),
     Refused("SGLANG_EMBEDDINGS_SPARSE_HEAD", _TEXT),
+    _dtype("SGLANG_MAMBA_SSM_DTYPE", "states of linear attention of this dtype"),
+    _dtype("SGLANG_MAMBA_CONV_DTYPE", "inputs of this dtype, which convolutions of linear attention keep"),
     Refused(
         "SGLANG_USE_HND_KVCACHE",
         "this KV cache layout",

@@ -206,14 +206,15 @@ OUTSIDE: tuple[Row, ...] = (
         "without effect unless a refused flag is given: weights in host memory (--cpu-offload-gb, "
         "--offload-group-size, --enable-paged-experts, --kt-weight-path), context parallelism (--attn-cp-size, "
         "--dcp-size), --enable-pdmux, --enable-torch-compile, --dllm-algorithm, --enable-unified-memory, a 4-bit "
-        "cache (--kv-cache-dtype), other load formats (--load-format), the weight cache (--weight-cache-mode), "
-        "embedding (--is-embedding) and records of what a step has computed",
+        "cache (--kv-cache-dtype), float16 states (--mamba-ssm-dtype), --enable-linear-replayssm, other load formats "
+        "(--load-format), the weight cache (--weight-cache-mode), embedding (--is-embedding) and records of what a "
+        "step has computed",
         """
         offload_num_in_group offload_prefetch_step offload_mode paged_experts_num_resident kt_method kt_cpuinfer
         kt_threadpool_count kt_num_gpu_experts kt_max_deferred_experts_per_token dcp_comm_backend
         dcp_replicate_q_proj cp_strategy enable_cp_tp_group_sharing enable_cp_decode_attn_tp enable_kv_cache_sharding
         pdmux_config_path sm_group_num enable_torch_compile_debug_mode torch_compile_max_bs dllm_algorithm_config
-        dllm_fdfo enable_page_major_kv_layout prefill_kv_cache_dequant_dtype rl_quant_profile
+        dllm_fdfo prefill_kv_cache_dequant_dtype rl_quant_profile mamba_cache_philox_rounds linear_replayssm_cache_len
         remote_instance_weight_loader_seed_instance_ip remote_instance_weight_loader_seed_instance_service_port
         remote_instance_weight_loader_send_weights_group_ports remote_instance_weight_loader_backend
         modelexpress_config weight_cache_socket
@@ -229,20 +230,23 @@ OUTSIDE: tuple[Row, ...] = (
         """,
     ),
     _outside(
-        "models that atom-plugin does not have (with state spaces or linear attention, DeepSeek V3.2 and V4, Qwen4, "
-        "Inkling, Kimi K3), which SGLang runs itself",
+        "models that atom-plugin does not have (with state spaces or other linear attention than Qwen3-Next's and "
+        "Qwen3.5's, DeepSeek V3.2 and V4, Qwen4, Inkling, Kimi K3), which SGLang runs itself",
         """
         dsa_prefill_backend dsv4_prefill_backend dsa_triton_union dsa_decode_backend dsv4_attn_backend
         dsa_paged_mqa_logits_backend dsa_topk_backend speculative_dsa_topk_backend enable_deepseek_v4_fp4_indexer
         enable_dsa_fused_indexer enable_dsa_cache_layer_split enable_return_indexer_topk
         enable_encoder_swa_bounded_replay enable_decoder_swa_bounded_replay enable_hisparse hisparse_config
-        mamba_backend mamba_ssm_dtype mamba_max_states_per_path enable_mamba_cache_stochastic_rounding
-        mamba_cache_philox_rounds mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval
-        enable_int8_mamba_checkpoint int8_mamba_ckpt_size linear_attn_backend linear_attn_decode_backend
-        linear_attn_prefill_backend linear_attn_verify_backend enable_linear_replayssm linear_replayssm_cache_len
-        enable_linear_replayssm_spec max_mamba_cache_size mamba_full_memory_ratio ple_offload_embedding
-        ple_offload_backend ple_offload_dir qsa_indexer_dtype enable_scattered_sconv enable_shared_experts_attn_tp
+        mamba_backend ple_offload_embedding ple_offload_backend
+        ple_offload_dir qsa_indexer_dtype enable_scattered_sconv enable_shared_experts_attn_tp
         shared_experts_tp_size enable_dense_mlp_attn_tp
+        """,
+    ),
+    _outside(
+        "SGLang's pool of the states of linear attention, and its cache of prefixes, which copies and packs states",
+        """
+        mamba_max_states_per_path enable_int8_mamba_checkpoint int8_mamba_ckpt_size max_mamba_cache_size
+        mamba_full_memory_ratio
         """,
     ),
     _outside(

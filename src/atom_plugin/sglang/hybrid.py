@@ -47,6 +47,9 @@ def overrides(view: Any, hf_config: Any) -> dict[str, Any]:
     """
     text, architecture = hf_config.get_text_config(), hf_config.architectures[0]
     result: dict[str, Any] = {}
+    if view.device == "cpu" and view.mamba_radix_cache_strategy == "auto":
+        # With overlap SGLang keeps states for prefixes in a way that it has for accelerators only.
+        result["disable_overlap_schedule"] = True
     if text is not hf_config:
         if view.enable_multimodal:
             raise ValueError(
@@ -80,8 +83,7 @@ def interval_of(architecture: str, values: dict[str, Any]) -> int:
     interval = full[0] if full else len(kinds) + 1
     if full != list(range(interval, len(kinds) + 1, interval)):
         raise ValueError(
-            f"{architecture} has full attention in layers {[number - 1 for number in full]} (layer_types of config.json)."
-            f" SGLang has room for the tokens of such a model only if it is every n-th layer ({INTERVAL})."
+            f"{architecture} has full attention in layers {[number - 1 for number in full]} (layer_types of "
+            f"config.json). SGLang can keep the tokens of such a model only if it is every n-th layer ({INTERVAL})."
         )
     return interval
-

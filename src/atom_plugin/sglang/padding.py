@@ -1,8 +1,8 @@
 """Sizes that SGLang pads on a CPU so that they divide over ranks, and which of them our models pad too.
 
 SGLang's own models use the padded sizes of ``configs/update_config.py`` and fill their weights up with zeros. Ours pad
-a size only if it does not divide over ranks. The number of heads must be the one for which SGLang sizes its pool. Hybrid
-models are not padded.
+a size only if it does not divide over ranks. The number of heads must be the one for which SGLang sizes its pool.
+Hybrid models are not padded.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
     ):
         if refused:
             raise ValueError(
-                f"atom-plugin does not support {what} for {hf_config.architectures[0]}, which drafts by layers of its own "
+                f"atom-plugin does not support {what} for {hf_config.architectures[0]}: it drafts by layers of its own "
                 "checkpoint (--speculative-algorithm NEXTN), which share the target's embedding, head and attention. "
                 "Leave it out, or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
             )

@@ -146,7 +146,9 @@ def _ask(
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 32, **sampling},
         **options,
     }
-    outputs = engine.loop.run_until_complete(_beside(engine, aborted, arguments)) if aborted else engine.generate(**arguments)
+    outputs = (
+        engine.loop.run_until_complete(_beside(engine, aborted, arguments)) if aborted else engine.generate(**arguments)
+    )
     return [
         {"text": output.get("text", ""), "tokens": output["output_ids"], "meta": output["meta_info"]}
         for output in outputs

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hybrid_checkpoints import make_hybrid
 from tests.integration.checkpoint_damage import DAMAGES, NORM, damaged
 from tests.integration.preloaded import run_script
 from tests.integration.questions import checkpoint
@@ -131,27 +132,27 @@ CASES = {
         model="latents",
     ),
     "drafts beside latents": Case(
-        ("does not support --speculative-algorithm STANDALONE for its DeepSeek models", "NEXTN"),
+        ("does not support --speculative-algorithm STANDALONE for DeepseekV3ForCausalLM", "NEXTN"),
         (*draft("STANDALONE"), "--load-format", "dummy"),
         model="latents",
     ),
     "a head on hidden states beside latents": Case(
-        ("does not support --speculative-draft-model-path", "layers of their own checkpoint"),
+        ("does not support --speculative-draft-model-path", "layers of its own checkpoint"),
         (*draft("EAGLE"), *CHAIN, "--load-format", "dummy"),
         model="latents",
     ),
     "drafts by layers of the checkpoint on another backend": Case(
-        ("does not support --speculative-draft-attention-backend triton for its DeepSeek models",),
+        ("does not support --speculative-draft-attention-backend triton for DeepseekV3ForCausalLM",),
         (*NEXTN, "--speculative-draft-attention-backend", "triton", "--load-format", "dummy"),
         model="latents",
     ),
     "drafts by layers of the checkpoint beside files of a rank": Case(
-        ("does not support --load-format sharded_state for its DeepSeek models",),
+        ("does not support --load-format sharded_state for DeepseekV3ForCausalLM",),
         (*NEXTN, "--load-format", "sharded_state"),
         model="latents",
     ),
     "drafts by layers of the checkpoint on two stages": Case(
-        ("does not support speculation with --pp-size 2 for its DeepSeek models",),
+        ("does not support speculation with --pp-size 2 for DeepseekV3ForCausalLM",),
         (*NEXTN, "--pp-size", "2", "--load-format", "dummy"),
         model="latents",
     ),
@@ -450,6 +451,57 @@ CASES = {
         ("(SGLANG_AITER_KV_CACHE_LAYOUT=vectorized_5d); supported: nhd.",),
         environ={"SGLANG_AITER_KV_CACHE_LAYOUT": "vectorized_5d"},
     ),
+    "a page of all layers": Case(
+        ("does not support a KV pool in which the layers of a page lie together (--enable-page-major-kv-layout)",),
+        ("--enable-page-major-kv-layout",),
+    ),
+    **{
+        flag: Case(
+            (f"SGLang's kernels for linear attention ({flag} flashinfer)", "ATOM_KERNELS=gated_delta_net="),
+            (flag, "flashinfer"),
+        )
+        for flag in (
+            "--linear-attn-backend",
+            "--linear-attn-decode-backend",
+            "--linear-attn-prefill-backend",
+            "--linear-attn-verify-backend",
+        )
+    },
+    **{
+        flag: Case((f"states that are written every few tokens ({flag})", "after each token"), (flag,))
+        for flag in ("--enable-linear-replayssm", "--enable-linear-replayssm-spec")
+    },
+    "states in float16": Case(
+        ("does not support states of this dtype (--mamba-ssm-dtype float16); supported: float32, bfloat16.",),
+        ("--mamba-ssm-dtype", "float16"),
+    ),
+    "states that are rounded at random": Case(
+        ("rounded at random (--enable-mamba-cache-stochastic-rounding)",), ("--enable-mamba-cache-stochastic-rounding",)
+    ),
+    **{
+        name: Case((f"({name}=float16); supported: float32, bfloat16.", "Unset it"), environ={name: "float16"})
+        for name in ("SGLANG_MAMBA_SSM_DTYPE", "SGLANG_MAMBA_CONV_DTYPE")
+    },
+    "layers of full attention that SGLang cannot express": Case(
+        ("Qwen3_5ForCausalLM has full attention in layers [0, 3]", "every n-th layer (full_attention_interval)"),
+        model="hybrid of odd layers",
+    ),
+    "images": Case(
+        ("has only the text of Qwen3_5ForConditionalGeneration: leave out --enable-multimodal",),
+        ("--enable-multimodal",),
+        model="hybrid with images",
+    ),
+    "a hybrid's heads over too many ranks": Case(
+        ("does not divide linear_num_key_heads=2",), ("--tp", "4"), model="hybrid"
+    ),
+    "drafts of a hybrid by a model": Case(
+        ("does not support --speculative-algorithm STANDALONE for Qwen3_5ForCausalLM: it drafts by layers of its own",),
+        draft("STANDALONE"),
+        model="hybrid",
+    ),
+    "drafts of a hybrid without layers for it": Case(
+        ("no layers to draft with", "mtp_num_hidden_layers=0"), NEXTN, model="hybrid of few keys"
+    ),
     "a package of ours without models": Case(
         ("SGLANG_EXTERNAL_MODEL_PACKAGE=atom_plugin.sglang names no package", "atom_plugin.sglang.models"),
         environ={PACKAGE: "atom_plugin.sglang"},
@@ -513,6 +565,15 @@ TAKEN = {
         ("--moe-runner-backend", "auto", "--fp8-gemm-backend", "auto", "--model-impl", "sglang", *DUMMY),
         model="a mixture",
     ),
+    "a hybrid, with drafts": Case((), NEXTN, model="hybrid"),
+    "a hybrid of which Transformers has saved all keys": Case((), model="hybrid of few keys"),
+    "a hybrid with images": Case((), model="hybrid with images"),
+    "states in bfloat16, and copies of them": Case(
+        (),
+        ("--mamba-ssm-dtype", "bfloat16", "--max-mamba-cache-size", "40", "--mamba-track-interval", "128"),
+        {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
+        model="hybrid",
+    ),
     "a kernel that SGLang chooses": Case((), DUMMY, model="sinks"),
     "whole shared experts": Case((), ("--disable-shared-experts-fusion", *DUMMY), model="latents"),
     "Transformers' model without ours": Case((), ("--model-impl", "transformers"), ours=False),
@@ -525,7 +586,16 @@ TAKEN = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A copy of the checkpoint for each way in which one can be wrong."""
-    return {name: damaged(name, tmp_path_factory.mktemp("checkpoints")) for name in DAMAGES}
+    places = {name: damaged(name, tmp_path_factory.mktemp("checkpoints")) for name in DAMAGES}
+    hybrids = tmp_path_factory.mktemp("hybrids")
+    odd = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    return {
+        **places,
+        "hybrid": str(make_hybrid(hybrids / "plain", "qwen3_5")),
+        "hybrid of few keys": str(make_hybrid(hybrids / "few", "qwen3_5", extra={})),
+        "hybrid of odd layers": str(make_hybrid(hybrids / "odd", "qwen3_5", layer_types=odd)),
+        "hybrid with images": str(make_hybrid(hybrids / "images", "qwen3_5_vl")),
+    }
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Linear attention over SGLang's real pool of states: what is read and written in each kind of step, eager and in graphs.
+"""Linear attention over SGLang's real pool of states: what is read and written in each kind of step.
 
 A layer's mixer is Gated DeltaNet by itself. What it gives, however its tokens come, is what it gives for the whole
 sequence at once.
@@ -177,7 +177,9 @@ class Attention:
 
     def run(self, batch, tokens):
         first, second = (torch.cat(side) for side in zip(*tokens, strict=True))
-        out = self.hybrid.forward(layer=self.layer._sglang_layer[0], forward_batch=batch, mixed_qkv=first, a=second, b=second)
+        out = self.hybrid.forward(
+            layer=self.layer._sglang_layer[0], forward_batch=batch, mixed_qkv=first, a=second, b=second
+        )
         return out[0]
 
 
@@ -340,5 +342,5 @@ def test_a_pool_of_another_size_is_refused():
     spec = StateSpec(((WIDTH - 1, CHANNELS), (VALUE_HEADS, 2 * VALUE_DIM, KEY_DIM)), (torch.float32, torch.bfloat16))
     from atom_plugin.sglang.attention_backend.states import StatePool
 
-    with pytest.raises(ValueError, match="SGLang's pool of states has .* in layer 1, and the model keeps"):
+    with pytest.raises(ValueError, match=r"SGLang's pool of states has .* in layer 1, and the model keeps"):
         StatePool(runner.req_to_token_pool).check(spec, 1)

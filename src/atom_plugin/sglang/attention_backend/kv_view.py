@@ -41,7 +41,7 @@ class Pools:
         #: Whether the pool is MLA's: one row a token, of a latent and a rotated key.
         self.latent = type(self.kv) is MLATokenToKVPool and not self.kv.use_dsa
         self.hybrid = isinstance(self.kv, SWAKVPool) and self.kv.swa_layer_nums > 0
-        inner = (self.kv,)
+        inner: tuple[Any, ...] = (self.kv,)
         if isinstance(self.kv, SWAKVPool):
             inner = self.kv.full_kv_pool, self.kv.swa_kv_pool
         elif isinstance(self.kv, HybridLinearKVPool):

@@ -47,12 +47,14 @@ class AtomLinearAttention(MambaAttnBackendBase):
     """
 
     needs_cpu_seq_lens = False
+    #: :class:`Slots`, or None before an idle step.
+    forward_metadata: Any
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
         self.states = StatePool(runner.req_to_token_pool)
         for layer in linear_layers(runner.model):
-            self.states.check(layer.mixer.cache_spec, layer.mixer.layer_index)
+            self.states.check(layer.spec, layer.layer_id)
         self.conv_states_shape = runner.req_to_token_pool.mamba_pool.mamba_cache.conv[0].shape
         self.max_context_len = int(runner.model_config.context_len)
         self.graphs: StateGraphs | None = None
@@ -144,8 +146,9 @@ class HybridAttention(HybridLinearAttnBackend):
     ) -> None:
         """Keep the states after the last accepted token of each request, and those that the prefix cache wants."""
         if last_correct_step_indices.device.type != "cpu":
+            # Without the requests, by whose rows SGLang's own backend writes if SGLANG_ENABLE_PP_SPEC is set.
             super().update_mamba_state_after_mtp_verify(
-                last_correct_step_indices, mamba_track_indices, mamba_steps_to_track, model, req_pool_indices
+                last_correct_step_indices, mamba_track_indices, mamba_steps_to_track, model
             )
             return
         states, slots = self.linear_attn_backend.states, self.linear_attn_backend.forward_metadata.mamba_cache_indices
@@ -155,7 +158,7 @@ class HybridAttention(HybridLinearAttnBackend):
 
 
 class StateGraphs:
-    """The batches of captured graphs, for up to ``max_requests`` requests, as :class:`.graph_state.GraphState` has them.
+    """The batches of captured graphs of up to ``max_requests`` requests, as :class:`.graph_state.GraphState` has them.
 
     Args:
         max_requests: requests of the largest graph.

@@ -97,8 +97,8 @@ def _view(state: Any) -> StateView:
 def _inputs_of(windows: torch.Tensor) -> torch.Tensor:
     """``windows [R, N, channels, W - 1]``, one a token, as ``[R, N + W - 2, channels]`` that hold each input once.
 
-    On a GPU the windows overlap in memory, so these are the same numbers. On a CPU they do not, and their memory is used
-    for fewer numbers: only :meth:`StatePool.commit` reads it.
+    On a GPU the windows overlap in memory, so these are the same numbers. On a CPU they do not, and their memory is
+    used for fewer numbers: only :meth:`StatePool.commit` reads it.
     """
     rows, tokens, channels, width = windows.shape
     overlap = windows.stride(1) == windows.stride(3)

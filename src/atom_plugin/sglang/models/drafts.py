@@ -17,7 +17,7 @@ class Qwen3NextForCausalLMMTP(AtomDraft):
     architecture = "Qwen3NextForCausalLM"
 
 
-class Qwen3_5ForCausalLMMTP(AtomDraft):  # noqa: N801 - as SGLang spells it
+class Qwen3_5ForCausalLMMTP(AtomDraft):
     """Qwen3.5, dense and with mixtures, also the text of models with images."""
 
 

@@ -9,19 +9,19 @@ class Qwen3NextForCausalLM(AtomForCausalLM):
     """Qwen3-Next."""
 
 
-class Qwen3_5ForCausalLM(AtomForCausalLM):  # noqa: N801 - as checkpoints spell it
+class Qwen3_5ForCausalLM(AtomForCausalLM):
     """Qwen3.5, dense."""
 
 
-class Qwen3_5MoeForCausalLM(AtomForCausalLM):  # noqa: N801 - as checkpoints spell it
+class Qwen3_5MoeForCausalLM(AtomForCausalLM):
     """Qwen3.5 with mixtures of experts."""
 
 
-class Qwen3_5ForConditionalGeneration(AtomForCausalLM):  # noqa: N801 - as checkpoints spell it
+class Qwen3_5ForConditionalGeneration(AtomForCausalLM):
     """The text of Qwen3.5, dense."""
 
 
-class Qwen3_5MoeForConditionalGeneration(AtomForCausalLM):  # noqa: N801 - as checkpoints spell it
+class Qwen3_5MoeForConditionalGeneration(AtomForCausalLM):
     """The text of Qwen3.5 with mixtures of experts."""
 
 

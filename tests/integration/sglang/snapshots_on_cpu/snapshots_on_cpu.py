@@ -1,4 +1,4 @@
-"""A plug-in for SGLang's pool of states on a CPU, for tests: it keeps copies for prefixes there too, and clears nothing.
+"""A plug-in for SGLang's pool of states on a CPU, for tests: it has copies for prefixes there, and clears nothing.
 
 SGLang has `--mamba-radix-cache-strategy extra_buffer` on accelerators alone, and pins memory for it whatever the device
 is. What it would fill with zeros for a new request is filled with NaN here, as another request may have left it. A
