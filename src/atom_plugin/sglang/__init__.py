@@ -43,6 +43,10 @@ WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updat
 #: configuration. Its registry of such models is asked for other classes only.
 HYBRID_ATTENTION = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
 
+#: Of a model with images only the text is ours. SGLang leaves out the images of a request to a model without them, and
+#: says nothing. It has no registration for checks of requests.
+REQUEST_CHECK = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+
 #: Its ``check_weights`` reads the parameters, which may be in a kernel's own form; the hook restores the loaded form.
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
@@ -152,6 +156,7 @@ def _register_models() -> None:
     HookRegistry.register(f"{WEIGHT_UPDATER}.update_weights_from_tensor", _update_from_tensor, HookType.AROUND)
     HookRegistry.register(f"{MODEL_RUNNER}.check_weights", _check_weights, HookType.AROUND)
     HookRegistry.register(HYBRID_ATTENTION, _wrap_attention, HookType.AROUND)
+    HookRegistry.register(REQUEST_CHECK, _refuse_media, HookType.BEFORE)
 
 
 def _build_backend(runner: ModelRunner) -> AttentionBackend:
@@ -180,6 +185,12 @@ def _wrap_attention(original: Callable[..., Any], runner: ModelRunner, full_attn
     from atom_plugin.sglang.attention_backend.linear import wrap_attention
 
     return wrap_attention(runner, full_attn_backend)
+
+
+def _refuse_media(manager: Any, request: Any, *others: object) -> None:
+    from atom_plugin.sglang.hybrid import refuse_media
+
+    refuse_media(manager.model_config, request)
 
 
 def _draft_decode_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> Any:

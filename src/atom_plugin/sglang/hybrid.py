@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.hf_transformers.config import get_config
 
 from atom_core.models.registry import supported_architectures
@@ -87,3 +88,19 @@ def interval_of(architecture: str, values: dict[str, Any]) -> int:
             f"config.json). SGLang can keep the tokens of such a model only if it is every n-th layer ({INTERVAL})."
         )
     return interval
+
+
+def refuse_media(model_config: Any, request: Any) -> None:
+    """Refuse a request with images, video or sound to a model of which only the text is served.
+
+    Raises:
+        ValueError: it has some; SGLang answers with the message.
+    """
+    hf_config = model_config.hf_config
+    if hf_config.get_text_config() is hf_config or not is_hybrid(hf_config) or model_config.is_multimodal:
+        return
+    if isinstance(request, GenerateReqInput) and request.contains_mm_input():
+        raise ValueError(
+            f"atom-plugin serves only the text of {hf_config.architectures[0]}: a request cannot have images, video or "
+            "sound."
+        )

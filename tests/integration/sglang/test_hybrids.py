@@ -83,6 +83,10 @@ CELLS = [
     Cell("qwen3_5_moe", "extra_buffer_lazy", 0, page_size=16),
 ]
 
+# As Transformers saves it, and without full attention in each fourth layer, which SGLang would take for granted.
+ALTERNATING = {"layer_types": ["linear_attention", "full_attention"] * 2, "extra": {"num_nextn_predict_layers": 1}}
+CHANGES = {"qwen3_next": ALTERNATING}
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -91,7 +95,7 @@ def made(tmp_path_factory):
 
     def make(family):
         if family not in known:
-            folder = make_hybrid(tmp_path_factory.mktemp("hybrid") / family, family)
+            folder = make_hybrid(tmp_path_factory.mktemp("hybrid") / family, family, **CHANGES.get(family, {}))
             expected = Expected.of(folder)
             known[family] = folder, [expected.greedy(prompt, COUNT) for prompt in (ALONE, *PROMPTS)]
         return known[family]

@@ -61,7 +61,10 @@ UPDATE_METHODS = [
     f"sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.{method}"
     for method in ("update_weights_from_disk", "update_weights_from_tensor")
 ] + ["sglang.srt.model_executor.model_runner.ModelRunner.check_weights"]
-HYBRID_ATTENTION = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
+HYBRID_HOOKS = [
+    "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+]
 # What SGLang would build on ROCm is known by name alone, so the answer to "is this ROCm?" is all that is put on.
 ON_ROCM = """
 import json
@@ -106,7 +109,7 @@ def test_the_variable_makes_the_models_ours_and_announces_each_once():
     found = probe(SGLANG_EXTERNAL_MODEL_PACKAGE="atom_plugin.sglang.models")
     assert found["qwen3"] == "atom_plugin.sglang.models.dense"
     assert found["choices"] == 1
-    assert found["hooks"] == dict.fromkeys([*DRAFT_METHODS, *UPDATE_METHODS, HYBRID_ATTENTION], 1)
+    assert found["hooks"] == dict.fromkeys([*DRAFT_METHODS, *UPDATE_METHODS, *HYBRID_HOOKS], 1)
     assert found["steps"] == {"handle_model_source_paths": 1, "handle_model_specific_adjustments": 1}
     assert found["overrides"] == dict.fromkeys(supported_architectures(), 1)
 
