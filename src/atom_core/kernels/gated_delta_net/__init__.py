@@ -29,8 +29,8 @@ from atom_core.kernels.select import Implementation, Op, Target, always, only_on
 from atom_core.kernels.triton_support import overlaps, why_no_triton, why_not_fused
 from atom_core.types import GraphSupport
 
-#: The largest heads of keys and values whose chunks a program of Triton's has in registers.
-MAX_CHUNK_DIM = 128
+#: The widest convolution of Triton's kernels, and the longest keys and values: of prompts, and of few tokens a request.
+_MAX_CONV_WIDTH, _MAX_DIM, _MAX_DECODE_DIM = 4, 128, 256
 
 
 @dataclass(frozen=True)
@@ -83,26 +83,35 @@ class GatedDeltaDecodeKernel(GatedDeltaNetKernel, Protocol):
         """Whether every request has few enough new tokens; it must hold for every batch that a graph replays."""
 
 
-def _triton_supports(spec: GatedDeltaNetSpec, target: Target) -> str | None:
+def _why_not_triton(spec: GatedDeltaNetSpec, target: Target, max_dim: int) -> str | None:
     if reason := why_no_triton(target):
         return reason
-    if max(spec.key_dim, spec.value_dim) > MAX_CHUNK_DIM:
-        return (
-            f"The Triton kernels have heads of up to {MAX_CHUNK_DIM} elements, not {spec.key_dim} and {spec.value_dim}."
-        )
+    if not 2 <= spec.conv_width <= _MAX_CONV_WIDTH:
+        return f"The Triton kernel has convolutions of 2 to {_MAX_CONV_WIDTH} tokens, not {spec.conv_width}."
+    if max(spec.key_dim, spec.value_dim) > max_dim:
+        sizes = f"{spec.key_dim} and {spec.value_dim}"
+        return f"The Triton kernel has keys and values of sizes up to {max_dim}, not {sizes}."
     return None
+
+
+def _triton_supports(spec: GatedDeltaNetSpec, target: Target) -> str | None:
+    return _why_not_triton(spec, target, _MAX_DIM)
 
 
 def _build_triton(spec: GatedDeltaNetSpec, target: Target) -> GatedDeltaNetKernel:
     from atom_core.kernels.gated_delta_net.triton_prefill import TritonGatedDeltaNet  # needs triton
 
-    return TritonGatedDeltaNet(spec, target.kind == "cuda", overlaps(target))
+    return TritonGatedDeltaNet(spec, nvidia=target.kind == "cuda", overlap=overlaps(target))
+
+
+def _triton_decode_supports(spec: GatedDeltaDecodeSpec, target: Target) -> str | None:
+    return why_not_fused(spec.separate) or _why_not_triton(spec.layer, target, _MAX_DECODE_DIM)
 
 
 def _build_triton_decode(spec: GatedDeltaDecodeSpec, target: Target) -> GatedDeltaDecodeKernel | None:
     from atom_core.kernels.gated_delta_net.triton_decode import TritonGatedDeltaDecode  # needs triton
 
-    return TritonGatedDeltaDecode(spec.layer, target.kind == "cuda", overlaps(target))
+    return TritonGatedDeltaDecode(spec.layer, nvidia=target.kind == "cuda", overlap=overlaps(target))
 
 
 GATED_DELTA_NET: Op[GatedDeltaNetSpec, GatedDeltaNetKernel] = Op(
@@ -118,7 +127,7 @@ GATED_DELTA_NET: Op[GatedDeltaNetSpec, GatedDeltaNetKernel] = Op(
 GATED_DELTA_DECODE: Op[GatedDeltaDecodeSpec, GatedDeltaDecodeKernel | None] = Op(
     "gated_delta_decode",
     (
-        Implementation("triton", lambda spec, target: why_not_fused(spec.separate), _build_triton_decode),
+        Implementation("triton", _triton_decode_supports, _build_triton_decode),
         Implementation("separate", always, lambda spec, target: None),
     ),
 )

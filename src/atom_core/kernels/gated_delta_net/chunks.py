@@ -1,9 +1,9 @@
-"""Gated DeltaNet of prompts in Triton, in chunks of 64 tokens (arXiv 2412.06464, section 3.3): three kernels.
+"""Gated DeltaNet of prompts in Triton, in chunks of 64 tokens (arXiv 2412.06464, section 3.3): four kernels.
 
-With ``G`` the sum of ``g`` from the chunk's first token to each token, and ``A`` strictly lower triangular,
+:func:`mix` makes queries and keys. With ``G`` the sum of ``g`` from a chunk's first token to each token,
 
-    A_ij = beta_i exp(G_i - G_j) (k_i . k_j);   T = (1 + A)^-1
-    u = T (beta v);   w = T (beta exp(G) k)                                         :func:`prepare`, any order of chunks
+    A_ij = beta_i exp(G_i - G_j) (k_i . k_j) for j < i;   T = (1 + A)^-1
+    u = T (beta v);   w = T (beta exp(G) k)                                         :func:`solve`, any order of chunks
     u -= w S^T;   S = exp(G_last) S + sum_i exp(G_last - G_i) u_i k_i^T              :func:`carry`, chunk after chunk
     o_i = exp(G_i) S q_i + sum_{j <= i} exp(G_i - G_j) (q_i . k_j) u_j               :func:`finish`, any order of chunks
 
@@ -44,7 +44,7 @@ def _convolved(
     """
     row = first + tl.arange(0, CHUNK)
     mixed = tl.zeros([CHUNK, channel.shape[0]], tl.float32)
-    for tap in tl.static_range(W):
+    for tap in tl.range(W, num_stages=1):  # loads of all taps at once would have no registers
         factor = tl.load(weight + channel * W + tap, mask=used, other=0.0).to(tl.float32)
         token = (row + (tap - (W - 1)))[:, None]
         new = tl.load(
@@ -54,22 +54,16 @@ def _convolved(
         )
         mixed += new.to(tl.float32) * factor[None, :]
     if first == 0:
-        for tap in tl.static_range(W - 1):
-            factor = tl.load(weight + channel * W + tap, mask=used, other=0.0).to(tl.float32)
-            place = (row + tap)[:, None]
+        for early in tl.static_range(W - 1):
+            cached_factor = tl.load(weight + channel * W + early, mask=used, other=0.0).to(tl.float32)
+            place = (row + early)[:, None]
             cached = tl.load(
                 conv + place * stride_row + channel.to(tl.int64)[None, :] * stride_channel,
                 mask=(place < W - 1) & known[None, :],
                 other=0.0,
             )
-            mixed += cached.to(tl.float32) * factor[None, :]
+            mixed += cached.to(tl.float32) * cached_factor[None, :]
     return tl.where((row < tokens)[:, None], silu(mixed), 0.0)
-
-
-@triton.jit
-def _normed(x):
-    """Rows over their lengths."""
-    return x * tl.rsqrt(tl.sum(x * x, 1) + L2_EPS)[:, None]
 
 
 @triton.jit
@@ -100,73 +94,88 @@ def _inverse(system, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     return inverse
 
 
+@triton.jit(do_not_specialize=["num_requests"])
+def mix(
+    qkvz, conv_weight, conv, query_start_loc, slots, has_state, num_accepted, queries, keys, num_requests, stride_x,
+    stride_conv_slot, stride_conv_row, stride_conv_channel, stride_slots,
+    HK: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, W: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The queries or the keys of one chunk of a key head: convolved, normed, and queries scaled; ``[T, HK, K]``."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    request, begin, tokens, first = _chunk(query_start_loc, num_requests)
+    slot, _, has, cached = located(slots, has_state, num_accepted, request, stride_slots)
+    if (first >= tokens) | (slot <= 0):
+        return
+    side = tl.program_id(1)  # queries of all heads, then keys, as their channels
+    dim = tl.arange(0, K_PADDED)
+    used = dim < K
+    window = conv + slot * stride_conv_slot + cached * stride_conv_row
+    mixed = _convolved(
+        conv_weight, window, qkvz + begin * stride_x, first, side * K + dim, dim < has * K, used, tokens,
+        stride_x, stride_conv_row, stride_conv_channel, W,
+    )  # fmt: skip
+    factor = tl.rsqrt(tl.sum(mixed * mixed, 1) + L2_EPS)
+    target = keys
+    head = side - HK
+    if side < HK:
+        target = queries
+        head = side
+        factor *= K**-0.5
+    row = first + tl.arange(0, CHUNK)
+    at = target + ((begin + row) * HK + head)[:, None] * K + dim[None, :]
+    tl.store(at, (mixed * factor[:, None]).to(keys.dtype.element_ty), mask=(row < tokens)[:, None] & used[None, :])
+
+
 @triton.jit(do_not_specialize=["num_requests", "num_tokens"])
-def prepare(
+def solve(
     qkvz, ba, conv_weight, a_log, dt_bias, conv, query_start_loc, slots, has_state, num_accepted,
-    queries, keys, w, u, totals, num_requests, num_tokens, stride_x, stride_ba,
+    keys, w, u, totals, num_requests, num_tokens, stride_x, stride_ba,
     stride_conv_slot, stride_conv_row, stride_conv_channel, stride_slots,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, V: tl.constexpr,
     V_PADDED: tl.constexpr, W: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a key head: queries and keys, and of all its value heads ``w``, ``u`` and ``G``.
-
-    ``queries, keys [T, HK, K]``; ``w [T, HV, K]``; ``u [T, HV, V]``; ``totals``: ``G``, float32 ``[HV, T]``.
-    """
-    SHARED: tl.constexpr = HV // HK
+    """One chunk of a value head: ``w [T, HV, K]``, ``u [T, HV, V]`` and ``totals``: ``G``, float32 ``[HV, T]``."""
     DTYPE: tl.constexpr = keys.dtype.element_ty
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     request, begin, tokens, first = _chunk(query_start_loc, num_requests)
-    key_head = tl.program_id(1)
-    slot, _source, has, cached = located(slots, has_state, num_accepted, request, stride_slots)
+    head = tl.program_id(1)
+    slot, _, has, cached = located(slots, has_state, num_accepted, request, stride_slots)
     if (first >= tokens) | (slot <= 0):
         return
 
     dim = tl.arange(0, K_PADDED)
-    column = tl.arange(0, V_PADDED)
-    dim_used = dim < K
-    column_used = column < V
-    window = conv + slot * stride_conv_slot + cached * stride_conv_row
-    x = qkvz + begin * stride_x
-    row = first + tl.arange(0, CHUNK)
+    place = tl.arange(0, CHUNK)
+    row = first + place
     row_used = row < tokens
     at = begin + row
-    key_at = (at * HK + key_head)[:, None] * K + dim[None, :]
-    key_mask = row_used[:, None] & dim_used[None, :]
-    query = _convolved(
-        conv_weight, window, x, first, key_head * K + dim, dim < has * K, dim_used, tokens,
-        stride_x, stride_conv_row, stride_conv_channel, W,
-    )  # fmt: skip
-    tl.store(queries + key_at, (_normed(query) * (K**-0.5)).to(DTYPE), mask=key_mask)
-    key = _convolved(
-        conv_weight, window, x, first, (HK + key_head) * K + dim, dim < has * K, dim_used, tokens,
-        stride_x, stride_conv_row, stride_conv_channel, W,
-    )  # fmt: skip
-    key = _normed(key).to(DTYPE)
-    tl.store(keys + key_at, key, mask=key_mask)
+    b = tl.load(ba + at * stride_ba + head, mask=row_used, other=0.0).to(tl.float32)
+    a = tl.load(ba + at * stride_ba + HV + head, mask=row_used, other=0.0).to(tl.float32)
+    g, beta = gates(a, b, tl.load(a_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32))
+    beta = tl.where(row_used, beta, 0.0)
+    total = tl.cumsum(tl.where(row_used, g, 0.0), 0)
+    tl.store(totals + head * tl.cast(num_tokens, tl.int64) + at, total, mask=row_used)
+    key_mask = row_used[:, None] & (dim < K)[None, :]
+    key = tl.load(keys + (at * HK + head // (HV // HK))[:, None] * K + dim[None, :], mask=key_mask, other=0.0)
     products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    system = tl.where(place[:, None] > place[None, :], beta[:, None] * products * _decays(total), 0.0)
+    inverse = _inverse(system, INVERSE, PRECISION)
+    taken = tl.dot((inverse * (beta * tl.exp(total))[None, :]).to(DTYPE), key, input_precision=PRECISION)
+    tl.store(w + (at * HV + head)[:, None] * K + dim[None, :], taken.to(DTYPE), mask=key_mask)
 
-    for index in range(SHARED):
-        head = key_head * SHARED + index
-        b = tl.load(ba + at * stride_ba + head, mask=row_used, other=0.0).to(tl.float32)
-        a = tl.load(ba + at * stride_ba + HV + head, mask=row_used, other=0.0).to(tl.float32)
-        g, beta = gates(a, b, tl.load(a_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32))
-        beta = tl.where(row_used, beta, 0.0)
-        total = tl.cumsum(tl.where(row_used, g, 0.0), 0)
-        tl.store(totals + head * tl.cast(num_tokens, tl.int64) + at, total, mask=row_used)
-        place = tl.arange(0, CHUNK)
-        system = tl.where(place[:, None] > place[None, :], beta[:, None] * products * _decays(total), 0.0)
-        inverse = _inverse(system, INVERSE, PRECISION)
-        value = _convolved(
-            conv_weight, window, x, first, 2 * HK * K + head * V + column, column < has * V, column_used, tokens,
-            stride_x, stride_conv_row, stride_conv_channel, W,
-        )  # fmt: skip
-        added = tl.dot((inverse * beta[None, :]).to(DTYPE), value.to(DTYPE), input_precision=PRECISION)
-        value_at = (at * HV + head)[:, None] * V + column[None, :]
-        tl.store(u + value_at, added.to(DTYPE), mask=row_used[:, None] & column_used[None, :])
-        taken = tl.dot((inverse * (beta * tl.exp(total))[None, :]).to(DTYPE), key, input_precision=PRECISION)
-        tl.store(w + (at * HV + head)[:, None] * K + dim[None, :], taken.to(DTYPE), mask=key_mask)
+    column = tl.arange(0, V_PADDED)
+    column_used = column < V
+    window = conv + slot * stride_conv_slot + cached * stride_conv_row
+    value = _convolved(
+        conv_weight, window, qkvz + begin * stride_x, first, 2 * HK * K + head * V + column, column < has * V,
+        column_used, tokens, stride_x, stride_conv_row, stride_conv_channel, W,
+    )  # fmt: skip
+    added = tl.dot((inverse * beta[None, :]).to(DTYPE), value.to(DTYPE), input_precision=PRECISION)
+    value_at = (at * HV + head)[:, None] * V + column[None, :]
+    tl.store(u + value_at, added.to(DTYPE), mask=row_used[:, None] & column_used[None, :])
 
 
 @triton.jit
@@ -243,7 +252,7 @@ def carry(
     ``states``: those before each chunk, ``[places, HV, K, V]``. ``u`` has ``u - w S^T`` afterwards.
     """
     SHARED: tl.constexpr = HV // HK
-    SNAPSHOTS: tl.constexpr = snapshot_slots is not None
+    SNAPSHOTS: tl.constexpr = snapshot_slots is not None  # the branches on it are made by the compiler
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -276,7 +285,7 @@ def carry(
         if kept > 0:
             copy = state
             if kept % CHUNK != 0:  # within a chunk, which is gone through once more below
-                added, key, total, _used, _value_at, _value_mask = _step(
+                added, key, total, _, _, _ = _step(
                     state, w, u, keys, totals, begin, tokens, done, head, dim, column, num_tokens,
                     HK, HV, K, V, PRECISION,
                 )  # fmt: skip
@@ -295,7 +304,7 @@ def carry(
     x = qkvz + begin * stride_x
     channel = 2 * HK * K + head * V + column
     v_known = column < has * V
-    if SNAPSHOTS:  # noqa: SIM102 - constexpr
+    if SNAPSHOTS:  # noqa: SIM102
         if kept > 0:
             copied = conv + kept_slot * stride_conv_slot
             _keep_inputs(
@@ -308,17 +317,17 @@ def carry(
     )  # fmt: skip
     # Queries' and keys' channels: those of one key head by one program.
     if (tl.program_id(0) == 0) & (head % SHARED == 0):
-        for side in range(2):
-            channel = (side * HK + head // SHARED) * K + dim
-            if SNAPSHOTS:  # noqa: SIM102 - constexpr
+        for side in tl.static_range(2):
+            shared_channel = (side * HK + head // SHARED) * K + dim
+            if SNAPSHOTS:  # noqa: SIM102
                 if kept > 0:
                     copied = conv + kept_slot * stride_conv_slot
                     _keep_inputs(
-                        copied, window, x, kept, channel, dim < has * K, dim < K, tokens, stride_x,
+                        copied, window, x, kept, shared_channel, dim < has * K, dim < K, tokens, stride_x,
                         stride_conv_row, stride_conv_channel, W, ROWS,
                     )  # fmt: skip
             _keep_inputs(
-                own, window, x, tokens, channel, dim < has * K, dim < K, tokens, stride_x,
+                own, window, x, tokens, shared_channel, dim < has * K, dim < K, tokens, stride_x,
                 stride_conv_row, stride_conv_channel, W, ROWS,
             )  # fmt: skip
 

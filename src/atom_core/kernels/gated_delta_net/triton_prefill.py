@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 
 from atom_core.batch import Batch, BatchShape
 from atom_core.cache import StateView
-from atom_core.kernels.gated_delta_net.chunks import carry, finish, prepare
+from atom_core.kernels.gated_delta_net.chunks import carry, finish, mix, solve
 from atom_core.kernels.gated_delta_net.reference import CHUNK
 from atom_core.kernels.gated_delta_net.triton_decode import TritonGatedDeltaDecode
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
@@ -21,8 +21,14 @@ from atom_core.types import GraphSupport
 if TYPE_CHECKING:
     from atom_core.kernels.gated_delta_net import GatedDeltaNetSpec
 
-#: The longest keys and values of a head: a chunk's are in a program's registers.
-MAX_DIM = 128
+
+class Tile(NamedTuple):
+    """Of a program that carries a state on."""
+
+    values: int
+    stages: int
+    """Chunks that are loaded at the same time."""
+    warps: int
 
 
 class TritonGatedDeltaNet:
@@ -43,6 +49,7 @@ class TritonGatedDeltaNet:
         wide = spec.dtype == torch.float32
         #: Of products: on AMD float32 is multiplied as it is.
         self.precision = "tf32x3" if wide and nvidia else "ieee"
+        self.warps = 8 if wide and nvidia else 4
 
     def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
         """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
@@ -52,7 +59,7 @@ class TritonGatedDeltaNet:
         decodes = next((at for at, new in enumerate(shape.queries) if new > 1), shape.num_requests)
         if decodes:
             yield from self.decode.attention_compile_keys(replace(shape, queries=(1,) * decodes), device)
-        yield "chunks", self.block(shape.num_requests - decodes)
+        yield "chunks", self.tile(shape.num_requests - decodes)
 
     def __call__(
         self,
@@ -75,10 +82,12 @@ class TritonGatedDeltaNet:
         self.decode(qkvz[:tokens], ba[:tokens], weights, cache, decodes, out[:tokens])
         self._chunks(qkvz[tokens:], ba[tokens:], weights, cache, others, out[tokens:])
 
-    def block(self, num_requests: int) -> int:
-        """Values of a state that a program carries on."""
-        values: int = triton.next_power_of_2(self.spec.value_dim)
-        return min(max(16, values), 32)
+    def tile(self, num_requests: int) -> Tile:
+        """The tile for a number of requests."""
+        values = max(16, triton.next_power_of_2(self.spec.value_dim))
+        if not self.nvidia or self.spec.dtype == torch.float32:
+            return Tile(min(values, 32), stages=1, warps=4)
+        return Tile(min(values, 32), stages=3, warps=4)
 
     def _chunks(
         self,
@@ -105,24 +114,30 @@ class TritonGatedDeltaNet:
         totals = torch.empty(HV, num_tokens, dtype=torch.float32, device=qkvz.device)
         starts, slots = batch.query_start_loc, states.slots
         read = starts, slots, states.has_state, states.num_accepted
-        constants = {"HK": HK, "HV": HV, "K": K, "V": V, "PRECISION": self.precision, "OVERLAP": self.overlap}
-        constants["K_PADDED"], values = (max(16, triton.next_power_of_2(it)) for it in (K, V))
-        width, block = spec.conv_width, self.block(num_requests)
-        prepare[places, HK](
-            qkvz, ba, weights.conv, weights.a_log, weights.dt_bias, conv, *read, queries, keys, w, u, totals,
-            num_requests, num_tokens, qkvz.stride(0), ba.stride(0), *conv.stride(), slots.stride(0),
-            V_PADDED=values, W=width, INVERSE=self._inverse, num_warps=4, **constants, **launch_options(self.overlap),
+        keys_padded, values = (max(16, triton.next_power_of_2(it)) for it in (K, V))
+        constants = {"HK": HK, "HV": HV, "K": K, "K_PADDED": keys_padded, "V": V, "PRECISION": self.precision}
+        constants |= {"OVERLAP": self.overlap, **launch_options(self.overlap)}
+        width, tile = spec.conv_width, self.tile(num_requests)
+        mix[places, 2 * HK](
+            qkvz, weights.conv, conv, *read, queries, keys, num_requests, qkvz.stride(0), *conv.stride(),
+            slots.stride(0), HK=HK, K=K, K_PADDED=keys_padded, W=width, OVERLAP=self.overlap, num_warps=4,
+            **launch_options(self.overlap),
         )  # fmt: skip
-        carry[triton.cdiv(V, block), HV, num_requests](
+        solve[places, HV](
+            qkvz, ba, weights.conv, weights.a_log, weights.dt_bias, conv, *read, keys, w, u, totals,
+            num_requests, num_tokens, qkvz.stride(0), ba.stride(0), *conv.stride(), slots.stride(0),
+            V_PADDED=values, W=width, INVERSE=self._inverse, num_warps=self.warps, **constants,
+        )  # fmt: skip
+        carry[triton.cdiv(V, tile.values), HV, num_requests](
             qkvz, conv, recurrent, *read, *((None, None) if snapshots is None else (snapshots.slots, snapshots.tokens)),
             keys, w, u, totals, earlier, num_tokens, qkvz.stride(0), *conv.stride(), recurrent.stride(0),
-            slots.stride(0), BLOCK_V=block, W=width, ROWS=triton.next_power_of_2(width - 1), num_warps=4,
-            **constants, **launch_options(self.overlap),
+            slots.stride(0), BLOCK_V=tile.values, W=width, ROWS=triton.next_power_of_2(width - 1), num_warps=tile.warps,
+            num_stages=tile.stages, **constants,
         )  # fmt: skip
         finish[places, HV](
             qkvz, weights.norm, out, starts, slots, queries, keys, u, totals, earlier, num_requests, num_tokens,
             weights.eps, qkvz.stride(0), out.stride(0), slots.stride(0),
-            V_PADDED=values, num_warps=4, **constants, **launch_options(self.overlap),
+            V_PADDED=values, num_warps=self.warps, **constants,
         )  # fmt: skip
 
     @property

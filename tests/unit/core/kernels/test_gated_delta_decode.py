@@ -27,5 +27,5 @@ def kernel_of(case, dtype, state_dtype=torch.float32, nvidia=True):
     ],
     ids=["float32", "bfloat16", "bfloat16 states"],
 )
-def test_it_answers_as_the_reference(case, dtype, state_dtype, conv_dtype):
+def test_it_answers_as_the_reference(exact_bfloat16, case, dtype, state_dtype, conv_dtype):
     check_delta(kernel_of(case, dtype, state_dtype), delta_batch(case, dtype, CPU, state_dtype, conv_dtype))

@@ -1,0 +1,57 @@
+"""Gated DeltaNet compiles for each GPU: few tokens a request in one launch, and prompts in chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atom_core.kernels.gated_delta_net import triton_decode as decode_kernel
+from atom_core.kernels.gated_delta_net import triton_prefill as prefill_kernel
+from tests.contract.triton_compiles.compiling import CPU, compile_launch, compiles, every_gpu, keep
+from tests.gated_delta_cases import DeltaCase, Request, delta_batch, drafted
+
+QWEN = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128}
+_DECODES = (Request(1), Request(1, has_state=False))
+_PROMPTS = (Request(200), Request(9, has_state=False, snapshot=3))
+
+DECODES = (
+    DeltaCase("one request", _DECODES[:1], **QWEN),
+    DeltaCase("many requests", _DECODES * 8, **QWEN),
+    DeltaCase("drafts", drafted(4, 4), columns=4, drafts=True, **QWEN),
+    DeltaCase("drafts kept apart, and copies", drafted(2, 2), columns=2, drafts=True, separate=True, snapshots=True),
+    DeltaCase("256 keys and values", drafted(2, 2), 2, 6, 256, 256, columns=2, drafts=True, snapshots=True),
+    DeltaCase("odd sizes", _DECODES, key_dim=24, value_dim=40, conv_width=3),
+)
+PROMPTS = (
+    DeltaCase("prompts", _PROMPTS, **QWEN),
+    DeltaCase("prompts and copies", _PROMPTS, snapshots=True, **QWEN),
+    DeltaCase("many prompts behind drafts", _PROMPTS * 8, drafts=True, **QWEN),
+    DeltaCase("odd sizes", _PROMPTS, key_dim=24, value_dim=40, conv_width=3),
+)
+DTYPES = pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)],
+    ids=["bfloat16", "bfloat16 states", "float32"],
+)
+
+
+@every_gpu
+@DTYPES
+@pytest.mark.parametrize("case", DECODES, ids=str)
+def test_few_tokens_compile(case, dtype, state_dtype, gpu):
+    kernel = decode_kernel.TritonGatedDeltaDecode(case.spec(dtype, state_dtype), gpu.nvidia, gpu.nvidia)
+    with compiles(decode_kernel, "_gated_delta_decode", gpu):
+        delta_batch(case, dtype, CPU, state_dtype).run(kernel)
+
+
+@every_gpu
+@DTYPES
+@pytest.mark.parametrize("case", PROMPTS, ids=str)
+def test_prompts_compile(monkeypatch, case, dtype, state_dtype, gpu):
+    kept = keep(monkeypatch, *((prefill_kernel, name) for name in ("mix", "solve", "carry", "finish")))
+    kernel = prefill_kernel.TritonGatedDeltaNet(case.spec(dtype, state_dtype), gpu.nvidia, gpu.nvidia)
+    delta_batch(case, dtype, CPU, state_dtype).run(kernel)
+    launched = kept()
+    assert len(launched) == 4
+    for launch in launched:
+        compile_launch(*launch, gpu)
