@@ -14,7 +14,8 @@ from itertools import accumulate
 
 import torch
 
-from atom_core.batch import Batch, BatchShape, HostLengths, Pages
+from atom_core.batch import Batch, BatchShape, HostLengths, Pages, States
+from atom_core.cache import StateSpec
 from atom_core.kernels.compile_keys import CompileKeys
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.models.draft import DraftModel
@@ -112,7 +113,7 @@ def _prompts(tokens: int, max_seq_len: int) -> tuple[int, ...]:
 def batch_of(
     shape: BatchShape, model: DecoderForCausalLM | DraftModel, table_width: int, device: torch.device
 ) -> Batch:
-    """A batch of ``shape``, planned for ``model``: no token has a slot, and all pages are page 0."""
+    """A batch of ``shape``, planned for ``model``: no token and no request has a slot, and all pages are page 0."""
     num_requests, num_tokens = shape.num_requests, shape.num_tokens
     decodes = next((at for at, new in enumerate(shape.queries) if new > 1), num_requests)
     starts = [0, *accumulate(shape.queries)]
@@ -124,6 +125,7 @@ def batch_of(
             torch.zeros(num_requests, table_width, dtype=torch.int32, device=device),
             torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         ),
+        states=_no_states(num_requests, device) if _keeps_states(model) else None,
         num_requests=num_requests,
         num_tokens=num_tokens,
         max_query_len=shape.max_query_len,
@@ -133,6 +135,17 @@ def batch_of(
         host=HostLengths(starts, lengths),
     )
     return plan(model, batch)
+
+
+def _keeps_states(model: DecoderForCausalLM | DraftModel) -> bool:
+    """Whether a mixer keeps a state a request."""
+    return any(isinstance(it.cache_spec, StateSpec) for it in mixers(model))
+
+
+def _no_states(num_requests: int, device: torch.device) -> States:
+    """Slot 0 for each: nothing is read or written. Kernels are compiled for what else there is of a batch's states."""
+    slots = torch.zeros(num_requests, 1, dtype=torch.int32, device=device)
+    return States(slots, torch.zeros(num_requests, dtype=torch.bool, device=device))
 
 
 @torch.inference_mode()

@@ -77,6 +77,8 @@ def served() -> Iterator[BatchShape]:
         *((model, 2, HOPPER) for model in ("qwen3-8b", "qwen3-8b-fp8", "llama-3.1-8b")),
         ("deepseek-v3", 4, HOPPER),
         ("glm-4.5-air", 2, HOPPER),
+        ("qwen3-next-80b-a3b", 4, HOPPER),
+        ("qwen3-next-80b-a3b-fp8", 4, MI300),
         ("deepseek-v2-lite", 2, MI300),
         ("qwen3-30b-a3b", 2, MI300),
     ],
