@@ -23,6 +23,7 @@ from atom_core.models.read_config import read_model_config
 from atom_plugin.bench import tune
 from atom_plugin.bench.cases import CASES as PLAIN_CASES
 from atom_plugin.bench.cases import Bench, Case, Contender
+from atom_plugin.bench.delta_cases import DELTA_CASES
 from atom_plugin.bench.device import (
     Ceiling,
     Timing,
@@ -45,7 +46,7 @@ from atom_plugin.common.settings import load_settings
 TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11, torch.float32: 1e-3}
 
 #: The cases of a model by op.
-CASES = {**PLAIN_CASES, **FUSED_CASES, **MLA_CASES, **EXPERT_CASES}
+CASES = {**PLAIN_CASES, **FUSED_CASES, **MLA_CASES, **DELTA_CASES, **EXPERT_CASES}
 DEFAULT_MODELS = ("qwen3-0.6b", "qwen3-8b")
 #: Contenders that need vLLM.
 _OF_VLLM = ("vllm", "vllm, untuned", "FlashAttention 3", "FlashMLA")

@@ -22,6 +22,7 @@ from atom_core.models.registry import load_model_class
 from atom_core.runtime import PipelineStage
 from atom_core.standalone import Step, build_runtime, empty_caches, random_model
 from atom_core.warmup import batch_of, batches_to_serve, run_batch
+from atom_plugin.bench.models import read_config
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "qwen3"
 PAGE_SIZE, TABLE_WIDTH = 16, 24
@@ -153,6 +154,14 @@ def test_a_batch_has_no_slots_and_only_the_first_page(config):
         256,
     )
     assert set(batch.plans) == {layer.self_attn.attn.mixer.plan_key() for layer in model.model.layers} - {None}
+
+
+def test_a_hybrids_batch_has_states_in_no_slot():
+    config = read_model_config(read_config("qwen3.5-27b", 4))
+    runtime = build_runtime(torch.device("meta"), torch.float32, 256)
+    model = load_model_class(config.architecture)(config, runtime)
+    states = batch_of(BatchShape((1, 1, 40), 256), model, TABLE_WIDTH, torch.device("cpu")).states
+    assert (states.slots.tolist(), states.has_state.tolist()) == ([[0]] * 3, [False] * 3)
 
 
 @pytest.mark.parametrize("kernels", [{}, {"attention": "reference", "qk_norm_rope_cache": "reference"}])

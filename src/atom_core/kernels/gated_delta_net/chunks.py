@@ -128,7 +128,7 @@ def mix(
     tl.store(at, (mixed * factor[:, None]).to(keys.dtype.element_ty), mask=(row < tokens)[:, None] & used[None, :])
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens"])
+@triton.jit(do_not_specialize=["num_requests", "num_tokens"], do_not_specialize_on_alignment=["ba"])
 def solve(
     qkvz, ba, conv_weight, a_log, dt_bias, conv, query_start_loc, slots, has_state, num_accepted,
     keys, w, u, totals, num_requests, num_tokens, stride_x, stride_ba,

@@ -14,6 +14,7 @@ from atom_core.kernels.attention import PagedAttentionSpec
 from atom_core.kernels.compile_keys import attention_keys, specialized
 from atom_core.kernels.experts import EXPERTS, ExpertsSpec
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
+from atom_core.kernels.gated_delta_net import GatedDeltaNetSpec
 from atom_core.kernels.linear import LINEAR, LinearSpec
 from atom_core.kernels.mxfp4_linear import MXFP4_LINEAR, Mxfp4LinearSpec
 from atom_core.kernels.select import Target
@@ -84,3 +85,20 @@ def test_attention_of_few_queries_changes_where_keys_are_shared_out():
     }
     assert keys[1, 64] == keys[4, 64] != keys[4, 65] == keys[1, 4096]
     assert keys[5, 64] == keys[5, 4096] not in (keys[1, 64], keys[1, 4096])
+
+
+def test_gated_delta_net_goes_by_tokens_of_a_request_and_rows_of_a_state():
+    from atom_core.kernels.gated_delta_net.triton_prefill import TritonGatedDeltaNet
+
+    spec = GatedDeltaNetSpec(16, 32, 128, 128, 4, torch.bfloat16, torch.float32)
+    kernel = TritonGatedDeltaNet(spec, nvidia=True, overlap=True)
+
+    def keys(*queries):
+        return set(kernel.attention_compile_keys(BatchShape(queries, 4096), CPU))
+
+    one, two, drafts, prompt = keys(1), keys(1, 1), keys(3, 3), keys(300)
+    assert keys(*[1] * 200) == two
+    assert len(one | two | drafts | prompt) == 4
+    assert keys(1, 1, 300) == two | prompt
+    assert kernel.decode.takes(BatchShape((8,), 4096))
+    assert not kernel.decode.takes(BatchShape((1, 9), 4096))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.models.read_config import read_model_config
-from atom_plugin.bench import cases, expert_cases, fused_cases, kernels, mla_cases
+from atom_plugin.bench import cases, delta_cases, expert_cases, fused_cases, kernels, mla_cases
 from atom_plugin.bench.cases import Bench, Case
 from atom_plugin.bench.device import Ceiling, Timing
 from atom_plugin.bench.kernels import CASES, KernelOptions, Limits, Row, num_copies
@@ -109,6 +109,15 @@ def test_the_output_gate_reads_two_streams_and_writes_one():
     assert [list(CASES["output_gate"](config, 2)) for config in (CONFIG, LATENTS)] == [[], []]
 
 
+def test_a_state_is_read_and_written_once():
+    one, *_, last = CASES["gated_delta_net"](HYBRID, 2)
+    channels, values, heads, state = 128, 64, 4, 4 * 16 * 16
+    row = channels + 2 * values + 2 * heads
+    assert one.num_bytes == 2 * row + 2 * (4 * state + 3 * channels * 2)
+    assert last.num_bytes == 8 * 2048 * 2 * row + 8 * (4 * state + 3 * channels * 2)
+    assert list(CASES["gated_delta_net"](CONFIG, 2)) == []
+
+
 @pytest.fixture
 def few(monkeypatch):
     """Sizes that a CPU is done with at once."""
@@ -120,6 +129,8 @@ def few(monkeypatch):
     monkeypatch.setattr(mla_cases, "DECODES", ((2, 128),))
     monkeypatch.setattr(mla_cases, "PREFILLS", ((2, 64),))
     monkeypatch.setattr(mla_cases, "PRODUCT_TOKENS", (1, 5))
+    monkeypatch.setattr(delta_cases, "DECODES", (1, 3))
+    monkeypatch.setattr(delta_cases, "PREFILLS", ((2, 70),))
     monkeypatch.setattr(fused_cases, "NORMED_ROWS", (1, 3))
     monkeypatch.setattr(fused_cases, "FP8_ROWS", (1, 5))
     monkeypatch.setattr(fused_cases, "DECODES", ((2, 33), (1, 16)))
