@@ -44,9 +44,21 @@ META = torch.device("meta")
 
 #: GPU kernels that one call of a function of aiter's launches, where they are not one: the parts of a long sequence are
 #: attended to by one, and added up by another. For fused_moe see :mod:`benchmarks._fused_moe`.
-SEVERAL = {"unified_attention": 2, "pa_decode_gluon": 2, "pa_persistent_fwd": 2, "mla_decode_fwd": 2}
+SEVERAL = {
+    "unified_attention": 2,
+    "pa_decode_gluon": 2,
+    "pa_persistent_fwd": 2,
+    "mla_decode_fwd": 2,
+    # The norms of q and k, sums of decays with products of keys, the inverses, products with them, states, outputs.
+    "chunk_gated_delta_rule_opt_vk": 7,
+}
 #: Functions of aiter's that compute on the host.
-ON_THE_HOST = {"get_recommended_splits", "get_mla_metadata_info_v1", "get_pa_metadata_info_v1"}
+ON_THE_HOST = {
+    "get_recommended_splits",
+    "get_mla_metadata_info_v1",
+    "get_pa_metadata_info_v1",
+    "build_gated_delta_rule_prefill_metadata",
+}
 
 
 @dataclass(frozen=True)
@@ -235,6 +247,26 @@ def _attended(
     return (answer, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)) if return_lse else answer
 
 
+def _convolved(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: object,
+    conv: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: object,
+    keys: int,
+    values: int,
+    **kwargs: object,
+) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(x.shape[1], size) for size in (keys, keys, values))
+
+
+def _ruled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, initial_state: torch.Tensor, **kwargs: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(v), torch.empty_like(initial_state)
+
+
 #: What functions of aiter's return, of their arguments; the others write to one of them.
 RESULTS: Mapping[str, Callable[..., Any]] = {
     "rms_norm": lambda x, weight, eps: torch.empty_like(x),
@@ -256,6 +288,9 @@ RESULTS: Mapping[str, Callable[..., Any]] = {
     "get_pa_metadata_info_v1": lambda *args, **kwargs: ((2, torch.uint64), *5 * ((1, torch.int32),)),
     "get_mla_metadata_info_v1": lambda *args, **kwargs: ((2, torch.uint64), *5 * ((1, torch.int32),)),
     "flash_attn_varlen_func": _attended,
+    "build_gated_delta_rule_prefill_metadata": lambda lengths, cu_seqlens, chunk_size: None,
+    "causal_conv1d_split_qkv_triton_fn": _convolved,
+    "chunk_gated_delta_rule_opt_vk": _ruled,
 }
 #: The functions that return nothing that our kernels read.
 IN_PLACE = frozenset(
@@ -440,7 +475,7 @@ def count(
         )
         metadata, pages = decode_batch(batch, context, META)
         metadata = plan(network, metadata)
-        pools = empty_caches(network, runtime, pages, PAGE_SIZE)
+        pools = empty_caches(network, runtime, pages, PAGE_SIZE, batch)
         ids, positions = (torch.zeros(batch, dtype=torch.int64, device=META) for _ in range(2))
         fused = network.model.fused
         fused.layers = [

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 
+from atom_core.batch import HostLengths
 from atom_core.cache import SHUFFLED
 from atom_core.kernels import kernel_set
 from atom_core.kernels.aiter_library import FP8
@@ -26,6 +28,8 @@ from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM, Fp8RmsNormSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
+from atom_core.kernels.gated_delta_net import GATED_DELTA_NET
+from atom_core.kernels.gated_delta_net.reference import OneByOne, gated_delta_rule, gated_rms_norm, gates
 from atom_core.kernels.linear import LINEAR, LinearSpec
 from atom_core.kernels.mla_attention import AITER_HEADS, MLA_ATTENTION
 from atom_core.kernels.mla_attention.reference import ReferenceMlaAttention
@@ -38,6 +42,7 @@ from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpe
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
 from atom_core.kernels.select import Op, Target
 from atom_core.types import RoutingConfig
+from tests.gated_delta_cases import DeltaCase, Request, check_delta, delta_batch
 from tests.kernel_cases import (
     ATTENTION_CASES,
     TOLERANCE,
@@ -645,6 +650,59 @@ def mxfp4_experts(target: Target, device: torch.device) -> None:
         assert found.shape == x.shape
         allowed = 1.2 * (wanted - exact).norm()
         assert (found.float() - exact).norm() <= allowed, (found.float() - exact).norm() / allowed
+
+
+PROMPTS = (Request(70), Request(9, False), Request(2, False), Request(1, False), Request(65), Request(2))
+#: (case, whether aiter runs what of it is a prompt).
+DELTA_CASES = (
+    (DeltaCase("prompts", PROMPTS), True),
+    (DeltaCase("padding", PROMPTS, padded_requests=3, padded_tokens=70), True),
+    (DeltaCase("channels first", PROMPTS[:3], key_heads=2, value_heads=2, channels_first=True), True),
+    (DeltaCase("a convolution of two", (Request(9), Request(1)), conv_width=2), True),
+    (DeltaCase("a convolution of three", (Request(9), Request(1), Request(2, False)), conv_width=3), True),
+    (DeltaCase("decodes in front", (Request(1), Request(1), *PROMPTS), decodes=2, padded_requests=1), True),
+    (DeltaCase("decodes and padding", (Request(1), Request(1)), decodes=2, padded_requests=2), False),
+    (DeltaCase("decodes alone", (Request(1), Request(1)), decodes=2), False),
+    (DeltaCase("drafts", (Request(9, accepted=2),), columns=3, drafts=True), False),
+    (DeltaCase("copies", (Request(9, snapshot=4),), snapshots=True), False),
+)
+
+
+@case
+def gated_delta_net(target: Target, device: torch.device) -> None:
+    """Prompts, with a state and without, of fewer tokens than the convolution has; what aiter leaves to Triton."""
+    sizes = {"key_heads": 2, "value_heads": 6, "key_dim": 128, "value_dim": 128}
+    for (it, runs), state_dtype in ((it, dtype) for it in DELTA_CASES for dtype in (torch.float32, torch.bfloat16)):
+        shape = replace(it, **(sizes if it.key_heads != it.value_heads else sizes | {"value_heads": 2}))
+        inputs = delta_batch(shape, torch.bfloat16, device, state_dtype)
+        if state_dtype == torch.float32:  # otherwise the host does not know how many tokens each has
+            host = HostLengths(inputs.batch.query_start_loc.tolist(), inputs.batch.seq_lens.tolist())
+            inputs = replace(inputs, batch=replace(inputs.batch, host=host))
+        kernel = chosen(GATED_DELTA_NET, shape.spec(torch.bfloat16, state_dtype), target)
+        if device.type == "cpu":
+            kernel.others = OneByOne(gated_delta_rule)
+        with without_triton(device):
+            check_delta(kernel, inputs, times=2)
+        found = inputs.batch.scratch.get("aiter gated_delta_net")
+        assert runs == (found is not None), shape.name
+        assert not runs or sum(found.lengths) == sum(request.tokens for request in shape.requests[shape.decodes :])
+
+
+def without_triton(device: torch.device) -> Any:
+    """On a CPU, the reference in place of what we have in Triton around aiter's kernels."""
+    if device.type != "cpu":
+        return nullcontext()
+
+    def compute_gates(ba: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> Any:
+        b, a = ba.chunk(2, -1)
+        return gates(a, b, a_log, dt_bias)
+
+    def norm_and_gate(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        out.copy_(gated_rms_norm(x, z.unflatten(-1, x.shape[1:]), weight, eps))
+
+    return mock.patch.multiple(
+        "atom_core.kernels.gated_delta_net.aiter_kernel", compute_gates=compute_gates, norm_and_gate=norm_and_gate
+    )
 
 
 @case

@@ -41,6 +41,9 @@ CASES_OF = {
     "aiter.per_group_quant_hip": "fp8_block_linear",
     "aiter.gemm_a8w8_blockscale_bpreshuffle": "fp8_block_linear",
     "aiter.fused_qk_norm_rope_cache_pts_quant_shuffle": "qk_norm_rope_cache",
+    "aiter.ops.triton.gated_delta_net.build_gated_delta_rule_prefill_metadata": "gated_delta_net",
+    "aiter.ops.triton.gated_delta_net.causal_conv1d_split_qkv_triton_fn": "gated_delta_net",
+    "aiter.ops.triton.gated_delta_net.chunk_gated_delta_rule_opt_vk": "gated_delta_net",
     "aiter.pa_fwd_asm": "attention_over_shuffled_pages",
     "aiter.get_pa_metadata_info_v1": "attention_over_large_shuffled_pages",
     "aiter.get_pa_metadata_v1": "attention_over_large_shuffled_pages",
@@ -114,8 +117,8 @@ def changed(value):
     if isinstance(value, str):
         others = {"silu": "gelu", "gelu": "gelu_tanh", "gelu_tanh": "silu", "sigmoid": "softmax"}
         return others.get(value, "sigmoid")
-    if isinstance(value, tuple):
-        return tuple(max(0, part // 2) if part > 0 else part for part in value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(max(0, part // 2) if part > 0 else part for part in value)
     return None
 
 

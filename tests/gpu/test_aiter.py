@@ -27,6 +27,7 @@ if torch.version.hip and Target.of(GPU).arch in ARCHITECTURES:
     @pytest.mark.parametrize("path", RECORD)
     def test_its_signature_is_the_recorded_one(path):
         names = [part.partition(":")[0].partition("=")[0] for part in _parameters(RECORD[path]["signature"])]
+        names = [name for name in names if name != "*"]
         found = list(inspect.signature(aiter_function(path)).parameters)
         assert found[: len(names)] == names
 

@@ -92,6 +92,10 @@ ON_REQUEST = {
     (QK_NORM_ROPE_CACHE.name, "aiter"): (
         "It rounds the cosines and sines of rope to the model's dtype; ATOM_AITER_QK_NORM_ROPE_CACHE=1 asks for it."
     ),
+    (GATED_DELTA_NET.name, "aiter"): (
+        "It takes several times as many launches for a prompt, and moves more bytes; "
+        "ATOM_KERNELS=gated_delta_net=aiter asks for it."
+    ),
 }
 
 #: Kernels that are used on request only, on any GPU, and why.

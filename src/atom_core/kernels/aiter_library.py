@@ -48,6 +48,11 @@ CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "aiter.get_pa_metadata_v1",
             "aiter.pa_persistent_fwd",
         ),
+        "gated_delta_net": (
+            "aiter.ops.triton.gated_delta_net.build_gated_delta_rule_prefill_metadata",
+            "aiter.ops.triton.gated_delta_net.causal_conv1d_split_qkv_triton_fn",
+            "aiter.ops.triton.gated_delta_net.chunk_gated_delta_rule_opt_vk",
+        ),
         "gated_activation": (
             "aiter.silu_and_mul",
             "aiter.gelu_and_mul",

@@ -47,6 +47,7 @@ def _parsed(signature: str) -> inspect.Signature:
         "torch": torch,
         "dtypes": _Dtypes(),
         "MX_DEFAULT_ROUND_MODE": 1,  # up
+        "PAD_SLOT_ID": -1,
         **{it.__name__: it for it in (ActivationType, GateMode, MlaVersion, QuantType)},
     }
     exec(source, names)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,11 @@ FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 every_gpu = pytest.mark.parametrize("arch", ARCHITECTURES)
 REFERENCES = {"embedding": "reference", "qk_norm_rope_cache": "reference"}
 MLA = dict.fromkeys(("head_linear", "mla_attention", "mla_cache", "mla_prefill"), "reference")
+GATED_DELTA_CALLS = (
+    "build_gated_delta_rule_prefill_metadata",
+    "causal_conv1d_split_qkv_triton_fn",
+    "chunk_gated_delta_rule_opt_vk",
+)
 SHUFFLED = {**REFERENCES, "attention": "aiter_shuffled"}
 
 
@@ -278,6 +284,31 @@ def test_latents_of_deepseeks_sizes_decode_in_assembly(tmp_path, arch, cache, he
         made = [call.path.rpartition(".")[2] for call in calls()]
         layers = it.model.config.num_layers
         assert (made.count("mla_decode_fwd"), made.count("get_mla_metadata_v1")) == (4 * layers, 4)
+    assert distance(torch.cat(found), expected) <= 0.1  # 16-bit roundings over layers, as `atom-plugin check` allows
+
+
+@every_gpu
+def test_a_hybrids_prompts_go_through_aiters_chunks(tmp_path, arch):
+    linear = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2}
+    types = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3}
+    sizes = {**linear, **types, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4, "head_dim": 32}
+    make_model(
+        tmp_path,
+        make_config(Family("Qwen3_5ForCausalLM", "qwen3_5_text", sizes), hidden_size=128, max_position_embeddings=96),
+    )
+    tokens = random_tokens(90)
+    expected = Runner(tmp_path, dtype=torch.bfloat16).logits(tokens)
+    plain = dict.fromkeys(("rms_norm", "output_gate"), "reference")
+    kernels = REFERENCES | plain | {"decode_attention": "separate", "gated_delta_net": "aiter"}
+    with fake_aiter(arch):
+        it = Runner(tmp_path, dtype=torch.bfloat16, target=Target("rocm", arch), kernels=kernels)
+        caches = it.caches(1)
+        with torch.inference_mode():
+            steps = (0, 70, 72, 89, 90)
+            found = [it.model.logits(it.step(caches, [begin], [tokens[begin:end]])) for begin, end in pairwise(steps)]
+        made = [call.path.rpartition(".")[2] for call in calls()]
+        counts = [made.count(name) for name in GATED_DELTA_CALLS]
+    assert counts == [4, 4 * 2, 4 * 2]
     assert distance(torch.cat(found), expected) <= 0.1  # 16-bit roundings over layers, as `atom-plugin check` allows
 
 

@@ -23,6 +23,7 @@ import torch
 
 from atom_core.batch import Batch, BatchShape
 from atom_core.cache import StateView
+from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.gated_delta_net.reference import OneByOne, chunked_gated_delta_rule, gated_delta_rule
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.select import Implementation, Op, Target, always, only_on_cpu
@@ -104,6 +105,26 @@ def _build_triton(spec: GatedDeltaNetSpec, target: Target) -> GatedDeltaNetKerne
     return TritonGatedDeltaNet(spec, nvidia=target.kind == "cuda", overlap=overlaps(target))
 
 
+def _aiter_supports(spec: GatedDeltaNetSpec, target: Target) -> str | None:
+    if reason := why_no_aiter(target):
+        return reason
+    if spec.dtype != torch.bfloat16:
+        return f"aiter's Gated DeltaNet is for bfloat16, not for {spec.dtype}."
+    if (spec.key_dim, spec.value_dim) != (128, 128):
+        return f"aiter's Gated DeltaNet has keys and values of 128, not of {spec.key_dim} and {spec.value_dim}."
+    if not 2 <= spec.conv_width <= 4:
+        return f"aiter's convolution is over 2 to 4 tokens, not over {spec.conv_width}."
+    if spec.state_dtype not in (torch.float32, torch.bfloat16):
+        return f"aiter's Gated DeltaNet has states in float32 and bfloat16, not in {spec.state_dtype}."
+    return _triton_supports(spec, target)  # Triton runs the batches that aiter cannot
+
+
+def _build_aiter(spec: GatedDeltaNetSpec, target: Target) -> GatedDeltaNetKernel:
+    from atom_core.kernels.gated_delta_net.aiter_kernel import AiterGatedDeltaNet  # imports aiter when it is built
+
+    return AiterGatedDeltaNet(spec, _build_triton(spec, target))
+
+
 def _triton_decode_supports(spec: GatedDeltaDecodeSpec, target: Target) -> str | None:
     return why_not_fused(spec.separate) or _why_not_triton(spec.layer, target, _MAX_DECODE_DIM)
 
@@ -117,6 +138,12 @@ def _build_triton_decode(spec: GatedDeltaDecodeSpec, target: Target) -> GatedDel
 GATED_DELTA_NET: Op[GatedDeltaNetSpec, GatedDeltaNetKernel] = Op(
     "gated_delta_net",
     (
+        Implementation(
+            "aiter",
+            _aiter_supports,
+            _build_aiter,
+            lambda target: "It runs prompts; decodes, drafts and prefix caches' copies of states are Triton's.",
+        ),
         Implementation("triton", _triton_supports, _build_triton),
         Implementation("torch", only_on_cpu, lambda spec, target: OneByOne(chunked_gated_delta_rule)),
         Implementation("reference", always, lambda spec, target: OneByOne(gated_delta_rule)),

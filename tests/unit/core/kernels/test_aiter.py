@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from atom_core.batch import BatchShape
 from atom_core.cache import SHUFFLED, KVCacheView
 from atom_core.kernels import OPS, kernel_set
 from atom_core.kernels.aiter_library import aiter_function, why_no_aiter
 from atom_core.kernels.attention import ATTENTION, PagedAttentionSpec
 from atom_core.kernels.attention.aiter_choice import Call, choose, gluon_window, inclusive_window
+from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.experts import EXPERTS, ExpertsSpec
 from atom_core.kernels.fp8_block_linear import FP8_BLOCK_LINEAR, Fp8BlockLinearSpec
 from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec
@@ -23,6 +25,8 @@ from atom_core.kernels.fp8_inputs import InputForm, QuantizedInputKernel, as_qua
 from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
 from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM, Fp8RmsNormSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
+from atom_core.kernels.gated_delta_net import GATED_DELTA_NET, GatedDeltaNetSpec
+from atom_core.kernels.gated_delta_net.reference import OneByOne, gated_delta_rule
 from atom_core.kernels.linear import LINEAR, LinearSpec
 from atom_core.kernels.mla_attention import MLA_ATTENTION, MlaAttentionSpec
 from atom_core.kernels.mla_cache import MlaSpec
@@ -38,8 +42,9 @@ from atom_core.kernels.qk_norm_rope_cache import QK_NORM_ROPE_CACHE, QkvCacheSpe
 from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
 from atom_core.kernels.select import Target
 from atom_core.types import RoutingConfig
-from tests.aiter_cases import assert_near, cases_on, mxfp4, random, routed
+from tests.aiter_cases import assert_near, cases_on, mxfp4, random, routed, without_triton
 from tests.aiter_fake import ARCHITECTURES, calls, fake_aiter
+from tests.gated_delta_cases import DeltaCase, Request, check_delta, delta_batch
 
 CPU = torch.device("cpu")
 ATTENTION_SPEC = {
@@ -62,6 +67,9 @@ MXFP4_EXPERTS_SPEC = Mxfp4ExpertsSpec(
     0, 4, 256, 256, 2, "silu", bias=False, dtype=torch.bfloat16, total=4, rounded_inputs=True
 )
 LATENTS = MlaSpec(4, 512, 128, 64, 128, True, torch.bfloat16, torch.bfloat16)
+
+
+DELTA_SPEC = GatedDeltaNetSpec(16, 32, 128, 128, 4, torch.bfloat16, torch.float32)
 
 
 def latents(**changes):
@@ -376,6 +384,78 @@ def test_what_rounds_or_reorders_is_used_on_request_alone():
         assert kernel_set(Target("rocm", "gfx950"), {"attention": "aiter_shuffled"}).select(ATTENTION, spec).order == (
             SHUFFLED
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float16}, "for bfloat16, not for torch.float16"),
+        ({"key_dim": 64}, "keys and values of 128, not of 64 and 128"),
+        ({"value_dim": 256}, "keys and values of 128, not of 128 and 256"),
+        ({"conv_width": 5}, "over 2 to 4 tokens, not over 5"),
+        ({"state_dtype": torch.float16}, "states in float32 and bfloat16, not in torch.float16"),
+    ],
+)
+def test_what_aiter_has_no_delta_rule_for(changes, reason):
+    with fake_aiter("gfx942"), pytest.raises(ValueError, match=reason):
+        kernel_set(Target("rocm", "gfx942"), {"gated_delta_net": "aiter"}).select(
+            GATED_DELTA_NET, replace(DELTA_SPEC, **changes)
+        )
+
+
+@every_gpu
+def test_aiters_delta_rule_takes_more_launches_so_it_is_used_on_request(arch):
+    with fake_aiter(arch):
+        kernels = kernel_set(Target("rocm", arch))
+        assert kernels.chosen(GATED_DELTA_NET, DELTA_SPEC) == "triton"
+        (choice,) = kernels.choices()
+        assert "ATOM_KERNELS=gated_delta_net=aiter asks for it." in dict(choice.passed_over)["aiter"]
+        kernel = kernel_set(Target("rocm", arch), {"gated_delta_net": "aiter"}).select(GATED_DELTA_NET, DELTA_SPEC)
+    prompts = BatchShape((1, 1, 100, 4000), 5000)
+    own = attention_keys(kernel.others, prompts, CPU)
+    assert attention_keys(kernel, prompts, CPU) == [
+        (id(kernel), key) for key in (*own, ("aiter", (False, False), True))
+    ]
+    decodes = replace(prompts, queries=(1, 1))
+    assert len(attention_keys(kernel, decodes, CPU)) == len(attention_keys(kernel.others, decodes, CPU))
+
+
+PROMPT = DeltaCase("", (Request(5), Request(3, False)), key_heads=1, value_heads=2, key_dim=128, value_dim=128)
+
+
+def aiters_delta_rule(case):
+    """For a case's layer."""
+    kernels = kernel_set(Target("rocm", "gfx942"), {"gated_delta_net": "aiter"})
+    return kernels.select(GATED_DELTA_NET, case.spec(torch.bfloat16))
+
+
+def test_inputs_of_a_convolution_in_another_dtype_are_tritons():
+    for conv_dtype, ours in ((torch.bfloat16, 0), (torch.float32, 1)):
+        inputs, ran = delta_batch(PROMPT, torch.bfloat16, CPU, conv_dtype=conv_dtype), []
+
+        def others(*args, ran=ran):
+            ran.append(args)
+            OneByOne(gated_delta_rule)(*args)
+
+        with fake_aiter("gfx942"), without_triton(CPU):
+            kernel = aiters_delta_rule(PROMPT)
+            kernel.others = others
+            check_delta(kernel, inputs, times=2)
+        assert len(ran) == ours
+
+
+def test_slot_0_is_nobodys_for_aiters_delta_rule_too():
+    inputs = delta_batch(PROMPT, torch.bfloat16, CPU)
+    inputs.batch.states.slots[1] = 0
+    before = [it.clone() for it in inputs.cache.tensors]
+    with fake_aiter("gfx942"), without_triton(CPU):
+        inputs.run(aiters_delta_rule(PROMPT))
+    mine = inputs.batch.states.slots[0, 0].item()
+    for found, was in zip(inputs.cache.tensors, before, strict=True):
+        assert not torch.equal(found[mine], was[mine])
+        assert not found[mine].isnan().any()
+        others = [slot for slot in range(len(was)) if slot != mine]
+        torch.testing.assert_close(found[others], was[others], rtol=0, atol=0, equal_nan=True)
 
 
 def call(order=SHUFFLED, page_size=16, query_len=1, uniform=True, **changes):
