@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from atom_core.config import MixerConfig, ModelConfig
+from atom_core.config import AttentionConfig, GatedDeltaNetConfig, MixerConfig, ModelConfig
 from benchmarks._fused_moe import Quantized, stages
 
-#: Bytes up to which aiter's fused all-reduce and norm is one kernel over 8 ranks, and not two
-#: (aiter/dist/device_communicators/communicator_cuda.py:252). In vLLM (aiter_custom_all_reduce.py:76) it is 128 KiB:
-#: nothing here lies between.
-ONE_STAGE = 128 * 7168 * 2 // 8
+#: Bytes up to which aiter's fused all-reduce and norm is one kernel, and not two, divided by the number of ranks
+#: (aiter/dist/device_communicators/communicator_cuda.py:252). In vLLM (aiter_custom_all_reduce.py:76) it is 1 MiB over
+#: that number: nothing here lies between.
+ONE_STAGE = 128 * 7168 * 2
 #: Bytes up to which one that quantises groups as well has two stages in one kernel (custom_all_reduce.cuh:4604).
 TWO_STAGES = 512 * 1024
 
@@ -62,8 +62,13 @@ class Case:
 
     @property
     def mixer(self) -> MixerConfig:
-        """Of every layer."""
-        return self.config.layers[0].mixer
+        """The layer's: the last one's."""
+        return self.config.layers[-1].mixer
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether other layers of the model have Gated DeltaNet, or this one."""
+        return any(isinstance(it.mixer, GatedDeltaNetConfig) for it in self.config.layers)
 
     @property
     def queries(self) -> int:
@@ -82,7 +87,7 @@ class Case:
 
     def reduces_in_one(self, quantized: bool) -> bool:
         """Whether the fused all-reduce and norm is one kernel; ``quantized``: with the quantisation after them."""
-        return self.batch * self.hidden * 2 <= (TWO_STAGES if quantized else ONE_STAGE)
+        return self.batch * self.hidden * 2 <= (TWO_STAGES if quantized else ONE_STAGE // self.ranks)
 
 
 def _wide(*numbers: float) -> float:
@@ -136,6 +141,8 @@ def _all_reduce(case: Case, source: str) -> Iterator[Read]:
 
 def atom(case: Case) -> list[Read]:
     """ATOM's layer, with ATOM_ENABLE_QK_NORM_ROPE_CACHE_QUANT_FUSION=1, without which it has three launches more."""
+    if case.is_hybrid:
+        return [*_atom_hybrid_mixer(case), *_atom_hybrid_mlp(case)]
     if case.config.has_mla:
         return [*_atom_mla(case), *_atom_mixture(case, "deepseek_v2.py:1167", "deepseek_v2.py:3094")]
     moe = case.config.layers[-1].moe is not None
@@ -213,6 +220,8 @@ def _fused_norm(case: Case, quantized: bool) -> str:
 def vllm(case: Case) -> list[Read]:
     """vLLM's layer: compiled, which fuses norms and activations with the quantisation after them, and all-reduces."""
     moe = case.config.layers[-1].moe is not None
+    if case.is_hybrid:
+        return [*_vllm_hybrid_mixer(case), *_vllm_hybrid_mlp(case)]
     if case.config.has_mla:
         return [*_vllm_mla(case), *_vllm_mixture(case, "deepseek_v2.py:424")]
     queries, keys, hidden = case.queries, case.keys, case.hidden
@@ -284,3 +293,153 @@ def _vllm_mla(case: Case) -> Iterator[Read]:
     yield Read("mla_decode_fwd", "rocm_aiter_mla.py:2468, aiter/mla.py:927, 956", attended, 2)
     yield Read("batched gemm v", "mla_attention.py:1398", _wide(heads * (latent.rank + latent.value_dim)))
     yield from _product(case, "gemm o", "layers/mla.py:255", heads * latent.value_dim, hidden, _VLLM_QUANT)
+
+
+@dataclass(frozen=True)
+class _States:
+    """Elements of a token in a layer of Gated DeltaNet on one rank."""
+
+    channels: int
+    """Of q, k and v."""
+    values: int
+    """Of v, and of z."""
+    gates: int
+    """Of b and a together."""
+
+    @classmethod
+    def of(cls, case: Case, mixer: GatedDeltaNetConfig) -> _States:
+        """Heads are shared out."""
+        values = mixer.num_value_heads * mixer.value_dim
+        return cls(mixer.channels // case.ranks, values // case.ranks, 2 * mixer.num_value_heads // case.ranks)
+
+
+#: Compute units of the smaller GPU, an MI355X, for each of which aiter wants two programs (pa_decode_gluon.py:107).
+_PROGRAMS = 2 * 256
+
+
+def _gluon(case: Case, mixer: AttentionConfig) -> tuple[float, int]:
+    """Bytes of a token's partial results in aiter's pa_decode_gluon (pa_decode_gluon.py:111, 5393); its launches."""
+    kv_heads = max(1, mixer.num_kv_heads // case.ranks)
+    splits = min(-(-_PROGRAMS // (case.batch * kv_heads)), 8)
+    if splits == 1:
+        return 0, 1
+    return splits * (_wide(case.queries) + 8 * case.queries / mixer.head_dim), 2
+
+
+def _atom_hybrid_mixer(case: Case) -> Iterator[Read]:
+    """ATOM's layer of Qwen3.5 (qwen3_5.py), whose norms are fused neither with all-reduces nor with quantisers."""
+    mixer, hidden, quant = case.mixer, case.hidden, "linear.py:982"
+    product = "linear.py:1053" if case.fp8 else "linear.py:960"
+    yield from _norm(case, "fused_qk_rmsnorm_group_quant", "qwen3_next.py:845, layernorm.py:741", False, reduces=False)
+    if isinstance(mixer, GatedDeltaNetConfig):
+        it = _States.of(case, mixer)
+        made = it.channels + it.values
+        if case.fp8:
+            yield from _product(case, "gemm qkvz", f"qwen3_5.py:322, {product}", hidden, made, quant)
+            yield Read("gemm ba", "qwen3_5.py:323, linear.py:960", _wide(hidden, it.gates))
+        else:
+            yield from _product(case, "gemm qkvzba", f"qwen3_5.py:313, {product}", hidden, made + it.gates)
+        line = "layer_gdn.py:520, causal_conv1d.py:1352"
+        yield Read("causal_conv1d_update", line, _wide(it.channels, it.channels))
+        line = "layer_gdn.py:366, fused_sigmoid_gating.py:270"
+        yield Read("fused_sigmoid_gating_delta_rule", line, _wide(it.channels, it.gates, it.values))
+        if case.fp8:
+            moved = _wide(2 * it.values) + _narrow(it.values)
+            yield Read("gated_rmsnorm_fp8_group_quant", "qwen3_5.py:339, layernorm.py:621", moved)
+        else:
+            yield Read("rms_norm and silu", "qwen3_5.py:339, layernorm.py:656, compiled", _wide(3 * it.values))
+        yield from _product(case, "gemm out", f"qwen3_5.py:340, {product}", it.values, hidden)
+    else:
+        assert isinstance(mixer, AttentionConfig)
+        queries, keys = case.queries, case.keys
+        yield from _product(case, "gemm gqkv", f"qwen3_next.py:416, {product}", hidden, 2 * queries + 2 * keys, quant)
+        yield Read("fused_qkv_norm_rope_cache", "layer_mha.py:288", _wide(2 * queries, 3 * keys))
+        parts, kernels = _gluon(case, mixer)
+        yield Read("pa_decode_gluon", "layer_mha.py:264, 475", _wide(queries, queries) + parts, kernels)
+        if case.fp8:
+            moved = _wide(2 * queries) + _narrow(queries)
+            yield Read("fused_sigmoid_mul_fp8_quant", "qwen3_next.py:458", moved)
+        else:
+            yield Read("sigmoid and mul", "qwen3_next.py:461, compiled", _wide(3 * queries))
+        yield from _product(case, "gemm o", f"qwen3_next.py:{459 if case.fp8 else 463}, {product}", queries, hidden)
+    yield from _all_reduce(case, "linear.py:1101")
+    yield from _norm(case, "fused_qk_rmsnorm_group_quant", "qwen3_next.py:875, layernorm.py:741", False, reduces=False)
+
+
+def _atom_hybrid_mlp(case: Case) -> Iterator[Read]:
+    """The shared expert is one more of the routed ones, and its gate a row of the router's."""
+    moe, hidden = case.config.layers[-1].moe, case.hidden
+    if moe is None:
+        assert not case.fp8
+        intermediate = case.config.intermediate_size // case.ranks
+        yield from _product(case, "gemm gate_up", "qwen3_next.py:153, linear.py:960", hidden, 2 * intermediate)
+        yield Read("silu_and_mul", "qwen3_next.py:154, activation.py:111", _wide(3 * intermediate))
+        yield from _product(case, "gemm down", "qwen3_next.py:155, linear.py:960", intermediate, hidden)
+        yield from _all_reduce(case, "linear.py:1101")
+        return
+    scores = moe.routing.num_experts + 1
+    yield Read("gemm gate", "qwen3_next.py:259, linear.py:960", _wide(hidden, scores))
+    yield Read("topk_softmax", "topK.py:185", _wide(scores) + 8 * (moe.routing.top_k + 1))
+    yield from _experts(case, "moe.py:2574" if case.fp8 else "moe.py:894", shared=True)
+    yield from _all_reduce(case, "qwen3_next.py:278")
+
+
+def _vllm_hybrid_mixer(case: Case) -> Iterator[Read]:
+    """vLLM's layer of Qwen3.5, with aiter's two kernels of Gated DeltaNet (qwen_gdn_linear_attn.py:952)."""
+    mixer, hidden = case.mixer, case.hidden
+    linear = isinstance(mixer, GatedDeltaNetConfig)
+    # What b and a are multiplied from is in 16 bits.
+    quantized = case.fp8 and not linear
+    fused = _fused_norm(case, quantized)
+    yield from _norm(case, "add_rms_norm", f"qwen3_next.py:571, {fused}", quantized, reduces=True)
+    if isinstance(mixer, GatedDeltaNetConfig):
+        it, file = _States.of(case, mixer), "qwen_gdn_linear_attn.py"
+        yield from _product(case, "gemm qkvz", f"{file}:954", hidden, it.channels + it.values, _VLLM_QUANT)
+        yield Read("gemm ba", f"{file}:955", _wide(hidden, it.gates))
+        moved = _wide(it.channels, it.values, it.gates)
+        yield Read("fused_reshape_causal_conv1d_update", f"{file}:1687", 2 * moved)
+        rule = _wide(it.channels, it.gates, it.values)
+        yield Read("fused_rearrange_sigmoid_gated_delta_rule", f"{file}:1710", rule)
+        if case.fp8:
+            moved = _wide(2 * it.values) + _narrow(it.values)
+            yield Read("rms_norm and silu + quant", f"{file}:942, rocm_aiter_fusion.py:452", moved)
+        else:
+            yield Read("rms_norm and silu", f"{file}:942, layernorm.py:411", _wide(3 * it.values))
+        yield from _product(case, "gemm out", f"{file}:943", it.values, hidden)
+        return
+    queries, keys = case.queries, case.keys
+    yield from _product(case, "gemm qkv", "qwen3_next.py:463", hidden, 2 * queries + 2 * keys)
+    yield Read("rms_norm q", "qwen3_next.py:449", _wide(queries, queries))
+    yield Read("rms_norm k", "qwen3_next.py:452", _wide(keys, keys))
+    yield Read("rope", "qwen3_next.py:455, compiled", _wide(2 * queries, 2 * keys))
+    yield Read("reshape_and_cache_flash", "rocm_attn.py:495", _wide(2 * keys))
+    # Heads of 256 have no kernel in HIP (platforms/rocm.py:422).
+    line = "chunked_prefill_paged_decode.py:461"
+    yield Read("kernel_paged_attention_2d", line, _wide(queries, queries))
+    yield Read("sigmoid and mul", "qwen3_next.py:467, compiled", _wide(3 * queries))
+    yield from _product(case, "gemm o", "qwen3_next.py:468", queries, hidden, _VLLM_QUANT)
+
+
+def _vllm_hybrid_mlp(case: Case) -> Iterator[Read]:
+    """The shared expert is an MLP of its own (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS is off by default)."""
+    moe, hidden = case.config.layers[-1].moe, case.hidden
+    yield from _norm(case, "add_rms_norm", f"qwen3_next.py:606, {_fused_norm(case, False)}", False, reduces=True)
+    if moe is None:
+        assert not case.fp8
+        intermediate = case.config.intermediate_size // case.ranks
+        yield from _product(case, "gemm gate_up", "qwen2_moe.py:116", hidden, 2 * intermediate)
+        yield Read("silu_and_mul", "qwen2_moe.py:117, compiled", _wide(3 * intermediate))
+        yield from _product(case, "gemm down", "qwen2_moe.py:118", intermediate, hidden)
+        return
+    scores, intermediate = moe.routing.num_experts, moe.shared_size // case.ranks
+    yield Read("gemm gate", "moe_runner.py:913", _wide(hidden, scores))
+    yield Read("topk", "qwen3_next.py:265, router", _wide(scores) + 8 * moe.routing.top_k)
+    yield from _experts(case, "rocm_aiter_moe.py:408")
+    yield from _product(case, "gemm shared gate_up", "qwen2_moe.py:116", hidden, 2 * intermediate, _VLLM_QUANT)
+    yield Read("silu_and_mul", "qwen2_moe.py:117", _wide(3 * intermediate))
+    yield from _product(case, "gemm shared down", "qwen2_moe.py:118", intermediate, hidden, _VLLM_QUANT)
+    yield Read("gemm shared gate", "qwen2_moe.py:121", _wide(hidden, 1))
+    # In an op of its own, which is not compiled (moe_runner.py:210).
+    yield Read("sigmoid", "qwen2_moe.py:121", _wide(2))
+    yield Read("mul", "qwen2_moe.py:121", _wide(1, hidden, hidden))
+    yield Read("add", "moe_runner.py:789", _wide(3 * hidden))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from atom_core.config import AttentionConfig, LayerConfig, ModelConfig
+from atom_core.config import AttentionConfig, GatedDeltaNetConfig, LayerConfig, ModelConfig
 from atom_core.kernels.select import Target
 from atom_core.loading import build_on_meta_device
 from atom_core.models.read_config import read_model_config
@@ -73,6 +73,17 @@ def rows() -> Iterator[Row]:
             whole = ranks > 1 and model == "qwen3-30b-a3b-fp8"
             for batch in (1, 64):
                 yield Row(model, said, layers, batch, ranks, whole)
+    # An eighth of a shared expert would cut blocks.
+    for model, said, more in (
+        ("qwen3.5-27b", "Qwen3.5 27B, bf16", 8),
+        ("qwen3.5-35b-a3b", "Qwen3.5 35B-A3B, bf16", 8),
+        ("qwen3.5-35b-a3b-fp8", "Qwen3.5 35B-A3B, FP8 blocks", 4),
+    ):
+        # Each fourth layer has full attention.
+        for kind, layers in (("linear", 5), ("full", 8)):
+            for ranks in (1, more):
+                for batch in (1, 64):
+                    yield Row(model, f"{said}, {kind} attention", layers, batch, ranks)
 
 
 def _config(model: str, layers: int) -> ModelConfig:
@@ -102,7 +113,7 @@ def kernels(launches: Iterable[Launch | Read]) -> int:
 
 
 def weights_and_cache(row: Row) -> tuple[int, int]:
-    """Bytes of the layer's weights and cached tokens that one rank reads."""
+    """Bytes of the layer's weights and cached tokens that one rank reads, and of states, which it writes too."""
 
     def both(layers: int) -> tuple[int, int]:
         config = _config(row.model, layers)
@@ -117,12 +128,15 @@ def weights_and_cache(row: Row) -> tuple[int, int]:
 
 
 def _of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
-    """``config`` with a rank's key/value heads; latents are whole on every rank."""
+    """``config`` with a rank's key/value heads and states; latents are whole on every rank."""
 
     def mine(layer: LayerConfig) -> LayerConfig:
-        if not isinstance(layer.mixer, AttentionConfig):
-            return layer
-        return replace(layer, mixer=replace(layer.mixer, num_kv_heads=max(1, layer.mixer.num_kv_heads // ranks)))
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionConfig):
+            return replace(layer, mixer=replace(mixer, num_kv_heads=max(1, mixer.num_kv_heads // ranks)))
+        if isinstance(mixer, GatedDeltaNetConfig):
+            return replace(layer, mixer=replace(mixer, num_value_heads=mixer.num_value_heads // ranks))
+        return layer
 
     return replace(config, layers=tuple(map(mine, config.layers)))
 
@@ -144,7 +158,9 @@ def launch_table() -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     for row in rows():
         least = min(kernels(atom(row.case)), kernels(vllm(row.case)))
-        shuffled = None if row.case.config.has_mla else ours(row, GFX942, shuffled=True)
+        # Layers of linear attention have no such cache.
+        paged = isinstance(row.case.mixer, AttentionConfig)
+        shuffled = None if not paged else ours(row, GFX942, shuffled=True)
         cells = [ours(row, GFX942), ours(row, GFX950), shuffled]
         shown = ["" if it is None else _marked(str(kernels(it)), kernels(it) > least) for it in cells]
         other = [str(kernels(it)) for it in (atom(row.case), vllm(row.case), ours(row, HOPPER))]

@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from atom_core.batch import Batch, HostLengths, States
+from atom_core.cache import StateView
+from atom_core.kernels import kernel_set
 from atom_core.kernels.aiter_library import CALLED
+from atom_core.kernels.gated_delta_net import GATED_DELTA_NET, GatedDeltaNetSpec
+from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.select import Target
-from benchmarks._launches import IN_PLACE, RESULTS, CountedGroup, Recorder, _TorchOps, chosen, count
+from benchmarks._launches import IN_PLACE, RESULTS, CountedGroup, Recorder, _recording, _TorchOps, chosen, count
 from benchmarks._launches_elsewhere import ONE_STAGE, atom, vllm
 from benchmarks.launches import CONTEXT, kernels, main, ours, rows, weights_and_cache
 
@@ -157,6 +162,64 @@ def test_mxfp4_is_multiplied_by_aiter_on_gfx950_and_widened_by_triton_elsewhere(
     assert "gemm_a4w4" not in names(GFX942)
 
 
+def test_linear_attention_is_one_launch_between_its_products():
+    found = count("qwen3.5-35b-a3b", GFX950, batch=2, ranks=1, num_layers=5, context=100)
+    made = 8192 + 4096 + 64  # q, k and v; z; b and a
+    assert [(it.name, it.activations // 4) for it in found][:5] == [
+        ("rms_norm", 2 * 2048),
+        ("gemm_a16w16", 2048 + made),
+        ("gated_delta_decode", made + 4096),
+        ("gemm_a16w16", 4096 + 2048),
+        ("rms_norm", 2 * 2048),
+    ]
+    assert [it.name for it in found][5:] == ["gemm_a16w16", "route", "moe_sorting", "moe_stage1", "moe_stage2"]
+
+
+def test_full_attention_with_an_output_gate_is_one_launch_more():
+    found = count("qwen3.5-35b-a3b", GFX950, batch=2, ranks=1, num_layers=8, context=100)
+    names = [it.name for it in found]
+    assert names[:5] == ["rms_norm", "gemm_a16w16", "decode_attention", "multiply_by_gate", "gemm_a16w16"]
+    assert found[3].activations == 2 * 2 * 2 * 4096  # in place
+
+
+def launches_of_a_prompt(name: str) -> int:
+    """Of 4,000 tokens, in one layer of linear attention; the step's first layer does what all need."""
+    meta = torch.device("meta")
+    spec = GatedDeltaNetSpec(16, 32, 128, 128, 4, torch.bfloat16, torch.float32)
+    numbers = 4000, spec.channels
+    conv, norm = torch.empty(numbers[1], 4, device=meta), torch.empty(128, device=meta)
+    weights = GatedDeltaNetWeights(conv, *torch.empty(2, 32, device=meta), norm, 1e-6)
+    cache = StateView(
+        (
+            torch.empty(3, 3, numbers[1], dtype=torch.bfloat16, device=meta),
+            torch.empty(3, 32, 128, 128, device=meta),
+        )
+    )
+    lengths = torch.full((1,), 4000, dtype=torch.int32, device=meta)
+    batch = Batch(
+        torch.empty(2, dtype=torch.int32, device=meta),
+        lengths,
+        num_requests=1,
+        num_tokens=4000,
+        max_query_len=4000,
+        max_seq_len=4000,
+        states=States(lengths[:, None], torch.empty(1, dtype=torch.bool, device=meta)),
+        host=HostLengths((0, 4000), (4000,)),
+    )
+    qkvz, ba = (torch.empty(4000, size, dtype=torch.bfloat16, device=meta) for size in (numbers[1] + 4096, 64))
+    recorder = Recorder()
+    with _recording(recorder), torch.inference_mode():
+        kernel = kernel_set(GFX942, {"gated_delta_net": name}).select(GATED_DELTA_NET, spec)
+        for recorder.layer in (0, 1):
+            kernel(qkvz, ba, weights, cache, batch, qkvz.new_empty(4000, 32, 128))
+    return kernels(recorder.launches[1])
+
+
+def test_a_prompt_takes_fewer_launches_than_aiters():
+    assert launches_of_a_prompt("triton") == 4
+    assert launches_of_a_prompt("aiter") == 14
+
+
 @pytest.mark.parametrize(("tokens", "fused"), [(15, True), (16, False)])
 def test_many_tokens_are_summed_and_normed_one_after_the_other(tokens, fused):
     found = [it.name for it in count("qwen3-8b", GFX942, batch=tokens, ranks=8, num_layers=2, context=100)]
@@ -227,6 +290,8 @@ def test_the_page_says_which_kernel_runs_each_op_on_each_gpu():
             ("qwen3-30b-a3b-mxfp4", 2, 1, None),
             ("gpt-oss-20b", 2, 1, None),
             ("deepseek-v3", 5, 1, None),
+            ("qwen3.5-27b", 5, 1, None),
+            ("qwen3.5-35b-a3b-fp8", 5, 1, None),
         ):
             for op, name in chosen(model, target, ranks, layers, quantization):
                 run.setdefault(op, set()).add(name)
@@ -238,10 +303,10 @@ def test_the_page_says_which_kernel_runs_each_op_on_each_gpu():
 
 
 def test_no_row_lies_between_the_limits_of_one_kernel_that_reduces():
-    cases = [row.case for row in rows() if row.ranks == 8]
-    sizes = {case.batch * case.hidden * 2 for case in cases}
-    assert {case.reduces_in_one(quantized=False) for case in cases} == {True, False}
-    assert not any(128 * 1024 < size <= ONE_STAGE for size in sizes)
+    cases = [row.case for row in rows() if row.ranks > 1]
+    assert {(case.ranks, case.reduces_in_one(quantized=False)) for case in cases} == {(8, True), (8, False), (4, True)}
+    for case in cases:
+        assert not 2**20 // case.ranks < case.batch * case.hidden * 2 <= ONE_STAGE // case.ranks
 
 
 def test_one_layer_is_listed(monkeypatch, capsys):
