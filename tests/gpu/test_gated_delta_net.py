@@ -85,9 +85,10 @@ def test_a_graph_is_replayed_with_other_slots(case):
 
 
 def test_more_requests_than_before_have_counters_of_their_own():
-    """Also while a graph is captured, which goes on with what it was captured with."""
+    """Also while a graph is captured, which makes them anew each time."""
     case = replace(LARGE_FEW[0], requests=(Request(1),) * 300)
     kernel = TritonGatedDeltaDecode(case.spec(torch.bfloat16), **HERE)
+    delta_batch(LARGE_FEW[0], torch.bfloat16, GPU).run(kernel)
     inputs = delta_batch(case, torch.bfloat16, GPU)
     graph = torch.cuda.CUDAGraph()
     expected = inputs.widened()

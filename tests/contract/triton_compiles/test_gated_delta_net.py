@@ -48,7 +48,7 @@ def test_few_tokens_compile(case, dtype, state_dtype, gpu):
 @DTYPES
 @pytest.mark.parametrize("case", PROMPTS, ids=str)
 def test_prompts_compile(monkeypatch, case, dtype, state_dtype, gpu):
-    kept = keep(monkeypatch, *((prefill_kernel, name) for name in ("mix", "solve", "carry", "finish")))
+    kept = keep(monkeypatch, *((prefill_kernel, name) for name in ("mix", "solve", "carry", "answer")))
     kernel = prefill_kernel.TritonGatedDeltaNet(case.spec(dtype, state_dtype), gpu.nvidia, gpu.nvidia)
     delta_batch(case, dtype, CPU, state_dtype).run(kernel)
     launched = kept()

@@ -5,7 +5,7 @@
     A_ij = beta_i exp(G_i - G_j) (k_i . k_j) for j < i;   T = (1 + A)^-1
     u = T (beta v);   w = T (beta exp(G) k)                                         :func:`solve`, any order of chunks
     u -= w S^T;   S = exp(G_last) S + sum_i exp(G_last - G_i) u_i k_i^T              :func:`carry`, chunk after chunk
-    o_i = exp(G_i) S q_i + sum_{j <= i} exp(G_i - G_j) (q_i . k_j) u_j               :func:`finish`, any order of chunks
+    o_i = exp(G_i) S q_i + sum_{j <= i} exp(G_i - G_j) (q_i . k_j) u_j               :func:`answer`, any order of chunks
 
 where ``S`` is the state before the chunk. A chunk belongs to one request: request ``r``, which begins at token ``t``,
 has the places from ``t // 64 + r`` on, so a program finds its chunk without the host.
@@ -333,7 +333,7 @@ def carry(
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_tokens"])
-def finish(
+def answer(
     qkvz, norm_weight, out, query_start_loc, slots, queries, keys, u, totals, states, num_requests, num_tokens, eps,
     stride_x, stride_out, stride_slots,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, V: tl.constexpr,

@@ -11,7 +11,7 @@ import triton
 
 from atom_core.batch import Batch, BatchShape
 from atom_core.cache import StateView
-from atom_core.kernels.gated_delta_net.chunks import carry, finish, mix, solve
+from atom_core.kernels.gated_delta_net.chunks import answer, carry, mix, solve
 from atom_core.kernels.gated_delta_net.reference import CHUNK
 from atom_core.kernels.gated_delta_net.triton_decode import TritonGatedDeltaDecode
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
@@ -74,11 +74,13 @@ class TritonGatedDeltaNet:
         if self.decode.takes(batch):
             self.decode(qkvz, ba, weights, cache, batch, out)
             return
-        if not batch.num_decode_requests:
+        decodes, others = batch.decodes_and_others() if batch.num_decode_requests else (batch, batch)
+        if not self.decode.takes(decodes):
+            assert batch.states is not None
+            assert batch.states.verifies is None or decodes is batch, "tokens to verify are few, and in front"
             self._chunks(qkvz, ba, weights, cache, batch, out)
             return
         tokens = batch.num_decode_tokens
-        decodes, others = batch.decodes_and_others()
         self.decode(qkvz[:tokens], ba[:tokens], weights, cache, decodes, out[:tokens])
         self._chunks(qkvz[tokens:], ba[tokens:], weights, cache, others, out[tokens:])
 
@@ -134,7 +136,7 @@ class TritonGatedDeltaNet:
             slots.stride(0), BLOCK_V=tile.values, W=width, ROWS=triton.next_power_of_2(width - 1), num_warps=tile.warps,
             num_stages=tile.stages, **constants,
         )  # fmt: skip
-        finish[places, HV](
+        answer[places, HV](
             qkvz, weights.norm, out, starts, slots, queries, keys, u, totals, earlier, num_requests, num_tokens,
             weights.eps, qkvz.stride(0), out.stride(0), slots.stride(0),
             V_PADDED=values, num_warps=self.warps, **constants,
