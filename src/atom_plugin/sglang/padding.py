@@ -20,6 +20,7 @@ BEFORE_PADDING = {
     "intermediate_size": "original_intermediate_size",
     "moe_intermediate_size": "original_moe_intermediate_size",
     "intermediate_size_mlp": "original_intermediate_size_mlp",
+    "shared_expert_intermediate_size": "original_shared_expert_intermediate_size",
     "num_attention_heads": "original_num_attention_heads",
     "num_key_value_heads": "original_total_num_kv_heads",
 }

@@ -8,6 +8,7 @@ slots are used again, in which the request before has left NaN. What SGLang lack
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,17 @@ from pathlib import Path
 import pytest
 
 from tests.hybrid_checkpoints import Expected, make_hybrid, some_tokens
+from tests.integration.questions import checkpoint, greedy_tokens
+from tests.integration.server import free_ports
 from tests.integration.sglang.offline import Ask, Engine, drafting, run
+from tests.integration.sglang.test_dp_attention import DERIVED, PINNED
 from tests.integration.sglang.test_drafts import ENVIRON, STAND_INS
+from tests.integration.sglang.test_mixtures import BOUND
 
 pytestmark = pytest.mark.sglang
 
 SNAPSHOTS = Path(__file__).parent / "snapshots_on_cpu"
+RECALL = Path(__file__).parents[2] / "evaluation" / "recall.jsonl"
 COUNT = 32
 SHARED = some_tokens(150, 99)
 LENGTHS = (1, 7, 63, 64, 65, 130, 100, 33, 20, 5, 48)
@@ -65,13 +71,14 @@ class Cell:
             "page_size": self.page_size,
         }
         options = drafting(self.drafts, **options) if self.drafts else options
-        stand_ins = (*STAND_INS, SNAPSHOTS) if self.drafts else (SNAPSHOTS,)
-        environ = {
-            **(ENVIRON if self.drafts else {}),
-            "PYTHONPATH": os.pathsep.join([*map(str, stand_ins), os.environ.get("PYTHONPATH", "")]),
-            "SGLANG_MAMBA_CONV_DTYPE": "float32",
-        }
-        return Engine(str(folder), True, ASKS, options, environ)
+        return Engine(str(folder), True, ASKS, options, environ_of(SNAPSHOTS, self.drafts))
+
+
+def environ_of(plugin: Path | str, drafts: int) -> dict[str, str]:
+    """Variables of an engine with a plug-in, whose states are float32, and which drafts."""
+    plugins = (*STAND_INS, plugin) if drafts else (plugin,)
+    path = os.pathsep.join([*map(str, plugins), os.environ.get("PYTHONPATH", "")])
+    return {**(ENVIRON if drafts else {}), "PYTHONPATH": path, "SGLANG_MAMBA_CONV_DTYPE": "float32"}
 
 
 CELLS = [
@@ -123,3 +130,55 @@ def test_tokens_are_transformers(cell, made):
             for name in ("spec_num_correct_drafts", "spec_num_proposed_drafts")
         )
         assert 0 < right < proposed
+
+
+#: By name: the family, the ranks, and how many tokens are drafted in a row.
+RANKS = {
+    "two stages": ("qwen3_5", {"pp_size": 2}, 0),
+    "two ranks": ("qwen3_5_moe", {"tp_size": 2}, 2),
+    "attention of their own": ("qwen3_next", {"tp_size": 2, "attn_dp_size": 2, "ep_size": 2}, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_have_the_tokens_of_one(name, made):
+    family, ranks, drafts = RANKS[name]
+    folder, (alone, *many) = made(family)
+    plain = {key: OPTIONS[key] for key in ("dtype", "disable_cuda_graph", "chunked_prefill_size")}
+    options = {**plain, **ranks, "max_total_tokens": 4096, "port": free_ports(DERIVED)}
+    options = drafting(drafts, **options) if drafts else options
+    # One prompt alone leaves a rank without requests.
+    engine = Engine(str(folder), True, ASKS[1:3], options, {**environ_of(PINNED, drafts), **BOUND})
+    (ran,) = run([engine])
+    assert [[answer.tokens for answer in answers] for answers in ran.answers] == [[alone], many]
+    assert max(answer.meta["cached_tokens"] for answer in ran.answers[1]) >= 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "attention"), [("qwen3_next", "atom"), ("qwen3_5", "torch_native")])
+def test_held_out_questions_are_answered_right(family, attention, rows):
+    (ran,) = run(
+        [Engine(checkpoint(family), True, [Ask([row.prompt for row in rows])], {"attention_backend": attention})]
+    )
+    assert [answer.tokens for answer in ran.answers[0]] == greedy_tokens(family, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_what_only_states_remember_is_answered_with_drafts_and_from_copies(family):
+    """In bfloat16, as checkpoints are; what is asked for stands hundreds of tokens before, beyond attention's sight."""
+    rows = [json.loads(line) for line in RECALL.read_text(encoding="utf-8").splitlines()][:40]
+    ask = Ask([row["prompt"] for row in rows], {"max_new_tokens": 8})
+    options = {"mamba_radix_cache_strategy": "extra_buffer", "chunked_prefill_size": 256, "disable_cuda_graph": True}
+    environ = {**environ_of(SNAPSHOTS, 1), "SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}
+    (ran,) = run([Engine(checkpoint(family), True, [ask, ask], drafting(1, **options), environ)])
+    for answers in ran.answers:
+        texts = [answer.text for answer in answers]
+        assert all(text.startswith(f" {row['answer']}\n") for text, row in zip(texts, rows, strict=True)), texts
+    assert min(answer.meta["cached_tokens"] for answer in ran.answers[1]) >= 64
+    right, proposed = (
+        sum(answer.meta[name] for answers in ran.answers for answer in answers)
+        for name in ("spec_num_correct_drafts", "spec_num_proposed_drafts")
+    )
+    assert right > 0.9 * proposed
