@@ -215,9 +215,8 @@ def launches_of_a_prompt(name: str) -> int:
     return kernels(recorder.launches[1])
 
 
-def test_a_prompt_takes_fewer_launches_than_aiters():
-    assert launches_of_a_prompt("triton") == 4
-    assert launches_of_a_prompt("aiter") == 14
+def test_a_prompt_takes_a_third_of_aiters_launches_at_most():
+    assert 3 * launches_of_a_prompt("triton") <= launches_of_a_prompt("aiter") == 14
 
 
 @pytest.mark.parametrize(("tokens", "fused"), [(15, True), (16, False)])
