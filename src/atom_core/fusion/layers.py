@@ -26,12 +26,13 @@ class FusedAttention:
 
     def __init__(self, norm: StreamNorm, attention: Attention, runtime: Runtime) -> None:
         self.qkv = NormedLinear(norm, attention.qkv_proj, None, runtime)
-        self.attn, self.out, self.inputs = attention.attn, ResidualLinear(attention.o_proj), attention.inputs
+        self.attn, self.out, self.widths = attention.attn, ResidualLinear(attention.o_proj), attention.widths
 
     def __call__(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
         """The stream after attention."""
         projected, residual = self.qkv(stream)
-        return self.out(self.attn(self.inputs(projected), positions, step), residual)
+        inputs = torch.split(projected, self.widths, -1) if self.widths else (projected,)
+        return self.out(self.attn(inputs, positions, step), residual)
 
 
 class FusedGatedDeltaNet:

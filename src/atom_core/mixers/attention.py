@@ -206,12 +206,10 @@ class Attention(ParameterLayer):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, step: object) -> torch.Tensor:
         """``x [T, hidden]`` to ``[T, hidden]``."""
-        result: torch.Tensor = self.o_proj(self.attn(self.inputs(self.qkv_proj(x)), positions, step))
+        projected = self.qkv_proj(x)
+        inputs = torch.split(projected, self.widths, -1) if self.widths else (projected,)
+        result: torch.Tensor = self.o_proj(self.attn(inputs, positions, step))
         return result
-
-    def inputs(self, projected: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The mixer's, of the projection's output: views."""
-        return torch.split(projected, self.widths, -1) if self.widths else (projected,)
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
         """Sinks, one value for each head, where the model has them."""

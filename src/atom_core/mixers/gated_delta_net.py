@@ -93,9 +93,11 @@ class GatedDeltaNetMixer(TokenMixer):
         self, inputs: Sequence[torch.Tensor], positions: torch.Tensor, batch: Batch, cache: StateView, out: torch.Tensor
     ) -> None:
         """See :meth:`TokenMixer.run`."""
-        qkvz, ba = (rows[: batch.num_tokens] for rows in inputs)
+        qkvz, ba = inputs
+        if (num_tokens := batch.num_tokens) < qkvz.shape[0]:
+            qkvz, ba, out = qkvz[:num_tokens], ba[:num_tokens], out[:num_tokens]
         kernel = self.decode if self.decode is not None and self.decode.takes(batch) else self.kernel
-        kernel(qkvz, ba, self.weights, cache, batch, out[: batch.num_tokens])
+        kernel(qkvz, ba, self.weights, cache, batch, out)
 
 
 class CausalConv(ParameterLayer):
