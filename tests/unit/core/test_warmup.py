@@ -22,7 +22,6 @@ from atom_core.models.registry import load_model_class
 from atom_core.runtime import PipelineStage
 from atom_core.standalone import Step, build_runtime, empty_caches, random_model
 from atom_core.warmup import batch_of, batches_to_serve, run_batch
-from atom_plugin.bench.models import read_config
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "qwen3"
 PAGE_SIZE, TABLE_WIDTH = 16, 24
@@ -157,7 +156,7 @@ def test_a_batch_has_no_slots_and_only_the_first_page(config):
 
 
 def test_a_hybrids_batch_has_states_in_no_slot():
-    config = read_model_config(read_config("qwen3.5-27b", 4))
+    config = read_model_config(read_config_json(CHECKPOINT.with_name("qwen3_5")))
     runtime = build_runtime(torch.device("meta"), torch.float32, 256)
     model = load_model_class(config.architecture)(config, runtime)
     states = batch_of(BatchShape((1, 1, 40), 256), model, TABLE_WIDTH, torch.device("cpu")).states
