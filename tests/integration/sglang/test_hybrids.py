@@ -87,7 +87,7 @@ CELLS = [
     Cell("qwen3_5", "extra_buffer", 0),
     Cell("qwen3_5", "extra_buffer", 1, overlap=False),
     Cell("qwen3_5_moe_vl", "no_buffer", 3, overlap=False),
-    Cell("qwen3_5_moe", "extra_buffer_lazy", 0, page_size=16),
+    Cell("qwen3_5_moe", "extra_buffer_lazy", 1, page_size=16),
 ]
 
 # As Transformers saves it, and without full attention in each fourth layer, which SGLang would take for granted.
@@ -118,6 +118,7 @@ def test_tokens_are_transformers(cell, made):
     assert [[answer.tokens for answer in answers] for answers in ran.answers] == [[alone], [alone], many, many]
     assert "SglangRadixAttention" in ran.log
     assert "atom-plugin serves" in ran.log
+    assert f"'disable_overlap_schedule': {not cell.overlap}" in ran.log
     cached = [[answer.meta["cached_tokens"] for answer in answers] for answers in ran.answers]
     assert cached[0] == [0]
     assert cached[1][0] >= 64
