@@ -2,7 +2,7 @@
 
 Kernels say for which batches they are compiled anew (:mod:`atom_core.kernels.compile_keys`). Of all batches that an
 engine can make, the few are run that have all compile keys between them. Nothing is written to the cache, and what is
-read from it is the page of number 0.
+read from it is the page of number 0, of states nothing.
 """
 
 from __future__ import annotations
@@ -111,7 +111,11 @@ def _prompts(tokens: int, max_seq_len: int) -> tuple[int, ...]:
 
 
 def batch_of(
-    shape: BatchShape, model: DecoderForCausalLM | DraftModel, table_width: int, device: torch.device
+    shape: BatchShape,
+    model: DecoderForCausalLM | DraftModel,
+    table_width: int,
+    device: torch.device,
+    num_drafts: int = 0,
 ) -> Batch:
     """A batch of ``shape``, planned for ``model``: no token and no request has a slot, and all pages are page 0."""
     num_requests, num_tokens = shape.num_requests, shape.num_tokens
@@ -125,7 +129,7 @@ def batch_of(
             torch.zeros(num_requests, table_width, dtype=torch.int32, device=device),
             torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         ),
-        states=_no_states(num_requests, device) if _keeps_states(model) else None,
+        states=_no_states(num_requests, num_drafts, device) if _keeps_states(model) else None,
         num_requests=num_requests,
         num_tokens=num_tokens,
         max_query_len=shape.max_query_len,
@@ -142,10 +146,11 @@ def _keeps_states(model: DecoderForCausalLM | DraftModel) -> bool:
     return any(isinstance(it.cache_spec, StateSpec) for it in mixers(model))
 
 
-def _no_states(num_requests: int, device: torch.device) -> States:
+def _no_states(num_requests: int, num_drafts: int, device: torch.device) -> States:
     """Slot 0 for each: nothing is read or written. Kernels are compiled for what else there is of a batch's states."""
-    slots = torch.zeros(num_requests, 1, dtype=torch.int32, device=device)
-    return States(slots, torch.zeros(num_requests, dtype=torch.bool, device=device))
+    numbers, flags = (torch.zeros(num_requests, dtype=dtype, device=device) for dtype in (torch.int32, torch.bool))
+    slots = torch.zeros(num_requests, 1 + num_drafts, dtype=torch.int32, device=device)
+    return States(slots, flags, numbers + 1, flags.clone()) if num_drafts else States(slots, flags)
 
 
 @torch.inference_mode()
@@ -155,6 +160,7 @@ def run_batch(
     runtime: Runtime,
     table_width: int,
     announce: Callable[[Batch], AbstractContextManager[object]],
+    num_drafts: int = 0,
 ) -> None:
     """Run ``model`` on a batch of ``shape``; all ranks of a parallel group have to.
 
@@ -164,12 +170,13 @@ def run_batch(
         runtime: what the model was built with.
         table_width: pages that the framework's table has for a request, which kernels are compiled for.
         announce: makes a step's batch known as the framework does, and gives what it passes through as ``step``.
+        num_drafts: tokens that may be drafted for a request, and so states that a request may have.
     """
     device, num_tokens = runtime.device, shape.num_tokens
     positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     rows = (num_tokens, model.config.hidden_size)
-    with announce(batch_of(shape, model, table_width, device)) as step:
+    with announce(batch_of(shape, model, table_width, device, num_drafts)) as step:
         if isinstance(model, DraftModel):
             hidden = model(input_ids, positions, torch.zeros(rows, dtype=runtime.dtype, device=device), step)
         elif model.model.is_first:

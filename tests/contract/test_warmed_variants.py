@@ -127,7 +127,7 @@ class Server:
             )
             self.network = load_model_class(config.architecture)(config, self.runtime)
             finalize(self.network)
-            self.pools = empty_caches(self.network, self.runtime, 64, PAGE_SIZE)
+            self.pools = empty_caches(self.network, self.runtime, 64, PAGE_SIZE, 1)
 
     def warm_up(self) -> None:
         """Run what is run before a server is ready."""

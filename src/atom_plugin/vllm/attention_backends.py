@@ -1,6 +1,6 @@
-"""vLLM's side of each kind of cache: attention backend, metadata builder, cache spec, and the view of a layer's memory.
+"""vLLM's side of each kind of paged cache: backend, metadata builder, cache spec, and the view of a layer's memory.
 
-:data:`CACHES` is the table by :data:`atom_core.cache.CacheSpec`.
+:data:`CACHES` is the table by :data:`atom_core.cache.CacheSpec`; :mod:`atom_plugin.vllm.states` has layers with states.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec as VllmAttentionSpec
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -29,42 +28,27 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from atom_core.batch import Batch, HostLengths, Pages
+from atom_core.batch import Batch, Pages
 from atom_core.cache import SHUFFLED, Cache, KeyValueSpec, KVCacheView, LatentCacheView, LatentSpec
 from atom_core.kernels.attention.aiter_choice import PERSISTENT_PAGES
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.mixers.base import TokenMixer
+from atom_plugin.vllm.batches import BatchBuilder
 from atom_plugin.vllm.cpu_kernels import PAGE_ORDER as CPU_PAGE_ORDER
 from atom_plugin.vllm.cpu_kernels import view_pages
 
 
-class AtomMetadataBuilder(AttentionMetadataBuilder[Batch]):
-    """vLLM's batch in the core's form, once a step for each group of like layers, with their mixers' plans."""
+class AtomMetadataBuilder(BatchBuilder, AttentionMetadataBuilder[Batch]):
+    """vLLM's batch over pages, once a step for each group of like layers."""
 
     def __init__(
         self, kv_cache_spec: VllmAttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = vllm_config.compilation_config.static_forward_context
-        mixers: list[TokenMixer] = [layers[name].mixer for name in layer_names]
-        self.planners = {key: mixer for mixer in mixers if (key := mixer.plan_key()) is not None}
-        self.gives_host_lengths = any(mixer.plans_by_host_lengths for mixer in mixers)
+        self.take_mixers(layer_names, vllm_config)
         if self.gives_host_lengths:
             # Drafts that are verified are decodes: a few queries each after a long context.
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-
-    @property
-    def decode_threshold(self) -> int:
-        """How many tokens a request that decodes may bring."""
-        return self.reorder_batch_threshold or 1
-
-    def host_lengths(self, common: CommonAttentionMetadata) -> HostLengths | None:
-        """None where nothing is planned by them, and where all requests decode, as in captured graphs."""
-        lengths = common.seq_lens_cpu_upper_bound if self.gives_host_lengths else None
-        if lengths is None or common.max_query_len <= self.decode_threshold:
-            return None
-        count = common.num_reqs
-        return HostLengths(common.query_start_loc_cpu[: count + 1].tolist(), lengths[:count].tolist())
 
     def build(
         self,
@@ -74,22 +58,7 @@ class AtomMetadataBuilder(AttentionMetadataBuilder[Batch]):
     ) -> Batch:
         """See vLLM's AttentionMetadataBuilder; tensors are vLLM's own, which it refills in place under graphs."""
         common = common_attn_metadata
-        decodes, _, decode_tokens, _ = split_decodes_and_prefills(common, self.decode_threshold)
-        batch = Batch(
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            pages=Pages(common.block_table_tensor, common.slot_mapping),
-            num_requests=common.num_reqs,
-            num_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
-            num_decode_requests=decodes,
-            num_decode_tokens=decode_tokens,
-            host=self.host_lengths(common),
-        )
-        if self.planners:
-            batch = batch.with_plans({key: mixer.plan(batch) for key, mixer in self.planners.items()})
-        return batch
+        return self.batch(common, pages=Pages(common.block_table_tensor, common.slot_mapping))
 
 
 class AtomGraphMetadataBuilder(AtomMetadataBuilder):

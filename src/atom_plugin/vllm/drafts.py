@@ -98,3 +98,24 @@ class AtomDeepseekV3Draft(AtomDraft):
     """DeepSeek V3 and R1."""
 
     architecture = "DeepseekV3ForCausalLM"
+
+
+@_compile
+class AtomQwen3NextDraft(AtomDraft):
+    """Qwen3-Next."""
+
+    architecture = "Qwen3NextForCausalLM"
+
+
+@_compile
+class AtomQwen35Draft(AtomDraft):
+    """Qwen3.5 and 3.6, dense."""
+
+    architecture = "Qwen3_5ForCausalLM"
+
+
+@_compile
+class AtomQwen35MoeDraft(AtomDraft):
+    """Qwen3.5, 3.6 and 3.8, mixtures."""
+
+    architecture = "Qwen3_5MoeForCausalLM"

@@ -35,7 +35,7 @@ EXCHANGES = ("allgather_reducescatter", "naive")
 _VLLMS_ATTENTION = "ATOM_DISABLE_VLLM_ATTENTION"
 _INSTEAD_OF_BACKENDS = (
     "Our models run on our own attention, whose kernels ATOM_KERNELS=attention=... and mla_attention=... choose; "
-    f"{_VLLMS_ATTENTION}=1 runs vLLM's attention instead, except for DeepSeek models."
+    f"{_VLLMS_ATTENTION}=1 runs vLLM's attention instead, except for DeepSeek models and models with linear attention."
 )
 _INSTEAD_OF_KERNELS = "ATOM_KERNELS chooses the kernels of our models, op by op; the table in the log names the ops."
 _INSTEAD_OF_PASSES = "Our models have their own fused kernels for norms, rope and quantisation. Leave it out."
@@ -201,6 +201,9 @@ _KERNELS: tuple[Refused, ...] = (
         for name in ("rms_norm", "fused_add_rms_norm", "gelu_and_mul_sparse")
     ),
     _refused(
+        "EngineArgs.gdn_prefill_backend", "the choice of a kernel for linear attention", instead=_INSTEAD_OF_KERNELS
+    ),
+    _refused(
         "CompilationConfig.custom_ops",
         "switching vLLM's custom ops on or off",
         refuses=_names_an_op,
@@ -299,6 +302,16 @@ _HONOURED: tuple[Ours, ...] = (
         "pages are shared, also in the step that fills them",
         _VLLM + "test_page_of_the_step.py::test_a_request_reads_what_another_writes_in_the_same_step",
         settings_of("CacheConfig", "enable_prefix_caching"),
+    ),
+    Ours(
+        "states of linear attention are kept in bfloat16 or float32; other dtypes are refused",
+        "tests/contract/vllm/test_states.py::test_states_have_the_dtype_of_the_flags",
+        settings_of("CacheConfig", "mamba_cache_dtype mamba_ssm_cache_dtype"),
+    ),
+    Ours(
+        "with prefix caching states are kept at the ends of blocks",
+        _VLLM + "test_hybrids.py::test_tokens_are_those_of_the_model_by_itself",
+        settings_of("CacheConfig", "mamba_cache_mode"),
     ),
     Ours(
         "weights and activations in bfloat16, float16 or float32; others are refused",
@@ -440,6 +453,7 @@ OWNERS: Mapping[str, str] = {
     "AuxOutputConfig": "aux_output_config",
     "CacheConfig": "cache_config",
     "CompilationConfig": "compilation_config",
+    "EngineArgs": "additional_config",  # of flags without a field
     "IrOpPriorityConfig": "kernel_config.ir_op_priority",
     "KernelConfig": "kernel_config",
     "LoadConfig": "load_config",

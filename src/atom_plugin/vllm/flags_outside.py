@@ -25,9 +25,10 @@ _CACHE = (
     *settings_of(
         "CacheConfig",
         """
-        gpu_memory_utilization is_attention_free kv_cache_memory_bytes kv_offloading_backend kv_offloading_size
-        num_gpu_blocks_override prefix_cache_retention_interval prefix_caching_hash_algo prefix_match_unit
-        skip_page_size_padded sliding_window
+        enable_mamba_fine_grained_prefix_cache enable_mamba_shared_prefix_checkpoint gpu_memory_utilization
+        is_attention_free kv_cache_memory_bytes kv_offloading_backend kv_offloading_size mamba_block_size
+        mamba_page_size_padded num_gpu_blocks_override prefix_cache_retention_interval prefix_caching_hash_algo
+        prefix_match_unit skip_page_size_padded sliding_window
         """,
     ),
     *settings_of(
@@ -210,9 +211,7 @@ _OTHER_MODELS = (
     *settings_of(
         "CacheConfig",
         """
-        enable_mamba_fine_grained_prefix_cache enable_mamba_shared_prefix_checkpoint kv_sharing_fast_prefill
-        mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_page_size_padded mamba_ssm_cache_dtype
-        replayssm_buffer_len swa_bounded_replay use_replayssm
+        kv_sharing_fast_prefill replayssm_buffer_len swa_bounded_replay use_replayssm
         """,
     ),
     *settings_of(
@@ -225,7 +224,7 @@ _OTHER_MODELS = (
     *settings_of("MambaConfig", "backend enable_stochastic_rounding ssu_algorithm stochastic_rounding_philox_rounds"),
     *settings_of("ParallelConfig", "enable_hc_sp"),
     *settings_of("VllmConfig", "diffusion_config engram_config mamba_config"),
-    *settings_of("EngineArgs", "gdn_prefill_backend kda_decode_backend kda_prefill_backend"),
+    *settings_of("EngineArgs", "kda_decode_backend kda_prefill_backend"),
 )
 
 _IN_CHOSEN_BACKENDS = settings_of(

@@ -26,10 +26,13 @@ from atom_plugin.vllm.framework_attention import FrameworkAttention
 from atom_plugin.vllm.graphs import set_breakable_mode
 from atom_plugin.vllm.routed_experts import routing_sources
 from atom_plugin.vllm.runtime import build_runtime
+from atom_plugin.vllm.states import COPY_FUNCTIONS, state_dtypes, state_shapes
 from atom_plugin.vllm.updates import AtomModel, check_files_of_rank
 from atom_plugin.vllm.warmup import register_warm_up
 
 if TYPE_CHECKING:
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFunc, MambaStateCopyFuncsByType
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.worker.gpu.model_states.interface import ModelState
 
 logger = logging.getLogger("vllm.atom_plugin")
@@ -127,6 +130,39 @@ class AtomForCausalLM(AtomModel):
         )
 
 
+class AtomHybridForCausalLM(AtomForCausalLM):
+    """Of models with layers that keep a state a request, which vLLM calls mamba; see :mod:`.states`."""
+
+    is_hybrid = True
+    has_inner_state = True
+
+    def get_model_state_cls(self) -> type[ModelState]:
+        """See :class:`AtomForCausalLM`."""
+        from atom_plugin.vllm.sampling import AtomHybridModelState
+
+        return AtomHybridModelState
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        """See vLLM."""
+        return state_shapes(vllm_config)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        """See vLLM."""
+        return state_dtypes(vllm_config)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple[MambaStateCopyFunc, ...]:
+        """See vLLM."""
+        return COPY_FUNCTIONS
+
+    @classmethod
+    def get_mamba_state_copy_funcs(cls, mamba_types: set[MambaAttentionBackendEnum]) -> MambaStateCopyFuncsByType:
+        """See vLLM."""
+        return dict.fromkeys(mamba_types, COPY_FUNCTIONS)
+
+
 @_compile
 class AtomDeepseekV2ForCausalLM(AtomForCausalLM):
     """DeepSeek V2 and V2-Lite."""
@@ -175,3 +211,28 @@ class AtomQwen3ForCausalLM(AtomForCausalLM):
 @_compile
 class AtomQwen3MoeForCausalLM(AtomForCausalLM):
     """Qwen3-MoE."""
+
+
+@_compile
+class AtomQwen3NextForCausalLM(AtomHybridForCausalLM):
+    """Qwen3-Next."""
+
+
+@_compile
+class AtomQwen3_5ForCausalLM(AtomHybridForCausalLM):
+    """Qwen3.5 and 3.6, dense."""
+
+
+@_compile
+class AtomQwen3_5MoeForCausalLM(AtomHybridForCausalLM):
+    """Qwen3.5, 3.6 and 3.8, mixtures."""
+
+
+@_compile
+class AtomQwen3_5ForConditionalGeneration(AtomHybridForCausalLM):
+    """The text of Qwen3.5 and 3.6, dense."""
+
+
+@_compile
+class AtomQwen3_5MoeForConditionalGeneration(AtomHybridForCausalLM):
+    """The text of Qwen3.5 and 3.6, mixtures."""

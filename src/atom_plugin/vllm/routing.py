@@ -44,6 +44,10 @@ logger = logging.getLogger("vllm.atom_plugin")
 
 #: vLLM's own default on a CPU (``CpuPlatform.update_block_size_for_backend``).
 _CPU_BLOCK_SIZE = 128
+#: Tokens that may be drafted for a model with linear attention: kernels that verify them take one more at most.
+MOST_DRAFTS = 7
+#: Keys of rope that say how three rows of positions are used.
+_MROPE = ("mrope_section", "mrope_interleaved")
 #: The speculative method of a checkpoint's own layers (multi-token prediction).
 _OWN_LAYERS = "mtp"
 
@@ -76,9 +80,11 @@ def route(vllm_config: VllmConfig) -> None:
     if vllm_config.load_config.load_format in ("auto", "hf"):
         # vLLM would fall back to *.bin pickles if a repository has no safetensors.
         vllm_config.load_config.load_format = "safetensors"
+    _serve_text_only(model_config)
     _take_cache_dtype_of_checkpoint(vllm_config)
     _set_cpu_block_size(vllm_config)
     _check_checkpoint(vllm_config, architecture)
+    _check_states(vllm_config)
     _check_own_layers(vllm_config, architecture)
     _rewrite(model_config, architecture)
     _route_draft(vllm_config, architecture, settings)
@@ -128,11 +134,13 @@ def value_of(setting: str, vllm_config: VllmConfig) -> Any:
     if not owner:
         return _variable(name)
     owned = reduce(lambda it, field: getattr(it, field, None), filter(None, OWNERS[owner].split(".")), vllm_config)
-    value = getattr(owned, name, None)
+    value = owned.get(name) if isinstance(owned, dict) else getattr(owned, name, None)
     if setting == "ModelConfig.runner":  # "auto" depends on the architecture and --convert
         return vllm_config.model_config.runner_type
     if setting == "CacheConfig.block_size" and not getattr(owned, "user_specified_block_size", False):
         return None
+    if setting == "ModelConfig.multimodal_config" and getattr(value, "language_model_only", False):
+        return None  # vLLM has the object, and only text is served
     if setting == "SpeculativeConfig.draft_load_config":
         return None if value is None else value.load_format
     if isinstance(value, Enum):
@@ -164,6 +172,71 @@ def _take_cache_dtype_of_checkpoint(vllm_config: VllmConfig) -> None:
             "with one scale a tensor. Set --kv-cache-dtype to override it."
         )
     cache.cache_dtype = "fp8"
+
+
+def _serve_text_only(model_config: ModelConfig) -> None:
+    """Make ``model_config`` that of a text model; a multimodal checkpoint is given with ``--language-model-only``.
+
+    Text has one position in all three rows of M-RoPE, which is plain rope. vLLM removes the keys of M-RoPE by itself
+    from checkpoints that are text only.
+    """
+    model_config.multimodal_config = None
+    for config in (model_config.hf_config, model_config.hf_text_config):
+        rope = getattr(config, "rope_parameters", None) or {}
+        for key in _MROPE:
+            rope.pop(key, None)
+
+
+def _check_states(vllm_config: VllmConfig) -> None:
+    """Refuse what models that keep states do not support."""
+    if not vllm_config.model_config.is_hybrid:
+        return
+    from vllm.distributed.utils import get_pp_indices
+
+    from atom_plugin.vllm.states import state_dtypes  # a slow import
+
+    cache, speculative = vllm_config.cache_config, vllm_config.speculative_config
+    if load_settings().disable_vllm_attention:
+        raise ValueError(
+            "ATOM_DISABLE_VLLM_ATTENTION=1 is not supported for models with linear attention: their full attention has "
+            "an output gate, which our layer applies. Unset it, or leave --model-impl atom out."
+        )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    kinds = vllm_config.model_config.hf_text_config.layer_types
+    for stage in range(stages):
+        first, end = get_pp_indices(len(kinds), stage, stages)
+        if "full_attention" not in kinds[first:end]:
+            raise ValueError(
+                f"--pipeline-parallel-size {stages} gives stage {stage} layers {first} to {end - 1}, none of which has "
+                "full attention, and vLLM lays out its cache by those. Use fewer stages, or VLLM_PP_LAYER_PARTITION."
+            )
+    dtype = state_dtypes(vllm_config)[1]
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"--mamba-ssm-cache-dtype {cache.mamba_ssm_cache_dtype} keeps states in {_name(dtype)}, which --model-impl "
+            "atom does not support; supported: float32, bfloat16."
+        )
+    if cache.mamba_cache_mode not in ("none", "align"):  # "all" goes with 0.31
+        raise ValueError(
+            f"--mamba-cache-mode {cache.mamba_cache_mode} is not supported by --model-impl atom; supported: align "
+            "(with prefix caching), none."
+        )
+    if speculative is not None and cache.mamba_cache_mode == "align" and not vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "--model-impl atom does not support speculative decoding with prefix caching for models with linear "
+            "attention on vLLM's model runner V1, which forgets how many drafts were accepted of a request that a step "
+            "leaves out. Add --no-enable-prefix-caching, or leave out --speculative-config."
+        )
+    if vllm_config.num_speculative_tokens > MOST_DRAFTS:
+        raise ValueError(
+            f"num_speculative_tokens={vllm_config.num_speculative_tokens} (--speculative-config) is not supported by "
+            f"--model-impl atom for models with linear attention; supported: up to {MOST_DRAFTS}."
+        )
+    if speculative is not None and speculative.method == "draft_model":
+        raise ValueError(
+            "--model-impl atom does not support draft models for models with linear attention, whose cache has groups "
+            "of layers. Use mtp (if the checkpoint has layers for it), ngram or suffix, or leave --model-impl out."
+        )
 
 
 def _set_cpu_block_size(vllm_config: VllmConfig) -> None:
@@ -325,6 +398,9 @@ def _rewrite(model_config: ModelConfig, architecture: str, **differs: bool) -> N
     ours = ARCHITECTURE_PREFIX + architecture
     if hasattr(model_config._model_info, "supports_lora"):  # since 0.33
         differs["supports_lora"] = False
+    if model_config._model_info.is_hybrid:
+        differs["has_inner_state"] = True  # which vLLM's multimodal class does not say
+    differs["supports_multimodal"] = False
     model_config.hf_config.architectures = [ours]
     model_config._model_info = replace(model_config._model_info, architecture=ours, **differs)
     model_config._architecture = ours
@@ -355,6 +431,7 @@ def _route_draft(vllm_config: VllmConfig, target: str, settings: Settings) -> No
         return
     if speculative.method == _OWN_LAYERS:
         _refuse_by(DRAFT, vllm_config, settings)
+        _serve_text_only(draft)
         _rewrite(draft, DRAFTS[target][1], supports_pp=False)
         return
     if speculative.method != "draft_model":

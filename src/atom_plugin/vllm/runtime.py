@@ -10,17 +10,19 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from atom_core.kernels.select import Target
+from atom_core.mixers.gated_delta_net import GatedDeltaNetMixer
 from atom_core.runtime import Binder, PipelineStage, RoutedExperts, Runtime, SingleDataParallelRank
 from atom_core.types import SameStepReads
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
 from atom_plugin.vllm.all_reduce import aiter_all_reduce_norm
-from atom_plugin.vllm.attention import is_compiled
+from atom_plugin.vllm.attention import VllmStates, is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
 from atom_plugin.vllm.data_parallel import VllmDataParallelGroup
 from atom_plugin.vllm.gpu_kernels import gpu_kernels
 from atom_plugin.vllm.quantization import quantization_of
+from atom_plugin.vllm.states import state_dtypes
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -78,7 +80,7 @@ def build_runtime(
         vllm_config: the engine's configuration.
         model_config: of the model to build, the target or a draft.
         num_layers: the model's decoder layers, which are split over pipeline stages.
-        bind: binds its token mixers to vLLM's caches.
+        bind: binds its token mixers over pages to vLLM's caches; those over states are bound to ours.
         settings: the ``ATOM_*`` variables.
         routed_experts: see :class:`Runtime`.
 
@@ -91,14 +93,17 @@ def build_runtime(
     contributed["all_reduce_norm"] = aiter_all_reduce_norm()
     excluded = COMPILED if is_compiled(vllm_config) else {}
     pp, has_dp = get_pp_group(), vllm_config.parallel_config.data_parallel_size > 1
+    conv_state_dtype, state_dtype = state_dtypes(vllm_config)
     first, end = get_pp_indices(num_layers, pp.rank_in_group, pp.world_size)
     return Runtime(
         device=device,
         dtype=model_config.dtype,
         kernels=chosen_kernels(target, settings, contributed, excluded),
-        bind=bind,
+        bind=lambda mixer, runtime: (VllmStates if isinstance(mixer, GatedDeltaNetMixer) else bind)(mixer, runtime),
         max_model_len=model_config.max_model_len,
         cache_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, model_config),
+        conv_state_dtype=conv_state_dtype,
+        state_dtype=state_dtype,
         tensor_parallel=VllmCommunicator(
             get_tp_group(), reads_peers=not vllm_config.parallel_config.disable_custom_all_reduce
         ),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
@@ -98,8 +99,8 @@ def _bias_of(sampler: Sampler) -> LogitBiasState:
     return next(it for it in states if isinstance(it, LogitBiasState))
 
 
-class AtomModelState(DefaultModelState):
-    """vLLM's default model state, with :class:`GreedySampler`."""
+class SamplesGreedily(DefaultModelState):
+    """A model state of vLLM's with :class:`GreedySampler`."""
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, None] | None:
         """See vLLM. Speculation, watermarks and users' own logits processors use vLLM's own sampler."""
@@ -115,3 +116,11 @@ class AtomModelState(DefaultModelState):
             logger.info("Batches of greedy requests are sampled by %s: %s", GREEDY_TOKENS.name, chosen)
         greedy.warm_up(spec.vocab_size, runtime.head_dtype or runtime.dtype, self.device)
         return greedy, None
+
+
+class AtomModelState(SamplesGreedily):
+    """vLLM's default model state, with :class:`GreedySampler`."""
+
+
+class AtomHybridModelState(SamplesGreedily, MambaHybridModelState):
+    """vLLM's model state for layers with states, which it moves between blocks, with :class:`GreedySampler`."""

@@ -22,7 +22,7 @@ from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.draft import DraftModel
 from atom_core.runtime import Runtime
 from atom_core.warmup import batches_to_serve, run_batch
-from atom_plugin.vllm.attention import VllmPagedAttention
+from atom_plugin.vllm.attention import VllmLayer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,13 +47,14 @@ class ModelWarmUp(VllmJitKernel[BatchShape]):
         """See vLLM."""
         page_size, longest = self.vllm_config.cache_config.block_size, self.vllm_config.model_config.max_model_len
         table_width = get_block_table_width(cdiv(longest, page_size), page_size)
-        run_batch(compile_key, self.model, self.runtime, table_width, self._announce)
+        drafts = self.vllm_config.num_speculative_tokens
+        run_batch(compile_key, self.model, self.runtime, table_width, self._announce, drafts)
 
     @contextmanager
     def _announce(self, batch: Batch) -> Iterator[None]:
-        layers = [layer for layer in self.model.modules() if isinstance(layer, VllmPagedAttention)]
+        layers = [layer for layer in self.model.modules() if isinstance(layer, VllmLayer)]
         # vLLM's own attention layers have metadata of their own; without any they give zeros, as when profiling.
-        known = {layer.layer_name: batch for layer in layers if layer.kv_cache.numel()}
+        known = {layer.layer_name: batch for layer in layers if layer.has_memory}
         # Data-parallel ranks that share experts exchange tokens here as well: all run the same batches.
         tokens, ranks = batch.num_tokens, self.vllm_config.parallel_config.data_parallel_size
         each = torch.full((ranks,), tokens, dtype=torch.int32, device="cpu")

@@ -6,18 +6,23 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
 from vllm.model_executor.models.registry import ModelRegistry, _ModelInfo
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
-from atom_core.models.registry import DRAFTS, supported_architectures
+from atom_core.models.registry import DRAFTS, load_draft_class, supported_architectures
 from atom_plugin.vllm import ARCHITECTURE_PREFIX, attention_backends, drafts, models
-from atom_plugin.vllm.attention import VllmPagedAttention
+from atom_plugin.vllm.attention import VllmPagedAttention, VllmStates
+from atom_plugin.vllm.states import AtomStateBackend, AtomStateGraphBackend, AtomStateMetadataBuilder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
@@ -33,6 +38,10 @@ OURS = (
     (attention_backends.AtomMetadataBuilder, AttentionMetadataBuilder),
     (attention_backends.AtomGraphMetadataBuilder, AttentionMetadataBuilder),
     (VllmPagedAttention, AttentionLayerBase),
+    (VllmStates, MambaBase),
+    (AtomStateBackend, AttentionBackend),
+    (AtomStateGraphBackend, AttentionBackend),
+    (AtomStateMetadataBuilder, GDNAttentionMetadataBuilder),
 )
 
 each_class = pytest.mark.parametrize(("ours", "theirs"), OURS, ids=lambda cls: cls.__name__)
@@ -88,7 +97,7 @@ def test_a_model_takes_what_vllm_passes(name):
 def test_every_draft_has_a_model_for_vllm(architecture, draft):
     draft_class = getattr(drafts, f"Atom{draft}")
     assert issubclass(draft_class, drafts.AtomDraft)
-    assert draft_class.architecture == architecture
+    assert load_draft_class(draft_class.architecture) is load_draft_class(architecture)
 
 
 @pytest.mark.parametrize("name", ["embed_input_ids", "forward", "compute_logits"])
@@ -126,20 +135,39 @@ LACKING = (
 )
 
 
-def found_out(name):
+#: Fields that our classes of a multimodal checkpoint's text have of another value.
+OF_IMAGES = re.compile("multimodal|video|mm_")
+THEIR_DRAFTS = {
+    "DeepseekV3Draft": "DeepSeekMTPModel",
+    "Qwen3NextDraft": "Qwen3NextMTP",
+    "Qwen35Draft": "Qwen3_5MTP",
+    "Qwen35MoeDraft": "Qwen3_5MoeMTP",
+}
+STAND_INS = Path(__file__).parents[2] / "integration" / "vllm" / "stand_ins"
+
+
+def found_out(name, monkeypatch):
     """What vLLM finds out about a class of that name."""
+    monkeypatch.syspath_prepend(STAND_INS)  # Qwen3.5's imports torchvision
     load_general_plugins()  # ours are registered then
     return _ModelInfo.from_model_cls(ModelRegistry.models[name].load_model_cls())
 
 
 @pytest.mark.parametrize("architecture", supported_architectures())
-def test_vllm_finds_out_the_same_about_our_class_as_about_its_own(architecture):
+def test_vllm_finds_out_the_same_about_our_class_as_about_its_own(architecture, monkeypatch):
     ours = ARCHITECTURE_PREFIX + architecture
-    assert found_out(ours) == dataclasses.replace(found_out(architecture), architecture=ours, **LACKING)
+    theirs, found = (found_out(name, monkeypatch) for name in (architecture, ours))
+    wanted = dataclasses.asdict(dataclasses.replace(theirs, architecture=ours, **LACKING))
+    if architecture.endswith("ForConditionalGeneration"):
+        wanted |= {"has_inner_state": True}
+        wanted |= {name: value for name, value in dataclasses.asdict(found).items() if OF_IMAGES.search(name)}
+        assert not found.supports_multimodal
+    assert dataclasses.asdict(found) == wanted
 
 
-@pytest.mark.parametrize("name", [name for _, name in DRAFTS.values()])
-def test_our_drafts_differ_in_what_routing_says(name):
+@pytest.mark.parametrize("name", dict.fromkeys(name for _, name in DRAFTS.values()))
+def test_our_drafts_differ_in_what_routing_says(name, monkeypatch):
     ours = ARCHITECTURE_PREFIX + name
-    wanted = dataclasses.replace(found_out("DeepSeekMTPModel"), architecture=ours, supports_pp=False, **LACKING)
-    assert found_out(ours) == wanted
+    theirs = found_out(THEIR_DRAFTS[name], monkeypatch)
+    wanted = dataclasses.replace(theirs, architecture=ours, supports_pp=False, supports_multimodal=False, **LACKING)
+    assert found_out(ours, monkeypatch) == wanted

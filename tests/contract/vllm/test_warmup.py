@@ -22,6 +22,7 @@ CONFIG = SimpleNamespace(
     compilation_config=SimpleNamespace(static_forward_context={}, fast_moe_cold_start=False),
     model_config=SimpleNamespace(max_model_len=200),
     parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, use_sequence_parallel_moe=False),
+    num_speculative_tokens=3,
     scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
 )
 
@@ -68,7 +69,7 @@ def test_vllm_runs_every_batch_with_its_metadata_where_layers_look_for_it(cache,
 
     batch = SimpleNamespace(num_tokens=3)
 
-    def run_batch(shape, model, runtime, table_width, announce):
+    def run_batch(shape, model, runtime, table_width, announce, num_drafts):
         with announce(batch):
             context = get_forward_context()
             assert context.dp_metadata is None
@@ -90,7 +91,7 @@ def test_data_parallel_ranks_that_share_experts_know_what_each_other_brings(monk
     """Else a server of several, on GPUs, ends while it warms up."""
     seen = []
 
-    def run_batch(shape, model, runtime, table_width, announce):
+    def run_batch(shape, model, runtime, table_width, announce, num_drafts):
         with announce(SimpleNamespace(num_tokens=sum(shape.queries))):
             seen.append((shape, get_forward_context().dp_metadata.num_tokens_across_dp_cpu.tolist()))
 

@@ -7,6 +7,7 @@ small model, so one process runs a list of engines. `run` starts it; the rest of
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -23,10 +24,14 @@ KV_CACHE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Ask:
-    """Prompts that go to an engine at once, and arguments of `SamplingParams`; greedy where nothing else is said."""
+    """Prompts that go to an engine at once, as text or tokens, and arguments of `SamplingParams`; greedy by default.
 
-    prompts: Sequence[str]
+    ``aborted`` are asked beside them and given up after a few steps.
+    """
+
+    prompts: Sequence[str | Sequence[int]]
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    aborted: Sequence[str | Sequence[int]] = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Engine:
         asks: the prompts.
         options: further arguments of `LLM`.
         environ: variables set while it is made; only what is read anew for each engine can be set here.
+        poisoned: whether states (of linear attention) have NaN in their memory before the first request.
     """
 
     model: str
@@ -46,6 +52,7 @@ class Engine:
     asks: Sequence[Ask]
     options: Mapping[str, Any] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
+    poisoned: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ def main() -> None:
 
 
 def _run_engine(
-    model: str, impl: str, asks: list[dict[str, Any]], options: dict[str, Any], environ: dict[str, str]
+    model: str, impl: str, asks: list[dict[str, Any]], options: dict[str, Any], environ: dict[str, str], poisoned: bool
 ) -> dict[str, Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -145,6 +152,8 @@ def _run_engine(
     llm = LLM(model, model_impl=impl, disable_log_stats=False, **{"kv_cache_memory_bytes": KV_CACHE_BYTES, **options})
     for name in environ:
         del os.environ[name]
+    if poisoned:
+        llm.collective_rpc(_poison)
     try:
         found = {
             **llm.collective_rpc(_describe)[0],
@@ -160,10 +169,17 @@ def _run_engine(
     return found
 
 
-def _ask(llm: Any, prompts: list[str], sampling: dict[str, Any]) -> list[dict[str, Any]]:
+def _ask(llm: Any, prompts: list[Any], sampling: dict[str, Any], aborted: list[Any]) -> list[dict[str, Any]]:
     from vllm import SamplingParams
 
-    outputs = llm.generate(prompts, SamplingParams(**{"temperature": 0.0, **sampling}), use_tqdm=False)
+    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    asked, given_up = (
+        [it if isinstance(it, str) else {"prompt_token_ids": it} for it in kind] for kind in (prompts, aborted)
+    )
+    if given_up:
+        outputs = _generate_beside(llm.llm_engine, asked, given_up, params)
+    else:
+        outputs = llm.generate(asked, params, use_tqdm=False)
     return [
         {
             "text": output.outputs[0].text,
@@ -174,6 +190,28 @@ def _ask(llm: Any, prompts: list[str], sampling: dict[str, Any]) -> list[dict[st
         }
         for output in outputs
     ]
+
+
+def _generate_beside(engine: Any, asked: list[Any], given_up: list[Any], params: Any) -> list[Any]:
+    """What `asked` are answered while every second request is one that is given up."""
+    for at in range(max(len(asked), len(given_up))):
+        for kind, prompts in (("given up", given_up), ("asked", asked)):
+            if at < len(prompts):
+                engine.add_request(f"{kind} {at}", prompts[at], params)
+    finished = {}
+    for step in itertools.count():
+        if not engine.has_unfinished_requests():
+            return [finished[f"asked {at}"] for at in range(len(asked))]
+        finished |= {it.request_id: it for it in engine.step() if it.finished}
+        if step % 3 == 2 and step // 3 < len(given_up):
+            engine.abort_request([f"given up {step // 3}"])
+    raise AssertionError("unreachable")
+
+
+def _poison(worker: Any) -> None:
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    for state in itertools.chain(*(layer.kv_cache for layer in layers if isinstance(layer.kv_cache, tuple))):
+        state.fill_(float("nan"))
 
 
 def _as_lists(array: Any) -> Any:

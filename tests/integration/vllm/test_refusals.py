@@ -23,7 +23,9 @@ pytestmark = pytest.mark.vllm
 
 SUPPORTED = (
     "DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeForCausalLM, GptOssForCausalLM, LlamaForCausalLM, "
-    "MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
+    "MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
+    "Qwen3NextForCausalLM, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5MoeForCausalLM, "
+    "Qwen3_5MoeForConditionalGeneration"
 )
 ENVIRON = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
@@ -105,6 +107,49 @@ CASES = {
         ("num_speculative_tokens:3 must be divisible by n_predict=2",),
         {"load_format": "dummy", "speculative_config": {**MTP, "num_speculative_tokens": 3}},
         model="latents with two layers that draft",
+    ),
+    "drafts of a hybrid behind cached prefixes, on the older model runner": Case(
+        ("speculative decoding with prefix caching", "model runner V1", "Add --no-enable-prefix-caching"),
+        {"speculative_config": MTP},
+        model="a hybrid",
+    ),
+    "more drafts than a hybrid's kernels verify": Case(
+        ("num_speculative_tokens=8 (--speculative-config)", "supported: up to 7"),
+        {"enable_prefix_caching": False, "speculative_config": {**MTP, "num_speculative_tokens": 8}},
+        model="a hybrid",
+    ),
+    "a draft model beside a hybrid": Case(
+        ("does not support draft models for models with linear attention", "Use mtp", "ngram or suffix"),
+        {
+            "enable_prefix_caching": False,
+            "speculative_config": {"method": "draft_model", "model": checkpoint("llama"), "num_speculative_tokens": 2},
+        },
+        model="a hybrid",
+    ),
+    "a hybrid on vLLM's attention": Case(
+        ("ATOM_DISABLE_VLLM_ATTENTION=1 is not supported for models with linear attention", "output gate"),
+        environ={"ATOM_DISABLE_VLLM_ATTENTION": "1"},
+        model="a hybrid",
+    ),
+    "a stage without full attention": Case(
+        ("--pipeline-parallel-size 2 gives stage 0 layers 0 to 1", "none of which has full attention"),
+        {"pipeline_parallel_size": 2},
+        model="a hybrid",
+    ),
+    "states in 16 bits that kernels do not have": Case(
+        ("--mamba-ssm-cache-dtype float16", "supported: float32, bfloat16"),
+        {"mamba_ssm_cache_dtype": "float16"},
+        model="a hybrid",
+    ),
+    "a kernel of vLLM's for linear attention": Case(
+        ("the choice of a kernel for linear attention (--gdn-prefill-backend triton)", "ATOM_KERNELS"),
+        {"gdn_prefill_backend": "triton"},
+        model="a hybrid",
+    ),
+    "a variable for vLLM's linear attention": Case(
+        ("kernels of vLLM's linear attention (VLLM_GDN_DECODE_KERNEL=triton)", "ATOM_KERNELS"),
+        environ={"VLLM_GDN_DECODE_KERNEL": "triton"},
+        model="a hybrid",
     ),
     "LoRA": Case(
         ("atom-plugin does not support LoRA adapters (--enable-lora)", "Leave --model-impl out"), {"enable_lora": True}
@@ -280,6 +325,8 @@ TAKEN = {
         (), {"load_format": "dummy", "speculative_config": {**MTP, "num_speculative_tokens": 3}}, model="latents"
     ),
     "two ranks": Case((), {"tensor_parallel_size": 2}),
+    "a hybrid": Case((), model="a hybrid"),
+    "drafts of a hybrid": Case((), {"enable_prefix_caching": False, "speculative_config": MTP}, model="a hybrid"),
     "float16": Case((), {"dtype": "float16"}),
     "a head in float32": Case((), {"dtype": "float16", "hf_overrides": {"head_dtype": "float32"}}),
     "a head in the model's dtype": Case((), {"hf_overrides": {"head_dtype": "model"}}),
@@ -320,7 +367,8 @@ TAKEN = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A copy of the checkpoint for each way in which one can be wrong."""
-    return {name: damaged(name, tmp_path_factory.mktemp("checkpoints")) for name in DAMAGES}
+    copies = {name: damaged(name, tmp_path_factory.mktemp("checkpoints")) for name in DAMAGES}
+    return {**copies, "a hybrid": checkpoint("qwen3_next")}
 
 
 @pytest.fixture(scope="module")

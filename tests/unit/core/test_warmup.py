@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from atom_core.batch import BatchShape
+from atom_core.cache import StateView
 from atom_core.checkpoint import read_config_json
 from atom_core.config import ModelConfig
 from atom_core.kernels.select import Implementation, KernelSet, Op, Target, always
@@ -161,6 +162,24 @@ def test_a_hybrids_batch_has_states_in_no_slot():
     model = load_model_class(config.architecture)(config, runtime)
     states = batch_of(BatchShape((1, 1, 40), 256), model, TABLE_WIDTH, torch.device("cpu")).states
     assert (states.slots.tolist(), states.has_state.tolist()) == ([[0]] * 3, [False] * 3)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_requests_have_no_states_and_a_column_for_each_token_that_is_verified(num_drafts):
+    runtime = build_runtime(torch.device("cpu"), torch.float32, 256)
+    hybrid = read_model_config(read_config_json(CHECKPOINT.with_name("qwen3_5")))
+    model = random_model(hybrid, runtime)
+    states = batch_of(BatchShape((1, 40), 256), model, TABLE_WIDTH, runtime.device, num_drafts).states
+    assert states.slots.tolist() == [[0] * (1 + num_drafts)] * 2
+    assert not states.has_state.any()
+    assert (states.num_accepted is None) == (states.verifies is None) == (num_drafts == 0)
+    caches = empty_caches(model, runtime, 2, PAGE_SIZE, 1)
+    run_batch(
+        BatchShape((1, 40), 256), model, runtime, TABLE_WIDTH, lambda it: nullcontext(Step(it, caches)), num_drafts
+    )
+    linear = [cache for cache in caches.values() if isinstance(cache, StateView)]
+    assert linear
+    assert all(tensor.isnan().all() for cache in linear for tensor in cache.tensors)
 
 
 @pytest.mark.parametrize("kernels", [{}, {"attention": "reference", "qk_norm_rope_cache": "reference"}])

@@ -1,0 +1,233 @@
+"""vLLM's side of layers that keep a state a request (Gated DeltaNet): shapes, dtypes, backend, and metadata builder.
+
+vLLM calls such a layer "mamba". A request has ``1 + drafts`` slots, which are blocks of vLLM's pool. With
+``mamba_cache_mode`` "none" they are the columns of its block table; with "align" (prefix caching) the columns from its
+newest block on, and vLLM itself copies states from block to block before and after a step. Its copies rely on the
+layout that :class:`atom_core.batch.States` describes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.mamba_utils import (
+    MambaStateCopyFuncCalculator,
+    MambaStateDtypeCalculator,
+    MambaStateShapeCalculator,
+    is_conv_state_dim_first,
+)
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+
+from atom_core.batch import Batch, States
+from atom_core.cache import StateSpec, StateView
+from atom_core.mixers.base import TokenMixer
+from atom_plugin.vllm.batches import BatchBuilder
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+#: How vLLM copies a convolution's inputs and a state from block to block.
+COPY_FUNCTIONS = MambaStateCopyFuncCalculator.gated_delta_net_state_copy_func()
+
+
+def state_shapes(vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+    """What a rank keeps of a request in a layer: the convolution's inputs, and the state."""
+    config = vllm_config.model_config.hf_text_config
+    shapes: tuple[tuple[int, ...], ...] = MambaStateShapeCalculator.gated_delta_net_state_shape(
+        vllm_config.parallel_config.tensor_parallel_size,
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_conv_kernel_dim,
+        vllm_config.num_speculative_tokens,
+    )
+    return shapes
+
+
+def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+    """Of the convolution's inputs (``--mamba-cache-dtype``) and of the state (``--mamba-ssm-cache-dtype``)."""
+    cache = vllm_config.cache_config
+    dtypes: tuple[torch.dtype, ...] = MambaStateDtypeCalculator.gated_delta_net_state_dtype(
+        vllm_config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
+    )
+    return dtypes
+
+
+def shapes_of_slot(spec: StateSpec, num_drafts: int) -> tuple[tuple[int, ...], ...]:
+    """``spec.shapes`` as vLLM lays them out: a row of the convolution's inputs more for each draft, of either order."""
+    (rows, channels), *others = spec.shapes
+    conv = (rows + num_drafts, channels)
+    return (conv[::-1] if is_conv_state_dim_first() else conv, *others)
+
+
+def view_states(memory: tuple[torch.Tensor, ...]) -> StateView:
+    """View what vLLM binds to a layer as the core's kernels read it: of the convolution, rows before channels."""
+    conv, *others = memory
+    return StateView((conv.transpose(1, 2) if is_conv_state_dim_first() else conv, *others))
+
+
+def state_backend(mixer: TokenMixer) -> type[AttentionBackend]:
+    """See vLLM."""
+    return AtomStateBackend if mixer.graph_support == "none" else AtomStateGraphBackend
+
+
+class AtomStateMetadataBuilder(BatchBuilder, GDNAttentionMetadataBuilder):
+    """vLLM's batch over states, once a step for each group of like layers.
+
+    It is a child of vLLM's builder only because runners hand accepted tokens to its children alone; none of its code
+    runs. What differs from step to step lies in tensors that are refilled in place, as captured graphs need it.
+
+    Which requests verify drafts is said for each by itself, so a graph of decodes may also replay a prompt's last
+    tokens, which model runner V1 takes for drafts if there are as many of them.
+    """
+
+    _cudagraph_support = AttentionCGSupport.NEVER
+    kv_cache_spec: MambaSpec
+
+    def __init__(
+        self, kv_cache_spec: MambaSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
+        self.take_mixers(layer_names, vllm_config)
+        # V2 passes a group's metadata on to like groups, when it captures as well; V1 only when it does not capture.
+        self.is_v1 = not vllm_config.use_v2_model_runner
+        self.supports_update_block_table = not self.is_v1
+        self.num_drafts = vllm_config.num_speculative_tokens
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=self.num_drafts > 0)
+        captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        rows = max(vllm_config.scheduler_config.max_num_seqs, captured)
+        self.slots = torch.zeros(rows, 1 + self.num_drafts, dtype=torch.int32, device=device)
+        self.has_state = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.num_accepted = torch.ones(rows, dtype=torch.int32, device=device)
+        self.verifies = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.first_layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self._origins: torch.Tensor | None = None
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        num_accepted_tokens: torch.Tensor | None = None,
+        num_decode_draft_tokens_cpu: torch.Tensor | None = None,
+        fast_build: bool = False,
+    ) -> Batch:
+        """See vLLM.
+
+        Args:
+            common_prefix_len: unused.
+            common_attn_metadata: the step.
+            num_accepted_tokens: ``[R]``, of each request's last step. None: without drafts, in runs of no request, and
+                (up to 0.31, model runner V1) in steps without drafts. V1 has 1 for a request that was not in the step
+                before this one.
+            num_decode_draft_tokens_cpu: ``[R]``; negative: the request does not verify drafts, or (up to 0.31) it has
+                none to verify. None: as before.
+            fast_build: unused.
+        """
+        common, count = common_attn_metadata, common_attn_metadata.num_reqs
+        lengths = common.query_start_loc.diff()
+        has_state = torch.gt(common.seq_lens, lengths, out=self.has_state[:count])
+        states = States(self._slots(common.block_table_tensor, common.seq_lens, lengths), has_state)
+        if self.num_drafts:
+            accepted, verifies = self.num_accepted[:count], self.verifies[:count]
+            decodes = self._decodes(common, num_decode_draft_tokens_cpu)
+            verifies.copy_(decodes, non_blocking=True)
+            if self.is_v1:
+                num_accepted_tokens = self._accepted(states.slots[:, 0], common.seq_lens, lengths, verifies)
+            if num_accepted_tokens is None:
+                accepted.fill_(1)
+            else:
+                # Of a request that does not decode, all tokens count.
+                torch.mul(num_accepted_tokens, verifies, out=accepted).clamp_(min=1)
+            states = States(states.slots, has_state, accepted, verifies)
+        batch = self.batch(common, states=states)
+        # Kernels verify only what comes first, as both runners order requests.
+        assert not (self.num_drafts and decodes[batch.num_decode_requests :].any())
+        return batch
+
+    @staticmethod
+    def _decodes(common: CommonAttentionMetadata, num_drafts: torch.Tensor | None) -> torch.Tensor:
+        """``[R]``: which requests verify drafts, or have one token after their last step's drafts."""
+        one_more = common.query_start_loc_cpu.diff() == 1
+        decodes = one_more & ~common.is_prefilling if common.is_prefilling is not None else torch.zeros_like(one_more)
+        return decodes if num_drafts is None else decodes | (num_drafts >= 0)
+
+    def _accepted(
+        self, slots: torch.Tensor, seq_lens: torch.Tensor, lengths: torch.Tensor, verifies: torch.Tensor
+    ) -> torch.Tensor:
+        """``[R]``: how many tokens of a request's last step were accepted, by its length then and now.
+
+        Model runner V1 (goes with vLLM 0.32's support, and its use on a CPU) forgets the number for a request that a
+        step leaves out. A request has one slot for all its life, as prefix caching beside drafts is refused there.
+        """
+        if self._origins is None:
+            self._origins = torch.zeros(len(self.first_layer.kv_cache[0]), dtype=torch.int32, device=self.device)
+        computed, at = seq_lens - lengths, slots.long()
+        accepted = (computed - self._origins[at]).clamp_(max=1 + self.num_drafts)
+        # Of which length column 0 has the state after 1 token more.
+        self._origins[at] = torch.where(verifies, computed, seq_lens - 1)
+        return accepted
+
+    def _slots(self, table: torch.Tensor, seq_lens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """``[R, 1 + drafts]``: 0 where no token is."""
+        mode = self.vllm_config.cache_config.mamba_cache_mode
+        table = mamba_get_block_table_tensor(table, seq_lens, self.kv_cache_spec, mode)[:, : 1 + self.num_drafts]
+        return torch.mul(table, (lengths > 0).unsqueeze(1), out=self.slots[: len(table)])
+
+    def update_block_table(self, metadata: Batch, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Batch:
+        """See vLLM: the step for another group's layers, whose states lie elsewhere."""
+        assert metadata.states is not None
+        lengths = metadata.query_start_loc.diff()
+        slots = self._slots(blk_table[: metadata.num_requests], metadata.seq_lens, lengths)
+        return self.planned(replace(metadata, states=replace(metadata.states, slots=slots)))
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Batch:
+        """See vLLM; all requests have as many drafts as there may be."""
+        lengths = common_attn_metadata.query_start_loc_cpu.diff()
+        accepted = torch.ones_like(common_attn_metadata.seq_lens)
+        return self.build(0, common_attn_metadata, accepted, lengths - 1)
+
+
+class AtomStateGraphMetadataBuilder(AtomStateMetadataBuilder):
+    """For mixers that captured graphs may replay, but only of decodes."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
+class AtomStateBackend(AttentionBackend):
+    """States, eager or piecewise."""
+
+    @staticmethod
+    def get_name() -> str:
+        """See vLLM."""
+        return "ATOM_STATE"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        """Never used: our layer has no vLLM impl."""
+        raise NotImplementedError("atom layers with states run themselves; there is no AttentionImpl")
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """See vLLM."""
+        return AtomStateMetadataBuilder
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        """See vLLM."""
+        return True
+
+
+class AtomStateGraphBackend(AtomStateBackend):
+    """States, full graphs of decodes."""
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """See vLLM."""
+        return AtomStateGraphMetadataBuilder
