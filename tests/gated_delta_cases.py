@@ -164,9 +164,7 @@ def delta_batch(
     states = States(slots.to(device), told([it.has_state for it in requests], torch.bool))
     if case.drafts:
         accepted, verifies = [it.accepted for it in requests], [it.verifies for it in requests]
-        states = replace(
-            states, num_accepted=told(accepted, torch.int32).clamp(min=1), verifies=told(verifies, torch.bool)
-        )
+        states = replace(states, num_accepted=told(accepted, torch.int32), verifies=told(verifies, torch.bool))
     if case.snapshots:
         copied = told([it.snapshot for it in requests], torch.int32)
         states = replace(states, snapshots=Snapshots(torch.where(copied > 0, copies.to(device), 0), copied))

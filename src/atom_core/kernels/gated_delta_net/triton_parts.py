@@ -36,7 +36,7 @@ def located(slots, has_state, num_accepted, request, stride_slots):
     first = 0
     source = slot
     if num_accepted is not None:
-        first = tl.load(num_accepted + request) - 1
+        first = tl.maximum(tl.load(num_accepted + request) - 1, 0)  # a padded row may say that none was
         source = tl.load(at + first).to(tl.int64)
     return slot, source, has, first
 
