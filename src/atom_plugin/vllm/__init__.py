@@ -113,7 +113,7 @@ def register_models() -> None:
         name = ARCHITECTURE_PREFIX + architecture
         if name not in registered:
             ModelRegistry.register_model(name, f"atom_plugin.vllm.models:{name}")
-    for _, draft in DRAFTS.values():
+    for draft in dict.fromkeys(draft for _, draft in DRAFTS.values()):
         name = ARCHITECTURE_PREFIX + draft
         if name not in registered:
             ModelRegistry.register_model(name, f"atom_plugin.vllm.drafts:{name}")

@@ -139,7 +139,7 @@ class VllmPagedAttention(VllmLayer):
         return self.kind.view(self.spec, self.kv_cache)
 
 
-class VllmStates(VllmLayer, MambaBase):
+class VllmLinearAttention(VllmLayer, MambaBase):
     """A token mixer over states, one or more slots a request; vLLM cuts :attr:`kv_cache` into its tensors."""
 
     mamba_type = MambaAttentionBackendEnum.GDN_ATTN

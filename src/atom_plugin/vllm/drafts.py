@@ -79,6 +79,7 @@ class AtomDraft(AtomModel):
         """One step; see :class:`DraftModel`."""
         assert intermediate_tensors is None, "pipeline stages are refused"
         assert inputs_embeds is None, "multimodal input is refused"
+        assert positions.dim() == 1, "M-RoPE of text is served as plain rope"
         drafted: torch.Tensor = self.core(input_ids, positions, hidden_states, None, spec_step_idx)
         return drafted
 

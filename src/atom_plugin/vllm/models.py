@@ -13,6 +13,7 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.sequence import IntermediateTensors
 
+from atom_core.mixers.base import BaseAttention
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
@@ -70,7 +71,8 @@ class AtomForCausalLM(AtomModel):
             check_files_of_rank(self, Path(self.checkpoint), vllm_config.load_config)
         register_warm_up(core, self.runtime, vllm_config)
         if self.runtime.tensor_parallel.rank == 0:
-            table = startup_table(framework_line("vllm"), type(core).__name__, attention.__name__, self.runtime)
+            layers = ", ".join(sorted({type(it).__name__ for it in core.modules() if isinstance(it, BaseAttention)}))
+            table = startup_table(framework_line("vllm"), type(core).__name__, layers, self.runtime)
             logger.info("atom-plugin serves %s\n%s", self.checkpoint, table)
 
     def get_model_state_cls(self) -> type[ModelState]:
@@ -92,6 +94,7 @@ class AtomForCausalLM(AtomModel):
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | IntermediateTensors:
         """One step; see vLLM's model interface."""
+        assert positions.dim() == 1, "M-RoPE of text is served as plain rope"
         carried = None
         if intermediate_tensors is not None:
             carried = Carried(intermediate_tensors["hidden_states"], intermediate_tensors["residual"])

@@ -10,6 +10,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from atom_core.kernels.select import Target
+from atom_core.mixers.base import BaseAttention, TokenMixer
 from atom_core.mixers.gated_delta_net import GatedDeltaNetMixer
 from atom_core.runtime import Binder, PipelineStage, RoutedExperts, Runtime, SingleDataParallelRank
 from atom_core.types import SameStepReads
@@ -17,7 +18,7 @@ from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
 from atom_plugin.vllm.all_reduce import aiter_all_reduce_norm
-from atom_plugin.vllm.attention import VllmStates, is_compiled
+from atom_plugin.vllm.attention import VllmLinearAttention, is_compiled
 from atom_plugin.vllm.cpu_kernels import cpu_kernels
 from atom_plugin.vllm.data_parallel import VllmDataParallelGroup
 from atom_plugin.vllm.gpu_kernels import gpu_kernels
@@ -94,12 +95,18 @@ def build_runtime(
     excluded = COMPILED if is_compiled(vllm_config) else {}
     pp, has_dp = get_pp_group(), vllm_config.parallel_config.data_parallel_size > 1
     conv_state_dtype, state_dtype = state_dtypes(vllm_config)
+
+    def bind_mixer(mixer: TokenMixer, runtime: Runtime) -> BaseAttention:
+        return (VllmLinearAttention if isinstance(mixer, GatedDeltaNetMixer) else bind)(mixer, runtime)
+
     first, end = get_pp_indices(num_layers, pp.rank_in_group, pp.world_size)
     return Runtime(
         device=device,
         dtype=model_config.dtype,
         kernels=chosen_kernels(target, settings, contributed, excluded),
-        bind=lambda mixer, runtime: (VllmStates if isinstance(mixer, GatedDeltaNetMixer) else bind)(mixer, runtime),
+        bind=lambda mixer, runtime: (VllmLinearAttention if isinstance(mixer, GatedDeltaNetMixer) else bind)(
+            mixer, runtime
+        ),
         max_model_len=model_config.max_model_len,
         cache_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, model_config),
         conv_state_dtype=conv_state_dtype,

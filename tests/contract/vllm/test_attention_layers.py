@@ -80,6 +80,7 @@ def test_e4m3_is_the_platform_s(name, monkeypatch):
         (1024, torch.uint8, 1024),
         (128, torch.uint8, 16),
         (256, torch.bfloat16, 16),
+        *((blocks, dtype, 16) for blocks in (528, 544, 800) for dtype in (torch.uint8, torch.bfloat16)),  # of hybrids
     ],
 )
 def test_shuffled_pages_are_of_the_tokens_that_aiters_kernels_have(blocks, dtype, pages):

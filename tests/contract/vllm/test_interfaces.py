@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
 from atom_core.models.registry import DRAFTS, load_draft_class, supported_architectures
 from atom_plugin.vllm import ARCHITECTURE_PREFIX, attention_backends, drafts, models
-from atom_plugin.vllm.attention import VllmPagedAttention, VllmStates
+from atom_plugin.vllm.attention import VllmLinearAttention, VllmPagedAttention
 from atom_plugin.vllm.states import AtomStateBackend, AtomStateGraphBackend, AtomStateMetadataBuilder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
@@ -38,7 +38,7 @@ OURS = (
     (attention_backends.AtomMetadataBuilder, AttentionMetadataBuilder),
     (attention_backends.AtomGraphMetadataBuilder, AttentionMetadataBuilder),
     (VllmPagedAttention, AttentionLayerBase),
-    (VllmStates, MambaBase),
+    (VllmLinearAttention, MambaBase),
     (AtomStateBackend, AttentionBackend),
     (AtomStateGraphBackend, AttentionBackend),
     (AtomStateMetadataBuilder, GDNAttentionMetadataBuilder),

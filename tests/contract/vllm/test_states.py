@@ -26,7 +26,7 @@ from atom_core.cache import StateSpec
 from atom_core.kernels.gated_delta_net.triton_decode import MAX_TOKENS
 from atom_core.mixers.base import TokenMixer
 from atom_core.standalone import build_runtime
-from atom_plugin.vllm.attention import VllmStates
+from atom_plugin.vllm.attention import VllmLinearAttention
 from atom_plugin.vllm.routing import MOST_DRAFTS
 from atom_plugin.vllm.states import state_dtypes
 
@@ -85,7 +85,7 @@ def layer_of(drafts=0, mode="none", graphs="decodes"):
     mixer.graph_support = graphs
     runtime = build_runtime(torch.device("cpu"), torch.bfloat16, 256)
     with set_current_vllm_config(config):
-        return VllmStates(mixer, runtime), config
+        return VllmLinearAttention(mixer, runtime), config
 
 
 def builder_of(drafts=0, mode="none", graphs="decodes", is_v1=False):

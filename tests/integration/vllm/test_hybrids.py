@@ -126,7 +126,7 @@ def test_tokens_are_those_of_the_model_by_itself(served, name):
     rans, made = served
     ran, (architecture, _, options) = rans[name], WAYS[name]
     assert ran.model_class == f"Atom{architecture}"
-    assert {"VllmPagedAttention", "VllmStates"} <= set(ran.layer_classes)
+    assert {"VllmPagedAttention", "VllmLinearAttention"} <= set(ran.layer_classes)
     assert_right(name, ran, made[architecture])
     if "speculative_config" in options:
         assert ran.draft_class is not None
