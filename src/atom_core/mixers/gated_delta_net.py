@@ -85,6 +85,10 @@ class GatedDeltaNetMixer(TokenMixer):
         runs = self.decode if self.decode is not None and self.decode.takes(shape) else self.kernel
         return attention_keys(runs, shape, device)
 
+    def profile(self, out: torch.Tensor) -> None:
+        """See :meth:`TokenMixer.profile`."""
+        _ = out.new_empty(self.kernel.scratch_bytes(len(out)), dtype=torch.uint8)
+
     def scaled(self, cache: StateView) -> StateView:
         """States have no scales."""
         return cache

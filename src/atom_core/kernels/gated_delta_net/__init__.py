@@ -58,6 +58,9 @@ class GatedDeltaNetKernel(Protocol):
 
     graph_support: GraphSupport
 
+    def scratch_bytes(self, num_tokens: int) -> int:
+        """About what a call for so many tokens of prompts allocates and frees, for the engine's memory profiling."""
+
     def __call__(
         self,
         qkvz: torch.Tensor,

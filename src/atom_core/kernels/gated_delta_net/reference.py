@@ -139,6 +139,10 @@ class OneByOne:
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
 
+    def scratch_bytes(self, num_tokens: int) -> int:
+        """See :class:`atom_core.kernels.gated_delta_net.GatedDeltaNetKernel`: little beside a step's other tensors."""
+        return 0
+
     def __call__(
         self,
         qkvz: torch.Tensor,

@@ -341,6 +341,10 @@ class TritonGatedDeltaDecode:
         """Whether requests have few new tokens. A graph's ``max_query_len`` bounds every batch that it can replay."""
         return batch.max_query_len <= MAX_TOKENS
 
+    def scratch_bytes(self, num_tokens: int) -> int:
+        """See :class:`atom_core.kernels.gated_delta_net.GatedDeltaNetKernel`: none beside the kept counters."""
+        return 0
+
     def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
         """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
         yield shape.max_query_len == 1, self.block(shape.num_requests)

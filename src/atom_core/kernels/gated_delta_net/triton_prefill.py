@@ -61,6 +61,14 @@ class TritonGatedDeltaNet:
             yield from self.decode.attention_compile_keys(replace(shape, queries=(1,) * decodes), device)
         yield "chunks", self.tile(shape.num_requests - decodes)
 
+    def scratch_bytes(self, num_tokens: int) -> int:
+        """See :class:`atom_core.kernels.gated_delta_net.GatedDeltaNetKernel`; for prompts of 64 tokens and more."""
+        spec = self.spec
+        keys, heads = spec.num_key_heads * spec.key_dim, spec.num_value_heads
+        of_token = 2 * keys + heads * (spec.key_dim + spec.value_dim)
+        states = 2 * -(-num_tokens // CHUNK) * heads * spec.key_dim * spec.value_dim
+        return (num_tokens * of_token + states) * spec.dtype.itemsize + 4 * heads * num_tokens
+
     def __call__(
         self,
         qkvz: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from atom_core.kernels.gated_delta_net.reference import OneByOne, gated_delta_rule
 from tests.gated_delta_cases import PROMPT_CASES, DeltaCase, Request, check_delta, delta_batch
@@ -49,3 +50,23 @@ def test_in_bfloat16_it_is_as_near_to_the_answer_as_the_reference(exact_bfloat16
 
     for ours, theirs in zip(errors(found), errors(reference), strict=True):
         assert ours <= 2 * theirs
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of tensors that are made empty."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "empty" in func.__name__:
+            self.total += result.nbytes
+        return result
+
+
+def test_memory_profiling_knows_what_prompts_need_beside_their_outputs():
+    case = DeltaCase("", (Request(200, has_state=False),))
+    kernel, inputs = kernel_of(case, torch.float16), delta_batch(case, torch.float16, CPU)
+    with Allocated() as allocated:
+        inputs.run(kernel)
+    assert allocated.total <= kernel.scratch_bytes(200) <= 2 * allocated.total
