@@ -151,7 +151,8 @@ def results_of(layers):
         wide = torch.cat([residual, last], 1)
         yield attention.queries(Stream(None, wide[:, :256]))[0]
         yield dense(Stream(last, residual)).last
-        yield mixture.shared(last)
+        # No gate weighs DeepSeek's shared expert: the router's logits are not read.
+        yield mixture.shared.partial(last, torch.zeros_like(last), last[:, :0])
 
 
 @every_gpu
