@@ -21,7 +21,7 @@ from atom_core.batch import Batch, BatchShape, capturing
 from atom_core.cache import StateView
 from atom_core.kernels.attention.triton_kernel import is_last
 from atom_core.kernels.eviction import EVICT_LAST
-from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, gates, located, silu
+from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, assert_layout, gates, located, silu
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
 from atom_core.types import GraphSupport
@@ -369,15 +369,12 @@ class TritonGatedDeltaDecode:
         spec, states = self.spec, batch.states
         assert states is not None
         (conv, recurrent), snapshots = cache.tensors, states.snapshots
-        assert qkvz.stride(-1) == ba.stride(-1) == 1
-        assert out.stride()[1:] == (spec.value_dim, 1)
-        assert recurrent.stride()[1:] == (spec.value_dim * spec.key_dim, spec.key_dim, 1)
+        assert_layout(spec, qkvz, ba, weights, recurrent, out)
         unverified_conv, unverified = cache.unverified or (None, None)
         if unverified is not None:
             assert unverified.stride()[2:] == recurrent.stride()[1:]
         if states.verifies is None:
             unverified_conv = unverified = None
-        assert all(it.is_contiguous() for it in (weights.conv, weights.a_log, weights.dt_bias, weights.norm))
         num_requests = states.slots.shape[0]
         assert batch.max_query_len <= MAX_TOKENS
         block = self.block(num_requests)

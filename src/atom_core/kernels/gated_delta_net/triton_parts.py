@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 
 from atom_core.kernels.gated_delta_net.reference import L2_EPS as _L2_EPS
+from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
+
+if TYPE_CHECKING:
+    from atom_core.kernels.gated_delta_net import GatedDeltaNetSpec
 
 L2_EPS = tl.constexpr(_L2_EPS)
+
+
+def assert_layout(
+    spec: GatedDeltaNetSpec,
+    qkvz: torch.Tensor,
+    ba: torch.Tensor,
+    weights: GatedDeltaNetWeights,
+    recurrent: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """What lies together, as the kernels are given no strides for it; see :mod:`atom_core.kernels.gated_delta_net`."""
+    assert qkvz.stride(-1) == ba.stride(-1) == 1
+    assert out.stride()[1:] == (spec.value_dim, 1)
+    assert recurrent.stride()[1:] == (spec.value_dim * spec.key_dim, spec.key_dim, 1)
+    assert all(it.is_contiguous() for it in (weights.conv, weights.a_log, weights.dt_bias, weights.norm))
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from atom_core.cache import StateView
 from atom_core.kernels.gated_delta_net.chunks import answer, carry, mix, solve
 from atom_core.kernels.gated_delta_net.reference import CHUNK
 from atom_core.kernels.gated_delta_net.triton_decode import TritonGatedDeltaDecode
+from atom_core.kernels.gated_delta_net.triton_parts import assert_layout
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.triton_support import launch_options
 from atom_core.types import GraphSupport
@@ -111,10 +112,7 @@ class TritonGatedDeltaNet:
         spec, states = self.spec, batch.states
         assert states is not None
         (conv, recurrent), snapshots = cache.tensors, states.snapshots
-        assert qkvz.stride(-1) == ba.stride(-1) == 1
-        assert out.stride()[1:] == (spec.value_dim, 1)
-        assert recurrent.stride()[1:] == (spec.value_dim * spec.key_dim, spec.key_dim, 1)
-        assert all(it.is_contiguous() for it in (weights.conv, weights.a_log, weights.dt_bias, weights.norm))
+        assert_layout(spec, qkvz, ba, weights, recurrent, out)
         num_tokens, num_requests = qkvz.shape[0], states.slots.shape[0]
         places = num_tokens // CHUNK + num_requests
         HK, HV, K, V = spec.num_key_heads, spec.num_value_heads, spec.key_dim, spec.value_dim
