@@ -6,6 +6,7 @@ states and inputs of requests that have none, and padding. Nothing else than wha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -13,7 +14,7 @@ import torch
 
 from atom_core.batch import Batch, Snapshots, States
 from atom_core.cache import StateView
-from atom_core.kernels.gated_delta_net import GatedDeltaNetKernel, GatedDeltaNetSpec
+from atom_core.kernels.gated_delta_net import GatedDeltaNetSpec
 from atom_core.kernels.gated_delta_net.reference import OneByOne, gated_delta_rule
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from tests.kernel_cases import NAN, TOLERANCE
@@ -77,8 +78,8 @@ class DeltaBatch:
     out: torch.Tensor
     num_real: int
 
-    def run(self, kernel: GatedDeltaNetKernel) -> None:
-        """Write to the outputs and the cache."""
+    def run(self, kernel: Callable[..., None]) -> None:
+        """Write to the outputs and the cache; ``kernel`` is called as a :class:`GatedDeltaNetKernel`."""
         kernel(self.qkvz, self.ba, self.weights, self.cache, self.batch, self.out)
 
     def widened(self) -> DeltaBatch:
@@ -185,7 +186,7 @@ def delta_batch(
     return DeltaBatch(qkvz, ba, weights, StateView((conv, recurrent), unverified), batch, out, num_real)
 
 
-def check_delta(kernel: GatedDeltaNetKernel, inputs: DeltaBatch, times: float = 1.0) -> tuple[float, float]:
+def check_delta(kernel: Callable[..., None], inputs: DeltaBatch, times: float = 1.0) -> tuple[float, float]:
     """Run ``kernel``, and compare outputs and all of the cache with the reference in float32.
 
     ``times``: more than once what their dtypes allow. Returns the largest differences, as shares of the largest number.
@@ -243,13 +244,12 @@ FEW_CASES = (
     DeltaCase("odd sizes", (_ONE, _NEW, Request(3)), key_dim=24, value_dim=40),
     DeltaCase("wider keys than values", (_ONE, _NEW, Request(2)), key_dim=64, value_dim=32),
     DeltaCase("128 keys and values", (_ONE, Request(2)), key_heads=1, value_heads=2, key_dim=128, value_dim=128),
-    DeltaCase("256 keys and values", (_ONE, Request(2)), key_heads=1, value_heads=2, key_dim=256, value_dim=256),
     DeltaCase("a convolution of two", (_ONE, _NEW, Request(2)), conv_width=2),
     DeltaCase("a convolution of three", (_ONE, _NEW, Request(2)), conv_width=3),
     DeltaCase("two tokens verified", drafted(2, 2), columns=2, drafts=True, padded_requests=2),
     DeltaCase("four tokens verified", drafted(4, 4), columns=4, drafts=True, padded_tokens=3),
     DeltaCase("verified, channels first", drafted(3, 3), columns=3, drafts=True, channels_first=True),
-    DeltaCase("verified, 256 values", drafted(2, 2), columns=2, drafts=True, key_dim=128, value_dim=256),
+    DeltaCase("verified, 128 values", drafted(2, 2), columns=2, drafts=True, key_dim=64, value_dim=128),
     DeltaCase("verified, a convolution of two", drafted(3, 3), columns=3, drafts=True, conv_width=2),
     DeltaCase("verified, kept apart", drafted(3, 3), columns=3, drafts=True, separate=True),
     DeltaCase(

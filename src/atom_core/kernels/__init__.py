@@ -20,7 +20,7 @@ from atom_core.kernels.fp8_gated_activation import FP8_GATED_ACTIVATION
 from atom_core.kernels.fp8_linear import FP8_LINEAR
 from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM
 from atom_core.kernels.gated_activation import GATED_ACTIVATION
-from atom_core.kernels.gated_delta_net import GATED_DELTA_DECODE, GATED_DELTA_NET
+from atom_core.kernels.gated_delta_net import GATED_DELTA_NET
 from atom_core.kernels.gated_sum import GATED_SUM
 from atom_core.kernels.greedy_tokens import GREEDY_TOKENS
 from atom_core.kernels.head_linear import HEAD_LINEAR
@@ -64,7 +64,6 @@ OPS = cast(
         DECODE_ATTENTION,
         OUTPUT_GATE,
         GATED_DELTA_NET,
-        GATED_DELTA_DECODE,
         MLA_CACHE,
         HEAD_LINEAR,
         MLA_ABSORBED_QUERIES,

@@ -17,13 +17,7 @@ from atom_core.batch import Batch, BatchShape
 from atom_core.cache import StateSpec, StateView
 from atom_core.config import GatedDeltaNetConfig, ModelConfig
 from atom_core.kernels.compile_keys import attention_keys
-from atom_core.kernels.gated_delta_net import (
-    GATED_DELTA_DECODE,
-    GATED_DELTA_NET,
-    GatedDeltaDecodeSpec,
-    GatedDeltaNetKernel,
-    GatedDeltaNetSpec,
-)
+from atom_core.kernels.gated_delta_net import GATED_DELTA_NET, GatedDeltaNetKernel, GatedDeltaNetSpec
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.select import KernelSet
 from atom_core.layers.linear import Column, MergedColumnLinear, RowLinear
@@ -75,15 +69,12 @@ class GatedDeltaNetMixer(TokenMixer):
         return self.kernel.graph_support
 
     def select_kernels(self, kernels: KernelSet) -> None:
-        """Select the kernel of any batch, and one of decodes where supported."""
+        """Select the kernel of any batch."""
         self.kernel = kernels.select(GATED_DELTA_NET, self.layer)
-        separate = ((GATED_DELTA_NET.name, kernels.chosen(GATED_DELTA_NET, self.layer)),)
-        self.decode = kernels.select(GATED_DELTA_DECODE, GatedDeltaDecodeSpec(self.layer, separate))
 
     def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> list[Hashable]:
         """See :meth:`TokenMixer.attention_compile_keys`."""
-        runs = self.decode if self.decode is not None and self.decode.takes(shape) else self.kernel
-        return attention_keys(runs, shape, device)
+        return attention_keys(self.kernel, shape, device)
 
     def profile(self, out: torch.Tensor) -> None:
         """See :meth:`TokenMixer.profile`."""
@@ -100,8 +91,7 @@ class GatedDeltaNetMixer(TokenMixer):
         qkvz, ba = inputs
         if (num_tokens := batch.num_tokens) < qkvz.shape[0]:
             qkvz, ba, out = qkvz[:num_tokens], ba[:num_tokens], out[:num_tokens]
-        kernel = self.decode if self.decode is not None and self.decode.takes(batch) else self.kernel
-        kernel(qkvz, ba, self.weights, cache, batch, out)
+        self.kernel(qkvz, ba, self.weights, cache, batch, out)
 
 
 class CausalConv(ParameterLayer):

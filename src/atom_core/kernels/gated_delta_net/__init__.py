@@ -21,17 +21,17 @@ from typing import Protocol
 
 import torch
 
-from atom_core.batch import Batch, BatchShape
+from atom_core.batch import Batch
 from atom_core.cache import StateView
 from atom_core.kernels.aiter_library import why_no_aiter
 from atom_core.kernels.gated_delta_net.reference import OneByOne, chunked_gated_delta_rule, gated_delta_rule
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.select import Implementation, Op, Target, always, only_on_cpu
-from atom_core.kernels.triton_support import overlaps, why_no_triton, why_not_fused
+from atom_core.kernels.triton_support import overlaps, why_no_triton
 from atom_core.types import GraphSupport
 
-#: The widest convolution of Triton's kernels, and the longest keys and values: of prompts, and of few tokens a request.
-_MAX_CONV_WIDTH, _MAX_DIM, _MAX_DECODE_DIM = 4, 128, 256
+#: The widest convolution of Triton's kernels, and the longest keys and values.
+_MAX_CONV_WIDTH, _MAX_DIM = 4, 128
 
 
 @dataclass(frozen=True)
@@ -72,34 +72,15 @@ class GatedDeltaNetKernel(Protocol):
     ) -> None: ...
 
 
-@dataclass(frozen=True)
-class GatedDeltaDecodeSpec:
-    """One layer; ``separate`` has the (op, implementation) that runs other batches."""
-
-    layer: GatedDeltaNetSpec
-    separate: tuple[tuple[str, str], ...]
-
-
-class GatedDeltaDecodeKernel(GatedDeltaNetKernel, Protocol):
-    """The call in one launch, for batches for which :meth:`takes` is true."""
-
-    def takes(self, batch: Batch | BatchShape) -> bool:
-        """Whether every request has few enough new tokens; it must hold for every batch that a graph replays."""
-
-
-def _why_not_triton(spec: GatedDeltaNetSpec, target: Target, max_dim: int) -> str | None:
+def _triton_supports(spec: GatedDeltaNetSpec, target: Target) -> str | None:
     if reason := why_no_triton(target):
         return reason
     if not 2 <= spec.conv_width <= _MAX_CONV_WIDTH:
         return f"The Triton kernel has convolutions of 2 to {_MAX_CONV_WIDTH} tokens, not {spec.conv_width}."
-    if max(spec.key_dim, spec.value_dim) > max_dim:
+    if max(spec.key_dim, spec.value_dim) > _MAX_DIM:
         sizes = f"{spec.key_dim} and {spec.value_dim}"
-        return f"The Triton kernel has keys and values of sizes up to {max_dim}, not {sizes}."
+        return f"The Triton kernel has keys and values of sizes up to {_MAX_DIM}, not {sizes}."
     return None
-
-
-def _triton_supports(spec: GatedDeltaNetSpec, target: Target) -> str | None:
-    return _why_not_triton(spec, target, _MAX_DIM)
 
 
 def _build_triton(spec: GatedDeltaNetSpec, target: Target) -> GatedDeltaNetKernel:
@@ -128,16 +109,6 @@ def _build_aiter(spec: GatedDeltaNetSpec, target: Target) -> GatedDeltaNetKernel
     return AiterGatedDeltaNet(spec, _build_triton(spec, target))
 
 
-def _triton_decode_supports(spec: GatedDeltaDecodeSpec, target: Target) -> str | None:
-    return why_not_fused(spec.separate) or _why_not_triton(spec.layer, target, _MAX_DECODE_DIM)
-
-
-def _build_triton_decode(spec: GatedDeltaDecodeSpec, target: Target) -> GatedDeltaDecodeKernel | None:
-    from atom_core.kernels.gated_delta_net.triton_decode import TritonGatedDeltaDecode  # needs triton
-
-    return TritonGatedDeltaDecode(spec.layer, nvidia=target.kind == "cuda", overlap=overlaps(target))
-
-
 GATED_DELTA_NET: Op[GatedDeltaNetSpec, GatedDeltaNetKernel] = Op(
     "gated_delta_net",
     (
@@ -150,14 +121,5 @@ GATED_DELTA_NET: Op[GatedDeltaNetSpec, GatedDeltaNetKernel] = Op(
         Implementation("triton", _triton_supports, _build_triton),
         Implementation("torch", only_on_cpu, lambda spec, target: OneByOne(chunked_gated_delta_rule)),
         Implementation("reference", always, lambda spec, target: OneByOne(gated_delta_rule)),
-    ),
-)
-
-#: "separate" is no kernel: :data:`GATED_DELTA_NET` runs decodes too.
-GATED_DELTA_DECODE: Op[GatedDeltaDecodeSpec, GatedDeltaDecodeKernel | None] = Op(
-    "gated_delta_decode",
-    (
-        Implementation("triton", _triton_decode_supports, _build_triton_decode),
-        Implementation("separate", always, lambda spec, target: None),
     ),
 )

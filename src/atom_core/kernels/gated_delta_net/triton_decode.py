@@ -24,15 +24,14 @@ from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, assert_layout, gates, located, silu
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
-from atom_core.types import GraphSupport
 
 if TYPE_CHECKING:
     from atom_core.kernels.gated_delta_net import GatedDeltaNetSpec
 
 #: The most new tokens of a request: a program takes them one by one.
 MAX_TOKENS = 8
-#: Elements of a state that a program has in its registers, and rows of it; and rows where programs are few.
-_ELEMENTS, _ROWS, _FEW_ROWS = 32 * 128, 32, 8
+#: Rows of a state that a program has in its registers; and where programs are few.
+_ROWS, _FEW_ROWS = 32, 8
 #: Programs up to which they are few.
 _FEW = 128
 
@@ -315,15 +314,13 @@ def _gated_delta_decode(
 
 
 class TritonGatedDeltaDecode:
-    """See :mod:`atom_core.kernels.gated_delta_net`.
+    """What :class:`.triton_prefill.TritonGatedDeltaNet` runs batches by for which :meth:`takes` is true.
 
     Args:
         spec: the layer.
         nvidia: whether the GPU is NVIDIA's.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
-
-    graph_support: GraphSupport = "decodes"
 
     def __init__(self, spec: GatedDeltaNetSpec, nvidia: bool, overlap: bool) -> None:
         self.spec = spec
@@ -333,17 +330,13 @@ class TritonGatedDeltaDecode:
         # A row's part of 128 bytes lies with eight threads.
         self.inner: int = min(keys, 128 // spec.state_dtype.itemsize)
         self.groups: int = keys // self.inner
-        self.rows: int = min(self.values, _ROWS, _ELEMENTS // keys)
+        self.rows: int = min(self.values, _ROWS)
         # Graphs go on using the counters that they were captured with, so none is let go.
         self._arrivals: list[torch.Tensor] = []
 
     def takes(self, batch: Batch | BatchShape) -> bool:
         """Whether requests have few new tokens. A graph's ``max_query_len`` bounds every batch that it can replay."""
         return batch.max_query_len <= MAX_TOKENS
-
-    def scratch_bytes(self, num_tokens: int) -> int:
-        """See :class:`atom_core.kernels.gated_delta_net.GatedDeltaNetKernel`: none beside the kept counters."""
-        return 0
 
     def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
         """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""

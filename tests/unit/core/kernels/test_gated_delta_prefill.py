@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from atom_core.kernels import kernel_set
+from atom_core.kernels.gated_delta_net import GATED_DELTA_NET, GatedDeltaNetSpec
 from atom_core.kernels.gated_delta_net.reference import OneByOne, gated_delta_rule
-from tests.gated_delta_cases import PROMPT_CASES, DeltaCase, Request, check_delta, delta_batch
+from atom_core.kernels.select import Target
+from tests.gated_delta_cases import PROMPT_CASES, DeltaCase, Request, check_delta, delta_batch, drafted
 
 CPU = torch.device("cpu")
 
@@ -33,6 +36,43 @@ def kernel_of(case, dtype, state_dtype=torch.float32, nvidia=True):
 def test_it_answers_as_the_reference(exact_bfloat16, case, dtype, state_dtype):
     kernel = kernel_of(case, dtype, state_dtype)
     check_delta(kernel, delta_batch(case, dtype, CPU, state_dtype), times=10 if dtype == torch.float32 else 2)
+
+
+@pytest.mark.parametrize(
+    ("case", "launches"),
+    [
+        (DeltaCase("decodes", (Request(1), Request(1, has_state=False)), decodes=2), ["decode"]),
+        (DeltaCase("few tokens of prompts", (Request(8, has_state=False), Request(2))), ["decode"]),
+        (DeltaCase("drafts", drafted(3, 3), columns=3, drafts=True, decodes=6), ["decode"]),
+        (DeltaCase("a prompt behind a decode", (Request(1), Request(9)), decodes=1), ["decode", "chunks"]),
+        (DeltaCase("a prompt", (Request(9),)), ["chunks"]),
+    ],
+    ids=str,
+)
+def test_requests_of_few_tokens_go_in_one_launch(monkeypatch, case, launches):
+    from atom_core.kernels.gated_delta_net import triton_decode, triton_prefill
+
+    kernel, made = kernel_of(case, torch.float32), []
+
+    class Counted:
+        def __init__(self, module, kernel, name):
+            self.run, self.name = getattr(module, kernel), name
+            monkeypatch.setattr(module, kernel, self)
+
+        def __getitem__(self, grid):
+            made.append(self.name)
+            return self.run[grid]
+
+    Counted(triton_decode, "_gated_delta_decode", "decode")
+    Counted(triton_prefill, "carry", "chunks")
+    check_delta(kernel, delta_batch(case, torch.float32, CPU))
+    assert made == launches
+
+
+@pytest.mark.parametrize(("dim", "width", "chosen"), [(128, 4, "triton"), (256, 4, "reference"), (128, 5, "reference")])
+def test_what_it_does_not_support_the_reference_runs(dim, width, chosen):
+    spec = GatedDeltaNetSpec(16, 32, dim, 128, width, torch.bfloat16, torch.float32)
+    assert kernel_set(Target("cuda", "sm90")).chosen(GATED_DELTA_NET, spec) == chosen
 
 
 def test_in_bfloat16_it_is_as_near_to_the_answer_as_the_reference(exact_bfloat16):

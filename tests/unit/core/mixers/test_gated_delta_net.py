@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 
-from atom_core.batch import Batch, Snapshots, States
+from atom_core.batch import Batch, BatchShape, Snapshots, States
 from atom_core.cache import StateView
 from atom_core.kernels import kernel_set
+from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.gated_delta_net import GatedDeltaNetSpec
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.select import Target
@@ -177,5 +178,14 @@ def test_kernels_are_chosen_by_name():
     mixer = Layer(slots=1).mixer
     mixer.select_kernels(chosen)
     names = {choice.op: choice.implementation for choice in chosen.choices()}
-    assert names == {"gated_delta_net": "torch", "gated_delta_decode": "separate"}
+    assert names == {"gated_delta_net": "torch"}
     assert mixer.graph_support == "none"
+
+
+@pytest.mark.parametrize("queries", [(1, 1), (8,), (1, 300)])
+def test_one_kernel_runs_every_batch(queries):
+    """And says what it is compiled for."""
+    mixer, device = Layer(slots=1).mixer, torch.device("cuda")
+    mixer.select_kernels(kernel_set(Target("cuda", "sm90")))
+    shape = BatchShape(queries, 4096)
+    assert mixer.attention_compile_keys(shape, device) == attention_keys(mixer.kernel, shape, device)
