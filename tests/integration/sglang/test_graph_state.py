@@ -303,3 +303,32 @@ def test_answers_go_where_sglang_wants_them(monkeypatch, ours):
     assert found.data_ptr() == padded.data_ptr(), "SGLang copies what lies elsewhere"
     assert torch.equal(padded[:3], wanted)
     assert (padded[3:] == 7).all()
+
+
+def test_the_first_layer_of_a_kind_plans_a_step_for_all_of_them(runner):
+    """Each replay anew, and once for each pool, whose pages are others."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
+
+    made, plans = runner(1), []
+
+    def layer(index, key="kind"):
+        spec = KeyValueSpec(1, 16, torch.float32)
+        return SimpleNamespace(layer_index=index, cache_spec=spec, plan_key=lambda: key, plan=planned)
+
+    def planned(batch):
+        plans.append(batch.pages)
+        return len(plans)
+
+    backend = AtomAttentionBackend(made)
+    backend.init_cuda_graph_state(REQUESTS, REQUESTS)
+    forward_batch = Batch(made, 3, ForwardMode.DECODE, 1).forward_batch()
+    pools = 1 + backend.pools.hybrid
+    for step in range(3):
+        backend.init_forward_metadata_out_graph(forward_batch, in_capture=step == 0)
+        found = [backend.lookup(layer(index))[0] for index in (0, 1, 0, 1)]
+        assert [batch.plans["kind"] for batch in found[2:]] == [batch.plans["kind"] for batch in found[:2]]
+        assert len(plans) == (step + 1) * pools
+        assert all(plans[batch.plans["kind"] - 1] is batch.pages for batch in found)
+        assert backend.lookup(layer(1, key=None))[0] is backend.forward_metadata

@@ -6,7 +6,6 @@ and rope: the pool writes them, and the same kernel attends.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from atom_core.kernels.select import Target
 from atom_core.updates import ModelWeights
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
-from atom_plugin.sglang.attention_backend.batch import eager_batch, windowed
+from atom_plugin.sglang.attention_backend.batch import eager_batch, planned, windowed
 from atom_plugin.sglang.attention_backend.graph_state import PADDED_LENGTH, GraphState
 from atom_plugin.sglang.attention_backend.kv_view import Pools
 from atom_plugin.sglang.kernels import check_order, unfit_pages
@@ -61,8 +60,6 @@ class AtomAttentionBackend(AttentionBackend):
         self.forward_metadata: Batch | None = None
         self.windowed_metadata: Batch | None = None
         self._kernels_by_layer: dict[int, PagedAttentionKernel] = {}
-        #: Of layers in the windowed pool, and of others.
-        self._plans: dict[bool, dict[Hashable, object]] = {}
         if self.pools.latent:
             _refuse_native(runner)
         self.runner = runner
@@ -73,7 +70,6 @@ class AtomAttentionBackend(AttentionBackend):
         if forward_batch.forward_mode.is_idle() or forward_batch.batch_size == 0:
             self.forward_metadata = self.windowed_metadata = None
             return
-        self._plans = {True: {}, False: {}}
         batch = eager_batch(forward_batch, self.pools, self.max_context_len, self.step)
         self.forward_metadata = batch
         self.windowed_metadata = windowed(batch, self.pools) if self.pools.hybrid else batch
@@ -93,7 +89,6 @@ class AtomAttentionBackend(AttentionBackend):
         assert self.graphs is not None, "SGLang announces graphs before it captures them"
         if not in_capture:
             self._check_weights()
-        self._plans = {True: {}, False: {}}
         self.forward_metadata, self.windowed_metadata = self.graphs.plan(forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
@@ -106,15 +101,9 @@ class AtomAttentionBackend(AttentionBackend):
         return PADDED_LENGTH
 
     def lookup(self, mixer: TokenMixer) -> tuple[Batch, Cache]:
-        """See :class:`atom_core.mixers.base.Step`; the first layer of a step plans it for all of its key."""
+        """See :class:`atom_core.mixers.base.Step`."""
         index = mixer.layer_index
-        batch, cache = self._batch(index), self.pools.cache(mixer.cache_spec, index)
-        if (key := mixer.plan_key()) is None:
-            return batch, cache
-        plans = self._plans[self.pools.is_windowed(index)]
-        if key not in plans:
-            plans[key] = mixer.plan(batch)
-        return batch.with_plans(plans), cache
+        return planned(self._batch(index), mixer), self.pools.cache(mixer.cache_spec, index)
 
     def _batch(self, layer_index: int) -> Batch:
         batch = self.windowed_metadata if self.pools.is_windowed(layer_index) else self.forward_metadata

@@ -21,6 +21,7 @@ from atom_core.batch import Batch, HostLengths, Pages
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+    from atom_core.mixers.base import TokenMixer
     from atom_plugin.sglang.attention_backend.kv_view import Pools
 
 
@@ -114,3 +115,13 @@ def windowed(batch: Batch, pools: Pools) -> Batch:
         batch,
         pages=Pages(pools.windowed_table(batch.pages.table), pools.windowed_slots(batch.pages.slots)),
     )
+
+
+def planned(batch: Batch, mixer: TokenMixer) -> Batch:
+    """The same step with the plan of ``mixer``, which the first layer of a step makes for all of its key."""
+    if (key := mixer.plan_key()) is None:
+        return batch
+    plans = batch.scratch.setdefault("plans", {})
+    if key not in plans:
+        plans[key] = mixer.plan(batch)
+    return batch.with_plans(plans)

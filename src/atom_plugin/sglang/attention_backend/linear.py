@@ -6,7 +6,6 @@ SGLang's hybrid backend asks two others: ours or one of SGLang's for layers of f
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearA
 from atom_core.batch import Batch, Snapshots, States
 from atom_core.cache import Cache
 from atom_plugin.sglang.attention import StateLayer, linear_layers
-from atom_plugin.sglang.attention_backend.batch import Shape, requests_of
+from atom_plugin.sglang.attention_backend.batch import Shape, planned, requests_of
 from atom_plugin.sglang.attention_backend.states import StatePool, states_of, wanted_slots
 
 if TYPE_CHECKING:
@@ -59,7 +58,6 @@ class AtomLinearAttention(MambaAttnBackendBase):
         self.max_context_len = int(runner.model_config.context_len)
         self.graphs: StateGraphs | None = None
         self.batch: Batch | None = None
-        self._plans: dict[Hashable, object] = {}
         #: Whether the step may have rows of no request, which other layers read.
         self._has_padding = False
 
@@ -89,18 +87,13 @@ class AtomLinearAttention(MambaAttnBackendBase):
 
     def _set(self, batch: Batch) -> None:
         assert batch.states is not None
-        self.batch, self._plans = batch, {}
+        self.batch = batch
         self.forward_metadata = Slots(batch.states.slots[:, 0])
 
     def lookup(self, mixer: TokenMixer) -> tuple[Batch, Cache]:
-        """See :class:`atom_core.mixers.base.Step`; the first layer of a step plans it for all of its key."""
+        """See :class:`atom_core.mixers.base.Step`."""
         assert self.batch is not None, "SGLang plans a batch before it runs it"
-        batch, cache = self.batch, self.states.view(mixer.layer_index)
-        if (key := mixer.plan_key()) is None:
-            return batch, cache
-        if key not in self._plans:
-            self._plans[key] = mixer.plan(batch)
-        return batch.with_plans(self._plans), cache
+        return planned(self.batch, mixer), self.states.view(mixer.layer_index)
 
     def forward_extend(
         self,
