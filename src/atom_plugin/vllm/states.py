@@ -210,7 +210,8 @@ class AtomStateBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type:
-        """Never used: our layer has no vLLM impl."""
+        """None: our layer has no vLLM impl."""
+        # vLLM's `supports_pcp` and `supports_dcp`, for context parallelism, take this error for "no".
         raise NotImplementedError("atom layers with states run themselves; there is no AttentionImpl")
 
     @staticmethod

@@ -53,6 +53,12 @@ def test_nothing_abstract_is_left(ours, theirs):
     assert not getattr(ours, "__abstractmethods__", ())
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, AtomStateBackend, AtomStateGraphBackend], ids=lambda cls: cls.__name__)
+def test_a_backend_without_an_impl_answers_that_contexts_are_not_parallel(backend):
+    assert not backend.supports_pcp()
+    assert not backend.supports_dcp()
+
+
 @each_class
 def test_an_override_takes_what_it_overrides(ours, theirs):
     for name, method in inspect.getmembers(ours, callable):
