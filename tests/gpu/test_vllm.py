@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import CHECKPOINTS, FAMILIES
+from tests.gpu.late_compiles import SCRIPT, late_compiles
 from tests.gpu.vllm_engines import engine, held_out
 from tests.integration.vllm.offline import Ask, Ran, run
 from tests.integration.vllm.page_of_the_step import check
@@ -169,4 +169,5 @@ def test_no_kernel_of_ours_is_compiled_once_the_engine_is_ready() -> None:
         Ask(prompts[1:4], {"max_tokens": 32}),
         Ask(prompts, {"max_tokens": 32}),
     ]
-    run([engine("qwen3", "atom", {}, asks)], script=Path(__file__).with_name("late_compiles.py"), deadline=540.0)
+    (ran,) = run([engine("qwen3", "atom", {}, asks)], script=SCRIPT, deadline=540.0)
+    assert late_compiles(ran.log) == []
