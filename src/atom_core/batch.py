@@ -186,6 +186,8 @@ class BatchShape:
     """Tokens of each request that are there already."""
     data_parallel_size: int = 1
     """Ranks that run the same batch, whose tokens all go through the experts of each."""
+    decode_tokens: int = 1
+    """New tokens that a request which decodes may have, as drafts are verified."""
 
     @cached_property
     def num_requests(self) -> int:
@@ -201,6 +203,11 @@ class BatchShape:
     def max_query_len(self) -> int:
         """New tokens of the request that has the most."""
         return max(self.queries)
+
+    @cached_property
+    def num_decode_requests(self) -> int:
+        """Requests that decode: those in front with few enough tokens."""
+        return next((at for at, new in enumerate(self.queries) if new > self.decode_tokens), self.num_requests)
 
     @property
     def num_expert_tokens(self) -> int:

@@ -7,16 +7,17 @@ read from it is the page of number 0, of states nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 
-from atom_core.batch import Batch, BatchShape, HostLengths, Pages, States
+from atom_core.batch import Batch, BatchShape, HostLengths, Pages, Snapshots, States
 from atom_core.cache import StateSpec
 from atom_core.kernels.compile_keys import CompileKeys
+from atom_core.mixers.base import TokenMixer
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.models.draft import DraftModel
 from atom_core.runtime import Runtime
@@ -29,8 +30,29 @@ _LONGEST_PROMPT, _PROMPT = 2048, 257
 _MOST_FEW_TOKENS, _CACHED = 16, 64
 
 
+@dataclass(frozen=True)
+class StateKind:
+    """Which of :class:`States` a framework's batches have: kernels are compiled for each kind."""
+
+    slots: int = 1
+    """Of a request."""
+    counts_accepted: bool = False
+    verifies: bool = False
+    copies: bool = False
+    """For prefix caches."""
+
+
+#: Of batches whose requests verify nothing and of which nothing is copied.
+PLAIN = StateKind()
+
+
 def batches_to_serve(
-    model: torch.nn.Module, runtime: Runtime, max_requests: int, max_tokens: int, max_seq_len: int
+    model: torch.nn.Module,
+    runtime: Runtime,
+    max_requests: int,
+    max_tokens: int,
+    max_seq_len: int,
+    decode_tokens: int = 1,
 ) -> list[BatchShape]:
     """Batches that have all compile keys of the model's kernels, and one of each kind for libraries that state none.
 
@@ -38,6 +60,7 @@ def batches_to_serve(
         model: a network; its weights need not be there.
         runtime: what it was built with.
         max_requests, max_tokens, max_seq_len: of any batch, and of any request in it.
+        decode_tokens: see :class:`BatchShape`.
     """
 
     def possible(shapes: Iterator[BatchShape]) -> Iterator[BatchShape]:
@@ -45,13 +68,36 @@ def batches_to_serve(
         for shape in shapes:
             fits = shape.num_requests <= max_requests and shape.num_tokens <= max_tokens
             if fits and shape.max_query_len + shape.cached <= shape.max_seq_len <= max_seq_len:
-                yield replace(shape, data_parallel_size=size)
+                yield replace(shape, data_parallel_size=size, decode_tokens=decode_tokens)
 
-    keys_of = _compile_keys(model, runtime)
-    candidates: dict[frozenset[Hashable], BatchShape] = {}
-    for shape in possible(_candidates(max_requests, max_tokens, max_seq_len)):
-        candidates.setdefault(keys_of(shape), shape)
     found = list(dict.fromkeys(possible(_kinds(max_requests, max_tokens, max_seq_len))))
+    candidates = possible(_candidates(max_requests, max_tokens, max_seq_len))
+    return _with_all_keys(found, candidates, _compile_keys(model, runtime))
+
+
+def batches_to_verify(
+    model: torch.nn.Module, runtime: Runtime, max_requests: int, max_seq_len: int, tokens: int
+) -> list[BatchShape]:
+    """Batches whose requests have ``tokens`` each, with all compile keys of kernels over states.
+
+    For a framework that verifies drafts in batches of their own: other kernels do not tell these from batches of
+    :func:`batches_to_serve`.
+    """
+    size = runtime.data_parallel.world_size
+    shapes = [BatchShape((tokens,) * count, max_seq_len, 0, size) for count in _sizes(max_requests)]
+    states = [it for it in _layers(model) if isinstance(it.cache_spec, StateSpec)]
+    return _with_all_keys([], iter(shapes), lambda shape: _keys_of_layers(states, shape, runtime.device))
+
+
+def _with_all_keys(
+    found: list[BatchShape],
+    shapes: Iterator[BatchShape],
+    keys_of: Callable[[BatchShape], frozenset[Hashable]],
+) -> list[BatchShape]:
+    """``found``, and as few of ``shapes`` as have all keys with them."""
+    candidates: dict[frozenset[Hashable], BatchShape] = {}
+    for shape in shapes:
+        candidates.setdefault(keys_of(shape), shape)
     missing = frozenset[Hashable]().union(*candidates).difference(*map(keys_of, found))
     while missing:
         keys = max(candidates, key=lambda it: len(it & missing))
@@ -63,15 +109,23 @@ def batches_to_serve(
 def _compile_keys(model: torch.nn.Module, runtime: Runtime) -> Callable[[BatchShape], frozenset[Hashable]]:
     """What the model's kernels are compiled for when they run a batch."""
     kernels = [kernel for kernel in runtime.kernels.kernels() if isinstance(kernel, CompileKeys)]
-    # Layers of one shape share what is compiled.
-    layers = {(type(it), it.cache_spec, it.heads, it.query_dim, it.scale): it for it in mixers(model)}
+    layers = _layers(model)
 
     def keys_of(shape: BatchShape) -> frozenset[Hashable]:
         device = runtime.device
         keys = [(id(kernel), key) for kernel in kernels for key in kernel.compile_keys(shape, device)]
-        return frozenset(keys).union(*(it.attention_compile_keys(shape, device) for it in layers.values()))
+        return frozenset(keys) | _keys_of_layers(layers, shape, device)
 
     return keys_of
+
+
+def _layers(model: torch.nn.Module) -> list[TokenMixer]:
+    """One of each shape, for those of one shape share what is compiled."""
+    return list({(type(it), it.cache_spec, it.heads, it.query_dim, it.scale): it for it in mixers(model)}.values())
+
+
+def _keys_of_layers(layers: Sequence[TokenMixer], shape: BatchShape, device: torch.device) -> frozenset[Hashable]:
+    return frozenset[Hashable]().union(*(it.attention_compile_keys(shape, device) for it in layers))
 
 
 def _kinds(max_requests: int, max_tokens: int, max_seq_len: int) -> Iterator[BatchShape]:
@@ -115,11 +169,10 @@ def batch_of(
     model: DecoderForCausalLM | DraftModel,
     table_width: int,
     device: torch.device,
-    num_drafts: int = 0,
+    states: StateKind = PLAIN,
 ) -> Batch:
     """A batch of ``shape``, planned for ``model``: no token and no request has a slot, and all pages are page 0."""
-    num_requests, num_tokens = shape.num_requests, shape.num_tokens
-    decodes = next((at for at, new in enumerate(shape.queries) if new > 1), num_requests)
+    num_requests, num_tokens, decodes = shape.num_requests, shape.num_tokens, shape.num_decode_requests
     starts = [0, *accumulate(shape.queries)]
     lengths = tuple(shape.cached + new for new in shape.queries)
     batch = Batch(
@@ -129,13 +182,13 @@ def batch_of(
             torch.zeros(num_requests, table_width, dtype=torch.int32, device=device),
             torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         ),
-        states=_no_states(num_requests, num_drafts, device) if _keeps_states(model) else None,
+        states=_no_states(num_requests, states, device) if _keeps_states(model) else None,
         num_requests=num_requests,
         num_tokens=num_tokens,
         max_query_len=shape.max_query_len,
         max_seq_len=shape.max_seq_len,
         num_decode_requests=decodes,
-        num_decode_tokens=decodes,
+        num_decode_tokens=sum(shape.queries[:decodes]),
         host=HostLengths(starts, lengths),
     )
     return plan(model, batch)
@@ -146,21 +199,30 @@ def _keeps_states(model: DecoderForCausalLM | DraftModel) -> bool:
     return any(isinstance(it.cache_spec, StateSpec) for it in mixers(model))
 
 
-def _no_states(num_requests: int, num_drafts: int, device: torch.device) -> States:
-    """Slot 0 for each: nothing is read or written. Kernels are compiled for what else there is of a batch's states."""
-    numbers, flags = (torch.zeros(num_requests, dtype=dtype, device=device) for dtype in (torch.int32, torch.bool))
-    slots = torch.zeros(num_requests, 1 + num_drafts, dtype=torch.int32, device=device)
-    return States(slots, flags, numbers + 1, flags.clone()) if num_drafts else States(slots, flags)
+def _no_states(num_requests: int, kind: StateKind, device: torch.device) -> States:
+    """Slot 0 for each: nothing is read or written."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return States(
+        slots=zeros(num_requests, kind.slots),
+        has_state=zeros(num_requests, dtype=torch.bool),
+        num_accepted=zeros(num_requests) + 1 if kind.counts_accepted else None,
+        verifies=zeros(num_requests, dtype=torch.bool) if kind.verifies else None,
+        snapshots=Snapshots(zeros(num_requests), zeros(num_requests)) if kind.copies else None,
+    )
 
 
-@torch.inference_mode()
+@torch.no_grad()  # in inference mode, what kernels keep could not be written to outside of it
 def run_batch(
     shape: BatchShape,
     model: DecoderForCausalLM | DraftModel,
     runtime: Runtime,
     table_width: int,
     announce: Callable[[Batch], AbstractContextManager[object]],
-    num_drafts: int = 0,
+    states: StateKind = PLAIN,
+    id_dtype: torch.dtype = torch.int32,
 ) -> None:
     """Run ``model`` on a batch of ``shape``; all ranks of a parallel group have to.
 
@@ -170,13 +232,14 @@ def run_batch(
         runtime: what the model was built with.
         table_width: pages that the framework's table has for a request, which kernels are compiled for.
         announce: makes a step's batch known as the framework does, and gives what it passes through as ``step``.
-        num_drafts: tokens that may be drafted for a request, and so states that a request may have.
+        states: what the framework's batches have of a request's states.
+        id_dtype: of tokens.
     """
     device, num_tokens = runtime.device, shape.num_tokens
     positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    input_ids = torch.zeros(num_tokens, dtype=id_dtype, device=device)
     rows = (num_tokens, model.config.hidden_size)
-    with announce(batch_of(shape, model, table_width, device, num_drafts)) as step:
+    with announce(batch_of(shape, model, table_width, device, states)) as step:
         if isinstance(model, DraftModel):
             hidden = model(input_ids, positions, torch.zeros(rows, dtype=runtime.dtype, device=device), step)
         elif model.model.is_first:

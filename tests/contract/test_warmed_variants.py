@@ -25,7 +25,7 @@ from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.quant import read_quantization
 from atom_core.standalone import Step, build_runtime, empty_caches, finalize
-from atom_core.warmup import batches_to_serve, run_batch
+from atom_core.warmup import StateKind, batches_to_serve, run_batch
 from atom_plugin.bench.models import read_config
 from benchmarks._launches import META, launching
 
@@ -55,40 +55,48 @@ def _told(parameter: KernelParam, value: Any) -> tuple[str, object]:
     return parameter.name, type(value)
 
 
-def served() -> Iterator[BatchShape]:
-    """Batches as an engine makes them: decodes, and behind them prompts, whole or in chunks, cached or not."""
+def served(drafts: int) -> Iterator[BatchShape]:
+    """Batches as an engine makes them: decodes, and behind them prompts, whole or in chunks, cached or not.
+
+    A request that decodes verifies as many ``drafts`` as there are, or fewer.
+    """
     chance = random.Random(0)
     while True:
         decodes = chance.choice((0, 0, 1, chance.randrange(9), chance.randrange(MAX_REQUESTS)))
         cached = chance.choice((0, 0, 64, 512))
-        sizes = chance.choice(((4,), (9,), (64,), (700,), (4, 9, 64, 700), (MAX_MODEL_LEN - cached,)))
-        prompts = [chance.randint(2, chance.choice(sizes)) for _ in range(chance.choice((0, 1, 1, 2, 8, 64)))]
-        queries = (1,) * decodes + tuple(prompts)
+        sizes = chance.choice(((4,), (9,), (64,), (700,), (4, 9, 64, 700), (MAX_MODEL_LEN - cached - drafts,)))
+        prompts = [drafts + chance.randint(2, chance.choice(sizes)) for _ in range(chance.choice((0, 1, 1, 2, 8, 64)))]
+        least = chance.choice((1, 1 + drafts))
+        queries = (*(chance.randint(least, 1 + drafts) for _ in range(decodes)), *prompts)
         if not queries or len(queries) > MAX_REQUESTS or sum(queries) > MAX_TOKENS:
             continue
         longest = max(queries) + cached
-        yield BatchShape(queries, chance.choice((longest, chance.randint(longest, MAX_MODEL_LEN))), cached)
+        bound = chance.choice((longest, chance.randint(longest, MAX_MODEL_LEN)))
+        yield BatchShape(queries, bound, cached, decode_tokens=1 + drafts)
 
 
 @pytest.mark.parametrize(
-    ("model", "num_layers", "target"),
+    ("model", "num_layers", "target", "drafts"),
     [
-        *((model, 2, HOPPER) for model in ("deepseek-v2-lite", "qwen3-30b-a3b", "qwen3-30b-a3b-fp8", "gpt-oss-20b")),
-        *((model, 2, HOPPER) for model in ("qwen3-8b", "qwen3-8b-fp8", "llama-3.1-8b")),
-        ("deepseek-v3", 4, HOPPER),
-        ("glm-4.5-air", 2, HOPPER),
-        ("qwen3-next-80b-a3b", 4, HOPPER),
-        ("qwen3-next-80b-a3b-fp8", 4, MI300),
-        ("deepseek-v2-lite", 2, MI300),
-        ("qwen3-30b-a3b", 2, MI300),
+        *((model, 2, HOPPER, 0) for model in ("deepseek-v2-lite", "qwen3-30b-a3b", "qwen3-30b-a3b-fp8", "gpt-oss-20b")),
+        *((model, 2, HOPPER, 0) for model in ("qwen3-8b", "qwen3-8b-fp8", "llama-3.1-8b")),
+        ("deepseek-v3", 4, HOPPER, 0),
+        ("deepseek-v3", 4, HOPPER, 1),
+        ("glm-4.5-air", 2, HOPPER, 0),
+        ("qwen3-next-80b-a3b", 4, HOPPER, 0),
+        ("qwen3-next-80b-a3b", 4, HOPPER, 3),
+        ("qwen3-next-80b-a3b-fp8", 4, MI300, 0),
+        ("qwen3-next-80b-a3b-fp8", 4, MI300, 2),
+        ("deepseek-v2-lite", 2, MI300, 0),
+        ("qwen3-30b-a3b", 2, MI300, 0),
     ],
 )
 @torch.inference_mode()
-def test_what_batches_launch_the_warm_up_has_launched(model, num_layers, target):
-    server = Server(model, num_layers, target)
+def test_what_batches_launch_the_warm_up_has_launched(model, num_layers, target, drafts):
+    server = Server(model, num_layers, target, drafts)
     server.warm_up()
     warmed = set(server.launched)
-    server.serve(islice(served(), NUM_BATCHES))
+    server.serve(islice(served(drafts), NUM_BATCHES))
     assert warmed
     assert {variant: first for variant, first in server.launched.items() if variant not in warmed} == {}
 
@@ -111,7 +119,8 @@ def test_where_a_kernel_has_a_tile_more_it_is_warmed_up_though_nobody_else_knows
 class Server:
     """A model whose launches are recorded in place of made."""
 
-    def __init__(self, model: str, num_layers: int, target: Target) -> None:
+    def __init__(self, model: str, num_layers: int, target: Target, drafts: int = 0) -> None:
+        self.states = StateKind(1 + drafts, drafts > 0, drafts > 0)
         hf = read_config(model, num_layers)
         config, quant = read_model_config(hf), read_quantization(hf, None)
         self.launched: dict[Variant, BatchShape] = {}
@@ -132,7 +141,8 @@ class Server:
     def warm_up(self) -> None:
         """Run what is run before a server is ready."""
         with launching(self.launch):
-            batches = batches_to_serve(self.network, self.runtime, MAX_REQUESTS, MAX_TOKENS, MAX_MODEL_LEN)
+            limits = MAX_REQUESTS, MAX_TOKENS, MAX_MODEL_LEN
+            batches = batches_to_serve(self.network, self.runtime, *limits, self.states.slots)
         self.serve(batches)
 
     def serve(self, batches: Iterable[BatchShape]) -> None:
@@ -140,4 +150,5 @@ class Server:
         width = MAX_MODEL_LEN // PAGE_SIZE
         with launching(self.launch):
             for self.batch in batches:
-                run_batch(self.batch, self.network, self.runtime, width, lambda it: nullcontext(Step(it, self.pools)))
+                announce = lambda it: nullcontext(Step(it, self.pools))  # noqa: E731
+                run_batch(self.batch, self.network, self.runtime, width, announce, self.states)

@@ -1,10 +1,15 @@
-"""SGLang on a GPU answers by trained hybrids, also what only states remember: with graphs, copies of states, drafts."""
+"""SGLang on a GPU answers by trained hybrids, also what only states remember: with graphs, copies of states, drafts.
+
+No request waits for a kernel of ours to be compiled.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,12 +47,14 @@ def engines() -> Mapping[str, Future[Ran]]:
     shared = {"device": "cuda", "sampling_backend": "pytorch", "context_length": 2048, "max_running_requests": 64}
     limits = {"max_total_tokens": 65536, "max_mamba_cache_size": 512, "mem_fraction_static": 0.9}
     asks = [Ask([prompt for prompt, _ in _asked()])] * 2  # the second time from the prefix cache
+    watched = os.pathsep.join([str(Path(__file__).with_name("late_on_sglang")), os.environ.get("PYTHONPATH", "")])
     pool = ThreadPoolExecutor(4)
 
     def start(index: int, way: str) -> Ran:
         family, options = WAYS[way]
         given = {**shared, **limits, "port": 38000 + 200 * index, **options}
-        return run([Engine(str(CHECKPOINTS / family), True, asks, given)], deadline=560.0)[0]
+        engine = Engine(str(CHECKPOINTS / family), True, asks, given, {"PYTHONPATH": watched})
+        return run([engine], deadline=560.0)[0]
 
     return {way: pool.submit(start, index, way) for index, way in enumerate(WAYS)}
 
@@ -70,3 +77,10 @@ def test_drafts_are_made_and_taken(engines: Mapping[str, Future[Ran]], way: str)
     )
     # Of several drafts in a row the later ones are less often right.
     assert right / proposed >= (RIGHT if "1 draft" in way else RIGHT / 3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_kernel_of_ours_is_compiled_once_the_engine_is_ready(engines: Mapping[str, Future[Ran]], way: str) -> None:
+    log = engines[way].result().log
+    assert "late compiles are watched" in log
+    assert [line for line in log.splitlines() if "compiled while requests waited" in line] == []

@@ -108,7 +108,7 @@ class MlaMixer(TokenMixer):
     def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> list[Hashable]:
         """See :meth:`TokenMixer.attention_compile_keys`."""
         expanded = {
-            new: new > 1 and expanding_is_cheaper(new, shape.cached + new, self.shape)
+            new: new > shape.decode_tokens and expanding_is_cheaper(new, shape.cached + new, self.shape)
             for new in dict.fromkeys(shape.queries)
         }
         if any(expanded.values()):

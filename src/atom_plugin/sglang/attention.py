@@ -7,6 +7,7 @@ captured prefill graphs, so ours goes through it too, and passes what the projec
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,13 +15,37 @@ from sglang.srt.layers.radix_attention import RadixAttention as SglangAttention
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from torch import nn
 
-from atom_core.cache import KeyValueSpec, StateSpec
+from atom_core.batch import Batch
+from atom_core.cache import Cache, KeyValueSpec, StateSpec
 from atom_core.mixers.base import BaseAttention, RadixAttention, Step, TokenMixer
 from atom_core.mixers.gated_delta_net import GatedDeltaNetMixer
 from atom_core.runtime import Binder, Runtime
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from atom_plugin.sglang.attention_backend.kv_view import Pools
+    from atom_plugin.sglang.attention_backend.states import StatePool
+
+
+@dataclass(frozen=True)
+class WarmUpStep:
+    """A step of :mod:`.warmup`, in the place of SGLang's batch. It has all that the core's RadixAttention reads."""
+
+    batch: Batch
+    pools: Pools | None
+    """None: full attention is another backend's."""
+    states: StatePool | None
+    """None: no layer has any."""
+
+    def lookup(self, mixer: TokenMixer) -> tuple[Batch, Cache]:
+        """See :class:`atom_core.mixers.base.Step`."""
+        index, spec = mixer.layer_index, mixer.cache_spec
+        if isinstance(spec, StateSpec):
+            assert self.states is not None
+            return self.batch, self.states.view(index)
+        assert self.pools is not None
+        return self.batch, self.pools.cache(spec, index)
 
 
 def has_no_token(step: ForwardBatch) -> bool:
@@ -79,9 +104,11 @@ class SglangRadixAttention(SglangLayer, RadixAttention):
         self.query_width = mixer.heads[0] * mixer.query_dim
 
     def forward(  # type: ignore[override]
-        self, inputs: Sequence[torch.Tensor], positions: torch.Tensor, step: ForwardBatch
+        self, inputs: Sequence[torch.Tensor], positions: torch.Tensor, step: ForwardBatch | WarmUpStep
     ) -> torch.Tensor:
         """See :class:`BaseAttention`; ``step`` is SGLang's batch."""
+        if isinstance(step, WarmUpStep):
+            return RadixAttention.forward(self, inputs, positions, step)
         if has_no_token(step):
             return self.empty_step(inputs)
         # SGLang makes the output, and trims rows, by the query's shape.
@@ -131,9 +158,11 @@ class SglangLinearAttention(RadixAttention):
         return spec
 
     def forward(  # type: ignore[override]
-        self, inputs: Sequence[torch.Tensor], positions: torch.Tensor, step: ForwardBatch
+        self, inputs: Sequence[torch.Tensor], positions: torch.Tensor, step: ForwardBatch | WarmUpStep
     ) -> torch.Tensor:
         """See :class:`BaseAttention`; ``step`` is SGLang's batch, which has the positions."""
+        if isinstance(step, WarmUpStep):
+            return RadixAttention.forward(self, inputs, positions, step)
         if has_no_token(step):
             return self.mixer.empty_output(inputs).zero_().flatten(1)
         first, second = inputs

@@ -12,7 +12,7 @@ from atom_core.kernels.qk_norm_rope import QK_NORM_ROPE
 from atom_core.mixers.attention import AttentionMixer
 from atom_core.mixers.base import TokenMixer
 from atom_core.runtime import Runtime
-from atom_plugin.sglang.attention import SglangLayer, has_no_token
+from atom_plugin.sglang.attention import SglangLayer, WarmUpStep, has_no_token
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -38,12 +38,16 @@ class FrameworkAttention(SglangLayer):
         self.sglang_layer.k_scale, self.sglang_layer.v_scale = torch.tensor((key, value), device=self.device).unbind()
         self.sglang_layer.k_scale_float, self.sglang_layer.v_scale_float = key, value
 
-    def forward(self, inputs: Sequence[torch.Tensor], positions: torch.Tensor, step: ForwardBatch) -> torch.Tensor:
+    def forward(
+        self, inputs: Sequence[torch.Tensor], positions: torch.Tensor, step: ForwardBatch | WarmUpStep
+    ) -> torch.Tensor:
         """See :class:`BaseAttention`; ``step`` is SGLang's batch."""
-        if has_no_token(step):
+        if not isinstance(step, WarmUpStep) and has_no_token(step):
             return self.empty_step(inputs)
         qkv, *gates = inputs
         q, k, v = self.prepare(qkv, positions, self.weights)
+        if isinstance(step, WarmUpStep):  # SGLang's backend warms itself up
+            return self.empty_step(inputs)
         sinks = self._sinks[0]
         others = {} if sinks is None else {"sinks": sinks.to(self._sinks_dtype)}
         attended: torch.Tensor = self.sglang_layer(q.flatten(1), k.flatten(1), v.flatten(1), step, **others)

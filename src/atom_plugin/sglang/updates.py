@@ -24,6 +24,7 @@ from atom_core.updates import ModelWeights
 from atom_core.weights import unread_layers
 from atom_plugin.common.hub import cached_folder, patterns, whole_folder
 from atom_plugin.common.wrapped_model import WrappedModel
+from atom_plugin.sglang.warmup import warm_up
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -116,6 +117,10 @@ class AtomModel(WrappedModel):
         else:
             self.folder = ""
             self.weights.update(weights, TENSORS, whole=False)
+
+    def prepare_before_cuda_graph_capture(self, model_runner: ModelRunner) -> None:
+        """What SGLang calls on a GPU once pools are there, with graphs and without."""
+        warm_up(self.core, self.runtime, model_runner)
 
     def post_load_weights(self) -> None:
         """Called instead of :meth:`load_weights` with ``--load-format dummy``."""

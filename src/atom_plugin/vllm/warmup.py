@@ -21,7 +21,7 @@ from atom_core.batch import Batch, BatchShape
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.draft import DraftModel
 from atom_core.runtime import Runtime
-from atom_core.warmup import batches_to_serve, run_batch
+from atom_core.warmup import StateKind, batches_to_serve, run_batch
 from atom_plugin.vllm.attention import VllmLayer
 
 if TYPE_CHECKING:
@@ -41,14 +41,15 @@ class ModelWarmUp(VllmJitKernel[BatchShape]):
         """See vLLM."""
         scheduler = self.vllm_config.scheduler_config
         limits = scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.vllm_config.model_config.max_model_len
-        return batches_to_serve(self.model, self.runtime, *limits)
+        return batches_to_serve(self.model, self.runtime, *limits, 1 + self.vllm_config.num_speculative_tokens)
 
     def compile(self, compile_key: BatchShape) -> None:
         """See vLLM."""
         page_size, longest = self.vllm_config.cache_config.block_size, self.vllm_config.model_config.max_model_len
         table_width = get_block_table_width(cdiv(longest, page_size), page_size)
         drafts = self.vllm_config.num_speculative_tokens
-        run_batch(compile_key, self.model, self.runtime, table_width, self._announce, drafts)
+        states = StateKind(slots=1 + drafts, counts_accepted=drafts > 0, verifies=drafts > 0)
+        run_batch(compile_key, self.model, self.runtime, table_width, self._announce, states)
 
     @contextmanager
     def _announce(self, batch: Batch) -> Iterator[None]:

@@ -69,7 +69,7 @@ def test_vllm_runs_every_batch_with_its_metadata_where_layers_look_for_it(cache,
 
     batch = SimpleNamespace(num_tokens=3)
 
-    def run_batch(shape, model, runtime, table_width, announce, num_drafts):
+    def run_batch(shape, model, runtime, table_width, announce, states):
         with announce(batch):
             context = get_forward_context()
             assert context.dp_metadata is None
@@ -78,9 +78,9 @@ def test_vllm_runs_every_batch_with_its_metadata_where_layers_look_for_it(cache,
     monkeypatch.setattr(warmup, "run_batch", run_batch)
     monkeypatch.setattr("vllm.distributed.is_global_first_rank", lambda: False)
     registered("cuda", cache).warmup()
-    batches = warmup.batches_to_serve(OneLayer(), RUNTIME, 8, 64, 200)
+    batches = warmup.batches_to_serve(OneLayer(), RUNTIME, 8, 64, 200, 4)
     assert [shape for shape, _, _ in seen] == batches
-    assert BatchShape((1,) * 8, 200) in batches
+    assert BatchShape((1,) * 8, 200, decode_tokens=4) in batches
     expected = {"model.layers.0.self_attn.attn": batch} if known else None
     # 13 pages hold the longest request; vLLM's tables are as wide as a multiple of 128 tokens.
     assert all((table_width, given) == (16, expected) for _, table_width, given in seen)
@@ -91,7 +91,7 @@ def test_data_parallel_ranks_that_share_experts_know_what_each_other_brings(monk
     """Else a server of several, on GPUs, ends while it warms up."""
     seen = []
 
-    def run_batch(shape, model, runtime, table_width, announce, num_drafts):
+    def run_batch(shape, model, runtime, table_width, announce, states):
         with announce(SimpleNamespace(num_tokens=sum(shape.queries))):
             seen.append((shape, get_forward_context().dp_metadata.num_tokens_across_dp_cpu.tolist()))
 
@@ -101,7 +101,7 @@ def test_data_parallel_ranks_that_share_experts_know_what_each_other_brings(monk
         **{**vars(CONFIG.parallel_config), "data_parallel_size": 2, "data_parallel_rank": 1}, is_moe_model=True
     )
     registered("cuda", config=SimpleNamespace(**{**vars(CONFIG), "parallel_config": parallel})).warmup()
-    assert [shape for shape, _ in seen] == warmup.batches_to_serve(OneLayer(), RUNTIME, 8, 64, 200)
+    assert [shape for shape, _ in seen] == warmup.batches_to_serve(OneLayer(), RUNTIME, 8, 64, 200, 4)
     assert all(counts == [sum(shape.queries)] * 2 for shape, counts in seen)
 
 

@@ -143,7 +143,8 @@ def test_behind_drafts_nothing_is_asked_of_the_device(runner):
     assert found.query_start_loc.tolist() == [0, 4, 8, 12]
     assert found.seq_lens.tolist() == forward_batch.fields["seq_lens"].tolist()
     slots = made.req_to_token_pool.req_to_token[forward_batch.fields["req_pool_indices"]]
-    assert found.pages.table.tolist() == (slots[:, ::16] // 16).tolist()
+    pages = slots[:, ::16] // 16
+    assert found.pages.table[:, : pages.shape[1]].tolist() == pages.tolist()
 
 
 def test_padded_requests_have_the_page_of_nobody(runner):
@@ -253,6 +254,21 @@ def test_pages_are_of_what_the_pool_hands_out(runner, monkeypatch):
     monkeypatch.setattr(pools.kv, "get_key_buffer", lambda layer: moved)
     assert (pools.view(1).key == 7).all()
     assert (pools.view(1).value[2] == 4).all()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("longest", [1, 5, CONTEXT])
+def test_tables_of_steps_outside_graphs_are_of_widths_that_kernels_are_compiled_for_once(runner, page_size, longest):
+    from atom_plugin.sglang.attention_backend.kv_view import Pools
+
+    pools, requests = Pools(runner(page_size)), torch.tensor([2, 1])
+    slots = torch.arange(pools.req_to_token.numel(), dtype=torch.int32).view_as(pools.req_to_token) * page_size
+    pools.req_to_token.copy_(slots)
+    table = pools.page_table(requests, longest)
+    pages = pools.num_pages(longest)
+    assert table.is_contiguous()
+    assert table.shape[1] % 16 == 0
+    assert torch.equal(table[:, :pages], slots[requests][:, ::page_size][:, :pages] // page_size)
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["our layer", "sglang's layer"])

@@ -22,7 +22,7 @@ from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
 from atom_core.runtime import PipelineStage
 from atom_core.standalone import Step, build_runtime, empty_caches, random_model
-from atom_core.warmup import batch_of, batches_to_serve, run_batch
+from atom_core.warmup import StateKind, batch_of, batches_to_serve, batches_to_verify, run_batch
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "qwen3"
 PAGE_SIZE, TABLE_WIDTH = 16, 24
@@ -169,17 +169,45 @@ def test_requests_have_no_states_and_a_column_for_each_token_that_is_verified(nu
     runtime = build_runtime(torch.device("cpu"), torch.float32, 256)
     hybrid = read_model_config(read_config_json(CHECKPOINT.with_name("qwen3_5")))
     model = random_model(hybrid, runtime)
-    states = batch_of(BatchShape((1, 40), 256), model, TABLE_WIDTH, runtime.device, num_drafts).states
+    kind = StateKind(1 + num_drafts, num_drafts > 0, num_drafts > 0)
+    states = batch_of(BatchShape((1, 40), 256), model, TABLE_WIDTH, runtime.device, kind).states
     assert states.slots.tolist() == [[0] * (1 + num_drafts)] * 2
     assert not states.has_state.any()
     assert (states.num_accepted is None) == (states.verifies is None) == (num_drafts == 0)
     caches = empty_caches(model, runtime, 2, PAGE_SIZE, 1)
-    run_batch(
-        BatchShape((1, 40), 256), model, runtime, TABLE_WIDTH, lambda it: nullcontext(Step(it, caches)), num_drafts
-    )
+    run_batch(BatchShape((1, 40), 256), model, runtime, TABLE_WIDTH, lambda it: nullcontext(Step(it, caches)), kind)
     linear = [cache for cache in caches.values() if isinstance(cache, StateView)]
     assert linear
     assert all(tensor.isnan().all() for cache in linear for tensor in cache.tensors)
+
+
+def test_requests_in_front_with_as_many_tokens_as_are_verified_decode():
+    shape = BatchShape((1, 4, 2, 40, 3), 256, decode_tokens=4)
+    runtime = build_runtime(torch.device("cpu"), torch.float32, 256)
+    model = random_model(read_model_config(read_config_json(CHECKPOINT.with_name("qwen3_5"))), runtime)
+    batch = batch_of(shape, model, TABLE_WIDTH, runtime.device)
+    assert (batch.num_decode_requests, batch.num_decode_tokens) == (3, 7)
+    assert replace(shape, decode_tokens=1).num_decode_requests == 1
+
+
+def test_copies_for_prefixes_are_asked_of_no_request():
+    runtime = build_runtime(torch.device("cpu"), torch.float32, 256)
+    model = random_model(read_model_config(read_config_json(CHECKPOINT.with_name("qwen3_5"))), runtime)
+    states = batch_of(BatchShape((1, 40), 256), model, TABLE_WIDTH, runtime.device, StateKind(copies=True)).states
+    assert (states.snapshots.slots.tolist(), states.snapshots.tokens.tolist()) == ([0, 0], [0, 0])
+    assert states.verifies is None
+
+
+def test_batches_that_verify_are_of_equal_requests_and_few():
+    """By all keys of kernels over states: here by whether there are many requests."""
+    runtime = build_runtime(torch.device("meta"), torch.bfloat16, 256, target=HOPPER, with_aiter=False)
+    hybrid = load_model_class("Qwen3_5ForCausalLM")(
+        read_model_config(read_config_json(CHECKPOINT.with_name("qwen3_5"))), runtime
+    )
+    found = batches_to_verify(hybrid, runtime, 200, 256, 4)
+    assert all(set(shape.queries) == {4} for shape in found)
+    assert len({shape.num_requests for shape in found}) == len(found) == 2
+    assert batches_to_verify(nn.Module(), runtime, 200, 256, 4) == []
 
 
 @pytest.mark.parametrize("kernels", [{}, {"attention": "reference", "qk_norm_rope_cache": "reference"}])

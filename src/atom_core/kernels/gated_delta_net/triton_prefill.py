@@ -57,9 +57,9 @@ class TritonGatedDeltaNet:
         if self.decode.takes(shape):
             yield from self.decode.attention_compile_keys(shape, device)
             return
-        decodes = next((at for at, new in enumerate(shape.queries) if new > 1), shape.num_requests)
+        decodes = shape.num_decode_requests
         if decodes:
-            yield from self.decode.attention_compile_keys(replace(shape, queries=(1,) * decodes), device)
+            yield from self.decode.attention_compile_keys(replace(shape, queries=shape.queries[:decodes]), device)
         yield "chunks", self.tile(shape.num_requests - decodes)
 
     def scratch_bytes(self, num_tokens: int) -> int:

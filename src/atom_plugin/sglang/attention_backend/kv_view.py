@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -95,11 +96,17 @@ class Pools:
         """Pages that ``tokens`` tokens of a request fill."""
         return -(-tokens // self.page_size)
 
+    def table_width(self, tokens: int) -> int:
+        """Columns of a table for so many tokens: Triton compiles anew for a number that 16 does not divide."""
+        return -(-self.num_pages(tokens) // 16) * 16
+
     def page_table(self, requests: torch.Tensor, max_seq_len: int) -> torch.Tensor:
         """int32 ``[R, pages]`` of the requests at rows ``requests [R]``, wide enough for ``max_seq_len`` tokens."""
-        columns = min(self.num_pages(max_seq_len) * self.page_size, self.req_to_token.shape[1])
-        first_slots = self.req_to_token[:, : columns : self.page_size][requests]
-        return first_slots // self.page_size if self.page_size > 1 else first_slots
+        width = self.table_width(max_seq_len)
+        first_slots = self.req_to_token[:, : width * self.page_size : self.page_size][requests]
+        table = first_slots // self.page_size if self.page_size > 1 else first_slots
+        missing = width - table.shape[1]
+        return F.pad(table, (0, missing)) if missing else table
 
     def windowed_table(self, page_table: torch.Tensor) -> torch.Tensor:
         """The same requests' pages in the windowed pool; pages that have left the window become page 0."""
