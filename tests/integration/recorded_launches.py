@@ -144,7 +144,7 @@ def record(environ: Mapping[str, str] = os.environ) -> Recorder:
 
     def select_kernels(mixer: Any, kernels: Any) -> None:
         select(mixer, kernels)
-        mixer.kernel, mixer.decode = WithLaunches(mixer.kernel, mixer.layer), None
+        mixer.kernel = WithLaunches(mixer.kernel, mixer.layer)
 
     GatedDeltaNetMixer.select_kernels = select_kernels  # type: ignore[method-assign]
     return recorder
