@@ -6,7 +6,8 @@ states and inputs of requests that have none, and padding. Nothing else than wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -193,8 +194,19 @@ def check_delta(kernel: Callable[..., None], inputs: DeltaBatch, times: float = 
     """
     expected = inputs.widened()
     expected.run(OneByOne(gated_delta_rule))
-    inputs.run(kernel)
+    with fresh_memory_of_nan():
+        inputs.run(kernel)
     return compared(inputs, expected, times)
+
+
+@contextmanager
+def fresh_memory_of_nan() -> Iterator[None]:
+    """Have ``torch.empty`` and its like give NaN, as PyTorch does for deterministic algorithms."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def compared(inputs: DeltaBatch, expected: DeltaBatch, times: float = 1.0) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import torch
 
 from atom_core.kernels.gated_delta_net import triton_decode as decode_kernel
 from atom_core.kernels.gated_delta_net import triton_prefill as prefill_kernel
-from tests.contract.triton_compiles.compiling import CPU, compile_launch, compiles, every_gpu, keep
+from tests.contract.triton_compiles.compiling import CPU, GPUS, compile_launch, compiles, every_gpu, keep
 from tests.gated_delta_cases import DeltaCase, Request, delta_batch, drafted
 
 QWEN = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128}
@@ -42,6 +42,18 @@ def test_few_tokens_compile(case, dtype, state_dtype, gpu):
     kernel = decode_kernel.TritonGatedDeltaDecode(case.spec(dtype, state_dtype), gpu.nvidia, gpu.nvidia)
     with compiles(decode_kernel, "_gated_delta_decode", gpu):
         delta_batch(case, dtype, CPU, state_dtype).run(kernel)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_over_keys_stay_with_few_threads(monkeypatch, state_dtype):
+    """How the state lies in registers is the compiler's choice: a bad one has hundreds of shuffles for its 64 sums."""
+    case = DeltaCase("64 requests", _DECODES * 32, **QWEN)
+    kept = keep(monkeypatch, (decode_kernel, "_gated_delta_decode"))
+    kernel = decode_kernel.TritonGatedDeltaDecode(case.spec(torch.bfloat16, state_dtype), True, True)
+    delta_batch(case, torch.bfloat16, CPU, state_dtype).run(kernel)
+    (launch,) = kept()
+    (hopper,) = (gpu for gpu in GPUS if gpu.nvidia)
+    assert compile_launch(*launch, hopper).asm["ptx"].count("shfl.sync") < 150
 
 
 @every_gpu

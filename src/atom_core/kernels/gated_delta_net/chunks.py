@@ -9,6 +9,11 @@
 
 where ``S`` is the state before the chunk. A chunk belongs to one request: request ``r``, which begins at token ``t``,
 has the places from ``t // 64 + r`` on, so a program finds its chunk without the host.
+
+Between the kernels a place has whole tiles, zero behind the last token and behind K and V, which are padded to ``K'``
+and ``V'``: ``queries, keys [places, HK, 64, K']``, ``w [places, HV, 64, K']``, ``u [places, HV, V', 64]``, float32
+``totals [places, HV, 64]``, which is ``G``, and ``states [places, HV, V', K']``. So what waits for the chunk before has
+no masks, and the state stays in registers, as the left side of its products.
 """
 
 from __future__ import annotations
@@ -38,17 +43,19 @@ def _chunk(query_start_loc, num_requests):
 def _convolved(
     weight, conv, x, first, channel, known, used, tokens, stride_x, stride_row, stride_channel, W: tl.constexpr
 ):  # fmt: skip
-    """The convolution and silu of some channels of a chunk, ``[CHUNK, channels]``; zeros behind the last token.
+    """The convolution and silu of some channels of a chunk, ``[CHUNK, channels]``; zeros behind the last of both.
 
     ``conv``, ``x``: rows of the request's first input in the cache and of its first new token.
     """
-    row = first + tl.arange(0, CHUNK)
+    place = tl.arange(0, CHUNK)
+    row = first + place
+    chunk = x + tl.cast(first, tl.int64) * stride_x
     mixed = tl.zeros([CHUNK, channel.shape[0]], tl.float32)
     for tap in tl.range(W, num_stages=1):  # loads of all taps at once would have no registers
         factor = tl.load(weight + channel * W + tap, mask=used, other=0.0).to(tl.float32)
         token = (row + (tap - (W - 1)))[:, None]
         new = tl.load(
-            x + token.to(tl.int64) * stride_x + channel[None, :],
+            chunk + (place + (tap - (W - 1)))[:, None] * stride_x + channel[None, :],
             mask=(token >= 0) & (token < tokens) & used[None, :],
             other=0.0,
         )
@@ -56,10 +63,10 @@ def _convolved(
     if first == 0:
         for early in tl.static_range(W - 1):
             cached_factor = tl.load(weight + channel * W + early, mask=used, other=0.0).to(tl.float32)
-            place = (row + early)[:, None]
+            at = (row + early)[:, None]
             cached = tl.load(
-                conv + place * stride_row + channel.to(tl.int64)[None, :] * stride_channel,
-                mask=(place < W - 1) & known[None, :],
+                conv + at * stride_row + channel.to(tl.int64)[None, :] * stride_channel,
+                mask=(at < W - 1) & known[None, :],
                 other=0.0,
             )
             mixed += cached.to(tl.float32) * cached_factor[None, :]
@@ -94,13 +101,30 @@ def _inverse(system, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     return inverse
 
 
+@triton.jit
+def _tile(
+    tensor, place, head, HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TAKEN: tl.constexpr = None
+):  # fmt: skip
+    """Where the elements of a head's tile ``[ROWS, COLUMNS]`` lie, or those of its first ``TAKEN`` rows."""
+    NUM: tl.constexpr = ROWS if TAKEN is None else TAKEN
+    row = tl.arange(0, NUM)[:, None]
+    tile = tensor + (tl.cast(place, tl.int64) * HEADS + head) * (ROWS * COLUMNS)
+    return tile + row * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def _row(totals, place, head, HEADS: tl.constexpr):
+    """Where a head's ``G`` lies."""
+    return totals + (tl.cast(place, tl.int64) * HEADS + head) * CHUNK + tl.arange(0, CHUNK)
+
+
 @triton.jit(do_not_specialize=["num_requests"])
 def mix(
     qkvz, conv_weight, conv, query_start_loc, slots, has_state, num_accepted, queries, keys, num_requests, stride_x,
     stride_conv_slot, stride_conv_row, stride_conv_channel, stride_slots,
     HK: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, W: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The queries or the keys of one chunk of a key head: convolved, normed, and queries scaled; ``[T, HK, K]``."""
+    """The queries or the keys of one chunk of a key head: convolved, normed, and queries scaled."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -110,10 +134,9 @@ def mix(
         return
     side = tl.program_id(1)  # queries of all heads, then keys, as their channels
     dim = tl.arange(0, K_PADDED)
-    used = dim < K
     window = conv + slot * stride_conv_slot + cached * stride_conv_row
     mixed = _convolved(
-        conv_weight, window, qkvz + begin * stride_x, first, side * K + dim, dim < has * K, used, tokens,
+        conv_weight, window, qkvz + begin * stride_x, first, side * K + dim, dim < has * K, dim < K, tokens,
         stride_x, stride_conv_row, stride_conv_channel, W,
     )  # fmt: skip
     factor = tl.rsqrt(tl.sum(mixed * mixed, 1) + L2_EPS)
@@ -123,20 +146,19 @@ def mix(
         target = queries
         head = side
         factor *= K**-0.5
-    row = first + tl.arange(0, CHUNK)
-    at = target + ((begin + row) * HK + head)[:, None] * K + dim[None, :]
-    tl.store(at, (mixed * factor[:, None]).to(keys.dtype.element_ty), mask=(row < tokens)[:, None] & used[None, :])
+    at = _tile(target, tl.program_id(0), head, HK, CHUNK, K_PADDED)
+    tl.store(at, (mixed * factor[:, None]).to(keys.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens"], do_not_specialize_on_alignment=["ba"])
+@triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["ba"])
 def solve(
     qkvz, ba, conv_weight, a_log, dt_bias, conv, query_start_loc, slots, has_state, num_accepted,
-    keys, w, u, totals, num_requests, num_tokens, stride_x, stride_ba,
+    keys, w, u, totals, num_requests, stride_x, stride_ba,
     stride_conv_slot, stride_conv_row, stride_conv_channel, stride_slots,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, V: tl.constexpr,
     V_PADDED: tl.constexpr, W: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a value head: ``w [T, HV, K]``, ``u [T, HV, V]`` and ``totals``: ``G``, float32 ``[HV, T]``."""
+    """``w``, ``u`` and ``totals`` of one chunk of a value head."""
     DTYPE: tl.constexpr = keys.dtype.element_ty
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -147,82 +169,72 @@ def solve(
     if (first >= tokens) | (slot <= 0):
         return
 
-    dim = tl.arange(0, K_PADDED)
-    place = tl.arange(0, CHUNK)
-    row = first + place
-    row_used = row < tokens
-    at = begin + row
-    b = tl.load(ba + at * stride_ba + head, mask=row_used, other=0.0).to(tl.float32)
-    a = tl.load(ba + at * stride_ba + HV + head, mask=row_used, other=0.0).to(tl.float32)
+    place = tl.program_id(0)
+    token = tl.arange(0, CHUNK)
+    used = first + token < tokens
+    ba += (begin + first) * stride_ba + head
+    b = tl.load(ba + token * stride_ba, mask=used, other=0.0).to(tl.float32)
+    a = tl.load(ba + token * stride_ba + HV, mask=used, other=0.0).to(tl.float32)
     g, beta = gates(a, b, tl.load(a_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32))
-    beta = tl.where(row_used, beta, 0.0)
-    total = tl.cumsum(tl.where(row_used, g, 0.0), 0)
-    tl.store(totals + head * tl.cast(num_tokens, tl.int64) + at, total, mask=row_used)
-    key_mask = row_used[:, None] & (dim < K)[None, :]
-    key = tl.load(keys + (at * HK + head // (HV // HK))[:, None] * K + dim[None, :], mask=key_mask, other=0.0)
+    beta = tl.where(used, beta, 0.0)
+    total = tl.cumsum(tl.where(used, g, 0.0), 0)
+    tl.store(_row(totals, place, head, HV), total)
+    key = tl.load(_tile(keys, place, head // (HV // HK), HK, CHUNK, K_PADDED))
     products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
-    system = tl.where(place[:, None] > place[None, :], beta[:, None] * products * _decays(total), 0.0)
+    system = tl.where(token[:, None] > token[None, :], beta[:, None] * products * _decays(total), 0.0)
     inverse = _inverse(system, INVERSE, PRECISION)
     taken = tl.dot((inverse * (beta * tl.exp(total))[None, :]).to(DTYPE), key, input_precision=PRECISION)
-    tl.store(w + (at * HV + head)[:, None] * K + dim[None, :], taken.to(DTYPE), mask=key_mask)
+    tl.store(_tile(w, place, head, HV, CHUNK, K_PADDED), taken.to(DTYPE))
 
     column = tl.arange(0, V_PADDED)
-    column_used = column < V
     window = conv + slot * stride_conv_slot + cached * stride_conv_row
     value = _convolved(
         conv_weight, window, qkvz + begin * stride_x, first, 2 * HK * K + head * V + column, column < has * V,
-        column_used, tokens, stride_x, stride_conv_row, stride_conv_channel, W,
+        column < V, tokens, stride_x, stride_conv_row, stride_conv_channel, W,
     )  # fmt: skip
     added = tl.dot((inverse * beta[None, :]).to(DTYPE), value.to(DTYPE), input_precision=PRECISION)
-    value_at = (at * HV + head)[:, None] * V + column[None, :]
-    tl.store(u + value_at, added.to(DTYPE), mask=row_used[:, None] & column_used[None, :])
+    tl.store(_tile(u, place, head, HV, V_PADDED, CHUNK), tl.trans(added.to(DTYPE)))
 
 
 @triton.jit
 def _step(
-    state, w, u, keys, totals, begin, tokens, chunk, head, dim, column, num_tokens,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    state, w, u, keys, totals, place, head, first_row,
+    HK: tl.constexpr, HV: tl.constexpr, K_PADDED: tl.constexpr, V_PADDED: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's ``u``, its keys and ``G``."""
-    row = chunk * CHUNK + tl.arange(0, CHUNK)
-    used = row < tokens
-    at = begin + row
-    value_at = (at * HV + head)[:, None] * V + column[None, :]
-    value_mask = used[:, None] & (column < V)[None, :]
-    key_mask = used[:, None] & (dim < K)[None, :]
-    taken = tl.load(w + (at * HV + head)[:, None] * K + dim[None, :], mask=key_mask, other=0.0)
-    added = tl.load(u + value_at, mask=value_mask, other=0.0)
-    key = tl.load(keys + (at * HK + head // (HV // HK))[:, None] * K + dim[None, :], mask=key_mask, other=0.0)
-    total = tl.load(totals + head * tl.cast(num_tokens, tl.int64) + at, mask=used, other=0.0)
-    added = added.to(tl.float32) - tl.dot(taken, state.to(taken.dtype), input_precision=PRECISION)
-    return added, key, total, used, value_at, value_mask
+    """Some rows of a chunk's ``u``, where they lie, the chunk's keys and ``G``."""
+    at = _tile(u + first_row * CHUNK, place, head, HV, V_PADDED, CHUNK, BLOCK_V)
+    taken = tl.load(_tile(w, place, head, HV, CHUNK, K_PADDED))
+    added = tl.load(at).to(tl.float32)
+    key = tl.load(_tile(keys, place, head // (HV // HK), HK, CHUNK, K_PADDED))
+    total = tl.load(_row(totals, place, head, HV))
+    added -= tl.dot(state.to(taken.dtype), tl.trans(taken), input_precision=PRECISION)
+    return added, at, key, total
 
 
 @triton.jit
-def _advanced(state, added, key, total, counted, last, PRECISION: tl.constexpr):
-    """The state after the tokens that are counted, of which the last has ``G = last``."""
-    left = tl.where(counted, tl.exp(tl.where(counted, last - total, 0.0)), 0.0)
-    new = tl.dot(tl.trans(key), (added * left[:, None]).to(key.dtype), input_precision=PRECISION)
-    return state * tl.exp(last) + new
+def _advanced(state, added, key, left, last, PRECISION: tl.constexpr):
+    """The state after tokens of which ``left`` is left, each; ``last`` is left of the state before."""
+    return tl.dot((added * left[None, :]).to(key.dtype), key, state * last, input_precision=PRECISION)
 
 
 @triton.jit
 def _chunks(
-    state, states, w, u, keys, totals, begin, tokens, place, first, end, head, dim, column, num_tokens,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    state, states, w, u, keys, totals, place, end, head, first_row,
+    HK: tl.constexpr, HV: tl.constexpr, K_PADDED: tl.constexpr, V_PADDED: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state after chunks ``first .. end - 1``; writes the states before them, and their ``u``."""
-    mask = (dim < K)[:, None] & (column < V)[None, :]
-    for chunk in range(first, end):
-        before = states + ((place + chunk) * HV + head) * (K * V) + dim[:, None] * V + column[None, :]
-        tl.store(before, state.to(states.dtype.element_ty), mask=mask)
-        added, key, total, used, value_at, value_mask = _step(
-            state, w, u, keys, totals, begin, tokens, chunk, head, dim, column, num_tokens, HK, HV, K, V, PRECISION
+    """The state after the chunks at ``place .. end - 1``; writes the states before them, and their ``u``."""
+    for at in range(place, end):
+        before = _tile(states + first_row * K_PADDED, at, head, HV, V_PADDED, K_PADDED, BLOCK_V)
+        tl.store(before, state.to(states.dtype.element_ty))
+        added, u_at, key, total = _step(
+            state, w, u, keys, totals, at, head, first_row, HK, HV, K_PADDED, V_PADDED, BLOCK_V, PRECISION
         )
-        tl.store(u + value_at, added.to(u.dtype.element_ty), mask=value_mask)
-        newest = tl.minimum(chunk * CHUNK + CHUNK, tokens) - 1
-        last = tl.load(totals + head * tl.cast(num_tokens, tl.int64) + begin + newest)
-        state = _advanced(state, added, key, total, used, last, PRECISION)
+        tl.store(u_at, added.to(u.dtype.element_ty))
+        # Behind the last token G stays as it is, and u is zero.
+        last = tl.load(totals + (tl.cast(at, tl.int64) * HV + head) * CHUNK + (CHUNK - 1))
+        state = _advanced(state, added, key, tl.exp(last - total), tl.exp(last), PRECISION)
     return state
 
 
@@ -239,17 +251,18 @@ def _keep_inputs(
     tl.store(at, inputs.to(conv.dtype.element_ty), mask=(row < W - 1)[:, None] & used[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def carry(
     qkvz, conv, recurrent, query_start_loc, slots, has_state, num_accepted, snapshot_slots, snapshot_tokens,
-    keys, w, u, totals, states, num_tokens, stride_x,
+    keys, w, u, totals, states, stride_x,
     stride_conv_slot, stride_conv_row, stride_conv_channel, stride_state, stride_slots,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, V: tl.constexpr,
-    BLOCK_V: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    V_PADDED: tl.constexpr, BLOCK_V: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a value head's state through all chunks of a request; then the convolution's inputs.
 
-    ``states``: those before each chunk, ``[places, HV, K, V]``. ``u`` has ``u - w S^T`` afterwards.
+    ``states``: those before each chunk. ``u`` has ``u - w S^T`` afterwards.
     """
     SHARED: tl.constexpr = HV // HK
     SNAPSHOTS: tl.constexpr = snapshot_slots is not None  # the branches on it are made by the compiler
@@ -263,45 +276,45 @@ def carry(
     slot, source, has, cached = located(slots, has_state, num_accepted, request, stride_slots)
     if (tokens == 0) | (slot <= 0):
         return
-    place = (begin // CHUNK).to(tl.int64) + request
-    begin = begin.to(tl.int64)
+    place = begin // CHUNK + tl.program_id(2)
+    end = place + tl.cdiv(tokens, CHUNK)
     dim = tl.arange(0, K_PADDED)
-    column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask = (dim < K)[:, None] & (column < V)[None, :]
-    within = head * (V * K) + column[None, :] * K + dim[:, None]
-    known = (dim < has * K)[:, None] & (column < V)[None, :]
+    first_row = tl.program_id(0) * BLOCK_V
+    column = first_row + tl.arange(0, BLOCK_V)
+    mask = (column < V)[:, None] & (dim < K)[None, :]
+    within = head * (V * K) + column[:, None] * K + dim[None, :]
+    known = (column < V)[:, None] & (dim < has * K)[None, :]
     state = tl.load(recurrent + source * stride_state + within, mask=known, other=0.0).to(tl.float32)
-    num_chunks = tl.cdiv(tokens, CHUNK)
-    done = 0
     if SNAPSHOTS:
         kept = tl.load(snapshot_tokens + request)
         kept_slot = tl.load(snapshot_slots + request).to(tl.int64)
         kept = tl.where(kept_slot > 0, kept, 0)
-        done = kept // CHUNK
+        whole = place + kept // CHUNK
         state = _chunks(
-            state, states, w, u, keys, totals, begin, tokens, place, 0, done, head, dim, column, num_tokens,
-            HK, HV, K, V, PRECISION,
+            state, states, w, u, keys, totals, place, whole, head, first_row,
+            HK, HV, K_PADDED, V_PADDED, BLOCK_V, PRECISION,
         )  # fmt: skip
+        place = whole
         if kept > 0:
             copy = state
             if kept % CHUNK != 0:  # within a chunk, which is gone through once more below
-                added, key, total, _, _, _ = _step(
-                    state, w, u, keys, totals, begin, tokens, done, head, dim, column, num_tokens,
-                    HK, HV, K, V, PRECISION,
-                )  # fmt: skip
-                last = tl.load(totals + head * tl.cast(num_tokens, tl.int64) + begin + kept - 1)
-                counted = done * CHUNK + tl.arange(0, CHUNK) < kept
-                copy = _advanced(state, added, key, total, counted, last, PRECISION)
+                added, _, key, total = _step(
+                    state, w, u, keys, totals, whole, head, first_row, HK, HV, K_PADDED, V_PADDED, BLOCK_V, PRECISION
+                )
+                last = tl.load(totals + (tl.cast(whole, tl.int64) * HV + head) * CHUNK + (kept % CHUNK - 1))
+                counted = tl.arange(0, CHUNK) < kept % CHUNK
+                left = tl.where(counted, tl.exp(tl.where(counted, last - total, 0.0)), 0.0)
+                copy = _advanced(state, added, key, left, tl.exp(last), PRECISION)
             tl.store(recurrent + kept_slot * stride_state + within, copy.to(recurrent.dtype.element_ty), mask=mask)
     state = _chunks(
-        state, states, w, u, keys, totals, begin, tokens, place, done, num_chunks, head, dim, column, num_tokens,
-        HK, HV, K, V, PRECISION,
+        state, states, w, u, keys, totals, place, end, head, first_row,
+        HK, HV, K_PADDED, V_PADDED, BLOCK_V, PRECISION,
     )  # fmt: skip
     tl.store(recurrent + slot * stride_state + within, state.to(recurrent.dtype.element_ty), mask=mask)
 
     window = conv + slot * stride_conv_slot + cached * stride_conv_row
     own = conv + slot * stride_conv_slot
-    x = qkvz + begin * stride_x
+    x = qkvz + tl.cast(begin, tl.int64) * stride_x
     channel = 2 * HK * K + head * V + column
     v_known = column < has * V
     if SNAPSHOTS:  # noqa: SIM102
@@ -332,9 +345,9 @@ def carry(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens"])
+@triton.jit(do_not_specialize=["num_requests"])
 def answer(
-    qkvz, norm_weight, out, query_start_loc, slots, queries, keys, u, totals, states, num_requests, num_tokens, eps,
+    qkvz, norm_weight, out, query_start_loc, slots, queries, keys, u, totals, states, num_requests, eps,
     stride_x, stride_out, stride_slots,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, V: tl.constexpr,
     V_PADDED: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
@@ -348,32 +361,23 @@ def answer(
     head = tl.program_id(1)
     if (first >= tokens) | (tl.load(slots + request * stride_slots) <= 0):
         return
-    dim = tl.arange(0, K_PADDED)
-    column = tl.arange(0, V_PADDED)
-    row = first + tl.arange(0, CHUNK)
-    used = row < tokens
-    at = begin + row
-    key_at = (at * HK + head // (HV // HK))[:, None] * K + dim[None, :]
-    key_mask = used[:, None] & (dim < K)[None, :]
-    value_mask = used[:, None] & (column < V)[None, :]
-    query = tl.load(queries + key_at, mask=key_mask, other=0.0)
-    key = tl.load(keys + key_at, mask=key_mask, other=0.0)
-    before = states + (tl.program_id(0).to(tl.int64) * HV + head) * (K * V) + dim[:, None] * V + column[None, :]
-    state = tl.load(before, mask=(dim < K)[:, None] & (column < V)[None, :], other=0.0)
-    added = tl.load(u + (at * HV + head)[:, None] * V + column[None, :], mask=value_mask, other=0.0)
-    total = tl.load(totals + head * tl.cast(num_tokens, tl.int64) + at, mask=used, other=0.0)
+    place = tl.program_id(0)
+    query = tl.load(_tile(queries, place, head // (HV // HK), HK, CHUNK, K_PADDED))
+    key = tl.load(_tile(keys, place, head // (HV // HK), HK, CHUNK, K_PADDED))
+    state = tl.load(_tile(states, place, head, HV, V_PADDED, K_PADDED))
+    added = tl.load(_tile(u, place, head, HV, V_PADDED, CHUNK))
+    total = tl.load(_row(totals, place, head, HV))
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * _decays(total)
-    value = tl.dot(query, state, input_precision=PRECISION) * tl.exp(total)[:, None]
-    value = tl.dot(scores.to(added.dtype), added, value, input_precision=PRECISION)
-    z = tl.load(qkvz + at[:, None] * stride_x + (C + head * V) + column[None, :], mask=value_mask, other=0.0).to(
-        tl.float32
-    )
+    value = tl.dot(query, tl.trans(state), input_precision=PRECISION) * tl.exp(total)[:, None]
+    value = tl.dot(scores.to(added.dtype), tl.trans(added), value, input_precision=PRECISION)
+    token = tl.arange(0, CHUNK)
+    column = tl.arange(0, V_PADDED)
+    mask = (first + token < tokens)[:, None] & (column < V)[None, :]
+    qkvz += (begin + first) * stride_x + (C + head * V)
+    z = tl.load(qkvz + token[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(norm_weight + column, mask=column < V, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(value * value, 1) / V + eps)[:, None]
     y = value * factor * weight[None, :] * silu(z)
-    tl.store(
-        out + at[:, None] * stride_out + head * V + column[None, :],
-        y.to(out.dtype.element_ty),
-        mask=value_mask,
-        eviction_policy=EVICT_LAST,
-    )
+    out += (begin + first) * stride_out + head * V
+    at = out + token[:, None] * stride_out + column[None, :]
+    tl.store(at, y.to(out.dtype.element_ty), mask=mask, eviction_policy=EVICT_LAST)
