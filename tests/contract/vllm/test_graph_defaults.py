@@ -30,7 +30,7 @@ from atom_plugin.vllm.attention import is_compiled
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
-CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "qwen3"
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 CPU = platforms.current_platform
 
 
@@ -50,9 +50,11 @@ def configure(monkeypatch):
     """Makes a configuration; arguments are those of `CompilationConfig`, and some that stand in front of them."""
     register_models()
 
-    def configure(*, impl="atom", eager=False, level=None, ranks=1, stages=1, seqs=None, tokens=2048, **compilation):
+    def configure(
+        *, impl="atom", eager=False, level=None, ranks=1, stages=1, seqs=None, tokens=2048, name="qwen3", **compilation
+    ):
         monkeypatch.setattr(platforms, "_current_platform", CPU)
-        model = ModelConfig(str(CHECKPOINT), model_impl=impl, enforce_eager=eager)
+        model = ModelConfig(str(CHECKPOINTS / name), model_impl=impl, enforce_eager=eager)
         monkeypatch.setattr(platforms, "_current_platform", CudaInName())
         given = {} if level is None else {"optimization_level": level}
         if ranks * stages > 1:
@@ -178,6 +180,13 @@ def test_prefills_are_captured_that_are_longer_than_vllms(configure, seqs):
     assert sizes(config) == found
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "deepseek_v2"])
+def test_longer_prefills_of_mixtures_are_captured(configure, name):
+    found = sizes(configure(seqs=64, tokens=8192, name=name))
+    assert [size for size in found if size > 896] == [1024, *graphs.LONGER_OF_MIXTURES]
+    assert max(sizes(configure(seqs=64, tokens=1500, name=name))) == 1408
+
+
 def test_no_prefill_is_captured_that_is_longer_than_a_batch(configure):
     assert max(sizes(configure(seqs=256, tokens=700))) == 640
     assert max(sizes(configure(seqs=256, tokens=300))) == 300
@@ -189,6 +198,13 @@ def test_no_prefill_is_captured_that_is_longer_than_a_batch(configure):
 def test_sizes_that_are_stated_stand_and_full_graphs_have_vllms(configure, stated):
     given = {key: CUDAGraphMode[value] if isinstance(value, str) else value for key, value in stated.items()}
     assert sizes(configure(**given)) == sizes(configure(impl="auto", **given))
+
+
+def test_a_second_engine_in_the_process_has_the_graphs_of_the_first(configure):
+    first, second = configure(seqs=256), configure(seqs=256)
+    assert modes(second) == modes(first) == (False, "FULL_AND_PIECEWISE")
+    assert sizes(second) == sizes(first)
+    assert modes(configure(eager=True)) == (False, "NONE")
 
 
 def test_a_model_of_vllms_own_in_the_same_process_has_vllms_defaults(configure):
@@ -213,8 +229,8 @@ def test_what_was_filled_in_is_said_once(configure, monkeypatch):
 
     said = []
     monkeypatch.setattr(logger, "info", lambda message, *args: said.append(message % args))
-    configure().__post_init__()
     configure(mode=CompilationMode.VLLM_COMPILE)
+    configure().__post_init__()
     (line,) = (line for line in said if "CUDA graphs" in line)
     assert "not compiled, CUDA graphs FULL_AND_PIECEWISE" in line
     assert "-cc.mode=3" in line
@@ -222,7 +238,7 @@ def test_what_was_filled_in_is_said_once(configure, monkeypatch):
 
 def test_nothing_is_filled_in_on_a_cpu(monkeypatch):
     monkeypatch.setattr(platforms, "_current_platform", CPU)
-    model = ModelConfig(str(CHECKPOINT), model_impl="atom")
+    model = ModelConfig(str(CHECKPOINTS / "qwen3"), model_impl="atom")
     compilation = VllmConfig(model_config=model).compilation_config
     assert compilation.mode == CompilationMode.DYNAMO_TRACE_ONCE
     assert compilation.cudagraph_mode == CUDAGraphMode.NONE
