@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 #: Standard deviation of random weights, as at the start of training.
 RANDOM_SPREAD = 0.02
+#: Numbers of a random FP8 cache that are drawn at once.
+_PART = 1 << 26
 
 
 def build_runtime(
@@ -107,7 +109,7 @@ def mixers(model: torch.nn.Module) -> list[TokenMixer]:
 def empty_caches(
     model: torch.nn.Module,
     runtime: Runtime,
-    num_pages: int,
+    num_pages: int | Mapping[int | None, int],
     page_size: int,
     num_states: int = 0,
     *,
@@ -115,26 +117,36 @@ def empty_caches(
 ) -> dict[int, Cache]:
     """Each layer's cache by its index: random values, or NaN, which reveals reads of unwritten elements.
 
-    ``num_states``: requests that have a state, in the slots from 1 on.
+    ``num_pages``: of each layer, or by the layer's window. ``num_states``: requests that have a state, in the slots
+    from 1 on.
     """
+
+    def pages(window: int | None) -> int:
+        return num_pages if isinstance(num_pages, int) else num_pages[window]
 
     def memory(*shape: int, dtype: torch.dtype = runtime.cache_dtype) -> torch.Tensor:
         if not random:
             return torch.full(shape, float("nan"), dtype=dtype, device=runtime.device)
-        return torch.empty(shape, dtype=runtime.dtype, device=runtime.device).normal_().to(dtype)
+        values = torch.empty(shape, dtype=dtype, device=runtime.device)
+        if dtype.itemsize > 1:
+            return values.normal_()
+        # torch draws no FP8 numbers; in parts, so that a large cache needs no second one of 16 bits.
+        for part in torch.split(values, max(1, _PART * len(values) // values.numel())):
+            part.copy_(torch.empty(part.shape, dtype=runtime.dtype, device=runtime.device).normal_())
+        return values
 
     def cache(spec: CacheSpec) -> Cache:
         if isinstance(spec, StateSpec):
             each = zip(spec.shapes, spec.dtypes, strict=True)
             return StateView(tuple(memory(num_states + 1, *shape, dtype=dtype) for shape, dtype in each))
         if isinstance(spec, LatentSpec):
-            return LatentCacheView(memory(num_pages, page_size, spec.row))
+            return LatentCacheView(memory(pages(None), page_size, spec.row))
         assert isinstance(spec, KeyValueSpec)
         heads, dim = spec.num_kv_heads, spec.head_dim
         if spec.order == SHUFFLED:
-            both = memory(num_pages, 2, heads * page_size * dim)  # a page's keys, then its values
+            both = memory(pages(spec.window), 2, heads * page_size * dim)  # a page's keys, then its values
             return KVCacheView.of_shuffled(both[:, 0], both[:, 1], heads, page_size)
-        return KVCacheView.of_packed(memory(num_pages, heads, page_size, 2 * dim), dim)
+        return KVCacheView.of_packed(memory(pages(spec.window), heads, page_size, 2 * dim), dim)
 
     return {mixer.layer_index: cache(mixer.cache_spec) for mixer in mixers(model)}
 

@@ -20,8 +20,11 @@ def about() -> None:
 @app.command()
 def step(
     model: Annotated[str, typer.Argument(help="A checkpoint's folder, a config.json, or a name such as qwen3-8b.")],
-    batch: Annotated[int, typer.Option(help="Requests in the batch.")] = 1,
-    context: Annotated[int, typer.Option(help="Cached tokens per request.")] = 128,
+    batch: Annotated[int | None, typer.Option(help="Requests in the batch; default: one of each context.")] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(help="Cached tokens per request, up to 131072; repeat for requests that differ; default: 128."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     cache_dtype: Annotated[str, typer.Option(help="auto, fp8_e4m3, fp8_e5m2, or a --dtype.")] = "auto",
     quantization: Annotated[
@@ -33,13 +36,27 @@ def step(
     seconds: Annotated[
         float, typer.Option(help="Also measure the mean over this time without pauses, at the GPU's power limit.")
     ] = 0.0,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Capture the graph for sequences of up to so many tokens; default: 4096 or what is needed."),
+    ] = None,
     json: _JsonFile = None,
 ) -> None:
     """Time one decoding step on the GPU: a model with random weights in one captured graph."""
     from atom_plugin.bench.step import StepOptions, measure_step, write_json
 
     options = StepOptions(
-        model, batch, context, dtype, cache_dtype, quantization, layers, repetitions, profile, seconds
+        model=model,
+        batch=batch,
+        context=tuple(context or StepOptions.context),
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        quantization=quantization,
+        layers=layers,
+        repetitions=repetitions,
+        profile=profile,
+        seconds=seconds,
+        max_model_len=max_model_len,
     )
     try:
         result = measure_step(options)

@@ -6,7 +6,9 @@ Of an MoE layer's experts, the expected number that random tokens choose is read
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import torch
 
@@ -37,16 +39,16 @@ class Traffic:
 def step_traffic(
     config: ModelConfig,
     batch: int,
-    context: int,
+    context: int | Sequence[int],
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     quant: QuantConfig = UNQUANTIZED,
 ) -> Traffic:
-    """The traffic of a step in which `batch` requests with `context` cached tokens each add one.
+    """The traffic of a step in which `batch` requests with `context` cached tokens add one each.
 
     Args:
         config: the model.
-        batch, context: the step.
+        batch, context: the step; see :func:`lengths_of`.
         dtype, cache_dtype: of weights and activations, of the cache.
         quant: of the linear layers.
     """
@@ -77,13 +79,19 @@ def weight_bytes(model: CheckpointModel, num_tokens: int) -> int:
 STATE_BYTES = 4
 
 
-def cache_bytes(config: ModelConfig, batch: int, context: int, cache_dtype: torch.dtype) -> int:
+def lengths_of(batch: int, context: int | Sequence[int]) -> tuple[int, ...]:
+    """Cached tokens of each of ``batch`` requests: as many each, or those of ``context`` in turns."""
+    return tuple(islice(cycle((context,) if isinstance(context, int) else context), batch))
+
+
+def cache_bytes(config: ModelConfig, batch: int, context: int | Sequence[int], cache_dtype: torch.dtype) -> int:
     """Bytes of the keys and values that the step reads, including the new tokens', and of states, read and written."""
     mixers = [layer.mixer for layer in config.layers]
     elements = sum(
-        min(context + 1, it.window or context + 1) * it.cached_elements
+        min(cached + 1, it.window or cached + 1) * it.cached_elements
+        for cached in lengths_of(batch, context)
         for it in mixers
         if not isinstance(it, GatedDeltaNetConfig)
     )
     states = sum(it.state_elements for it in mixers if isinstance(it, GatedDeltaNetConfig))
-    return batch * (elements * cache_dtype.itemsize + 2 * states * STATE_BYTES)
+    return elements * cache_dtype.itemsize + 2 * batch * states * STATE_BYTES

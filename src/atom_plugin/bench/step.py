@@ -1,7 +1,8 @@
 """The GPU time of one decoding step: the model in one captured graph, replayed without an engine and its host work.
 
 The graph has the embedding, all layers, the final norm, the head and the argmax over tokens. Weights, cached keys and
-values, and the order of pages are random. Without the command line's packages:
+values, and the order of pages are random. A layer with a window has the pages of the window alone, as in vLLM. Without
+the command line's packages:
 
     python -m atom_plugin.bench.step qwen3-0.6b --batch 1
 """
@@ -12,7 +13,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,18 @@ from typing import Any
 import torch
 
 from atom_core.batch import Batch, Pages, States
+from atom_core.cache import Cache
 from atom_core.config import ModelConfig
+from atom_core.loading import build_on_meta_device
+from atom_core.mixers.base import TokenMixer
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
 from atom_core.runtime import Runtime
-from atom_core.standalone import Step, build_runtime, empty_caches, plan, random_model
+from atom_core.standalone import build_runtime, empty_caches, plan, random_model
 from atom_plugin.bench.device import Ceiling, Timing, capture, measure, measure_ceiling, require_gpu, warm
-from atom_plugin.bench.floor import Traffic, step_traffic
+from atom_plugin.bench.floor import Traffic, cache_bytes, lengths_of, weight_bytes
+from atom_plugin.bench.memory import first_page, num_pages, weight_memory, why_too_large
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.profile import KernelTime, profile
 from atom_plugin.bench.profile import lines as profile_lines
@@ -36,8 +41,10 @@ from atom_plugin.common.kernels import forced_kernels
 from atom_plugin.common.settings import load_settings
 
 PAGE_SIZE = 16
-#: Graphs are captured for sequences of up to this many tokens, as in an engine.
+#: Graphs are captured for sequences of up to this many tokens, as in an engine, or of as many as a longer request has.
 MAX_MODEL_LEN = 4096
+#: The longest context that is measured.
+MAX_CONTEXT = 131_072
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _CACHE_DTYPES = {**_DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -49,8 +56,10 @@ class StepOptions:
 
     model: str
     """A checkpoint's folder, a config.json, or a known model's name."""
-    batch: int = 1
-    context: int = 128
+    batch: int | None = None
+    """Requests; None: one of each context."""
+    context: tuple[int, ...] = (128,)
+    """Cached tokens of the requests, which take them in turns."""
     dtype: str = "bfloat16"
     cache_dtype: str = "auto"
     quantization: str | None = None
@@ -61,16 +70,37 @@ class StepOptions:
     """Also show the time of each kernel."""
     seconds: float = 0.0
     """Also measure the mean over this time without pauses, in which a GPU reaches its power limit; 0: do not."""
+    max_model_len: int | None = None
+    """Graphs are captured for sequences of up to so many tokens; None: see :data:`MAX_MODEL_LEN`."""
+
+    @property
+    def requests(self) -> int:
+        """Requests in the batch."""
+        return len(self.context) if self.batch is None else self.batch
+
+    @property
+    def graph_len(self) -> int:
+        """The tokens of the longest sequence that the graph is captured for."""
+        needed = max(MAX_MODEL_LEN, max(self.context) + 1)
+        return needed if self.max_model_len is None else self.max_model_len
 
     def check(self) -> None:
         """Raise a ValueError for an unsupported option."""
         for name in ("batch", "repetitions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: a positive number is needed.")
+            if (given := getattr(self, name)) is not None and given < 1:
+                raise ValueError(f"--{name} {given}: a positive number is needed.")
         if not 0 <= self.seconds < math.inf:
             raise ValueError(f"--seconds {self.seconds}: a number from 0 on is needed.")
-        if not 0 <= self.context < MAX_MODEL_LEN:
-            raise ValueError(f"--context {self.context}: supported: 0 to {MAX_MODEL_LEN - 1}.")
+        for tokens in self.context:
+            if not 0 <= tokens <= MAX_CONTEXT:
+                raise ValueError(f"--context {tokens}: supported: 0 to {MAX_CONTEXT}.")
+        if self.requests < len(self.context):
+            raise ValueError(f"--batch {self.batch}: {len(self.context)} contexts need at least as many requests.")
+        if self.graph_len <= max(self.context):
+            raise ValueError(
+                f"--max-model-len {self.max_model_len}: a context of {max(self.context)} tokens and a new one need "
+                f"{max(self.context) + 1} or more."
+            )
         torch_dtype(self.dtype)
         cache_torch_dtype(self.cache_dtype, torch_dtype(self.dtype))
 
@@ -95,10 +125,13 @@ class StepResult:
         return self.traffic.seconds(self.ceiling.bandwidth)
 
     def as_json(self) -> dict[str, Any]:
-        """All figures, in the units that the keys name."""
-        datasheet = self.ceiling.datasheet
+        """All figures, in the units that the keys name; "context" is a list where requests differ."""
+        datasheet, options = self.ceiling.datasheet, self.options
         return {
-            **asdict(self.options),
+            **asdict(options),
+            "batch": options.requests,
+            "context": options.context[0] if len(options.context) == 1 else list(options.context),
+            "max_model_len": options.graph_len,
             "device": self.ceiling.device,
             "torch": torch.__version__,
             "kernels": self.kernels,
@@ -127,7 +160,7 @@ class StepResult:
         quantized = "" if options.quantization is None else f", {options.quantization}"
         reached = traffic.total / timing.median
         lines = [
-            f"{options.model}{cut}, batch {options.batch}, {options.context} tokens of context each, "
+            f"{options.model}{cut}, batch {options.requests}, {self._contexts()}, "
             f"{options.dtype}{quantized}, on {ceiling.device}",
             f"  kernels    {', '.join(f'{op}={name}' for op, name in self.kernels.items())}",
             f"  step       {timing.median * 1e3:.4f} ms ({timing.least * 1e3:.4f} to {timing.most * 1e3:.4f})",
@@ -147,6 +180,16 @@ class StepResult:
         if self.profile:
             lines += profile_lines(self.profile, timing.median)
         return lines
+
+    def _contexts(self) -> str:
+        given, options = self.options.context, self.options
+        lengths = lengths_of(options.requests, given)
+        text = f"{given[0]} tokens of context each"
+        if len(given) > 1:
+            text = (
+                f"contexts in turns: {', '.join(f'{lengths.count(it)} of {it}' for it in dict.fromkeys(given))} tokens"
+            )
+        return text if options.graph_len == MAX_MODEL_LEN else f"{text}, graph for up to {options.graph_len}"
 
     def _sustained_lines(self) -> list[str]:
         if self.sustained is None:
@@ -177,22 +220,42 @@ def cache_torch_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return _CACHE_DTYPES[name]
 
 
-def decode_batch(batch: int, context: int, device: torch.device, seed: int = 0) -> tuple[Batch, int]:
-    """A batch whose requests have `context` cached tokens each and add one, and its number of pages."""
-    pages_each = context // PAGE_SIZE + 1
-    num_pages = batch * pages_each
+def decode_batch(
+    batch: int,
+    context: int | Sequence[int],
+    device: torch.device,
+    seed: int = 0,
+    *,
+    max_model_len: int = MAX_MODEL_LEN,
+    window: int | None = None,
+) -> tuple[Batch, int]:
+    """A batch whose requests have cached tokens and add one each, and its number of pages.
+
+    Args:
+        batch, context: requests and their cached tokens; see :func:`atom_plugin.bench.floor.lengths_of`.
+        device: of the tensors.
+        seed: of the order of pages.
+        max_model_len: the longest sequence that a graph of the step is for.
+        window: of the layers. Pages before it are page 0, as vLLM's are, and nobody reads them.
+    """
+    lengths = lengths_of(batch, context)
+    assert max(lengths) < max_model_len, f"{max(lengths)} cached tokens and a new one, of at most {max_model_len}"
     generator = torch.Generator().manual_seed(seed)
-    table = torch.zeros(batch, MAX_MODEL_LEN // PAGE_SIZE, dtype=torch.int32)
-    table[:, :pages_each] = torch.randperm(num_pages, generator=generator).view(batch, pages_each)
-    slots = table[:, context // PAGE_SIZE].long() * PAGE_SIZE + context % PAGE_SIZE
+    counts = [num_pages(tokens, window, PAGE_SIZE) for tokens in lengths]
+    table = torch.zeros(batch, -(-max_model_len // PAGE_SIZE), dtype=torch.int32)
+    order = torch.randperm(sum(counts), generator=generator).int()
+    for row, tokens, pages in zip(table, lengths, torch.split(order, counts), strict=True):
+        row[first_page(tokens, window, PAGE_SIZE) : tokens // PAGE_SIZE + 1] = pages
+    cached = torch.tensor(lengths)
+    slots = table.gather(1, cached[:, None] // PAGE_SIZE)[:, 0].long() * PAGE_SIZE + cached % PAGE_SIZE
     metadata = Batch(
         query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device),
-        seq_lens=torch.full((batch,), context + 1, dtype=torch.int32, device=device),
+        seq_lens=(cached + 1).int().to(device),
         pages=Pages(table.to(device), slots.to(device)),
         num_requests=batch,
         num_tokens=batch,
         max_query_len=1,
-        max_seq_len=MAX_MODEL_LEN,
+        max_seq_len=max_model_len,
         num_decode_requests=batch,
         num_decode_tokens=batch,
         states=States(
@@ -200,19 +263,36 @@ def decode_batch(batch: int, context: int, device: torch.device, seed: int = 0) 
             torch.ones(batch, dtype=torch.bool, device=device),
         ),
     )
-    return metadata, num_pages
+    return metadata, sum(counts)
+
+
+@dataclass(frozen=True)
+class DecodingStep:
+    """See :class:`atom_core.mixers.base.Step`; layers of the same window share a batch."""
+
+    batches: Mapping[int | None, Batch]
+    caches: Mapping[int, Cache]
+
+    def lookup(self, mixer: TokenMixer) -> tuple[Batch, Cache]:
+        """See :meth:`atom_core.mixers.base.Step.lookup`."""
+        return self.batches[getattr(mixer.cache_spec, "window", None)], self.caches[mixer.layer_index]
 
 
 def decoding(
-    model: DecoderForCausalLM, config: ModelConfig, runtime: Runtime, batch: int, context: int
+    model: DecoderForCausalLM, config: ModelConfig, runtime: Runtime, batch: int, context: int | Sequence[int]
 ) -> Callable[[], None]:
-    """A decoding step of `batch` requests with `context` cached tokens each, from token ids to the argmax tokens."""
+    """A decoding step from token ids to the argmax tokens; see :func:`decode_batch`."""
     device = runtime.device
-    metadata, num_pages = decode_batch(batch, context, device)
-    pools = empty_caches(model, runtime, num_pages, PAGE_SIZE, batch, random=True)
-    step = Step(plan(model, metadata), pools)
+    batches, pages = {}, {}
+    for window in dict.fromkeys(layer.mixer.window for layer in config.layers):
+        metadata, pages[window] = decode_batch(
+            batch, context, device, max_model_len=runtime.max_model_len, window=window
+        )
+        batches[window] = plan(model, metadata)
+    pools = empty_caches(model, runtime, pages, PAGE_SIZE, batch, random=True)
+    step = DecodingStep(batches, pools)
     ids = torch.randint(config.vocab_size, (batch,), device=device)
-    positions = torch.full((batch,), context, device=device)
+    positions = torch.tensor(lengths_of(batch, context), device=device)
     chosen = torch.empty_like(ids)
 
     def run() -> None:
@@ -235,13 +315,14 @@ def measure_step(options: StepOptions) -> StepResult:
     device = require_gpu()
     dtype = torch_dtype(options.dtype)
     cache_dtype = cache_torch_dtype(options.cache_dtype, dtype)
-    traffic = step_traffic(config, options.batch, options.context, dtype, cache_dtype, quant)
+    layout = build_on_meta_device(config, dtype, quant=quant)
+    traffic = Traffic(
+        weight_bytes(layout, options.requests), cache_bytes(config, options.requests, options.context, cache_dtype)
+    )
     free, _ = torch.cuda.mem_get_info(device)
-    if traffic.total > 0.95 * free:
-        raise ValueError(
-            f"The step reads {traffic.total / 1e9:.1f} GB, and {free / 1e9:.1f} GB of the GPU's memory are free: "
-            "use fewer --layers, a smaller --batch or less --context."
-        )
+    weights = weight_memory(list(layout.parameters()), config, options.graph_len)
+    if line := why_too_large(config, weights, options.requests, options.context, cache_dtype, PAGE_SIZE, free):
+        raise ValueError(line)
     ceiling = measure_ceiling(device)
     torch.cuda.empty_cache()
 
@@ -249,15 +330,15 @@ def measure_step(options: StepOptions) -> StepResult:
     runtime = build_runtime(
         device,
         dtype,
-        MAX_MODEL_LEN,
+        options.graph_len,
         forced_kernels(settings),
         cache_dtype=cache_dtype,
         quant=quant,
         with_aiter=settings.aiter,
     )
     model = random_model(config, runtime)
-    send_to_given_experts(model, config, options.batch)
-    graph = capture(decoding(model, config, runtime, options.batch, options.context))
+    send_to_given_experts(model, config, options.requests)
+    graph = capture(decoding(model, config, runtime, options.requests, options.context))
     timing = measure(graph.replay, options.repetitions, sample_seconds=0.05)
     sustained = warm(graph.replay, options.seconds) if options.seconds else None
     kernels = {choice.op: choice.implementation for choice in runtime.kernels.choices()}
@@ -274,8 +355,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m atom_plugin.bench.step`: the same options as `atom-plugin bench step`."""
     parser = argparse.ArgumentParser(prog="python -m atom_plugin.bench.step", description="See the module's text.")
     parser.add_argument("model")
-    for name, kind in (("batch", int), ("context", int), ("layers", int), ("repetitions", int)):
-        parser.add_argument(f"--{name}", type=kind, default=getattr(StepOptions, name))
+    for name in ("batch", "layers", "repetitions", "max-model-len"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(StepOptions, name.replace("-", "_")))
+    parser.add_argument("--context", type=int, action="append", help="may be repeated, for requests in turns")
     parser.add_argument("--dtype", default=StepOptions.dtype)
     parser.add_argument("--cache-dtype", default=StepOptions.cache_dtype)
     parser.add_argument("--quantization")
@@ -284,6 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     given = vars(parser.parse_args(arguments))
     path = given.pop("json")
+    given["context"] = tuple(given["context"] or StepOptions.context)
     try:
         result = measure_step(StepOptions(**given))
     except ValueError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from atom_core.standalone import Step, build_runtime, empty_caches, plan, random
 from atom_plugin.bench import step
 from atom_plugin.bench.device import Ceiling, Timing, datasheet_bandwidth
 from atom_plugin.bench.floor import Traffic, step_traffic
+from atom_plugin.bench.memory import cache_memory, most, why_too_large
 from atom_plugin.bench.models import CONFIGS, cut, read_config
 from atom_plugin.bench.profile import Launch, by_name
 from atom_plugin.bench.step import MAX_MODEL_LEN, PAGE_SIZE, StepOptions, StepResult, decode_batch
@@ -139,6 +142,130 @@ def test_each_request_of_the_batch_has_pages_of_its_own(context):
     assert metadata.seq_lens.tolist() == [context + 1] * 3
 
 
+@pytest.mark.parametrize("context", [(5, 40, 16), (100, 3)])
+def test_requests_take_contexts_in_turns(context):
+    metadata, num_pages = decode_batch(5, context, torch.device("cpu"), max_model_len=200)
+    lengths = [context[at % len(context)] for at in range(5)]
+    assert metadata.seq_lens.tolist() == [it + 1 for it in lengths]
+    assert metadata.pages.table.shape == (5, 13)
+    assert metadata.max_seq_len == 200
+    used = [row[: it // PAGE_SIZE + 1].tolist() for row, it in zip(metadata.pages.table, lengths, strict=True)]
+    assert sorted(chain(*used)) == list(range(num_pages))
+    last = [pages[-1] * PAGE_SIZE + it % PAGE_SIZE for pages, it in zip(used, lengths, strict=True)]
+    assert metadata.pages.slots.tolist() == last
+
+
+def test_a_window_has_the_pages_that_are_read_and_no_more():
+    metadata, pages = decode_batch(3, (100, 3), torch.device("cpu"), window=32)
+    table = metadata.pages.table
+    # Of 101 tokens the last 32 are read: those from 69 on, in the pages from the fifth to the seventh.
+    used = [table[0, 4:7].tolist(), table[1, :1].tolist(), table[2, 4:7].tolist()]
+    assert pages == 7
+    assert sorted(chain(*used)) == list(range(7))
+    assert not table[0, :4].any()
+    assert metadata.pages.slots[0] == table[0, 6] * PAGE_SIZE + 100 % PAGE_SIZE
+
+
+def test_the_floor_of_requests_that_differ_is_the_sum_of_theirs():
+    config = read_model_config({**TINY, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1})
+    short, long, mixed = (step_traffic(config, 2, it, BF16, BF16).cache for it in (16, 4000, (16, 4000)))
+    assert 2 * mixed == short + long
+
+
+def test_memory_is_what_the_pages_take():
+    config = read_model_config({**TINY, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1})
+    page = 2 * 2 * 16 * PAGE_SIZE
+    assert cache_memory(config, (100, 3), BF16, PAGE_SIZE) == 2 * page * ((7 + 1) + (3 + 1))
+    assert cache_memory(config, (100, 3), torch.float8_e4m3fn, PAGE_SIZE) == page * 12
+    hybrid = read_model_config(read_config("qwen3.5-27b", 4))
+    states = 3 * (2 + 1) * 48 * 128 * 128 * 4
+    assert cache_memory(hybrid, (0, 0), BF16, PAGE_SIZE) == states + 2 * PAGE_SIZE * 2 * 4 * 256 * 2
+
+
+def test_a_batch_has_the_memory_that_is_counted(monkeypatch):
+    made = []
+    hf = {**cut(CONFIGS["gpt-oss-20b"], 2), **SMALL, "intermediate_size": 64}
+    config = read_model_config(hf)
+    runtime = build_runtime(torch.device("cpu"), BF16, 600, quant=read_quantization(hf))
+    monkeypatch.setattr(
+        step, "empty_caches", lambda *given, **named: made.append(empty_caches(*given, **named)) or made[0]
+    )
+    with torch.inference_mode():
+        step.decoding(random_model(config, runtime), config, runtime, 3, (20, 500))()
+    sizes = [cache.key.untyped_storage().nbytes() for cache in made[0].values()]
+    assert len(set(sizes)) == 2
+    assert sum(sizes) == cache_memory(config, (20, 500, 20), BF16, PAGE_SIZE)
+
+
+def too_large(batch, context, free, **changes):
+    return why_too_large(
+        read_model_config({**TINY, **changes}), 10_000, batch, context, BF16, PAGE_SIZE, int(free / 0.95) + 1
+    )
+
+
+def test_what_does_not_fit_is_told_with_what_would():
+    page = 2 * 2 * 2 * 16 * 2 * PAGE_SIZE
+    assert too_large(4, (40,), 10_000 + 12 * page) is None
+    assert too_large(4, (60,), 10_000 + 12 * page) == (
+        "--batch 4 --context 60: 0.0 GB of cache and 0.0 GB of weights do not fit in 0.0 GB of free GPU memory; "
+        "--batch 3 or --context 47 would."
+    )
+    assert too_large(1, (10**5,), 10_000 + page).endswith("; --context 15 would.")
+    assert too_large(9, (2, 40), 10_000 + 9 * page).endswith(
+        "--context 2 --context 40: 0.0 GB of cache and 0.0 GB of "
+        "weights do not fit in 0.0 GB of free GPU memory; --batch 5 would."
+    )
+    assert too_large(2, (2, 40), 10_000 + page).endswith("; use a smaller --batch and less --context.")
+    assert too_large(2, (2,), 9_000).endswith("; use fewer --layers, as the weights alone do not.")
+
+
+@pytest.mark.parametrize("fitting", [0, 1, 6, 7])
+def test_the_most_that_fits_is_found(fitting):
+    assert most(lambda number: number <= fitting, 7) == fitting
+
+
+@pytest.fixture
+def without_gpu(monkeypatch, tmp_path):
+    """What `bench step` asks of CUDA, answered by a CPU; gives the path of a small model."""
+    ran = []
+    monkeypatch.setattr(step, "require_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(step, "measure_ceiling", lambda device: Ceiling("a GPU", copy=4e12, read=3e12))
+    monkeypatch.setattr(step, "capture", lambda run: SimpleNamespace(replay=lambda: ran.append(run())))
+    monkeypatch.setattr(step, "measure", lambda replay, *_, **__: replay() or Timing(2e-3, 1e-3, 3e-3))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    yield str(path)
+    assert len(ran) <= 1
+
+
+def test_long_and_mixed_contexts_are_measured_and_reported(without_gpu, tmp_path, capsys):
+    options = [without_gpu, "--context", "512", "--context", "131072", "--json", str(tmp_path / "step.json")]
+    assert step.main(options) == 0
+    said = capsys.readouterr().out
+    assert "batch 2, contexts in turns: 1 of 512, 1 of 131072 tokens, graph for up to 131073, bfloat16" in said
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert (found["batch"], found["context"], found["max_model_len"]) == (2, [512, 131072], 131073)
+    assert found["cache_bytes"] == (513 + 131073) * 2 * 2 * 2 * 16 * 2
+
+
+def test_one_context_stays_a_number_in_the_report(without_gpu, tmp_path, capsys):
+    given = [without_gpu, "--batch", "3", "--cache-dtype", "fp8_e4m3", "--max-model-len", "256"]
+    assert step.main([*given, "--json", str(tmp_path / "step.json")]) == 0
+    assert "batch 3, 128 tokens of context each, graph for up to 256, bfloat16" in capsys.readouterr().out
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert (found["batch"], found["context"], found["max_model_len"]) == (3, 128, 256)
+
+
+def test_a_step_that_does_not_fit_is_refused_before_it_is_built(without_gpu, capsys):
+    assert step.main([without_gpu, "--batch", "64", "--context", "131072"]) == 1
+    assert capsys.readouterr().err == (
+        "--batch 64 --context 131072: 2.1 GB of cache and 0.0 GB of weights do not fit in 1.1 GB of free GPU memory; "
+        "--batch 30 or --context 61727 would.\n"
+    )
+
+
 #: Mixtures in their own words, small.
 SMALL = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
 MXFP4 = {**cut(CONFIGS["gpt-oss-20b"], 2), **SMALL, "intermediate_size": 64}
@@ -221,7 +348,10 @@ def test_an_unknown_device_has_no_datasheet():
         ({"repetitions": 0}, "--repetitions 0"),
         ({"seconds": -1.0}, "--seconds -1.0: a number from 0 on"),
         ({"seconds": float("nan")}, "--seconds nan"),
-        ({"context": 4096}, "--context 4096: supported: 0 to 4095"),
+        ({"context": (512, 131_073)}, "--context 131073: supported: 0 to 131072"),
+        ({"context": (-1,)}, "--context -1"),
+        ({"batch": 2, "context": (1, 2, 3)}, "--batch 2: 3 contexts need at least as many requests"),
+        ({"context": (4096,), "max_model_len": 4096}, "--max-model-len 4096: a context of 4096 .* 4097 or more"),
         ({"dtype": "int8"}, "--dtype 'int8': supported: bfloat16, float16, float32"),
         ({"cache_dtype": "int8"}, "--cache-dtype 'int8': supported: auto, bfloat16"),
     ],
