@@ -69,7 +69,9 @@ def step(
 
 @app.command()
 def kernels(
-    op: Annotated[list[str] | None, typer.Option(help="An op; repeat for several; default: all.")] = None,
+    op: Annotated[
+        list[str] | None, typer.Option(help="An op; repeat for several; default: all, of a grid two.")
+    ] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="A model whose shapes to use; default: qwen3-0.6b and qwen3-8b.")
     ] = None,
@@ -81,23 +83,72 @@ def kernels(
     output: Annotated[
         Path | None, typer.Option(file_okay=False, help="Where --tune writes; default: next to the kernels.")
     ] = None,
+    grid: Annotated[
+        bool,
+        typer.Option("--grid", help="Instead time decoding attention on a grid, beside FlashAttention 3 and FlashMLA."),
+    ] = False,
+    requests: Annotated[
+        list[int] | None, typer.Option(help="With --grid: requests; default: 1, 8, 32, 64, 128.")
+    ] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="With --grid: tokens of each; default: 512, 2048, 8192, 32768, 131072.")
+    ] = None,
+    group: Annotated[list[int] | None, typer.Option(help="With --grid: query heads a key head; default: 4.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="With --grid: a head's size; default: 128.")] = None,
+    kv_heads: Annotated[list[int] | None, typer.Option(help="With --grid: key heads; default: 8.")] = None,
+    heads: Annotated[
+        list[int] | None, typer.Option(help="With --grid: query heads over latents; default: 16, 128.")
+    ] = None,
+    page_size: Annotated[
+        list[int] | None, typer.Option(help="With --grid: tokens of a page; default: 16, of latents 64.")
+    ] = None,
+    cache_dtype: Annotated[
+        list[str] | None, typer.Option(help="With --grid: auto, fp8_e4m3 or fp8_e5m2; default: auto.")
+    ] = None,
+    all_shapes: Annotated[
+        bool,
+        typer.Option(
+            "--all-shapes",
+            help="With --grid: groups 4, 5, 7, 8, 16, head sizes 64, 128, 256, pages of 16, 64, caches auto, fp8_e4m3.",
+        ),
+    ] = False,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="With --grid: tokens that graphs are captured for; default: 131072.")
+    ] = None,
     json: _JsonFile = None,
 ) -> None:
     """Time each kernel on models' shapes, next to torch's and vLLM's kernels and the GPU's limits."""
-    from atom_plugin.bench.kernels import DEFAULT_MODELS, KernelOptions, execute
+    from atom_plugin.bench.kernels import KernelCommand, execute
 
     if against not in (None, "vllm"):
         raise typer.BadParameter(f"{against!r} is not vllm", param_hint="--against")
-    options = KernelOptions(
-        models=tuple(model or DEFAULT_MODELS),
+    axes = {
+        "requests": requests,
+        "tokens": tokens,
+        "group": group,
+        "head_dim": head_dim,
+        "kv_heads": kv_heads,
+        "heads": heads,
+        "page_size": page_size,
+        "cache_dtype": cache_dtype,
+    }
+    command = KernelCommand(
+        models=tuple(model or ()),
         ops=tuple(op or ()),
         against_vllm=against is not None,
         dtype=dtype,
         repetitions=repetitions,
         rows=tuple(rows or ()),
+        path=json,
+        tune=tune,
+        output=output,
+        grid=grid,
+        axes={name: tuple(values) for name, values in axes.items() if values},
+        all_shapes=all_shapes,
+        max_model_len=max_model_len,
     )
     try:
-        execute(options, json, tune, output, typer.echo)
+        execute(command, typer.echo)
     except ValueError as error:
         _fail(error)
 

@@ -5,10 +5,12 @@ Uses torch's CUDA interface, which is the same on AMD GPUs. Units are seconds, b
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -26,6 +28,8 @@ DATASHEET_BANDWIDTH: Mapping[str, float] = {
 
 #: Seconds of work before a measurement, so that the GPU's clocks are up.
 _WARM_SECONDS = 0.5
+
+_MAX_COPIES = 256
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,31 @@ class Ceiling:
     def datasheet(self) -> float | None:
         """Bytes per second by the datasheet, if known."""
         return datasheet_bandwidth(self.device)
+
+
+class Work(Protocol):
+    """What a call must move and compute at least."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes read and written."""
+
+    @property
+    def num_operations(self) -> int:
+        """Operations of matrix products."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The GPU's measured limits: memory bandwidth, and operations per second of matrix products."""
+
+    memory: Ceiling
+    products: float
+
+    def least_seconds(self, case: Work) -> tuple[float, bool]:
+        """A call's minimum time, and whether memory bandwidth bounds it."""
+        moving, computing = case.num_bytes / self.memory.bandwidth, case.num_operations / self.products
+        return max(moving, computing), moving >= computing
 
 
 def datasheet_bandwidth(device_name: str) -> float | None:
@@ -118,17 +147,40 @@ def measure(
 ) -> Timing:
     """Seconds per `run` after a warm-up; each of the `repetitions` samples is back-to-back runs between two events."""
     each = max(1, round(sample_seconds / warm(run, warm_seconds)))
-    samples = []
-    for _ in range(repetitions):
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(each):
-            run()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) / 1e3 / each)
-    return Timing.of(samples)
+    return Timing.of([sample(run, each) for _ in range(repetitions)])
+
+
+def sample(run: Callable[[], object], count: int) -> float:
+    """Seconds per `run` of `count` back-to-back runs between two events."""
+    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / count
+
+
+def measure_in_turns(
+    replays: Mapping[str, Sequence[Callable[[], object]]],
+    rounds: int,
+    sample_seconds: float = 0.02,
+    warm_seconds: float = 0.1,
+) -> dict[str, list[float]]:
+    """Samples of contenders in turns, in seconds per replay: what the GPU does meanwhile meets all of them.
+
+    Each contender has as many graphs; in each round each graph has one sample, as in :func:`measure`, directly after
+    the others' graph of that index. Who goes first alternates. The samples of an index belong together.
+    """
+    each = {name: max(1, round(sample_seconds / warm(graphs[0], warm_seconds))) for name, graphs in replays.items()}
+    names = list(replays)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for index in range(min(map(len, replays.values()), default=0)):
+            for name in names if (turn + index) % 2 == 0 else reversed(names):
+                samples[name].append(sample(replays[name][index], each[name]))
+    return samples
 
 
 def measure_ceiling(device: torch.device) -> Ceiling:
@@ -147,3 +199,22 @@ def measure_products(device: torch.device, dtype: torch.dtype, size: int = 8192)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     return 2.0 * size**3 / measure(lambda: torch.mm(left, right, out=out), 10).least
+
+
+def num_copies(num_bytes: int, cache: int, free: int) -> int:
+    """The number of buffer sets of a case: twice the GPU's cache, within its memory.
+
+    Args:
+        num_bytes: bytes of one set.
+        cache: bytes of the GPU's cache.
+        free: bytes of free memory.
+    """
+    wanted = math.ceil(2 * cache / num_bytes)
+    return max(1, min(wanted, _MAX_COPIES, free // 4 // num_bytes))
+
+
+def cache_and_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of the GPU's last-level cache and of its free memory."""
+    cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
+    # torch does not report MI300's last-level cache.
+    return max(cache, 256 << 20) if torch.version.hip else cache, torch.cuda.mem_get_info(device)[0]

@@ -2,7 +2,8 @@
 
 The calls of a graph cycle through buffers that together exceed the GPU's cache, as a model's layers do; a row says so
 if they do not. A time is given only if the values agree with torch's, or with float32 where torch rounds intermediate
-values. Without the command line's packages: `python -m atom_plugin.bench.kernels --op linear --model qwen3-8b`.
+values. With `--grid` decoding attention has shapes of its own: see :mod:`atom_plugin.bench.grid`. Without the command
+line's packages: `python -m atom_plugin.bench.kernels --op linear --model qwen3-8b`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,25 @@ import torch
 
 from atom_core.kernels.select import Target
 from atom_core.models.read_config import read_model_config
-from atom_plugin.bench import tune
+from atom_plugin.bench import grid_run, tune
+from atom_plugin.bench.agreement import TOLERANCE, distance
 from atom_plugin.bench.cases import CASES as PLAIN_CASES
 from atom_plugin.bench.cases import Bench, Case, Contender
 from atom_plugin.bench.delta_cases import DELTA_CASES
 from atom_plugin.bench.device import (
-    Ceiling,
+    Limits,
     Timing,
+    cache_and_memory,
     capture,
     measure,
     measure_ceiling,
     measure_products,
+    num_copies,
     require_gpu,
 )
 from atom_plugin.bench.expert_cases import EXPERT_CASES
 from atom_plugin.bench.fused_cases import FUSED_CASES
+from atom_plugin.bench.grid import AXES, DEFAULT_OPS, GridOptions, axes_of
 from atom_plugin.bench.mla_cases import MLA_CASES
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.step import torch_dtype
@@ -42,15 +47,12 @@ from atom_plugin.bench.vllm_kernels import Unavailable
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
 
-#: Tolerated difference from torch's or float32's values, as a share of their largest magnitude.
-TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11, torch.float32: 1e-3}
-
 #: The cases of a model by op.
 CASES = {**PLAIN_CASES, **FUSED_CASES, **MLA_CASES, **DELTA_CASES, **EXPERT_CASES}
 DEFAULT_MODELS = ("qwen3-0.6b", "qwen3-8b")
 #: Contenders that need vLLM.
 _OF_VLLM = ("vllm", "vllm, untuned", "FlashAttention 3", "FlashMLA")
-_MAX_COPIES, _MIN_CALLS = 256, 16
+_MIN_CALLS = 16
 
 
 @dataclass(frozen=True)
@@ -79,19 +81,6 @@ class KernelOptions:
         torch_dtype(self.dtype)
         for model in self.models:
             read_model_config(read_config(model))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The GPU's measured limits: memory bandwidth, and operations per second of matrix products."""
-
-    memory: Ceiling
-    products: float
-
-    def least_seconds(self, case: Case) -> tuple[float, bool]:
-        """A call's minimum time, and whether memory bandwidth bounds it."""
-        moving, computing = case.num_bytes / self.memory.bandwidth, case.num_operations / self.products
-        return max(moving, computing), moving >= computing
 
 
 @dataclass(frozen=True)
@@ -191,7 +180,7 @@ def _rows(model: str, case: Case, bench: Bench, limits: Limits, options: KernelO
     expected = [contender(bench, 1)(0).float().clone() for contender in case.exact]
     tolerance = TOLERANCE[bench.dtype]
     if case.unrounded is not None:
-        tolerance = max(tolerance, _distance(case.unrounded(bench, 1)(0).float(), expected[0]))
+        tolerance = max(tolerance, distance(case.unrounded(bench, 1)(0).float(), expected[0]))
     torch.cuda.empty_cache()
     # torch comes first: without a float32 reference the others are compared with it.
     names = sorted(case.contenders, key=lambda name: name != "torch")
@@ -205,9 +194,9 @@ def _rows(model: str, case: Case, bench: Bench, limits: Limits, options: KernelO
             note = str(reason)
         else:
             expected = expected or [found]
-            distance = min(_distance(found, values) for values in expected)
-            if distance > tolerance:
-                note = f"its values are {distance:.1e} from {'float32' if case.exact else names[0]}'s"
+            apart = min(distance(found, values) for values in expected)
+            if apart > tolerance:
+                note = f"its values are {apart:.1e} from {'float32' if case.exact else names[0]}'s"
                 if name != "torch":
                     timing, note = None, f"{note}: no time is given"
             elif cached:
@@ -233,30 +222,6 @@ def _measure_one(contender: Contender, bench: Bench, copies: int, repetitions: i
     return Timing(timing.median / calls, timing.least / calls, timing.most / calls), found
 
 
-def num_copies(num_bytes: int, cache: int, free: int) -> int:
-    """The number of buffer sets of a case: twice the GPU's cache, within its memory.
-
-    Args:
-        num_bytes: bytes of one set.
-        cache: bytes of the GPU's cache.
-        free: bytes of free memory.
-    """
-    wanted = math.ceil(2 * cache / num_bytes)
-    return max(1, min(wanted, _MAX_COPIES, free // 4 // num_bytes))
-
-
-def cache_and_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of the GPU's last-level cache and of its free memory."""
-    cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
-    # torch does not report MI300's last-level cache.
-    return max(cache, 256 << 20) if torch.version.hip else cache, torch.cuda.mem_get_info(device)[0]
-
-
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    largest = (found - expected).abs().max() / expected.abs().max()
-    return float(largest) if bool(largest.isfinite()) else math.inf
-
-
 def as_json(limits: Limits, rows: Sequence[Row]) -> dict[str, Any]:
     """All limits and rows."""
     return {
@@ -266,6 +231,66 @@ def as_json(limits: Limits, rows: Sequence[Row]) -> dict[str, Any]:
         "products_a_second": limits.products,
         "rows": [row.as_json() for row in rows],
     }
+
+
+@dataclass(frozen=True)
+class KernelCommand:
+    """What the command line is given; the options of one mode, of which another has no use, are refused."""
+
+    models: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    against_vllm: bool = False
+    dtype: str = KernelOptions.dtype
+    repetitions: int = KernelOptions.repetitions
+    rows: tuple[int, ...] = ()
+    path: Path | None = None
+    tune: bool = False
+    output: Path | None = None
+    grid: bool = False
+    axes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    all_shapes: bool = False
+    max_model_len: int | None = None
+
+    def check(self) -> None:
+        """Raise a ValueError for options that do not go together."""
+        if self.tune and (self.path is not None or self.against_vllm):
+            raise ValueError(
+                "--tune writes its own file, and compares with the default alone: no --json, no --against."
+            )
+        if self.tune and self.ops not in ((), ("linear",)):
+            raise ValueError(f"--tune has tiles to choose for linear only, not for --op {', '.join(self.ops)}.")
+        if not self.tune and self.output is not None:
+            raise ValueError("--output is where --tune writes; without it, use --json.")
+        if not self.tune and self.rows:
+            raise ValueError("--rows is for --tune; without it all of an op's cases are measured.")
+        if self.grid and (self.tune or self.models):
+            raise ValueError("--grid has shapes of its own, and tunes nothing: no --model, no --tune.")
+        if not self.grid:
+            given = [option for option, name in AXES.items() if name in self.axes]
+            given += ["--all-shapes"] * self.all_shapes + ["--max-model-len"] * (self.max_model_len is not None)
+            if given:
+                raise ValueError(f"{given[0]} is for --grid; without it a --model has the shapes.")
+
+    def grid_options(self) -> GridOptions:
+        """Those of --grid."""
+        return GridOptions(
+            ops=self.ops or DEFAULT_OPS,
+            axes=axes_of(self.axes, self.all_shapes),
+            dtype=self.dtype,
+            repetitions=self.repetitions,
+            max_model_len=GridOptions.max_model_len if self.max_model_len is None else self.max_model_len,
+        )
+
+    def options(self) -> KernelOptions:
+        """Those of the other modes."""
+        return KernelOptions(
+            models=self.models or DEFAULT_MODELS,
+            ops=self.ops,
+            against_vllm=self.against_vllm,
+            dtype=self.dtype,
+            repetitions=self.repetitions,
+            rows=self.rows,
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -280,46 +305,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--rows", type=int, action="append", default=[], help="with --tune; may be repeated")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--grid", action="store_true", help="instead decoding attention, beside vLLM's libraries")
+    for option, name in AXES.items():
+        kind = str if name == "cache_dtype" else int
+        parser.add_argument(option, type=kind, action="append", default=[], help="with --grid; may be repeated")
+    parser.add_argument("--all-shapes", action="store_true", help="with --grid")
+    parser.add_argument("--max-model-len", type=int, help="with --grid")
     given = parser.parse_args(arguments)
-    options = KernelOptions(
-        models=tuple(given.model) or DEFAULT_MODELS,
+    command = KernelCommand(
+        models=tuple(given.model),
         ops=tuple(given.op),
         against_vllm=given.against == "vllm",
         dtype=given.dtype,
         repetitions=given.repetitions,
         rows=tuple(given.rows),
+        path=given.json,
+        tune=given.tune,
+        output=given.output,
+        grid=given.grid,
+        axes={name: tuple(values) for name in AXES.values() if (values := getattr(given, name))},
+        all_shapes=given.all_shapes,
+        max_model_len=given.max_model_len,
     )
     try:
-        execute(options, given.json, given.tune, given.output, print_line)
+        execute(command, print_line)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
 
 
-def execute(
-    options: KernelOptions, path: Path | None, tuning: bool, output: Path | None, say: Callable[[str], None]
-) -> None:
-    """Run the command: measure, or tune.
+def execute(command: KernelCommand, say: Callable[[str], None]) -> None:
+    """Run the command: measure, tune, or measure a grid.
 
     Raises:
-        ValueError: no GPU, or an unsupported option or combination of options.
+        ValueError: no GPU, an unsupported option or combination of options, or values of a grid that disagree.
     """
-    if not tuning:
-        if output is not None:
-            raise ValueError("--output is where --tune writes; without it, use --json.")
-        if options.rows:
-            raise ValueError("--rows is for --tune; without it all of an op's cases are measured.")
-        limits, rows = measure_kernels(options, say)
-        if path is not None:
-            path.write_text(json.dumps(as_json(limits, rows), indent=1) + "\n")
+    command.check()
+    if command.grid:
+        grid_run.execute(command.grid_options(), command.path, say)
         return
-    if options.ops not in ((), ("linear",)):
-        raise ValueError(f"--tune has tiles to choose for linear only, not for --op {', '.join(options.ops)}.")
-    if path is not None or options.against_vllm:
-        raise ValueError("--tune writes its own file, and compares with the default alone: no --json, no --against.")
+    options = command.options()
+    if not command.tune:
+        limits, rows = measure_kernels(options, say)
+        if command.path is not None:
+            command.path.write_text(json.dumps(as_json(limits, rows), indent=1) + "\n")
+        return
     options.check()
-    written = tune.tune_linear(options.models, torch_dtype(options.dtype), options.rows or tune.ROWS, output, say)
+    rows_to_tune = options.rows or tune.ROWS
+    written = tune.tune_linear(options.models, torch_dtype(options.dtype), rows_to_tune, command.output, say)
     say(f"written: {written}")
 
 

@@ -98,14 +98,23 @@ def flash_attention_3(
     head_dim: int,
     page_size: int,
     dtype: torch.dtype,
+    longest: int | None = None,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """``(q, keys, values, out)`` over pages ``[pages, page size, K, D]``; scheduled once, as in a model's step."""
+    """``(q, keys, values, out)`` over pages ``[pages, page size, K, D]``; scheduled once, as in a model's step.
+
+    Args:
+        max_seq_len: what a graph is captured for.
+        dtype: of queries, keys and values; in FP8 their scales are 1.
+        longest: tokens of the longest request, with which replays of a graph are scheduled; None: ``max_seq_len``.
+    """
     interface = _flash_attention_interface()
+    if dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        raise Unavailable(f"FlashAttention 3 has queries, keys and values in bfloat16, float16 or e4m3, not in {dtype}")
     splits = _SPLITS_IN_GRAPHS if max_query_len == 1 else 0
     schedule = interface.get_scheduler_metadata(
         batch_size=len(seq_lens),
         max_seqlen_q=max_query_len,
-        max_seqlen_k=max_seq_len,
+        max_seqlen_k=longest or max_seq_len,
         num_heads_q=num_heads,
         num_heads_kv=num_kv_heads,
         headdim=head_dim,
@@ -116,6 +125,10 @@ def flash_attention_3(
         causal=True,
         num_splits=splits,
     )
+    scales: dict[str, torch.Tensor] = {}
+    if dtype.itemsize == 1:
+        one = torch.ones(1, device=seq_lens.device).expand(len(seq_lens), num_kv_heads)
+        scales = {"q_descale": one, "k_descale": one, "v_descale": one}
 
     def run(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         interface.flash_attn_varlen_func(
@@ -133,6 +146,7 @@ def flash_attention_3(
             scheduler_metadata=schedule,
             num_splits=splits,
             fa_version=3,
+            **scales,
         )
         return out
 
@@ -151,13 +165,22 @@ def flash_attention_3_of_latents(
     page_size: int,
     scale: float,
     dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
+    longest: int | None = None,
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """``(q [R, H, L + R'], pages [pages, page size, L + R'])`` to ``[R, H, L]``, one query token a request."""
+    """``(q [R, H, L + R'], pages [pages, page size, L + R'])`` to ``[R, H, L]``, one query token a request.
+
+    Args:
+        max_seq_len, longest: see :func:`flash_attention_3`.
+        cache_dtype: None: ``dtype``.
+    """
     interface = _flash_attention_interface()
+    if cache_dtype not in (None, dtype):
+        raise Unavailable(f"vLLM's FlashAttention for latents has a cache in the model's dtype, not in {cache_dtype}")
     schedule = interface.get_scheduler_metadata(
         batch_size=len(seq_lens),
         max_seqlen_q=1,
-        max_seqlen_k=max_seq_len,
+        max_seqlen_k=longest or max_seq_len,
         num_heads_q=num_heads,
         num_heads_kv=1,
         headdim=rope_dim,
@@ -193,15 +216,35 @@ def flash_attention_3_of_latents(
     return run
 
 
+#: Tokens of a page that FlashMLA reads.
+FLASH_MLA_PAGE = 64
+
+
 def flash_mla(
-    *, seq_lens: torch.Tensor, page_table: torch.Tensor, num_heads: int, rank: int, scale: float
+    *,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    num_heads: int,
+    rank: int,
+    scale: float,
+    page_size: int = FLASH_MLA_PAGE,
+    cache_dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """As :func:`flash_attention_3_of_latents`, over pages of 64 rows; scheduled once, as in a model's step."""
+    """As :func:`flash_attention_3_of_latents`, over pages of 64 rows; scheduled once, as in a model's step.
+
+    Queries have the cache's dtype; in FP8 their scales are 1.
+    """
     with _importing("vLLM's FlashMLA"):
         from vllm.v1.attention.ops import flashmla
     supported, reason = flashmla.is_flashmla_dense_supported()
     if not supported:
         raise Unavailable(f"FlashMLA cannot run here: {reason}")
+    if page_size != FLASH_MLA_PAGE:
+        raise Unavailable(f"FlashMLA reads pages of {FLASH_MLA_PAGE} tokens, not of {page_size}")
+    if cache_dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        raise Unavailable(f"FlashMLA has a cache in bfloat16, float16 or e4m3, not in {cache_dtype}")
+    if cache_dtype.itemsize == 1:
+        return _flash_mla_fp8(flashmla, seq_lens, page_table, num_heads, rank, scale)
     schedule, _ = flashmla.get_mla_metadata(seq_lens, num_heads, 1, is_fp8_kvcache=False)
 
     def run(q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
@@ -215,6 +258,31 @@ def flash_mla(
             softmax_scale=scale,
             causal=True,
             is_fp8_kvcache=False,
+        )[0]
+        return attended.squeeze(1)
+
+    return run
+
+
+def _flash_mla_fp8(
+    flashmla: Any, seq_lens: torch.Tensor, page_table: torch.Tensor, num_heads: int, rank: int, scale: float
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    schedule, splits = flashmla.get_mla_metadata_dense_fp8(seq_lens, num_heads, 1)
+    one = torch.ones(1, device=seq_lens.device)
+
+    def run(q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        attended: torch.Tensor = flashmla.flash_mla_with_kvcache_fp8(
+            q=q.unsqueeze(1),
+            k_cache=pages.unsqueeze(2),
+            block_table=page_table,
+            cache_seqlens=seq_lens,
+            head_dim_v=rank,
+            tile_scheduler_metadata=schedule,
+            num_splits=splits,
+            softmax_scale=scale,
+            causal=True,
+            descale_q=one,
+            descale_k=one,
         )[0]
         return attended.squeeze(1)
 

@@ -12,9 +12,10 @@ from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.models.read_config import read_model_config
 from atom_plugin.bench import cases, delta_cases, expert_cases, fused_cases, kernels, mla_cases
+from atom_plugin.bench.agreement import distance
 from atom_plugin.bench.cases import Bench, Case
-from atom_plugin.bench.device import Ceiling, Timing
-from atom_plugin.bench.kernels import CASES, KernelOptions, Limits, Row, num_copies
+from atom_plugin.bench.device import Ceiling, Limits, Timing, num_copies
+from atom_plugin.bench.kernels import CASES, KernelOptions, Row
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.vllm_kernels import Unavailable
 from atom_plugin.cli import app
@@ -184,8 +185,8 @@ def test_contenders_answer_the_same(few, config, op):
         with torch.inference_mode():
             exact = [contender(bench, 1)(0) for contender in case.exact]
             wide = case.unrounded and case.unrounded(bench, 1)(0)
-        assert not exact or min(kernels._distance(found["atom"], numbers) for numbers in exact) < 1e-4
-        assert wide is None or 0 < kernels._distance(wide, exact[0]) < 0.06
+        assert not exact or min(distance(found["atom"], numbers) for numbers in exact) < 1e-4
+        assert wide is None or 0 < distance(wide, exact[0]) < 0.06
 
 
 def test_a_call_is_limited_by_memory_or_by_products():
@@ -235,9 +236,9 @@ def test_a_contender_that_could_not_run_says_why():
 
 def test_numbers_that_disagree_are_far_apart():
     ours, nan = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
-    assert kernels._distance(ours, ours) == 0.0
-    assert kernels._distance(2 * ours, ours) == 1.0
-    assert kernels._distance(nan, ours) == float("inf")
+    assert distance(ours, ours) == 0.0
+    assert distance(2 * ours, ours) == 1.0
+    assert distance(nan, ours) == float("inf")
 
 
 def notes(monkeypatch, exact, unrounded=None, **numbers):
