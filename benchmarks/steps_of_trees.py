@@ -73,10 +73,12 @@ def serve(arguments: argparse.Namespace) -> None:
     config = read_model_config(hf)
     quant = read_quantization(hf, arguments.quantization)
     with torch.inference_mode():
+        # Older trees have contexts of up to MAX_MODEL_LEN alone.
+        longest = max(shape.input_len for shape in arguments.shapes) + 1
         runtime = build_runtime(
             require_gpu(),
             torch.bfloat16,
-            MAX_MODEL_LEN,
+            max(MAX_MODEL_LEN, longest),
             forced_kernels(settings),
             cache_dtype=torch.bfloat16,
             quant=quant,

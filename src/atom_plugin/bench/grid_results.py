@@ -29,6 +29,8 @@ class CellResult:
     """Contenders whose values disagree."""
     left_out: str | None = None
     """Why nothing was measured."""
+    cached: bool = False
+    """Whether the copies of the pages fit the GPU's cache, so that a floor of memory says little."""
 
     @property
     def contenders(self) -> list[str]:
@@ -40,7 +42,8 @@ class CellResult:
         head = f"{self.cell.op:<17}{self.cell.name:<74}"
         if self.left_out is not None:
             return f"{head}{self.left_out}"
-        return f"{head}{'   '.join(self._column(name) for name in self.contenders)}"
+        columns = "   ".join(self._column(name) for name in self.contenders)
+        return f"{head}{columns}{'   fits the cache of the GPU' if self.cached else ''}"
 
     def _column(self, name: str) -> str:
         if name not in self.timings:
@@ -60,6 +63,7 @@ class CellResult:
             "left_out": self.left_out,
             "floor_microseconds": self.floor_seconds * 1e6,
             "limited_by": "memory" if self.memory_bound else "products",
+            "fits_cache": self.cached,
             "contenders": [] if self.left_out is not None else [self._as_json(name) for name in self.contenders],
         }
 

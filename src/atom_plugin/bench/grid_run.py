@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -132,8 +132,10 @@ def measure_cell(cell: Cell, bench: Bench, limits: Limits, options: GridOptions)
         needs = f"it needs {cell.needed_bytes / 1e9:.1f} GB of GPU memory, and {free / 1e9:.1f} GB are free"
         return CellResult(cell, floor, memory_bound, left_out=f"left out: {needs}")
     copies = num_copies(cell.num_bytes, cache, free - cell.needed_bytes)
+    cached = copies * cell.num_bytes < 2 * cache
     try:
-        return _measured(cell, make_inputs(cell, bench, copies, options.max_model_len), floor, memory_bound, options)
+        inputs = make_inputs(cell, bench, copies, options.max_model_len)
+        return replace(_measured(cell, inputs, floor, memory_bound, options), cached=cached)
     except torch.OutOfMemoryError as error:
         why = f"left out: the GPU's memory was too small, against what was counted: {_first_line(error)}"
         return CellResult(cell, floor, memory_bound, left_out=why)

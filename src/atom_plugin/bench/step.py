@@ -336,9 +336,15 @@ def measure_step(options: StepOptions) -> StepResult:
         quant=quant,
         with_aiter=settings.aiter,
     )
-    model = random_model(config, runtime)
-    send_to_given_experts(model, config, options.requests)
-    graph = capture(decoding(model, config, runtime, options.requests, options.context))
+    try:
+        model = random_model(config, runtime)
+        send_to_given_experts(model, config, options.requests)
+        graph = capture(decoding(model, config, runtime, options.requests, options.context))
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"The step needs more than the {free / 1e9:.1f} GB of free GPU memory, by what its kernels work in: use a "
+            "smaller --batch, less --context or fewer --layers."
+        ) from error
     timing = measure(graph.replay, options.repetitions, sample_seconds=0.05)
     sustained = warm(graph.replay, options.seconds) if options.seconds else None
     kernels = {choice.op: choice.implementation for choice in runtime.kernels.choices()}

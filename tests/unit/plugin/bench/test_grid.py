@@ -423,6 +423,17 @@ def test_a_line_has_time_rate_share_and_ratio():
     )
 
 
+def test_a_cell_that_fits_the_cache_says_so(without_gpu, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    axes = axes_of({**vars(TINY), "requests": (1,), "tokens": (16, 64)}, False)
+    # 256 copies at most: more than twice the cache is beyond the shorter cell.
+    short, _ = GridOptions(ops=("attention",), axes=axes).cells()
+    monkeypatch.setattr(grid_run, "cache_and_memory", lambda device: (150 * short.num_bytes, 1 << 30))
+    lines, found = measured(GridOptions(ops=("attention",), axes=axes, max_model_len=64), tmp_path)
+    assert [cell["fits_cache"] for cell in found["cells"]] == [True, False]
+    assert [line.endswith("fits the cache of the GPU") for line in lines if "us" in line] == [True, False]
+
+
 def test_contenders_take_turns_and_who_goes_first_alternates(monkeypatch):
     order = []
     monkeypatch.setattr(device, "warm", lambda run, seconds: {"a": 0.001, "b": 0.5}[run])

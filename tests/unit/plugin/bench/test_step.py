@@ -15,7 +15,7 @@ from atom_core.quant import read_quantization
 from atom_core.standalone import Step, build_runtime, empty_caches, plan, random_model
 from atom_plugin.bench import step
 from atom_plugin.bench.device import Ceiling, Timing, datasheet_bandwidth
-from atom_plugin.bench.floor import Traffic, step_traffic
+from atom_plugin.bench.floor import Traffic, cache_bytes, step_traffic
 from atom_plugin.bench.memory import cache_memory, most, why_too_large
 from atom_plugin.bench.models import CONFIGS, cut, read_config
 from atom_plugin.bench.profile import Launch, by_name
@@ -266,6 +266,18 @@ def test_a_step_that_does_not_fit_is_refused_before_it_is_built(without_gpu, cap
     )
 
 
+def test_kernels_that_find_no_memory_end_the_command_in_one_line(without_gpu, monkeypatch, capsys):
+    def capture(run):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nAnd more.")
+
+    monkeypatch.setattr(step, "capture", capture)
+    assert step.main([without_gpu]) == 1
+    assert capsys.readouterr().err == (
+        "The step needs more than the 1.1 GB of free GPU memory, by what its kernels work in: use a smaller --batch, "
+        "less --context or fewer --layers.\n"
+    )
+
+
 #: Mixtures in their own words, small.
 SMALL = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
 MXFP4 = {**cut(CONFIGS["gpt-oss-20b"], 2), **SMALL, "intermediate_size": 64}
@@ -295,6 +307,40 @@ def test_a_step_of_a_random_model_gives_finite_logits(hf, quantization, cache_dt
         logits = model.logits(hidden)
     assert logits.shape == (3, 100)
     assert logits.isfinite().all()
+
+
+LATENTS = {
+    **cut(CONFIGS["deepseek-v2-lite"], 1),
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "vocab_size": 100,
+}
+HYBRID = {
+    **cut(CONFIGS["qwen3.5-27b"], 4),
+    **SMALL,
+    "intermediate_size": 96,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+}
+
+
+@pytest.mark.parametrize("hf", [MXFP4, LATENTS, HYBRID], ids=["windows", "latents", "states"])
+@pytest.mark.parametrize("cache_dtype", [BF16, torch.float8_e4m3fn], ids=str)
+def test_requests_of_any_family_may_differ(hf, cache_dtype):
+    config, quant = read_model_config(hf), read_quantization(hf)
+    runtime = build_runtime(torch.device("cpu"), BF16, 9000, cache_dtype=cache_dtype, quant=quant)
+    with torch.inference_mode():
+        model = random_model(config, runtime)
+        step.decoding(model, config, runtime, 3, (8_192, 0, 77))()
+    contexts = (8_192, 0, 77)
+    least = cache_bytes(config, 3, contexts, cache_dtype)
+    assert cache_memory(config, contexts, cache_dtype, PAGE_SIZE) < 1.2 * least + 2**20
 
 
 def test_random_weights_are_the_same_each_time():
