@@ -96,8 +96,11 @@ class TokenMixer(ABC):
         """Uninitialised ``[T, H, V]``."""
         return inputs[0].new_empty(inputs[0].shape[0], *self.heads)
 
-    def profile(self, out: torch.Tensor) -> None:  # noqa: B027 - most need nothing
-        """Allocate and free what :meth:`run` may need besides ``out``, for the engine's memory profiling."""
+    def profile(self, out: torch.Tensor, max_requests: int) -> None:  # noqa: B027 - most need nothing
+        """Allocate and free what :meth:`run` may need besides ``out``, for the engine's memory profiling.
+
+        ``max_requests``: the most requests that a step has.
+        """
 
 
 class BaseAttention(nn.Module, ABC):
@@ -139,6 +142,9 @@ class PagedAttention(KernelAttention):
     The framework binds the cache to the layer once and provides each step's batch outside the model call.
     """
 
+    #: The most requests that a step has, for memory profiling.
+    max_requests: int
+
     @abstractmethod
     def batch(self) -> Batch | None:
         """This step's batch; None in a run without one (memory profiling)."""
@@ -151,7 +157,7 @@ class PagedAttention(KernelAttention):
         """Write to ``out [T, H, V]``: zeros in a run without a batch, which touches no cache."""
         batch = self.batch()
         if batch is None:
-            self.mixer.profile(out)
+            self.mixer.profile(out, self.max_requests)
             out.zero_()
             return
         self.mixer.run(inputs, positions, batch, self.cache(), out)

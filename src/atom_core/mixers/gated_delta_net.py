@@ -76,9 +76,9 @@ class GatedDeltaNetMixer(TokenMixer):
         """See :meth:`TokenMixer.attention_compile_keys`."""
         return attention_keys(self.kernel, shape, device)
 
-    def profile(self, out: torch.Tensor) -> None:
+    def profile(self, out: torch.Tensor, max_requests: int) -> None:
         """See :meth:`TokenMixer.profile`."""
-        _ = out.new_empty(self.kernel.scratch_bytes(len(out)), dtype=torch.uint8)
+        _ = out.new_empty(self.kernel.scratch_bytes(len(out), max_requests), dtype=torch.uint8)
 
     def scaled(self, cache: StateView) -> StateView:
         """States have no scales."""

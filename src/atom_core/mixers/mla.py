@@ -199,7 +199,7 @@ class MlaMixer(TokenMixer):
         """Uninitialised ``[T, H, width]`` with the kernel's padded heads allocated."""
         return q.new_empty(q.shape[0], self.kernel.padded_heads, width)[:, : self.shape.num_heads]
 
-    def profile(self, out: torch.Tensor) -> None:
+    def profile(self, out: torch.Tensor, max_requests: int) -> None:
         """See :meth:`TokenMixer.profile`: what prompts need."""
         shape = self.shape
         keys, each = keys_per_chunk(shape), shape.nope_dim + shape.value_dim + self.prefill.laid_out

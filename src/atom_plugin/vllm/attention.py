@@ -77,6 +77,7 @@ class VllmLayer(PagedAttention, AttentionLayerBase):
         self.kv_cache: Any = torch.tensor([])
         self._cache: tuple[Any, Cache] | None = None
         vllm_config = get_current_vllm_config()
+        self.max_requests = vllm_config.scheduler_config.max_num_seqs
         compilation = vllm_config.compilation_config
         if mixer.name in compilation.static_forward_context:
             raise ValueError(f"Two attention layers are named {mixer.name!r}.")

@@ -58,8 +58,11 @@ class GatedDeltaNetKernel(Protocol):
 
     graph_support: GraphSupport
 
-    def scratch_bytes(self, num_tokens: int) -> int:
-        """About what a call for so many tokens of prompts allocates and frees, for the engine's memory profiling."""
+    def scratch_bytes(self, num_tokens: int, max_requests: int) -> int:
+        """About what a call for so many tokens of prompts allocates and frees, for the engine's memory profiling.
+
+        ``max_requests``: the most requests that they are shared among.
+        """
 
     def __call__(
         self,

@@ -76,9 +76,9 @@ class AiterGatedDeltaNet:
         #: The other kernel runs captured graphs.
         self.graph_support: GraphSupport = others.graph_support
 
-    def scratch_bytes(self, num_tokens: int) -> int:
+    def scratch_bytes(self, num_tokens: int, max_requests: int) -> int:
         """See :class:`atom_core.kernels.gated_delta_net.GatedDeltaNetKernel`: it has chunks of the same size."""
-        return self.others.scratch_bytes(num_tokens)
+        return self.others.scratch_bytes(num_tokens, max_requests)
 
     def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
         """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""

@@ -139,7 +139,7 @@ class OneByOne:
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
 
-    def scratch_bytes(self, num_tokens: int) -> int:
+    def scratch_bytes(self, num_tokens: int, max_requests: int) -> int:
         """See :class:`atom_core.kernels.gated_delta_net.GatedDeltaNetKernel`: little beside a step's other tensors."""
         return 0
 

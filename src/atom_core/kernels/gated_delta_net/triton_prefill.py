@@ -66,13 +66,13 @@ class TritonGatedDeltaNet:
             yield from self.decode.attention_compile_keys(replace(shape, queries=shape.queries[:decodes]), device)
         yield "chunks", self.tile(shape.num_requests - decodes)
 
-    def scratch_bytes(self, num_tokens: int) -> int:
-        """See :class:`atom_core.kernels.gated_delta_net.GatedDeltaNetKernel`; for prompts of 64 tokens and more."""
+    def scratch_bytes(self, num_tokens: int, max_requests: int) -> int:
+        """See :class:`atom_core.kernels.gated_delta_net.GatedDeltaNetKernel`."""
         spec = self.spec
         K, V = self.padded(spec.key_dim), self.padded(spec.value_dim)
         of_key_head, of_value_head = 2 * CHUNK * K, CHUNK * (K + V) + V * K
         elements = spec.num_key_heads * of_key_head + spec.num_value_heads * of_value_head
-        places = 2 * -(-num_tokens // CHUNK)
+        places = num_tokens // CHUNK + min(max_requests, num_tokens)
         return places * (elements * spec.dtype.itemsize + 4 * spec.num_value_heads * CHUNK)
 
     def __call__(

@@ -104,9 +104,12 @@ class Allocated(TorchDispatchMode):
         return result
 
 
-def test_memory_profiling_knows_what_prompts_need_beside_their_outputs():
-    case = DeltaCase("", (Request(200, has_state=False),))
+@pytest.mark.parametrize("requests", [(Request(200, has_state=False),), (Request(9),) * 8], ids=["one", "eight"])
+def test_memory_profiling_knows_what_prompts_need_beside_their_outputs(requests):
+    case = DeltaCase("", requests)
     kernel, inputs = kernel_of(case, torch.float16), delta_batch(case, torch.float16, CPU)
     with Allocated() as allocated:
         inputs.run(kernel)
-    assert allocated.total <= kernel.scratch_bytes(200) <= 2 * allocated.total
+    tokens = sum(it.tokens for it in requests)
+    assert allocated.total <= kernel.scratch_bytes(tokens, len(requests)) <= 2 * allocated.total
+    assert kernel.scratch_bytes(tokens, 1000) == kernel.scratch_bytes(tokens, tokens)

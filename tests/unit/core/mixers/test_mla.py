@@ -25,6 +25,7 @@ class NamedAttention(PagedAttention):
     """As an adapter's: batch and cache are bound to the layer."""
 
     bound = None
+    max_requests = 8
 
     def batch(self):
         return self.bound[0]
