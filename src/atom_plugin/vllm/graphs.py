@@ -32,9 +32,6 @@ BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 #: graphs waits for the host: eight prompts of 128 tokens on Qwen3 0.6B have a time to first token of 7.3 ms with a
 #: graph and 16.8 ms without (H200).
 LONGER = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-#: And of mixtures of experts, whose steps launch more and read all experts, however many tokens there are: a prompt of
-#: 2,048 tokens on Qwen3.5 35B-A3B has a time to first token of 68 ms without a graph (H200), one of 8,192 118 ms.
-LONGER_OF_MIXTURES = tuple(range(1152, 2048 + 1, 128))
 #: vLLM's own largest capture size in tokens.
 _MAX_VLLM_SIZE = 512
 
@@ -97,7 +94,7 @@ def _by_our_variable(vllm_config: VllmConfig) -> bool:
 
 
 def _capture_longer_prefills(vllm_config: VllmConfig) -> None:
-    """Set the capture sizes to vLLM's own and those above, unless the user has set sizes.
+    """Set the capture sizes to vLLM's own and :data:`LONGER`, unless the user has set sizes.
 
     With speculation, whose sizes depend on the tokens of each request, and in other performance modes vLLM sets them.
     """
@@ -110,8 +107,7 @@ def _capture_longer_prefills(vllm_config: VllmConfig) -> None:
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, usual + 1, 16)}
     # The largest batch in tokens and in requests, if small enough.
     sizes = {size for size in (*sizes, most, scheduler.max_num_seqs) if size <= usual}
-    longer = (*LONGER, *(LONGER_OF_MIXTURES if vllm_config.model_config.is_moe else ()))
-    compilation.cudagraph_capture_sizes = sorted(sizes | {size for size in longer if size <= most})
+    compilation.cudagraph_capture_sizes = sorted(sizes | {size for size in LONGER if size <= most})
 
 
 def set_breakable_mode(vllm_config: VllmConfig) -> None:

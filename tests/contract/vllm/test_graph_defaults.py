@@ -30,7 +30,7 @@ from atom_plugin.vllm.attention import is_compiled
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
-CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "qwen3"
 CPU = platforms.current_platform
 
 
@@ -50,11 +50,9 @@ def configure(monkeypatch):
     """Makes a configuration; arguments are those of `CompilationConfig`, and some that stand in front of them."""
     register_models()
 
-    def configure(
-        *, impl="atom", eager=False, level=None, ranks=1, stages=1, seqs=None, tokens=2048, name="qwen3", **compilation
-    ):
+    def configure(*, impl="atom", eager=False, level=None, ranks=1, stages=1, seqs=None, tokens=2048, **compilation):
         monkeypatch.setattr(platforms, "_current_platform", CPU)
-        model = ModelConfig(str(CHECKPOINTS / name), model_impl=impl, enforce_eager=eager)
+        model = ModelConfig(str(CHECKPOINT), model_impl=impl, enforce_eager=eager)
         monkeypatch.setattr(platforms, "_current_platform", CudaInName())
         given = {} if level is None else {"optimization_level": level}
         if ranks * stages > 1:
@@ -180,13 +178,6 @@ def test_prefills_are_captured_that_are_longer_than_vllms(configure, seqs):
     assert sizes(config) == found
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "deepseek_v2"])
-def test_longer_prefills_of_mixtures_are_captured(configure, name):
-    found = sizes(configure(seqs=64, tokens=8192, name=name))
-    assert [size for size in found if size > 896] == [1024, *graphs.LONGER_OF_MIXTURES]
-    assert max(sizes(configure(seqs=64, tokens=1500, name=name))) == 1408
-
-
 def test_no_prefill_is_captured_that_is_longer_than_a_batch(configure):
     assert max(sizes(configure(seqs=256, tokens=700))) == 640
     assert max(sizes(configure(seqs=256, tokens=300))) == 300
@@ -238,7 +229,7 @@ def test_what_was_filled_in_is_said_once(configure, monkeypatch):
 
 def test_nothing_is_filled_in_on_a_cpu(monkeypatch):
     monkeypatch.setattr(platforms, "_current_platform", CPU)
-    model = ModelConfig(str(CHECKPOINTS / "qwen3"), model_impl="atom")
+    model = ModelConfig(str(CHECKPOINT), model_impl="atom")
     compilation = VllmConfig(model_config=model).compilation_config
     assert compilation.mode == CompilationMode.DYNAMO_TRACE_ONCE
     assert compilation.cudagraph_mode == CUDAGraphMode.NONE
