@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +48,23 @@ def temporary_log() -> tempfile._TemporaryFileWrapper[bytes]:
     return tempfile.NamedTemporaryFile(prefix="atom-test-", suffix=".log")
 
 
+def living_of_group(leader: int) -> list[int]:
+    """The processes of a group that have not ended; one that has may wait for its parent to be told."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        # A process may end while it is looked at.
+        with contextlib.suppress(OSError):
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state not in "ZX":
+                found.append(int(path.parent.name))
+    return found
+
+
 def end_group(leader: subprocess.Popen[bytes]) -> None:
-    """End a group: politely at first, and in any case whatever its leader has left behind."""
+    """End a group: politely at first, and in any case whatever its leader has left behind, until none of it lives.
+
+    What holds a GPU's memory frees it as it ends, and the next server needs it.
+    """
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(leader.pid, signal_number)
@@ -58,6 +74,9 @@ def end_group(leader: subprocess.Popen[bytes]) -> None:
             leader.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             continue
+    end = time.monotonic() + STOP_SECONDS
+    while living_of_group(leader.pid) and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 @dataclass(frozen=True)
