@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from benchmarks import IMPLEMENTATIONS
 from benchmarks._figures import as_json, markdown, plot, require_matplotlib, summarise
 from benchmarks._gpu import RANDOM, engine_options, load_format, model_folder
+from benchmarks._tokenizer import write_tokenizer
 from tests.integration.server import VllmServer
 
 #: What is taken from `vllm bench serve`, and what it is called in the table.
@@ -66,29 +67,6 @@ class GpuServer(VllmServer):
     def command(self) -> list[str]:
         """See :class:`tests.integration.server.Server`."""
         return [*VLLM, "serve", self.model, "--host", "127.0.0.1", "--port", str(self.port), *self.flags]
-
-
-def write_tokenizer(folder: Path) -> None:
-    """A tokenizer of the vocabulary in `folder`'s configuration, each token a word of its own."""
-    size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    unknown = "<unk>"
-    model = {
-        "type": "WordLevel",
-        "vocab": {unknown: 0, **{f"w{index}": index for index in range(1, size)}},
-        "unk_token": unknown,
-    }
-    parts = ("truncation", "padding", "normalizer", "post_processor", "decoder")
-    tokenizer = {
-        "version": "1.0",
-        **dict.fromkeys(parts),
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": model,
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    # No token is special: a special one would have no text in an answer.
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1 << 20}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def server_flags(name: str, arguments: argparse.Namespace) -> list[str]:

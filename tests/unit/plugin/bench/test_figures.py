@@ -13,6 +13,7 @@ from benchmarks._figures import Spread, as_json, markdown, plot, require_matplot
 from benchmarks._runs import Generated, Run
 from benchmarks._served import Served
 from benchmarks._together import take_turns
+from benchmarks._tokenizer import write_tokenizer
 from tests.integration.vllm.offline import Answer
 
 ROUNDS = {
@@ -179,7 +180,7 @@ def test_both_servers_get_the_same_flags_but_for_one():
 def test_every_token_of_a_random_model_is_a_word(tmp_path):
     transformers = pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text('{"vocab_size": 50}')
-    serve_gpu.write_tokenizer(tmp_path)
+    write_tokenizer(tmp_path)
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     tokens = [7, 49, 0, 7]
     assert len(tokenizer) == 50
