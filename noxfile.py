@@ -494,13 +494,13 @@ def bench(session: nox.Session) -> None:
     """Measure beside vLLM's own model: `nox -s bench -- parity | accuracy | vllm_offline`; SGLang's: `sglang_...`.
 
     Benchmarks of a GPU run with the framework of the running Python: `vllm_gpu`, `sglang_gpu`, `serve_gpu`,
-    `gpu_accuracy`.
+    `gpu_accuracy`, `steady`.
     """
     known = sorted(path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py"))
     name, *arguments = session.posargs or [""]
     if name not in known:
         session.error(f"name a benchmark after --: {', '.join(known)}")
-    if "gpu" in name.split("_"):
+    if "gpu" in name.split("_") or name == "steady":
         command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
         session.run(*command, env={"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}, external=True)
         return

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
@@ -87,6 +87,11 @@ class Server(ABC):
     def log(self) -> str:
         """What it has printed until now."""
         return Path(self._log.name).read_text(errors="replace")
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code; None before it has started and while it runs."""
+        return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
         """Start it without waiting."""
@@ -162,16 +167,13 @@ class VllmServer(Server):
     """`vllm serve` on a CPU."""
 
     #: Room for some ten thousand tokens of the small models: a gigabyte takes long to fill with zeros.
-    cache = ("--kv-cache-memory-bytes", str(256 * 2**20))
+    cache: ClassVar[Sequence[str]] = ("--kv-cache-memory-bytes", str(256 * 2**20))
 
     @property
     def command(self) -> list[str]:
         """See :class:`Server`."""
-        beside = Path(sys.executable).with_name("vllm")
-        # Where the interpreter is the system's, its commands may lie elsewhere.
-        vllm = str(beside) if beside.exists() else shutil.which("vllm") or "vllm"
         place = ("--host", "127.0.0.1", "--port", str(self.port))
-        return [vllm, "serve", self.model, *place, *self.cache, *self.flags]
+        return [vllm_command(), "serve", self.model, *place, *self.cache, *self.flags]
 
     def startup_report(self) -> list[str]:
         """See :class:`Server`."""
@@ -193,10 +195,13 @@ class SglangServer(Server):
     }
     defaults: ClassVar[Mapping[str, str]] = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "atom_plugin.sglang.models", **on_a_cpu}
 
+    #: Where it runs.
+    device: ClassVar[Sequence[str]] = ("--device", "cpu")
+
     @property
     def command(self) -> list[str]:
         """See :class:`Server`."""
-        launch = [sys.executable, "-m", "sglang.launch_server", "--model-path", self.model, "--device", "cpu"]
+        launch = [sys.executable, "-m", "sglang.launch_server", "--model-path", self.model, *self.device]
         return [*launch, "--host", "127.0.0.1", "--port", str(self.port), *self.flags]
 
     def startup_report(self) -> list[str]:
@@ -211,6 +216,13 @@ class SglangServer(Server):
             elif report:
                 break
         return report
+
+
+def vllm_command() -> str:
+    """The command `vllm` of the running interpreter's environment."""
+    beside = Path(sys.executable).with_name("vllm")
+    # Where the interpreter is the system's, its commands may lie elsewhere.
+    return str(beside) if beside.exists() else shutil.which("vllm") or "vllm"
 
 
 def free_port() -> int:
