@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from pathlib import Path
 
 from tests.integration.processes import end_group, end_of, living_of_group, start_group, temporary_log
 
@@ -35,8 +37,9 @@ time.sleep(600)
 def test_none_of_a_group_lives_when_it_has_been_ended():
     with temporary_log() as log:
         leader = start_group([sys.executable, "-c", STUBBORN], os.environ, log)
-        while b"up" not in log.read():
-            log.seek(0)
+        # By its name: the file's offset is shared with the processes that write to it.
+        while "up" not in Path(log.name).read_text():
+            time.sleep(0.05)
         assert len(living_of_group(leader.pid)) == 2
         end_group(leader)
         assert living_of_group(leader.pid) == []
