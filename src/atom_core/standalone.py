@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 #: Standard deviation of random weights, as at the start of training.
 RANDOM_SPREAD = 0.02
-#: Numbers of a random FP8 cache that are drawn at once.
+#: Numbers of random FP8 memory that are drawn at once.
 _PART = 1 << 26
 
 
@@ -106,6 +106,28 @@ def mixers(model: torch.nn.Module) -> list[TokenMixer]:
     return [module.mixer for module in model.modules() if isinstance(module, KernelAttention)]
 
 
+def random_memory(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    drawn_in: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Normal random values of any dtype; those of FP8 are drawn in 16 bits, in parts, so that these take little memory.
+
+    Args:
+        shape, dtype, device: of the tensor.
+        drawn_in: what torch draws where it draws no numbers of ``dtype``.
+        generator: of the device; None: torch's own.
+    """
+    values = torch.empty(shape, dtype=dtype, device=device)
+    if dtype.itemsize > 1:
+        return values.normal_(generator=generator)
+    for part in torch.split(values, max(1, _PART * len(values) // values.numel())):
+        part.copy_(torch.empty(part.shape, dtype=drawn_in, device=device).normal_(generator=generator))
+    return values
+
+
 def empty_caches(
     model: torch.nn.Module,
     runtime: Runtime,
@@ -127,13 +149,7 @@ def empty_caches(
     def memory(*shape: int, dtype: torch.dtype = runtime.cache_dtype) -> torch.Tensor:
         if not random:
             return torch.full(shape, float("nan"), dtype=dtype, device=runtime.device)
-        values = torch.empty(shape, dtype=dtype, device=runtime.device)
-        if dtype.itemsize > 1:
-            return values.normal_()
-        # torch draws no FP8 numbers; in parts, so that a large cache needs no second one of 16 bits.
-        for part in torch.split(values, max(1, _PART * len(values) // values.numel())):
-            part.copy_(torch.empty(part.shape, dtype=runtime.dtype, device=runtime.device).normal_())
-        return values
+        return random_memory(shape, dtype, runtime.dtype, runtime.device)
 
     def cache(spec: CacheSpec) -> Cache:
         if isinstance(spec, StateSpec):

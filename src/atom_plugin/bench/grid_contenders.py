@@ -20,13 +20,10 @@ from atom_core.kernels.mla_cache import MlaSpec
 from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
 from atom_core.mixers.attention import AttentionMixer
 from atom_core.mixers.base import RadixAttention
-from atom_core.standalone import Step, build_runtime, plan
+from atom_core.standalone import Step, build_runtime, plan, random_memory
 from atom_plugin.bench import vllm_kernels
 from atom_plugin.bench.cases import Bench, Run
 from atom_plugin.bench.grid import NOPE_DIM, Cell
-
-#: Elements of a pool that are drawn at once: an FP8 pool has no room for a second one of 16 bits.
-_PART = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,8 @@ def make_inputs(cell: Cell, bench: Bench, copies: int, max_model_len: int) -> In
     table[:, :each] = order
     last = cell.tokens - 1
     slots = table[:, last // cell.page_size].long() * cell.page_size + last % cell.page_size
-    pool = _random_pool(cell, device)
+    generator = torch.Generator(device).manual_seed(1)
+    pool = random_memory(cell.pool_shape, cell.cache_dtype, cell.dtype, device, generator)
     batch = Batch(
         query_start_loc=torch.arange(R + 1, dtype=torch.int32, device=device),
         seq_lens=torch.full((R,), cell.tokens, dtype=torch.int32, device=device),
@@ -76,16 +74,6 @@ def make_inputs(cell: Cell, bench: Bench, copies: int, max_model_len: int) -> In
     )
     q = bench.random(R, cell.num_heads, cell.query_dim, seed=0)
     return Inputs(cell, bench, q, (pool, *(pool.clone() for _ in range(copies - 1))), batch)
-
-
-def _random_pool(cell: Cell, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(1)
-    pool = torch.empty(cell.pool_shape, dtype=cell.cache_dtype, device=device)
-    if pool.itemsize > 1:
-        return pool.normal_(generator=generator)
-    for part in torch.split(pool, max(1, _PART * len(pool) // pool.numel())):
-        part.copy_(torch.empty(part.shape, dtype=cell.dtype, device=device).normal_(generator=generator))
-    return pool
 
 
 def exact(inputs: Inputs, request: int) -> torch.Tensor:
