@@ -113,6 +113,12 @@ def _keep_all(
 
 
 @triton.jit
+def _store_state(at, state, used):
+    """Store a state of three dimensions to where it was loaded from in two."""
+    tl.store(at, tl.reshape(state, at.shape).to(at.dtype.element_ty), mask=used)
+
+
+@triton.jit
 def _normed(x):
     """A vector over its length."""
     return x * tl.rsqrt(tl.sum(x * x, 0) + L2_EPS)
@@ -173,7 +179,6 @@ def _gated_delta_decode(
     SNAPSHOTS: tl.constexpr = snapshot_slots is not None
     VERIFIES: tl.constexpr = verifies is not None
     SEPARATE: tl.constexpr = unverified is not None
-    STATE: tl.constexpr = recurrent.dtype.element_ty
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0) % BLOCKS
@@ -257,20 +262,17 @@ def _gated_delta_decode(
         tl.store(out + token * stride_out + head * V + row, value.to(out.dtype.element_ty), mask=row_used)
         if SNAPSHOTS:  # noqa: SIM102 - constexpr, as the next
             if token + 1 == kept:
-                copied = tl.reshape(state, (GROUPS * BLOCK_V, INNER)).to(STATE)
-                tl.store(recurrent + kept_slot * stride_state + state_at, copied, mask=state_used)
+                _store_state(recurrent + kept_slot * stride_state + state_at, state, state_used)
         if VERIFIES:  # noqa: SIM102
             if verified != 0:
                 if SEPARATE:
                     target = unverified + request * stride_unverified + token * stride_unverified_token
                 else:
                     target = recurrent + tl.load(slots + request * stride_slots + token).to(tl.int64) * stride_state
-                stored = tl.reshape(state, (GROUPS * BLOCK_V, INNER)).to(target.dtype.element_ty)
-                tl.store(target + state_at, stored, mask=state_used)
+                _store_state(target + state_at, state, state_used)
 
     if verified == 0:
-        final = tl.reshape(state, (GROUPS * BLOCK_V, INNER)).to(STATE)
-        tl.store(recurrent + slot * stride_state + state_at, final, mask=state_used)
+        _store_state(recurrent + slot * stride_state + state_at, state, state_used)
     last = True
     if SHARED * BLOCKS > 1:
         last = is_last(arrivals + request * HK + key_head, SHARED * BLOCKS, AMD)
