@@ -1,6 +1,6 @@
 """Gated DeltaNet of prompts in Triton, in chunks of 64 tokens (arXiv 2412.06464, section 3.3): four kernels.
 
-:func:`mix` makes queries and keys. With ``G`` the sum of ``g`` from a chunk's first token to each token,
+:func:`mix` makes queries, keys and values. With ``G`` the sum of ``g`` from a chunk's first token to each token,
 
     A_ij = beta_i exp(G_i - G_j) (k_i . k_j) for j < i;   T = (1 + A)^-1
     u = T (beta v);   w = T (beta exp(G) k)                                         :func:`solve`, any order of chunks
@@ -10,10 +10,10 @@
 where ``S`` is the state before the chunk. A chunk belongs to one request: request ``r``, which begins at token ``t``,
 has the places from ``t // 64 + r`` on, so a program finds its chunk without the host.
 
-Between the kernels a place has whole tiles, zero behind the last token and behind K and V, which are padded to ``K'``
-and ``V'``: ``queries, keys [places, HK, 64, K']``, ``w [places, HV, 64, K']``, ``u [places, HV, V', 64]``, float32
-``totals [places, HV, 64]``, which is ``G``, and ``states [places, HV, V', K']``. So what waits for the chunk before has
-no masks, and the state stays in registers, as the left side of its products.
+Between the kernels a place has whole tiles, zero behind the last token and behind K and V, which are padded to ``P``:
+``mixed [places, 2 HK + HV, 64, P]`` (queries, keys, values), ``w [places, HV, 64, P]``, ``u [places, HV, P, 64]``,
+float32 ``totals [places, HV, 64]``, which is ``G``, and ``states [places, HV, P, P]``, a row for each value. So what
+waits for the chunk before has no masks, and the state stays in registers, as the left side of its products.
 """
 
 from __future__ import annotations
@@ -120,11 +120,12 @@ def _row(totals, place, head, HEADS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_requests"])
 def mix(
-    qkvz, conv_weight, conv, query_start_loc, slots, has_state, num_accepted, queries, keys, num_requests, stride_x,
+    qkvz, conv_weight, conv, query_start_loc, slots, has_state, num_accepted, mixed, num_requests, stride_x,
     stride_conv_slot, stride_conv_row, stride_conv_channel, stride_slots,
-    HK: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, W: tl.constexpr, OVERLAP: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr, W: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The queries or the keys of one chunk of a key head: convolved, normed, and queries scaled."""
+    """The queries, the keys or the values of one chunk and head: convolved, the first two normed, queries scaled."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -132,41 +133,37 @@ def mix(
     slot, _, has, cached = located(slots, has_state, num_accepted, request, stride_slots)
     if (first >= tokens) | (slot <= 0):
         return
-    side = tl.program_id(1)  # queries of all heads, then keys, as their channels
-    dim = tl.arange(0, K_PADDED)
+    head = tl.program_id(1)  # queries of all heads, then keys, then values, as their channels
+    dims = tl.where(head < 2 * HK, K, V)
+    channel = tl.where(head < 2 * HK, head * K, 2 * HK * K + (head - 2 * HK) * V)
+    dim = tl.arange(0, PADDED)
     window = conv + slot * stride_conv_slot + cached * stride_conv_row
-    mixed = _convolved(
-        conv_weight, window, qkvz + begin * stride_x, first, side * K + dim, dim < has * K, dim < K, tokens,
+    values = _convolved(
+        conv_weight, window, qkvz + begin * stride_x, first, channel + dim, dim < has * dims, dim < dims, tokens,
         stride_x, stride_conv_row, stride_conv_channel, W,
     )  # fmt: skip
-    factor = tl.rsqrt(tl.sum(mixed * mixed, 1) + L2_EPS)
-    target = keys
-    head = side - HK
-    if side < HK:
-        target = queries
-        head = side
-        factor *= K**-0.5
-    at = _tile(target, tl.program_id(0), head, HK, CHUNK, K_PADDED)
-    tl.store(at, (mixed * factor[:, None]).to(keys.dtype.element_ty))
+    if head < 2 * HK:
+        factor = tl.rsqrt(tl.sum(values * values, 1) + L2_EPS)
+        factor *= tl.where(head < HK, K**-0.5, 1.0)
+        values *= factor[:, None]
+    tl.store(_tile(mixed, tl.program_id(0), head, 2 * HK + HV, CHUNK, PADDED), values.to(mixed.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["ba"])
 def solve(
-    qkvz, ba, conv_weight, a_log, dt_bias, conv, query_start_loc, slots, has_state, num_accepted,
-    keys, w, u, totals, num_requests, stride_x, stride_ba,
-    stride_conv_slot, stride_conv_row, stride_conv_channel, stride_slots,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, V: tl.constexpr,
-    V_PADDED: tl.constexpr, W: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    ba, a_log, dt_bias, query_start_loc, slots, mixed, w, u, totals, num_requests, stride_ba, stride_slots,
+    HK: tl.constexpr, HV: tl.constexpr, PADDED: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``w``, ``u`` and ``totals`` of one chunk of a value head."""
-    DTYPE: tl.constexpr = keys.dtype.element_ty
+    DTYPE: tl.constexpr = mixed.dtype.element_ty
+    HEADS: tl.constexpr = 2 * HK + HV
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     request, begin, tokens, first = _chunk(query_start_loc, num_requests)
     head = tl.program_id(1)
-    slot, _, has, cached = located(slots, has_state, num_accepted, request, stride_slots)
-    if (first >= tokens) | (slot <= 0):
+    if (first >= tokens) | (tl.load(slots + request * stride_slots) <= 0):
         return
 
     place = tl.program_id(0)
@@ -175,38 +172,31 @@ def solve(
     ba += (begin + first) * stride_ba + head
     b = tl.load(ba + token * stride_ba, mask=used, other=0.0).to(tl.float32)
     a = tl.load(ba + token * stride_ba + HV, mask=used, other=0.0).to(tl.float32)
+    key = tl.load(_tile(mixed, place, HK + head // (HV // HK), HEADS, CHUNK, PADDED))
+    value = tl.load(_tile(mixed, place, 2 * HK + head, HEADS, CHUNK, PADDED))
     g, beta = gates(a, b, tl.load(a_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32))
     beta = tl.where(used, beta, 0.0)
     total = tl.cumsum(tl.where(used, g, 0.0), 0)
     tl.store(_row(totals, place, head, HV), total)
-    key = tl.load(_tile(keys, place, head // (HV // HK), HK, CHUNK, K_PADDED))
     products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
     system = tl.where(token[:, None] > token[None, :], beta[:, None] * products * _decays(total), 0.0)
     inverse = _inverse(system, INVERSE, PRECISION)
     taken = tl.dot((inverse * (beta * tl.exp(total))[None, :]).to(DTYPE), key, input_precision=PRECISION)
-    tl.store(_tile(w, place, head, HV, CHUNK, K_PADDED), taken.to(DTYPE))
-
-    column = tl.arange(0, V_PADDED)
-    window = conv + slot * stride_conv_slot + cached * stride_conv_row
-    value = _convolved(
-        conv_weight, window, qkvz + begin * stride_x, first, 2 * HK * K + head * V + column, column < has * V,
-        column < V, tokens, stride_x, stride_conv_row, stride_conv_channel, W,
-    )  # fmt: skip
-    added = tl.dot((inverse * beta[None, :]).to(DTYPE), value.to(DTYPE), input_precision=PRECISION)
-    tl.store(_tile(u, place, head, HV, V_PADDED, CHUNK), tl.trans(added.to(DTYPE)))
+    tl.store(_tile(w, place, head, HV, CHUNK, PADDED), taken.to(DTYPE))
+    added = tl.dot((inverse * beta[None, :]).to(DTYPE), value, input_precision=PRECISION)
+    tl.store(_tile(u, place, head, HV, PADDED, CHUNK), tl.trans(added.to(DTYPE)))
 
 
 @triton.jit
 def _step(
-    state, w, u, keys, totals, place, head, first_row,
-    HK: tl.constexpr, HV: tl.constexpr, K_PADDED: tl.constexpr, V_PADDED: tl.constexpr, BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    state, mixed, w, u, totals, place, head, first_row,
+    HK: tl.constexpr, HV: tl.constexpr, PADDED: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a chunk's ``u``, where they lie, the chunk's keys and ``G``."""
-    at = _tile(u + first_row * CHUNK, place, head, HV, V_PADDED, CHUNK, BLOCK_V)
-    taken = tl.load(_tile(w, place, head, HV, CHUNK, K_PADDED))
+    at = _tile(u + first_row * CHUNK, place, head, HV, PADDED, CHUNK, BLOCK_V)
+    taken = tl.load(_tile(w, place, head, HV, CHUNK, PADDED))
     added = tl.load(at).to(tl.float32)
-    key = tl.load(_tile(keys, place, head // (HV // HK), HK, CHUNK, K_PADDED))
+    key = tl.load(_tile(mixed, place, HK + head // (HV // HK), 2 * HK + HV, CHUNK, PADDED))
     total = tl.load(_row(totals, place, head, HV))
     added -= tl.dot(state.to(taken.dtype), tl.trans(taken), input_precision=PRECISION)
     return added, at, key, total
@@ -220,16 +210,15 @@ def _advanced(state, added, key, left, last, PRECISION: tl.constexpr):
 
 @triton.jit
 def _chunks(
-    state, states, w, u, keys, totals, place, end, head, first_row,
-    HK: tl.constexpr, HV: tl.constexpr, K_PADDED: tl.constexpr, V_PADDED: tl.constexpr, BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    state, states, mixed, w, u, totals, place, end, head, first_row,
+    HK: tl.constexpr, HV: tl.constexpr, PADDED: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state after the chunks at ``place .. end - 1``; writes the states before them, and their ``u``."""
     for at in range(place, end):
-        before = _tile(states + first_row * K_PADDED, at, head, HV, V_PADDED, K_PADDED, BLOCK_V)
+        before = _tile(states + first_row * PADDED, at, head, HV, PADDED, PADDED, BLOCK_V)
         tl.store(before, state.to(states.dtype.element_ty))
         added, u_at, key, total = _step(
-            state, w, u, keys, totals, at, head, first_row, HK, HV, K_PADDED, V_PADDED, BLOCK_V, PRECISION
+            state, mixed, w, u, totals, at, head, first_row, HK, HV, PADDED, BLOCK_V, PRECISION
         )
         tl.store(u_at, added.to(u.dtype.element_ty))
         # Behind the last token G stays as it is, and u is zero.
@@ -254,11 +243,10 @@ def _keep_inputs(
 @triton.jit
 def carry(
     qkvz, conv, recurrent, query_start_loc, slots, has_state, num_accepted, snapshot_slots, snapshot_tokens,
-    keys, w, u, totals, states, stride_x,
+    mixed, w, u, totals, states, stride_x,
     stride_conv_slot, stride_conv_row, stride_conv_channel, stride_state, stride_slots,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, V: tl.constexpr,
-    V_PADDED: tl.constexpr, BLOCK_V: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_V: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a value head's state through all chunks of a request; then the convolution's inputs.
 
@@ -278,7 +266,7 @@ def carry(
         return
     place = begin // CHUNK + tl.program_id(2)
     end = place + tl.cdiv(tokens, CHUNK)
-    dim = tl.arange(0, K_PADDED)
+    dim = tl.arange(0, PADDED)
     first_row = tl.program_id(0) * BLOCK_V
     column = first_row + tl.arange(0, BLOCK_V)
     mask = (column < V)[:, None] & (dim < K)[None, :]
@@ -291,25 +279,21 @@ def carry(
         kept = tl.where(kept_slot > 0, kept, 0)
         whole = place + kept // CHUNK
         state = _chunks(
-            state, states, w, u, keys, totals, place, whole, head, first_row,
-            HK, HV, K_PADDED, V_PADDED, BLOCK_V, PRECISION,
-        )  # fmt: skip
+            state, states, mixed, w, u, totals, place, whole, head, first_row, HK, HV, PADDED, BLOCK_V, PRECISION
+        )
         place = whole
         if kept > 0:
             copy = state
             if kept % CHUNK != 0:  # within a chunk, which is gone through once more below
                 added, _, key, total = _step(
-                    state, w, u, keys, totals, whole, head, first_row, HK, HV, K_PADDED, V_PADDED, BLOCK_V, PRECISION
+                    state, mixed, w, u, totals, whole, head, first_row, HK, HV, PADDED, BLOCK_V, PRECISION
                 )
                 last = tl.load(totals + (tl.cast(whole, tl.int64) * HV + head) * CHUNK + (kept % CHUNK - 1))
                 counted = tl.arange(0, CHUNK) < kept % CHUNK
                 left = tl.where(counted, tl.exp(tl.where(counted, last - total, 0.0)), 0.0)
                 copy = _advanced(state, added, key, left, tl.exp(last), PRECISION)
             tl.store(recurrent + kept_slot * stride_state + within, copy.to(recurrent.dtype.element_ty), mask=mask)
-    state = _chunks(
-        state, states, w, u, keys, totals, place, end, head, first_row,
-        HK, HV, K_PADDED, V_PADDED, BLOCK_V, PRECISION,
-    )  # fmt: skip
+    state = _chunks(state, states, mixed, w, u, totals, place, end, head, first_row, HK, HV, PADDED, BLOCK_V, PRECISION)
     tl.store(recurrent + slot * stride_state + within, state.to(recurrent.dtype.element_ty), mask=mask)
 
     window = conv + slot * stride_conv_slot + cached * stride_conv_row
@@ -347,13 +331,14 @@ def carry(
 
 @triton.jit(do_not_specialize=["num_requests"])
 def answer(
-    qkvz, norm_weight, out, query_start_loc, slots, queries, keys, u, totals, states, num_requests, eps,
+    qkvz, norm_weight, out, query_start_loc, slots, mixed, u, totals, states, num_requests, eps,
     stride_x, stride_out, stride_slots,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, V: tl.constexpr,
-    V_PADDED: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The outputs of one chunk of a value head, after the gated norm."""
     C: tl.constexpr = 2 * HK * K + HV * V
+    HEADS: tl.constexpr = 2 * HK + HV
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -362,16 +347,16 @@ def answer(
     if (first >= tokens) | (tl.load(slots + request * stride_slots) <= 0):
         return
     place = tl.program_id(0)
-    query = tl.load(_tile(queries, place, head // (HV // HK), HK, CHUNK, K_PADDED))
-    key = tl.load(_tile(keys, place, head // (HV // HK), HK, CHUNK, K_PADDED))
-    state = tl.load(_tile(states, place, head, HV, V_PADDED, K_PADDED))
-    added = tl.load(_tile(u, place, head, HV, V_PADDED, CHUNK))
+    query = tl.load(_tile(mixed, place, head // (HV // HK), HEADS, CHUNK, PADDED))
+    key = tl.load(_tile(mixed, place, HK + head // (HV // HK), HEADS, CHUNK, PADDED))
+    state = tl.load(_tile(states, place, head, HV, PADDED, PADDED))
+    added = tl.load(_tile(u, place, head, HV, PADDED, CHUNK))
     total = tl.load(_row(totals, place, head, HV))
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * _decays(total)
     value = tl.dot(query, tl.trans(state), input_precision=PRECISION) * tl.exp(total)[:, None]
     value = tl.dot(scores.to(added.dtype), tl.trans(added), value, input_precision=PRECISION)
     token = tl.arange(0, CHUNK)
-    column = tl.arange(0, V_PADDED)
+    column = tl.arange(0, PADDED)
     mask = (first + token < tokens)[:, None] & (column < V)[None, :]
     qkvz += (begin + first) * stride_x + (C + head * V)
     z = tl.load(qkvz + token[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)

@@ -68,10 +68,9 @@ class TritonGatedDeltaNet:
 
     def scratch_bytes(self, num_tokens: int, max_requests: int) -> int:
         """See :class:`atom_core.kernels.gated_delta_net.GatedDeltaNetKernel`."""
-        spec = self.spec
-        K, V = self.padded(spec.key_dim), self.padded(spec.value_dim)
-        of_key_head, of_value_head = 2 * CHUNK * K, CHUNK * (K + V) + V * K
-        elements = spec.num_key_heads * of_key_head + spec.num_value_heads * of_value_head
+        spec, padded = self.spec, self.padded
+        tiles = CHUNK * (2 * spec.num_key_heads + 3 * spec.num_value_heads) * padded
+        elements = tiles + spec.num_value_heads * padded**2
         places = num_tokens // CHUNK + min(max_requests, num_tokens)
         return places * (elements * spec.dtype.itemsize + 4 * spec.num_value_heads * CHUNK)
 
@@ -98,19 +97,20 @@ class TritonGatedDeltaNet:
         self.decode(qkvz[:tokens], ba[:tokens], weights, cache, decodes, out[:tokens])
         self._chunks(qkvz[tokens:], ba[tokens:], weights, cache, others, out[tokens:])
 
-    def padded(self, dim: int) -> int:
-        """Columns that products have for keys or values of ``dim``.
+    @property
+    def padded(self) -> int:
+        """Columns that products have for keys and values.
 
         ptxas 12.8, which Triton 3.6 has, miscompiles kernels with products of 16 and 32 columns for Hopper: they read
         beyond shared memory. 12.9 and 13.0 do not. Models have 128.
         """
-        padded: int = triton.next_power_of_2(dim)
+        padded: int = triton.next_power_of_2(max(self.spec.key_dim, self.spec.value_dim))
         return max(_NVIDIA_DIM if self.nvidia else 16, padded)
 
     @property
     def tile(self) -> Tile:
         """The best of nine for Qwen3-Next on an H200."""
-        values = self.padded(self.spec.value_dim)
+        values = self.padded
         if not self.nvidia or self.spec.dtype == torch.float32:
             return Tile(min(values, 32), stages=1, warps=4)
         return Tile(min(values, 64), stages=3, warps=4)  # one prompt of 8,192 tokens: 0.67 ms; with 2 stages 0.77
@@ -131,36 +131,33 @@ class TritonGatedDeltaNet:
         num_tokens, num_requests = qkvz.shape[0], states.slots.shape[0]
         places = num_tokens // CHUNK + num_requests
         HK, HV, K, V = spec.num_key_heads, spec.num_value_heads, spec.key_dim, spec.value_dim
-        K_PADDED, V_PADDED = self.padded(K), self.padded(V)
-        queries, keys = qkvz.new_empty(2, places, HK, CHUNK, K_PADDED)
-        w, u = qkvz.new_empty(places, HV, CHUNK, K_PADDED), qkvz.new_empty(places, HV, V_PADDED, CHUNK)
-        states_before = qkvz.new_empty(places, HV, V_PADDED, K_PADDED)
+        padded = self.padded
+        mixed = qkvz.new_empty(places, 2 * HK + HV, CHUNK, padded)
+        w, u = qkvz.new_empty(places, HV, CHUNK, padded), qkvz.new_empty(places, HV, padded, CHUNK)
+        states_before = qkvz.new_empty(places, HV, padded, padded)
         totals = torch.empty(places, HV, CHUNK, dtype=torch.float32, device=qkvz.device)
         starts, slots = batch.query_start_loc, states.slots
         read = starts, slots, states.has_state, states.num_accepted
-        constants = {"HK": HK, "HV": HV, "K": K, "K_PADDED": K_PADDED, "V": V, "PRECISION": self.precision}
-        constants |= {"OVERLAP": self.overlap, **launch_options(self.overlap)}
-        width, tile = spec.conv_width, self.tile
-        mix[places, 2 * HK](
-            qkvz, weights.conv, conv, *read, queries, keys, num_requests, qkvz.stride(0), *conv.stride(),
-            slots.stride(0), HK=HK, K=K, K_PADDED=K_PADDED, W=width, OVERLAP=self.overlap, num_warps=8,
-            **launch_options(self.overlap),
+        sizes, width, tile = {"K": K, "V": V}, spec.conv_width, self.tile
+        constants = {"HK": HK, "HV": HV, "PADDED": padded, "OVERLAP": self.overlap, **launch_options(self.overlap)}
+        products = {"PRECISION": self.precision, **constants}
+        mix[places, 2 * HK + HV](
+            qkvz, weights.conv, conv, *read, mixed, num_requests, qkvz.stride(0), *conv.stride(), slots.stride(0),
+            W=width, num_warps=8, **sizes, **constants,
         )  # fmt: skip
         solve[places, HV](
-            qkvz, ba, weights.conv, weights.a_log, weights.dt_bias, conv, *read, keys, w, u, totals,
-            num_requests, qkvz.stride(0), ba.stride(0), *conv.stride(), slots.stride(0),
-            V_PADDED=V_PADDED, W=width, INVERSE=self._inverse, num_warps=self.warps, **constants,
+            ba, weights.a_log, weights.dt_bias, starts, slots, mixed, w, u, totals, num_requests, ba.stride(0),
+            slots.stride(0), INVERSE=self._inverse, num_warps=self.warps, **products,
         )  # fmt: skip
-        carry[V_PADDED // tile.values, HV, num_requests](
+        carry[padded // tile.values, HV, num_requests](
             qkvz, conv, recurrent, *read, *((None, None) if snapshots is None else (snapshots.slots, snapshots.tokens)),
-            keys, w, u, totals, states_before, qkvz.stride(0), *conv.stride(), recurrent.stride(0),
-            slots.stride(0), V_PADDED=V_PADDED, BLOCK_V=tile.values, W=width, ROWS=triton.next_power_of_2(width - 1),
-            num_warps=tile.warps, num_stages=tile.stages, **constants,
+            mixed, w, u, totals, states_before, qkvz.stride(0), *conv.stride(), recurrent.stride(0), slots.stride(0),
+            BLOCK_V=tile.values, W=width, ROWS=triton.next_power_of_2(width - 1), num_warps=tile.warps,
+            num_stages=tile.stages, **sizes, **products,
         )  # fmt: skip
         answer[places, HV](
-            qkvz, weights.norm, out, starts, slots, queries, keys, u, totals, states_before, num_requests,
-            weights.eps, qkvz.stride(0), out.stride(0), slots.stride(0),
-            V_PADDED=V_PADDED, num_warps=self.warps, **constants,
+            qkvz, weights.norm, out, starts, slots, mixed, u, totals, states_before, num_requests, weights.eps,
+            qkvz.stride(0), out.stride(0), slots.stride(0), num_warps=self.warps, **sizes, **products,
         )  # fmt: skip
 
     @property
