@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.experts import grouped as grouped_kernel
 from atom_core.kernels.fp8_linear.quantize import Made
+from atom_core.kernels.launch import EntryKernel
 from atom_core.kernels.linear import triton_kernel as linear_kernel
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import why_no_triton_cache
@@ -165,7 +166,8 @@ def ones_of(kernel: JITFunction, positional: dict[str, Any]) -> list[str]:
     return [name for name, value in positional.items() if type(value) is int and value == 1 and name not in fixed]
 
 
-def compile_launch(kernel: JITFunction, launched: Launched, gpu: Gpu) -> CompiledKernel:
+def compile_launch(kernel: Any, launched: Launched, gpu: Gpu) -> CompiledKernel:
+    kernel = kernel.jit_function if isinstance(kernel, EntryKernel) else kernel
     assert isinstance(kernel, JITFunction), (
         "with TRITON_INTERPRET set nothing is compiled: run this apart from tests/unit"
     )

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.all_reduce_norm.peer_memory import COUNTER_PITCH, HALF, PROGRAMS, SHARES, PeerMemory, Peers
-from atom_core.kernels.triton_support import takes_amd_assembly
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import next_power_of_2, takes_amd_assembly
 
 #: The most bytes of ``x``; above, a reduce-scatter and an all-gather read less.
 MAX_BYTES = {2: 512 * 1024, 3: 512 * 1024, 4: 512 * 1024}
@@ -59,6 +60,7 @@ def _meet(
     tl.debug_barrier()
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["rank", "num_rows"])
 def _all_reduce_norm(
     x,
@@ -158,7 +160,7 @@ def all_reduce_norm(
     programs = min(num_rows, PROGRAMS)
     assert -(-num_rows // programs) * pitch * x.itemsize <= HALF, "more rows than a program has memory for"
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     _all_reduce_norm[(programs,)](
         x,
         residual,
@@ -175,7 +177,7 @@ def all_reduce_norm(
         PITCH=pitch,
         BLOCK=block,
         WORLD=peers.world_size,
-        LANES=triton.next_power_of_2(peers.world_size),
+        LANES=next_power_of_2(peers.world_size),
         COUNTERS=COUNTER_PITCH // 4,
         SHARES=SHARES,
         HALF=HALF,

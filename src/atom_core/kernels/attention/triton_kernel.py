@@ -24,7 +24,8 @@ import triton.language as tl
 from atom_core.batch import Batch, BatchShape
 from atom_core.cache import CacheOrder, KVCacheView
 from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_splits
-from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import launch_options, next_power_of_2, takes_amd_assembly
 from atom_core.types import GraphSupport
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def range_of(block, starts, num_ranges, BLOCK_Q: tl.constexpr):
 _VARYING = ["num_requests", "num_tokens"]
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=_VARYING)
 def _attention(
     q,
@@ -312,7 +314,7 @@ class TritonAttention:
         self.spec = spec
         self.nvidia, self.overlap = nvidia, overlap
         self.group: int = spec.num_heads // spec.num_kv_heads
-        self.decode_rows: int = max(16, triton.next_power_of_2(self.group))  # tl.dot wants at least 16
+        self.decode_rows: int = max(16, next_power_of_2(self.group))  # tl.dot wants at least 16
         self.split_buffers = SplitBuffers()
 
     def _rows(self, max_query_len: int, d_padded: int) -> int:
@@ -337,7 +339,7 @@ class TritonAttention:
 
     def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
         """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
-        block_m = self._rows(shape.max_query_len, max(16, triton.next_power_of_2(self.spec.head_dim)))
+        block_m = self._rows(shape.max_query_len, max(16, next_power_of_2(self.spec.head_dim)))
         blocks = shape.num_tokens // max(1, block_m // self.group) + shape.num_requests
         few_queries = block_m == self.decode_rows
         yield block_m, few_queries and count_splits(blocks * self.spec.num_kv_heads, shape.max_seq_len, device) > 1
@@ -362,7 +364,7 @@ class TritonAttention:
         spec = self.spec
         assert q.stride(-1) == cache.key.stride(-1) == cache.value.stride(-1) == out.stride(-1) == 1
         num_requests, num_tokens = batch.seq_lens.shape[0], q.shape[0]
-        d_padded = max(16, triton.next_power_of_2(spec.head_dim))
+        d_padded = max(16, next_power_of_2(spec.head_dim))
         block_m = self._rows(batch.max_query_len, d_padded)
         block_q = max(1, block_m // self.group)
         blocks = num_tokens // block_q + num_requests

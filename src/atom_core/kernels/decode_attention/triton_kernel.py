@@ -32,9 +32,10 @@ from atom_core.kernels.attention.splits import SplitBuffers, count_splits
 from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, merged_splits, scaled, wait_for_stores
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.eviction import EVICT_LAST
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.qk_norm_rope import QkvWeights
 from atom_core.kernels.qk_norm_rope_cache.triton_kernel import stored
-from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
+from atom_core.kernels.triton_support import launch_options, next_power_of_2, takes_amd_assembly
 
 if TYPE_CHECKING:
     from atom_core.kernels.decode_attention import DecodeAttentionSpec
@@ -357,6 +358,7 @@ def _seen(scores, other, known, values, highest, total, acc, newest, WINDOW: tl.
     return new_highest, total, acc
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _decode_attention(
     qkv,
@@ -696,7 +698,7 @@ class TritonDecodeAttention:
         self.nvidia, self.overlap = nvidia, overlap
         #: Query heads that share a key.
         self.group = spec.attention.num_heads // spec.attention.num_kv_heads
-        self.rows: int = max(16, triton.next_power_of_2(self.group))  # tl.dot wants at least 16
+        self.rows: int = max(16, next_power_of_2(self.group))  # tl.dot wants at least 16
         self.split_buffers = SplitBuffers()
 
     def takes(self, batch: Batch | BatchShape) -> bool:
@@ -778,10 +780,10 @@ class TritonDecodeAttention:
             H=spec.num_heads,
             K=spec.num_kv_heads,
             D=spec.head_dim,
-            D_PADDED=max(16, triton.next_power_of_2(spec.head_dim)),
+            D_PADDED=max(16, next_power_of_2(spec.head_dim)),
             R=heads.rotary_dim,
-            PAIRS=max(16, triton.next_power_of_2(heads.rotary_dim // 2)),  # tl.dot wants at least 16
-            REST=max(16, triton.next_power_of_2(rest)) if rest else 0,
+            PAIRS=max(16, next_power_of_2(heads.rotary_dim // 2)),  # tl.dot wants at least 16
+            REST=max(16, next_power_of_2(rest)) if rest else 0,
             BLOCK_M=self.rows,
             BLOCK_N=tile.keys,
             STAGES=tile.stages,

@@ -11,10 +11,13 @@ import triton.language as tl
 
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.eviction import EVICT_LAST
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import cdiv, next_power_of_2
 
 _BLOCK = 2048
 
 
+@entry_kernel
 @triton.jit
 def _embedding(ids, weight, out, first, rows, stride_weight, N, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
@@ -37,7 +40,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> tor
     ids = ids.contiguous()
     out = weight.new_empty(num_tokens, size)
     if num_tokens:
-        grid = (num_tokens, triton.cdiv(size, _BLOCK))
-        block = min(_BLOCK, triton.next_power_of_2(size))
+        grid = (num_tokens, cdiv(size, _BLOCK))
+        block = min(_BLOCK, next_power_of_2(size))
         _embedding[grid](ids, weight, out, first or 0, rows, weight.stride(0), size, BLOCK=block, num_warps=4)
     return out

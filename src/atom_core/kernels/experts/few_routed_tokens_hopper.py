@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -19,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE
 from atom_core.kernels.experts.hopper import input_rows, row_at, sorted_routed_tokens, store_routed_tokens
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.few_rows_hopper import LAG, all_copied, depend, load, ready, weight_rows
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts.grouped import Blocks
@@ -41,6 +41,7 @@ def _ask_input(inputs, x_at, used, step, steps, place, COLUMNS: gl.constexpr):
     load(inputs.index(place), x_at + step * COLUMNS, mask=used & (step < steps))
 
 
+@entry_kernel
 @gluon.jit
 def few_routed_tokens_hopper(
     x,
@@ -180,7 +181,7 @@ def multiply_few_routed_tokens(
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
     _, out_features, in_features = weight.shape
-    few_routed_tokens_hopper[triton.cdiv(out_features, _TILE.rows), len(blocks.experts)](
+    few_routed_tokens_hopper[cdiv(out_features, _TILE.rows), len(blocks.experts)](
         x,
         blocks.experts,
         blocks.slots,

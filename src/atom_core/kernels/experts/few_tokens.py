@@ -17,10 +17,11 @@ import triton.language as tl
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE, column_at, row_at
 from atom_core.kernels.experts.grouped import LocalExperts, combine, combine_key, finish_block
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.helpers import finish, row_sums, row_total, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertWeights
@@ -34,6 +35,7 @@ MAX_TOKENS = 16
 _ROWS = 64
 
 
+@entry_kernel
 @triton.jit
 def _gate_up_of_one(
     x,
@@ -86,6 +88,7 @@ def _weighed(tile, wide, PLACES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: t
     return tl.sum(tl.reshape(numbers, (PLACES, BLOCK_N, BLOCK_K // 8, 8)), 3)
 
 
+@entry_kernel
 @triton.jit
 def _down_of_one(
     intermediate,
@@ -162,6 +165,7 @@ def tokens_of_expert(experts, T, FIRST: tl.constexpr, TOP_K: tl.constexpr, TOKEN
     return expert - FIRST, token, token * TOP_K + mine, mine >= 0
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["T"])
 def _of_expert(
     x,
@@ -273,8 +277,8 @@ def one_token(
     intermediate = torch.empty(local_experts.top_k, size, dtype=x.dtype, device=x.device)
     first, count = local_experts.first, local_experts.count
     constants = {"FIRST": first, "COUNT": count, "BLOCKED": layer.blocked, "OVERLAP": overlap}
-    columns = min(1024, triton.next_power_of_2(hidden))
-    _gate_up_of_one[(triton.cdiv(size, 2), local_experts.top_k)](
+    columns = min(1024, next_power_of_2(hidden))
+    _gate_up_of_one[(cdiv(size, 2), local_experts.top_k)](
         x,
         None if norm is None else norm.weight,
         experts,
@@ -295,10 +299,10 @@ def one_token(
     # On an H200 the wider tile makes DeepSeek V2-Lite (intermediate size 1,408) 3% faster, Qwen3 30B-A3B (768) 3%
     # slower. In the blocked layout, half the columns of twice the rows make V2-Lite 0.8 to 0.9% faster on an H100.
     deep = size >= 1024
-    rows, columns = 4, 512 if deep else min(256, max(16, triton.next_power_of_2(size)))
+    rows, columns = 4, 512 if deep else min(256, max(16, next_power_of_2(size)))
     if deep and layer.blocked:
         rows, columns = 8, 256
-    _down_of_one[(triton.cdiv(hidden, rows),)](
+    _down_of_one[(cdiv(hidden, rows),)](
         intermediate,
         weights,
         experts,
@@ -307,7 +311,7 @@ def one_token(
         residual,
         y,
         TOP_K=local_experts.top_k,
-        PLACES=triton.next_power_of_2(local_experts.top_k),
+        PLACES=next_power_of_2(local_experts.top_k),
         K=size,
         N=hidden,
         BLOCK_N=rows,
@@ -345,7 +349,7 @@ def few_tokens(
         "FIRST": local_experts.first,
         "COUNT": local_experts.count,
         "TOP_K": local_experts.top_k,
-        "PLACES": triton.next_power_of_2(local_experts.top_k),
+        "PLACES": next_power_of_2(local_experts.top_k),
         "TOKENS": MAX_TOKENS,
         "BLOCKED": layer.blocked,
         "OVERLAP": overlap,
@@ -363,7 +367,7 @@ def few_tokens(
     ) -> None:
         rows, columns = weight.shape[1:]
         block, stages = _tile(tokens, act is not None, wide, hopper)
-        _of_expert[(triton.cdiv(rows, _ROWS), num_routed_tokens)](
+        _of_expert[(cdiv(rows, _ROWS), num_routed_tokens)](
             given,
             experts,
             shares,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -20,9 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE
 from atom_core.kernels.experts.hopper import column_at, row_at
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.few_rows_hopper import all_copied, depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
-from atom_core.kernels.triton_support import launch_options, multiprocessors
+from atom_core.kernels.triton_support import cdiv, launch_options, multiprocessors, next_power_of_2
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertWeights
@@ -73,6 +73,7 @@ def _weight_rows(tile, lane, N, BLOCK_N: gl.constexpr):
     return gl.minimum(tile * BLOCK_N + lane, N - 1)
 
 
+@entry_kernel
 @gluon.jit(do_not_specialize=["T"])
 def down_of_few_hopper(
     x,
@@ -212,7 +213,7 @@ def takes_down_of_few(x: torch.Tensor, weight: torch.Tensor, num_routed_tokens: 
 
 def down_of_few_key(num_routed_tokens: int) -> int | None:
     """What :func:`down_of_few` is compiled for; None: it does not take so many routed tokens."""
-    return max(32, triton.next_power_of_2(num_routed_tokens)) if num_routed_tokens <= MAX_ROUTED_TOKENS else None
+    return max(32, next_power_of_2(num_routed_tokens)) if num_routed_tokens <= MAX_ROUTED_TOKENS else None
 
 
 def down_of_few(
@@ -244,7 +245,7 @@ def down_of_few(
     _, out_features, in_features = weight.shape
     columns = 128 if in_features % 128 == 0 else 64
     stages = 1 + min(_AHEAD // (columns * weight.itemsize), in_features // columns)
-    items = min(experts.numel(), local_experts.count) * triton.cdiv(out_features, _ROWS)
+    items = min(experts.numel(), local_experts.count) * cdiv(out_features, _ROWS)
     down_of_few_hopper[(min(items, _PROGRAMS * multiprocessors(x.device)),)](
         x,
         experts,
@@ -258,7 +259,7 @@ def down_of_few(
         FIRST=local_experts.first,
         COUNT=local_experts.count,
         TOP_K=local_experts.top_k,
-        PLACES=triton.next_power_of_2(local_experts.top_k),
+        PLACES=next_power_of_2(local_experts.top_k),
         TOKENS=tokens,
         ROUTED_TOKENS=down_of_few_key(experts.numel()),
         BLOCK_N=_ROWS,

@@ -23,9 +23,10 @@ from atom_core.kernels.compile_keys import specialized
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE, column_at, row_at
 from atom_core.kernels.gated_activation.triton_kernel import gated
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.helpers import weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertWeights
@@ -41,6 +42,7 @@ _PER_PROGRAM = 256
 _MAX_ONE_LAUNCH = 9 * 256
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["num_routed_tokens"])
 def _count(
     experts,
@@ -59,6 +61,7 @@ def _count(
     tl.store(ranks + routed_token, rank, mask=local)
 
 
+@entry_kernel
 @triton.jit
 def _arrange(counts, first_blocks, block_experts, COUNT: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr):
     """The first block of each expert, and the expert of each used block."""
@@ -72,6 +75,7 @@ def _arrange(counts, first_blocks, block_experts, COUNT: tl.constexpr, PADDED: t
         tl.store(block_experts + first + index, expert, mask=index < needed)
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["num_routed_tokens"])
 def _place(
     experts,
@@ -93,6 +97,7 @@ def _place(
     tl.store(slots + first * BLOCK_M + rank, routed_token, mask=local)
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["num_blocks"])
 def _sort(
     experts,
@@ -192,6 +197,7 @@ def load_tiles(x_at, at, used, column, begin, K, EVEN: tl.constexpr, COLUMN_STRI
     return left, right
 
 
+@entry_kernel
 @triton.jit
 def _multiply(
     x,
@@ -244,6 +250,7 @@ def _multiply(
     finish_block(total, weights, bias, out, expert, routed_token, slot, used, row, N, BLOCK_M, BLOCK_N, ACTIVATION)
 
 
+@entry_kernel
 @triton.jit
 def _combine(
     outputs,
@@ -324,8 +331,8 @@ def sort_by_expert(experts: torch.Tensor, local_experts: LocalExperts, rows: int
             slots,
             num_routed_tokens,
             num_blocks,
-            BINS=triton.next_power_of_2(local_experts.count + 1),
-            ROUTED_TOKENS=triton.next_power_of_2(num_routed_tokens),
+            BINS=next_power_of_2(local_experts.count + 1),
+            ROUTED_TOKENS=next_power_of_2(num_routed_tokens),
             BLOCK_M=rows,
             OVERLAP=overlap,
             num_warps=_sorting_warps(num_routed_tokens),
@@ -338,14 +345,14 @@ def sort_by_expert(experts: torch.Tensor, local_experts: LocalExperts, rows: int
     counts = torch.zeros(local_experts.count, dtype=torch.int32, device=device)
     first_blocks = torch.empty_like(counts)
     ranks = torch.empty(num_routed_tokens, dtype=torch.int32, device=device)
-    grid = (triton.cdiv(num_routed_tokens, _PER_PROGRAM),)
+    grid = (cdiv(num_routed_tokens, _PER_PROGRAM),)
     _count[grid](experts, counts, ranks, num_routed_tokens, ROUTED_TOKENS=_PER_PROGRAM, **constants)
     _arrange[(1,)](
         counts,
         first_blocks,
         block_experts,
         COUNT=local_experts.count,
-        PADDED=triton.next_power_of_2(local_experts.count),
+        PADDED=next_power_of_2(local_experts.count),
         BLOCK_M=rows,
     )
     _place[grid](
@@ -371,7 +378,7 @@ def grouped_keys(tokens: int, local_experts: LocalExperts, rows: int) -> Iterato
     """
     routed = tokens * local_experts.top_k
     if routed <= _MAX_ONE_LAUNCH:
-        yield "sort", triton.next_power_of_2(routed), rows, _sorting_warps(routed), specialized(routed)
+        yield "sort", next_power_of_2(routed), rows, _sorting_warps(routed), specialized(routed)
     else:
         yield "count", rows
     yield "multiply", rows
@@ -397,8 +404,8 @@ def combine(
     """
     tokens, hidden = len(experts), outputs.shape[1]
     y = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device) if residual is None else residual
-    block = min(_combined_columns(tokens), triton.next_power_of_2(hidden))
-    _combine[(tokens, triton.cdiv(hidden, block))](
+    block = min(_combined_columns(tokens), next_power_of_2(hidden))
+    _combine[(tokens, cdiv(hidden, block))](
         outputs,
         experts,
         residual,
@@ -423,8 +430,8 @@ HEADROOM = 1.25
 
 def block_rows(tokens: int, local_experts: LocalExperts, headroom: float = 1.0) -> int:
     """Rows of a block: an expert's average number of tokens times ``headroom``, rounded up to a power of two."""
-    average = triton.cdiv(tokens * local_experts.top_k, local_experts.count)
-    return int(min(128, max(16, triton.next_power_of_2(math.ceil(average * headroom)))))
+    average = cdiv(tokens * local_experts.top_k, local_experts.count)
+    return int(min(128, max(16, next_power_of_2(math.ceil(average * headroom)))))
 
 
 def rows_of_blocks(tokens: int, local_experts: LocalExperts, shared: bool) -> int:
@@ -434,7 +441,7 @@ def rows_of_blocks(tokens: int, local_experts: LocalExperts, shared: bool) -> in
     other experts, a block that is half empty costs little.
     """
     rows = block_rows(tokens, local_experts, HEADROOM)
-    return max(rows, min(BLOCK_SIZES[-1], triton.next_power_of_2(triton.cdiv(tokens, 2)))) if shared else rows
+    return max(rows, min(BLOCK_SIZES[-1], next_power_of_2(cdiv(tokens, 2)))) if shared else rows
 
 
 def many_tokens(
@@ -511,7 +518,7 @@ def _multiply_blocks(
     tile_rows = 64 if wide or few else 128
     columns = 32 if wide else 64
     _, rows, size = weight.shape
-    _multiply[(triton.cdiv(rows, tile_rows), len(blocks.experts))](
+    _multiply[(cdiv(rows, tile_rows), len(blocks.experts))](
         x,
         blocks.slots,
         blocks.experts,

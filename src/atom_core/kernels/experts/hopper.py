@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -24,9 +23,10 @@ from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts import blocked_layout
 from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE
 from atom_core.kernels.gated_activation.triton_kernel import gated
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.few_rows_hopper import LAG, activated, all_copied, depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts.grouped import Blocks
@@ -186,6 +186,7 @@ def _scaled(sums, of_first, of_second, column, BLOCK_N: gl.constexpr, GATED: gl.
         return sums * of_first[:, None]
 
 
+@entry_kernel
 @gluon.jit(do_not_specialize=["stride_x_scales", "first_expert", "count"])
 def grouped_rows_hopper(
     x,
@@ -422,7 +423,7 @@ def multiply_on_hopper(
     """
     count, out_features, in_features = weight.shape
     tile = _SCALED if block else _PLAIN
-    grouped_rows_hopper[(triton.cdiv(out_features, tile.rows), len(blocks.experts))](
+    grouped_rows_hopper[(cdiv(out_features, tile.rows), len(blocks.experts))](
         x,
         x_scales,
         blocks.slots,

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -29,9 +28,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.few_routed_tokens_hopper import COLUMNS
 from atom_core.kernels.gated_activation.triton_kernel import gated
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.few_rows_hopper import all_copied, barrier, depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts.grouped import Blocks
@@ -151,6 +151,7 @@ def _store(total, out, to, row, routed_token, width):
     gl.store(out + row.to(gl.int64)[None, :] * width + to[:, None], total, mask=known, eviction_policy=EVICT_LAST)
 
 
+@entry_kernel
 @gluon.jit
 def routed_tokens_hopper(
     x,
@@ -307,7 +308,7 @@ def multiply_routed_tokens(
     )
     columns = COLUMNS if blocked else in_features
     rows = TensorDescriptor(weight, [weight.numel() // columns, columns], [columns, 1], [ROWS, COLUMNS], layout)
-    routed_tokens_hopper[triton.cdiv(out_features, 2 * ROWS), len(blocks.experts)](
+    routed_tokens_hopper[cdiv(out_features, 2 * ROWS), len(blocks.experts)](
         x,
         blocks.experts,
         blocks.slots,

@@ -9,13 +9,15 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.helpers import finish, weight_rows
 from atom_core.kernels.linear.tiles import MAX_ROWS, Tile, on_hopper
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 from atom_core.quant.fp8 import BLOCK_SIZE
 from atom_core.types import Activation
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["M", "stride_input_scales"])
 def _few_rows(
     x,
@@ -67,7 +69,7 @@ def _few_rows(
 
 def input_rows(num_rows: int) -> int:
     """Rows of the input that one program takes, of ``num_rows``."""
-    return int(max(16, triton.next_power_of_2(num_rows)))
+    return int(max(16, next_power_of_2(num_rows)))
 
 
 def multiply_few_rows(
@@ -108,7 +110,7 @@ def multiply_few_rows(
     if on_hopper(x.device) and in_features % BLOCK_SIZE == 0:
         return _multiply_on_hopper(x, input_scales, weight, scales, bias, residual, y, block_rows, activation, overlap)
     block = 64 if nvidia else 32
-    _few_rows[(triton.cdiv(outputs, block if activation is None else block // 2),)](
+    _few_rows[(cdiv(outputs, block if activation is None else block // 2),)](
         x,
         input_scales,
         weight,
@@ -157,7 +159,7 @@ def _multiply_on_hopper(
 
     num_rows, (out_features, in_features) = len(x), weight.shape
     tile = hopper_tile(block_rows, in_features)
-    few_rows_hopper[(triton.cdiv(out_features, tile.rows),)](
+    few_rows_hopper[(cdiv(out_features, tile.rows),)](
         x,
         input_scales,
         weight,

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.few_rows_hopper import depend, finish, load, ready, weight_rows
 
 
@@ -24,6 +25,7 @@ def scale_places(STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.conste
     )
 
 
+@entry_kernel
 @gluon.jit(do_not_specialize=["M", "stride_input_scales"])
 def few_rows_hopper(
     x,

@@ -6,9 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import cdiv
 from atom_core.quant.fp8 import BLOCK_SIZE
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["M"])
 def _many_rows(
     x,
@@ -85,7 +88,7 @@ def multiply_many_rows(
     y = x.new_empty(num_rows, out_features, dtype=dtype)
     even = in_features % BLOCK_SIZE == 0
     block_rows, block = tile_for(num_rows, even, nvidia)
-    _many_rows[(triton.cdiv(num_rows, block_rows) * triton.cdiv(out_features, block),)](
+    _many_rows[(cdiv(num_rows, block_rows) * cdiv(out_features, block),)](
         x,
         input_scales,
         weight,

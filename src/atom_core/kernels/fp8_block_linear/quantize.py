@@ -9,12 +9,14 @@ import triton.language as tl
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.fp8_linear.quantize import AS_IT_IS, Made, made, narrowed, unit_of
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 
 #: Groups of a row in one program, where no op needs the whole row.
 _GROUPS = 16
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["stride_scales", "num_cleared"])
 def _quantize_groups(
     x,
@@ -78,7 +80,7 @@ def _quantize_groups(
 
 def cleared_by_row(num_cleared: int, rows: int) -> int:
     """Zeros that the programs of one row write, a power of two."""
-    return int(triton.next_power_of_2(max(1, triton.cdiv(num_cleared, rows))))
+    return int(next_power_of_2(max(1, cdiv(num_cleared, rows))))
 
 
 def quantize_groups(
@@ -112,17 +114,17 @@ def quantize_groups(
     """
     rows, size = len(x), of.size(x)
     assert x.stride(1) == 1
-    group = group or triton.next_power_of_2(size)
-    groups = triton.cdiv(size, group)
-    padded = triton.next_power_of_2(groups)
+    group = group or next_power_of_2(size)
+    groups = cdiv(size, group)
+    padded = next_power_of_2(groups)
     if of.activation is not None:
         padded = min(padded, _GROUPS)
-    all_rows = triton.cdiv(rows, multiple) * multiple
+    all_rows = cdiv(rows, multiple) * multiple
     quantized = torch.empty(all_rows, size, dtype=dtype, device=x.device)
     scales = torch.empty(groups, all_rows, dtype=torch.float32, device=x.device)
     num_cleared = 0 if cleared is None else cleared.numel()
     if rows:
-        _quantize_groups[(rows, triton.cdiv(groups, padded))](
+        _quantize_groups[(rows, cdiv(groups, padded))](
             x=x,
             slots=slots,
             cleared=cleared,

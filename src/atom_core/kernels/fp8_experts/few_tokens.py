@@ -26,10 +26,11 @@ from atom_core.kernels.fp8_linear.packed import (
     scales_of_groups,
 )
 from atom_core.kernels.fp8_linear.quantize import unit_of
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.helpers import finish, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 
 if TYPE_CHECKING:
     from atom_core.kernels.fp8_experts import Fp8ExpertWeights
@@ -38,6 +39,7 @@ if why_no_gluon() is None:
     from atom_core.kernels.fp8_experts.hopper import empty_fp8_out, multiply_few_routed_tokens, takes
 
 
+@entry_kernel
 @triton.jit
 def _gate_up_of_one(
     x,
@@ -148,6 +150,7 @@ def _weighed(
     return packed_products_by_place(tile, x_packed, PLACES, BLOCK_N, GROUPS, NATIVE, fp8) * each[:, None, :]
 
 
+@entry_kernel
 @triton.jit
 def _down_of_one(
     intermediate,
@@ -224,6 +227,7 @@ def _down_of_one(
     tl.store(y + out, total.to(y.dtype.element_ty), mask=out < N, eviction_policy=EVICT_LAST)
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["T", "stride_x_scales"])
 def _of_expert(
     x,
@@ -371,8 +375,8 @@ def gate_up_of_one(
     """
     _, rows, hidden = weight.shape
     intermediate = torch.empty(local_experts.top_k, rows // 2, dtype=x.dtype, device=x.device)
-    columns, tile_rows = min(512, max(128, triton.next_power_of_2(hidden))), 32
-    _gate_up_of_one[(triton.cdiv(rows, tile_rows), local_experts.top_k)](
+    columns, tile_rows = min(512, max(128, next_power_of_2(hidden))), 32
+    _gate_up_of_one[(cdiv(rows, tile_rows), local_experts.top_k)](
         x,
         None if norm is None else norm.weight,
         experts,
@@ -413,8 +417,8 @@ def down_of_one(
     """
     _, hidden, size = weight.shape
     y = intermediate.new_empty(1, hidden) if residual is None else residual
-    columns, tile_rows = min(256, max(128, triton.next_power_of_2(size))), 8
-    _down_of_one[(triton.cdiv(hidden, tile_rows),)](
+    columns, tile_rows = min(256, max(128, next_power_of_2(size))), 8
+    _down_of_one[(cdiv(hidden, tile_rows),)](
         intermediate,
         weights,
         experts,
@@ -424,7 +428,7 @@ def down_of_one(
         y,
         scales[0].numel(),
         TOP_K=local_experts.top_k,
-        PLACES=triton.next_power_of_2(local_experts.top_k),
+        PLACES=next_power_of_2(local_experts.top_k),
         K=size,
         N=hidden,
         BLOCK_N=tile_rows,
@@ -493,7 +497,7 @@ def multiply_of_experts(
     (tokens, top_k), (_, rows, size) = experts.shape, weight.shape
     assert 0 < tokens <= MAX_TOKENS
     columns, tile_rows = block or 128, 64 if nvidia else 32
-    _of_expert[(triton.cdiv(rows, tile_rows), tokens * top_k)](
+    _of_expert[(cdiv(rows, tile_rows), tokens * top_k)](
         x,
         x_scales,
         experts,
@@ -509,7 +513,7 @@ def multiply_of_experts(
         FIRST=local_experts.first,
         COUNT=local_experts.count,
         TOP_K=top_k,
-        PLACES=triton.next_power_of_2(top_k),
+        PLACES=next_power_of_2(top_k),
         TOKENS=MAX_TOKENS,
         BLOCK_N=tile_rows,
         BLOCK_K=columns,

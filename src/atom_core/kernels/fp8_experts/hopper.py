@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -26,8 +25,9 @@ from atom_core.kernels.fp8_block_linear.few_rows_hopper import scale_places
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, empty_quantized
 from atom_core.kernels.fp8_linear.quantize import narrowed
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.few_rows_hopper import all_copied, barrier, depend, load, ready, weight_rows
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 
 _narrowed = gluon.jit(narrowed.fn)
 
@@ -105,6 +105,7 @@ def _quantize_whole_group(
         gl.store(quantized + at, stored, mask=known[None, :], eviction_policy=EVICT_LAST)
 
 
+@entry_kernel
 @gluon.jit(do_not_specialize=["T", "stride_x_scales", "stride_out_scales"])
 def expert_rows_fp8_hopper(
     x,
@@ -325,7 +326,7 @@ def multiply_few_routed_tokens(
     tokens, top_k = experts.shape
     tile = _UNSORTED if blocks is None else _SORTED
     rows, num_blocks = (MAX_TOKENS, tokens * top_k) if blocks is None else (blocks.rows, len(blocks.experts))
-    expert_rows_fp8_hopper[(triton.cdiv(out_features, tile.rows), num_blocks)](
+    expert_rows_fp8_hopper[(cdiv(out_features, tile.rows), num_blocks)](
         x,
         x_scales,
         experts if blocks is None else None,
@@ -347,7 +348,7 @@ def multiply_few_routed_tokens(
         FIRST=local_experts.first,
         COUNT=local_experts.count,
         TOP_K=top_k,
-        PLACES=triton.next_power_of_2(top_k),
+        PLACES=next_power_of_2(top_k),
         TOKENS=rows,
         BLOCK_N=tile.rows,
         COLUMNS=COLUMNS,

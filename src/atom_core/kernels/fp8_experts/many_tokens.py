@@ -9,14 +9,16 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.experts.grouped import Blocks, finish_block, load_tiles
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.helpers import weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options
 
 if why_no_gluon() is None:
     from atom_core.kernels.experts.hopper import multiply_on_hopper, takes
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["stride_x_scales"])
 def _multiply(
     x,
@@ -131,7 +133,7 @@ def multiply_blocks(
     _, rows, size = weight.shape
     columns = block or 128
     tile_rows = 128 if nvidia else 64  # 128 spill registers on AMD
-    _multiply[(triton.cdiv(rows, tile_rows), len(blocks.experts))](
+    _multiply[(cdiv(rows, tile_rows), len(blocks.experts))](
         x,
         x_scales,
         blocks.slots,

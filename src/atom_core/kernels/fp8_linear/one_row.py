@@ -9,13 +9,15 @@ import triton.language as tl
 from atom_core.kernels.fp8_linear.packed import first_row, norm_pairs, packed_row_sums, scales_of_groups
 from atom_core.kernels.fp8_linear.quantize import unit_of
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.helpers import fetch_ahead, finish, weight_rows
 from atom_core.kernels.linear.tiles import Tile
 from atom_core.kernels.linear.triton_kernel import Norm
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 from atom_core.types import Activation
 
 
+@entry_kernel
 @triton.jit
 def _one_row(
     x,
@@ -167,8 +169,8 @@ def multiply_row(
     assert residual is None or residual.is_contiguous()
     outputs = out_features if activation is None else out_features // 2
     y = x.new_empty(1, outputs) if residual is None else residual
-    columns = min(tile.columns, triton.next_power_of_2(in_features))
-    _one_row[(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2),)](
+    columns = min(tile.columns, next_power_of_2(in_features))
+    _one_row[(cdiv(outputs, tile.rows if activation is None else tile.rows // 2),)](
         x,
         None if norm is None else norm.weight,
         weight,

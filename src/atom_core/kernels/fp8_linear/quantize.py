@@ -14,8 +14,9 @@ from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS, gated
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.triton_kernel import Norm
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import launch_options, next_power_of_2
 from atom_core.types import Activation
 
 
@@ -83,6 +84,7 @@ def made(
     return numbers
 
 
+@entry_kernel
 @triton.jit
 def _quantize(
     x,
@@ -166,7 +168,7 @@ def quantize(
     quantized = torch.empty(num_rows, size, dtype=dtype, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
     if num_rows:
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         _quantize[(num_rows,)](
             x=x,
             given=input_scale,

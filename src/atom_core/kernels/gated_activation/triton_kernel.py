@@ -8,7 +8,8 @@ import triton.language as tl
 
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.eviction import EVICT_LAST
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import cdiv, launch_options
 
 #: The kernels' numbers for :data:`atom_core.types.Activation`.
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
@@ -31,6 +32,7 @@ def gated(gate, up, KIND: tl.constexpr):
     return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
 
 
+@entry_kernel
 @triton.jit
 def _gated_activation(x, out, stride_x, N, BLOCK: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
@@ -57,7 +59,7 @@ def gated_activation(x: torch.Tensor, activation: str, overlap: bool = False) ->
     assert x.stride(1) == 1
     out = x.new_empty(num_rows, size)
     if num_rows:
-        grid = (num_rows, triton.cdiv(size, _BLOCK))
+        grid = (num_rows, cdiv(size, _BLOCK))
         choice = {"BLOCK": _BLOCK, "KIND": ACTIVATIONS[activation], "OVERLAP": overlap, "num_warps": 4}
         _gated_activation[grid](x, out, x.stride(0), size, **choice, **launch_options(overlap))
     return out

@@ -25,6 +25,7 @@ from atom_core.kernels.attention.triton_kernel import range_of
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.gated_delta_net.reference import CHUNK as _CHUNK
 from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, gates, located, seen, silu
+from atom_core.kernels.launch import entry_kernel
 
 CHUNK = tl.constexpr(_CHUNK)
 
@@ -118,6 +119,7 @@ def _row(totals, place, head, HEADS: tl.constexpr):
     return totals + (tl.cast(place, tl.int64) * HEADS + head) * CHUNK + tl.arange(0, CHUNK)
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["num_requests"])
 def mix(
     qkvz, conv_weight, conv, query_start_loc, slots, has_state, num_accepted, mixed, num_requests, stride_x,
@@ -149,6 +151,7 @@ def mix(
     tl.store(_tile(mixed, tl.program_id(0), head, 2 * HK + HV, CHUNK, PADDED), values.to(mixed.dtype.element_ty))
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["ba"])
 def solve(
     ba, a_log, dt_bias, query_start_loc, slots, mixed, w, u, totals, num_requests, stride_ba, stride_slots,
@@ -240,6 +243,7 @@ def _keep_inputs(
     tl.store(at, inputs.to(conv.dtype.element_ty), mask=(row < W - 1)[:, None] & used[None, :])
 
 
+@entry_kernel
 @triton.jit
 def carry(
     qkvz, conv, recurrent, query_start_loc, slots, has_state, num_accepted, snapshot_slots, snapshot_tokens,
@@ -329,6 +333,7 @@ def carry(
             )  # fmt: skip
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["num_requests"])
 def answer(
     qkvz, norm_weight, out, query_start_loc, slots, mixed, u, totals, states, num_requests, eps,

@@ -8,12 +8,15 @@ import triton.language as tl
 
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.gated_delta_net.triton_parts import gates, silu
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import cdiv, next_power_of_2
 
 _BLOCK = 1024
 #: Value heads that a program norms.
 _HEADS = 8
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["total"])
 def _gates(ba, a_log, dt_bias, g, beta, stride_ba, total, HV: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -27,6 +30,7 @@ def _gates(ba, a_log, dt_bias, g, beta, stride_ba, total, HV: tl.constexpr, BLOC
     tl.store(beta + at, rate, mask=used)
 
 
+@entry_kernel
 @triton.jit
 def _norm_and_gate(
     x, z, weight, out, eps, stride_z, stride_out,
@@ -51,7 +55,7 @@ def compute_gates(ba: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) 
     assert ba.stride(1) == 1
     g, beta = torch.empty(2, tokens, heads, dtype=torch.float32, device=ba.device)
     total = tokens * heads
-    _gates[(triton.cdiv(total, _BLOCK),)](ba, a_log, dt_bias, g, beta, ba.stride(0), total, HV=heads, BLOCK=_BLOCK)
+    _gates[(cdiv(total, _BLOCK),)](ba, a_log, dt_bias, g, beta, ba.stride(0), total, HV=heads, BLOCK=_BLOCK)
     return g, beta
 
 
@@ -64,8 +68,8 @@ def norm_and_gate(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: f
     assert x.is_contiguous()
     assert z.stride(1) == 1
     assert out.stride()[1:] == (size, 1)
-    grid = (tokens, triton.cdiv(heads, _HEADS))
-    block = triton.next_power_of_2(size)
+    grid = (tokens, cdiv(heads, _HEADS))
+    block = next_power_of_2(size)
     _norm_and_gate[grid](
         x, z, weight, out, eps, z.stride(0), out.stride(0), HV=heads, V=size, HEADS=_HEADS, BLOCK_V=block, num_warps=4
     )

@@ -23,7 +23,8 @@ from atom_core.kernels.attention.triton_kernel import is_last
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, assert_layout, gates, located, silu
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
-from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2, takes_amd_assembly
 
 if TYPE_CHECKING:
     from atom_core.kernels.gated_delta_net import GatedDeltaNetSpec
@@ -124,6 +125,7 @@ def _normed(x):
     return x * tl.rsqrt(tl.sum(x * x, 0) + L2_EPS)
 
 
+@entry_kernel
 @triton.jit(do_not_specialize_on_alignment=["ba"])  # its rows may be short, and begin anywhere in mixed steps
 def _gated_delta_decode(
     qkvz,
@@ -331,8 +333,8 @@ class TritonGatedDeltaDecode:
     def __init__(self, spec: GatedDeltaNetSpec, nvidia: bool, overlap: bool) -> None:
         self.spec = spec
         self.nvidia, self.overlap = nvidia, overlap
-        keys = max(16, triton.next_power_of_2(spec.key_dim))
-        self.values: int = max(16, triton.next_power_of_2(spec.value_dim))
+        keys = max(16, next_power_of_2(spec.key_dim))
+        self.values: int = max(16, next_power_of_2(spec.value_dim))
         # A row's part of 128 bytes lies with eight threads.
         self.inner: int = min(keys, 128 // spec.state_dtype.itemsize)
         self.groups: int = keys // self.inner
@@ -350,7 +352,7 @@ class TritonGatedDeltaDecode:
 
     def block(self, num_requests: int) -> int:
         """Rows of a state that a program has. On an H200 64 requests of Qwen3-Next take 86 us with 16, 78 with 32."""
-        programs = num_requests * self.spec.num_value_heads * triton.cdiv(self.spec.value_dim, self.rows)
+        programs = num_requests * self.spec.num_value_heads * cdiv(self.spec.value_dim, self.rows)
         return min(self.rows, _FEW_ROWS) if programs <= _FEW else self.rows
 
     def __call__(
@@ -375,7 +377,7 @@ class TritonGatedDeltaDecode:
         num_requests = states.slots.shape[0]
         assert batch.max_query_len <= MAX_TOKENS
         block = self.block(num_requests)
-        blocks = triton.cdiv(spec.value_dim, block)
+        blocks = cdiv(spec.value_dim, block)
         _gated_delta_decode[spec.num_value_heads * blocks, num_requests](
             qkvz,
             ba,
@@ -414,7 +416,7 @@ class TritonGatedDeltaDecode:
             INNER=self.inner,
             BLOCK_V=block,
             V_PADDED=self.values,
-            SHARED_PADDED=triton.next_power_of_2(spec.num_value_heads // spec.num_key_heads),
+            SHARED_PADDED=next_power_of_2(spec.num_value_heads // spec.num_key_heads),
             SINGLE=batch.max_query_len == 1,
             OVERLAP=self.overlap,
             AMD=takes_amd_assembly(self.nvidia),
@@ -425,7 +427,7 @@ class TritonGatedDeltaDecode:
     def _counters(self, count: int, device: torch.device) -> torch.Tensor:
         """int32, zero between launches."""
         if not self._arrivals or self._arrivals[-1].numel() < count:
-            fresh = torch.zeros(triton.next_power_of_2(max(count, 4096)), dtype=torch.int32, device=device)
+            fresh = torch.zeros(next_power_of_2(max(count, 4096)), dtype=torch.int32, device=device)
             if capturing(device):
                 return fresh  # the graph makes them anew each time; they are zero only after it has run
             self._arrivals.append(fresh)

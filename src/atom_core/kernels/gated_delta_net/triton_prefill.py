@@ -16,7 +16,7 @@ from atom_core.kernels.gated_delta_net.reference import CHUNK
 from atom_core.kernels.gated_delta_net.triton_decode import TritonGatedDeltaDecode
 from atom_core.kernels.gated_delta_net.triton_parts import assert_layout
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import launch_options, next_power_of_2
 from atom_core.types import GraphSupport
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class TritonGatedDeltaNet:
         ptxas 12.8, which Triton 3.6 has, miscompiles kernels with products of 16 and 32 columns for Hopper: they read
         beyond shared memory. 12.9 and 13.0 do not. Models have 128.
         """
-        padded: int = triton.next_power_of_2(max(self.spec.key_dim, self.spec.value_dim))
+        padded: int = next_power_of_2(max(self.spec.key_dim, self.spec.value_dim))
         return max(_NVIDIA_DIM if self.nvidia else 16, padded)
 
     @property
@@ -152,7 +152,7 @@ class TritonGatedDeltaNet:
         carry[padded // tile.values, HV, num_requests](
             qkvz, conv, recurrent, *read, *((None, None) if snapshots is None else (snapshots.slots, snapshots.tokens)),
             mixed, w, u, totals, states_before, qkvz.stride(0), *conv.stride(), recurrent.stride(0), slots.stride(0),
-            BLOCK_V=tile.values, W=width, ROWS=triton.next_power_of_2(width - 1), num_warps=tile.warps,
+            BLOCK_V=tile.values, W=width, ROWS=next_power_of_2(width - 1), num_warps=tile.warps,
             num_stages=tile.stages, **sizes, **products,
         )  # fmt: skip
         answer[places, HV](

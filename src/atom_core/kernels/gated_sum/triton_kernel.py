@@ -8,11 +8,13 @@ import triton.language as tl
 
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.eviction import EVICT_LAST
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import cdiv, launch_options
 
 _BLOCK = 1024
 
 
+@entry_kernel
 @triton.jit
 def _gated_sum(x, y, gate, out, stride_x, stride_y, stride_gate, H, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
@@ -40,7 +42,7 @@ def gated_sum(x: torch.Tensor, y: torch.Tensor, gate: torch.Tensor, overlap: boo
     tokens, size = x.shape
     out = x.new_empty(tokens, size)
     if tokens:
-        grid, strides = (tokens, triton.cdiv(size, _BLOCK)), (x.stride(0), y.stride(0), gate.stride(0))
+        grid, strides = (tokens, cdiv(size, _BLOCK)), (x.stride(0), y.stride(0), gate.stride(0))
         choice = {"BLOCK": _BLOCK, "OVERLAP": overlap, "num_warps": 4}
         _gated_sum[grid](x, y, gate, out, *strides, size, **choice, **launch_options(overlap))
     return out

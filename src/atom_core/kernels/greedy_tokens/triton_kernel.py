@@ -8,6 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import cdiv, next_power_of_2
+
 if TYPE_CHECKING:
     from atom_core.kernels.greedy_tokens import Barred, GreedyTokensSpec
 
@@ -41,6 +44,7 @@ def _best(row, begin, end, vocab, below, last, AFTER: tl.constexpr, BLOCK: tl.co
     return top, tl.min(tl.where(highest == top, chosen, 0x7FFFFFFF), 0)
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["requests", "positions", "until", "counts", "blocks"])
 def _best_of_splits(
     logits,
@@ -78,6 +82,7 @@ def _best_of_splits(
     tl.store(tokens + row * SPLITS + split, token)
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["splits"])
 def _best_of_rows(best, tokens, result, splits, SPLITS: tl.constexpr):
     row, split = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
@@ -102,10 +107,10 @@ class TritonGreedyTokens:
         result = torch.empty(rows, dtype=torch.int64, device=logits.device)
         if not rows:
             return result
-        blocks = triton.cdiv(vocab, _BLOCK)
+        blocks = cdiv(vocab, _BLOCK)
         # The fewest whole blocks in a split with which there are not too many splits; no split is empty.
-        each = triton.cdiv(blocks, max(1, min(_MAX_SPLITS, _PROGRAMS // rows)))
-        splits = triton.cdiv(blocks, each)
+        each = cdiv(blocks, max(1, min(_MAX_SPLITS, _PROGRAMS // rows)))
+        splits = cdiv(blocks, each)
         best = torch.empty(rows, _MAX_SPLITS, dtype=torch.float32, device=logits.device)
         tokens = torch.empty(rows, _MAX_SPLITS, dtype=torch.int32, device=logits.device)
         # Without barred tokens no argument by request is read, and one kernel serves their integer dtypes.
@@ -122,7 +127,7 @@ class TritonGreedyTokens:
             0 if taken is None else taken.stride(0),
             BLOCK=_BLOCK,
             SPLITS=_MAX_SPLITS,
-            BARRED=1 if taken is None else triton.next_power_of_2(taken.shape[1]),
+            BARRED=1 if taken is None else next_power_of_2(taken.shape[1]),
             num_warps=8,
         )
         _best_of_rows[(rows,)](best, tokens, result, splits, SPLITS=_MAX_SPLITS, num_warps=1)

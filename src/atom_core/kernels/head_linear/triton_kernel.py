@@ -15,7 +15,8 @@ import triton.language as tl
 
 from atom_core.batch import BatchShape
 from atom_core.kernels.eviction import eviction_policy
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 
 if TYPE_CHECKING:
     from atom_core.kernels.head_linear import HeadLinearSpec
@@ -33,7 +34,7 @@ _FEW_HEADS = 32
 
 def _tile(num_tokens: int, heads: int, in_features: int, itemsize: int, overlap: bool) -> tuple[int, int, int, int]:
     """Tokens, outputs, inputs per step, and warps."""
-    padded = max(16, triton.next_power_of_2(in_features))
+    padded = max(16, next_power_of_2(in_features))
     if num_tokens > (_MANY if heads <= _FEW_HEADS else _FEW):
         if not overlap or itemsize > 2:
             return _MANY, _MANY_OUTPUTS, _MANY_INPUTS, 4
@@ -44,6 +45,7 @@ def _tile(num_tokens: int, heads: int, in_features: int, itemsize: int, overlap:
     return _FEW, _FEW_OUTPUTS if inputs <= 2 * _MANY_INPUTS else _FEWER_OUTPUTS, inputs, 4
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _head_linear(
     x,
@@ -135,7 +137,7 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, ove
     if not num_tokens:
         return
     block_t, block_n, block_k, warps = _tile(num_tokens, heads, in_features, x.itemsize, overlap)
-    _head_linear[triton.cdiv(num_tokens, block_t), heads, triton.cdiv(out_features, block_n)](
+    _head_linear[cdiv(num_tokens, block_t), heads, cdiv(out_features, block_n)](
         x,
         weight,
         out,
@@ -146,7 +148,7 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, ove
         K=in_features,
         N=out_features,
         C=carried,
-        C_PADDED=triton.next_power_of_2(max(carried, 1)),
+        C_PADDED=next_power_of_2(max(carried, 1)),
         BLOCK_T=block_t,
         BLOCK_N=block_n,
         BLOCK_K=block_k,

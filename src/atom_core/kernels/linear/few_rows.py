@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.helpers import finish, weight_rows
 
 #: Bytes of an L2 cache line, and the number of lines of each weight row that are prefetched before the input is ready.
@@ -20,6 +21,7 @@ def _fetch(at):
     )
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["M"])
 def few_rows(
     x,

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.gated_activation.triton_kernel import gated
+from atom_core.kernels.launch import entry_kernel
 
 #: Gluon renamed these between Triton 3.6 and 3.9.
 load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -125,6 +126,7 @@ def _sum_of_splits(total, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, SPLIT: g
     return gl.sum(gl.sum(total.reshape([SPLIT, BLOCK_N, SPLIT, BLOCK_M]), 2), 0)
 
 
+@entry_kernel
 @gluon.jit(do_not_specialize=["M"])
 def few_rows_hopper(
     x,

@@ -9,9 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.helpers import fetch_ahead, finish, products, row_sums, row_total, weight_rows
 
 
+@entry_kernel
 @triton.jit
 def one_row(
     x,
@@ -58,6 +60,7 @@ def one_row(
     finish(total[None, :], None, scales, bias, residual, y, row, tl.arange(0, 1), M, N, 1, BLOCK_N, ACTIVATION)
 
 
+@entry_kernel
 @triton.jit
 def one_row_ring(
     x,

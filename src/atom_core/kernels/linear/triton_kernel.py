@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 
 from atom_core.batch import BatchShape
 from atom_core.kernels.custom_op import custom_op
@@ -24,7 +23,7 @@ from atom_core.kernels.linear.few_rows import FETCHED, LINE, few_rows
 from atom_core.kernels.linear.one_row import one_row, one_row_ring
 from atom_core.kernels.linear.reference import linear as by_torch
 from atom_core.kernels.linear.tiles import MAX_ROWS, MOST_ROWS, Tile, chosen_tile, tile_key, why_no_gluon
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options
 from atom_core.types import Activation
 
 if TYPE_CHECKING:
@@ -98,9 +97,9 @@ def product(
     if tile.kernel == "hopper":
         taken = tile.input_rows(num_rows)
         choices = {"BLOCK_M": taken, "LAG": LAG, "SPLIT_INPUT": tile.tokens > 0, "SPLIT": tile.split}
-        input_blocks = triton.cdiv(num_rows, taken)
+        input_blocks = cdiv(num_rows, taken)
         choices["STAGES"] = min(tile.stages, in_features // (tile.split * tile.columns) + LAG)
-    _KERNELS[tile.kernel][(triton.cdiv(outputs, tile.rows if activation is None else tile.rows // 2), input_blocks)](
+    _KERNELS[tile.kernel][(cdiv(outputs, tile.rows if activation is None else tile.rows // 2), input_blocks)](
         x,
         input_scales,
         None if norm is None else norm.weight,

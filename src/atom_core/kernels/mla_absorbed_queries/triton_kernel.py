@@ -19,8 +19,9 @@ from atom_core.batch import BatchShape
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.eviction import eviction_policy
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.mla_cache.triton_kernel import angles_of, rotate, write_rows
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 
 if TYPE_CHECKING:
     from atom_core.kernels.mla_cache import MlaSpec, MlaWeights
@@ -51,6 +52,7 @@ def _tile(num_tokens: int) -> Tile:
     return _FEW if num_tokens <= _FEW_TOKENS else _MANY
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def _mla_absorbed_queries(
     q,
@@ -192,9 +194,9 @@ class TritonMlaAbsorbedQueries:
         if not num_tokens:
             return
         tile = _tile(num_tokens)
-        blocks = triton.cdiv(spec.rank, tile.columns)
-        rows = triton.cdiv(tile.tokens, blocks * tile.extra)
-        _mla_absorbed_queries[blocks, spec.num_heads + tile.extra, triton.cdiv(num_tokens, tile.tokens)](
+        blocks = cdiv(spec.rank, tile.columns)
+        rows = cdiv(tile.tokens, blocks * tile.extra)
+        _mla_absorbed_queries[blocks, spec.num_heads + tile.extra, cdiv(num_tokens, tile.tokens)](
             q,
             latent,
             positions,
@@ -217,12 +219,12 @@ class TritonMlaAbsorbedQueries:
             N=spec.nope_dim,
             R=spec.rope_dim,
             L=spec.rank,
-            L_PADDED=triton.next_power_of_2(spec.rank),
-            PAIRS=triton.next_power_of_2(spec.rope_dim // 2),
+            L_PADDED=next_power_of_2(spec.rank),
+            PAIRS=next_power_of_2(spec.rope_dim // 2),
             BLOCK_T=tile.tokens,
             BLOCK_N=tile.columns,
-            BLOCK_K=max(16, min(128, triton.next_power_of_2(spec.nope_dim))),
-            ROWS=triton.next_power_of_2(rows),
+            BLOCK_K=max(16, min(128, next_power_of_2(spec.nope_dim))),
+            ROWS=next_power_of_2(rows),
             INTERLEAVED=spec.interleaved,
             LIMIT=saturation_limit(cache.rows.dtype),
             POLICY=eviction_policy(spec.num_heads) if tile is _MANY else "",

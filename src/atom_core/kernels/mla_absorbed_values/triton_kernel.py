@@ -17,9 +17,10 @@ from atom_core.batch import Batch, BatchShape
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import MAX_SPLITS, Splits, empty_partials
 from atom_core.kernels.eviction import EVICT_LAST
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.mla_attention.hopper import KEYS, LatentDecode
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 
 #: The most tokens, and tokens times heads. From _MANY_HEADS on, the most is one token: with 128 heads 8 are slower.
 _MAX_TOKENS, _MAX_ROWS, _MANY_HEADS = 32, 512, 64
@@ -31,7 +32,7 @@ _ROWS = 16
 
 def _tile(num_tokens: int, heads: int) -> tuple[int, int]:
     """Tokens and values of a program."""
-    tokens = min(4 if num_tokens <= 16 else 8, triton.next_power_of_2(num_tokens))
+    tokens = min(4 if num_tokens <= 16 else 8, next_power_of_2(num_tokens))
     return tokens, 64 if heads >= _MANY_HEADS else 32
 
 
@@ -44,6 +45,7 @@ def _load_split(partials, stats, at, index, split_rows, working, L: tl.constexpr
     return tl.load(partials + mine[:, None] * L + tl.arange(0, L)[None, :], mask=used[:, None], other=0.0), highest
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["num_tokens", "num_requests", "count"])
 def _values_of_splits(
     partials,
@@ -185,10 +187,10 @@ def merged_values(
     num_tokens, num_requests = out.shape[0], batch.seq_lens.shape[0]
     assert out.stride(-1) == 1
     assert 1 in expand.stride()[1:]
-    assert rank == triton.next_power_of_2(rank)
+    assert rank == next_power_of_2(rank)
     assert num_requests <= _MAX_TOKENS
     tokens, block = _tile(num_tokens, heads)
-    _values_of_splits[triton.cdiv(num_tokens, tokens), heads, triton.cdiv(values, block)](
+    _values_of_splits[cdiv(num_tokens, tokens), heads, cdiv(values, block)](
         partials,
         stats,
         expand,

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -23,11 +22,12 @@ from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_splits
 from atom_core.kernels.attention.triton_kernel import LOG2_E
 from atom_core.kernels.eviction import eviction_policy
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready
 from atom_core.kernels.linear.helpers import FETCH_ROWS
 from atom_core.kernels.linear.tiles import why_no_gluon
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 
 #: Keys of a tile: the rows of a ``wgmma``.
 KEYS = 64
@@ -176,6 +176,7 @@ def _merge(
         gl.store(to[:, None] + column[None, :], acc.to(to.dtype.element_ty), mask=used[:, None], eviction_policy=POLICY)
 
 
+@entry_kernel
 @gluon.jit(do_not_specialize=["num_tokens", "done_tiles"])
 def latent_decode_hopper(
     q,
@@ -385,7 +386,7 @@ class LatentDecode:
 
     def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
         """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
-        queries = triton.next_power_of_2(shape.max_query_len)
+        queries = next_power_of_2(shape.max_query_len)
         split = self.max_splits_of(shape, device) > 1
         yield self._heads(shape.num_requests, queries), queries, split, shape.num_requests >= _FETCHING
 
@@ -411,7 +412,7 @@ class LatentDecode:
 
     def groups(self, num_requests: int, max_query_len: int) -> int:
         """Programs of a request without splits."""
-        return int(triton.cdiv(self.spec.latent.num_heads, self._heads(num_requests, max_query_len)))
+        return int(cdiv(self.spec.latent.num_heads, self._heads(num_requests, max_query_len)))
 
     def max_splits(self, batch: Batch) -> int:
         """The most splits of a request that a launch without ``out`` leaves; 1: no splits."""
@@ -419,7 +420,7 @@ class LatentDecode:
 
     def _heads(self, num_requests: int, max_query_len: int) -> int:
         fitting = next((heads for limit, heads in _HEADS if num_requests <= limit), _MAX_HEADS)
-        return int(min(self.spec.latent.num_heads, fitting // triton.next_power_of_2(max_query_len)))
+        return int(min(self.spec.latent.num_heads, fitting // next_power_of_2(max_query_len)))
 
     def launch(
         self,
@@ -437,9 +438,9 @@ class LatentDecode:
         """
         assert out is not None or splits.count > 1
         shape, num_requests = self.spec.latent, batch.seq_lens.shape[0]
-        queries = triton.next_power_of_2(batch.max_query_len)
+        queries = next_power_of_2(batch.max_query_len)
         heads = self._heads(num_requests, queries)
-        tile_rows = max(16, triton.next_power_of_2(queries * heads))
+        tile_rows = max(16, next_power_of_2(queries * heads))
         latent_decode_hopper[num_requests, self.groups(num_requests, queries), splits.count](
             q,
             cache.rows,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from atom_core.batch import Batch
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import cdiv
 
 #: Keys of a program, and lengths that it sums at a time.
 _KEYS, _LENGTHS = 1024, 1024
@@ -32,6 +34,7 @@ class TokenSlots:
     """``[R]`` ones: to aiter a token is a page, and this is the number of tokens in each last page."""
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["num_requests", "queries_each", "max_keys", "num_pages"])
 def _token_slots(
     seq_lens,
@@ -106,7 +109,7 @@ def fill_on_device(
 ) -> None:
     """Fill it in one launch."""
     requests, max_keys = lengths.shape[0], table.shape[1] * page_size
-    _token_slots[requests, triton.cdiv(max_keys, _KEYS)](
+    _token_slots[requests, cdiv(max_keys, _KEYS)](
         lengths,
         table,
         found.query_starts,

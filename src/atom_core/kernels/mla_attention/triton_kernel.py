@@ -20,15 +20,17 @@ from atom_core.batch import Batch, BatchShape
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import SplitBuffers, count_splits
 from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, merged_splits, range_of
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.mla_attention.hopper import LatentDecode
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
-from atom_core.kernels.triton_support import launch_options, takes_amd_assembly
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2, takes_amd_assembly
 from atom_core.types import GraphSupport
 
 #: One compiled kernel serves all values of these.
 _VARYING = ["num_requests", "num_tokens"]
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=_VARYING)
 def _mla_attention(
     q,
@@ -186,7 +188,7 @@ class TritonMlaAttention:
         #: Rows of the largest tile: its accumulator, as wide as a latent, has to fit in registers.
         self.max_rows = (64 if nvidia else 32) // (2 if spec.latent.dtype == torch.float32 else 1)
         self.heads: int = min(spec.latent.num_heads, self.max_rows)
-        self.decode_rows: int = max(16, triton.next_power_of_2(self.heads))  # tl.dot wants at least 16
+        self.decode_rows: int = max(16, next_power_of_2(self.heads))  # tl.dot wants at least 16
         self.split_buffers = SplitBuffers()
 
     def _tile(self, rows: int) -> tuple[int, int, int]:
@@ -219,7 +221,7 @@ class TritonMlaAttention:
         few_queries = max_query_len * self.heads <= self.decode_rows
         block_m = self.decode_rows if few_queries else max(self.decode_rows, self.max_rows)
         blocks = num_tokens // max(1, block_m // self.heads) + num_requests
-        return block_m, blocks, triton.cdiv(self.spec.latent.num_heads, self.heads)
+        return block_m, blocks, cdiv(self.spec.latent.num_heads, self.heads)
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
@@ -255,9 +257,9 @@ class TritonMlaAttention:
             H=shape.num_heads,
             HEADS=self.heads,
             L=shape.rank,
-            L_PADDED=max(16, triton.next_power_of_2(shape.rank)),
+            L_PADDED=max(16, next_power_of_2(shape.rank)),
             R=shape.rope_dim,
-            R_PADDED=max(16, triton.next_power_of_2(shape.rope_dim)),
+            R_PADDED=max(16, next_power_of_2(shape.rope_dim)),
             BLOCK_Q=max(1, block_m // self.heads),
             BLOCK_M=block_m,
             BLOCK_N=keys,

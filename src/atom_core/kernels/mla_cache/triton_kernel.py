@@ -17,8 +17,9 @@ import triton.language as tl
 from atom_core.batch import BatchShape
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.cache_dtypes import saturation_limit
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.qk_norm_rope_cache.triton_kernel import stored
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 
 if TYPE_CHECKING:
     from atom_core.kernels.mla_cache import MlaSpec, MlaWeights
@@ -131,6 +132,7 @@ def write_rows(
     tl.store(row + L + second, stored_y.to(rows.dtype.element_ty), mask=used)
 
 
+@entry_kernel
 @triton.jit
 def _mla_cache(
     q,
@@ -222,7 +224,7 @@ class TritonMlaCache:
 def _heads(num_tokens: int, spec: MlaSpec) -> int:
     """Heads of a program."""
     most = _FEW_HEADS if num_tokens < _MANY_TOKENS else _MANY_HEADS
-    return int(min(triton.next_power_of_2(spec.num_heads), most))
+    return int(min(next_power_of_2(spec.num_heads), most))
 
 
 def mla_cache(
@@ -240,7 +242,7 @@ def mla_cache(
     assert q.stride(-1) == latent.stride(-1) == cache.rows.stride(-1) == 1
     num_tokens = q.shape[0]
     heads = _heads(num_tokens, spec)
-    _mla_cache[num_tokens, 1 + triton.cdiv(spec.num_heads, heads)](
+    _mla_cache[num_tokens, 1 + cdiv(spec.num_heads, heads)](
         q,
         latent,
         positions,
@@ -258,8 +260,8 @@ def mla_cache(
         N=spec.nope_dim,
         R=spec.rope_dim,
         L=spec.rank,
-        L_PADDED=triton.next_power_of_2(spec.rank),
-        PAIRS=triton.next_power_of_2(spec.rope_dim // 2),
+        L_PADDED=next_power_of_2(spec.rank),
+        PAIRS=next_power_of_2(spec.rope_dim // 2),
         HEADS=heads,
         INTERLEAVED=spec.interleaved,
         LIMIT=saturation_limit(cache.rows.dtype),

@@ -23,6 +23,7 @@ from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import Splits, empty_partials
 from atom_core.kernels.attention.triton_kernel import LOG2_E
 from atom_core.kernels.eviction import EVICT_LAST
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready
 from atom_core.kernels.mla_absorbed_values.triton_kernel import merged_values
 from atom_core.kernels.mla_attention.hopper import KEYS, LatentDecode, copy_rows, pages_of
@@ -71,6 +72,7 @@ def _first_column(of_columns, layout: gl.constexpr):
     return gl.sum(gl.where((column == 0)[None, :], of_columns, 0.0), 1)
 
 
+@entry_kernel
 @gluon.jit(do_not_specialize=["max_tiles"])
 def mla_fused_decode_hopper(
     q,

@@ -18,9 +18,10 @@ import triton.language as tl
 from atom_core.batch import Batch
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.triton_kernel import LOG2_E, range_of
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
 from atom_core.kernels.mla_prefill.plan import PrefillPlan, gathered
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import launch_options, next_power_of_2
 
 
 @triton.jit
@@ -90,6 +91,7 @@ def _walked(
     return highest, total, acc
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["num_pieces"])
 def _mla_prefill(
     q,
@@ -241,11 +243,11 @@ class TritonMlaPrefill:
                 *out.stride()[:2],
                 L=shape.rank,
                 N=shape.nope_dim,
-                N_PADDED=max(16, triton.next_power_of_2(shape.nope_dim)),
+                N_PADDED=max(16, next_power_of_2(shape.nope_dim)),
                 R=shape.rope_dim,
-                R_PADDED=max(16, triton.next_power_of_2(shape.rope_dim)),
+                R_PADDED=max(16, next_power_of_2(shape.rope_dim)),
                 V=shape.value_dim,
-                V_PADDED=max(16, triton.next_power_of_2(shape.value_dim)),
+                V_PADDED=max(16, next_power_of_2(shape.value_dim)),
                 BLOCK_Q=self.block_q,
                 BLOCK_N=self.block_n,
                 STAGES=2 if self.nvidia else 1,

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.eviction import EVICT_LAST
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import launch_options, next_power_of_2
 
 if TYPE_CHECKING:
     from atom_core.types import RoutingConfig
@@ -28,6 +29,7 @@ def _largest(numbers, place, AXIS: tl.constexpr):
     return most, first
 
 
+@entry_kernel
 @triton.jit
 def _route(
     logits,
@@ -182,13 +184,13 @@ def _routed(
             E=num_experts,
             TOP_K=top_k,
             GROUPS=groups,
-            GROUPS_PADDED=triton.next_power_of_2(groups),
+            GROUPS_PADDED=next_power_of_2(groups),
             TOP_GROUPS=top_groups,
             TWO=two,
             SIGMOID=sigmoid,
             RENORMALIZE=renormalize,
-            SIZE=triton.next_power_of_2(num_experts // groups),
-            K_PADDED=triton.next_power_of_2(top_k),
+            SIZE=next_power_of_2(num_experts // groups),
+            K_PADDED=next_power_of_2(top_k),
             SHARED=shared,
             SHARED_GATE=shared_gate,
             OVERLAP=overlap,

@@ -18,7 +18,6 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -34,10 +33,11 @@ from atom_core.kernels.experts.grouped import (
     sort_by_expert,
 )
 from atom_core.kernels.experts.hopper import input_rows, store_routed_tokens, tokens_of_block
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_linear.inputs import prepare
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 
 #: Instructions that move each of an element's values to bfloat16's sign and other bits, for two elements at a time.
 _BOTH = "and.b32 number, number, 0x01c001c0; lop3.b32 number, number, sign, 0x80008000, 0xf8; "
@@ -108,6 +108,7 @@ def _add_product(
     return warpgroup_mma(left, plane, total, is_async=True) if TOGETHER else mma_v2(left, plane.load(right), total)
 
 
+@entry_kernel
 @gluon.jit(do_not_specialize=["T"])
 def expert_rows_hopper(
     x,
@@ -344,7 +345,7 @@ def mixture_on_hopper(
         if act is None and rounded_inputs:
             given = prepare(given, overlap, rounds=True, planes=4, slots=slots, late=True)
         out_features, tile = blocks.shape[1], tile_for(tokens, rows, act is not None)
-        expert_rows_hopper[(triton.cdiv(out_features, tile.rows), num_blocks)](
+        expert_rows_hopper[(cdiv(out_features, tile.rows), num_blocks)](
             given,
             experts if few else None,
             block_experts,
@@ -360,7 +361,7 @@ def mixture_on_hopper(
             FIRST=local_experts.first,
             COUNT=local_experts.count,
             TOP_K=local_experts.top_k,
-            PLACES=triton.next_power_of_2(local_experts.top_k),
+            PLACES=next_power_of_2(local_experts.top_k),
             TOKENS=rows,
             BLOCK_N=tile.rows,
             BLOCK_K=tile.columns,

@@ -12,11 +12,13 @@ import triton.language as tl
 
 from atom_core.kernels.experts.grouped import LocalExperts, block_rows, combine, sort_by_expert
 from atom_core.kernels.experts.hopper import multiply_on_hopper
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_experts.bits import PLACES
 from atom_core.kernels.mxfp4_linear.conversion import number, scale_of
 from atom_core.kernels.mxfp4_linear.inputs import prepare
+from atom_core.kernels.triton_support import cdiv
 
 #: Average of routed tokens per expert from which this is faster than :mod:`.hopper`.
 _MIN_ROUTED_TOKENS = 768
@@ -30,6 +32,7 @@ def _number(packed, SIGN: tl.constexpr, SIZE: tl.constexpr):
     return number(((packed >> SIGN) & 1) * 8 + ((packed >> SIZE) & 7))
 
 
+@entry_kernel
 @triton.jit
 def _widen(blocks, scales, wide, N, K, ROWS: tl.constexpr, GROUPS: tl.constexpr, PLACES: tl.constexpr):
     """Convert some rows and groups of one expert's weight, whose bits have the order of :mod:`.bits`."""
@@ -55,7 +58,7 @@ def widen(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tor
     """``[E, N, K]`` in ``dtype`` from ``blocks [E, N, K / 2]``, spread, and ``scales [E, N, K / 32]``, transposed."""
     experts, rows, half = blocks.shape
     wide = torch.empty(experts, rows, 2 * half, dtype=dtype, device=blocks.device)
-    grid = (triton.cdiv(rows, 16), triton.cdiv(half, 8 * 16), experts)
+    grid = (cdiv(rows, 16), cdiv(half, 8 * 16), experts)
     places = tuple(bit for value in PLACES for bit in value)
     _widen[grid](blocks.view(torch.int16), scales, wide, rows, 2 * half, ROWS=16, GROUPS=8, PLACES=places)
     return wide

@@ -28,6 +28,7 @@ from atom_core.kernels.experts.grouped import (
     sort_by_expert,
 )
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.helpers import finish, weight_rows
 from atom_core.kernels.linear.tiles import on_hopper, why_no_gluon
 from atom_core.kernels.linear.triton_kernel import Norm
@@ -35,7 +36,7 @@ from atom_core.kernels.mxfp4_experts import Mxfp4Weights
 from atom_core.kernels.mxfp4_experts.bits import gather, spread
 from atom_core.kernels.mxfp4_linear.conversion import number, scale_of
 from atom_core.kernels.mxfp4_linear.inputs import prepare
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options
 from atom_core.quant.mxfp4 import GROUP
 from atom_core.types import Activation
 
@@ -74,6 +75,7 @@ def _row_products(x, blocks, scales, row, K, N, BLOCK_N: tl.constexpr, GROUPS: t
     return tl.sum(total, 1)
 
 
+@entry_kernel
 @triton.jit
 def _gate_up(
     x,
@@ -112,6 +114,7 @@ def _gate_up(
     finish(total[None, :], None, None, bias, None, intermediate, row, tl.arange(0, 1), 1, N, 1, BLOCK_N, ACTIVATION)
 
 
+@entry_kernel
 @triton.jit
 def _down(
     intermediate,
@@ -162,6 +165,7 @@ def _down(
     tl.store(y + at, total.to(y.dtype.element_ty), mask=out < N, eviction_policy=EVICT_LAST)
 
 
+@entry_kernel
 @triton.jit
 def _multiply(
     x,
@@ -413,7 +417,7 @@ def _few_tokens(
         "num_warps": 4,
         **launch_options(overlap),
     }
-    _gate_up[(triton.cdiv(size, 4), tokens * local_experts.top_k)](
+    _gate_up[(cdiv(size, 4), tokens * local_experts.top_k)](
         x,
         experts,
         *gate_up,
@@ -426,9 +430,7 @@ def _few_tokens(
     )
     if rounded_inputs:
         intermediate = prepare(intermediate, overlap, rounds=True, planes=1)
-    _down[(triton.cdiv(hidden, 8), tokens)](
-        intermediate, weights, experts, *down, residual, y, K=size, N=hidden, **constants
-    )
+    _down[(cdiv(hidden, 8), tokens)](intermediate, weights, experts, *down, residual, y, K=size, N=hidden, **constants)
     return y
 
 
@@ -452,13 +454,13 @@ def _many_tokens(
     tile = {"TOP_K": top_k, "BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4 if rows < 64 else 8}
     at = (sorted_tokens.slots, sorted_tokens.experts)
     intermediate = torch.empty(num_blocks * rows, size, dtype=x.dtype, device=x.device)
-    _multiply[(triton.cdiv(2 * size, tile["BLOCK_N"]), num_blocks)](
+    _multiply[(cdiv(2 * size, tile["BLOCK_N"]), num_blocks)](
         x, *at, None, *gate_up, intermediate, hidden, 2 * size, x.stride(0), ACTIVATION=activation, **tile
     )
     if rounded_inputs:
         intermediate = prepare(intermediate, False, rounds=True, planes=1, slots=sorted_tokens.slots)
     outputs = torch.empty(tokens * top_k, hidden, dtype=x.dtype, device=x.device)
-    _multiply[(triton.cdiv(hidden, tile["BLOCK_N"]), num_blocks)](
+    _multiply[(cdiv(hidden, tile["BLOCK_N"]), num_blocks)](
         intermediate, *at, weights, *down, outputs, size, hidden, size, ACTIVATION=None, **tile
     )
     return combine(outputs, experts, local_experts, x.dtype, False, residual)

@@ -10,13 +10,15 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.gated_activation.triton_kernel import ACTIVATIONS
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.helpers import finish, weight_rows
 from atom_core.kernels.linear.tiles import MAX_ROWS
 from atom_core.kernels.mxfp4_linear.conversion import number, scale_of
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 from atom_core.types import Activation
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["M"])
 def _few_rows(
     x,
@@ -71,7 +73,7 @@ def _few_rows(
 
 def input_rows(num_rows: int) -> int:
     """Rows of the input that one program takes, of ``num_rows``."""
-    return int(max(16, triton.next_power_of_2(num_rows)))
+    return int(max(16, next_power_of_2(num_rows)))
 
 
 def multiply_few_rows(
@@ -105,7 +107,7 @@ def multiply_few_rows(
     y = x.new_empty(num_rows, outputs) if residual is None else residual
     block_rows = input_rows(num_rows)
     block, columns = (64, 128 if x.element_size() == 2 else 64) if nvidia else (32, 64)
-    _few_rows[(triton.cdiv(outputs, block if activation is None else block // 2),)](
+    _few_rows[(cdiv(outputs, block if activation is None else block // 2),)](
         x,
         blocks,
         scales,

@@ -8,12 +8,14 @@ import triton.language as tl
 
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.fp8_linear.quantize import norm_factor
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.mxfp4_linear.conversion import rounded
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import launch_options, next_power_of_2
 from atom_core.quant.mxfp4 import GROUP
 
 
+@entry_kernel
 @triton.jit
 def _prepare(
     x,
@@ -82,7 +84,7 @@ def prepare(
     assert size % GROUP == 0
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if rows:
-        groups = triton.next_power_of_2(size // GROUP)
+        groups = next_power_of_2(size // GROUP)
         _prepare[(rows,)](
             x,
             None if norm is None else norm.weight,

@@ -15,11 +15,13 @@ import triton.language as tl
 
 from atom_core.batch import BatchShape
 from atom_core.kernels.eviction import EVICT_LAST
+from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.helpers import normed_total, row_sums, weight_rows
 from atom_core.kernels.normed_linear import Operands
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 
 
+@entry_kernel
 @triton.jit
 def _norm_and_score(
     x,
@@ -96,8 +98,8 @@ class TritonNormedRouter:
         wide = router.float32_result or router.weight.dtype == torch.float32
         logits = torch.empty(tokens, num_experts, dtype=torch.float32 if wide else x.dtype, device=x.device)
         normed = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-        rows, columns = self._rows(tokens), min(2048, max(16, triton.next_power_of_2(hidden)))
-        programs = triton.cdiv(num_experts, rows)
+        rows, columns = self._rows(tokens), min(2048, max(16, next_power_of_2(hidden)))
+        programs = cdiv(num_experts, rows)
         _norm_and_score[(programs, tokens)](
             x,
             norm,
@@ -112,7 +114,7 @@ class TritonNormedRouter:
             ROWS=rows,
             BLOCK_K=columns,
             EVEN=hidden % columns == 0,
-            SHARE=triton.next_power_of_2(triton.cdiv(hidden, programs)),
+            SHARE=next_power_of_2(cdiv(hidden, programs)),
             OVERLAP=self.overlap,
             num_warps=4,
             **launch_options(self.overlap),

@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.eviction import EVICT_LAST
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import cdiv, launch_options
 
 _BLOCK = 1024
 
 
+@entry_kernel
 @triton.jit
 def _multiply_by_gate(out, gate, stride_gate, N, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
@@ -34,5 +36,5 @@ def multiply_by_gate(out: torch.Tensor, gate: torch.Tensor, overlap: bool) -> No
     assert out.numel() == gate.numel()
     if rows:
         choice = {"BLOCK": _BLOCK, "OVERLAP": overlap, "num_warps": 4}
-        grid = (rows, triton.cdiv(size, _BLOCK))
+        grid = (rows, cdiv(size, _BLOCK))
         _multiply_by_gate[grid](out, gate, gate.stride(0), size, **choice, **launch_options(overlap))

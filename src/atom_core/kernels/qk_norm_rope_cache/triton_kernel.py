@@ -19,7 +19,8 @@ from atom_core.batch import BatchShape
 from atom_core.cache import SHUFFLED, KVCacheView
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.eviction import EVICT_LAST
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 
 if TYPE_CHECKING:
     from atom_core.kernels.qk_norm_rope import QkvSpec, QkvWeights
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _FEW_HEADS, _MANY_HEADS, _MANY_TOKENS = 4, 16, 64
 
 
+@entry_kernel
 @triton.jit
 def _qk_norm_rope_cache(
     qkv,
@@ -225,7 +227,7 @@ def qk_norm_rope_cache(
     q_out = torch.empty(num_tokens, spec.num_heads, spec.head_dim, dtype=qkv.dtype, device=qkv.device)
     rest = spec.head_dim - spec.rotary_dim
     heads = _heads(num_tokens)
-    _qk_norm_rope_cache[num_tokens, triton.cdiv(spec.num_heads + 2 * spec.num_kv_heads, heads)](
+    _qk_norm_rope_cache[num_tokens, cdiv(spec.num_heads + 2 * spec.num_kv_heads, heads)](
         qkv,
         positions,
         slots,
@@ -246,8 +248,8 @@ def qk_norm_rope_cache(
         K=spec.num_kv_heads,
         D=spec.head_dim,
         R=spec.rotary_dim,
-        PAIRS=triton.next_power_of_2(spec.rotary_dim // 2),
-        REST=triton.next_power_of_2(rest) if rest else 0,
+        PAIRS=next_power_of_2(spec.rotary_dim // 2),
+        REST=next_power_of_2(rest) if rest else 0,
         HEADS=heads,
         INTERLEAVED=spec.interleaved,
         NORM=weights.q_norm is not None,

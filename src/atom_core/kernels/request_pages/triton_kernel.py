@@ -11,6 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import cdiv
+
 if TYPE_CHECKING:
     from atom_core.kernels.request_pages import RequestPagesSpec
 
@@ -20,6 +23,7 @@ _BLOCK = 1024
 _MAX_PROGRAMS, _PROGRAMS = 32, 2048
 
 
+@entry_kernel
 @triton.jit(do_not_specialize=["added"])
 def _request_pages(
     slots,
@@ -77,7 +81,7 @@ class TritonRequestPages:
         requests, columns = table.shape
         if not requests:
             return
-        each = max(1, min(_MAX_PROGRAMS, _PROGRAMS // requests, triton.cdiv(columns, _BLOCK)))
+        each = max(1, min(_MAX_PROGRAMS, _PROGRAMS // requests, cdiv(columns, _BLOCK)))
         _request_pages[(requests, each)](
             slots,
             rows,

@@ -8,9 +8,11 @@ import triton.language as tl
 
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.eviction import EVICT_LAST
-from atom_core.kernels.triton_support import launch_options
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.triton_support import launch_options, next_power_of_2
 
 
+@entry_kernel
 @triton.jit
 def _rms_norm(
     x,
@@ -80,7 +82,7 @@ def _launch(
     num_rows, size = x.shape
     assert x.stride(1) == 1
     assert residual is None or residual.stride(1) == 1
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     if num_rows:
         _rms_norm[(num_rows,)](
             x,
