@@ -10,6 +10,7 @@ weight tiles before its input is ready.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -287,6 +288,12 @@ def takes_routed_tokens(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
+@functools.lru_cache
+def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """A weight tile's in shared memory; to make one takes as long as a launch."""
+    return gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+
+
 def multiply_routed_tokens(
     x: torch.Tensor,
     weights: torch.Tensor | None,
@@ -303,11 +310,10 @@ def multiply_routed_tokens(
     """As :func:`.few_routed_tokens_hopper.multiply_few_routed_tokens`, for blocks of 32 or 64."""
     assert blocks.rows in BLOCK_SIZES
     _, out_features, in_features = weight.shape
-    layout = gl.NVMMASharedLayout.get_default_for(
-        [ROWS, COLUMNS], gl.bfloat16 if weight.dtype == torch.bfloat16 else gl.float16
-    )
     columns = COLUMNS if blocked else in_features
-    rows = TensorDescriptor(weight, [weight.numel() // columns, columns], [columns, 1], [ROWS, COLUMNS], layout)
+    rows = TensorDescriptor(
+        weight, [weight.numel() // columns, columns], [columns, 1], [ROWS, COLUMNS], _layout(weight.dtype)
+    )
     routed_tokens_hopper[cdiv(out_features, 2 * ROWS), len(blocks.experts)](
         x,
         blocks.experts,
