@@ -263,6 +263,7 @@ def _device_name(device: torch.device) -> str:
 
 
 @functools.lru_cache
+@functools.lru_cache  # each product asks for it, also in eager steps
 def on_hopper(device: torch.device) -> bool:
     """Whether the device is a Hopper GPU for which the Hopper kernels can be compiled."""
     nvidia = device.type == "cuda" and torch.version.hip is None
