@@ -179,10 +179,11 @@ def alternatives() -> list[tuple[Any, ...]]:
     numbers = torch.zeros(256, dtype=torch.bfloat16)
     tiles, plain, swizzled = numbers.view(16, 16), *(gl.NVMMASharedLayout(swizzle, 16, 2) for swizzle in (0, 32))
     of_tiles = [(tiles, [16, 8]), (tiles, [16, 16]), (tiles.float().bfloat16(), [16, 16]), (tiles.half(), [16, 16])]
+    large = tuple(torch.empty(size, dtype=torch.uint8, device="meta") for size in (2**31 - 1, 2**31))
     return [
         (numbers, numbers[1:], numbers[8:], torch.nn.Parameter(numbers), None),
         (numbers.float(), numbers.int(), numbers.view(torch.uint8), numbers.to(torch.float8_e4m3fn)),
-        tuple(torch.empty(size, dtype=torch.uint8, device="meta") for size in (2**31 - 1, 2**31)),
+        large,
         tuple(TensorDescriptor.from_tensor(*it) for it in of_tiles),
         tuple(HopperDescriptor.from_tensor(*it, plain) for it in of_tiles),
         tuple(HopperDescriptor.from_tensor(tiles, [8, 16], layout) for layout in (plain, swizzled)),
@@ -190,6 +191,7 @@ def alternatives() -> list[tuple[Any, ...]]:
         (1, 16, 17, 2**31 - 1, 2**31, 2**31 + 1, -(2**31), -(2**31) - 16),
         (2**40, 2**63, 2**64 - 1, 2**63 - 1),
         (None, 0.0, 1.0, 0.5, True, False, 1, numbers),
+        (None, True, 1, 17, *large),
     ]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 from triton import knobs
@@ -39,24 +39,24 @@ class _Prepared(NamedTuple):
 class _CallSite:
     """A way to call a kernel: so many arguments by position, and those of certain names."""
 
-    def __init__(self, kernel: JITFunction, num_positional: int, names: Iterable[str], backend: str) -> None:
-        by_position, by_name = kernel.params[:num_positional], kernel.params[num_positional:]
+    def __init__(self, kernel: JITFunction, args: tuple[Any, ...], given: Mapping[str, Any], backend: str) -> None:
+        by_position, by_name = kernel.params[: len(args)], kernel.params[len(args) :]
         assert not any(it.is_constexpr for it in by_position), f"constants of {kernel.__name__} are given by name"
         named = [it for it in by_name if not it.is_constexpr]
         constants = [it.name for it in by_name if it.is_constexpr]
-        options = [name for name in names if name not in kernel.arg_names]
+        options = [name for name in given if name not in kernel.arg_names]
         self.named = _getter(it.name for it in named) if named else None
         """Of what is given by name: the arguments that are no constants; None where there are none."""
         self.constants = _getter((*constants, *options))
         """Of what is given by name: all else."""
         self.rest = _getter(it.name for it in by_name)
         """Of what is given by name: what a launch takes, in the kernel's order."""
-        self.specializes = tuple(
+        # 0 for the type alone, 1 for the number 1 too, 2 for alignment too.
+        specializes = [
             0 if it.do_not_specialize else 1 if it.do_not_specialize_on_alignment else 2
             for it in (*by_position, *named)
-        )
-        """Of each argument that is no constant: 0 for its type alone, 1 for being 1 too, 2 for alignment too."""
-        self.told = _told_nvidia if backend == "cuda" else _told_amd
+        ]
+        self.told = _teller((*args, *(given[it.name] for it in named)), specializes, backend != "cuda")
         self.prepared: dict[tuple[Any, ...], _Prepared] = {}
 
 
@@ -86,9 +86,9 @@ class EntryKernel:
         active = driver.active
         device = active.get_current_device()
         if site.named is None:
-            key = (device, *given.values(), *site.told(args, site.specializes))
+            key = (device, *given.values(), *site.told(*args))
         else:
-            key = (device, *site.constants(given), *site.told((*args, *site.named(given)), site.specializes))
+            key = (device, *site.constants(given), *site.told(*args, *site.named(given)))
         found = site.prepared.get(key)
         if found is None:
             self._prepare(grid, args, given)
@@ -114,10 +114,10 @@ class EntryKernel:
         site = self._sites.get(place)
         if site is None:
             backend = compiled.metadata.target.backend
-            site = self._sites[place] = _CallSite(self.jit_function, len(args), given, backend)
+            site = self._sites[place] = _CallSite(self.jit_function, args, given, backend)
         named = () if site.named is None else site.named(given)
         fixed = given.values() if site.named is None else site.constants(given)
-        key = (driver.active.get_current_device(), *fixed, *site.told((*args, *named), site.specializes))
+        key = (driver.active.get_current_device(), *fixed, *site.told(*args, *named))
         metadata = compiled.packed_metadata
         site.prepared[key] = _Prepared(compiled.run, compiled.function, metadata, site.rest(given), compiled)
 
@@ -141,37 +141,50 @@ def _calls(hook: Any) -> Any:
     return getattr(hook, "calls", hook)
 
 
-# What Triton tells variants of a kernel apart by, or finer. This runs over all arguments of each launch: one expression
-# takes half the time of a function for each argument.
+# What Triton tells variants of a kernel apart by, or finer: of a number its width, whether it is 1 and whether 16
+# divides it; of a tensor its dtype and alignment, and on AMD whether its storage has less than 2 GiB.
 
 
-def _told_nvidia(args: Sequence[Any], specializes: Sequence[int]) -> list[Any]:
-    """Of a number its width, whether it is 1 and whether 16 divides it; of a tensor its dtype and alignment."""
-    return [
-        (0 if special == 0 else 1 if arg == 1 else 0 if arg & 15 or special == 1 else 16)
-        if type(arg) is int and -0x80000000 <= arg < 0x80000000
-        else (arg.dtype if special < 2 or not arg.data_ptr() & 15 else (arg.dtype, "unaligned"))
-        if isinstance(arg, Tensor)
-        else None
-        if arg is None
-        else _told_other(arg, special)
-        for arg, special in zip(args, specializes, strict=True)
-    ]
-
-
-def _told_amd(args: Sequence[Any], specializes: Sequence[int]) -> list[Any]:
-    """As above, and of each tensor whether its storage has less than 2 GiB."""
-    small = [it.untyped_storage().nbytes() < _BUFFER_LIMIT for it in args if isinstance(it, Tensor)]
-    return [*_told_nvidia(args, specializes), *small]
-
-
-def _told_other(arg: Any, special: int) -> Any:
-    """Of arguments that are rarer."""
+def _told(arg: Any, special: int, amd: bool) -> Any:
+    """Of one argument; ``special``: see :class:`_CallSite`."""
+    if arg is None:
+        return None
+    if isinstance(arg, Tensor):
+        aligned = special < 2 or arg.data_ptr() % 16 == 0
+        pointer = arg.dtype if aligned else (arg.dtype, "unaligned")
+        return (pointer, arg.untyped_storage().nbytes() < _BUFFER_LIMIT) if amd else pointer
     if type(arg) is bool or type(arg) is float:
         return type(arg)
     if isinstance(arg, int):
-        width = 32 if -0x80000000 <= arg < 0x80000000 else 64 if arg < 2**63 else "unsigned"
-        return width, special > 0 and arg == 1, special == 2 and arg % 16 == 0
+        number = 0 if special == 0 else 1 if arg == 1 else 0 if arg % 16 or special == 1 else 16
+        narrow = -0x80000000 <= arg < 0x80000000
+        return number if narrow else (number, "signed" if arg < 2**63 else "unsigned")
     if hasattr(arg, "block_shape"):  # a tensor descriptor
         return type(arg), arg.base.dtype, len(arg.shape), tuple(arg.block_shape), getattr(arg, "layout", None)
     raise TypeError(f"An entry kernel takes tensors, tensor descriptors, numbers and None, not {arg!r}.")
+
+
+def _teller(args: Sequence[Any], specializes: Sequence[int], amd: bool) -> Callable[..., tuple[Any, ...]]:
+    """A function of the arguments of a launch that tells :func:`_told` of each, soonest where they are as in ``args``.
+
+    It runs at each launch. One expression without a loop takes half the time, so it is put together as Triton does for
+    its own; what an argument's expression does not cover is asked of the function.
+    """
+    names = [f"arg{at}" for at in range(len(args))]
+    known: dict[str, Any] = {"told": _told, "limit": _BUFFER_LIMIT}
+    parts = []
+    for name, arg, special in zip(names, args, specializes, strict=True):
+        known[f"type_{name}"] = type(arg)
+        quick, check = "", f"type({name}) is type_{name}"
+        if isinstance(arg, Tensor):
+            quick = f"({name}.dtype, {name}.untyped_storage().nbytes() < limit)" if amd else f"{name}.dtype"
+            check += f" and not {name}.data_ptr() & 15" if special == 2 else ""
+        elif type(arg) is int:
+            quick = ("0", f"1 if {name} == 1 else 0", f"1 if {name} == 1 else 0 if {name} & 15 else 16")[special]
+            check += f" and -0x80000000 <= {name} < 0x80000000"
+        elif arg is None:
+            quick, check = "None", f"{name} is None"
+        general = f"told({name}, {special}, {amd})"
+        parts.append(f"({quick}) if {check} else {general}" if quick else general)
+    told = "".join(f"{it}, " for it in parts)
+    return cast("Callable[..., tuple[Any, ...]]", eval(f"lambda {', '.join(names)}: ({told})", known))
