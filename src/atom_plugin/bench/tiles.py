@@ -11,6 +11,8 @@ from atom_core.kernels.linear.tiles import SPLIT_ROWS, Tile
 SHARED_MEMORY = 64 << 10
 #: Up to this many rows the input is one tile. Beyond, a program takes some rows, which pays for small weights only.
 _WHOLE_ROWS, _SMALL_BYTES = 64, 64 << 20
+#: A program of some input rows splits the columns of weights of up to so many bytes.
+_SMALL_SPLIT_BYTES = 32 << 20
 #: Stages in shared memory in addition to the steps of the loop.
 _SPARE = 2
 
@@ -58,7 +60,10 @@ def candidates(
     if hopper and num_rows > 1:
         whole = max(8, 1 << (num_rows - 1).bit_length())
         if num_rows <= SPLIT_ROWS:
-            found += _of_split_rows(whole, in_features, shared_memory, itemsize)
+            found += _of_split_rows(whole, 0, in_features, shared_memory, itemsize)
+        elif out_features * in_features * itemsize <= _SMALL_SPLIT_BYTES:
+            for tokens in (it for it in (16, 32) if it < num_rows):
+                found += _of_split_rows(tokens, tokens, in_features, shared_memory, itemsize)
         for rows, columns, stages, tokens in product(
             (64, 128), (64, 128, 256), (4, 5, 6, 7, 8, 10, 12), (0, 16, 32) if num_rows > 16 else (0,)
         ):
@@ -69,13 +74,18 @@ def candidates(
     return found
 
 
-def _of_split_rows(inputs: int, in_features: int, shared_memory: int, itemsize: int) -> Iterator[Tile]:
-    """Tiles of the Hopper kernel with few rows of the weight, which splits their columns and stacks the splits."""
+def _of_split_rows(
+    inputs: int, tokens: int, in_features: int, shared_memory: int, itemsize: int
+) -> Iterator[Tile]:
+    """Tiles of the Hopper kernel with few rows of the weight, which splits their columns and stacks the splits.
+
+    ``inputs``: the input's rows that a program has; ``tokens``: the same, or 0 if they are all of it.
+    """
     for split, columns, stages, early in product((2, 4), (64, 128, 256), (4, 6, 8, 10, 12, 18), (False, True)):
         steps = in_features // (split * columns)
         fits = in_features % (split * columns) == 0 and stages <= steps + _SPARE
         if fits and stages * columns * (64 + split * inputs) * itemsize <= shared_memory:
-            yield Tile("hopper", 64 // split, columns, 4, stages, early, split=split)
+            yield Tile("hopper", 64 // split, columns, 4, stages, early, tokens=tokens, split=split)
 
 
 def _of_input_rows(in_features: int, shared_memory: int, itemsize: int) -> Iterator[Tile]:

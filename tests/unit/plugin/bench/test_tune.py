@@ -38,7 +38,7 @@ def test_many_rows_may_be_taken_in_parts():
     assert {tile.tokens for tile in candidates(16, 4096, 4096, SHARED_MEMORY, hopper=True)} == {0}
 
 
-@pytest.mark.parametrize(("rows", "splits"), [(2, {1, 2, 4}), (16, {1, 2, 4}), (17, {1})])
+@pytest.mark.parametrize(("rows", "splits"), [(2, {1, 2, 4}), (16, {1, 2, 4})])
 def test_few_rows_may_be_split_on_hopper(rows, splits):
     found = candidates(rows, 2048, 2048, 227 << 10, hopper=True)
     assert len(found) == len(set(found))
@@ -50,6 +50,13 @@ def test_few_rows_may_be_split_on_hopper(rows, splits):
             assert tile.stages * tile.columns * 2 * (64 + tile.split * taken) <= 227 << 10
             assert (tile.stages - 2) * tile.columns * tile.split <= 2048
     assert {tile.split for tile in candidates(rows, 2048, 2048, 227 << 10)} == {1}
+
+
+def test_more_rows_are_split_in_parts_where_the_weight_is_small():
+    found = [tile for tile in candidates(64, 2048, 4096, 227 << 10, hopper=True) if tile.split > 1]
+    assert {tile.tokens for tile in found} == {16, 32}
+    assert all(tile.stages * tile.columns * 2 * (64 + tile.split * tile.tokens) <= 227 << 10 for tile in found)
+    assert {tile.split for tile in candidates(64, 12288, 4096, 227 << 10, hopper=True)} == {1}
 
 
 @pytest.mark.parametrize("rows", [128, 256])
