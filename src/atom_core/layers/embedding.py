@@ -79,8 +79,8 @@ class LMHead(VocabTable):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden [T, hidden]`` to ``[T, vocabulary]`` in :attr:`dtype`."""
-        logits = self.kernel(hidden, self.weight, None)
-        return self.group.all_gather(logits)[..., : self.vocab_size]
+        logits = self.group.all_gather(self.kernel(hidden, self.weight, None))
+        return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
 
     def placements(self) -> Iterator[tuple[str, str, Placement]]:
         """Empty if tied: the embedding loads the table."""

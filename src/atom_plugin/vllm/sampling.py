@@ -1,24 +1,29 @@
 """Greedy sampling in vLLM's model runner V2, which asks the model state for a sampler.
 
 vLLM's sampler copies all logits to float32 if a request has ``min_tokens``, and finds the argmax in blocks of 1,024
-logits. Here one op samples a batch whose requests are all greedy and whose logits are not modified otherwise. vLLM's
-own sampler, with its states and warm-up, samples all other batches.
+logits. Here one op samples a batch whose requests are all greedy and whose logits are not modified otherwise. A step in
+which all of them decode and ask for nothing else takes a short way around vLLM's sampler as well, whose other work on
+the host takes longer than the op's. vLLM's own, with its states and warm-up, samples all other batches.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from atom_core.kernels.greedy_tokens import GREEDY_TOKENS, Barred, GreedyTokensKernel, GreedyTokensSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 logger = logging.getLogger("vllm.atom_plugin")
 
@@ -35,6 +40,8 @@ class GreedySampler(Sampler):
         self.kernel = kernel
         self.bias = _bias_of(sampler)
         self.greedy = np.zeros_like(self.needs_logits_processing)
+        #: Greedy requests that have no ``min_tokens`` and want nothing but tokens.
+        self.plain = np.zeros_like(self.needs_logits_processing)
 
     def add_request(self, req_idx: int, *args: Any) -> None:
         """See vLLM; the last argument is the request's ``SamplingParams``."""
@@ -52,6 +59,25 @@ class GreedySampler(Sampler):
             # If a grammar allows only the end of the text, vLLM lets a request end before its min_tokens.
             changed = changed or params.structured_outputs is not None
         self.greedy[req_idx] = self.sampling_states.temperature.np[req_idx] == 0.0 and not changed
+        asks_more = params.min_tokens or self.get_logprobs_dims(np.array([req_idx])) is not None
+        self.plain[req_idx] = self.greedy[req_idx] and not asks_more
+
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
+        """See vLLM.
+
+        Where no request is in its prompt, each has one token sampled and none rejected, which vLLM has a kernel find.
+        """
+        asks_more = self.compute_nans or self.return_sampling_mask or self.trace_replay_state is not None
+        if asks_more or input_batch.has_prefill or not self.plain[input_batch.idx_mapping_np].all():
+            return super().__call__(logits, input_batch)
+        count = input_batch.num_reqs
+        return SamplerOutput(
+            sampled_token_ids=self.kernel(logits).view(-1, 1),
+            logprobs_tensors=None,
+            num_nans=None,
+            num_sampled=input_batch.seq_lens.new_ones(count),
+            num_rejected=input_batch.seq_lens.new_zeros(count),
+        )
 
     def sample(
         self,
@@ -88,7 +114,7 @@ class GreedySampler(Sampler):
         """
         logits = torch.zeros(2, vocab_size, dtype=dtype, device=device)
         positions = torch.zeros(2, dtype=torch.int64, device=device)
-        self.kernel(logits, positions, positions)
+        self.kernel(logits)
         for requests in (positions, positions.int()):
             self.kernel(logits, requests, positions, self.barred())
 

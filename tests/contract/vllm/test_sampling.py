@@ -47,8 +47,9 @@ class Op:
     def __init__(self):
         self.calls = []
 
-    def __call__(self, logits, requests, positions, barred=None):
-        self.calls.append((requests.tolist(), positions.tolist(), barred))
+    def __call__(self, logits, requests=None, positions=None, barred=None):
+        given = (it if it is None else it.tolist() for it in (requests, positions))
+        self.calls.append((*given, barred))
         return logits.argmax(1)
 
 
@@ -125,6 +126,100 @@ def test_probabilities_are_vllms_to_tell(ours, monkeypatch):
     assert sample(ours, [0], monkeypatch, return_logprobs=True) is None
     ours.return_sampling_mask = True
     assert sample(ours, [0], monkeypatch) is None
+
+
+def batch_of(rows, prompts=()):
+    """vLLM's batch of a step of the requests `rows`, of which `prompts` are still in their prompts of 20 tokens."""
+    index, count = torch.tensor(rows, dtype=torch.int32), len(rows)
+    prefilling = np.array([row in prompts for row in rows])
+    starts = torch.arange(count + 1, dtype=torch.int32)
+    return SimpleNamespace(
+        num_reqs=count,
+        idx_mapping=index,
+        idx_mapping_np=np.array(rows),
+        expanded_idx_mapping=index,
+        expanded_local_pos=torch.zeros_like(index),
+        positions=torch.full((count,), 24),
+        input_ids=torch.zeros(count, dtype=torch.int32),
+        logits_indices=torch.arange(count),
+        cu_num_logits=starts,
+        cu_num_logits_np=starts.numpy(),
+        seq_lens=torch.tensor([15 if row in prompts else 25 for row in rows], dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.full((count,), 25),
+        is_prefilling_np=prefilling,
+        has_prefill=bool(prefilling.any()),
+    )
+
+
+def counted(monkeypatch):
+    """Stand in for what vLLM launches behind its sampling, and remember whether it was asked."""
+    asked = []
+
+    def sampled_and_rejected(num_sampled, seq_lens, cu_num_logits, idx_mapping, prefill_len):
+        asked.append(idx_mapping.tolist())
+        num_sampled = torch.where(seq_lens < prefill_len[idx_mapping.long()], 0, num_sampled)
+        rejected = torch.where(seq_lens < prefill_len[idx_mapping.long()], 0, cu_num_logits.diff() - num_sampled)
+        return num_sampled, rejected
+
+    monkeypatch.setattr("vllm.v1.worker.gpu.sample.sampler.get_num_sampled_and_rejected", sampled_and_rejected)
+    return asked
+
+
+def run(sampler, batch):
+    """What a step of `batch` gives; token 5 is the likeliest."""
+    logits = torch.zeros(batch.num_reqs, VOCABULARY)
+    logits[:, 5] = 1
+    return sampler(logits, batch)
+
+
+def test_a_step_of_plain_requests_gives_what_vllms_way_around_the_op_gives(ours, monkeypatch):
+    asked = counted(monkeypatch)
+    for row in (2, 1):
+        add(ours, row)
+        ours.req_states.prefill_len.gpu[row] = 20
+    short = run(ours, batch_of([2, 1]))
+    assert asked == []
+    ours.plain[:] = False
+    long = run(ours, batch_of([2, 1]))
+    assert asked == [[2, 1]]
+    assert ours.kernel.calls == [(None, None, None), ([2, 1], [24, 24], None)]
+    assert vars(short).keys() == vars(long).keys()
+    for name, wanted in vars(long).items():
+        found = getattr(short, name)
+        if wanted is None:
+            assert found is None
+        else:
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [*LEFT_TO_VLLM.values(), {"min_tokens": 4}, {"logprobs": 0}, {"logprobs": 2}, {"logprob_token_ids": [3]}],
+    ids=str,
+)
+def test_one_request_that_asks_for_more_has_its_step_go_vllms_way(ours, asked, monkeypatch):
+    add(ours, 2, **asked)
+    add(ours, 1)
+    assert ours.plain.tolist() == [False, True, False, False, False, False]
+    theirs = []
+    monkeypatch.setattr(Sampler, "__call__", lambda *args: theirs.append(args))
+    batch = batch_of([2, 1])
+    run(ours, batch)
+    assert [it for _, _, it in theirs] == [batch]
+    add(ours, 2)
+    assert run(ours, batch).sampled_token_ids.tolist() == [[5], [5]]
+
+
+@pytest.mark.parametrize("name", ["compute_nans", "return_sampling_mask", "trace_replay_state", "a prompt"])
+def test_a_step_of_which_vllm_tells_more_than_tokens_goes_its_way(ours, name, monkeypatch):
+    add(ours, 0)
+    add(ours, 1)
+    theirs = []
+    monkeypatch.setattr(Sampler, "__call__", lambda *args: theirs.append(args))
+    assert hasattr(ours, name) or name == "a prompt"
+    setattr(ours, name, True)
+    run(ours, batch_of([0, 1], prompts=[1] if name == "a prompt" else []))
+    assert len(theirs) == 1
 
 
 def test_a_least_length_bars_what_would_end_a_request(ours, monkeypatch):

@@ -42,14 +42,18 @@ class GreedyTokensKernel(Protocol):
     """See the module."""
 
     def __call__(
-        self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor, barred: Barred | None = None
+        self,
+        logits: torch.Tensor,
+        requests: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        barred: Barred | None = None,
     ) -> torch.Tensor:
         """Return int64 ``[T]``.
 
         Args:
             logits: ``[T, vocabulary]``, not written to. Rows without a value above minus infinity give 0.
-            requests: integers ``[T]``, rows of ``barred``.
-            positions: integers ``[T]``, of the tokens before these logits.
+            requests: integers ``[T]``, rows of ``barred``; not read without it.
+            positions: integers ``[T]``, of the tokens before these logits; not read without ``barred``.
             barred: None if no request has barred tokens.
         """
 

@@ -17,10 +17,16 @@ class ReferenceGreedyTokens:
         self.vocab_size = spec.vocab_size
 
     def __call__(
-        self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor, barred: Barred | None = None
+        self,
+        logits: torch.Tensor,
+        requests: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        barred: Barred | None = None,
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.greedy_tokens.GreedyTokensKernel`."""
         if barred is not None:
+            assert requests is not None
+            assert positions is not None
             mine = requests.clamp(min=0).long()
             places = torch.arange(barred.tokens.shape[1], device=logits.device)
             counts = torch.where((requests >= 0) & (positions + 1 < barred.until[mine]), barred.counts[mine], 0)

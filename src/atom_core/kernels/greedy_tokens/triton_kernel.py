@@ -98,12 +98,16 @@ class TritonGreedyTokens:
         self.vocab_size = spec.vocab_size
 
     def __call__(
-        self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor, barred: Barred | None = None
+        self,
+        logits: torch.Tensor,
+        requests: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        barred: Barred | None = None,
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.greedy_tokens.GreedyTokensKernel`."""
         rows, vocab = logits.shape
         assert vocab == self.vocab_size
-        assert logits.stride(1) == requests.stride(0) == positions.stride(0) == 1
+        assert logits.stride(1) == 1
         result = torch.empty(rows, dtype=torch.int64, device=logits.device)
         if not rows:
             return result
@@ -114,7 +118,12 @@ class TritonGreedyTokens:
         best = torch.empty(rows, _MAX_SPLITS, dtype=torch.float32, device=logits.device)
         tokens = torch.empty(rows, _MAX_SPLITS, dtype=torch.int32, device=logits.device)
         # Without barred tokens no argument by request is read, and one kernel serves their integer dtypes.
-        by_request = (None,) * 5 if barred is None else (requests, positions, *barred)
+        by_request: tuple[torch.Tensor | None, ...] = (None,) * 5
+        if barred is not None:
+            assert requests is not None
+            assert positions is not None
+            assert requests.stride(0) == positions.stride(0) == 1
+            by_request = requests, positions, *barred
         taken = by_request[-1]
         _best_of_splits[(rows, splits)](
             logits,
