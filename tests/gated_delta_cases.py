@@ -1,7 +1,8 @@
 """Batches that every Gated DeltaNet kernel must compute correctly, beside the reference in float32.
 
 The same cases run on a CPU under Triton's interpreter and on a GPU. What a kernel must not read is NaN: other slots,
-states and inputs of requests that have none, and padding. Nothing else than what the reference writes may change.
+states and inputs of requests that have none, and padding, whose rows have a slot as well. Nothing else than what the
+reference writes may change.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from atom_core.batch import Batch, Snapshots, States
+from atom_core.batch import Batch, Blocks, Snapshots, States
 from atom_core.cache import StateView
 from atom_core.kernels.gated_delta_net import GatedDeltaNetSpec
 from atom_core.kernels.gated_delta_net.reference import OneByOne, gated_delta_rule
@@ -52,6 +53,8 @@ class DeltaCase:
     """Whether the batch says which requests' states are copied."""
     separate: bool = False
     """Whether states of requests that verify go to tensors of their own."""
+    block_size: int | None = None
+    """Of a prefix cache's blocks; None: slots are none."""
     channels_first: bool = False
     """Of the convolution's inputs in memory."""
     decodes: int = 0
@@ -132,9 +135,10 @@ def delta_batch(
 
     num_slots = (num_requests + 2) * (case.columns + 1) + 1
     order = (torch.randperm(num_slots - 1, generator=generator) + 1).to(torch.int32)
-    table = torch.zeros(num_requests, case.columns + 1, dtype=torch.int32)
+    unused = order[-1]
+    table = torch.full((num_requests, case.columns + 1), unused, dtype=torch.int32)
     table[: len(requests)] = order[: len(requests) * (case.columns + 1)].view(len(requests), -1)
-    slots, copies = table[:, : case.columns].contiguous(), table[:, -1].clone()
+    slots, copies = table[:, : case.columns], table[:, -1].clone()
     rows = spec.conv_width - 1 + case.columns - 1
     if case.channels_first:
         stored = torch.full((num_slots, 2, spec.channels, rows), NAN)
@@ -163,7 +167,14 @@ def delta_batch(
     def told(values: list[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values + [0] * case.padded_requests, dtype=dtype, device=device)
 
-    states = States(slots.to(device), told([it.has_state for it in requests], torch.bool))
+    lengths = told([it.tokens + 100 * it.has_state for it in requests], torch.int32)
+    states = States(slots.to(device))
+    if case.block_size is not None:
+        newest = (lengths.cpu() - 1).clamp(min=0) // case.block_size
+        table = torch.full((num_requests, int(newest.max()) + case.columns + 1), unused, dtype=torch.int32)
+        for row, column in enumerate(newest.tolist()):
+            table[row, column : column + case.columns] = slots[row]
+        states = States(table.to(device), blocks=Blocks(case.block_size, case.columns))
     if case.drafts:
         accepted, verifies = [it.accepted for it in requests], [it.verifies for it in requests]
         states = replace(states, num_accepted=told(accepted, torch.int32), verifies=told(verifies, torch.bool))
@@ -173,7 +184,7 @@ def delta_batch(
     starts = [0, *accumulate(counts)] + [num_real] * case.padded_requests
     batch = Batch(
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
-        seq_lens=told([count + 100 for count in counts], torch.int32),
+        seq_lens=lengths,
         num_requests=num_requests,
         num_tokens=num_tokens,
         max_query_len=max(counts),
@@ -263,6 +274,8 @@ FEW_CASES = (
     DeltaCase("verified, channels first", drafted(3, 3), columns=3, drafts=True, channels_first=True),
     DeltaCase("verified, 128 values", drafted(2, 2), columns=2, drafts=True, key_dim=64, value_dim=128),
     DeltaCase("verified, a convolution of two", drafted(3, 3), columns=3, drafts=True, conv_width=2),
+    DeltaCase("blocks of a prefix cache", (_ONE, _NEW, Request(3)), block_size=32, padded_requests=2),
+    DeltaCase("blocks, verified", drafted(3, 3), columns=3, drafts=True, block_size=48, padded_requests=1),
     DeltaCase("verified, kept apart", drafted(3, 3), columns=3, drafts=True, separate=True),
     DeltaCase(
         "copies",
@@ -286,6 +299,7 @@ PROMPT_CASES = (
         "lengths at chunk borders", tuple(Request(n, n % 2 > 0) for n in (1, 2, 3, 4, 63, 64, 65, 127, 128, 200))
     ),
     DeltaCase("padding", (Request(70), Request(9, False)), padded_requests=3, padded_tokens=70),
+    DeltaCase("blocks of a prefix cache", (Request(70), Request(9, False)), block_size=32, padded_requests=2),
     DeltaCase("key heads that are not shared", (Request(70, False), Request(9)), value_heads=2),
     DeltaCase("three value heads a key head", (Request(70), Request(9, False)), value_heads=6),
     DeltaCase("channels first", (Request(70), Request(2), Request(9, False)), channels_first=True),

@@ -10,9 +10,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,29 +48,53 @@ class Snapshots:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Slots that are the blocks of a prefix cache: it keeps a state every ``size`` tokens of a request."""
+
+    size: int
+    num_slots: int
+    """Of a request in a step: its own, that of the newest block, and behind it those for drafts."""
+
+
+@dataclass(frozen=True)
 class States:
     """Where the states of the requests lie, for mixers that keep one a request (Gated DeltaNet, arXiv 2412.06464).
 
-    Slot 0 belongs to no request: padded rows have it, and it is neither read nor written.
+    A request has a state if it has tokens from before the step (:attr:`Batch.seq_lens`); else it begins with zeros.
+    Slot 0 belongs to no request, and is neither read nor written; neither is any slot of a row without new tokens.
     """
 
     slots: torch.Tensor
-    """int32 ``[R, N]``: column 0 has each request's slot. The others are for drafts; see :attr:`verifies`."""
-    has_state: torch.Tensor
-    """bool ``[R]``: whether the slot has the request's state. If not, begin with zeros."""
+    """int32 ``[R, N]``, rows of any stride: column 0 has each request's own slot, the others are for drafts; see
+    :attr:`verifies`. With :attr:`blocks` columns count from ``(seq_lens - 1) // blocks.size``."""
     num_accepted: torch.Tensor | None = None
     """int32 ``[R]``: how many tokens of the request's last step were accepted, at least 1; None: 1.
 
-    Its state is read from the slot of column ``num_accepted - 1``, and its last inputs (of a convolution) from row
-    ``num_accepted - 1`` on of column 0's slot.
+    Its state is read from the slot of column ``num_accepted - 1``, counted from its own, and its last inputs (of a
+    convolution) from row ``num_accepted - 1`` on of its own slot.
     """
     verifies: torch.Tensor | None = None
     """bool ``[R]``: whether only some of the request's new tokens may be accepted; None: no request's.
 
-    If so, the state after token ``t`` is written to column ``t``, and to column 0's slot all inputs from the one after
-    which ``num_accepted = 1`` goes on. Else the state after the last token and the last inputs are written to column 0.
+    If so, the state after token ``t`` is written to column ``t``, and to its own slot all inputs from the one after
+    which ``num_accepted = 1`` goes on. Else the state after the last token and the last inputs are written to its own.
     """
     snapshots: Snapshots | None = None
+    blocks: Blocks | None = None
+    """None: a request has as many slots as there are columns."""
+
+    @property
+    def num_slots(self) -> int:
+        """Of a request."""
+        return self.slots.shape[1] if self.blocks is None else self.blocks.num_slots
+
+    def slots_of(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """int32 ``[R, num_slots]``: those of each request, its own first; ``seq_lens [R]`` is the batch's."""
+        if self.blocks is None:
+            return self.slots
+        newest = (seq_lens - 1).clamp(min=0) // self.blocks.size
+        columns = newest[:, None] + torch.arange(self.blocks.num_slots, device=seq_lens.device)
+        return self.slots.gather(1, columns.long())
 
     def decoding(self, requests: int) -> States:
         """Those of the first requests."""
@@ -83,10 +109,10 @@ class States:
         copied = self.snapshots
         return States(
             part(self.slots),
-            part(self.has_state),
             None if self.num_accepted is None else part(self.num_accepted),
             None if self.verifies is None else part(self.verifies),
             None if copied is None else Snapshots(part(copied.slots), part(copied.tokens)),
+            self.blocks,
         )
 
 
@@ -121,10 +147,13 @@ class Batch:
     """What the first layer's kernel worked out on the device for all others; another batch starts with an empty one."""
 
     def with_plans(self, plans: Mapping[Hashable, object]) -> Batch:
-        """This step with ``plans``."""
-        planned = replace(self, plans=plans)
-        object.__setattr__(planned, "scratch", self.scratch)  # it is the same batch
-        return planned
+        """This step with ``plans``; it is the same batch, and its scratch too."""
+        return _with(self, plans=plans)
+
+    def with_slots(self, slots: torch.Tensor) -> Batch:
+        """This step for layers whose states lie in ``slots``; see :attr:`States.slots`."""
+        assert self.states is not None
+        return _with(self, states=_with(self.states, slots=slots), scratch={})
 
     def decodes_and_others(self) -> tuple[Batch, Batch]:
         """The requests that decode, which come first, and those behind them, each as a batch of its own."""
@@ -154,7 +183,7 @@ class Batch:
             return 1
         if self.host is not None:
             return max(end - begin for begin, end in pairwise(self.host.starts[: requests + 1]))
-        columns = 1 if states is None else states.slots.shape[1]
+        columns = 1 if states is None else states.num_slots
         # A request has as many slots as it may have tokens to verify.
         return min(self.max_query_len, columns) if columns > 1 else self.max_query_len
 
@@ -213,6 +242,14 @@ class BatchShape:
     def num_expert_tokens(self) -> int:
         """Tokens that go through the experts."""
         return self.num_tokens * self.data_parallel_size
+
+
+def _with(it: T, **changed: Any) -> T:
+    """``dataclasses.replace`` in a fifth of its time: a host makes a few batches a step while its GPU waits."""
+    made: T = object.__new__(type(it))
+    made.__dict__.update(it.__dict__)
+    made.__dict__.update(changed)
+    return made
 
 
 def capturing(device: torch.device) -> bool:

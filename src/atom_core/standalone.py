@@ -277,10 +277,7 @@ class Runner:
             num_tokens=sum(new),
             max_query_len=max(new),
             max_seq_len=max(lengths),
-            states=States(
-                torch.arange(1, len(new) + 1, dtype=torch.int32, device=device)[:, None],
-                torch.tensor([before > 0 for before in cached], device=device),
-            ),
+            states=States(torch.arange(1, len(new) + 1, dtype=torch.int32, device=device)[:, None]),
             host=HostLengths(starts, lengths),
         )
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from atom_core.batch import Batch, BatchShape, HostLengths, Pages, Snapshots, States
+from atom_core.batch import Batch, BatchShape, Blocks, HostLengths, Pages, Snapshots, States
 from atom_core.cache import StateSpec
 from atom_core.kernels.compile_keys import CompileKeys
 from atom_core.mixers.base import TokenMixer
@@ -40,6 +40,8 @@ class StateKind:
     verifies: bool = False
     copies: bool = False
     """For prefix caches."""
+    block_size: int | None = None
+    """Of :class:`Blocks`; None: there are none."""
 
 
 #: Of batches whose requests verify nothing and of which nothing is copied.
@@ -182,7 +184,7 @@ def batch_of(
             torch.zeros(num_requests, table_width, dtype=torch.int32, device=device),
             torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         ),
-        states=_no_states(num_requests, states, device) if _keeps_states(model) else None,
+        states=_no_states(lengths, states, device) if _keeps_states(model) else None,
         num_requests=num_requests,
         num_tokens=num_tokens,
         max_query_len=shape.max_query_len,
@@ -199,18 +201,21 @@ def _keeps_states(model: DecoderForCausalLM | DraftModel) -> bool:
     return any(isinstance(it.cache_spec, StateSpec) for it in mixers(model))
 
 
-def _no_states(num_requests: int, kind: StateKind, device: torch.device) -> States:
-    """Slot 0 for each: nothing is read or written."""
+def _no_states(lengths: Sequence[int], kind: StateKind, device: torch.device) -> States:
+    """Slot 0 for each request of so many tokens: nothing is read or written."""
+    num_requests, columns = len(lengths), kind.slots
+    if kind.block_size is not None:
+        columns += (max(lengths) - 1) // kind.block_size
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return States(
-        slots=zeros(num_requests, kind.slots),
-        has_state=zeros(num_requests, dtype=torch.bool),
+        slots=zeros(num_requests, columns),
         num_accepted=zeros(num_requests) + 1 if kind.counts_accepted else None,
         verifies=zeros(num_requests, dtype=torch.bool) if kind.verifies else None,
         snapshots=Snapshots(zeros(num_requests), zeros(num_requests)) if kind.copies else None,
+        blocks=None if kind.block_size is None else Blocks(kind.block_size, kind.slots),
     )
 
 

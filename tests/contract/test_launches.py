@@ -203,7 +203,7 @@ def launches_of_a_prompt(name: str) -> int:
         num_tokens=4000,
         max_query_len=4000,
         max_seq_len=4000,
-        states=States(lengths[:, None], torch.empty(1, dtype=torch.bool, device=meta)),
+        states=States(lengths[:, None]),
         host=HostLengths((0, 4000), (4000,)),
     )
     qkvz, ba = (torch.empty(4000, size, dtype=torch.bfloat16, device=meta) for size in (numbers[1] + 4096, 64))

@@ -85,20 +85,18 @@ class _Batch:
         count, device = self.requests, bench.device
         starts = list(range(0, self.num_tokens + 1, self.tokens))
         decoding = count if self.tokens == 1 else 0
+        length = self.tokens + (decoding > 0)  # a request that decodes has a state
         return Batch(
             query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
-            seq_lens=torch.full((count,), self.tokens, dtype=torch.int32, device=device),
+            seq_lens=torch.full((count,), length, dtype=torch.int32, device=device),
             num_requests=count,
             num_tokens=self.num_tokens,
             max_query_len=self.tokens,
-            max_seq_len=self.tokens,
+            max_seq_len=length,
             num_decode_requests=decoding,
             num_decode_tokens=decoding,
-            states=States(
-                torch.arange(1, count + 1, dtype=torch.int32, device=device)[:, None],
-                torch.full((count,), self.tokens == 1, device=device),
-            ),
-            host=HostLengths(starts, [self.tokens] * count),
+            states=States(torch.arange(1, count + 1, dtype=torch.int32, device=device)[:, None]),
+            host=HostLengths(starts, [length] * count),
         )
 
 

@@ -258,10 +258,7 @@ def decode_batch(
         max_seq_len=max_model_len,
         num_decode_requests=batch,
         num_decode_tokens=batch,
-        states=States(
-            (torch.randperm(batch, generator=generator).int() + 1).to(device)[:, None],
-            torch.ones(batch, dtype=torch.bool, device=device),
-        ),
+        states=States((torch.randperm(batch, generator=generator).int() + 1).to(device)[:, None]),
     )
     return metadata, sum(counts)
 

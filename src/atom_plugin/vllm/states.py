@@ -1,16 +1,16 @@
 """vLLM's side of layers that keep a state a request (Gated DeltaNet): shapes, dtypes, backend, and metadata builder.
 
 vLLM calls such a layer "mamba". A request has ``1 + drafts`` slots, which are blocks of vLLM's pool. With
-``mamba_cache_mode`` "none" they are the columns of its block table; with "align" (prefix caching) the columns from its
-newest block on, and vLLM itself copies states from block to block before and after a step. Its copies rely on the
-layout that :class:`atom_core.batch.States` describes.
+``mamba_cache_mode`` "none" they are the first columns of its block table; with "align" (prefix caching) the columns
+from its newest block on, which kernels find by its length, and vLLM itself copies states from block to block before and
+after a step. Its copies rely on the layout that :class:`atom_core.batch.States` describes.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import (
@@ -21,9 +21,8 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
 )
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
-from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
-from atom_core.batch import Batch, States
+from atom_core.batch import Batch, Blocks, States
 from atom_core.cache import StateSpec, StateView
 from atom_core.mixers.base import TokenMixer
 from atom_plugin.vllm.batches import BatchBuilder
@@ -60,6 +59,15 @@ def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
     return dtypes
 
 
+def state_block_size(vllm_config: VllmConfig) -> int | None:
+    """Every how many tokens prefix caching keeps a state; None: it does not."""
+    cache = vllm_config.cache_config
+    if cache.mamba_cache_mode == "none":
+        return None
+    size: int = cache.mamba_block_size
+    return size
+
+
 def shapes_of_slot(spec: StateSpec, num_drafts: int) -> tuple[tuple[int, ...], ...]:
     """``spec.shapes`` as vLLM lays them out: a row of the convolution's inputs more for each draft, of either order."""
     (rows, channels), *others = spec.shapes
@@ -82,7 +90,9 @@ class AtomStateMetadataBuilder(BatchBuilder, GDNAttentionMetadataBuilder):
     """vLLM's batch over states, once a step for each group of like layers.
 
     It is a child of vLLM's builder only because runners hand accepted tokens to its children alone; none of its code
-    runs. What differs from step to step lies in tensors that are refilled in place, as captured graphs need it.
+    runs. Where states lie is read from vLLM's own block table, which vLLM refills in place, as captured graphs need it:
+    a step without drafts runs no torch op here, which would cost a host that is behind its GPU some 20 us each. What
+    the table does not say lies in tensors that are refilled in place too.
 
     Which requests verify drafts is said for each by itself, so a graph of decodes may also replay a prompt's last
     tokens, which model runner V1 takes for drafts if there are as many of them.
@@ -101,10 +111,10 @@ class AtomStateMetadataBuilder(BatchBuilder, GDNAttentionMetadataBuilder):
         self.supports_update_block_table = not self.is_v1
         self.num_drafts = vllm_config.num_speculative_tokens
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=self.num_drafts > 0)
+        caches_prefixes = state_block_size(vllm_config) is not None
+        self.blocks = Blocks(kv_cache_spec.block_size, 1 + self.num_drafts) if caches_prefixes else None
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         rows = max(vllm_config.scheduler_config.max_num_seqs, captured)
-        self.slots = torch.zeros(rows, 1 + self.num_drafts, dtype=torch.int32, device=device)
-        self.has_state = torch.zeros(rows, dtype=torch.bool, device=device)
         self.num_accepted = torch.ones(rows, dtype=torch.int32, device=device)
         self.verifies = torch.zeros(rows, dtype=torch.bool, device=device)
         self.first_layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
@@ -130,37 +140,32 @@ class AtomStateMetadataBuilder(BatchBuilder, GDNAttentionMetadataBuilder):
                 none to verify. None: as before.
             fast_build: unused.
         """
-        common, count = common_attn_metadata, common_attn_metadata.num_reqs
-        lengths = common.query_start_loc.diff()
-        has_state = torch.gt(common.seq_lens, lengths, out=self.has_state[:count])
-        states = States(self._slots(common.block_table_tensor, common.seq_lens, lengths), has_state)
-        if self.num_drafts:
-            accepted, verifies = self.num_accepted[:count], self.verifies[:count]
-            decodes = self._decodes(common, num_decode_draft_tokens_cpu)
-            verifies.copy_(decodes, non_blocking=True)
-            if self.is_v1:
-                num_accepted_tokens = self._accepted(states.slots[:, 0], common.seq_lens, lengths, verifies)
-            if num_accepted_tokens is None:
-                accepted.fill_(1)
-            else:
-                # Of a request that does not decode, all tokens count.
-                torch.mul(num_accepted_tokens, verifies, out=accepted).clamp_(min=1)
-            states = States(states.slots, has_state, accepted, verifies)
-        batch = self.batch(common, states=states)
+        common = common_attn_metadata
+        slots = self._slots(common.block_table_tensor)
+        if not self.num_drafts:
+            return self.batch(common, states=States(slots, blocks=self.blocks))
+        decodes = _decodes(common, num_decode_draft_tokens_cpu)
+        accepted, verifies = self.num_accepted[: common.num_reqs], self.verifies[: common.num_reqs]
+        verifies.copy_(torch.from_numpy(decodes), non_blocking=True)
+        if self.is_v1:
+            num_accepted_tokens = self._accepted(slots[:, 0], common, verifies)
+        if num_accepted_tokens is None:
+            accepted.fill_(1)
+        elif decodes.all():
+            torch.clamp(num_accepted_tokens, min=1, out=accepted)
+        else:
+            # Of a request that does not decode, all tokens count.
+            torch.mul(num_accepted_tokens, verifies, out=accepted).clamp_(min=1)
+        batch = self.batch(common, states=States(slots, accepted, verifies, blocks=self.blocks))
         # Kernels verify only what comes first, as both runners order requests.
-        assert not (self.num_drafts and decodes[batch.num_decode_requests :].any())
+        assert not decodes[batch.num_decode_requests :].any()
         return batch
 
-    @staticmethod
-    def _decodes(common: CommonAttentionMetadata, num_drafts: torch.Tensor | None) -> torch.Tensor:
-        """``[R]``: which requests verify drafts, or have one token after their last step's drafts."""
-        one_more = common.query_start_loc_cpu.diff() == 1
-        decodes = one_more & ~common.is_prefilling if common.is_prefilling is not None else torch.zeros_like(one_more)
-        return decodes if num_drafts is None else decodes | (num_drafts >= 0)
+    def _slots(self, table: torch.Tensor) -> torch.Tensor:
+        """The columns of ``table [R, N]`` that may be read, in place."""
+        return table if self.blocks is not None else table[:, : 1 + self.num_drafts]
 
-    def _accepted(
-        self, slots: torch.Tensor, seq_lens: torch.Tensor, lengths: torch.Tensor, verifies: torch.Tensor
-    ) -> torch.Tensor:
+    def _accepted(self, slots: torch.Tensor, common: CommonAttentionMetadata, verifies: torch.Tensor) -> torch.Tensor:
         """``[R]``: how many tokens of a request's last step were accepted, by its length then and now.
 
         Model runner V1 (goes with vLLM 0.32's support, and its use on a CPU) forgets the number for a request that a
@@ -168,30 +173,33 @@ class AtomStateMetadataBuilder(BatchBuilder, GDNAttentionMetadataBuilder):
         """
         if self._origins is None:
             self._origins = torch.zeros(len(self.first_layer.kv_cache[0]), dtype=torch.int32, device=self.device)
-        computed, at = seq_lens - lengths, slots.long()
+        lengths = common.query_start_loc.diff()
+        computed, at = common.seq_lens - lengths, (slots * (lengths > 0)).long()
         accepted = (computed - self._origins[at]).clamp_(max=1 + self.num_drafts)
         # Of which length column 0 has the state after 1 token more.
-        self._origins[at] = torch.where(verifies, computed, seq_lens - 1)
+        self._origins[at] = torch.where(verifies, computed, common.seq_lens - 1)
         return accepted
-
-    def _slots(self, table: torch.Tensor, seq_lens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """``[R, 1 + drafts]``: 0 where no token is."""
-        mode = self.vllm_config.cache_config.mamba_cache_mode
-        table = mamba_get_block_table_tensor(table, seq_lens, self.kv_cache_spec, mode)[:, : 1 + self.num_drafts]
-        return torch.mul(table, (lengths > 0).unsqueeze(1), out=self.slots[: len(table)])
 
     def update_block_table(self, metadata: Batch, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Batch:
         """See vLLM: the step for another group's layers, whose states lie elsewhere."""
-        assert metadata.states is not None
-        lengths = metadata.query_start_loc.diff()
-        slots = self._slots(blk_table[: metadata.num_requests], metadata.seq_lens, lengths)
-        return self.planned(replace(metadata, states=replace(metadata.states, slots=slots)))
+        table = blk_table if len(blk_table) == metadata.num_requests else blk_table[: metadata.num_requests]
+        return self.planned(metadata.with_slots(self._slots(table)))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Batch:
         """See vLLM; all requests have as many drafts as there may be."""
         lengths = common_attn_metadata.query_start_loc_cpu.diff()
         accepted = torch.ones_like(common_attn_metadata.seq_lens)
         return self.build(0, common_attn_metadata, accepted, lengths - 1)
+
+
+def _decodes(common: CommonAttentionMetadata, num_drafts: torch.Tensor | None) -> np.ndarray:
+    """``[R]``: which requests verify drafts, or have one token after their last step's drafts."""
+    starts = common.query_start_loc_cpu.numpy()
+    if common.is_prefilling is None:
+        decodes = np.zeros(len(starts) - 1, dtype=bool)
+    else:
+        decodes = (starts[1:] - starts[:-1] == 1) & ~common.is_prefilling.numpy()
+    return decodes if num_drafts is None else decodes | (num_drafts.numpy() >= 0)
 
 
 class AtomStateGraphMetadataBuilder(AtomStateMetadataBuilder):

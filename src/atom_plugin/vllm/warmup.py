@@ -23,6 +23,7 @@ from atom_core.models.draft import DraftModel
 from atom_core.runtime import Runtime
 from atom_core.warmup import StateKind, batches_to_serve, run_batch
 from atom_plugin.vllm.attention import VllmLayer
+from atom_plugin.vllm.states import state_block_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,7 +49,7 @@ class ModelWarmUp(VllmJitKernel[BatchShape]):
         page_size, longest = self.vllm_config.cache_config.block_size, self.vllm_config.model_config.max_model_len
         table_width = get_block_table_width(cdiv(longest, page_size), page_size)
         drafts = self.vllm_config.num_speculative_tokens
-        states = StateKind(slots=1 + drafts, counts_accepted=drafts > 0, verifies=drafts > 0)
+        states = StateKind(1 + drafts, drafts > 0, drafts > 0, block_size=state_block_size(self.vllm_config))
         run_batch(compile_key, self.model, self.runtime, table_width, self._announce, states)
 
     @contextmanager

@@ -18,7 +18,7 @@ from atom_plugin.vllm.attention import VllmPagedAttention
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
 CONFIG = SimpleNamespace(
-    cache_config=SimpleNamespace(block_size=16),
+    cache_config=SimpleNamespace(block_size=16, mamba_cache_mode="align", mamba_block_size=48),
     compilation_config=SimpleNamespace(static_forward_context={}, fast_moe_cold_start=False),
     model_config=SimpleNamespace(max_model_len=200),
     parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, use_sequence_parallel_moe=False),
@@ -74,6 +74,8 @@ def test_vllm_runs_every_batch_with_its_metadata_where_layers_look_for_it(cache,
             context = get_forward_context()
             assert context.dp_metadata is None
             seen.append((shape, table_width, context.attn_metadata))
+        # Kernels are compiled for what the batches of layers with states have.
+        assert states == warmup.StateKind(4, True, True, block_size=48)
 
     monkeypatch.setattr(warmup, "run_batch", run_batch)
     monkeypatch.setattr("vllm.distributed.is_global_first_rank", lambda: False)

@@ -161,7 +161,7 @@ def test_a_hybrids_batch_has_states_in_no_slot():
     runtime = build_runtime(torch.device("meta"), torch.float32, 256)
     model = load_model_class(config.architecture)(config, runtime)
     states = batch_of(BatchShape((1, 1, 40), 256), model, TABLE_WIDTH, torch.device("cpu")).states
-    assert (states.slots.tolist(), states.has_state.tolist()) == ([[0]] * 3, [False] * 3)
+    assert states.slots.tolist() == [[0]] * 3
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
@@ -172,7 +172,6 @@ def test_requests_have_no_states_and_a_column_for_each_token_that_is_verified(nu
     kind = StateKind(1 + num_drafts, num_drafts > 0, num_drafts > 0)
     states = batch_of(BatchShape((1, 40), 256), model, TABLE_WIDTH, runtime.device, kind).states
     assert states.slots.tolist() == [[0] * (1 + num_drafts)] * 2
-    assert not states.has_state.any()
     assert (states.num_accepted is None) == (states.verifies is None) == (num_drafts == 0)
     caches = empty_caches(model, runtime, 2, PAGE_SIZE, 1)
     run_batch(BatchShape((1, 40), 256), model, runtime, TABLE_WIDTH, lambda it: nullcontext(Step(it, caches)), kind)

@@ -175,8 +175,8 @@ def _prompts(batch: Batch, prompts: Batch) -> _Prompts | None:
     if not lengths:
         return None
     count = len(lengths)
-    slots, boundaries = states.slots[:count, 0], prompts.query_start_loc[: count + 1]
-    has_state, real = states.has_state[:count], slots > 0
+    slots, boundaries = states.slots_of(prompts.seq_lens)[:count, 0], prompts.query_start_loc[: count + 1]
+    has_state, real = prompts.seq_lens[:count] > boundaries.diff(), slots > 0
     return _Prompts(
         lengths=lengths,
         starts=boundaries,

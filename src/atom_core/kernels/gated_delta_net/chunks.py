@@ -24,7 +24,7 @@ import triton.language as tl
 from atom_core.kernels.attention.triton_kernel import range_of
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.gated_delta_net.reference import CHUNK as _CHUNK
-from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, gates, located, seen, silu
+from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, gates, located, own_slot, seen, silu
 from atom_core.kernels.launch import entry_kernel
 
 CHUNK = tl.constexpr(_CHUNK)
@@ -120,10 +120,10 @@ def _row(totals, place, head, HEADS: tl.constexpr):
 
 
 @entry_kernel
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "stride_slots"])
 def mix(
-    qkvz, conv_weight, conv, query_start_loc, slots, has_state, num_accepted, mixed, num_requests, stride_x,
-    stride_conv_slot, stride_conv_row, stride_conv_channel, stride_slots,
+    qkvz, conv_weight, conv, query_start_loc, slots, seq_lens, num_accepted, block_size, mixed, num_requests,
+    stride_x, stride_conv_slot, stride_conv_row, stride_conv_channel, stride_slots,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr, W: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def mix(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     request, begin, tokens, first = _chunk(query_start_loc, num_requests)
-    slot, _, has, cached = located(slots, has_state, num_accepted, request, stride_slots)
+    slot, _, has, cached, _at = located(slots, seq_lens, num_accepted, block_size, request, tokens, stride_slots)
     if (first >= tokens) | (slot <= 0):
         return
     head = tl.program_id(1)  # queries of all heads, then keys, then values, as their channels
@@ -152,9 +152,10 @@ def mix(
 
 
 @entry_kernel
-@triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["ba"])
+@triton.jit(do_not_specialize=["num_requests", "stride_slots"], do_not_specialize_on_alignment=["ba"])
 def solve(
-    ba, a_log, dt_bias, query_start_loc, slots, mixed, w, u, totals, num_requests, stride_ba, stride_slots,
+    ba, a_log, dt_bias, query_start_loc, slots, seq_lens, block_size, mixed, w, u, totals, num_requests, stride_ba,
+    stride_slots,
     HK: tl.constexpr, HV: tl.constexpr, PADDED: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +167,8 @@ def solve(
         tl.extra.cuda.gdc_wait()
     request, begin, tokens, first = _chunk(query_start_loc, num_requests)
     head = tl.program_id(1)
-    if (first >= tokens) | (tl.load(slots + request * stride_slots) <= 0):
+    seq_len = tl.load(seq_lens + request)
+    if (first >= tokens) | (tl.load(own_slot(slots, seq_len, block_size, request, stride_slots)) <= 0):
         return
 
     place = tl.program_id(0)
@@ -244,9 +246,9 @@ def _keep_inputs(
 
 
 @entry_kernel
-@triton.jit
+@triton.jit(do_not_specialize=["stride_slots"])
 def carry(
-    qkvz, conv, recurrent, query_start_loc, slots, has_state, num_accepted, snapshot_slots, snapshot_tokens,
+    qkvz, conv, recurrent, query_start_loc, slots, seq_lens, num_accepted, block_size, snapshot_slots, snapshot_tokens,
     mixed, w, u, totals, states, stride_x,
     stride_conv_slot, stride_conv_row, stride_conv_channel, stride_state, stride_slots,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr,
@@ -265,7 +267,7 @@ def carry(
     request = tl.program_id(2).to(tl.int64)
     begin = tl.load(query_start_loc + request)
     tokens = tl.load(query_start_loc + request + 1) - begin
-    slot, source, has, cached = located(slots, has_state, num_accepted, request, stride_slots)
+    slot, source, has, cached, _at = located(slots, seq_lens, num_accepted, block_size, request, tokens, stride_slots)
     if (tokens == 0) | (slot <= 0):
         return
     place = begin // CHUNK + tl.program_id(2)
@@ -292,8 +294,8 @@ def carry(
                 added, _, key, total = _step(
                     state, mixed, w, u, totals, whole, head, first_row, HK, HV, PADDED, BLOCK_V, PRECISION
                 )
-                last = tl.load(totals + (tl.cast(whole, tl.int64) * HV + head) * CHUNK + (kept % CHUNK - 1))
                 counted = tl.arange(0, CHUNK) < kept % CHUNK
+                last = tl.load(totals + (tl.cast(whole, tl.int64) * HV + head) * CHUNK + (kept % CHUNK - 1))
                 left = tl.where(counted, tl.exp(tl.where(counted, last - total, 0.0)), 0.0)
                 copy = _advanced(state, added, key, left, tl.exp(last), PRECISION)
             tl.store(recurrent + kept_slot * stride_state + within, copy.to(recurrent.dtype.element_ty), mask=mask)
@@ -334,9 +336,9 @@ def carry(
 
 
 @entry_kernel
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "stride_slots"])
 def answer(
-    qkvz, norm_weight, out, query_start_loc, slots, mixed, u, totals, states, num_requests, eps,
+    qkvz, norm_weight, out, query_start_loc, slots, seq_lens, block_size, mixed, u, totals, states, num_requests, eps,
     stride_x, stride_out, stride_slots,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
@@ -349,7 +351,8 @@ def answer(
         tl.extra.cuda.gdc_wait()
     request, begin, tokens, first = _chunk(query_start_loc, num_requests)
     head = tl.program_id(1)
-    if (first >= tokens) | (tl.load(slots + request * stride_slots) <= 0):
+    seq_len = tl.load(seq_lens + request)
+    if (first >= tokens) | (tl.load(own_slot(slots, seq_len, block_size, request, stride_slots)) <= 0):
         return
     place = tl.program_id(0)
     query = tl.load(_tile(mixed, place, head // (HV // HK), HEADS, CHUNK, PADDED))

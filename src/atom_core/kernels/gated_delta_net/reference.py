@@ -155,22 +155,26 @@ class OneByOne:
         """See :class:`atom_core.kernels.gated_delta_net.GatedDeltaNetKernel`."""
         states = batch.states
         assert states is not None
-        starts = batch.query_start_loc.tolist()
+        starts, lengths, slots = (
+            batch.query_start_loc.tolist(),
+            batch.seq_lens.tolist(),
+            states.slots_of(batch.seq_lens),
+        )
         for row in range(batch.num_requests):
             tokens = slice(starts[row], starts[row + 1])
-            if tokens.start < tokens.stop and int(states.slots[row, 0]) > 0:
-                request = _Request(cache, states, row)
+            if tokens.start < tokens.stop and int(slots[row, 0]) > 0:
+                has_state = lengths[row] > tokens.stop - tokens.start
+                request = _Request(cache, states, row, slots[row].tolist(), has_state)
                 out[tokens] = request.run(qkvz[tokens], ba[tokens], weights, self.rule)
 
 
 class _Request:
     """One request's states in a step."""
 
-    def __init__(self, cache: StateView, states: States, row: int) -> None:
+    def __init__(self, cache: StateView, states: States, row: int, slots: list[int], has_state: bool) -> None:
         self.conv, self.recurrent = cache.tensors
-        self.cache, self.row, self.slots = cache, row, states.slots[row].tolist()
+        self.cache, self.row, self.slots, self.has_state = cache, row, slots, has_state
         self.first = 0 if states.num_accepted is None else int(states.num_accepted[row]) - 1
-        self.has_state = bool(states.has_state[row])
         self.verifies = states.verifies is not None and bool(states.verifies[row])
         self.snapshot = None
         if states.snapshots is not None:

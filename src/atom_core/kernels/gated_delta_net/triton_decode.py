@@ -125,8 +125,9 @@ def _normed(x):
     return x * tl.rsqrt(tl.sum(x * x, 0) + L2_EPS)
 
 
+# The rows of `ba` may be short, and begin anywhere in mixed steps. Slots may be a view of a framework's table.
 @entry_kernel
-@triton.jit(do_not_specialize_on_alignment=["ba"])  # its rows may be short, and begin anywhere in mixed steps
+@triton.jit(do_not_specialize=["stride_slots"], do_not_specialize_on_alignment=["ba"])
 def _gated_delta_decode(
     qkvz,
     ba,
@@ -141,8 +142,9 @@ def _gated_delta_decode(
     unverified,
     query_start_loc,
     slots,
-    has_state,
+    seq_lens,
     num_accepted,
+    block_size,
     verifies,
     snapshot_slots,
     snapshot_tokens,
@@ -189,7 +191,9 @@ def _gated_delta_decode(
     key_head = head // SHARED
     begin = tl.load(query_start_loc + request).to(tl.int64)
     tokens = (tl.load(query_start_loc + request + 1) - begin).to(tl.int32)
-    slot, source, has, first = located(slots, has_state, num_accepted, request, stride_slots)
+    slot, source, has, first, own_slots = located(
+        slots, seq_lens, num_accepted, block_size, request, tokens, stride_slots
+    )
     kept = 0
     if SNAPSHOTS:
         kept = tl.load(snapshot_tokens + request)
@@ -270,7 +274,7 @@ def _gated_delta_decode(
                 if SEPARATE:
                     target = unverified + request * stride_unverified + token * stride_unverified_token
                 else:
-                    target = recurrent + tl.load(slots + request * stride_slots + token).to(tl.int64) * stride_state
+                    target = recurrent + tl.load(own_slots + token).to(tl.int64) * stride_state
                 _store_state(target + state_at, state, state_used)
 
     if verified == 0:
@@ -392,8 +396,9 @@ class TritonGatedDeltaDecode:
             unverified,
             batch.query_start_loc,
             states.slots,
-            states.has_state,
+            batch.seq_lens,
             states.num_accepted,
+            None if states.blocks is None else states.blocks.size,
             states.verifies,
             None if snapshots is None else snapshots.slots,
             None if snapshots is None else snapshots.tokens,

@@ -50,17 +50,30 @@ def gates(a, b, a_log, dt_bias):
 
 
 @triton.jit
-def located(slots, has_state, num_accepted, request, stride_slots):
-    """A request's own slot, the slot that has its state, 1 if it has one, and the row of its first input."""
+def own_slot(slots, seq_len, block_size, request, stride_slots):
+    """Where a request's own slot is; behind it are those for drafts."""
     at = slots + request * stride_slots
+    if block_size is not None:
+        at += tl.maximum(seq_len - 1, 0) // block_size
+    return at
+
+
+@triton.jit
+def located(slots, seq_lens, num_accepted, block_size, request, tokens, stride_slots):
+    """A request's own slot, the slot that has its state, 1 if it has one, and the row of its first input.
+
+    The last value is where the slots are. ``tokens``: the new ones.
+    """
+    seq_len = tl.load(seq_lens + request)
+    at = own_slot(slots, seq_len, block_size, request, stride_slots)
     slot = tl.load(at).to(tl.int64)
-    has = tl.load(has_state + request).to(tl.int32)
+    has = (seq_len > tokens).to(tl.int32)
     first = 0
     source = slot
     if num_accepted is not None:
         first = tl.maximum(tl.load(num_accepted + request) - 1, 0)  # a padded row may say that none was
         source = tl.load(at + first).to(tl.int64)
-    return slot, source, has, first
+    return slot, source, has, first, at
 
 
 @triton.jit

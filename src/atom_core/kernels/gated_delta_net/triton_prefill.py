@@ -137,7 +137,8 @@ class TritonGatedDeltaNet:
         states_before = qkvz.new_empty(places, HV, padded, padded)
         totals = torch.empty(places, HV, CHUNK, dtype=torch.float32, device=qkvz.device)
         starts, slots = batch.query_start_loc, states.slots
-        read = starts, slots, states.has_state, states.num_accepted
+        block_size = None if states.blocks is None else states.blocks.size
+        read = starts, slots, batch.seq_lens, states.num_accepted, block_size
         sizes, width, tile = {"K": K, "V": V}, spec.conv_width, self.tile
         constants = {"HK": HK, "HV": HV, "PADDED": padded, "OVERLAP": self.overlap, **launch_options(self.overlap)}
         products = {"PRECISION": self.precision, **constants}
@@ -146,8 +147,8 @@ class TritonGatedDeltaNet:
             W=width, num_warps=8, **sizes, **constants,
         )  # fmt: skip
         solve[places, HV](
-            ba, weights.a_log, weights.dt_bias, starts, slots, mixed, w, u, totals, num_requests, ba.stride(0),
-            slots.stride(0), INVERSE=self._inverse, num_warps=self.warps, **products,
+            ba, weights.a_log, weights.dt_bias, starts, slots, batch.seq_lens, block_size, mixed, w, u, totals,
+            num_requests, ba.stride(0), slots.stride(0), INVERSE=self._inverse, num_warps=self.warps, **products,
         )  # fmt: skip
         carry[padded // tile.values, HV, num_requests](
             qkvz, conv, recurrent, *read, *((None, None) if snapshots is None else (snapshots.slots, snapshots.tokens)),
@@ -156,8 +157,9 @@ class TritonGatedDeltaNet:
             num_stages=tile.stages, **sizes, **products,
         )  # fmt: skip
         answer[places, HV](
-            qkvz, weights.norm, out, starts, slots, mixed, u, totals, states_before, num_requests, weights.eps,
-            qkvz.stride(0), out.stride(0), slots.stride(0), num_warps=self.warps, **sizes, **products,
+            qkvz, weights.norm, out, starts, slots, batch.seq_lens, block_size, mixed, u, totals, states_before,
+            num_requests, weights.eps, qkvz.stride(0), out.stride(0), slots.stride(0), num_warps=self.warps, **sizes,
+            **products,
         )  # fmt: skip
 
     @property

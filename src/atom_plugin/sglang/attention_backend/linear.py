@@ -192,15 +192,15 @@ class StateGraphs:
         assert queries_each is not None, "only batches of equal requests are captured"
         if queries_each not in self._starts:
             self._starts[queries_each] = self._ramp * queries_each
-        every, decodes = self._every[:count], count if queries_each == 1 else 0
-        verifies = every if forward_batch.forward_mode.is_target_verify() else None
+        decodes = count if queries_each == 1 else 0
+        verifies = self._every[:count] if forward_batch.forward_mode.is_target_verify() else None
         snapshots = None
         if _has_snapshots(forward_batch):
             snapshots = Snapshots(self.snapshot_slots[:count], self._one[:count])
         return Batch(
             query_start_loc=self._starts[queries_each][: count + 1],
             seq_lens=self.seq_lens[:count],
-            states=States(self.slots[:count], every, verifies=verifies, snapshots=snapshots),
+            states=States(self.slots[:count], verifies=verifies, snapshots=snapshots),
             num_requests=count,
             num_tokens=shape.num_tokens,
             max_query_len=queries_each,

@@ -117,14 +117,10 @@ def states_of(forward_batch: ForwardBatch, pool: StatePool) -> States:
     slots = pool.slots(forward_batch.req_pool_indices)[:, None]
     every = torch.ones(len(slots), dtype=torch.bool, device=slots.device)
     if mode.is_target_verify():
-        return States(slots, every, verifies=every)
+        return States(slots, verifies=every)
     if mode.is_decode_or_idle():
-        return States(slots, every, snapshots=_snapshots(forward_batch, every.to(torch.int32)))
-    return States(
-        slots,
-        forward_batch.extend_prefix_lens > 0,
-        snapshots=_snapshots(forward_batch, forward_batch.mamba_track_aligned_lens()),
-    )
+        return States(slots, snapshots=_snapshots(forward_batch, every.to(torch.int32)))
+    return States(slots, snapshots=_snapshots(forward_batch, forward_batch.mamba_track_aligned_lens()))
 
 
 def _snapshots(forward_batch: ForwardBatch, tokens: torch.Tensor | None) -> Snapshots | None:

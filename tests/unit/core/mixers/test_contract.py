@@ -31,9 +31,8 @@ class DecayingSum(TokenMixer):
 
     def run(self, inputs, positions, batch, cache, out):
         (pool,), states, starts = cache.tensors, batch.states, batch.query_start_loc.tolist()
-        for request, (slot, known) in enumerate(
-            zip(states.slots[:, 0].tolist(), states.has_state.tolist(), strict=True)
-        ):
+        for request, (slot, length) in enumerate(zip(states.slots[:, 0].tolist(), batch.seq_lens, strict=True)):
+            known = length > starts[request + 1] - starts[request]
             state = pool[slot] if known else torch.zeros(self.heads)
             for token in range(starts[request], starts[request + 1]):
                 state = DECAY * state + inputs[0][token].view(self.heads)
@@ -41,16 +40,16 @@ class DecayingSum(TokenMixer):
             pool[slot] = state
 
 
-def batch(slots, new, has_state):
+def batch(slots, new, before):
     starts = torch.tensor([0, *new]).cumsum(0).int()
     return Batch(
         query_start_loc=starts,
-        seq_lens=torch.tensor(new),
+        seq_lens=torch.tensor(new) + torch.tensor(before),
         num_requests=len(new),
         num_tokens=sum(new),
         max_query_len=max(new),
         max_seq_len=max(new),
-        states=States(torch.tensor(slots, dtype=torch.int32)[:, None], torch.tensor(has_state)),
+        states=States(torch.tensor(slots, dtype=torch.int32)[:, None]),
     )
 
 
@@ -61,7 +60,7 @@ def test_a_framework_s_own_attention_is_neither_planned_for_nor_given_a_cache():
 
     model = torch.nn.ModuleList([Theirs(DecayingSum("theirs", 0, (2, 3), 3, 1.0))])
     assert mixers(model) == []
-    assert plan(model, batch((1,), (1,), (True,))).plans == {}
+    assert plan(model, batch((1,), (1,), (1,))).plans == {}
 
 
 def test_a_state_goes_on_where_the_request_has_one_and_begins_with_zeros_where_not():
@@ -71,18 +70,18 @@ def test_a_state_goes_on_where_the_request_has_one_and_begins_with_zeros_where_n
     pool = torch.full((4, *shape), float("nan"), dtype=dtype)
     x = torch.randn(2, 5, 6)
 
-    def run(tokens, slots, has_state):
-        step = batch(slots, [len(it) for it in tokens], has_state)
+    def run(tokens, slots, before):
+        step = batch(slots, [len(it) for it in tokens], before)
         assert step.pages is NO_PAGES
         found = layer(
             (torch.cat(list(tokens)),), torch.arange(step.num_tokens), Step(plan(layer, step), {0: StateView((pool,))})
         )
         return found.split([len(it) for it in tokens])
 
-    whole = run(x, (3, 1), (False, False))
+    whole = run(x, (3, 1), (0, 0))
     pool.fill_(float("nan"))
-    first = run((x[0, :2], x[1, :3]), (1, 2), (False, False))
-    second = run((x[1, 3:], x[0, 2:]), (2, 1), (True, True))
+    first = run((x[0, :2], x[1, :3]), (1, 2), (0, 0))
+    second = run((x[1, 3:], x[0, 2:]), (2, 1), (3, 2))
     torch.testing.assert_close(torch.cat((first[0], second[1])), whole[0])
     torch.testing.assert_close(torch.cat((first[1], second[0])), whole[1])
     assert pool[[0, 3]].isnan().all(), "other requests' slots are left alone"

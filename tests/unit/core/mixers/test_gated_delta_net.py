@@ -53,12 +53,12 @@ class Layer:
         table = torch.tensor(slots, dtype=torch.int32)
         batch = Batch(
             query_start_loc=torch.tensor([0, *new]).cumsum(0).int(),
-            seq_lens=torch.tensor(new),
+            seq_lens=torch.tensor([count + had for count, had in zip(new, has_state, strict=True)]),
             num_requests=len(new),
             num_tokens=sum(new),
             max_query_len=max(new),
-            max_seq_len=max(new),
-            states=States(table if table.dim() == 2 else table[:, None], torch.tensor(has_state), **states),
+            max_seq_len=max(new) + 1,
+            states=States(table if table.dim() == 2 else table[:, None], **states),
         )
         both = tuple(torch.cat(side) for side in zip(*inputs, strict=True))
         out = self.attn(both, torch.zeros(sum(new)), Step(batch, {0: self.pool}))
