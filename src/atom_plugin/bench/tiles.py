@@ -74,9 +74,7 @@ def candidates(
     return found
 
 
-def _of_split_rows(
-    inputs: int, tokens: int, in_features: int, shared_memory: int, itemsize: int
-) -> Iterator[Tile]:
+def _of_split_rows(inputs: int, tokens: int, in_features: int, shared_memory: int, itemsize: int) -> Iterator[Tile]:
     """Tiles of the Hopper kernel with few rows of the weight, which splits their columns and stacks the splits.
 
     ``inputs``: the input's rows that a program has; ``tokens``: the same, or 0 if they are all of it.
