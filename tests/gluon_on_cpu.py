@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 _LANGUAGE = "triton.experimental.gluon"
+_LAYOUTS = ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "SwizzledSharedLayout")
 #: Modules that are run so: each is imported anew, with the language below in Gluon's place.
 _MODULES = (
     "atom_core.kernels.linear.few_rows_hopper",
+    "atom_core.kernels.attention.hopper",
     "atom_core.kernels.mla_attention.hopper",
     "atom_core.kernels.mla_fused_decode.hopper",
 )
@@ -150,6 +152,15 @@ class Shared:
         """One of several tiles."""
         return Shared(self.data[int(place)])
 
+    @property
+    def shape(self) -> torch.Size:
+        """As torch's."""
+        return self.data.shape
+
+    def load(self, layout: Any) -> Tensor:
+        """All of it."""
+        return Tensor(self.data.clone())
+
     def store(self, value: Tensor) -> None:
         """Write all of it."""
         assert value.dtype.torch == self.data.dtype
@@ -255,7 +266,7 @@ def _language() -> dict[str, ModuleType]:
     language = {
         "constexpr": Any,
         **{name: DType(getattr(torch, name)) for name in ("int32", "int64", "float32")},
-        **dict.fromkeys(("BlockedLayout", "SliceLayout", "NVMMADistributedLayout"), _layout),
+        **dict.fromkeys(_LAYOUTS, _layout),
         "NVMMASharedLayout": shared,
         "program_id": lambda axis: Tensor(torch.tensor(_program[axis])),
         "num_programs": lambda axis: _grid[axis],
@@ -269,6 +280,7 @@ def _language() -> dict[str, ModuleType]:
         "zeros": lambda shape, dtype, layout: Tensor(torch.zeros(shape, dtype=dtype.torch)),
         "full": lambda shape, value, dtype, layout: Tensor(torch.full(shape, value, dtype=dtype.torch)),
         "convert_layout": lambda x, layout: x,
+        "multiple_of": lambda x, number: x,
         "load": _load,
         "store": _store,
         "atomic_add": _atomic_add,
@@ -286,7 +298,7 @@ def _language() -> dict[str, ModuleType]:
     products = {
         "fence_async_shared": _nothing,
         "warpgroup_mma": _multiply,
-        "warpgroup_mma_wait": lambda count, waited: waited[0],
+        "warpgroup_mma_wait": lambda count, waited: waited[0] if len(waited) == 1 else waited,
     }
     found: dict[str, ModuleType] = {}
     for name, contents in (

@@ -70,7 +70,9 @@ def test_attention_is_replayed_for_other_lengths(captured, layer, dtype):
     )
     q, out = torch.empty_like(first.q), torch.empty_like(first.q)
     sinks = first.sinks
-    kernel = TritonAttention(case.spec(dtype), torch.version.hip is None, overlaps(Target.of(GPU)))
+    target = Target.of(GPU)
+    hopper = (target.kind, target.arch) == ("cuda", "sm90")
+    kernel = TritonAttention(case.spec(dtype), torch.version.hip is None, overlaps(target), hopper)
 
     def fill(inputs):
         pool.fill_(NAN)

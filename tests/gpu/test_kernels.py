@@ -26,6 +26,7 @@ from tests.kernel_cases import (
 
 GPU = torch.device("cuda")
 HERE = {"nvidia": torch.version.hip is None, "overlap": overlaps(Target.of(GPU))}
+ATTENTION_HERE = {**HERE, "hopper": (Target.of(GPU).kind, Target.of(GPU).arch) == ("cuda", "sm90")}
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
@@ -44,6 +45,12 @@ LARGE_ATTENTION = (
     AttentionCase("Llama 3.2 1B", _LONG, heads=32, kv_heads=8, dim=64, page_size=32),
     AttentionCase("a window", _LONG, heads=32, kv_heads=8, dim=128, window=1024),
     AttentionCase("sinks and a window", _LONG, heads=64, kv_heads=8, dim=64, window=128, sinks=True),
+    AttentionCase("Qwen3.5 35B-A3B", _LONG, heads=16, kv_heads=2, dim=256),
+    AttentionCase("five query heads a group", _LONG, heads=40, kv_heads=8, dim=128, page_size=1),
+    AttentionCase("seven query heads a group", _LONG, heads=28, kv_heads=4, dim=128, page_size=48),
+    AttentionCase("sixteen query heads a group", _LONG, heads=32, kv_heads=2, dim=128, page_size=256, window=700),
+    AttentionCase("prompts alone", ((0, 300), (0, 1), (0, 129), (64, 1000)), heads=16, kv_heads=2, dim=256),
+    AttentionCase("many prompts", ((0, 200), (100, 77)) * 9, heads=32, kv_heads=8, dim=128),
     AttentionCase("soft cap, the largest head", _LONG, heads=16, kv_heads=8, dim=256, soft_cap=50.0),
     AttentionCase(
         "256 requests that decode", tuple((7 * index, 1) for index in range(256)), heads=16, kv_heads=8, dim=128
@@ -59,13 +66,15 @@ LARGE_QKV = (
 @every_dtype
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
 def test_attention(case, dtype):
-    check_attention(TritonAttention(case.spec(dtype), **HERE), attention_batch(case, dtype, GPU))
+    check_attention(TritonAttention(case.spec(dtype), **ATTENTION_HERE), attention_batch(case, dtype, GPU))
 
 
 @every_dtype
 @pytest.mark.parametrize("case", LARGE_ATTENTION, ids=str)
 def test_attention_over_large_batches(case, dtype):
-    check_attention(TritonAttention(case.spec(dtype), **HERE), attention_batch(case, dtype, GPU, by_token=False))
+    check_attention(
+        TritonAttention(case.spec(dtype), **ATTENTION_HERE), attention_batch(case, dtype, GPU, by_token=False)
+    )
 
 
 @every_dtype
@@ -78,13 +87,13 @@ def test_qk_norm_rope_cache(case, dtype):
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
 def test_attention_over_an_fp8_cache(case, dtype, cache_dtype):
     batch = attention_batch(case, dtype, GPU, cache_dtype=cache_dtype)
-    check_attention(TritonAttention(case.spec(dtype, cache_dtype), **HERE), batch)
+    check_attention(TritonAttention(case.spec(dtype, cache_dtype), **ATTENTION_HERE), batch)
 
 
 @pytest.mark.parametrize("case", LARGE_ATTENTION, ids=str)
 def test_attention_over_large_batches_and_an_fp8_cache(case, cache_dtype):
     batch = attention_batch(case, torch.bfloat16, GPU, by_token=False, cache_dtype=cache_dtype)
-    check_attention(TritonAttention(case.spec(torch.bfloat16, cache_dtype), **HERE), batch)
+    check_attention(TritonAttention(case.spec(torch.bfloat16, cache_dtype), **ATTENTION_HERE), batch)
 
 
 @every_dtype
@@ -105,4 +114,4 @@ def test_offsets_past_two_billion_elements():
     far[..., case.dim :] = batch.cache.value
     cache = type(batch.cache).of_packed(far, case.dim)
     assert (pages - 1) * 2**26 > 2**31
-    check_attention(TritonAttention(case.spec(torch.bfloat16), **HERE), replace(batch, cache=cache))
+    check_attention(TritonAttention(case.spec(torch.bfloat16), **ATTENTION_HERE), replace(batch, cache=cache))

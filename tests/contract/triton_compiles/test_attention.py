@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from atom_core.kernels.attention import hopper as prompts_hopper
 from atom_core.kernels.attention import triton_kernel as attention_kernel
 from tests.contract.triton_compiles.compiling import CPU, FP8_CACHES, GPUS, compiles
 from tests.kernel_cases import AttentionCase, attention_batch, check_attention
@@ -49,3 +50,27 @@ def test_attention_compiles(name, batch, gpu, cache_dtype):
 @pytest.mark.parametrize("name", FP8_ATTENTION)
 def test_attention_over_an_fp8_cache_compiles(name, batch, gpu, cache_dtype):
     test_attention_compiles(name, batch, gpu, cache_dtype)
+
+
+#: Groups of 4, 5, 7, 8 and 16 query heads, and what models have besides.
+PROMPTS = {
+    "head size 64": AttentionCase("", (), heads=64, kv_heads=8, dim=64, window=128, sinks=True),
+    "head size 128": AttentionCase("", (), heads=32, kv_heads=8, dim=128),
+    "head size 256": AttentionCase("", (), heads=16, kv_heads=2, dim=256),
+    "five heads a group, one token a page": AttentionCase("", (), heads=40, kv_heads=8, dim=128, page_size=1),
+    "seven heads a group, a window": AttentionCase("", (), heads=28, kv_heads=4, dim=128, page_size=48, window=700),
+    "sixteen heads a group, soft cap": AttentionCase("", (), heads=16, kv_heads=1, dim=256, page_size=64, soft_cap=5.0),
+}
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 132], ids=["large tiles", "small tiles"])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_compile_for_hopper(monkeypatch, name, multiprocessors):
+    monkeypatch.setattr(prompts_hopper, "multiprocessors", lambda device: multiprocessors)
+    case = replace(PROMPTS[name], requests=BATCHES["prefill"])
+    kernel = attention_kernel.TritonAttention(case.spec(torch.bfloat16), nvidia=True, overlap=True, hopper=True)
+    with compiles(prompts_hopper, "prompt_attention_hopper", GPUS[-1]) as found:
+        check_attention(kernel, attention_batch(case, torch.bfloat16, CPU))
+    # Softmaxes run during products, so the wait for the second product comes behind them in what ptxas makes.
+    assert found.compiled is not None
+    assert found.compiled.asm["ptx"].count("wgmma.wait_group.sync.aligned 1") >= 2

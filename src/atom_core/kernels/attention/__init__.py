@@ -108,7 +108,8 @@ def _triton_supports(spec: PagedAttentionSpec, target: Target) -> str | None:
 def _build_triton(spec: PagedAttentionSpec, target: Target) -> PagedAttentionKernel:
     from atom_core.kernels.attention.triton_kernel import TritonAttention  # needs triton, which a CPU may lack
 
-    return TritonAttention(spec, nvidia=target.kind == "cuda", overlap=overlaps(target))
+    nvidia, hopper = target.kind == "cuda", (target.kind, target.arch) == ("cuda", "sm90")
+    return TritonAttention(spec, nvidia, overlaps(target), hopper)
 
 
 def _torch_supports(spec: PagedAttentionSpec, target: Target) -> str | None:

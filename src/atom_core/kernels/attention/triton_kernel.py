@@ -23,6 +23,7 @@ import triton.language as tl
 
 from atom_core.batch import Batch, BatchShape
 from atom_core.cache import CacheOrder, KVCacheView
+from atom_core.kernels.attention.hopper import PromptAttention
 from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_splits
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.triton_support import launch_options, next_power_of_2, takes_amd_assembly
@@ -305,13 +306,15 @@ class TritonAttention:
         spec: the layer.
         nvidia: whether the GPU is NVIDIA's; AMD's have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        hopper: whether the GPU is a Hopper, which has its own kernel for prompts.
     """
 
     order: CacheOrder = "plain"
     graph_support: GraphSupport = "always"
 
-    def __init__(self, spec: PagedAttentionSpec, nvidia: bool, overlap: bool) -> None:
+    def __init__(self, spec: PagedAttentionSpec, nvidia: bool, overlap: bool, hopper: bool = False) -> None:
         self.spec = spec
+        self.prompts = PromptAttention(spec, overlap) if hopper and PromptAttention.fits(spec) else None
         self.nvidia, self.overlap = nvidia, overlap
         self.group: int = spec.num_heads // spec.num_kv_heads
         self.decode_rows: int = max(16, next_power_of_2(self.group))  # tl.dot wants at least 16
@@ -342,6 +345,9 @@ class TritonAttention:
         block_m = self._rows(shape.max_query_len, max(16, next_power_of_2(self.spec.head_dim)))
         blocks = shape.num_tokens // max(1, block_m // self.group) + shape.num_requests
         few_queries = block_m == self.decode_rows
+        if self.prompts is not None and not few_queries:
+            yield self.prompts.compile_key(shape, device)
+            return
         yield block_m, few_queries and count_splits(blocks * self.spec.num_kv_heads, shape.max_seq_len, device) > 1
 
     def plan_key(self) -> None:
@@ -370,6 +376,9 @@ class TritonAttention:
         blocks = num_tokens // block_q + num_requests
         programs = blocks * spec.num_kv_heads
         few_queries = block_m == self.decode_rows
+        if self.prompts is not None and not few_queries and self.prompts.takes(q, cache, out):
+            self.prompts(q, cache, batch, sinks, out)
+            return
         splits = Splits(1)
         if few_queries:
             rows = num_tokens * spec.num_heads

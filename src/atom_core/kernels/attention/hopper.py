@@ -1,0 +1,525 @@
+"""Paged attention of prompts on Hopper, in Gluon: the softmax of a tile of keys runs during the product before it.
+
+A program takes ``BLOCK_Q`` query tokens of one request and all query heads of one key/value head, as
+:mod:`atom_core.kernels.attention.triton_kernel` does, in tiles of 64 rows a warp group. It starts the product of the
+queries and the next tile of keys, then that of the current tile's weights and values, and works out the next tile's
+weights while the tensor cores are busy with the second (arXiv 2407.08608, section 3.2). The tiles after those are
+copied meanwhile; ``wgmma`` reads them, and the queries, from shared memory.
+
+Most tiles of keys are seen by all queries of a program and need no masks; those at the diagonal, and at a window's
+edge, have loops of their own. The programs with the most keys, of the last queries of a prompt, start first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from atom_core.batch import Batch, BatchShape
+from atom_core.cache import KVCacheView
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready
+from atom_core.kernels.linear.tiles import why_no_gluon
+from atom_core.kernels.triton_support import launch_options, multiprocessors
+
+if TYPE_CHECKING:
+    from atom_core.kernels.attention import PagedAttentionSpec
+
+#: Softmaxes use powers of 2, for which the hardware has an instruction.
+_LOG2_E = 1.4426950408889634
+
+
+class Tile(NamedTuple):
+    """Rows and keys of a program's tile."""
+
+    rows: int
+    keys: int
+
+
+#: The tiles of each head size: of one warp group, for batches whose larger tiles would leave multiprocessors idle, and
+#: of two. Two tiles of keys and of values fit in shared memory beside the queries, and a tile's scores and weights in
+#: registers beside the outputs.
+_TILES = {64: (Tile(64, 128), Tile(128, 128)), 128: (Tile(64, 64), Tile(128, 128)), 256: (Tile(64, 64), Tile(128, 64))}
+
+
+@gluon.jit
+def _pages(table, tile, length, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, RUN: gl.constexpr, runs: gl.constexpr):
+    """The page of each run of ``RUN`` keys of a tile, if it begins before ``length``."""
+    key = tile + gl.arange(0, BLOCK_N // RUN, gl.SliceLayout(1, runs)) * RUN
+    return gl.load(table + key // PAGE, mask=key < length, other=0)
+
+
+@gluon.jit
+def _copy(
+    to,
+    side,
+    page,
+    tile,
+    length,
+    stride_page,
+    stride_token,
+    PAGE: gl.constexpr,
+    RUN: gl.constexpr,
+    runs: gl.constexpr,
+    copied: gl.constexpr,
+):
+    """Start to copy a tile of keys or values to shared memory, with zeros from ``length`` on."""
+    BLOCK_N: gl.constexpr = to.shape[0]
+    D: gl.constexpr = to.shape[1]
+    offset = (tile + gl.arange(0, BLOCK_N // RUN, gl.SliceLayout(1, runs)) * RUN) % PAGE
+    of_run = page.to(gl.int64) * stride_page + offset.to(gl.int64) * stride_token
+    in_run = gl.arange(0, RUN, gl.SliceLayout(0, runs)) * stride_token
+    row = gl.convert_layout((of_run[:, None] + in_run[None, :]).reshape([BLOCK_N]), gl.SliceLayout(1, copied))
+    # Rows are aligned to 16 bytes, which the compiler no longer sees.
+    row = gl.multiple_of(row, 8)
+    known = tile + gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)) < length
+    load(to, side + row[:, None] + gl.arange(0, D, gl.SliceLayout(0, copied))[None, :], mask=known[:, None])
+
+
+@gluon.jit
+def _weights(
+    scores,
+    highest,
+    total,
+    tile,
+    position,
+    scale,
+    soft_cap,
+    MASKED: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    scored: gl.constexpr,
+):
+    """The weights of a tile of keys, the running maximum and sum with them, and what earlier weights shrink by."""
+    BLOCK_N: gl.constexpr = scores.shape[1]
+    if HAS_CAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1); `scale` makes 2x to the base 2 of a score.
+        scores = soft_cap - 2.0 * soft_cap / (gl.exp2(scores * scale) + 1.0)
+    if MASKED:
+        # A row with a query sees no key past its request's length.
+        other = (tile + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scored)))[None, :]
+        seen = other <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (other > position[:, None] - WINDOW)
+        scores = gl.where(seen, scores, float("-inf"))
+    # Scores are scaled and their maximum subtracted in one instruction.
+    factor = scale
+    if HAS_CAP:
+        factor = 1.0
+    new_highest = gl.maximum(highest, gl.max(scores, 1) * factor)
+    base = new_highest
+    if MASKED and WINDOW > 0:
+        # A row may have seen no key yet (its window starts later): keep exp2() away from inf - inf.
+        base = gl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = gl.exp2(scores * factor - base[:, None])
+    shrink = gl.exp2(highest - base)
+    return weights, new_highest, total * shrink + gl.sum(weights, 1), shrink
+
+
+@gluon.jit
+def _over_tiles(
+    acc,
+    weights,
+    highest,
+    total,
+    place,
+    first,
+    last,
+    queries,
+    keys,
+    values,
+    done,
+    key,
+    value,
+    table,
+    length,
+    position,
+    scale,
+    soft_cap,
+    stride_k_page,
+    stride_k_token,
+    stride_v_page,
+    stride_v_token,
+    PAGE: gl.constexpr,
+    RUN: gl.constexpr,
+    MASKED: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    runs: gl.constexpr,
+    copied: gl.constexpr,
+    scored: gl.constexpr,
+    summed: gl.constexpr,
+    weighed: gl.constexpr,
+):
+    """Weigh the tiles of keys from ``first`` on to before ``last``, and add each time the tile before to ``acc``.
+
+    ``place`` has the buffers of the tile before: its values are being copied there, and the keys after them to the
+    other. Of both, this leaves the same for the last tile.
+    """
+    BLOCK_M: gl.constexpr = queries.shape[0]
+    BLOCK_N: gl.constexpr = keys.shape[1]
+    for tile in range(first, last, BLOCK_N):
+        ready(0)
+        scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scored)
+        scores = warpgroup_mma(queries, keys.index(1 - place).permute((1, 0)), scores, use_acc=False, is_async=True)
+        # Where a copy starts, Triton has all warps wait until they have started, or ended, what reads such memory.
+        page = _pages(table, tile, length, BLOCK_N, PAGE, RUN, runs)
+        _copy(
+            values.index(1 - place), value, page, tile, length, stride_v_page, stride_v_token, PAGE, RUN, runs, copied
+        )
+        acc = warpgroup_mma(weights, values.index(place), acc, is_async=True)
+        page = _pages(table, tile + BLOCK_N, length, BLOCK_N, PAGE, RUN, runs)
+        scores = warpgroup_mma_wait(1, [scores])
+        _copy(
+            keys.index(place), key, page, tile + BLOCK_N, length, stride_k_page, stride_k_token, PAGE, RUN, runs, copied
+        )
+        async_copy.commit_group()
+        new_weights, highest, total, shrink = _weights(
+            scores, highest, total, tile, position, scale, soft_cap, MASKED, WINDOW, HAS_CAP, scored
+        )
+        new_weights = gl.convert_layout(new_weights.to(weights.dtype), weighed)
+        # Without a store of what was worked out, ptxas moves the wait up.
+        done.store(total)
+        # The product reads the weights before from registers, which are theirs until it has ended.
+        acc, weights = warpgroup_mma_wait(0, [acc, weights])
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, summed))[:, None]
+        weights = new_weights
+        place = 1 - place
+    return acc, weights, highest, total, place
+
+
+@gluon.jit
+def _request_of(block, starts, num_requests, BLOCK_Q: gl.constexpr):
+    """As :func:`atom_core.kernels.attention.triton_kernel.range_of`."""
+    low = block * 0
+    high = low + num_requests
+    while low < high:
+        mid = (low + high) // 2
+        if gl.load(starts + mid) // BLOCK_Q + mid <= block:
+            low = mid + 1
+        else:
+            high = mid
+    return low - 1
+
+
+@entry_kernel
+@gluon.jit(do_not_specialize=["num_requests"])
+def prompt_attention_hopper(
+    q,
+    key,
+    value,
+    out,
+    sinks,
+    query_start_loc,
+    seq_lens,
+    page_table,
+    num_requests,
+    scale,
+    soft_cap,
+    stride_q_token,
+    stride_q_head,
+    stride_k_page,
+    stride_k_head,
+    stride_k_token,
+    stride_v_page,
+    stride_v_head,
+    stride_v_token,
+    stride_o_token,
+    stride_o_head,
+    stride_table,
+    PAGE: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """See the module. ``scale`` and ``soft_cap`` are for logits to the base 2; see :func:`_weights`."""
+    if OVERLAP:
+        depend("griddepcontrol.launch_dependents; // $0")
+        depend("griddepcontrol.wait; // $0")
+    dtype: gl.constexpr = key.dtype.element_ty
+    warps: gl.constexpr = BLOCK_M // 16
+    lanes: gl.constexpr = D // 8  # copy a row together, 16 bytes each
+    copied: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+    # Keys that follow each other in memory, where they have a row for each warp: as many as a thread looks up at once.
+    rows: gl.constexpr = 32 // lanes * warps
+    RUN: gl.constexpr = min(PAGE, BLOCK_N) if PAGE % rows == 0 and BLOCK_N % min(PAGE, BLOCK_N) == 0 else 1
+    of_runs: gl.constexpr = (
+        gl.BlockedLayout([1, 1, 8], [32 // lanes, 1, lanes], [warps, 1, 1], [2, 1, 0])
+        if RUN == 1
+        else gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [1, warps, 1], [2, 1, 0])
+    )
+    runs: gl.constexpr = gl.SliceLayout(2, of_runs)
+    scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_N, 16])
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, D, 16])
+    weighed: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
+
+    program = gl.num_programs(0) - 1 - gl.program_id(0)
+    block = program // KV_HEADS
+    kv_head = (program % KV_HEADS).to(gl.int64)
+    request = _request_of(block, query_start_loc, num_requests, BLOCK_Q)
+    start = gl.load(query_start_loc + request)
+    num_queries = gl.load(query_start_loc + request + 1) - start
+    first = (block - (start // BLOCK_Q + request)) * BLOCK_Q
+    if first >= num_queries:
+        return
+    length = gl.load(seq_lens + request)
+
+    queries = gl.allocate_shared_memory(dtype, [BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype))
+    keys = gl.allocate_shared_memory(dtype, [2, BLOCK_N, D], gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype))
+    values = gl.allocate_shared_memory(
+        dtype, [2, BLOCK_N, D], gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
+    )
+    done = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # Row m of the tile is query token m // GROUP and the group's head m % GROUP.
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
+    token = first + row // GROUP
+    used = ((token < num_queries) & (row < BLOCK_Q * GROUP))[:, None]
+    dim = gl.arange(0, D, gl.SliceLayout(0, copied))[None, :]
+    head = kv_head * GROUP + row % GROUP
+    source = q + ((start + token).to(gl.int64) * stride_q_token + head * stride_q_head)[:, None]
+    load(queries, source + dim, mask=used)
+
+    # Whole tiles of keys that every query of the program sees are those from `whole` to `tail`.
+    first_position = length - num_queries + first
+    end = length - num_queries + gl.minimum(first + BLOCK_Q, num_queries)
+    begin = first * 0
+    whole = first * 0
+    if WINDOW > 0:
+        begin = gl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        whole = gl.cdiv(gl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
+    tail = (first_position + 1) // BLOCK_N * BLOCK_N
+
+    key += kv_head * stride_k_head
+    value += kv_head * stride_v_head
+    table = page_table + request.to(gl.int64) * stride_table
+    page = _pages(table, begin, length, BLOCK_N, PAGE, RUN, runs)
+    _copy(keys.index(0), key, page, begin, length, stride_k_page, stride_k_token, PAGE, RUN, runs, copied)
+    async_copy.commit_group()
+    _copy(values.index(0), value, page, begin, length, stride_v_page, stride_v_token, PAGE, RUN, runs, copied)
+    page = _pages(table, begin + BLOCK_N, length, BLOCK_N, PAGE, RUN, runs)
+    _copy(keys.index(1), key, page, begin + BLOCK_N, length, stride_k_page, stride_k_token, PAGE, RUN, runs, copied)
+    async_copy.commit_group()
+
+    of_row: gl.constexpr = gl.SliceLayout(1, scored)
+    row = gl.arange(0, BLOCK_M, of_row)
+    position = first_position + row // GROUP
+    highest = gl.full([BLOCK_M], float("-inf"), gl.float32, of_row)
+    total = gl.zeros([BLOCK_M], gl.float32, of_row)
+    if sinks is not None:
+        # The sink is a key without a value: its logit starts the running softmax.
+        LOG2_E: gl.constexpr = 1.4426950408889634
+        highest = gl.load(sinks + kv_head * GROUP + row % GROUP).to(gl.float32) * LOG2_E
+        total += 1.0
+    acc = gl.zeros([BLOCK_M, D], gl.float32, summed)
+
+    ready(1)
+    scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scored)
+    scores = warpgroup_mma(queries, keys.index(0).permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, [scores])
+    weights, highest, total, _ = _weights(
+        scores, highest, total, begin, position, scale, soft_cap, True, WINDOW, HAS_CAP, scored
+    )
+    weights = gl.convert_layout(weights.to(dtype), weighed)
+    place = first * 0
+    tile = begin + BLOCK_N
+    if WINDOW > 0:
+        last = gl.maximum(gl.minimum(whole, end), tile)
+        acc, weights, highest, total, place = _over_tiles(
+            acc,
+            weights,
+            highest,
+            total,
+            place,
+            tile,
+            last,
+            queries,
+            keys,
+            values,
+            done,
+            key,
+            value,
+            table,
+            length,
+            position,
+            scale,
+            soft_cap,
+            stride_k_page,
+            stride_k_token,
+            stride_v_page,
+            stride_v_token,
+            PAGE,
+            RUN,
+            True,
+            WINDOW,
+            HAS_CAP,
+            runs,
+            copied,
+            scored,
+            summed,
+            weighed,
+        )
+        tile = gl.maximum(tile, whole)
+    tail = gl.maximum(tail, tile)
+    acc, weights, highest, total, place = _over_tiles(
+        acc,
+        weights,
+        highest,
+        total,
+        place,
+        tile,
+        tail,
+        queries,
+        keys,
+        values,
+        done,
+        key,
+        value,
+        table,
+        length,
+        position,
+        scale,
+        soft_cap,
+        stride_k_page,
+        stride_k_token,
+        stride_v_page,
+        stride_v_token,
+        PAGE,
+        RUN,
+        False,
+        WINDOW,
+        HAS_CAP,
+        runs,
+        copied,
+        scored,
+        summed,
+        weighed,
+    )
+    acc, weights, highest, total, place = _over_tiles(
+        acc,
+        weights,
+        highest,
+        total,
+        place,
+        tail,
+        end,
+        queries,
+        keys,
+        values,
+        done,
+        key,
+        value,
+        table,
+        length,
+        position,
+        scale,
+        soft_cap,
+        stride_k_page,
+        stride_k_token,
+        stride_v_page,
+        stride_v_token,
+        PAGE,
+        RUN,
+        True,
+        WINDOW,
+        HAS_CAP,
+        runs,
+        copied,
+        scored,
+        summed,
+        weighed,
+    )
+    ready(0)
+    acc = warpgroup_mma(weights, values.index(place), acc, is_async=True)
+    acc, weights = warpgroup_mma_wait(0, [acc, weights])
+
+    # A row without a query may have seen no key, and a request's queries have.
+    acc = acc / gl.convert_layout(gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, summed))[:, None]
+    # Through the queries' shared memory, so that threads next to each other store what is next to each other.
+    queries.store(acc.to(dtype))
+    barrier()
+    to = out + ((start + token).to(gl.int64) * stride_o_token + head * stride_o_head)[:, None]
+    gl.store(to + dim, queries.load(copied), mask=used)
+
+
+class PromptAttention:
+    """See the module; ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`."""
+
+    def __init__(self, spec: PagedAttentionSpec, overlap: bool) -> None:
+        self.spec, self.overlap = spec, overlap
+        self.group: int = spec.num_heads // spec.num_kv_heads
+
+    @staticmethod
+    def fits(spec: PagedAttentionSpec) -> bool:
+        """Whether the kernel supports a layer, on Hopper."""
+        sizes = spec.head_dim in _TILES and spec.num_heads // spec.num_kv_heads <= 64
+        return sizes and spec.dtype.itemsize == 2 and spec.cache_dtype == spec.dtype and why_no_gluon() is None
+
+    @staticmethod
+    def takes(q: torch.Tensor, cache: KVCacheView, out: torch.Tensor) -> bool:
+        """Whether rows are aligned to 16 bytes, as Triton knows of arguments that are multiples of 16."""
+        tensors = (q, cache.key, cache.value, out)
+        return all(it.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in it.stride()[:-1]) for it in tensors)
+
+    def tile(self, num_tokens: int, num_requests: int, device: torch.device) -> Tile:
+        """The tile of a launch. Every choice is correct for every batch, so a captured graph can replay other ones."""
+        small, large = _TILES[self.spec.head_dim]
+        return large if self._programs(large, num_tokens, num_requests) >= multiprocessors(device) else small
+
+    def _programs(self, tile: Tile, num_tokens: int, num_requests: int) -> int:
+        return (num_tokens // (tile.rows // self.group) + num_requests) * self.spec.num_kv_heads
+
+    def compile_key(self, shape: BatchShape, device: torch.device) -> Hashable:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        return self.tile(shape.num_tokens, shape.num_requests, device)
+
+    def __call__(
+        self, q: torch.Tensor, cache: KVCacheView, batch: Batch, sinks: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        """As :meth:`atom_core.kernels.attention.triton_kernel.TritonAttention.__call__`."""
+        spec, num_requests = self.spec, batch.seq_lens.shape[0]
+        tile = self.tile(q.shape[0], num_requests, q.device)
+        scale, soft_cap = spec.scale * _LOG2_E, 0.0
+        if spec.soft_cap:
+            scale, soft_cap = 2.0 * scale / spec.soft_cap, spec.soft_cap * _LOG2_E
+        prompt_attention_hopper[(self._programs(tile, q.shape[0], num_requests),)](
+            q,
+            cache.key,
+            cache.value,
+            out,
+            sinks,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.pages.table,
+            num_requests,
+            scale,
+            soft_cap,
+            *q.stride()[:2],
+            *cache.key.stride()[:3],
+            *cache.value.stride()[:3],
+            *out.stride()[:2],
+            batch.pages.table.stride(0),
+            PAGE=cache.page_size,
+            KV_HEADS=spec.num_kv_heads,
+            GROUP=self.group,
+            D=spec.head_dim,
+            BLOCK_Q=tile.rows // self.group,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.keys,
+            WINDOW=spec.window or 0,
+            HAS_CAP=bool(spec.soft_cap),
+            OVERLAP=self.overlap,
+            num_warps=tile.rows // 16,
+            **launch_options(self.overlap),
+        )
