@@ -463,7 +463,7 @@ class PromptAttention:
     @staticmethod
     def fits(spec: PagedAttentionSpec) -> bool:
         """Whether the kernel supports a layer, on Hopper."""
-        sizes = spec.head_dim in _TILES and spec.num_heads // spec.num_kv_heads <= 64
+        sizes = spec.head_dim in _TILES and spec.num_heads // spec.num_kv_heads <= 64 and spec.scale > 0.0
         return sizes and spec.dtype.itemsize == 2 and spec.cache_dtype == spec.dtype and why_no_gluon() is None
 
     @staticmethod
@@ -489,7 +489,7 @@ class PromptAttention:
     ) -> None:
         """As :meth:`atom_core.kernels.attention.triton_kernel.TritonAttention.__call__`."""
         spec, num_requests = self.spec, batch.seq_lens.shape[0]
-        tile = self.tile(q.shape[0], num_requests, q.device)
+        tile = self.tile(batch.num_tokens, batch.num_requests, q.device)
         scale, soft_cap = spec.scale * _LOG2_E, 0.0
         if spec.soft_cap:
             scale, soft_cap = 2.0 * scale / spec.soft_cap, spec.soft_cap * _LOG2_E

@@ -26,7 +26,7 @@ from atom_core.cache import CacheOrder, KVCacheView
 from atom_core.kernels.attention.hopper import PromptAttention
 from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_splits
 from atom_core.kernels.launch import entry_kernel
-from atom_core.kernels.triton_support import launch_options, next_power_of_2, takes_amd_assembly
+from atom_core.kernels.triton_support import launch_options, multiprocessors, next_power_of_2, takes_amd_assembly
 from atom_core.types import GraphSupport
 
 if TYPE_CHECKING:
@@ -315,6 +315,7 @@ class TritonAttention:
     def __init__(self, spec: PagedAttentionSpec, nvidia: bool, overlap: bool, hopper: bool = False) -> None:
         self.spec = spec
         self.prompts = PromptAttention(spec, overlap) if hopper and PromptAttention.fits(spec) else None
+        self.wide = hopper and spec.dtype.itemsize == 2 and spec.head_dim > 32  # products of fewer columns gain little
         self.nvidia, self.overlap = nvidia, overlap
         self.group: int = spec.num_heads // spec.num_kv_heads
         self.decode_rows: int = max(16, next_power_of_2(self.group))  # tl.dot wants at least 16
@@ -329,12 +330,25 @@ class TritonAttention:
             return self.decode_rows
         return max(self.decode_rows, 64 if d_padded * self.spec.dtype.itemsize <= 256 else 32)
 
+    def _tile(self, shape: BatchShape | Batch, d_padded: int, device: torch.device) -> tuple[int, bool]:
+        """Rows of a tile, and whether each request has few queries.
+
+        Hopper multiplies 64 rows in a warp group: prompts take one group, or two where all multiprocessors have some.
+        """
+        rows = self._rows(shape.max_query_len, d_padded)
+        if not self.wide or rows == self.decode_rows:
+            return rows, rows == self.decode_rows
+        programs = (shape.num_tokens // (128 // self.group) + shape.num_requests) * self.spec.num_kv_heads
+        return 128 if programs >= multiprocessors(device) else 64, False
+
     def _keys_per_tile(self, d_padded: int, few_queries: bool, split: bool) -> int:
         """Keys of a tile: at most 64, so that two tiles of keys and values fit in gfx942's 64 KiB of shared memory.
 
         On NVIDIA, programs of split requests wait for memory most of the time, so they take twice as many; tiles of
-        many queries take half as many, because the weights need registers.
+        many queries take half as many, because the weights need registers, but on Hopper as many as it multiplies fast.
         """
+        if self.wide and not few_queries:
+            return 64
         keys = 64 // (2 if d_padded > 128 else 1) // (2 if self.spec.dtype == torch.float32 else 1)
         if not self.nvidia:
             return keys
@@ -342,9 +356,8 @@ class TritonAttention:
 
     def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
         """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
-        block_m = self._rows(shape.max_query_len, max(16, next_power_of_2(self.spec.head_dim)))
+        block_m, few_queries = self._tile(shape, max(16, next_power_of_2(self.spec.head_dim)), device)
         blocks = shape.num_tokens // max(1, block_m // self.group) + shape.num_requests
-        few_queries = block_m == self.decode_rows
         if self.prompts is not None and not few_queries:
             yield self.prompts.compile_key(shape, device)
             return
@@ -371,11 +384,10 @@ class TritonAttention:
         assert q.stride(-1) == cache.key.stride(-1) == cache.value.stride(-1) == out.stride(-1) == 1
         num_requests, num_tokens = batch.seq_lens.shape[0], q.shape[0]
         d_padded = max(16, next_power_of_2(spec.head_dim))
-        block_m = self._rows(batch.max_query_len, d_padded)
+        block_m, few_queries = self._tile(batch, d_padded, q.device)
         block_q = max(1, block_m // self.group)
         blocks = num_tokens // block_q + num_requests
         programs = blocks * spec.num_kv_heads
-        few_queries = block_m == self.decode_rows
         if self.prompts is not None and not few_queries and self.prompts.takes(q, cache, out):
             self.prompts(q, cache, batch, sinks, out)
             return
@@ -417,8 +429,9 @@ class TritonAttention:
             HAS_CAP=bool(spec.soft_cap),
             HAS_SINKS=sinks is not None,
             SPLIT=splits.count > 1,
-            STAGES=3 if self.nvidia and few_queries else 2,
+            STAGES=3 if self.wide or (self.nvidia and few_queries) else 2,
             OVERLAP=self.overlap,
             AMD=takes_amd_assembly(self.nvidia),
+            num_warps=block_m // 16 if self.wide and not few_queries else 4,
             **launch_options(self.overlap),
         )
