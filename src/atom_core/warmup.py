@@ -151,7 +151,10 @@ def _candidates(max_requests: int, max_tokens: int, max_seq_len: int) -> Iterato
             yield BatchShape((*queries, prompt), max_seq_len, _CACHED)
             yield BatchShape((*queries, prompt), max_seq_len)
     for tokens in _sizes(max_tokens):
-        yield BatchShape(_prompts(tokens, max_seq_len), max_seq_len)
+        prompts = _prompts(tokens, max_seq_len)
+        yield BatchShape(prompts, max_seq_len)
+        # Attention to cached tokens may have other tiles.
+        yield BatchShape(prompts, max(prompts))
 
 
 def _sizes(most: int) -> Iterator[int]:

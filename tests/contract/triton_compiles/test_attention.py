@@ -63,12 +63,12 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 132], ids=["large tiles", "small tiles"])
+@pytest.mark.parametrize("large", [False, True], ids=["small tiles", "large tiles"])
 @pytest.mark.parametrize("name", PROMPTS)
-def test_prompts_compile_for_hopper(monkeypatch, name, multiprocessors):
-    monkeypatch.setattr(prompts_hopper, "multiprocessors", lambda device: multiprocessors)
+def test_prompts_compile_for_hopper(monkeypatch, name, large):
     case = replace(PROMPTS[name], requests=BATCHES["prefill"])
     kernel = attention_kernel.TritonAttention(case.spec(torch.bfloat16), nvidia=True, overlap=True, hopper=True)
+    monkeypatch.setattr(kernel.prompts, "tile", lambda batch, device: prompts_hopper._TILES[case.dim][large])
     with compiles(prompts_hopper, "prompt_attention_hopper", GPUS[-1]) as found:
         check_attention(kernel, attention_batch(case, torch.bfloat16, CPU))
     assert found.compiled is not None

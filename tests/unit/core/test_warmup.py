@@ -95,12 +95,13 @@ class Compiled:
         lambda shape: shape.num_requests // 50,
         lambda shape: min(shape.max_query_len, 9),
         lambda shape: shape.max_query_len == 1 and -(-shape.max_seq_len // 64) > 1,
+        lambda shape: (shape.max_query_len > 16, shape.max_seq_len > shape.max_query_len),
     ],
 )
 def test_a_kernel_is_run_with_all_of_its_compile_keys(changes):
     """Whatever changes them, and wherever."""
     every = {changes(BatchShape((new,) * requests, 4096)) for new in range(1, 300) for requests in range(1, 201)}
-    every |= {changes(BatchShape((1,), 2))}
+    every |= {changes(BatchShape((new,), new)) for new in (1, 300)}
     batches = batches_to_serve(nn.Module(), runtime_with(Compiled(changes)), 200, 8192, 4096)
     assert {changes(shape) for shape in batches} == every
     assert len(batches) <= 5 + len(every)

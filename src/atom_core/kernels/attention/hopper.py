@@ -12,7 +12,6 @@ edge, have loops of their own. The programs with the most keys, of the last quer
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -42,10 +41,13 @@ class Tile(NamedTuple):
     keys: int
 
 
-#: The tiles of each head size: of one warp group, for batches whose larger tiles would leave multiprocessors idle, and
-#: of two. Two tiles of keys and of values fit in shared memory beside the queries, and a tile's scores and weights in
-#: registers beside the outputs.
-_TILES = {64: (Tile(64, 128), Tile(128, 128)), 128: (Tile(64, 64), Tile(128, 128)), 256: (Tile(64, 64), Tile(128, 64))}
+#: The tiles of each head size: the small one, and a larger one for what :meth:`PromptAttention.tile` says. Two tiles of
+#: keys and of values fit in shared memory beside the queries, and a tile's scores and weights in registers beside the
+#: outputs.
+_TILES = {64: (Tile(64, 64), Tile(64, 128)), 128: (Tile(64, 64), Tile(128, 128)), 256: (Tile(64, 64), Tile(128, 64))}
+
+#: Keys of a query from which tiles of two warp groups are faster with heads of 128; with 2,048 both are as fast.
+_MANY_KEYS = 4096
 
 
 @gluon.jit
@@ -472,24 +474,31 @@ class PromptAttention:
         tensors = (q, cache.key, cache.value, out)
         return all(it.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in it.stride()[:-1]) for it in tensors)
 
-    def tile(self, num_tokens: int, num_requests: int, device: torch.device) -> Tile:
-        """The tile of a launch. Every choice is correct for every batch, so a captured graph can replay other ones."""
+    def tile(self, batch: BatchShape | Batch, device: torch.device) -> Tile:
+        """The tile of a launch; it is its compile key, too.
+
+        Every choice is correct for every batch, so a captured graph can replay other ones. Which is faster was measured
+        on an H200. With heads of 64, the larger one wins where cached tokens outnumber the new ones. With larger heads,
+        it has two warp groups and must not leave multiprocessors idle; heads of 128 want many keys besides.
+        """
         small, large = _TILES[self.spec.head_dim]
-        return large if self._programs(large, num_tokens, num_requests) >= multiprocessors(device) else small
+        keys = min(batch.max_seq_len, self.spec.window or batch.max_seq_len)
+        if self.spec.head_dim == 64:
+            return large if keys > 2 * batch.max_query_len else small
+        if self.spec.head_dim == 128 and keys < _MANY_KEYS:
+            return small
+        programs = self._programs(large, batch.num_tokens, batch.num_requests)
+        return large if programs >= multiprocessors(device) else small
 
     def _programs(self, tile: Tile, num_tokens: int, num_requests: int) -> int:
         return (num_tokens // (tile.rows // self.group) + num_requests) * self.spec.num_kv_heads
-
-    def compile_key(self, shape: BatchShape, device: torch.device) -> Hashable:
-        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
-        return self.tile(shape.num_tokens, shape.num_requests, device)
 
     def __call__(
         self, q: torch.Tensor, cache: KVCacheView, batch: Batch, sinks: torch.Tensor | None, out: torch.Tensor
     ) -> None:
         """As :meth:`atom_core.kernels.attention.triton_kernel.TritonAttention.__call__`."""
         spec, num_requests = self.spec, batch.seq_lens.shape[0]
-        tile = self.tile(batch.num_tokens, batch.num_requests, q.device)
+        tile = self.tile(batch, q.device)
         scale, soft_cap = spec.scale * _LOG2_E, 0.0
         if spec.soft_cap:
             scale, soft_cap = 2.0 * scale / spec.soft_cap, spec.soft_cap * _LOG2_E

@@ -359,8 +359,7 @@ class TritonAttention:
         block_m, few_queries = self._tile(shape, max(16, next_power_of_2(self.spec.head_dim)), device)
         blocks = shape.num_tokens // max(1, block_m // self.group) + shape.num_requests
         if self.prompts is not None and not few_queries:
-            yield self.prompts.compile_key(shape, device)
-            return
+            yield self.prompts.tile(shape, device)
         yield block_m, few_queries and count_splits(blocks * self.spec.num_kv_heads, shape.max_seq_len, device) > 1
 
     def plan_key(self) -> None:

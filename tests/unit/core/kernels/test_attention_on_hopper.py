@@ -37,14 +37,14 @@ def prompts():
         yield found["atom_core.kernels.attention.hopper"]
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 10**6], ids=["large tiles", "small tiles"])
+@pytest.mark.parametrize("large", [False, True], ids=["small tiles", "large tiles"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_prompts(prompts, monkeypatch, case, multiprocessors):
-    monkeypatch.setattr(prompts, "multiprocessors", lambda device: multiprocessors)
-    spec = case.spec(torch.float16)
+def test_prompts(prompts, monkeypatch, case, large):
     inputs = attention_batch(case, torch.float16, CPU)
     assert prompts.PromptAttention.takes(inputs.q, inputs.cache, torch.empty_like(inputs.q))
-    check_attention(Launches(prompts.PromptAttention(spec, overlap=False)), inputs)
+    kernel = prompts.PromptAttention(case.spec(torch.float16), overlap=False)
+    monkeypatch.setattr(kernel, "tile", lambda batch, device: prompts._TILES[case.dim][large])
+    check_attention(Launches(kernel), inputs)
 
 
 class Launches:
@@ -62,8 +62,40 @@ def test_rows_that_are_not_aligned_are_for_the_other_kernel(prompts):
     assert not prompts.PromptAttention.takes(inputs.q, inputs.cache, torch.empty_like(inputs.q))
 
 
-def test_tiles_have_fewer_rows_where_multiprocessors_would_be_idle(prompts, monkeypatch):
+#: Batches whose tiles were timed on an H200.
+TIMED = {
+    "128 tokens": BatchShape((128,), 128),
+    "512 tokens": BatchShape((512,), 512),
+    "2,048 tokens": BatchShape((2048,), 2048),
+    "8,192 tokens": BatchShape((8192,), 8192),
+    "8 times 512 tokens": BatchShape((512,) * 8, 512),
+    "512 tokens behind 8,192": BatchShape((512,), 8704, 8192),
+}
+#: By query heads, key/value heads and head size: batches of whose two tiles the larger one is faster.
+LARGER = {
+    (16, 2, 256): {"2,048 tokens", "8,192 tokens", "8 times 512 tokens"},
+    (32, 8, 128): {"8,192 tokens", "512 tokens behind 8,192"},
+    (32, 4, 128): {"8,192 tokens", "512 tokens behind 8,192"},
+    (64, 8, 64): {"512 tokens behind 8,192"},
+}
+
+
+@pytest.mark.parametrize("heads", LARGER, ids=str)
+def test_tiles_are_the_fastest_that_were_measured(prompts, monkeypatch, heads):
     monkeypatch.setattr(prompts, "multiprocessors", lambda device: 132)
-    kernel = prompts.PromptAttention(AttentionCase("", (), heads=32, kv_heads=8, dim=128).spec(torch.bfloat16), False)
-    rows = {tokens: kernel.compile_key(BatchShape((tokens,), 8192), CPU).rows for tokens in (5, 495, 520, 8192)}
-    assert rows == {5: 64, 495: 64, 520: 128, 8192: 128}
+    kernel = prompts.PromptAttention(AttentionCase("", (), *heads).spec(torch.bfloat16), overlap=False)
+    small, large = prompts._TILES[heads[-1]]
+    tiles = {name: kernel.tile(batch, CPU) for name, batch in TIMED.items()}
+    assert tiles == {name: large if name in LARGER[heads] else small for name in TIMED}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_keys_outside_of_a_window_do_not_count(prompts, monkeypatch, dim):
+    monkeypatch.setattr(prompts, "multiprocessors", lambda device: 132)
+    case, batch = AttentionCase("", (), heads=64, kv_heads=8, dim=dim), BatchShape((512,), 40960)
+    tiles = [
+        prompts.PromptAttention(replace(case, window=window).spec(torch.bfloat16), False).tile(batch, CPU)
+        for window in (128, 8192, None)
+    ]
+    small, large = prompts._TILES[dim]
+    assert tiles == [small, large, large]

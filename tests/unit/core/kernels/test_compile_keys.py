@@ -87,6 +87,22 @@ def test_attention_of_few_queries_changes_where_keys_are_shared_out():
     assert keys[5, 64] == keys[5, 4096] not in (keys[1, 64], keys[1, 4096])
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prompts_on_hopper_go_by_their_tile(monkeypatch, head_dim):
+    from atom_core.kernels.attention import hopper, triton_kernel
+
+    monkeypatch.setattr(hopper, "why_no_gluon", lambda: None)
+    for module in (hopper, triton_kernel):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    spec = PagedAttentionSpec(16, 2, head_dim, 1.0, torch.bfloat16, torch.bfloat16)
+    kernel = triton_kernel.TritonAttention(spec, nvidia=True, overlap=True, hopper=True)
+    shapes = [BatchShape((new,), length) for new in (9, 512, 2048) for length in (new, 8192)]
+    tiles = [kernel.prompts.tile(shape, CPU) for shape in shapes]
+    assert set(tiles) == set(hopper._TILES[head_dim])
+    keys = [{key for _, key in attention_keys(kernel, shape, CPU)} for shape in shapes]
+    assert all(tile in found for tile, found in zip(tiles, keys, strict=True))
+
+
 def test_gated_delta_net_goes_by_tokens_of_a_request_and_rows_of_a_state():
     from atom_core.kernels.gated_delta_net.triton_prefill import TritonGatedDeltaNet
 
