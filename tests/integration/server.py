@@ -226,11 +226,8 @@ def vllm_command() -> str:
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that nobody listens on, and that no connection is given: a server binds it only when its model is loaded."""
+    return free_ports(1)
 
 
 def free_ports(count: int) -> int:
