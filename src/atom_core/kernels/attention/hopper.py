@@ -335,17 +335,22 @@ def prompt_attention_hopper(
     )
     weights = gl.convert_layout(weights.to(dtype), weighed)
     place = first * 0
+    # Tiles at the window's edge, those that every query sees, and those at the diagonal.
     tile = begin + BLOCK_N
-    if WINDOW > 0:
-        last = gl.maximum(gl.minimum(whole, end), tile)
+    edge = gl.maximum(gl.minimum(whole, end), tile)
+    whole = gl.maximum(tile, whole) if WINDOW > 0 else tile
+    tail = gl.maximum(tail, whole)
+    firsts = (tile, whole, tail)
+    lasts = (edge, tail, end)
+    for part in gl.static_range(0 if WINDOW > 0 else 1, 3):
         acc, weights, highest, total, place = _over_tiles(
             acc,
             weights,
             highest,
             total,
             place,
-            tile,
-            last,
+            firsts[part],
+            lasts[part],
             queries,
             keys,
             values,
@@ -363,7 +368,7 @@ def prompt_attention_hopper(
             stride_v_token,
             PAGE,
             RUN,
-            True,
+            part != 1,
             WINDOW,
             HAS_CAP,
             runs,
@@ -372,76 +377,6 @@ def prompt_attention_hopper(
             summed,
             weighed,
         )
-        tile = gl.maximum(tile, whole)
-    tail = gl.maximum(tail, tile)
-    acc, weights, highest, total, place = _over_tiles(
-        acc,
-        weights,
-        highest,
-        total,
-        place,
-        tile,
-        tail,
-        queries,
-        keys,
-        values,
-        done,
-        key,
-        value,
-        table,
-        length,
-        position,
-        scale,
-        soft_cap,
-        stride_k_page,
-        stride_k_token,
-        stride_v_page,
-        stride_v_token,
-        PAGE,
-        RUN,
-        False,
-        WINDOW,
-        HAS_CAP,
-        runs,
-        copied,
-        scored,
-        summed,
-        weighed,
-    )
-    acc, weights, highest, total, place = _over_tiles(
-        acc,
-        weights,
-        highest,
-        total,
-        place,
-        tail,
-        end,
-        queries,
-        keys,
-        values,
-        done,
-        key,
-        value,
-        table,
-        length,
-        position,
-        scale,
-        soft_cap,
-        stride_k_page,
-        stride_k_token,
-        stride_v_page,
-        stride_v_token,
-        PAGE,
-        RUN,
-        True,
-        WINDOW,
-        HAS_CAP,
-        runs,
-        copied,
-        scored,
-        summed,
-        weighed,
-    )
     ready(0)
     acc = warpgroup_mma(weights, values.index(place), acc, is_async=True)
     acc, weights = warpgroup_mma_wait(0, [acc, weights])
