@@ -12,7 +12,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -179,7 +179,9 @@ class Kernel:
     """What is decorated: a function, or with a grid a launch."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
+        # A function of Triton's language finds the words of Gluon's, which has all of its own.
+        words = {**fn.__globals__, "tl": sys.modules[f"{_LANGUAGE}.language"]} if "tl" in fn.__globals__ else None
+        self.fn = fn if words is None else FunctionType(fn.__code__, words, fn.__name__, fn.__defaults__)
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
         return self.fn(*arguments, **constants)

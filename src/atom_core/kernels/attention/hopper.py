@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from atom_core.batch import Batch, BatchShape
 from atom_core.cache import KVCacheView
+from atom_core.kernels.attention.triton_parts import LOG2_E, range_of
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready
 from atom_core.kernels.linear.tiles import why_no_gluon
@@ -29,9 +30,6 @@ from atom_core.kernels.triton_support import launch_options, multiprocessors
 
 if TYPE_CHECKING:
     from atom_core.kernels.attention import PagedAttentionSpec
-
-#: Softmaxes use powers of 2, for which the hardware has an instruction.
-_LOG2_E = 1.4426950408889634
 
 
 class Tile(NamedTuple):
@@ -48,6 +46,8 @@ _TILES = {64: (Tile(64, 64), Tile(64, 128)), 128: (Tile(64, 64), Tile(128, 128))
 
 #: Keys of a query from which tiles of two warp groups are faster with heads of 128; with 2,048 both are as fast.
 _MANY_KEYS = 4096
+
+_range_of = gluon.jit(range_of.fn)
 
 
 @gluon.jit
@@ -196,20 +196,6 @@ def _over_tiles(
     return acc, weights, highest, total, place
 
 
-@gluon.jit
-def _request_of(block, starts, num_requests, BLOCK_Q: gl.constexpr):
-    """As :func:`atom_core.kernels.attention.triton_kernel.range_of`."""
-    low = block * 0
-    high = low + num_requests
-    while low < high:
-        mid = (low + high) // 2
-        if gl.load(starts + mid) // BLOCK_Q + mid <= block:
-            low = mid + 1
-        else:
-            high = mid
-    return low - 1
-
-
 @entry_kernel
 @gluon.jit(do_not_specialize=["num_requests"])
 def prompt_attention_hopper(
@@ -270,7 +256,7 @@ def prompt_attention_hopper(
     program = gl.num_programs(0) - 1 - gl.program_id(0)
     block = program // KV_HEADS
     kv_head = (program % KV_HEADS).to(gl.int64)
-    request = _request_of(block, query_start_loc, num_requests, BLOCK_Q)
+    request = _range_of(block, query_start_loc, num_requests, BLOCK_Q)
     start = gl.load(query_start_loc + request)
     num_queries = gl.load(query_start_loc + request + 1) - start
     first = (block - (start // BLOCK_Q + request)) * BLOCK_Q
@@ -321,7 +307,6 @@ def prompt_attention_hopper(
     total = gl.zeros([BLOCK_M], gl.float32, of_row)
     if sinks is not None:
         # The sink is a key without a value: its logit starts the running softmax.
-        LOG2_E: gl.constexpr = 1.4426950408889634
         highest = gl.load(sinks + kv_head * GROUP + row % GROUP).to(gl.float32) * LOG2_E
         total += 1.0
     acc = gl.zeros([BLOCK_M, D], gl.float32, summed)
@@ -434,9 +419,9 @@ class PromptAttention:
         """As :meth:`atom_core.kernels.attention.triton_kernel.TritonAttention.__call__`."""
         spec, num_requests = self.spec, batch.seq_lens.shape[0]
         tile = self.tile(batch, q.device)
-        scale, soft_cap = spec.scale * _LOG2_E, 0.0
+        scale, soft_cap = spec.scale * LOG2_E.value, 0.0
         if spec.soft_cap:
-            scale, soft_cap = 2.0 * scale / spec.soft_cap, spec.soft_cap * _LOG2_E
+            scale, soft_cap = 2.0 * scale / spec.soft_cap, spec.soft_cap * LOG2_E.value
         prompt_attention_hopper[(self._programs(tile, q.shape[0], num_requests),)](
             q,
             cache.key,

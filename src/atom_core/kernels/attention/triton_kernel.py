@@ -25,16 +25,13 @@ from atom_core.batch import Batch, BatchShape
 from atom_core.cache import CacheOrder, KVCacheView
 from atom_core.kernels.attention.hopper import PromptAttention
 from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_splits
+from atom_core.kernels.attention.triton_parts import LOG2_E, range_of
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.triton_support import launch_options, multiprocessors, next_power_of_2, takes_amd_assembly
 from atom_core.types import GraphSupport
 
 if TYPE_CHECKING:
     from atom_core.kernels.attention import PagedAttentionSpec
-
-
-#: Softmaxes use powers of 2, for which the hardware has an instruction.
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -111,23 +108,6 @@ def scaled(scores, scale, soft_cap, HAS_CAP: tl.constexpr):
     else:
         scores *= scale * LOG2_E
     return scores
-
-
-@triton.jit
-def range_of(block, starts, num_ranges, BLOCK_Q: tl.constexpr):
-    """The range (request or piece) whose queries program ``block`` takes; range ``i`` begins at token ``starts[i]``.
-
-    Each range has its own programs, up to one more than it needs.
-    """
-    low = 0
-    high = num_ranges
-    while low < high:
-        mid = (low + high) // 2
-        if tl.load(starts + mid) // BLOCK_Q + mid <= block:
-            low = mid + 1
-        else:
-            high = mid
-    return low - 1
 
 
 #: One compiled kernel serves all values of these.

@@ -29,7 +29,8 @@ import triton.language as tl
 from atom_core.batch import Batch, BatchShape
 from atom_core.cache import KVCacheView
 from atom_core.kernels.attention.splits import SplitBuffers, count_splits
-from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, merged_splits, scaled, wait_for_stores
+from atom_core.kernels.attention.triton_kernel import is_last, merged_splits, scaled, wait_for_stores
+from atom_core.kernels.attention.triton_parts import LOG2_E
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.launch import entry_kernel

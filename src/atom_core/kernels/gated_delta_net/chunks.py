@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from atom_core.kernels.attention.triton_kernel import range_of
+from atom_core.kernels.attention.triton_parts import range_of
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.gated_delta_net.reference import CHUNK as _CHUNK
 from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, gates, located, own_slot, seen, silu

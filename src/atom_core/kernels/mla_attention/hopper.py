@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from atom_core.batch import Batch, BatchShape
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import SplitBuffers, Splits, count_splits
-from atom_core.kernels.attention.triton_kernel import LOG2_E
+from atom_core.kernels.attention.triton_parts import LOG2_E
 from atom_core.kernels.eviction import eviction_policy
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready

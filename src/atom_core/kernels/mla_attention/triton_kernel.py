@@ -19,7 +19,8 @@ import triton.language as tl
 from atom_core.batch import Batch, BatchShape
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import SplitBuffers, count_splits
-from atom_core.kernels.attention.triton_kernel import LOG2_E, is_last, merged_splits, range_of
+from atom_core.kernels.attention.triton_kernel import is_last, merged_splits
+from atom_core.kernels.attention.triton_parts import LOG2_E, range_of
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.mla_attention.hopper import LatentDecode
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from atom_core.batch import Batch, BatchShape
 from atom_core.cache import LatentCacheView
 from atom_core.kernels.attention.splits import Splits, empty_partials
-from atom_core.kernels.attention.triton_kernel import LOG2_E
+from atom_core.kernels.attention.triton_parts import LOG2_E
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from atom_core.batch import Batch
 from atom_core.cache import LatentCacheView
-from atom_core.kernels.attention.triton_kernel import LOG2_E, range_of
+from atom_core.kernels.attention.triton_parts import LOG2_E, range_of
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.mla_attention.spec import MlaAttentionSpec
 from atom_core.kernels.mla_prefill.plan import PrefillPlan, gathered
