@@ -23,6 +23,7 @@ from atom_core.models.read_config import read_model_config
 from atom_plugin.bench.models import read_config
 from benchmarks import IMPLEMENTATIONS
 from benchmarks._figures import Rounds, as_json, markdown, plot, require_matplotlib, summarise
+from benchmarks._ran_with import LINES, versions
 from benchmarks._runs import Shape, Started, prompts_of, run_shape, serve_command, with_caches
 from benchmarks._together import Together, serve_turns
 
@@ -101,6 +102,7 @@ class Turns:
 
     def __init__(self, module: str, arguments: argparse.Namespace, model: str) -> None:
         self.module, self.arguments, self.model = module, arguments, model
+        self.lines = LINES[module.partition("_")[0]]
         self.folder = tempfile.TemporaryDirectory()
         self.engines: list[dict[str, Any]] = []
 
@@ -124,7 +126,7 @@ class Turns:
         return rounds
 
     def details(self) -> dict[str, Any]:
-        """What a file has beside the figures: all that each engine found."""
+        """What a file has beside the figures: all that each engine found, and the kernels that it ran with."""
         return {"engines": self.engines}
 
     def _engine(self, name: str) -> dict[str, Any]:
@@ -141,7 +143,7 @@ class Turns:
             sys.stderr.write(log.read_text(errors="replace")[-20000:])
             raise SystemExit(f"the {name} engine failed with exit code {code}")
         found: dict[str, Any] = json.loads(result.read_text())
-        return found
+        return {**found, "ran_with": self.lines.read(log.read_text(errors="replace"))}
 
     def _warm_files(self) -> None:
         """Read the framework's files once, or the first engine alone would wait for the disk."""
@@ -252,7 +254,7 @@ def compare(
         # Where files go is not what was measured.
         unasked = ("serve", "result", "replies", "begun", "json", "no_plot")
         asked = {name: str(value) for name, value in vars(given).items() if name not in unasked}
-        found = {"asked": asked, "ceiling": ceiling, "rows": as_json(rows), **turns.details()}
+        found = {"asked": asked, "versions": versions(), "ceiling": ceiling, "rows": as_json(rows), **turns.details()}
         given.json.write_text(json.dumps(found, indent=1) + "\n")
         if not given.no_plot:
             quantized = f", {given.quantization}" if given.quantization else ""

@@ -162,6 +162,8 @@ SGLANG_LINES = LogLines(
         "sampling_backend": "sampling",
     },
 )
+#: By framework.
+LINES = {"vllm": VLLM_LINES, "sglang": SGLANG_LINES}
 
 
 def versions() -> dict[str, str]:

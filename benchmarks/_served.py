@@ -41,8 +41,7 @@ class Served:
         line = self.replies.readline()
         if not line:
             code = self.process.wait()
-            self.log.seek(0)
-            sys.stderr.write(self.log.read()[-20000:])
+            sys.stderr.write(self.printed()[-20000:])
             raise SystemExit(f"the {self.name} engine failed with exit code {code}")
         found: Message = json.loads(line)
         return found
@@ -53,6 +52,11 @@ class Served:
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
         return self.next()
+
+    def printed(self) -> str:
+        """All that it has printed; the process has ended."""
+        self.log.seek(0)
+        return self.log.read()
 
     def end(self) -> None:
         """Nothing more is asked; it may have something left to say."""

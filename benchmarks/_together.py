@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks import IMPLEMENTATIONS
 from benchmarks._figures import Rounds, summarise
+from benchmarks._ran_with import LINES
 from benchmarks._runs import WARM_TOKENS, Generated, Run, Shape, Started, prompts_of, serve_command, timed, with_caches
 from benchmarks._served import Message, Served, answer
 
@@ -40,6 +41,7 @@ class Together:
 
     def __init__(self, module: str, arguments: argparse.Namespace, model: str) -> None:
         self.arguments = arguments
+        self.lines = LINES[module.partition("_")[0]]
         self.answers: dict[str, str] = {}
         self.folder = tempfile.TemporaryDirectory()
         folder = Path(self.folder.name)
@@ -57,8 +59,9 @@ class Together:
         return rounds
 
     def details(self) -> dict[str, Any]:
-        """Further content of the JSON file: the agreement of answers by shape."""
-        return {"answers": self.answers}
+        """Further content of the JSON file: the agreement of answers by shape, and the kernels that each ran with."""
+        ran_with = {name: self.lines.read(engine.printed()) for name, engine in self.served.items()}
+        return {"answers": self.answers, "ran_with": ran_with}
 
     def wait(self) -> None:
         """Until both are ready."""
