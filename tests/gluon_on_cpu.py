@@ -277,7 +277,7 @@ def _language() -> dict[str, ModuleType]:
         "num_warps": lambda: 4,
         "static_range": range,
         "static_assert": _nothing,
-        "inline_asm_elementwise": _nothing,
+        "inline_asm_elementwise": lambda *arguments, **options: Tensor(torch.tensor(0)),
         "thread_barrier": _nothing,
         "allocate_shared_memory": lambda dtype, shape, layout: Shared(torch.full(shape, torch.nan).to(dtype.torch)),
         "arange": lambda begin, end, layout: Tensor(torch.arange(begin, int(_plain(end)))),

@@ -45,7 +45,9 @@ def runs_layout(RUN, D, warps):
 
 
 @gluon.jit
-def pages_of_runs(table, tile, length, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, RUN: gl.constexpr, runs: gl.constexpr):
+def pages_of_runs(
+    table, tile, length, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, RUN: gl.constexpr, runs: gl.constexpr
+):
     """The page of each run of ``RUN`` keys of a tile, if it begins before ``length``."""
     key = tile + gl.arange(0, BLOCK_N // RUN, gl.SliceLayout(1, runs)) * RUN
     return gl.load(table + key // PAGE, mask=key < length, other=0)

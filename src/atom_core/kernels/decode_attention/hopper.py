@@ -56,9 +56,24 @@ _writers = gluon.jit(writers.fn)
 
 
 @gluon.jit
-def _writer(
-    table, slots, positions, num_tokens, newest, begin, end, PAGE: gl.constexpr, READS: gl.constexpr
-):
+def _issued():
+    """True, which ptxas knows only behind a barrier: what depends on it comes after all loads before the barrier.
+
+    For fewer registers, ptxas has loads wait for the results of others.
+    """
+    count = gl.inline_asm_elementwise(
+        "{ .reg .pred never; setp.ne.u32 never, 0, 0; bar.red.popc.u32 $0, 0, never; }",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return count == 0
+
+
+@gluon.jit
+def _writer(table, slots, positions, num_tokens, newest, begin, end, PAGE: gl.constexpr, READS: gl.constexpr):
     """As that of :mod:`.triton_kernel`."""
     writer = newest * 0 - 1
     if _searches(newest, PAGE, READS):
@@ -92,14 +107,27 @@ def _rotated(x, y, factor, weight, partner_weight, cos, sin, dtype: gl.constexpr
 
 
 @gluon.jit
-def _new_key(
-    source, dim, partner, rotated, weight, partner_weight, cos, sin, eps, D: gl.constexpr, NORM: gl.constexpr
-):
-    """A new token's key as the cache stores it."""
-    x = gl.load(source + dim).to(gl.float32)
-    y = gl.load(source + partner, mask=rotated, other=0.0).to(gl.float32)
-    factor = _norm_factor(gl.sum(x * x, 0), eps, D)
-    return _rotated(x, y, factor, weight, partner_weight, cos, sin, source.dtype.element_ty, NORM)
+def _norm_weights(norm, dim, partner, rotated):
+    """A norm's weights of elements and of their partners; without a norm anything."""
+    weight = dim
+    partner_weight = dim
+    if norm is not None:
+        weight = gl.load(norm + dim).to(gl.float32)
+        partner_weight = gl.load(norm + partner, mask=rotated, other=0.0).to(gl.float32)
+    return weight, partner_weight
+
+
+@gluon.jit
+def _key(x, y, weight, partner_weight, cos, sin, eps, dtype: gl.constexpr, NORM: gl.constexpr):
+    """A token's key as the cache stores it, from its elements and their partners."""
+    factor = _norm_factor(gl.sum(x * x, 0), eps, x.shape[0])
+    return _rotated(x, y, factor, weight, partner_weight, cos, sin, dtype, NORM)
+
+
+@gluon.jit
+def _loaded(source, dim, partner, rotated):
+    """Elements of a head, and their partners."""
+    return gl.load(source + dim).to(gl.float32), gl.load(source + partner, mask=rotated, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -245,7 +273,7 @@ def decode_attention_hopper(
     READS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """A request, a key/value head and a split. ``scale`` and ``soft_cap`` are for logits to the base 2; see `capped`."""
+    """A request, a key/value head and a split. ``scale`` and ``soft_cap`` are for logits to the base 2."""
     if OVERLAP:
         depend("griddepcontrol.launch_dependents; // $0")
     GROUP: gl.constexpr = H // K
@@ -312,13 +340,6 @@ def decode_attention_hopper(
         pair = gl.max_contiguous(gl.multiple_of(pair, 8), 8)
         partner = gl.max_contiguous(gl.multiple_of(partner, 8), 8)
     own = qkv + (H + kv_head) * D
-    k_weight = dim
-    k_partner_weight = dim
-    q_weight = dim
-    q_partner_weight = dim
-    if NORM:
-        k_weight = gl.load(k_norm + dim).to(gl.float32)
-        k_partner_weight = gl.load(k_norm + partner, mask=rotated, other=0.0).to(gl.float32)
 
     # This search precedes all loads from the cache; the product before this kernel still runs.
     if READS != "never":
@@ -330,15 +351,14 @@ def decode_attention_hopper(
                 depend("griddepcontrol.wait; // $0")
             cos, sin = _angles(cos_sin, gl.load(positions + writer), pair, is_first, rotated, R)
             source = own + writer.to(gl.int64) * stride_qkv
-            other_key = _new_key(
-                source, dim, partner, rotated, k_weight, k_partner_weight, cos, sin, eps, D, NORM
-            )
+            x, y = _loaded(source, dim, partner, rotated)
+            k_weight, k_partner_weight = _norm_weights(k_norm, dim, partner, rotated)
             _store(
                 key,
                 value,
                 gl.load(slots + writer),
                 dim,
-                other_key,
+                _key(x, y, k_weight, k_partner_weight, cos, sin, eps, dtype, NORM),
                 gl.load(source + K * D + dim),
                 stride_k_page,
                 stride_k_token,
@@ -383,9 +403,8 @@ def decode_attention_hopper(
             async_copy.commit_group()
 
     cos, sin = _angles(cos_sin, position, pair, is_first, rotated, R)
-    if NORM:
-        q_weight = gl.load(q_norm + dim).to(gl.float32)
-        q_partner_weight = gl.load(q_norm + partner, mask=rotated, other=0.0).to(gl.float32)
+    q_weight, q_partner_weight = _norm_weights(q_norm, dim, partner, rotated)
+    k_weight, k_partner_weight = _norm_weights(k_norm, dim, partner, rotated)
     column = gl.arange(0, COLUMNS, of_scores)
     sink = gl.full([COLUMNS], float("-inf"), gl.float32, of_scores)
     if sinks is not None:
@@ -404,7 +423,14 @@ def decode_attention_hopper(
     y = gl.load(source + partner[None, :], mask=is_query & rotated[None, :], other=0.0).to(gl.float32)
     new_value = gl.load(own + K * D + dim)
     value_of_sums = gl.load(own + K * D + gl.arange(0, D, gl.SliceLayout(1, summed))).to(gl.float32)
-    new_key = _new_key(own, dim, partner, rotated, k_weight, k_partner_weight, cos, sin, eps, D, NORM)
+    key_x, key_y = _loaded(own, dim, partner, rotated)
+    # All of these loads are under way before the first is waited for.
+    issued = _issued()
+    x = gl.where(issued, x, 0.0)
+    y = gl.where(issued, y, 0.0)
+    key_x = gl.where(issued, key_x, 0.0)
+    key_y = gl.where(issued, key_y, 0.0)
+    new_key = _key(key_x, key_y, k_weight, k_partner_weight, cos, sin, eps, dtype, NORM)
     query = _rotated(
         x,
         y,
@@ -528,9 +554,7 @@ def decode_attention_hopper(
             if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
                 return
             gl.store(arrival, 0)
-            _merge(
-                partials, stats, to, first_row, split_rows, working, stride_o_head, GROUP, COLUMNS, D
-            )
+            _merge(partials, stats, to, first_row, split_rows, working, stride_o_head, GROUP, COLUMNS, D)
             return
     acc = acc / gl.convert_layout(total, of_sums)[None, :]
     result = gl.convert_layout(acc.to(out.dtype.element_ty).permute((1, 0)), stored)

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from tests.decode_cases import DECODE_CASES, SAME_STEP_READS, DecodeCase, _requests, check_decode
+from tests.decode_cases import DECODE_CASES, SAME_STEP_READS, DecodeCase, check_decode, decoding, wide
 from tests.gluon_on_cpu import on_cpu
 from tests.kernel_cases import AttentionCase, attention_batch
 
 CPU = torch.device("cpu")
-_LONG = _requests(0, 1, 63, 64, 65, 130, 255, 256, 257, 700, 1300)
-
-
-def _wide(case: DecodeCase) -> DecodeCase:
-    """With a head size that the kernel has, as much of which is rotated."""
-    layer, dim = case.attention, 64
-    rotary_dim = case.rotary_dim and case.rotary_dim * dim // layer.dim // 2 * 2
-    return replace(case, attention=replace(layer, dim=dim), rotary_dim=rotary_dim)
+_LONG = decoding(0, 1, 63, 64, 65, 130, 255, 256, 257, 700, 1300)
 
 
 CASES = (
-    *(_wide(case) for case in DECODE_CASES + SAME_STEP_READS if case.attention.packed),
+    *(wide(case) for case in DECODE_CASES + SAME_STEP_READS if case.attention.packed),
     DecodeCase(AttentionCase("long", _LONG, heads=8, kv_heads=2, dim=128)),
     DecodeCase(AttentionCase("long, a part rotated", _LONG, heads=16, kv_heads=2, dim=256), rotary_dim=64),
     DecodeCase(AttentionCase("long, a window, sinks", _LONG, heads=14, kv_heads=2, dim=64, window=300, sinks=True)),
