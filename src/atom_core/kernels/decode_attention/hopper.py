@@ -305,7 +305,7 @@ def decode_attention_hopper(
     if FROM_FIRST:
         # Nothing uses the table's entries past the request's pages.
         for stage in gl.static_range(STAGES):
-            pages += (pages_of_runs(table, stage * BLOCK_N, stride_table * PAGE, BLOCK_N, PAGE, RUN, runs),)
+            pages += (pages_of_runs(table, stage * BLOCK_N, stride_table * PAGE, BLOCK_N, PAGE, RUN, runs),)  # type: ignore[assignment]
     if following == token:
         # One idle program still waits, so that a wait for this kernel is also a wait for the kernels before it.
         if OVERLAP and request + kv_head + split == 0:
@@ -326,7 +326,7 @@ def decode_attention_hopper(
         end = gl.minimum(begin + share * BLOCK_N, end)
     if not FROM_FIRST:
         for stage in gl.static_range(STAGES):
-            pages += (pages_of_runs(table, begin + stage * BLOCK_N, end, BLOCK_N, PAGE, RUN, runs),)
+            pages += (pages_of_runs(table, begin + stage * BLOCK_N, end, BLOCK_N, PAGE, RUN, runs),)  # type: ignore[assignment]
     slot = gl.load(slots + token)
     position = gl.load(positions + token)
     key += kv_head.to(gl.int64) * stride_k_head
@@ -476,7 +476,7 @@ def decode_attention_hopper(
     # The softmax's sum, of the keys in each row: rows are summed up at the end, for that takes all warps.
     total = gl.where((of_tile == 0)[:, None], opening[None, :], 0.0)
 
-    page = pages[STAGES - 1]
+    page = pages[STAGES - 1]  # type: ignore[var-annotated]
     place = newest * 0
     filled = newest * 0 + STAGES - 1
     for tile in range(begin, end, BLOCK_N):
