@@ -49,11 +49,11 @@ class DecodeCase:
         return DecodeAttentionSpec(qkv, layer.spec(dtype, cache_dtype), (), self.reads)
 
 
-def _requests(*cached: int) -> tuple[tuple[int, int], ...]:
+def decoding(*cached: int) -> tuple[tuple[int, int], ...]:
     return tuple((before, 1) for before in cached)
 
 
-_SOME = _requests(0, 9, 15, 16, 40)
+_SOME = decoding(0, 9, 15, 16, 40)
 DECODE_CASES = (
     DecodeCase(AttentionCase("some", _SOME)),
     DecodeCase(AttentionCase("no norm", _SOME), qk_norm=False),
@@ -68,14 +68,14 @@ DECODE_CASES = (
     DecodeCase(AttentionCase("a group of 16", _SOME, heads=16, kv_heads=1)),
     DecodeCase(AttentionCase("a group of 20", _SOME, heads=20, kv_heads=1)),
     DecodeCase(AttentionCase("one token a page", _SOME, page_size=1)),
-    DecodeCase(AttentionCase("64 tokens a page", _requests(62, 63, 64, 0), page_size=64)),
-    DecodeCase(AttentionCase("tiles of keys", _requests(63, 64, 65, 127, 128, 129, 200, 300))),
-    DecodeCase(AttentionCase("a window", _requests(3, 4, 5, 40, 150), window=5)),
+    DecodeCase(AttentionCase("64 tokens a page", decoding(62, 63, 64, 0), page_size=64)),
+    DecodeCase(AttentionCase("tiles of keys", decoding(63, 64, 65, 127, 128, 129, 200, 300))),
+    DecodeCase(AttentionCase("a window", decoding(3, 4, 5, 40, 150), window=5)),
     DecodeCase(AttentionCase("a window of the query alone", _SOME, window=1)),
-    DecodeCase(AttentionCase("a window longer than a tile", _requests(69, 70, 71, 200, 300), window=70)),
+    DecodeCase(AttentionCase("a window longer than a tile", decoding(69, 70, 71, 200, 300), window=70)),
     DecodeCase(AttentionCase("soft cap", _SOME, soft_cap=0.7)),
     DecodeCase(AttentionCase("sinks", _SOME, sinks=True)),
-    DecodeCase(AttentionCase("sinks, window, soft cap", _requests(40, 0, 200), window=6, soft_cap=2.0, sinks=True)),
+    DecodeCase(AttentionCase("sinks, window, soft cap", decoding(40, 0, 200), window=6, soft_cap=2.0, sinks=True)),
     DecodeCase(AttentionCase("padded", _SOME, padded_requests=3, padded_tokens=3)),
     DecodeCase(AttentionCase("keys and values apart", _SOME, packed=False)),
     DecodeCase(AttentionCase("token by token in storage", _SOME, storage="PNH")),
@@ -83,35 +83,35 @@ DECODE_CASES = (
 
 #: In the order of programs readers come first: one after the other, they find what was in the slot before.
 SAME_STEP_READS = (
-    DecodeCase(AttentionCase("a page that is filled in the step", _requests(16, 15, 3)), readers=((0, 1),)),
-    DecodeCase(AttentionCase("no norm", _requests(16, 15, 3), heads=3, kv_heads=3), qk_norm=False, readers=((0, 1),)),
-    DecodeCase(AttentionCase("interleaved", _requests(32, 31)), interleaved=True, readers=((0, 1),)),
-    DecodeCase(AttentionCase("partial", _requests(32, 31), dim=48), rotary_dim=20, readers=((0, 1),)),
-    DecodeCase(AttentionCase("several readers", _requests(16, 16, 9, 15, 16, 0)), readers=((0, 3), (1, 3), (4, 3))),
-    DecodeCase(AttentionCase("two of them", _requests(16, 48, 47, 15)), readers=((0, 3), (1, 2))),
-    DecodeCase(AttentionCase("pages behind it", _requests(48, 15, 64, 31)), readers=((0, 1), (2, 3))),
-    DecodeCase(AttentionCase("tiles of keys", _requests(64, 63, 128, 127, 320, 319)), readers=((0, 1), (2, 3), (4, 5))),
-    DecodeCase(AttentionCase("keys shared out", _requests(640, 639), kv_heads=1), readers=((0, 1),)),
-    DecodeCase(AttentionCase("keys shared out, long behind", _requests(640, 143), kv_heads=1), readers=((0, 1),)),
-    DecodeCase(AttentionCase("a window", _requests(48, 47, 160, 159), window=5), readers=((0, 1), (2, 3))),
-    DecodeCase(AttentionCase("a window of the query alone", _requests(16, 15), window=1), readers=((0, 1),)),
-    DecodeCase(AttentionCase("behind a window", _requests(64, 31), window=33), readers=((0, 1),)),
-    DecodeCase(AttentionCase("within a window", _requests(64, 31), window=34), readers=((0, 1),)),
-    DecodeCase(AttentionCase("sinks, soft cap", _requests(16, 15), soft_cap=0.7, sinks=True), readers=((0, 1),)),
-    DecodeCase(AttentionCase("padded", _requests(16, 15), padded_requests=3, padded_tokens=3), readers=((0, 1),)),
-    DecodeCase(AttentionCase("64 tokens a page", _requests(64, 63), page_size=64), readers=((0, 1),)),
-    DecodeCase(AttentionCase("many requests", _requests(16, *(3,) * 140, 15), kv_heads=1), readers=((0, 141),)),
-    DecodeCase(AttentionCase("anywhere", _requests(20, 15)), readers=((0, 1),), reads="anywhere"),
+    DecodeCase(AttentionCase("a page that is filled in the step", decoding(16, 15, 3)), readers=((0, 1),)),
+    DecodeCase(AttentionCase("no norm", decoding(16, 15, 3), heads=3, kv_heads=3), qk_norm=False, readers=((0, 1),)),
+    DecodeCase(AttentionCase("interleaved", decoding(32, 31)), interleaved=True, readers=((0, 1),)),
+    DecodeCase(AttentionCase("partial", decoding(32, 31), dim=48), rotary_dim=20, readers=((0, 1),)),
+    DecodeCase(AttentionCase("several readers", decoding(16, 16, 9, 15, 16, 0)), readers=((0, 3), (1, 3), (4, 3))),
+    DecodeCase(AttentionCase("two of them", decoding(16, 48, 47, 15)), readers=((0, 3), (1, 2))),
+    DecodeCase(AttentionCase("pages behind it", decoding(48, 15, 64, 31)), readers=((0, 1), (2, 3))),
+    DecodeCase(AttentionCase("tiles of keys", decoding(64, 63, 128, 127, 320, 319)), readers=((0, 1), (2, 3), (4, 5))),
+    DecodeCase(AttentionCase("keys shared out", decoding(640, 639), kv_heads=1), readers=((0, 1),)),
+    DecodeCase(AttentionCase("keys shared out, long behind", decoding(640, 143), kv_heads=1), readers=((0, 1),)),
+    DecodeCase(AttentionCase("a window", decoding(48, 47, 160, 159), window=5), readers=((0, 1), (2, 3))),
+    DecodeCase(AttentionCase("a window of the query alone", decoding(16, 15), window=1), readers=((0, 1),)),
+    DecodeCase(AttentionCase("behind a window", decoding(64, 31), window=33), readers=((0, 1),)),
+    DecodeCase(AttentionCase("within a window", decoding(64, 31), window=34), readers=((0, 1),)),
+    DecodeCase(AttentionCase("sinks, soft cap", decoding(16, 15), soft_cap=0.7, sinks=True), readers=((0, 1),)),
+    DecodeCase(AttentionCase("padded", decoding(16, 15), padded_requests=3, padded_tokens=3), readers=((0, 1),)),
+    DecodeCase(AttentionCase("64 tokens a page", decoding(64, 63), page_size=64), readers=((0, 1),)),
+    DecodeCase(AttentionCase("many requests", decoding(16, *(3,) * 140, 15), kv_heads=1), readers=((0, 141),)),
+    DecodeCase(AttentionCase("anywhere", decoding(20, 15)), readers=((0, 1),), reads="anywhere"),
 )
 LARGE_DECODE = tuple(
     DecodeCase(AttentionCase(f"{name}, {heads}/{kv_heads} heads of {dim}", requests, heads, kv_heads, dim))
     for (name, requests), (heads, kv_heads, dim) in product(
         (
-            ("one", _requests(129)),
-            ("one long", _requests(4095)),
-            ("eight", _requests(0, 1, 500, 1023, 1024, 1025, 2000, 3000)),
-            ("64", _requests(*range(0, 64 * 37, 37))),
-            ("256", _requests(*range(256))),
+            ("one", decoding(129)),
+            ("one long", decoding(4095)),
+            ("eight", decoding(0, 1, 500, 1023, 1024, 1025, 2000, 3000)),
+            ("64", decoding(*range(0, 64 * 37, 37))),
+            ("256", decoding(*range(256))),
         ),
         ((32, 8, 128), (32, 4, 128), (16, 8, 128), (32, 8, 64), (16, 8, 256), (14, 2, 64)),
     )
@@ -121,14 +121,23 @@ LARGE_DECODE = tuple(
     )
     for (name, requests, them), (heads, dim) in product(
         (
-            ("two", _requests(16, 15), ((0, 1),)),
-            ("two long", _requests(4096, 4095), ((0, 1),)),
-            ("64", _requests(*(64, 63) * 32), tuple((2 * pair, 2 * pair + 1) for pair in range(32))),
-            ("256", _requests(*(16,) * 128, *(15,) * 128), tuple((reader, 255) for reader in range(128))),
+            ("two", decoding(16, 15), ((0, 1),)),
+            ("two long", decoding(4096, 4095), ((0, 1),)),
+            ("64", decoding(*(64, 63) * 32), tuple((2 * pair, 2 * pair + 1) for pair in range(32))),
+            ("256", decoding(*(16,) * 128, *(15,) * 128), tuple((reader, 255) for reader in range(128))),
         ),
         ((32, 128), (64, 64), (16, 256)),
     )
 )
+
+
+def wide(case: DecodeCase) -> DecodeCase:
+    """With heads of 64 or more, of which as large a part is rotated, as Hopper's own kernel has them."""
+    layer = case.attention
+    if layer.dim >= 64 and layer.dim & (layer.dim - 1) == 0:
+        return case
+    rotary_dim = case.rotary_dim and case.rotary_dim * 64 // layer.dim // 2 * 2
+    return replace(case, attention=replace(layer, dim=64), rotary_dim=rotary_dim)
 
 
 def check_decode(

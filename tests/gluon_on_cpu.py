@@ -22,9 +22,11 @@ _LAYOUTS = ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperan
 #: Modules that are run so: each is imported anew, with the language below in Gluon's place.
 _MODULES = (
     "atom_core.kernels.linear.few_rows_hopper",
+    "atom_core.kernels.attention.hopper_parts",
     "atom_core.kernels.attention.hopper",
     "atom_core.kernels.mla_attention.hopper",
     "atom_core.kernels.mla_fused_decode.hopper",
+    "atom_core.kernels.decode_attention.hopper",
 )
 
 
@@ -275,14 +277,15 @@ def _language() -> dict[str, ModuleType]:
         "num_warps": lambda: 4,
         "static_range": range,
         "static_assert": _nothing,
-        "inline_asm_elementwise": _nothing,
+        "inline_asm_elementwise": lambda *arguments, **options: Tensor(torch.tensor(0)),
         "thread_barrier": _nothing,
         "allocate_shared_memory": lambda dtype, shape, layout: Shared(torch.full(shape, torch.nan).to(dtype.torch)),
-        "arange": lambda begin, end, layout: Tensor(torch.arange(begin, end)),
+        "arange": lambda begin, end, layout: Tensor(torch.arange(begin, int(_plain(end)))),
         "zeros": lambda shape, dtype, layout: Tensor(torch.zeros(shape, dtype=dtype.torch)),
         "full": lambda shape, value, dtype, layout: Tensor(torch.full(shape, value, dtype=dtype.torch)),
         "convert_layout": lambda x, layout: x,
         "multiple_of": lambda x, number: x,
+        "max_contiguous": lambda x, number: x,
         "load": _load,
         "store": _store,
         "atomic_add": _atomic_add,
@@ -304,7 +307,7 @@ def _language() -> dict[str, ModuleType]:
     }
     found: dict[str, ModuleType] = {}
     for name, contents in (
-        ("", {"jit": _jit}),
+        ("", {"jit": _jit, "constexpr_function": lambda function: function}),
         (".language", language),
         (".language.nvidia", {}),
         (".language.nvidia.ampere", {"async_copy": SimpleNamespace(**copies)}),

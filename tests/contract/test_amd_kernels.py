@@ -19,6 +19,7 @@ KERNELS = ROOT / "src" / "atom_core" / "kernels"
 #: What no launcher launches on AMD: Hopper's, what is for those, and what copies through shared memory ahead of time.
 NVIDIA = {
     "attention.hopper.prompt_attention_hopper",
+    "decode_attention.hopper.decode_attention_hopper",
     "experts.few_routed_tokens_hopper.few_routed_tokens_hopper",
     "experts.routed_tokens_hopper.routed_tokens_hopper",
     "experts.few_tokens_hopper.down_of_few_hopper",

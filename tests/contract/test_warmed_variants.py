@@ -18,7 +18,7 @@ import torch
 from triton.runtime.jit import JITFunction, KernelParam
 
 from atom_core.batch import BatchShape
-from atom_core.kernels.decode_attention import triton_kernel as decode_attention
+from atom_core.kernels.decode_attention import hopper as decode_attention
 from atom_core.kernels.qk_norm_rope_cache import triton_kernel as qk_norm_rope_cache
 from atom_core.kernels.select import Target
 from atom_core.models.read_config import read_model_config
@@ -104,16 +104,18 @@ def test_what_batches_launch_the_warm_up_has_launched(model, num_layers, target,
 @torch.inference_mode()
 def test_where_a_kernel_has_a_tile_more_it_is_warmed_up_though_nobody_else_knows_of_it(monkeypatch):
     """One of so many tokens, and one of so many requests."""
-    kernel, usual = decode_attention.TritonDecodeAttention, decode_attention.Tile(32, 1, 4)
+    kernel, usual = decode_attention.HopperDecodeAttention, decode_attention.Tile(64, 2, 4, 1)
     monkeypatch.setattr(qk_norm_rope_cache, "_heads", lambda num_tokens: 4 if num_tokens < 701 else 16)
-    monkeypatch.setattr(kernel, "tile", lambda self, programs: usual._replace(warps=8 if programs == 8 * 77 else 4))
+    monkeypatch.setattr(
+        kernel, "tile", lambda self, programs, device: usual._replace(stages=3 if programs == 8 * 77 else 2)
+    )
     server = Server("qwen3-8b", 1, HOPPER)
     server.warm_up()
     by_name: dict[str, list[BatchShape]] = {}
     for (name, _), first in server.launched.items():
         by_name.setdefault(name, []).append(first)
     assert sorted(shape.num_tokens > 700 for shape in by_name["_qk_norm_rope_cache"]) == [False, True]
-    assert 77 in {shape.num_requests for shape in by_name["_decode_attention"]}
+    assert 77 in {shape.num_requests for shape in by_name["decode_attention_hopper"]}
 
 
 class Server:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
+from atom_core.kernels.decode_attention import hopper as decode_hopper
 from atom_core.kernels.decode_attention import triton_kernel as decode_kernel
 from tests.contract.triton_compiles.compiling import CPU, FP8_CACHES, GPUS, compiles
 from tests.decode_cases import DecodeCase, check_decode
@@ -43,3 +46,33 @@ def test_decode_attention_compiles(case, dtype, gpu, cache_dtype):
     spec = case.spec(dtype, cache_dtype)
     with compiles(decode_kernel, "_decode_attention", gpu):
         check_decode(case, decode_kernel.TritonDecodeAttention(spec, gpu.nvidia, gpu.nvidia), spec, CPU)
+
+
+#: Tiles of one and of two warp groups, groups of 4 to 64 query heads, and what models have besides.
+FOR_HOPPER = (
+    DecodeCase(AttentionCase("Qwen3 8B", _LENGTHS, heads=32, kv_heads=8, dim=128)),
+    DecodeCase(AttentionCase("Qwen3 8B in a batch", _LENGTHS * 40, heads=32, kv_heads=8, dim=128)),
+    DecodeCase(AttentionCase("Qwen3 30B", _LENGTHS, heads=32, kv_heads=4, dim=128, page_size=64), reads="never"),
+    DecodeCase(AttentionCase("Qwen3.5", _LENGTHS, heads=16, kv_heads=2, dim=256, page_size=528), rotary_dim=64),
+    DecodeCase(AttentionCase("Qwen3.5 in a batch", _LENGTHS * 40, heads=24, kv_heads=4, dim=256), rotary_dim=64),
+    DecodeCase(AttentionCase("Qwen2", _LENGTHS, heads=14, kv_heads=2, dim=64), qk_norm=False, reads="anywhere"),
+    DecodeCase(AttentionCase("GPT OSS", _LENGTHS, heads=64, kv_heads=8, dim=64, window=128, sinks=True), qk_norm=False),
+    DecodeCase(AttentionCase("soft cap", _LENGTHS, heads=16, kv_heads=8, dim=256, soft_cap=50.0), interleaved=True),
+    DecodeCase(AttentionCase("a group of 64", _LENGTHS, heads=64, kv_heads=1, dim=128, page_size=1)),
+    DecodeCase(AttentionCase("a group of 64 of the largest heads", _LENGTHS, heads=64, kv_heads=1, dim=256)),
+)
+
+
+@pytest.mark.parametrize("case", FOR_HOPPER, ids=str)
+@pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared out"])
+def test_hopper_has_a_kernel_of_its_own(monkeypatch, case, shared):
+    places = 132 if shared else 1
+    for module in ("decode_attention.hopper", "attention.splits"):
+        monkeypatch.setattr(f"atom_core.kernels.{module}.multiprocessors", lambda device: places)
+    spec = case.spec(torch.bfloat16)
+    kernel = decode_kernel.TritonDecodeAttention(spec, nvidia=True, overlap=True, hopper=True)
+    with compiles(decode_hopper, "decode_attention_hopper", GPUS[-1]) as found:
+        check_decode(case, kernel, spec, CPU)
+    assert found.compiled is not None
+    copies = re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", found.compiled.asm["ptx"])
+    assert set(copies) == {"0x10"}, "16 bytes at a time"

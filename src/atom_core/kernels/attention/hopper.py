@@ -22,6 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from atom_core.batch import Batch, BatchShape
 from atom_core.cache import KVCacheView
+from atom_core.kernels.attention.hopper_parts import (
+    aligned,
+    capped,
+    copied_layout,
+    copy_tile,
+    pages_of_runs,
+    run_of,
+    runs_layout,
+)
 from atom_core.kernels.attention.triton_parts import LOG2_E, range_of
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load, ready
@@ -51,40 +60,6 @@ _range_of = gluon.jit(range_of.fn)
 
 
 @gluon.jit
-def _pages(table, tile, length, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, RUN: gl.constexpr, runs: gl.constexpr):
-    """The page of each run of ``RUN`` keys of a tile, if it begins before ``length``."""
-    key = tile + gl.arange(0, BLOCK_N // RUN, gl.SliceLayout(1, runs)) * RUN
-    return gl.load(table + key // PAGE, mask=key < length, other=0)
-
-
-@gluon.jit
-def _copy(
-    to,
-    side,
-    page,
-    tile,
-    length,
-    stride_page,
-    stride_token,
-    PAGE: gl.constexpr,
-    RUN: gl.constexpr,
-    runs: gl.constexpr,
-    copied: gl.constexpr,
-):
-    """Start to copy a tile of keys or values to shared memory, with zeros from ``length`` on."""
-    BLOCK_N: gl.constexpr = to.shape[0]
-    D: gl.constexpr = to.shape[1]
-    offset = (tile + gl.arange(0, BLOCK_N // RUN, gl.SliceLayout(1, runs)) * RUN) % PAGE
-    of_run = page.to(gl.int64) * stride_page + offset.to(gl.int64) * stride_token
-    in_run = gl.arange(0, RUN, gl.SliceLayout(0, runs)) * stride_token
-    row = gl.convert_layout((of_run[:, None] + in_run[None, :]).reshape([BLOCK_N]), gl.SliceLayout(1, copied))
-    # Rows are aligned to 16 bytes, which the compiler no longer sees.
-    row = gl.multiple_of(row, 8)
-    known = tile + gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)) < length
-    load(to, side + row[:, None] + gl.arange(0, D, gl.SliceLayout(0, copied))[None, :], mask=known[:, None])
-
-
-@gluon.jit
 def _weights(
     scores,
     highest,
@@ -101,8 +76,7 @@ def _weights(
     """The weights of a tile of keys, the running maximum and sum with them, and what earlier weights shrink by."""
     BLOCK_N: gl.constexpr = scores.shape[1]
     if HAS_CAP:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1); `scale` makes 2x to the base 2 of a score.
-        scores = soft_cap - 2.0 * soft_cap / (gl.exp2(scores * scale) + 1.0)
+        scores = capped(scores, scale, soft_cap)
     if MASKED:
         # A row with a query sees no key past its request's length.
         other = (tile + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scored)))[None, :]
@@ -171,14 +145,14 @@ def _over_tiles(
         scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scored)
         scores = warpgroup_mma(queries, keys.index(1 - place).permute((1, 0)), scores, use_acc=False, is_async=True)
         # Where a copy starts, Triton has all warps wait until they have started, or ended, what reads such memory.
-        page = _pages(table, tile, length, BLOCK_N, PAGE, RUN, runs)
-        _copy(
+        page = pages_of_runs(table, tile, length, BLOCK_N, PAGE, RUN, runs)
+        copy_tile(
             values.index(1 - place), value, page, tile, length, stride_v_page, stride_v_token, PAGE, RUN, runs, copied
         )
         acc = warpgroup_mma(weights, values.index(place), acc, is_async=True)
-        page = _pages(table, tile + BLOCK_N, length, BLOCK_N, PAGE, RUN, runs)
+        page = pages_of_runs(table, tile + BLOCK_N, length, BLOCK_N, PAGE, RUN, runs)
         scores = warpgroup_mma_wait(1, [scores])
-        _copy(
+        copy_tile(
             keys.index(place), key, page, tile + BLOCK_N, length, stride_k_page, stride_k_token, PAGE, RUN, runs, copied
         )
         async_copy.commit_group()
@@ -238,17 +212,9 @@ def prompt_attention_hopper(
         depend("griddepcontrol.wait; // $0")
     dtype: gl.constexpr = key.dtype.element_ty
     warps: gl.constexpr = BLOCK_M // 16
-    lanes: gl.constexpr = D // 8  # copy a row together, 16 bytes each
-    copied: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
-    # Keys that follow each other in memory, where they have a row for each warp: as many as a thread looks up at once.
-    rows: gl.constexpr = 32 // lanes * warps
-    RUN: gl.constexpr = min(PAGE, BLOCK_N) if PAGE % rows == 0 and BLOCK_N % min(PAGE, BLOCK_N) == 0 else 1
-    of_runs: gl.constexpr = (
-        gl.BlockedLayout([1, 1, 8], [32 // lanes, 1, lanes], [warps, 1, 1], [2, 1, 0])
-        if RUN == 1
-        else gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [1, warps, 1], [2, 1, 0])
-    )
-    runs: gl.constexpr = gl.SliceLayout(2, of_runs)
+    copied: gl.constexpr = copied_layout(D, warps)
+    RUN: gl.constexpr = run_of(PAGE, BLOCK_N, D, warps)
+    runs: gl.constexpr = runs_layout(RUN, D, warps)
     scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_N, 16])
     summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, D, 16])
     weighed: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
@@ -292,12 +258,12 @@ def prompt_attention_hopper(
     key += kv_head * stride_k_head
     value += kv_head * stride_v_head
     table = page_table + request.to(gl.int64) * stride_table
-    page = _pages(table, begin, length, BLOCK_N, PAGE, RUN, runs)
-    _copy(keys.index(0), key, page, begin, length, stride_k_page, stride_k_token, PAGE, RUN, runs, copied)
+    page = pages_of_runs(table, begin, length, BLOCK_N, PAGE, RUN, runs)
+    copy_tile(keys.index(0), key, page, begin, length, stride_k_page, stride_k_token, PAGE, RUN, runs, copied)
     async_copy.commit_group()
-    _copy(values.index(0), value, page, begin, length, stride_v_page, stride_v_token, PAGE, RUN, runs, copied)
-    page = _pages(table, begin + BLOCK_N, length, BLOCK_N, PAGE, RUN, runs)
-    _copy(keys.index(1), key, page, begin + BLOCK_N, length, stride_k_page, stride_k_token, PAGE, RUN, runs, copied)
+    copy_tile(values.index(0), value, page, begin, length, stride_v_page, stride_v_token, PAGE, RUN, runs, copied)
+    page = pages_of_runs(table, begin + BLOCK_N, length, BLOCK_N, PAGE, RUN, runs)
+    copy_tile(keys.index(1), key, page, begin + BLOCK_N, length, stride_k_page, stride_k_token, PAGE, RUN, runs, copied)
     async_copy.commit_group()
 
     of_row: gl.constexpr = gl.SliceLayout(1, scored)
@@ -391,8 +357,7 @@ class PromptAttention:
     @staticmethod
     def takes(q: torch.Tensor, cache: KVCacheView, out: torch.Tensor) -> bool:
         """Whether rows are aligned to 16 bytes, as Triton knows of arguments that are multiples of 16."""
-        tensors = (q, cache.key, cache.value, out)
-        return all(it.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in it.stride()[:-1]) for it in tensors)
+        return aligned(cache, q, out)
 
     def tile(self, batch: BatchShape | Batch, device: torch.device) -> Tile:
         """The tile of a launch; it is its compile key, too.

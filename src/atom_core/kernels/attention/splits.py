@@ -37,10 +37,10 @@ class SplitBuffers:
     """The counters of one layer's kernel, which outlive a launch.
 
     Args:
-        fill_once: whether a multiprocessor runs one program at a time, so that more programs run in several waves.
+        fill_once: how many programs a multiprocessor runs at a time, so that more run in several waves; 0: unknown.
     """
 
-    def __init__(self, fill_once: bool = False) -> None:
+    def __init__(self, fill_once: int = 0) -> None:
         self.fill_once = fill_once
         # Made on the first run outside of a graph: all frameworks have a warm-up.
         self._arrivals: torch.Tensor | None = None
@@ -55,7 +55,10 @@ class SplitBuffers:
             head_dim: ``D``.
             device: the GPU.
         """
-        count = count_splits(programs, max_seq_len, device, self.fill_once)
+        return self.of(count_splits(programs, max_seq_len, device, self.fill_once), rows, head_dim, device)
+
+    def of(self, count: int, rows: int, head_dim: int, device: torch.device) -> Splits:
+        """``count`` splits, or one where there are no counters yet; otherwise as :meth:`share`."""
         if count < 2:
             return Splits(1)
         if self._arrivals is None:
@@ -71,15 +74,17 @@ def empty_partials(count: int, rows: int, head_dim: int, device: torch.device) -
     return partials, torch.empty(count, rows, 2, dtype=torch.float32, device=device)
 
 
-def count_splits(programs: int, max_seq_len: int, device: torch.device, fill_once: bool = False) -> int:
-    """The number of splits of each request; see :meth:`SplitBuffers.share`."""
+def count_splits(programs: int, max_seq_len: int, device: torch.device, fill_once: int = 0) -> int:
+    """The number of splits of each request; see :class:`SplitBuffers`."""
     count = min(_PROGRAMS // max(programs, 1), -(-max_seq_len // _KEYS), MAX_SPLITS)
-    return best_split_count(programs, count, multiprocessors(device)) if fill_once and count > 1 else max(count, 1)
+    if not fill_once or count < 2:
+        return max(count, 1)
+    return best_split_count(programs, count, fill_once * multiprocessors(device))
 
 
 @functools.lru_cache(maxsize=4096)
 def best_split_count(programs: int, max_splits: int, places: int) -> int:
-    """The fastest number of splits, up to ``max_splits``, of ``programs`` that run on ``places`` multiprocessors.
+    """The fastest number of splits, up to ``max_splits``, of ``programs``, of which ``places`` run at a time.
 
     A wave takes the time of one split plus a fixed overhead.
     """

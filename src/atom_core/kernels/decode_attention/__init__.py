@@ -65,7 +65,8 @@ def _triton_supports(spec: DecodeAttentionSpec, target: Target) -> str | None:
 def _build_triton(spec: DecodeAttentionSpec, target: Target) -> DecodeAttentionKernel | None:
     from atom_core.kernels.decode_attention.triton_kernel import TritonDecodeAttention  # needs triton
 
-    return TritonDecodeAttention(spec, nvidia=target.kind == "cuda", overlap=overlaps(target))
+    nvidia, hopper = target.kind == "cuda", (target.kind, target.arch) == ("cuda", "sm90")
+    return TritonDecodeAttention(spec, nvidia, overlaps(target), hopper)
 
 
 #: "separate" is no kernel: two ops fill the cache and run attention.

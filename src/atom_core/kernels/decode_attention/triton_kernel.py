@@ -32,6 +32,8 @@ from atom_core.kernels.attention.splits import SplitBuffers, count_splits
 from atom_core.kernels.attention.triton_kernel import is_last, merged_splits, scaled, wait_for_stores
 from atom_core.kernels.attention.triton_parts import LOG2_E
 from atom_core.kernels.cache_dtypes import saturation_limit
+from atom_core.kernels.decode_attention.hopper import HopperDecodeAttention
+from atom_core.kernels.decode_attention.triton_parts import TOKENS, searches, writers
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.qk_norm_rope import QkvWeights
@@ -40,9 +42,6 @@ from atom_core.kernels.triton_support import launch_options, next_power_of_2, ta
 
 if TYPE_CHECKING:
     from atom_core.kernels.decode_attention import DecodeAttentionSpec
-
-#: Tokens of the step whose slots are compared at a time.
-_TOKENS = tl.constexpr(128)
 
 
 @triton.jit
@@ -196,19 +195,8 @@ def _store(
 def _writer(table, slots, positions, num_tokens, newest, begin, end, PAGE: tl.constexpr, READS: tl.constexpr):
     """The step's token that fills a page of a request at a position in ``begin .. end - 1``, or -1."""
     writer = -1
-    searches = newest % PAGE == 0
-    if READS == "anywhere":
-        searches = newest > 0
-    if searches:
-        found = tl.full([_TOKENS], -1, tl.int32)
-        for first in tl.range(0, num_tokens, _TOKENS):
-            token = first + tl.arange(0, _TOKENS)
-            slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
-            place = tl.load(positions + token, mask=token < num_tokens, other=0).to(tl.int32)
-            fills = (place % PAGE == PAGE - 1) & (place >= begin) & (place < end)
-            page = tl.load(table + place // PAGE, mask=fills, other=0)
-            found = tl.where(fills & (slot == page.to(tl.int64) * PAGE + PAGE - 1), token, found)
-        writer = tl.max(found, 0)
+    if searches(newest, PAGE, READS):
+        writer = tl.max(writers(tl.arange(0, TOKENS), table, slots, positions, num_tokens, begin, end, PAGE), 0)
     return writer
 
 
@@ -692,10 +680,12 @@ class TritonDecodeAttention:
         spec: the layer.
         nvidia: whether the GPU is NVIDIA's; AMD's have less shared memory.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        hopper: whether the GPU is a Hopper, which has its own kernel.
     """
 
-    def __init__(self, spec: DecodeAttentionSpec, nvidia: bool, overlap: bool) -> None:
+    def __init__(self, spec: DecodeAttentionSpec, nvidia: bool, overlap: bool, hopper: bool = False) -> None:
         self.spec = spec
+        self.hopper = HopperDecodeAttention(spec, overlap) if hopper and HopperDecodeAttention.fits(spec) else None
         self.nvidia, self.overlap = nvidia, overlap
         #: Query heads that share a key.
         self.group = spec.attention.num_heads // spec.attention.num_kv_heads
@@ -708,6 +698,8 @@ class TritonDecodeAttention:
 
     def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
         """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        if self.hopper is not None:
+            yield from self.hopper.attention_compile_keys(shape, device)
         programs = shape.num_requests * self.spec.attention.num_kv_heads
         yield self.tile(programs), count_splits(programs, shape.max_seq_len, device) > 1
 
@@ -743,6 +735,9 @@ class TritonDecodeAttention:
         """Write the attention of every request's token to ``out``, and its key and value to the cache."""
         spec, heads = self.spec.attention, self.spec.qkv
         assert qkv.stride(-1) == cache.key.stride(-1) == cache.value.stride(-1) == out.stride(-1) == 1
+        if self.hopper is not None and self.hopper.takes(cache):
+            self.hopper(qkv, positions, weights, cache, batch, sinks, out)
+            return
         num_requests, num_tokens = batch.seq_lens.shape[0], qkv.shape[0]
         programs, rows = num_requests * spec.num_kv_heads, num_tokens * spec.num_heads
         splits = self.split_buffers.share(programs, batch.max_seq_len, rows, spec.head_dim, qkv.device)

@@ -364,7 +364,7 @@ class LatentDecode:
 
     def __init__(self, spec: MlaAttentionSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
-        self.split_buffers = SplitBuffers(fill_once=True)
+        self.split_buffers = SplitBuffers(fill_once=1)
 
     @staticmethod
     def fits(spec: MlaAttentionSpec) -> bool:
@@ -396,7 +396,7 @@ class LatentDecode:
 
     def _max_splits(self, num_requests: int, max_query_len: int, max_seq_len: int, device: torch.device) -> int:
         programs = num_requests * self.groups(num_requests, max_query_len)
-        return count_splits(programs, max_seq_len, device, fill_once=True)
+        return count_splits(programs, max_seq_len, device, fill_once=1)
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """As :meth:`atom_core.kernels.mla_attention.triton_kernel.TritonMlaAttention.__call__`."""

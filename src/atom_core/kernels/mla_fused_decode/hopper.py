@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from atom_core.batch import Batch, BatchShape
 from atom_core.cache import LatentCacheView
+from atom_core.kernels.attention.hopper_parts import partners
 from atom_core.kernels.attention.splits import Splits, empty_partials
 from atom_core.kernels.attention.triton_parts import LOG2_E
 from atom_core.kernels.eviction import EVICT_LAST
@@ -38,22 +39,6 @@ _PROGRAMS, _MAX_TILES, _MIN_TILES = 132, 6, 3
 _COLUMNS = 8
 #: Tiles of shared memory for a head's weight, whose rows are as wide as a latent.
 _WEIGHT_TILES = 2
-
-
-@gluon.jit
-def _partners(R: gl.constexpr, INTERLEAVED: gl.constexpr, layout: gl.constexpr):
-    """The ``R`` rope elements: their index, pair and partner, and whether each is the first of its pair."""
-    half: gl.constexpr = R // 2
-    dim = gl.arange(0, R, layout)
-    if INTERLEAVED:
-        pair = dim // 2
-        is_first = dim % 2 == 0
-        partner = gl.where(is_first, dim + 1, dim - 1)
-    else:
-        pair = dim % half
-        is_first = dim < half
-        partner = gl.where(is_first, dim + half, dim - half)
-    return dim, pair, partner, is_first
 
 
 @gluon.jit
@@ -154,7 +139,7 @@ def mla_fused_decode_hopper(
         copy_rows(latents.index(0), keys, rows, key, page, end, stride_page, stride_row, L, R, PAGE)
     async_copy.commit_group()
     # These are loaded before the wait, as no kernel of this package writes them.
-    rope_dim, pair, partner, is_first = _partners(R, INTERLEAVED, of_rope)
+    rope_dim, pair, partner, is_first = partners(R, R, INTERLEAVED, of_rope)
     angles = cos_sin + gl.load(positions).to(gl.int64) * R + pair
     cos = gl.load(angles)
     sin = gl.load(angles + R // 2)

@@ -23,6 +23,7 @@ CASES = (
     AttentionCase("long, a window longer than some", _LONG, heads=8, kv_heads=2, dim=256, window=150, page_size=48),
     AttentionCase("long, a short window", _LONG, heads=8, kv_heads=2, dim=128, window=7, page_size=128),
     AttentionCase("long, soft cap", _LONG, heads=32, kv_heads=2, dim=64, soft_cap=1.5, page_size=256),
+    AttentionCase("long, pages longer than a tile", _LONG, heads=8, kv_heads=2, dim=128, page_size=80),
     AttentionCase("long, one token a page", _LONG, heads=2, kv_heads=2, dim=128, page_size=1),
     *(AttentionCase(f"long, {order}", _LONG[4:7], dim=64, storage=order, page_size=8) for order in STORAGE_ORDERS),
 )

@@ -1,0 +1,686 @@
+"""Decode attention on Hopper, in Gluon: as :mod:`.triton_kernel`, but tensor cores read tiles from shared memory.
+
+The 64 rows of a ``wgmma`` are keys for the scores, and elements of a head for the outputs; the query heads of a group,
+padded to eight or more, are its columns. So neither keys nor values move through registers, and a program copies
+several tiles ahead of the one that it works on: nearly all of its time is the memory's.
+
+The first tiles are copied before the qkv projection has ended. The new token's key and value start the running softmax
+from registers; so does the sink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from atom_core.batch import Batch, BatchShape
+from atom_core.cache import KVCacheView
+from atom_core.kernels.attention.hopper_parts import (
+    aligned,
+    capped,
+    copied_layout,
+    copy_tile,
+    pages_of_runs,
+    partners,
+    run_of,
+    runs_layout,
+)
+from atom_core.kernels.attention.splits import SplitBuffers, count_splits
+from atom_core.kernels.attention.triton_parts import LOG2_E
+from atom_core.kernels.decode_attention.triton_parts import TOKENS, searches, writers
+from atom_core.kernels.eviction import EVICT_LAST
+from atom_core.kernels.launch import entry_kernel
+from atom_core.kernels.linear.few_rows_hopper import barrier, depend, ready
+from atom_core.kernels.linear.tiles import why_no_gluon
+from atom_core.kernels.qk_norm_rope import QkvWeights
+from atom_core.kernels.triton_support import launch_options, multiprocessors, next_power_of_2
+
+if TYPE_CHECKING:
+    from atom_core.kernels.decode_attention import DecodeAttentionSpec
+
+#: The fewest columns of ``wgmma``, and the most query heads of a group: their outputs fill registers.
+_COLUMNS, _MAX_COLUMNS = 8, 64
+#: Shared memory of a multiprocessor for copied tiles.
+_SHARED = 200 * 1024
+#: The fewest keys of a split: merging splits takes the time of a few tiles.
+_MIN_KEYS = 256
+
+_searches = gluon.jit(searches.fn)
+_writers = gluon.jit(writers.fn)
+
+
+@gluon.jit
+def _issued():
+    """True, which ptxas knows only behind a barrier: what depends on it comes after all loads before the barrier.
+
+    For fewer registers, ptxas has loads wait for the results of others.
+    """
+    count = gl.inline_asm_elementwise(
+        "{ .reg .pred never; setp.ne.u32 never, 0, 0; bar.red.popc.u32 $0, 0, never; }",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return count == 0
+
+
+@gluon.jit
+def _writer(table, slots, positions, num_tokens, newest, begin, end, PAGE: gl.constexpr, READS: gl.constexpr):
+    """As that of :mod:`.triton_kernel`."""
+    writer = newest * 0 - 1
+    if _searches(newest, PAGE, READS):
+        lane = gl.arange(0, TOKENS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        writer = gl.max(_writers(lane, table, slots, positions, num_tokens, begin, end, PAGE), 0)
+    return writer
+
+
+@gluon.jit
+def _angles(cos_sin, position, pair, is_first, rotated, R: gl.constexpr):
+    """A position's cosines, and sines with the sign with which an element's partner is added to it."""
+    at = cos_sin + position.to(gl.int64) * R + pair
+    cos = gl.load(at, mask=rotated, other=1.0)
+    sin = gl.load(at + R // 2, mask=rotated, other=0.0)
+    return cos, gl.where(is_first, -sin, sin)
+
+
+@gluon.jit
+def _norm_factor(squares, eps, D: gl.constexpr):
+    """What elements of a head are multiplied by, from the sum of their squares."""
+    return 1.0 / gl.sqrt(squares / D + eps)
+
+
+@gluon.jit
+def _rotated(x, y, factor, weight, partner_weight, cos, sin, dtype: gl.constexpr, NORM: gl.constexpr):
+    """Elements ``x`` with partners ``y``, float32, normed and rotated. The model rounds between norm and rope."""
+    if NORM:
+        x = (x * factor * weight).to(dtype).to(gl.float32)
+        y = (y * factor * partner_weight).to(dtype).to(gl.float32)
+    return (x * cos + y * sin).to(dtype)
+
+
+@gluon.jit
+def _norm_weights(norm, dim, partner, rotated):
+    """A norm's weights of elements and of their partners; without a norm anything."""
+    weight = dim
+    partner_weight = dim
+    if norm is not None:
+        weight = gl.load(norm + dim).to(gl.float32)
+        partner_weight = gl.load(norm + partner, mask=rotated, other=0.0).to(gl.float32)
+    return weight, partner_weight
+
+
+@gluon.jit
+def _key(x, y, weight, partner_weight, cos, sin, eps, dtype: gl.constexpr, NORM: gl.constexpr):
+    """A token's key as the cache stores it, from its elements and their partners."""
+    factor = _norm_factor(gl.sum(x * x, 0), eps, x.shape[0])
+    return _rotated(x, y, factor, weight, partner_weight, cos, sin, dtype, NORM)
+
+
+@gluon.jit
+def _loaded(source, dim, partner, rotated):
+    """Elements of a head, and their partners."""
+    return gl.load(source + dim).to(gl.float32), gl.load(source + partner, mask=rotated, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _store(
+    key,
+    value,
+    slot,
+    dim,
+    new_key,
+    new_value,
+    stride_k_page,
+    stride_k_token,
+    stride_v_page,
+    stride_v_token,
+    PAGE: gl.constexpr,
+):
+    """Write a token's key and value to the cache."""
+    slot = slot.to(gl.int64)
+    gl.store(key + slot // PAGE * stride_k_page + slot % PAGE * stride_k_token + dim, new_key)
+    gl.store(value + slot // PAGE * stride_v_page + slot % PAGE * stride_v_token + dim, new_value)
+
+
+@gluon.jit
+def _copy(
+    keys,
+    values,
+    place,
+    key,
+    value,
+    page,
+    tile,
+    end,
+    stride_k_page,
+    stride_k_token,
+    stride_v_page,
+    stride_v_token,
+    PAGE: gl.constexpr,
+    RUN: gl.constexpr,
+    runs: gl.constexpr,
+    copied: gl.constexpr,
+):
+    """Start to copy a tile of keys and values to one of the buffers."""
+    copy_tile(keys.index(place), key, page, tile, end, stride_k_page, stride_k_token, PAGE, RUN, runs, copied)
+    copy_tile(values.index(place), value, page, tile, end, stride_v_page, stride_v_token, PAGE, RUN, runs, copied)
+
+
+@gluon.jit
+def _merge(
+    partials,
+    stats,
+    out,
+    first_row,
+    split_rows,
+    working,
+    stride_o_head,
+    GROUP: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    D: gl.constexpr,
+):
+    """Merge the splits of a group's heads, whose partial results begin at ``first_row``, and write them to ``out``."""
+    warps: gl.constexpr = gl.num_warps()
+    # So many splits are loaded at a time as fill half of the registers.
+    block: gl.constexpr = min(D, warps * 2048 // COLUMNS)
+    S: gl.constexpr = min(16, warps * 2048 // (COLUMNS * block))
+    lanes: gl.constexpr = min(32, block // 4)
+    loaded: gl.constexpr = gl.BlockedLayout([S, 1, 4], [1, 32 // lanes, lanes], [1, warps, 1], [2, 1, 0])
+    of_stats: gl.constexpr = gl.SliceLayout(2, loaded)
+    merged: gl.constexpr = gl.SliceLayout(0, loaded)
+    of_merged: gl.constexpr = gl.SliceLayout(1, merged)
+    lane = gl.arange(0, S, gl.SliceLayout(1, of_stats))[:, None]
+    row = gl.arange(0, COLUMNS, gl.SliceLayout(0, of_stats))[None, :]
+    head = gl.arange(0, COLUMNS, of_merged)
+    for first in gl.static_range(0, D, block):
+        column = first + gl.arange(0, block, gl.SliceLayout(0, gl.SliceLayout(1, loaded)))
+        highest = gl.full([COLUMNS], float("-inf"), gl.float32, gl.SliceLayout(0, of_stats))
+        total = gl.zeros([COLUMNS], gl.float32, gl.SliceLayout(0, of_stats))
+        acc = gl.zeros([COLUMNS, block], gl.float32, merged)
+        for split in range(0, working, S):
+            there = (split + lane < working) & (row < GROUP)
+            mine = (split + lane) * split_rows + first_row + row
+            split_highest = gl.load(stats + mine * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+            split_total = gl.load(stats + mine * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+            source = (partials + mine * D)[:, :, None] + column[None, None, :]
+            sums = gl.load(source, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+            # The new token is of the first split, so the maximum of a row in use is finite.
+            new_highest = gl.maximum(highest, gl.max(split_highest, 0))
+            shrink = gl.exp2(highest - new_highest)
+            factors = gl.exp2(split_highest - new_highest[None, :])
+            total = total * shrink + gl.sum(split_total * factors, 0)
+            acc = acc * gl.convert_layout(shrink, of_merged)[:, None] + gl.sum(sums * factors[:, :, None], 0)
+            highest = new_highest
+        acc = acc / gl.convert_layout(total, of_merged)[:, None]
+        to = (out + head * stride_o_head)[:, None] + (first + gl.arange(0, block, gl.SliceLayout(0, merged)))[None, :]
+        gl.store(to, acc.to(out.dtype.element_ty), mask=(head < GROUP)[:, None], eviction_policy=EVICT_LAST)
+
+
+@entry_kernel
+@gluon.jit(do_not_specialize=["num_tokens"])
+def decode_attention_hopper(
+    qkv,
+    positions,
+    slots,
+    cos_sin,
+    q_norm,
+    k_norm,
+    key,
+    value,
+    out,
+    sinks,
+    partials,
+    stats,
+    arrivals,
+    query_start_loc,
+    seq_lens,
+    page_table,
+    num_tokens,
+    eps,
+    scale,
+    soft_cap,
+    stride_qkv,
+    stride_k_page,
+    stride_k_head,
+    stride_k_token,
+    stride_v_page,
+    stride_v_head,
+    stride_v_token,
+    stride_o_token,
+    stride_o_head,
+    stride_table,
+    PAGE: gl.constexpr,
+    H: gl.constexpr,
+    K: gl.constexpr,
+    D: gl.constexpr,
+    R: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    SPLIT: gl.constexpr,
+    MIN_TILES: gl.constexpr,
+    READS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """A request, a key/value head and a split. ``scale`` and ``soft_cap`` are for logits to the base 2."""
+    if OVERLAP:
+        depend("griddepcontrol.launch_dependents; // $0")
+    GROUP: gl.constexpr = H // K
+    NORM: gl.constexpr = q_norm is not None
+    FROM_FIRST: gl.constexpr = not SPLIT and WINDOW == 0
+    dtype: gl.constexpr = key.dtype.element_ty
+    warps: gl.constexpr = gl.num_warps()
+    copied: gl.constexpr = copied_layout(D, warps)
+    RUN: gl.constexpr = run_of(PAGE, BLOCK_N, D, warps)
+    runs: gl.constexpr = runs_layout(RUN, D, warps)
+    of_row: gl.constexpr = gl.SliceLayout(1, copied)
+    of_dim: gl.constexpr = gl.SliceLayout(0, copied)
+    scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, COLUMNS, 16])
+    of_scores: gl.constexpr = gl.SliceLayout(0, scored)
+
+    request = gl.program_id(0)
+    kv_head = gl.program_id(1)
+    split = gl.program_id(2)
+    # Independent loads come before the first branch: after it, they would wait for each other.
+    token = gl.load(query_start_loc + request)
+    following = gl.load(query_start_loc + request + 1)
+    newest = gl.load(seq_lens + request) - 1
+    num_written = newest * 0
+    if READS != "never":
+        num_written = gl.load(query_start_loc + gl.num_programs(0))  # later tokens are padding
+    table = page_table + request.to(gl.int64) * stride_table
+    begin = newest * 0
+    pages = ()
+    if FROM_FIRST:
+        # Nothing uses the table's entries past the request's pages.
+        for stage in gl.static_range(STAGES):
+            pages += (pages_of_runs(table, stage * BLOCK_N, stride_table * PAGE, BLOCK_N, PAGE, RUN, runs),)  # type: ignore[assignment]
+    if following == token:
+        # One idle program still waits, so that a wait for this kernel is also a wait for the kernels before it.
+        if OVERLAP and request + kv_head + split == 0:
+            depend("griddepcontrol.wait; // $0")
+        return
+
+    if WINDOW > 0:
+        begin = gl.maximum(newest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    end = newest
+    working = newest * 0 + 1
+    if SPLIT:
+        num_tiles = gl.cdiv(end - begin, BLOCK_N)
+        share = gl.maximum(gl.cdiv(num_tiles, gl.num_programs(2)), MIN_TILES)
+        working = gl.maximum(gl.cdiv(num_tiles, share), 1)
+        if split >= working:
+            return
+        begin += split * share * BLOCK_N
+        end = gl.minimum(begin + share * BLOCK_N, end)
+    if not FROM_FIRST:
+        for stage in gl.static_range(STAGES):
+            pages += (pages_of_runs(table, begin + stage * BLOCK_N, end, BLOCK_N, PAGE, RUN, runs),)  # type: ignore[assignment]
+    slot = gl.load(slots + token)
+    position = gl.load(positions + token)
+    key += kv_head.to(gl.int64) * stride_k_head
+    value += kv_head.to(gl.int64) * stride_v_head
+
+    # The elements of a head.
+    dim, pair, partner, is_first = partners(D, R, INTERLEAVED, of_dim)
+    rotated = dim < R
+    if not INTERLEAVED and R % 16 == 0:
+        # A thread's elements have adjacent partners, which the compiler does not see.
+        pair = gl.max_contiguous(gl.multiple_of(pair, 8), 8)
+        partner = gl.max_contiguous(gl.multiple_of(partner, 8), 8)
+    own = qkv + (H + kv_head) * D
+
+    # This search precedes all loads from the cache; the product before this kernel still runs.
+    if READS != "never":
+        writer = _writer(table, slots, positions, num_written, newest, begin, end, PAGE, READS)
+        if writer >= 0:
+            # Write another request's token, so that all threads of this program can read it. The token's own program
+            # writes the same values, up to the rounding of a norm's sum.
+            if OVERLAP:
+                depend("griddepcontrol.wait; // $0")
+            cos, sin = _angles(cos_sin, gl.load(positions + writer), pair, is_first, rotated, R)
+            source = own + writer.to(gl.int64) * stride_qkv
+            x, y = _loaded(source, dim, partner, rotated)
+            k_weight, k_partner_weight = _norm_weights(k_norm, dim, partner, rotated)
+            _store(
+                key,
+                value,
+                gl.load(slots + writer),
+                dim,
+                _key(x, y, k_weight, k_partner_weight, cos, sin, eps, dtype, NORM),
+                gl.load(source + K * D + dim),
+                stride_k_page,
+                stride_k_token,
+                stride_v_page,
+                stride_v_token,
+                PAGE,
+            )
+            barrier()
+
+    keys = gl.allocate_shared_memory(
+        dtype, [STAGES, BLOCK_N, D], gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
+    )
+    values = gl.allocate_shared_memory(
+        dtype, [STAGES, BLOCK_N, D], gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
+    )
+    queries = gl.allocate_shared_memory(dtype, [COLUMNS, D], gl.NVMMASharedLayout.get_default_for([COLUMNS, D], dtype))
+    weights = gl.allocate_shared_memory(
+        dtype, [COLUMNS, BLOCK_N], gl.NVMMASharedLayout.get_default_for([COLUMNS, BLOCK_N], dtype)
+    )
+    # The first tiles are copied before qkv is there.
+    for stage in gl.static_range(STAGES):
+        if begin + stage * BLOCK_N < end:
+            _copy(
+                keys,
+                values,
+                stage,
+                key,
+                value,
+                pages[stage],
+                begin + stage * BLOCK_N,
+                end,
+                stride_k_page,
+                stride_k_token,
+                stride_v_page,
+                stride_v_token,
+                PAGE,
+                RUN,
+                runs,
+                copied,
+            )
+        if stage < STAGES - 1:  # the last tile is of the group that the loop commits first
+            async_copy.commit_group()
+
+    cos, sin = _angles(cos_sin, position, pair, is_first, rotated, R)
+    q_weight, q_partner_weight = _norm_weights(q_norm, dim, partner, rotated)
+    k_weight, k_partner_weight = _norm_weights(k_norm, dim, partner, rotated)
+    column = gl.arange(0, COLUMNS, of_scores)
+    sink = gl.full([COLUMNS], float("-inf"), gl.float32, of_scores)
+    if sinks is not None:
+        sink = gl.load(sinks + kv_head * GROUP + column, mask=column < GROUP, other=0.0).to(gl.float32) * LOG2_E
+    if OVERLAP:
+        depend("griddepcontrol.wait; // $0")
+
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, COLUMNS, 16])
+    of_sums: gl.constexpr = gl.SliceLayout(0, summed)
+    given = qkv + token.to(gl.int64) * stride_qkv
+    own += token.to(gl.int64) * stride_qkv
+    row = gl.arange(0, COLUMNS, of_row)
+    source = (given + (kv_head * GROUP + row) * D)[:, None]
+    is_query = (row < GROUP)[:, None]
+    x = gl.load(source + dim[None, :], mask=is_query, other=0.0).to(gl.float32)
+    y = gl.load(source + partner[None, :], mask=is_query & rotated[None, :], other=0.0).to(gl.float32)
+    new_value = gl.load(own + K * D + dim)
+    value_of_sums = gl.load(own + K * D + gl.arange(0, D, gl.SliceLayout(1, summed))).to(gl.float32)
+    key_x, key_y = _loaded(own, dim, partner, rotated)
+    # All of these loads are under way before the first is waited for.
+    issued = _issued()
+    x = gl.where(issued, x, 0.0)
+    y = gl.where(issued, y, 0.0)
+    key_x = gl.where(issued, key_x, 0.0)
+    key_y = gl.where(issued, key_y, 0.0)
+    new_key = _key(key_x, key_y, k_weight, k_partner_weight, cos, sin, eps, dtype, NORM)
+    query = _rotated(
+        x,
+        y,
+        _norm_factor(gl.sum(x * x, 1), eps, D)[:, None],
+        q_weight[None, :],
+        q_partner_weight[None, :],
+        cos[None, :],
+        sin[None, :],
+        dtype,
+        NORM,
+    )
+    queries.store(query)
+    if (slot >= 0) & (split == 0):
+        _store(
+            key,
+            value,
+            slot,
+            dim,
+            new_key,
+            new_value,
+            stride_k_page,
+            stride_k_token,
+            stride_v_page,
+            stride_v_token,
+            PAGE,
+        )
+
+    # The new key and value, and the sink (a key without a value), start the running softmax of the first split.
+    score = gl.convert_layout(gl.sum(query.to(gl.float32) * new_key.to(gl.float32)[None, :], 1), of_scores)
+    if HAS_CAP:
+        score = capped(score, scale, soft_cap)
+    else:
+        score *= scale
+    highest = gl.maximum(score, sink)
+    opened = gl.exp2(score - highest)
+    opening = opened + gl.exp2(sink - highest)
+    if SPLIT:
+        highest = gl.where(split == 0, highest, float("-inf"))
+        opened = gl.where(split == 0, opened, 0.0)
+        opening = gl.where(split == 0, opening, 0.0)
+    acc = value_of_sums[:, None] * gl.convert_layout(opened, of_sums)[None, :]
+    of_tile = gl.arange(0, BLOCK_N, gl.SliceLayout(1, scored))
+    # The softmax's sum, of the keys in each row: rows are summed up at the end, for that takes all warps.
+    total = gl.where((of_tile == 0)[:, None], opening[None, :], 0.0)
+
+    page = pages[STAGES - 1]  # type: ignore[var-annotated]
+    place = newest * 0
+    filled = newest * 0 + STAGES - 1
+    for tile in range(begin, end, BLOCK_N):
+        ready(STAGES - 2)
+        # All warps are done with the tile before, whose buffers take the next tile that is not there yet.
+        following = tile + (STAGES - 1) * BLOCK_N
+        if (tile > begin) & (following < end):
+            _copy(
+                keys,
+                values,
+                filled,
+                key,
+                value,
+                page,
+                following,
+                end,
+                stride_k_page,
+                stride_k_token,
+                stride_v_page,
+                stride_v_token,
+                PAGE,
+                RUN,
+                runs,
+                copied,
+            )
+        async_copy.commit_group()
+        scores = gl.zeros([BLOCK_N, COLUMNS], gl.float32, scored)
+        scores = warpgroup_mma(keys.index(place), queries.permute((1, 0)), scores, use_acc=False, is_async=True)
+        page = pages_of_runs(table, following + BLOCK_N, end, BLOCK_N, PAGE, RUN, runs)
+        scores = warpgroup_mma_wait(0, [scores])
+        if HAS_CAP:
+            scores = capped(scores, scale, soft_cap)
+        else:
+            scores *= scale
+        seen = tile + of_tile < end
+        if WINDOW > 0:
+            seen = seen & (tile + of_tile > newest - WINDOW)
+        scores = gl.where(seen[:, None], scores, float("-inf"))
+        # The first split starts with a key, and the tiles of the others have keys that are seen.
+        new_highest = gl.maximum(highest, gl.max(scores, 0))
+        shrink = gl.exp2(highest - new_highest)
+        scores = gl.exp2(scores - new_highest[None, :])
+        total = total * shrink[None, :] + scores
+        highest = new_highest
+        weights.store(scores.to(dtype).permute((1, 0)))
+        acc *= gl.convert_layout(shrink, of_sums)[None, :]
+        fence_async_shared()
+        barrier()
+        acc = warpgroup_mma(values.index(place).permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, [acc])
+        filled = place
+        place = (place + 1) % STAGES
+
+    total = gl.sum(total, 0)
+    # Adjacent threads store adjacent memory.
+    lanes: gl.constexpr = min(32, D // 4)
+    stored: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes, lanes], [warps, 1], [1, 0])
+    of_stored: gl.constexpr = gl.SliceLayout(1, stored)
+    column = gl.arange(0, COLUMNS, of_stored)
+    used = column < GROUP
+    element = gl.arange(0, D, gl.SliceLayout(0, stored))[None, :]
+    to = out + token.to(gl.int64) * stride_o_token + kv_head.to(gl.int64) * GROUP * stride_o_head
+    if SPLIT:  # noqa: SIM102 - constexpr, unlike the next
+        if working > 1:
+            # Rows of partial results: split, token, head.
+            first_row = (token.to(gl.int64) * K + kv_head) * GROUP
+            split_rows = num_tokens.to(gl.int64) * H
+            mine = split * split_rows + first_row + column
+            sums = gl.convert_layout(acc.permute((1, 0)), stored)
+            gl.store((partials + mine * D)[:, None] + element, sums, mask=used[:, None], eviction_policy=EVICT_LAST)
+            gl.store(stats + mine * 2, gl.convert_layout(highest, of_stored), mask=used, eviction_policy=EVICT_LAST)
+            gl.store(stats + mine * 2 + 1, gl.convert_layout(total, of_stored), mask=used, eviction_policy=EVICT_LAST)
+            barrier()  # all stores of this program come before its arrival
+            arrival = arrivals + request * K + kv_head
+            if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != working - 1:
+                return
+            gl.store(arrival, 0)
+            _merge(partials, stats, to, first_row, split_rows, working, stride_o_head, GROUP, COLUMNS, D)
+            return
+    acc = acc / gl.convert_layout(total, of_sums)[None, :]
+    result = gl.convert_layout(acc.to(out.dtype.element_ty).permute((1, 0)), stored)
+    gl.store((to + column * stride_o_head)[:, None] + element, result, mask=used[:, None], eviction_policy=EVICT_LAST)
+
+
+class Tile(NamedTuple):
+    """The tile of a program, and how many of them a multiprocessor runs at a time."""
+
+    keys: int
+    stages: int
+    """Tiles that are there or on their way, at least two."""
+    warps: int
+    programs: int
+
+
+class HopperDecodeAttention:
+    """See the module; ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`."""
+
+    def __init__(self, spec: DecodeAttentionSpec, overlap: bool) -> None:
+        self.spec, self.overlap = spec, overlap
+        #: Query heads that share a key.
+        self.group: int = spec.attention.num_heads // spec.attention.num_kv_heads
+        self.columns: int = max(_COLUMNS, next_power_of_2(self.group))
+        self.split_buffers = SplitBuffers()
+
+    @staticmethod
+    def fits(spec: DecodeAttentionSpec) -> bool:
+        """Whether the kernel supports a layer, on Hopper."""
+        layer = spec.attention
+        sizes = layer.head_dim in (64, 128, 256) and layer.num_heads // layer.num_kv_heads <= _MAX_COLUMNS
+        dtypes = layer.dtype.itemsize == 2 and layer.cache_dtype == layer.dtype
+        return sizes and dtypes and why_no_gluon() is None
+
+    @staticmethod
+    def takes(cache: KVCacheView) -> bool:
+        """Whether rows of the cache are aligned to 16 bytes, as Triton knows of arguments that are multiples of 16."""
+        return aligned(cache)
+
+    def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
+        """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
+        programs = shape.num_requests * self.spec.attention.num_kv_heads
+        tile = self.tile(programs, device)
+        yield "hopper", tile, self.splits(programs, shape.max_seq_len, tile, device) > 1
+
+    def tile(self, programs: int, device: torch.device) -> Tile:
+        """The tile for a number of programs without splits.
+
+        Every choice is correct for every batch, so a captured graph can replay other ones.
+        """
+        head_dim = self.spec.attention.head_dim
+        if head_dim == 256:
+            keys, warps, together = 64, 4, 1
+        elif head_dim == 128 and programs < multiprocessors(device):
+            keys, warps, together = 128, 8, 1
+        else:
+            keys, warps, together = 64, 4, 2
+        queries = self.columns * (head_dim + keys)
+        stages = (_SHARED // together // 2 - queries) // (2 * keys * head_dim)
+        return Tile(keys, max(2, min(4, stages)), warps, together)
+
+    def splits(self, programs: int, max_seq_len: int, tile: Tile, device: torch.device) -> int:
+        """The number of splits of each request."""
+        return count_splits(programs, max_seq_len, device, tile.programs)
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        weights: QkvWeights,
+        cache: KVCacheView,
+        batch: Batch,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """As :meth:`atom_core.kernels.decode_attention.triton_kernel.TritonDecodeAttention.__call__`."""
+        spec, heads, device = self.spec.attention, self.spec.qkv, qkv.device
+        num_requests, num_tokens = batch.seq_lens.shape[0], qkv.shape[0]
+        programs, rows = num_requests * spec.num_kv_heads, num_tokens * spec.num_heads
+        tile = self.tile(programs, device)
+        count = self.splits(programs, batch.max_seq_len, tile, device)
+        splits = self.split_buffers.of(count, rows, spec.head_dim, device)
+        scale, soft_cap = spec.scale * LOG2_E.value, 0.0
+        if spec.soft_cap:
+            scale, soft_cap = 2.0 * scale / spec.soft_cap, spec.soft_cap * LOG2_E.value
+        decode_attention_hopper[num_requests, spec.num_kv_heads, splits.count](
+            qkv,
+            positions,
+            batch.pages.slots,
+            weights.cos_sin,
+            weights.q_norm,
+            weights.k_norm,
+            cache.key,
+            cache.value,
+            out,
+            sinks,
+            splits.partials,
+            splits.stats,
+            splits.arrivals,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.pages.table,
+            num_tokens,
+            weights.eps,
+            scale,
+            soft_cap,
+            qkv.stride(0),
+            *cache.key.stride()[:3],
+            *cache.value.stride()[:3],
+            *out.stride()[:2],
+            batch.pages.table.stride(0),
+            PAGE=cache.page_size,
+            H=spec.num_heads,
+            K=spec.num_kv_heads,
+            D=spec.head_dim,
+            R=heads.rotary_dim,
+            COLUMNS=self.columns,
+            BLOCK_N=tile.keys,
+            STAGES=tile.stages,
+            INTERLEAVED=heads.interleaved,
+            WINDOW=spec.window or 0,
+            HAS_CAP=bool(spec.soft_cap),
+            SPLIT=splits.count > 1,
+            MIN_TILES=max(1, _MIN_KEYS // tile.keys),
+            READS=self.spec.reads,
+            OVERLAP=self.overlap,
+            num_warps=tile.warps,
+            **launch_options(self.overlap),
+        )
