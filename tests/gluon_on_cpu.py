@@ -22,6 +22,8 @@ _LAYOUTS = ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperan
 #: Modules that are run so: each is imported anew, with the language below in Gluon's place.
 _MODULES = (
     "atom_core.kernels.linear.few_rows_hopper",
+    "atom_core.kernels.experts.hopper",
+    "atom_core.kernels.experts.few_tokens_hopper",
     "atom_core.kernels.attention.hopper",
     "atom_core.kernels.mla_attention.hopper",
     "atom_core.kernels.mla_fused_decode.hopper",
@@ -285,12 +287,14 @@ def _language() -> dict[str, ModuleType]:
         "multiple_of": lambda x, number: x,
         "load": _load,
         "store": _store,
+        "split": lambda x: tuple(Tensor(half) for half in x.data.unbind(-1)),
         "atomic_add": _atomic_add,
         "where": _where,
         "sum": _reduced(torch.sum),
         "max": _reduced(torch.amax),
         "maximum": _elementwise(torch.maximum),
         "minimum": _elementwise(torch.minimum),
+        "exp": _elementwise(torch.exp),
         "exp2": _elementwise(torch.exp2),
         "sqrt": _elementwise(torch.sqrt),
         "ceil": _elementwise(torch.ceil),
