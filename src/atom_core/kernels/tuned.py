@@ -52,8 +52,9 @@ def lookup(
 ) -> Tile | None:
     """The tile for a product on a device, or None if nothing was measured: the kernel then uses its default.
 
-    If this number of rows was not measured, the tile is that of the next larger number that was. The kernel builds its
-    own tile from the result; see :func:`atom_core.kernels.linear.tiles.chosen_tile`.
+    If this number of rows was not measured, the tile is that of the next larger number that was, less than twice as
+    large: a tile of many rows says nothing of few. The kernel builds its own tile from the result; see
+    :func:`atom_core.kernels.linear.tiles.chosen_tile`.
 
     Args:
         op_folder: the kernel's folder, with ``tuned/`` in it.
@@ -69,7 +70,7 @@ def lookup(
 @functools.lru_cache(maxsize=4096)
 def _find(op_folder: Path, device_name: str, shape: Shape) -> Tile | None:
     known = load(op_folder, device_name)
-    measured = [it.rows for it in known if it[1:] == shape[1:] and it.rows >= shape.rows]
+    measured = [it.rows for it in known if it[1:] == shape[1:] and shape.rows <= it.rows < 2 * shape.rows]
     return known[shape._replace(rows=min(measured))] if measured else None
 
 
