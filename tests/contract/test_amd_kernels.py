@@ -22,7 +22,7 @@ NVIDIA = {
     "decode_attention.hopper.decode_attention_hopper",
     "experts.few_routed_tokens_hopper.few_routed_tokens_hopper",
     "experts.routed_tokens_hopper.routed_tokens_hopper",
-    "experts.few_tokens_hopper.experts_of_few_hopper",
+    "experts.few_tokens_hopper.down_of_few_hopper",
     "experts.hopper.grouped_rows_hopper",
     "fp8_block_linear.few_rows_hopper.few_rows_hopper",
     "fp8_experts.hopper.expert_rows_fp8_hopper",

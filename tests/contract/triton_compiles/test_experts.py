@@ -54,16 +54,16 @@ def test_experts_compile(monkeypatch, tokens, launches, bias, gpu):
 @pytest.mark.parametrize(
     ("size", "tokens", "tiles"),
     [
-        (768, 2, [(128, 9), (128, 5)]),
-        (768, 16, [(128, 9), (128, 5)]),
-        (1408, 4, [(128, 9), (128, 5)]),
-        (704, 8, [(128, 9), (64, 9)]),
-        (64, 8, [(128, 9), (64, 2)]),
-        (1040, 8, [(64, 5), (128, 9)]),
+        (768, 2, [(128, 3), (128, 5)]),
+        (768, 16, [(128, 5), (128, 5)]),
+        (1408, 4, [(128, 3), (128, 5)]),
+        (704, 8, [(128, 5), (64, 9)]),
+        (64, 8, [(128, 5), (64, 2)]),
+        (1040, 8, [(128, 5), (64, 5)]),
     ],
 )
 def test_experts_of_few_tokens_compile_for_hopper(monkeypatch, size, tokens, tiles, bias, blocked):
-    kept = keep(monkeypatch, (few_experts_kernel, "_of_expert"), (few_hopper_kernel, "experts_of_few_hopper"))
+    kept = keep(monkeypatch, (few_experts_kernel, "_of_expert"), (few_hopper_kernel, "down_of_few_hopper"))
     keep(monkeypatch, *SORTING)
     monkeypatch.setattr(few_experts_kernel, "on_hopper", lambda device: True)
     monkeypatch.setattr(few_hopper_kernel, "multiprocessors", lambda device: 132)

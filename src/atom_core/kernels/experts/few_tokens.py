@@ -2,7 +2,7 @@
 
 With one token, a program computes some rows of each expert. With several, a program belongs to one routed token: it
 multiplies some weight rows of that expert by all tokens routed there, so each expert is read once; programs of later
-routed tokens of the same expert exit. On Hopper :mod:`.few_tokens_hopper` has them, where it supports the operands.
+routed tokens of the same expert exit. On Hopper the second product is :mod:`.few_tokens_hopper`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from atom_core.kernels.experts import ExpertWeights
 
 if why_no_gluon() is None:
-    from atom_core.kernels.experts.few_tokens_hopper import down_of_few, few_key, gate_up_of_few, takes_few
+    from atom_core.kernels.experts.few_tokens_hopper import down_of_few, down_of_few_key, takes_down_of_few
 
 #: Largest number of tokens that are not sorted: a matrix product with 16 columns costs as much as with 8.
 MAX_TOKENS = 16
@@ -245,7 +245,7 @@ def _tile(tokens: int, gated: bool, wide: bool, hopper: bool) -> tuple[int, int]
     """Columns of a program's tiles, and the number of tiles in flight.
 
     The Hopper values were measured on an H200 in steps of DeepSeek V2-Lite (intermediate size 1,408) and Qwen3 30B-A3B
-    (768), for what :mod:`.few_tokens_hopper` does not support; other GPUs have no shared memory for as many stages.
+    (768); other GPUs do not have enough shared memory for as many stages.
     """
     if wide:
         return 32, 2
@@ -253,7 +253,7 @@ def _tile(tokens: int, gated: bool, wide: bool, hopper: bool) -> tuple[int, int]
         return 128, 3
     if gated:
         return 128, 3 if tokens <= 4 else 5
-    return 64, 5
+    return 64, 5  # where few_tokens_hopper does not support the operands
 
 
 def one_token(
@@ -327,7 +327,7 @@ def few_tokens_keys(tokens: int, local_experts: LocalExperts, wide: bool, hopper
     """What :func:`few_tokens` is compiled for; see :mod:`atom_core.kernels.compile_keys`."""
     yield _tile(tokens, True, wide, hopper), _tile(tokens, False, wide, hopper)
     if hopper:
-        yield few_key(tokens * local_experts.top_k)
+        yield down_of_few_key(tokens * local_experts.top_k)
     yield combine_key(tokens)
 
 
@@ -388,11 +388,8 @@ def few_tokens(
             **launch_options(overlap),
         )
 
-    if hopper and takes_few(x, layer.gate_up, num_routed_tokens):
-        gate_up_of_few(x, experts, layer, intermediate, local_experts, activation, MAX_TOKENS, overlap)
-    else:
-        multiply(x, layer.gate_up, layer.gate_up_bias, intermediate, None, activation)
-    if hopper and takes_few(intermediate, layer.down, num_routed_tokens):
+    multiply(x, layer.gate_up, layer.gate_up_bias, intermediate, None, activation)
+    if hopper and takes_down_of_few(intermediate, layer.down, num_routed_tokens):
         down_of_few(intermediate, experts, weights, layer, outputs, local_experts, MAX_TOKENS, overlap)
     else:
         multiply(intermediate, layer.down, layer.down_bias, outputs, weights, None)

@@ -1,15 +1,14 @@
-"""Both products of few tokens' experts on Hopper, in Gluon, by a persistent kernel.
+"""The down product of few tokens' experts on Hopper, in Gluon, by a persistent kernel.
 
-Each program finds the experts that have tokens and starts to copy the first columns of its first rows. It then goes
-through tiles of one expert after the other, and copies the next tile while it multiplies and stores the current one. So
-starts and ends of programs cost no memory time, and routed tokens whose expert is already read need no program.
-
-The down product knows the experts before its input is ready, and starts to copy while the first product ends.
+The experts are known before the input is ready. While the first product ends, each program finds the experts that have
+tokens and starts to copy the first columns of its first rows. It then goes through tiles of one expert after the other,
+and copies the next tile while it multiplies and stores the current one. So starts and ends of programs cost no memory
+time, and routed tokens whose expert is already read need no program.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from triton.experimental import gluon
@@ -21,7 +20,7 @@ from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.blocked_layout import BLOCK_SIZE
 from atom_core.kernels.experts.hopper import column_at, row_at
 from atom_core.kernels.launch import entry_kernel
-from atom_core.kernels.linear.few_rows_hopper import activated, all_copied, depend, load, ready
+from atom_core.kernels.linear.few_rows_hopper import all_copied, depend, load, ready
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import cdiv, launch_options, multiprocessors, next_power_of_2
 
@@ -31,22 +30,8 @@ if TYPE_CHECKING:
 
 #: Largest number of routed tokens: each program compares all of them.
 MAX_ROUTED_TOKENS = 128
-#: Weight rows that ``wgmma`` multiplies.
-_ROWS = 64
-
-
-class Tile(NamedTuple):
-    """How a product is shared out."""
-
-    programs: int
-    """Of a multiprocessor."""
-    ahead: int
-    """The most bytes of a row that a program copies ahead."""
-
-
-#: Few programs have equal shares: eight tokens of Qwen3.5 35B-A3B have some 912 tiles in the first product, 3.5 for each
-#: of two programs a multiprocessor, so four for some.
-_GATE_UP, _DOWN = Tile(programs=1, ahead=2048), Tile(programs=2, ahead=1024)
+#: Weight rows that ``wgmma`` multiplies, programs per multiprocessor, and bytes of a row that each loads ahead at most.
+_ROWS, _PROGRAMS, _AHEAD = 64, 2, 1024
 
 
 @gluon.jit
@@ -83,26 +68,14 @@ def _expert_and_tokens(place, first, expert, goes_to, FIRST: gl.constexpr, TOP_K
 
 
 @gluon.jit
-def _weight_rows(tile, lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
-    """The weight rows of a tile, as of :func:`atom_core.kernels.linear.few_rows_hopper.weight_rows`."""
-    if GATED:
-        half = N // 2
-        row = gl.minimum(tile * (BLOCK_N // 2) + lane // 16 * 8 + lane % 8, half - 1) + lane // 8 % 2 * half
-    else:
-        row = gl.minimum(tile * BLOCK_N + lane, N - 1)
-    return row
-
-
-@gluon.jit
-def _input_rows(routed_token, GATED: gl.constexpr, layout: gl.constexpr):
-    """The input rows of a tile's tokens: those of tokens, or those of routed tokens."""
-    row = gl.arange(0, routed_token.shape[0], layout) if GATED else routed_token
-    return row.to(gl.int64)[:, None]
+def _weight_rows(tile, lane, N, BLOCK_N: gl.constexpr):
+    """The weight rows of a tile; indices past the last row repeat it."""
+    return gl.minimum(tile * BLOCK_N + lane, N - 1)
 
 
 @entry_kernel
 @gluon.jit(do_not_specialize=["T"])
-def experts_of_few_hopper(
+def down_of_few_hopper(
     x,
     experts,
     weights,
@@ -112,7 +85,6 @@ def experts_of_few_hopper(
     T,
     K,
     N,
-    stride_x,
     FIRST: gl.constexpr,
     COUNT: gl.constexpr,
     TOP_K: gl.constexpr,
@@ -122,20 +94,10 @@ def experts_of_few_hopper(
     BLOCK_N: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
-    ACTIVATION: gl.constexpr,
     BLOCKED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """A tile has ``BLOCK_N`` rows of an expert's weight and ``COLUMNS`` columns per copy.
-
-    With an activation it is the first product: rows of ``x`` are tokens. Without, they are routed tokens, and results
-    are multiplied by the routing weight.
-    """
-    GATED: gl.constexpr = ACTIVATION is not None
-    if OVERLAP and GATED:
-        depend("griddepcontrol.wait; // $0")
-        # Not earlier: the second product reads the experts without waiting for this kernel.
-        depend("griddepcontrol.launch_dependents; // $0")
+    """See :func:`down_of_few`. A tile has ``BLOCK_N`` rows of an expert's weight and ``COLUMNS`` columns per copy."""
     dtype: gl.constexpr = weight.dtype.element_ty
     warps: gl.constexpr = gl.num_warps()
     ahead: gl.constexpr = STAGES - 1
@@ -155,15 +117,12 @@ def experts_of_few_hopper(
     column = gl.arange(0, PLACES, gl.SliceLayout(0, table))[None, :]
     known = (token < T) & (column < TOP_K)
     goes_to = gl.load(experts + token * TOP_K + column, mask=known, other=FIRST - 1, cache_modifier=".cg")
-    # Of the outputs, which a gate halves.
-    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    width = N // 2 if GATED else N
-    turns = (width + WIDTH - 1) // WIDTH
+    turns = (N + BLOCK_N - 1) // BLOCK_N
     items = (gl.max(first, 0) + 1) * turns
     item = gl.program_id(0)
     if item >= items:
         # Wait anyway, so that kernels that wait for this one also wait for those before it.
-        if OVERLAP and not GATED:
+        if OVERLAP:
             depend("griddepcontrol.wait; // $0")
         return
 
@@ -178,15 +137,14 @@ def experts_of_few_hopper(
     expert, routed_token = _expert_and_tokens(item // turns, first, expert_of, goes_to, FIRST, TOP_K, of_copies)
     stride: gl.constexpr = BLOCK_SIZE if BLOCKED else 1
     weight_column = column_at(column, BLOCKED)
-    this_row = expert * N + _weight_rows(item % turns, lane, N, BLOCK_N, GATED)
-    at = weight + row_at(this_row, K, BLOCKED)[:, None] + weight_column
+    at = weight + row_at(expert * N + _weight_rows(item % turns, lane, N, BLOCK_N), K, BLOCKED)[:, None] + weight_column
     for stage in gl.static_range(ahead):
         load(tiles.index(stage), at + stage * COLUMNS * stride, eviction_policy="evict_first")
         async_copy.commit_group()
-    if OVERLAP and not GATED:
+    if OVERLAP:
         depend("griddepcontrol.wait; // $0")
         depend("griddepcontrol.launch_dependents; // $0")
-    x_at = x + _input_rows(routed_token, GATED, of_copies) * stride_x + column
+    x_at = x + routed_token.to(gl.int64)[:, None] * K + column
     for stage in gl.static_range(ahead):
         load(inputs.index(stage), x_at + stage * COLUMNS, mask=(routed_token >= 0)[:, None])
         async_copy.commit_group()
@@ -199,9 +157,9 @@ def experts_of_few_hopper(
         next_expert, next_routed = _expert_and_tokens(
             sought // turns, first, expert_of, goes_to, FIRST, TOP_K, of_copies
         )
-        next_row = next_expert * N + _weight_rows(sought % turns, lane, N, BLOCK_N, GATED)
+        next_row = next_expert * N + _weight_rows(sought % turns, lane, N, BLOCK_N)
         next_at = weight + row_at(next_row, K, BLOCKED)[:, None] + weight_column
-        next_x_at = x + _input_rows(next_routed, GATED, of_copies) * stride_x + column
+        next_x_at = x + next_routed.to(gl.int64)[:, None] * K + column
         total = gl.zeros([BLOCK_N, TOKENS], gl.float32, summed)
         for step in range(ahead, steps):
             ready(ahead - 1)
@@ -225,18 +183,15 @@ def experts_of_few_hopper(
             total = warpgroup_mma_wait(0, [total])
         tile = item % turns
         if bias is not None:
-            row = _weight_rows(tile, gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N, GATED)
+            row = _weight_rows(tile, gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N)
             total += gl.load(bias + expert * N + row).to(gl.float32)[:, None]
-        if GATED:
-            total = activated(total, BLOCK_N, TOKENS, ACTIVATION, out.dtype.element_ty)
-        to = tile * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
+        to = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, stored))
         out_routed_token = gl.convert_layout(routed_token, of_stores)
-        result = gl.convert_layout(total, stored)
-        if not GATED:
-            result *= gl.load(weights + out_routed_token, mask=out_routed_token >= 0, other=0.0)[None, :]
-        mask = (out_routed_token >= 0)[None, :] & (to < width)[:, None]
+        share = gl.load(weights + out_routed_token, mask=out_routed_token >= 0, other=0.0)
+        result = gl.convert_layout(total, stored) * share[None, :]
+        mask = (out_routed_token >= 0)[None, :] & (to < N)[:, None]
         gl.store(
-            out + out_routed_token.to(gl.int64)[None, :] * width + to[:, None],
+            out + out_routed_token.to(gl.int64)[None, :] * N + to[:, None],
             result.to(out.dtype.element_ty),
             mask=mask,
             eviction_policy=EVICT_LAST,
@@ -245,8 +200,8 @@ def experts_of_few_hopper(
     all_copied()
 
 
-def takes_few(x: torch.Tensor, weight: torch.Tensor, num_routed_tokens: int) -> bool:
-    """Whether :func:`gate_up_of_few` or :func:`down_of_few` supports these operands on Hopper."""
+def takes_down_of_few(x: torch.Tensor, weight: torch.Tensor, num_routed_tokens: int) -> bool:
+    """Whether :func:`down_of_few` supports these operands on Hopper."""
     return (
         weight.itemsize == x.itemsize == 2
         and weight.shape[2] % 64 == 0
@@ -256,39 +211,9 @@ def takes_few(x: torch.Tensor, weight: torch.Tensor, num_routed_tokens: int) -> 
     )
 
 
-def few_key(num_routed_tokens: int) -> int | None:
-    """What both products are compiled for; None: they do not take so many routed tokens."""
+def down_of_few_key(num_routed_tokens: int) -> int | None:
+    """What :func:`down_of_few` is compiled for; None: it does not take so many routed tokens."""
     return max(32, next_power_of_2(num_routed_tokens)) if num_routed_tokens <= MAX_ROUTED_TOKENS else None
-
-
-def gate_up_of_few(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    layer: ExpertWeights,
-    out: torch.Tensor,
-    local_experts: LocalExperts,
-    activation: int,
-    tokens: int,
-    overlap: bool,
-) -> None:
-    """Multiply each token's row of ``x`` by the gate and up weights of its experts, and activate it, into ``out``.
-
-    Rows of routed tokens whose expert is not local are not written.
-
-    Args:
-        x: ``[T, K]``.
-        experts: int32 ``[T, k]``.
-        layer: ``gate_up [E, 2 N, K]``, in the dtype of ``x``, and ``gate_up_bias [E, 2 N]`` are used.
-        out: ``[T k, N]``.
-        local_experts: the experts of ``layer``.
-        activation: a value of ``ACTIVATIONS``.
-        tokens: rows of an input tile, at least 16 and at least ``T``.
-        overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
-    """
-    _multiply(
-        x, experts, None, layer.gate_up, layer.gate_up_bias, out, _GATE_UP, local_experts, tokens,
-        ACTIVATION=activation, BLOCKED=layer.blocked, OVERLAP=overlap,
-    )  # fmt: skip
 
 
 def down_of_few(
@@ -316,49 +241,32 @@ def down_of_few(
         tokens: rows of an input tile, at least 16 and at least ``T``.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
     """
-    _multiply(
-        x, experts, weights, layer.down, layer.down_bias, out, _DOWN, local_experts, tokens,
-        ACTIVATION=None, BLOCKED=layer.blocked, OVERLAP=overlap,
-    )  # fmt: skip
-
-
-def _multiply(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    tile: Tile,
-    local_experts: LocalExperts,
-    tokens: int,
-    **constants: int | None,
-) -> None:
+    weight = layer.down
     _, out_features, in_features = weight.shape
     columns = 128 if in_features % 128 == 0 else 64
-    stages = 1 + min(tile.ahead // (columns * weight.itemsize), in_features // columns)
+    stages = 1 + min(_AHEAD // (columns * weight.itemsize), in_features // columns)
     items = min(experts.numel(), local_experts.count) * cdiv(out_features, _ROWS)
-    experts_of_few_hopper[(min(items, tile.programs * multiprocessors(x.device)),)](
+    down_of_few_hopper[(min(items, _PROGRAMS * multiprocessors(x.device)),)](
         x,
         experts,
         weights,
         weight,
-        bias,
+        layer.down_bias,
         out,
         len(experts),
         in_features,
         out_features,
-        x.stride(0),
         FIRST=local_experts.first,
         COUNT=local_experts.count,
         TOP_K=local_experts.top_k,
         PLACES=next_power_of_2(local_experts.top_k),
         TOKENS=tokens,
-        ROUTED_TOKENS=few_key(experts.numel()),
+        ROUTED_TOKENS=down_of_few_key(experts.numel()),
         BLOCK_N=_ROWS,
         COLUMNS=columns,
         STAGES=stages,
+        BLOCKED=layer.blocked,
+        OVERLAP=overlap,
         num_warps=4,
-        **constants,
-        **launch_options(bool(constants["OVERLAP"])),
+        **launch_options(overlap),
     )

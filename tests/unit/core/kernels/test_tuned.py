@@ -77,8 +77,14 @@ def test_rows_take_the_next_larger_measured_ones_up_to_twice_as_many(tmp_path):
     write(tmp_path, *(entry(rows=rows, tile=tile) for rows, tile in tiles.items()))
     found = {rows: lookup(tmp_path, "NVIDIA H200", rows, 4096, 1024, "bfloat16") for rows in (1, 2, 3, 4, 8, 9, 16, 17)}
     assert found == {
-        **{1: tiles[1], 2: None, 3: tiles[4], 4: tiles[4]},
-        **{8: None, 9: tiles[16], 16: tiles[16], 17: None},
+        1: tiles[1],
+        2: None,
+        3: tiles[4],
+        4: tiles[4],
+        8: None,
+        9: tiles[16],
+        16: tiles[16],
+        17: None,
     }
 
 
