@@ -23,8 +23,8 @@ from atom_core.models.read_config import read_model_config
 from atom_plugin.bench.models import read_config
 from benchmarks import IMPLEMENTATIONS
 from benchmarks._figures import Rounds, as_json, markdown, plot, require_matplotlib, summarise
-from benchmarks._ran_with import LINES, versions
-from benchmarks._runs import Shape, Started, prompts_of, run_shape, serve_command, with_caches
+from benchmarks._ran_with import lines_of, versions
+from benchmarks._runs import Shape, Started, prompts_of, run_shapes, serve_command, warm_up, with_caches
 from benchmarks._together import Together, serve_turns
 
 #: Ways to have weights without a checkpoint.
@@ -50,7 +50,7 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--extra-engine-json", type=json.loads, default={}, help="JSON: more arguments of the engine, for both"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="engines of each kind")
+    parser.add_argument("--rounds", type=count, default=3, help="engines of each kind")
     parser.add_argument(
         "--together",
         action="store_true",
@@ -77,6 +77,13 @@ def model_folder(arguments: argparse.Namespace) -> Iterator[str]:
         yield folder
 
 
+def count(text: str) -> int:
+    """A number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
 def load_format(arguments: argparse.Namespace) -> str:
     """The options of the engines."""
     return "auto" if arguments.load_format == "random" else str(arguments.load_format)
@@ -85,14 +92,11 @@ def load_format(arguments: argparse.Namespace) -> str:
 def serve(arguments: argparse.Namespace, start: Callable[[argparse.Namespace], Started]) -> None:
     """Serve as one engine: start it, run every shape, and write the figures to the file `arguments.result`."""
     engine = start(arguments)
-    found: dict[str, Any] = {
-        "start": time.time() - arguments.begun,
-        "cache_tokens": engine.cache_tokens,
-        "shapes": {},
-    }
-    for shape in arguments.shapes:
-        prompts = prompts_of(shape, arguments.model)
-        found["shapes"][str(shape)] = run_shape(engine, prompts, arguments.output_len, arguments.repetitions)
+    found: dict[str, Any] = {"start": time.time() - arguments.begun, "cache_tokens": engine.cache_tokens}
+    prompts = {shape: prompts_of(shape, arguments.model) for shape in arguments.shapes}
+    warm_up(engine, prompts[arguments.shapes[0]], arguments.output_len)
+    ran = run_shapes(engine, prompts, arguments.output_len, arguments.repetitions)
+    found["shapes"] = {str(shape): times for shape, times in ran.items()}
     arguments.result.write_text(json.dumps(found))
     engine.stop()
 
@@ -102,7 +106,7 @@ class Turns:
 
     def __init__(self, module: str, arguments: argparse.Namespace, model: str) -> None:
         self.module, self.arguments, self.model = module, arguments, model
-        self.lines = LINES[module.partition("_")[0]]
+        self.lines = lines_of(module)
         self.folder = tempfile.TemporaryDirectory()
         self.engines: list[dict[str, Any]] = []
 
@@ -117,9 +121,10 @@ class Turns:
                 self.engines.append({"round": index, "implementation": name, **found})
                 # Keep the figures if a later engine fails.
                 print(f"{name} " + json.dumps(found), flush=True)
-                for figure, value in _figures(found, cold=index == 0).items():
-                    rounds.setdefault(figure, {}).setdefault(name, []).append(value)
-            last = {figure: {name: numbers[name][-1:] for name in names} for figure, numbers in rounds.items()}
+                new = _figures(found, cold=index == 0)
+                for figure, values in new.items():
+                    rounds.setdefault(figure, {}).setdefault(name, []).extend(values)
+            last = {it: {name: rounds[it][name][-len(values) :] for name in names} for it, values in new.items()}
             print(
                 f"round {index}: " + "; ".join(f"{row.figure} x{row.ratio:.2f}" for row in summarise(last)), flush=True
             )
@@ -128,6 +133,10 @@ class Turns:
     def details(self) -> dict[str, Any]:
         """What a file has beside the figures: all that each engine found, and the kernels that it ran with."""
         return {"engines": self.engines}
+
+    def native_kernels(self) -> list[str]:
+        """What native's log says of its attention."""
+        return next((it["ran_with"]["attention"] for it in self.engines if it["implementation"] == "native"), [])
 
     def _engine(self, name: str) -> dict[str, Any]:
         folder = Path(self.folder.name)
@@ -151,14 +160,14 @@ class Turns:
         subprocess.run([sys.executable, "-c", f"import {framework}"], check=False, capture_output=True)
 
 
-def _figures(found: Mapping[str, Any], *, cold: bool) -> dict[str, float]:
-    """One engine's figures by name: milliseconds and seconds."""
+def _figures(found: Mapping[str, Any], *, cold: bool) -> dict[str, list[float]]:
+    """One engine's figures by name: milliseconds of each repetition, and seconds."""
     figures = {}
     for shape, times in found["shapes"].items():
-        figures[f"{shape} tpot, ms"] = times["tpot"] * 1e3
-        figures[f"{shape} ttft, ms"] = times["ttft"] * 1e3
-    figures[f"start, {'cold' if cold else 'warm'}, s"] = found["start"]
-    figures["cache tokens"] = found["cache_tokens"]
+        for name in ("tpot", "ttft"):
+            figures[f"{shape} {name}, ms"] = [seconds * 1e3 for seconds in times[name]]
+    figures[f"start, {'cold' if cold else 'warm'}, s"] = [found["start"]]
+    figures["cache tokens"] = [found["cache_tokens"]]
     return figures
 
 
@@ -228,7 +237,7 @@ def compare(
         default=0.0,
         help="of sampling; 0 is greedy, which repeats few tokens where weights are random",
     )
-    parser.add_argument("--repetitions", type=int, default=3, help="runs of each shape in an engine")
+    parser.add_argument("--repetitions", type=count, default=3, help="runs of each shape in an engine")
     parser.add_argument("--serve", choices=list(IMPLEMENTATIONS), help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--replies", type=int, help=argparse.SUPPRESS)
@@ -250,6 +259,10 @@ def compare(
         turns = Together(module, given, model) if given.together else Turns(module, given, model)
         rows = summarise(turns.run(), floors(given, ceiling["bandwidth"]))
     print(markdown(rows), end="")
+    if not turns.native_kernels():
+        print(
+            "native's log names no kernel of its attention: say by what it ran, or it is no baseline", file=sys.stderr
+        )
     if given.json:
         # Where files go is not what was measured.
         unasked = ("serve", "result", "replies", "begun", "json", "no_plot")

@@ -35,8 +35,9 @@ from atom_core.models.registry import load_model_class
 from atom_core.quant import read_quantization
 from atom_core.runtime import Runtime, WithoutPeers
 from atom_core.standalone import Step, build_runtime, empty_caches, finalize, plan
+from atom_plugin.bench.batches import MAX_MODEL_LEN, PAGE_SIZE, step_batch
+from atom_plugin.bench.floor import decodes
 from atom_plugin.bench.models import read_config
-from atom_plugin.bench.step import MAX_MODEL_LEN, PAGE_SIZE, decode_batch
 from atom_plugin.common.aiter_all_reduce import is_one_kernel, quantizes, why_not_aiter
 from benchmarks._fused_moe import Quantized, stages
 
@@ -473,7 +474,7 @@ def count(
         network, runtime, _ = _build(
             model, target, recorder, ranks, num_layers, kernels=kernels, expert_parallel=expert_parallel
         )
-        metadata, pages = decode_batch(batch, context, META)
+        metadata, pages = step_batch(decodes(batch, context), META)
         metadata = plan(network, metadata)
         pools = empty_caches(network, runtime, pages, PAGE_SIZE, batch)
         ids, positions = (torch.zeros(batch, dtype=torch.int64, device=META) for _ in range(2))

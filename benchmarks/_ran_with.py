@@ -35,6 +35,10 @@ DISTRIBUTIONS = (
     "sglang-kernel",
     "amd-aiter",
     "nvidia-cutlass-dsl",
+    "quack-kernels",
+    "humming-kernels",
+    "tilelang",
+    "nvidia-cublas",
 )
 
 
@@ -163,7 +167,11 @@ SGLANG_LINES = LogLines(
     },
 )
 #: By framework.
-LINES = {"vllm": VLLM_LINES, "sglang": SGLANG_LINES}
+
+
+def lines_of(module: str) -> LogLines:
+    """Those of the framework that a benchmark's name begins with, as `sglang_gpu`."""
+    return SGLANG_LINES if module.startswith("sglang_") else VLLM_LINES
 
 
 def versions() -> dict[str, str]:

@@ -6,10 +6,9 @@ import argparse
 import json
 import os
 import random
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +24,8 @@ _CACHES = {
 
 #: New tokens of a shape's warm-up run.
 WARM_TOKENS = 8
+#: How long an engine decodes before its first shape: a process that has just started is slower at first.
+WARM_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,30 @@ def timed(engine: Started, prompts: list[list[int]], tokens: int) -> Run:
     return Run(time.perf_counter() - begin, generated)
 
 
-def run_shape(engine: Started, prompts: list[list[int]], output_len: int, repetitions: int) -> dict[str, float]:
-    """Seconds until all requests have their first token, and seconds of each further step."""
-    timed(engine, prompts, WARM_TOKENS)
-    ttft = statistics.median(timed(engine, prompts, 1).seconds for _ in range(repetitions))
-    whole = statistics.median(timed(engine, prompts, output_len).behind_first(ttft) for _ in range(repetitions))
-    return {"ttft": ttft, "tpot": whole / (output_len - 1)}
+def warm_up(engine: Started, prompts: list[list[int]], output_len: int) -> None:
+    """Decode for :data:`WARM_SECONDS`."""
+    until = time.perf_counter() + WARM_SECONDS
+    while time.perf_counter() < until:
+        timed(engine, prompts, output_len)
+
+
+def run_shapes(
+    engine: Started, prompts: Mapping[Shape, list[list[int]]], output_len: int, repetitions: int
+) -> dict[Shape, dict[str, list[float]]]:
+    """Seconds until all requests have their first token, and seconds of each further step, of each repetition.
+
+    Repetitions pass through all shapes, every other one backwards: what changes with time is no shape's alone.
+    """
+    found: dict[Shape, dict[str, list[float]]] = {shape: {"ttft": [], "tpot": []} for shape in prompts}
+    for given in prompts.values():
+        timed(engine, given, WARM_TOKENS)
+    for repetition in range(repetitions):
+        for shape in list(prompts)[:: -1 if repetition % 2 else 1]:
+            ttft = timed(engine, prompts[shape], 1).seconds
+            whole = timed(engine, prompts[shape], output_len).behind_first(ttft)
+            found[shape]["ttft"].append(ttft)
+            found[shape]["tpot"].append(whole / (output_len - 1))
+    return found
 
 
 def serve_command(module: str, model: str, name: str) -> list[str]:

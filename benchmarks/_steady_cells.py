@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 #: New tokens of a warm-up's requests that come at once.
 WARM_TOKENS = 32
+#: Few requests at once, an odd number.
+WARM_FEW = 3
 #: Requests at once in a warm-up, where all cells have rates.
 WARM_CONCURRENCY = 64
 #: Seeds of warm-ups lie behind those of all cells.
@@ -125,17 +127,21 @@ class Plan:
     def warm_up(self) -> list[Cell]:
         """What each server is asked first.
 
-        For each pair of lengths the most requests at once, with short answers, and one request with its whole answer,
-        which passes through all lengths of context.
+        For each pair of lengths the most requests at once, with short answers; a few at once, whose steps have numbers
+        of tokens that many at once do not have; and one request with its whole answer, which passes through all lengths
+        of context.
         """
         most = max(self.concurrency, default=WARM_CONCURRENCY)
         cells = []
         for place, lengths in enumerate(self.lengths):
             short = Lengths(lengths.input_len, min(lengths.output_len, WARM_TOKENS))
+            seed = WARM_SEED + 3 * place
             if most > 1:
-                cells.append(Cell(short, most, WARM_SEED + 2 * place, most))
+                cells.append(Cell(short, most, seed, most))
+            if most > WARM_FEW:
+                cells.append(Cell(short, 3 * WARM_FEW, seed + 1, WARM_FEW))
             if most == 1 or short != lengths:
-                cells.append(Cell(lengths, 1, WARM_SEED + 2 * place + 1, 1))
+                cells.append(Cell(lengths, 1, seed + 2, 1))
         return cells
 
     def _seed(self, place: int, index: int) -> int:

@@ -15,8 +15,19 @@ from typing import Any
 
 from benchmarks import IMPLEMENTATIONS
 from benchmarks._figures import Rounds, summarise
-from benchmarks._ran_with import LINES
-from benchmarks._runs import WARM_TOKENS, Generated, Run, Shape, Started, prompts_of, serve_command, timed, with_caches
+from benchmarks._ran_with import lines_of
+from benchmarks._runs import (
+    WARM_TOKENS,
+    Generated,
+    Run,
+    Shape,
+    Started,
+    prompts_of,
+    serve_command,
+    timed,
+    warm_up,
+    with_caches,
+)
 from benchmarks._served import Message, Served, answer
 
 #: Runs a shape for so many new tokens in one of the two.
@@ -26,6 +37,7 @@ Runs = Callable[[str, Shape, int], Run]
 def serve_turns(arguments: argparse.Namespace, start: Callable[[argparse.Namespace], Started]) -> None:
     """Serve as one engine of this process."""
     engine = start(arguments)
+    warm_up(engine, prompts_of(arguments.shapes[0], arguments.model), arguments.output_len)
 
     def run(asked: Message) -> Message:
         prompts = prompts_of(Shape.read(asked["shape"]), arguments.model)
@@ -41,18 +53,18 @@ class Together:
 
     def __init__(self, module: str, arguments: argparse.Namespace, model: str) -> None:
         self.arguments = arguments
-        self.lines = LINES[module.partition("_")[0]]
+        self.lines = lines_of(module)
         self.answers: dict[str, str] = {}
         self.folder = tempfile.TemporaryDirectory()
         folder = Path(self.folder.name)
-        self.served = {
-            name: Served(name, serve_command(module, model, name), with_caches(folder / name))
-            for name in IMPLEMENTATIONS
-        }
+        self.served: dict[str, Served] = {}
+        for name in IMPLEMENTATIONS:
+            # One after the other, for an engine that starts measures how fast kernels are, and how much memory is free.
+            self.served[name] = Served(name, serve_command(module, model, name), with_caches(folder / name))
+            self.served[name].next()
 
     def run(self) -> Rounds:
         """Every figure of every turn."""
-        self.wait()
         asked = self.arguments
         rounds, self.answers = take_turns(self._run, asked.shapes, asked.output_len, asked.repetitions)
         self.end()
@@ -60,13 +72,14 @@ class Together:
 
     def details(self) -> dict[str, Any]:
         """Further content of the JSON file: the agreement of answers by shape, and the kernels that each ran with."""
-        ran_with = {name: self.lines.read(engine.printed()) for name, engine in self.served.items()}
-        return {"answers": self.answers, "ran_with": ran_with}
+        return {"answers": self.answers, "ran_with": {name: self._ran_with(name) for name in self.served}}
 
-    def wait(self) -> None:
-        """Until both are ready."""
-        for engine in self.served.values():
-            engine.next()
+    def native_kernels(self) -> list[str]:
+        """What native's log says of its attention."""
+        return self._ran_with("native")["attention"]
+
+    def _ran_with(self, name: str) -> dict[str, list[str]]:
+        return self.lines.read(self.served[name].printed())
 
     def end(self) -> None:
         """Of both."""
@@ -101,29 +114,31 @@ def _alike(one: list[int], other: list[int]) -> int:
 
 
 def take_turns(run: Runs, shapes: list[Shape], output_len: int, repetitions: int) -> tuple[Rounds, dict[str, str]]:
-    """Milliseconds of every turn, by figure and implementation, in alternating order; and the agreement of answers."""
+    """Milliseconds of every turn, by figure and implementation, in alternating order; and the agreement of answers.
+
+    Turns pass through all shapes, every other one backwards: what changes with time is no shape's alone.
+    """
     names = list(IMPLEMENTATIONS)
     rounds: dict[str, dict[str, list[float]]] = {}
     answers: dict[str, str] = {}
     for shape in shapes:
+        rounds |= {f"{shape} {figure}, ms": {name: [] for name in names} for figure in ("tpot", "ttft")}
         for name in names:
             run(name, shape, WARM_TOKENS)
-        tpot, ttft = ({name: list[float]() for name in names} for _ in range(2))
-        for repetition in range(repetitions):
-            order = names if repetition % 2 == 0 else names[::-1]
+    for repetition in range(repetitions):
+        order = names if repetition % 2 == 0 else names[::-1]
+        for shape in shapes[:: -1 if repetition % 2 else 1]:
             first = {name: run(name, shape, 1).seconds for name in order}
             whole = {name: run(name, shape, output_len) for name in order}
             if not repetition:
                 answers[str(shape)] = agreement(*(whole[name].generated.answers for name in names))
                 print(f"{shape} answers: {answers[str(shape)]}", flush=True)
+            tpot, ttft = (rounds[f"{shape} {figure}, ms"] for figure in ("tpot", "ttft"))
             for name in names:
                 tpot[name].append(whole[name].behind_first(first[name]) / (output_len - 1) * 1e3)
                 ttft[name].append(first[name] * 1e3)
-        rounds |= {f"{shape} tpot, ms": tpot, f"{shape} ttft, ms": ttft}
-        # Print now, in case something fails later.
-        rows = summarise({figure: rounds[figure] for figure in (f"{shape} tpot, ms", f"{shape} ttft, ms")})
-        print(
-            "; ".join(f"{row.figure} {row.native.median:.4g} / {row.atom.median:.4g} x{row.ratio:.3f}" for row in rows),
-            flush=True,
-        )
+            # Print now, in case something fails later.
+            of_shape = summarise({it: rounds[it] for it in (f"{shape} tpot, ms", f"{shape} ttft, ms")})
+            rows = (f"{it.figure} {it.native.median:.4g} / {it.atom.median:.4g} x{it.ratio:.3f}" for it in of_shape)
+            print("; ".join(rows), flush=True)
     return rounds, answers

@@ -22,7 +22,7 @@ from atom_core.kernels.select import Target
 from atom_core.loading import build_on_meta_device
 from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
-from atom_plugin.bench.floor import cache_bytes, weight_bytes
+from atom_plugin.bench.floor import cache_bytes, decodes, weight_bytes
 from atom_plugin.bench.models import read_config
 from benchmarks._launches import Launch, count
 from benchmarks._launches_elsewhere import Case, Read, atom, vllm
@@ -120,7 +120,7 @@ def weights_and_cache(row: Row) -> tuple[int, int]:
         quant = read_quantization(read_config(row.model), None)
         model = build_on_meta_device(config, torch.bfloat16, row.ranks, quant, row.expert_parallel)
         return weight_bytes(model, row.batch), cache_bytes(
-            _of_rank(config, row.ranks), row.batch, CONTEXT, torch.bfloat16
+            _of_rank(config, row.ranks), decodes(row.batch, CONTEXT), torch.bfloat16
         )
 
     (weights, cache), (fewer_weights, less_cache) = both(row.layers), both(row.layers - 1)

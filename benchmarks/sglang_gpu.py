@@ -3,7 +3,9 @@
     python -m benchmarks.sglang_gpu --model qwen3-8b --json qwen3-8b.json    # also writes qwen3-8b.png
 
 Run it with the Python that has SGLang and atom-plugin installed. Both get the same flags; native's attention is
-SGLang's choice unless `--native-attention-backend` names another. See `benchmarks._gpu`.
+SGLang's choice unless `--native-attention-backend` names another. Where SGLang's kernels come without FlashAttention 3,
+its default on Hopper, `--flash-attention-3 _vllm_fa3_C.abi3.so` gives native that of a vLLM for the same torch. See
+`benchmarks._gpu`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from benchmarks import _flash_attention_3
 from benchmarks._gpu import Started, compare, load_format
 from benchmarks._runs import Generated
 
@@ -24,6 +27,8 @@ def start(arguments: argparse.Namespace) -> Started:
         own = {"attention_backend": "atom"}
     elif arguments.native_attention_backend:
         own = {"attention_backend": arguments.native_attention_backend}
+    # The engine's processes have it at their start; in this one nothing calls it.
+    os.environ |= _flash_attention_3.variables(arguments.flash_attention_3)
     import sglang
 
     options = {
@@ -38,7 +43,8 @@ def start(arguments: argparse.Namespace) -> Started:
         "mem_fraction_static": arguments.gpu_memory_utilization,
         "tp_size": arguments.tensor_parallel_size,
         "disable_radix_cache": True,
-        "log_level": "warning",
+        # At this level it names its kernels.
+        "log_level": "info",
         **own,
         **arguments.extra_engine_json,
     }
@@ -53,6 +59,7 @@ def start(arguments: argparse.Namespace) -> Started:
 
 def _own_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--native-attention-backend", help="for native alone, as --attention-backend of SGLang")
+    _flash_attention_3.add_option(parser)
 
 
 if __name__ == "__main__":

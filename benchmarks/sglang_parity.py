@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import CHECKPOINTS, FAMILIES, IMPLEMENTATIONS, SGLANG_STAND_INS
+from benchmarks import CHECKPOINTS, FAMILIES, HYBRIDS, IMPLEMENTATIONS, SGLANG_STAND_INS
 from tests.integration.questions import read_rows
 from tests.integration.sglang.hugging_face import HuggingFace
 from tests.integration.sglang.offline import Answer, Ask, Engine, run
@@ -38,8 +38,12 @@ def engine_answers(
         for some, num_top in ((prompts, NUM_TOP), (prompts[:num_whole], vocabulary))
     ]
     path = os.pathsep.join([str(SGLANG_STAND_INS), os.environ.get("PYTHONPATH", "")])
-    environ = {"PYTHONPATH": path} if impl == "native" else None
-    options = {"dtype": dtype, "mem_fraction_static": 0.2}
+    environ = {"PYTHONPATH": path} if impl == "native" else {}
+    options: dict[str, Any] = {"dtype": dtype, "mem_fraction_static": 0.2}
+    if checkpoint.name in HYBRIDS:
+        # Else what convolutions keep is bfloat16; and SGLang's default keeps states for prefixes on accelerators only.
+        environ["SGLANG_MAMBA_CONV_DTYPE"] = dtype
+        options["disable_overlap_schedule"] = True
     (ran,) = run([Engine(str(checkpoint), impl == "atom", asks, options)], environ=environ, deadline=1800)
     of_all, of_some = ran.answers
     return of_all, of_some
@@ -78,7 +82,9 @@ def measure(checkpoint: Path, impl: str, dtype: str, num_prompts: int, num_whole
 def main() -> None:
     """One line a checkpoint, dtype and implementation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoints", type=Path, nargs="+", default=[CHECKPOINTS / family for family in FAMILIES])
+    parser.add_argument(
+        "--checkpoints", type=Path, nargs="+", default=[CHECKPOINTS / name for name in (*FAMILIES, *HYBRIDS)]
+    )
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=list(IMPLEMENTATIONS))
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
     parser.add_argument("--num-prompts", type=int, help="held-out prompts; left out: all")
@@ -90,7 +96,14 @@ def main() -> None:
     for checkpoint in arguments.checkpoints:
         for dtype in arguments.dtypes:
             for impl in arguments.implementations:
-                row = measure(checkpoint, impl, dtype, arguments.num_prompts, arguments.num_whole)
+                try:
+                    row = measure(checkpoint, impl, dtype, arguments.num_prompts, arguments.num_whole)
+                except AssertionError as error:  # the engine failed, and this is the end of its log
+                    if impl == "atom":
+                        raise
+                    said = [line for line in str(error).splitlines() if "Error: " in line]
+                    print(f"{checkpoint.name:<12}{dtype:<10}{impl:<8} fails with {said[-1] if said else error}")
+                    continue
                 table.append({"checkpoint": checkpoint.name, "dtype": dtype, "implementation": impl, **row})
                 print(
                     f"{checkpoint.name:<12}{dtype:<10}{impl:<8}{row['tokens']:>14.2e}{row['vocabulary']:>14.2e}"

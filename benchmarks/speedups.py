@@ -32,8 +32,8 @@ LEFT_OUT = ("CPU",)
 NOTES = {
     "¹": "Native ran without DeepGEMM and FlashInfer's FP8 product, which it has for its users on Hopper.",
     "²": (
-        "Native ran on Triton's attention; its default on Hopper is FlashAttention 3, beside which nothing is measured "
-        "yet."
+        "Native ran on Triton's attention; its default on Hopper is FlashAttention 3, beside which Qwen3.5 alone is "
+        "measured."
     ),
 }
 #: What native ran with where a row says so by name.

@@ -1,6 +1,6 @@
 """Steady load on live servers, native and atom in turns, measured by the framework's own client.
 
-    python -m benchmarks.steady vllm --model qwen3-8b --turns 2 --json steady.json
+    python -m benchmarks.steady vllm --model qwen3-8b --json steady.json
     python -m benchmarks.steady sglang --model qwen3-8b --lengths 1k/1k --concurrency 1 64 --rates half
     python -m benchmarks.steady vllm --model ./Qwen3-8B --server-flags="--max-num-seqs 512"
 
@@ -11,8 +11,8 @@ prefill are on. One server runs at a time, and who goes first alternates. The cl
 `sglang.bench_serving`. A model's name stands for its published `config.json`, with random weights and a tokenizer in
 which each token is a word.
 
-Each server first gets a warm-up, which is not counted. For each pair of lengths this is one batch of the most requests
-at once, with short answers, and one request with its whole answer.
+Each server first gets a warm-up, which is not counted. For each pair of lengths these are the most requests at once and
+a few at once, with short answers, and one request with its whole answer.
 
 With N requests at once there are `--prompts-each` x N prompts, so that the start and the end of a cell matter little.
 `--rates half` takes half of native's best request rate for the same lengths, from the cells of the first turn, and goes
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import sys
@@ -36,9 +37,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import IMPLEMENTATIONS
+from benchmarks import IMPLEMENTATIONS, _flash_attention_3
 from benchmarks._figures import Row, as_json, summarise
-from benchmarks._gpu import RANDOM, model_folder
+from benchmarks._gpu import RANDOM, count, model_folder
 from benchmarks._ran_with import device, versions
 from benchmarks._steady_cells import Cell, Lengths, Plan, read_rate
 from benchmarks._steady_frameworks import FIGURES, FRAMEWORKS, ClientFailed, Measured, ask
@@ -205,12 +206,12 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     )
     default = [Lengths(1024, 1024), Lengths(8192, 1024), Lengths(1024, 8192)]
     parser.add_argument("--lengths", type=Lengths.read, nargs="+", default=default, help="tokens in/out, as 8k/1k")
-    parser.add_argument("--concurrency", type=_count, nargs="*", default=[1, 4, 16, 64, 256], help="requests at once")
+    parser.add_argument("--concurrency", type=count, nargs="*", default=[1, 4, 16, 64, 256], help="requests at once")
     parser.add_argument("--rates", type=read_rate, nargs="*", default=[None], help="requests a second, or half")
-    parser.add_argument("--prompts-each", type=_count, default=4, help="prompts for each of the requests at once")
-    parser.add_argument("--least-prompts", type=_count, default=16, help="of any cell")
+    parser.add_argument("--prompts-each", type=count, default=4, help="prompts for each of the requests at once")
+    parser.add_argument("--least-prompts", type=count, default=16, help="of any cell")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long requests arrive at a rate")
-    parser.add_argument("--turns", type=_count, default=1, help="servers of each kind")
+    parser.add_argument("--turns", type=count, default=2, help="servers of each kind; one shows no spread")
     for option, what in (
         ("--server-flags", "of both servers"),
         ("--native-flags", "of native's server"),
@@ -220,7 +221,10 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
         parser.add_argument(option, type=shlex.split, default=[], help=f'more flags {what}: {option}="--one 1 --two"')
     parser.add_argument("--deadline", type=float, default=1800.0, help="seconds in which a server must be ready")
     parser.add_argument("--json", type=Path, help="write everything there")
+    _flash_attention_3.add_option(parser)
     given = parser.parse_args(arguments)
+    if given.flash_attention_3 and given.framework != "sglang":
+        parser.error("--flash-attention-3 is for sglang; vLLM has its own")
     folder = Path(given.model).is_dir()
     given.load_format = given.load_format or ("auto" if folder else "dummy")
     if given.load_format == "auto" and not folder:
@@ -232,17 +236,13 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     return given
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     given = read_arguments(arguments)
     # Whoever ends this process politely, `timeout` for one, has its server and its client ended with it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # Servers have it from this process.
+    os.environ |= _flash_attention_3.variables(given.flash_attention_3)
     with model_folder(given) as model:
         if given.load_format in RANDOM:
             write_tokenizer(Path(model))

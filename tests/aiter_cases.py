@@ -322,7 +322,7 @@ def attention_cases() -> list[AttentionCase]:
         AttentionCase("decode, padded", rows, dim=128, padded_requests=2),
         AttentionCase("64 tokens a page, decode", rows, dim=128, page_size=64),
     ]
-    return cases
+    return [replace(it, keeps_left=True) for it in cases]
 
 
 def attention_call(case: AttentionCase, target: Target, inputs: AttentionBatch, order: str, cache_dtype: Any) -> Any:

@@ -50,6 +50,7 @@ class DecodeCase:
 
 
 def decoding(*cached: int) -> tuple[tuple[int, int], ...]:
+    """Requests of one new token behind so many cached ones."""
     return tuple((before, 1) for before in cached)
 
 
@@ -131,13 +132,13 @@ LARGE_DECODE = tuple(
 )
 
 
-def wide(case: DecodeCase) -> DecodeCase:
-    """With heads of 64 or more, of which as large a part is rotated, as Hopper's own kernel has them."""
+def wide(case: DecodeCase, least: int = 64) -> DecodeCase:
+    """With heads of ``least`` or more, of which as large a part is rotated, as Hopper's own kernel has them."""
     layer = case.attention
-    if layer.dim >= 64 and layer.dim & (layer.dim - 1) == 0:
+    if layer.dim >= least and layer.dim & (layer.dim - 1) == 0:
         return case
-    rotary_dim = case.rotary_dim and case.rotary_dim * 64 // layer.dim // 2 * 2
-    return replace(case, attention=replace(layer, dim=64), rotary_dim=rotary_dim)
+    rotary_dim = case.rotary_dim and case.rotary_dim * least // layer.dim // 2 * 2
+    return replace(case, attention=replace(layer, dim=least), rotary_dim=rotary_dim)
 
 
 def check_decode(

@@ -1,4 +1,4 @@
-"""Gluon kernels on a CPU: enough of the language, in torch, for those that attend over latents and that of few rows.
+"""Gluon kernels on a CPU: enough of the language, in torch, for attention, Gated DeltaNet and products of few rows.
 
 Triton's interpreter runs no Gluon. What is here knows no layouts, warps or waits: it tells whether the arithmetic and
 the addresses of a kernel are right, not whether it waits for what it reads. Programs run one after the other.
@@ -12,10 +12,15 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+
+from atom_core.kernels.cache_dtypes import as_bytes
+from atom_core.kernels.gated_delta_net.triton_parts import silu
+from tests.ptx_on_cpu import run_pairs
 
 _LANGUAGE = "triton.experimental.gluon"
 _LAYOUTS = ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "SwizzledSharedLayout")
@@ -23,10 +28,12 @@ _LAYOUTS = ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperan
 _MODULES = (
     "atom_core.kernels.linear.few_rows_hopper",
     "atom_core.kernels.attention.hopper_parts",
+    "atom_core.kernels.attention.hopper_bytes",
     "atom_core.kernels.attention.hopper",
     "atom_core.kernels.mla_attention.hopper",
     "atom_core.kernels.mla_fused_decode.hopper",
     "atom_core.kernels.decode_attention.hopper",
+    "atom_core.kernels.gated_delta_net.hopper",
 )
 
 
@@ -43,6 +50,17 @@ class DType:
     def __init__(self, torch_dtype: torch.dtype) -> None:
         self.torch = torch_dtype
         self.primitive_bitwidth = torch_dtype.itemsize * 8
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DType) and other.torch == self.torch
+
+    def __hash__(self) -> int:
+        return hash(self.torch)
+
+    def __str__(self) -> str:
+        """As Triton calls it."""
+        named = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
+        return named.get(self.torch, str(self.torch))
 
     @property
     def element_ty(self) -> DType:
@@ -108,7 +126,23 @@ def _operation(name: str, reflected: bool) -> Callable[[Tensor, Any], Tensor]:
     return apply
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_", "lt", "le", "gt", "ge", "eq", "ne"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "and_",
+    "or_",
+    "xor",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+):
     setattr(Tensor, f"__{_name.strip('_')}__", _operation(_name, reflected=False))
     if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
         setattr(Tensor, f"__r{_name.strip('_')}__", _operation(_name, reflected=True))
@@ -154,10 +188,19 @@ class Shared:
         """One of several tiles."""
         return Shared(self.data[int(place)])
 
+    def slice(self, start: int, length: int) -> Shared:
+        """Some of its first dimension."""
+        return Shared(self.data[start : start + length])
+
     @property
     def shape(self) -> torch.Size:
         """As torch's."""
         return self.data.shape
+
+    @property
+    def dtype(self) -> DType:
+        """The numbers'."""
+        return DType(self.data.dtype)
 
     def load(self, layout: Any) -> Tensor:
         """All of it."""
@@ -173,6 +216,36 @@ class Shared:
         return Shared(self.data.permute(*order))
 
 
+@dataclass
+class TensorDescriptor:
+    """A tensor's rows, which are copied in blocks."""
+
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any
+
+    @property
+    def dtype(self) -> DType:
+        """The numbers'."""
+        return DType(self.base.dtype)
+
+    @property
+    def block_type(self) -> Any:
+        """Something of a block's shape."""
+        return SimpleNamespace(shape=self.block_shape)
+
+    def block(self, at: list[Any]) -> torch.Tensor:
+        """The numbers of a block in memory."""
+        rows = self.base.as_strided(self.shape, self.strides, self.base.storage_offset())
+        found = rows[
+            tuple(slice(int(begin), int(begin) + size) for begin, size in zip(at, self.block_shape, strict=True))
+        ]
+        assert list(found.shape) == self.block_shape
+        return found
+
+
 _program: list[int] = [0, 0, 0]
 _grid: list[int] = [1, 1, 1]
 
@@ -182,7 +255,11 @@ class Kernel:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         # A function of Triton's language finds the words of Gluon's, which has all of its own.
-        words = {**fn.__globals__, "tl": sys.modules[f"{_LANGUAGE}.language"]} if "tl" in fn.__globals__ else None
+        words = None
+        if "tl" in fn.__globals__:
+            used = {name: fn.__globals__.get(name) for name in fn.__code__.co_names}
+            jitted = {name: Kernel(it.fn) for name, it in used.items() if type(it) is type(silu)}
+            words = {**fn.__globals__, **jitted, "tl": sys.modules[f"{_LANGUAGE}.language"]}
         self.fn = fn if words is None else FunctionType(fn.__code__, words, fn.__name__, fn.__defaults__)
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
@@ -226,11 +303,29 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0, **options: Any) ->
 def _store(pointer: Pointer, value: Any, mask: Any = None, **options: Any) -> None:
     value = torch.as_tensor(_plain(value), dtype=pointer.memory.dtype)
     at, allowed = _masked(pointer, mask, value.shape)
-    pointer.memory[at[allowed]] = value.expand(at.shape)[allowed]
+    as_bytes(pointer.memory)[at[allowed]] = as_bytes(value).expand(at.shape)[allowed]
 
 
 def _async_load(to: Shared, pointer: Pointer, mask: Any = None, **options: Any) -> None:
     to.data.copy_(_load(pointer, mask).data.expand(to.data.shape))
+
+
+def _copy_in(source: TensorDescriptor, at: list[Any], arrived: Shared, to: Shared, pred: Any = True) -> None:
+    if pred:
+        to.data.copy_(source.block(at))
+        arrived.data += 1
+
+
+def _copy_out(target: TensorDescriptor, at: list[Any], source: Shared) -> None:
+    target.block(at).copy_(source.data)
+
+
+def _arrive(arrived: Shared, pred: Any = True) -> None:
+    arrived.data += bool(pred)
+
+
+def _wait(arrived: Shared, phase: Any) -> None:
+    assert int(arrived.data) % 2 != int(phase), "nothing arrives before this wait"
 
 
 def _multiply(a: Shared, b: Shared, sums: Tensor, use_acc: bool = True, **options: Any) -> Tensor:
@@ -252,8 +347,17 @@ def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Tensor]
     return lambda *given: Tensor(function(*(torch.as_tensor(_plain(it)) for it in given)))
 
 
+def _unwritten(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype)
+
+
 def _where(condition: Tensor, one: Any, other: Any) -> Tensor:
-    return Tensor(torch.where(*(_plain(it) for it in (condition, one, other))))
+    return Tensor(torch.where(*(torch.as_tensor(_plain(it)) for it in (condition, one, other))))
+
+
+def _assembly(code: str, constraints: str, given: list[Tensor], dtype: DType, is_pure: bool, pack: int) -> Tensor:
+    """Instructions on words of 16 bits; of those without inputs, 0."""
+    return Tensor(run_pairs(code, given[0].data, dtype.torch) if given else torch.tensor(0))
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:
@@ -269,7 +373,7 @@ def _language() -> dict[str, ModuleType]:
     shared = SimpleNamespace(get_default_for=_layout)
     language = {
         "constexpr": Any,
-        **{name: DType(getattr(torch, name)) for name in ("int32", "int64", "float32")},
+        **{name: DType(getattr(torch, name)) for name in ("int32", "int64", "float32", "bfloat16", "float16")},
         **dict.fromkeys(_LAYOUTS, _layout),
         "NVMMASharedLayout": shared,
         "program_id": lambda axis: Tensor(torch.tensor(_program[axis])),
@@ -277,9 +381,11 @@ def _language() -> dict[str, ModuleType]:
         "num_warps": lambda: 4,
         "static_range": range,
         "static_assert": _nothing,
-        "inline_asm_elementwise": lambda *arguments, **options: Tensor(torch.tensor(0)),
+        "inline_asm_elementwise": _assembly,
+        "join": lambda one, other: Tensor(torch.stack([one.data, other.data], -1)),
+        "split": lambda both: tuple(map(Tensor, both.data.unbind(-1))),
         "thread_barrier": _nothing,
-        "allocate_shared_memory": lambda dtype, shape, layout: Shared(torch.full(shape, torch.nan).to(dtype.torch)),
+        "allocate_shared_memory": lambda dtype, shape, layout: Shared(_unwritten(shape, dtype.torch)),
         "arange": lambda begin, end, layout: Tensor(torch.arange(begin, int(_plain(end)))),
         "zeros": lambda shape, dtype, layout: Tensor(torch.zeros(shape, dtype=dtype.torch)),
         "full": lambda shape, value, dtype, layout: Tensor(torch.full(shape, value, dtype=dtype.torch)),
@@ -294,13 +400,26 @@ def _language() -> dict[str, ModuleType]:
         "max": _reduced(torch.amax),
         "maximum": _elementwise(torch.maximum),
         "minimum": _elementwise(torch.minimum),
+        "exp": _elementwise(torch.exp),
         "exp2": _elementwise(torch.exp2),
+        "log": _elementwise(torch.log),
+        "rsqrt": _elementwise(torch.rsqrt),
         "sqrt": _elementwise(torch.sqrt),
         "ceil": _elementwise(torch.ceil),
         "cdiv": lambda x, y: (x + (y - 1)) // y,
     }
     copies = {"async_load": _async_load, "commit_group": _nothing, "wait_group": _nothing}
+    barriers = {
+        "MBarrierLayout": _layout,
+        "init": lambda arrived, count: arrived.data.zero_(),
+        "expect": _nothing,
+        "arrive": _arrive,
+        "wait": _wait,
+    }
+    tiles = {"async_load": _copy_in, "async_store": _copy_out, "store_wait": _nothing}
     products = {
+        "mbarrier": SimpleNamespace(**barriers),
+        "tma": SimpleNamespace(**tiles),
         "fence_async_shared": _nothing,
         "warpgroup_mma": _multiply,
         "warpgroup_mma_wait": lambda count, waited: waited[0] if len(waited) == 1 else waited,
@@ -324,7 +443,7 @@ def _language() -> dict[str, ModuleType]:
 def on_cpu() -> Iterator[dict[str, ModuleType]]:
     """The modules above, run by this language, by name; others that were imported before go on with their own."""
     # Triton asks for more of it later, which is then not looked for in what is put here.
-    importlib.import_module(_LANGUAGE)
+    importlib.import_module(f"{_LANGUAGE}.nvidia.hopper")
     language = _language()
     replaced = {name: sys.modules.get(name) for name in (*language, *_MODULES)}
     try:
@@ -332,7 +451,11 @@ def on_cpu() -> Iterator[dict[str, ModuleType]]:
             _put(name, module)
         for name in _MODULES:
             sys.modules.pop(name, None)
-        yield {name: importlib.import_module(name) for name in _MODULES}
+        modules = {name: importlib.import_module(name) for name in _MODULES}
+        for module in modules.values():
+            if hasattr(module, "TensorDescriptor"):
+                module.TensorDescriptor = TensorDescriptor
+        yield modules
     finally:
         for name, before in replaced.items():
             if before is None:

@@ -77,7 +77,7 @@ HYBRIDS = {
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",
         {**COMMON, **MIXTURE, "norm_topk_prob": True, "decoder_sparse_step": 1, "rope_parameters": ROPE},
-        {"full_attention_interval": 4, "num_nextn_predict_layers": 1, "rope_theta": 1e7},
+        {"full_attention_interval": 4, "rope_theta": 1e7},
     ),
     "qwen3_5": Hybrid("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _QWEN3_5, _EXTRA),
     "qwen3_5_moe": Hybrid("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_QWEN3_5, **MIXTURE}, _EXTRA),
@@ -158,21 +158,25 @@ def _add_draft(folder: Path, made: torch.Generator) -> None:
     last = f"layers.{COMMON['num_hidden_layers'] - 1}."
     layer = {key.split(last)[1]: value for key, value in weights.items() if last in key and "visual" not in key}
     draft = {f"mtp.layers.0.{key}": _values(key, value.shape, made) for key, value in layer.items()}
-    random = torch.randn(HIDDEN, HIDDEN, generator=made) / HIDDEN**0.5
-    draft["mtp.fc.weight"] = torch.cat((3 * torch.eye(HIDDEN), random), 1)
+    hidden = len(layer["input_layernorm.weight"])
+    random = torch.randn(hidden, hidden, generator=made) / hidden**0.5
+    draft["mtp.fc.weight"] = torch.cat((3 * torch.eye(hidden), random), 1)
     for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        draft[f"mtp.{norm}.weight"] = torch.randn(HIDDEN, generator=made) * 0.2
+        draft[f"mtp.{norm}.weight"] = torch.randn(hidden, generator=made) * 0.2
     save_file({**weights, **draft}, path, metadata={"format": "pt"})
 
 
 def _save_tokenizer(folder: Path) -> None:
-    """A word for each token: t0, t1, ..."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """A token for each byte, as the tokenizers that Transformers has for these models read it; others say nothing."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"t{token}": token for token in range(VOCABULARY)}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"eos_token": "t511", "bos_token": "t510", "pad_token": "t509"}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    others = [f"<{token}>" for token in range(len(alphabet), VOCABULARY)]
+    words = Tokenizer(models.BPE({it: token for token, it in enumerate([*alphabet, *others])}, []))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    special = {"eos_token": "<511>", "bos_token": "<510>", "pad_token": "<509>", "unk_token": "<508>"}
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
 
 
@@ -180,11 +184,6 @@ def some_tokens(count: int, seed: int) -> list[int]:
     """Random tokens, none of them special."""
     made = torch.Generator().manual_seed(seed)
     return torch.randint(0, NUM_PLAIN, (count,), generator=made).tolist()
-
-
-def text_of(tokens: Sequence[int]) -> str:
-    """What the tokenizer of these checkpoints makes ``tokens`` of."""
-    return " ".join(f"t{token}" for token in tokens)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ class AttentionCase:
     """Keys and values side by side in one tensor, as in vLLM; else two tensors with a gap after each head."""
     padded_requests: int = 0
     padded_tokens: int = 0
+    keeps_left: bool = False
+    """Whether pages that have left a window keep their numbers: others' kernels may multiply them by zero."""
 
     def __str__(self) -> str:
         return self.name
@@ -261,7 +263,7 @@ def _paged(
 
     Shuffled pages are made of plain ones by :func:`shuffled_copy`.
 
-    Past a request's pages the table names pages that there are not.
+    Past a request's pages the table names pages that there are not. Pages that have left a window are page 0.
     """
     shuffled = case.storage == SHUFFLED
     counts = [-(-len(k) // case.page_size) for k in keys]
@@ -269,7 +271,10 @@ def _paged(
     page_table = torch.full((len(keys) + case.padded_requests, max(counts) + 2), 2**30, dtype=torch.int32)
     cache = empty_cache(replace(case, storage="PHN" if shuffled else case.storage), sum(counts) + 1, dtype, device)
     for request, (k, v) in enumerate(zip(keys, values, strict=True)):
-        for index in range(counts[request]):
+        leaves = case.window is not None and not case.keeps_left
+        left = max(case.requests[request][0] - case.window + 1, 0) // case.page_size if leaves else 0
+        page_table[request, :left] = 0
+        for index in range(left, counts[request]):
             page = order.pop()
             page_table[request, index] = page
             begin = index * case.page_size

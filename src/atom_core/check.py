@@ -159,10 +159,14 @@ def require_transformers() -> None:
 
 def load_reference(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """Hugging Face's model of a local checkpoint, with eager attention."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    # Of a multimodal checkpoint, this class asks the text's configuration, where the whole one counts.
+    config.get_text_config().tie_word_embeddings = read_model_config(config_of(directory)).tie_word_embeddings
     model = AutoModelForCausalLM.from_pretrained(
         directory,
+        config=config,
         dtype=dtype,
         attn_implementation="eager",
         local_files_only=True,

@@ -18,6 +18,8 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
+from atom_core.language_model import TIED, alone, of_text
+
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 #: Where there is no index, the files of the first pattern that matches hold the model; other files are not read.
@@ -134,8 +136,8 @@ def config_of(directory: Path) -> dict[str, Any]:
         ValueError: see :func:`read_config_json`.
     """
     values = read_config_json(directory)
-    if values.get("tie_word_embeddings") is True and has_untied_head(directory):
-        values["tie_word_embeddings"] = False
+    if of_text(values).get(TIED) is True and has_untied_head(directory):
+        values[TIED] = False
     return values
 
 
@@ -145,9 +147,10 @@ def has_untied_head(directory: Path) -> bool:
         checkpoint = Checkpoint.open(directory)
     except ValueError:  # reported when the files are compared with the model
         return False
-    if not {HEAD, EMBEDDING} <= checkpoint.tensors.keys():
+    names = {alone(name): name for name in checkpoint.tensors}
+    if not {HEAD, EMBEDDING} <= names.keys():
         return False
-    return heads_differ(checkpoint.tensor(HEAD), checkpoint.tensor(EMBEDDING))
+    return heads_differ(checkpoint.tensor(names[HEAD]), checkpoint.tensor(names[EMBEDDING]))
 
 
 def heads_differ(head: torch.Tensor, embedding: torch.Tensor) -> bool:

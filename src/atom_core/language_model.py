@@ -8,7 +8,9 @@ from typing import Any
 #: What names begin with there, as vLLM, SGLang and Transformers write it, and what they begin with by themselves.
 PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 #: Keys of the whole configuration that the language model takes where its own has none.
-_OF_WHOLE = ("tie_word_embeddings", "quantization_config", "compression_config")
+_OF_WHOLE = ("quantization_config", "compression_config")
+#: The key that counts there, whatever the language model's own says: head and embedding are of the whole model.
+TIED = "tie_word_embeddings"
 
 
 def of_text(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -16,9 +18,10 @@ def of_text(values: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = values.get("text_config")
     if inner is None:
         return values
-    shared = {key: values[key] for key in _OF_WHOLE if values.get(key) is not None}
     inner = inner if isinstance(inner, Mapping) else inner.to_dict()
-    return {**shared, **inner, "architectures": values.get("architectures")}
+    shared = {key: values[key] for key in _OF_WHOLE if values.get(key) is not None and inner.get(key) is None}
+    tied = {} if values.get(TIED) is None else {TIED: values[TIED]}
+    return {**inner, **shared, **tied, "architectures": values.get("architectures")}
 
 
 def alone(name: str) -> str:

@@ -53,13 +53,18 @@ def check_files(
     if directory is None:
         return
     checkpoint = Checkpoint.open(directory)
-    if isinstance(model, DraftModel) and not any(name.startswith(model.own_prefix) for name in checkpoint.tensors):
+    if isinstance(model, DraftModel) and not has_drafts(model, checkpoint):
         raise ValueError(
-            f"The checkpoint {directory} has no weights to draft with (multi-token prediction): config.json says "
-            f"{model.count_key}={config.num_layers}, but no tensor is called {model.own_prefix}*. Leave speculative "
-            "decoding by them out."
+            f"The checkpoint {directory} has no weights to draft with (multi-token prediction): no tensor is called "
+            f"{model.own_prefix}*, and {config.num_layers} such layers are wanted ({model.count_key} in config.json, "
+            "or as many as its family has). Leave speculative decoding by them out."
         )
     check_checkpoint(model, checkpoint)
+
+
+def has_drafts(model: DraftModel, checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has tensors of these draft layers."""
+    return any(name.startswith(model.own_prefix) for name in checkpoint.tensors)
 
 
 def check_update(

@@ -49,10 +49,10 @@ class RopeConfig:
     """Rotated pairs are (0, 1), (2, 3), ... as in GPT-J, instead of (0, d/2), (1, d/2 + 1), ... as in NeoX."""
 
 
-def read_rope(hf: HfConfig, *, head_dim: int) -> RopeConfig:
+def read_rope(hf: HfConfig, *, head_dim: int, size_key: str = "head_dim") -> RopeConfig:
     """Read ``rope_parameters`` (Transformers 5), or ``rope_theta`` with ``rope_scaling``, as Transformers does.
 
-    ``head_dim`` is the head size; ``partial_rotary_factor`` may rotate less.
+    ``head_dim`` is the head size, by ``size_key`` of the configuration; ``partial_rotary_factor`` may rotate less.
 
     Raises:
         ValueError: an unknown variant, or missing or invalid parameters.
@@ -75,7 +75,7 @@ def read_rope(hf: HfConfig, *, head_dim: int) -> RopeConfig:
         if key in given.model_fields_set and getattr(given, key) is None:
             raise ValueError(f"rope type {rope_type!r} needs a number {key!r} in rope_parameters; found null.")
     theta = _first(given.rope_theta, hf.rope_theta, hf.default_theta)
-    rotary_dim = _rotary_dim(hf, given, head_dim)
+    rotary_dim = _rotary_dim(hf, given, head_dim, size_key)
     values: dict[str, Any] = {
         "rope_type": rope_type,
         "theta": float(theta),
@@ -105,7 +105,7 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _rotary_dim(hf: HfConfig, given: RopeKeys, head_dim: int) -> int:
+def _rotary_dim(hf: HfConfig, given: RopeKeys, head_dim: int, key: str) -> int:
     partial = _first(given.partial_rotary_factor, hf.partial_rotary_factor, hf.default_partial, 1.0)
     if hf.default_partial is None and partial != 1:
         raise ValueError(
@@ -115,7 +115,7 @@ def _rotary_dim(hf: HfConfig, given: RopeKeys, head_dim: int) -> int:
     rotary_dim = int(head_dim * partial)
     if rotary_dim <= 0 or rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(
-            f"head_dim={head_dim} with partial_rotary_factor={partial} rotates {rotary_dim} elements per head; "
+            f"{key}={head_dim} with partial_rotary_factor={partial} rotates {rotary_dim} elements per head; "
             "rope needs an even count of at least 2."
         )
     return rotary_dim

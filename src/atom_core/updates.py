@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from atom_core.checkpoint import Checkpoint
+from atom_core.language_model import alone
 from atom_core.layers.parameters import ParameterLayer
 from atom_core.mixers.cache_scales import CacheScales
 from atom_core.models.decoder import CheckpointModel
@@ -209,6 +210,7 @@ class ModelWeights:
 
         Weights that were quantised on loading are dequantised. None: the model does not have the tensor.
         """
+        name = alone(name)
         slot = expected_tensors(self.model).get(name)
         if slot is None:
             whole = expected_tensors(self._full_model()).get(name)

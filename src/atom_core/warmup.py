@@ -187,7 +187,7 @@ def batch_of(
             torch.zeros(num_requests, table_width, dtype=torch.int32, device=device),
             torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         ),
-        states=_no_states(lengths, states, device) if _keeps_states(model) else None,
+        states=_no_states(lengths, states, device) if keeps_states(model) else None,
         num_requests=num_requests,
         num_tokens=num_tokens,
         max_query_len=shape.max_query_len,
@@ -199,7 +199,7 @@ def batch_of(
     return plan(model, batch)
 
 
-def _keeps_states(model: DecoderForCausalLM | DraftModel) -> bool:
+def keeps_states(model: DecoderForCausalLM | DraftModel) -> bool:
     """Whether a mixer keeps a state a request."""
     return any(isinstance(it.cache_spec, StateSpec) for it in mixers(model))
 

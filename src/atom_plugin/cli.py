@@ -14,7 +14,7 @@ from atom_plugin.bench.cli import app as bench_app
 from atom_plugin.common import flag_tables, support, versions
 from atom_plugin.common.flags import Row
 from atom_plugin.common.settings import load_settings, readable_settings, unknown_variables, variables
-from atom_plugin.doctor import checkpoint, command, environment, report
+from atom_plugin.doctor import checkpoint, command, environment, hybrid, report
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import FRAMEWORKS, VLLM
 from atom_plugin.sglang.flags import TABLE as SGLANG_FLAGS
@@ -63,6 +63,9 @@ def doctor(
     model = command.local_model(examined)
     if model and asked:
         findings += checkpoint.check_checkpoint(model, command.tensor_parallel_size(examined), asked)
+        findings += hybrid.check_images(model, examined)
+        findings += hybrid.check_states(model, examined, environ, target)
+        findings += hybrid.check_sglang_drafts(model, examined, environ)
 
     console = _console()
     console.print(report.version_table(versions.installed_versions(), _supported_ranges()))

@@ -26,6 +26,7 @@ NVIDIA = {
     "experts.hopper.grouped_rows_hopper",
     "fp8_block_linear.few_rows_hopper.few_rows_hopper",
     "fp8_experts.hopper.expert_rows_fp8_hopper",
+    "gated_delta_net.hopper.gated_delta_decode_hopper",
     "mla_attention.hopper.latent_decode_hopper",
     "mla_fused_decode.hopper.mla_fused_decode_hopper",
     "mla_absorbed_values.triton_kernel._values_of_splits",

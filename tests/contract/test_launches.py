@@ -182,6 +182,27 @@ def test_full_attention_with_an_output_gate_is_one_launch_more():
     assert found[3].activations == 2 * 2 * 2 * 4096  # in place
 
 
+@pytest.mark.parametrize("layers", [5, 8], ids=["linear attention", "full attention"])
+@pytest.mark.parametrize("model", ["qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-35b-a3b-fp8", "qwen3-next-80b-a3b-fp8"])
+def test_a_layer_of_a_hybrid_takes_no_more_than_ten_launches_of_one_request_on_hopper(model, layers):
+    found = count(model, Target("cuda", "sm90"), batch=1, ranks=1, num_layers=layers, context=CONTEXT)
+    assert kernels(found) <= 10, [str(it) for it in found]
+    assert kernels(found) <= 9, "docs/amd-kernels.md says 5 to 9"
+
+
+def test_the_page_says_which_hybrids_take_more_than_ten_on_amd():
+    table = rows_behind("amd-kernels.md", "| Model | Batch | TP |")
+    alone = {
+        model: (gfx942, gfx950) for model, batch, ranks, gfx942, gfx950, *_ in table if (batch, ranks) == ("1", "1")
+    }
+    more = {model: both for model, both in alone.items() if "Qwen3.5" in model and max(map(int, both)) > 10}
+    assert more == {
+        "Qwen3.5 35B-A3B, bf16, full attention": ("11", "11"),
+        "Qwen3.5 35B-A3B, FP8 blocks, linear attention": ("15", "15"),
+        "Qwen3.5 35B-A3B, FP8 blocks, full attention": ("14", "14"),
+    }
+
+
 def launches_of_a_prompt(name: str) -> int:
     """Of 4,000 tokens, in one layer of linear attention; the step's first layer does what all need."""
     meta = torch.device("meta")

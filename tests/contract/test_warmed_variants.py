@@ -93,7 +93,18 @@ def served(drafts: int) -> Iterator[BatchShape]:
 )
 @torch.inference_mode()
 def test_what_batches_launch_the_warm_up_has_launched(model, num_layers, target, drafts):
-    server = Server(model, num_layers, target, drafts)
+    assert_warmed(Server(model, num_layers, target, drafts), drafts)
+
+
+@torch.inference_mode()
+def test_rows_that_are_not_aligned_behind_an_odd_number_of_decodes_are_warmed_up():
+    """Of one of eight tensor-parallel ranks."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "num_attention_heads": 3, "num_key_value_heads": 1}
+    assert_warmed(Server("qwen3.5-27b", 4, HOPPER, **heads))
+
+
+def assert_warmed(server: Server, drafts: int = 0) -> None:
+    """All variants that batches launch have been launched by the warm-up."""
     server.warm_up()
     warmed = set(server.launched)
     server.serve(islice(served(drafts), NUM_BATCHES))
@@ -119,11 +130,11 @@ def test_where_a_kernel_has_a_tile_more_it_is_warmed_up_though_nobody_else_knows
 
 
 class Server:
-    """A model whose launches are recorded in place of made."""
+    """A model whose launches are recorded in place of made, with `changes` of its configuration."""
 
-    def __init__(self, model: str, num_layers: int, target: Target, drafts: int = 0) -> None:
+    def __init__(self, model: str, num_layers: int, target: Target, drafts: int = 0, **changes: int) -> None:
         self.states = StateKind(1 + drafts, drafts > 0, drafts > 0)
-        hf = read_config(model, num_layers)
+        hf = read_config(model, num_layers) | changes
         config, quant = read_model_config(hf), read_quantization(hf, None)
         self.launched: dict[Variant, BatchShape] = {}
         """By variant: the batch that launched it first."""

@@ -28,7 +28,8 @@ ENVIRON = {
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the model's class is asked for by a function
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # vLLM's sampler compiles how it counts log probabilities, in each engine for longer than all else takes.
+        "TORCHDYNAMO_DISABLE": "1",
     },
     "sglang": {**SglangServer.on_a_cpu, "OMP_NUM_THREADS": "1"},
 }

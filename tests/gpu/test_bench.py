@@ -23,6 +23,27 @@ def test_a_step_of_requests_that_differ(model, cache_dtype):
     assert 0 < found["share_of_floor"] < 1.1
 
 
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "gpt-oss-20b", "deepseek-v2-lite", "qwen3.5-35b-a3b"])
+@pytest.mark.parametrize("batch", [0, 9])
+def test_a_step_with_chunks_of_prompts(model, batch):
+    layers = 4 if model == "qwen3.5-35b-a3b" else 2
+    options = StepOptions(
+        model,
+        batch,
+        (700,),
+        chunk=(2000, 48),
+        chunk_context=1500,
+        page_size=1,
+        layers=layers,
+        repetitions=1,
+        profile=True,
+    )
+    found = measure_step(options).as_json()
+    assert (found["batch"], found["chunk"]) == (batch, [2000, 48])
+    assert 0 < found["share_of_floor"] < 1.1
+    assert sum(it["seconds"] for it in found["profile"]) > 0
+
+
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("op", GRID_OPS)
 def test_cells_of_a_grid_agree_and_have_times(tmp_path, op, cache_dtype):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
+from atom_core.kernels.decode_attention.hopper import HopperDecodeAttention
 from atom_core.kernels.decode_attention.triton_kernel import TritonDecodeAttention
 from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton_cache
@@ -28,6 +29,18 @@ def test_it_answers_as_the_ops_it_is_made_of(case, cache_dtype):
 def test_it_takes_float32(case):
     spec = case.spec(torch.float32)
     check_decode(case, TritonDecodeAttention(spec, **HERE), spec, GPU)
+
+
+@pytest.mark.skipif(ARCH != "sm90", reason="the kernel is for Hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("case", DECODE_CASES + SAME_STEP_READS + LARGE_DECODE, ids=str)
+def test_hopper_s_own_kernel_widens_fp8_in_registers(case, dtype, cache_dtype):
+    case = wide(case, 128)
+    spec = case.spec(dtype, cache_dtype)
+    kernel = TritonDecodeAttention(spec, **HERE, hopper=True)
+    kernel.hopper = HopperDecodeAttention(spec, HERE["overlap"])
+    check_decode(case, kernel, spec, GPU)
 
 
 @pytest.mark.skipif(ARCH != "sm90", reason="the kernel is for Hopper")

@@ -5,8 +5,9 @@ logits are Hugging Face's (``tests/unit/core/models/test_qwen3_5.py``).
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from atom_core.standalone import Runner
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, make_fp8
 
 #: The model type of each architecture; a wrapper has that of its text inside.
 TYPES = {
@@ -54,9 +56,9 @@ _MROPE = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
 _FULL = 3
 #: Prompts share so many tokens, which several blocks of a cache hold.
 _SHARED = 184
-#: Of one token and more, around the chunks of Gated DeltaNet, of as many tokens behind a step of 48 as are drafted, and
-#: shortly before the end of a block, past which a request must wait for another one.
-LENGTHS = (1, 2, 7, 33, 50, 52, 58, 63, 64, 65, 120, 310)
+#: Of one token and more, around the chunks of Gated DeltaNet, of as many tokens behind 48 as verify 1, 2 or 3 drafts,
+#: and shortly before the end of a block, past which a request must wait for another one.
+LENGTHS = (1, 2, 7, 50, 51, 52, 58, 63, 64, 65, 120, 310)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,34 @@ def make_hybrid(
     return Hybrid(str(directory), prompts, Runner(directory).generate(prompts, num_tokens))
 
 
+#: Of a hybrid each of whose weights is whole blocks of FP8.
+WHOLE_BLOCKS = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "head_dim": 128,
+    "linear_key_head_dim": 64,
+    "rope_parameters": {**_SIZES["rope_parameters"], **_MROPE, "partial_rotary_factor": 0.125},
+}
+_NOT_CONVERTED = ("in_proj_a", "in_proj_b", "conv1d")
+
+
+def in_fp8_blocks(hybrid: Hybrid, directory: Path) -> Hybrid:
+    """A dense one of `WHOLE_BLOCKS` with weights in FP8, its draft's too, and what that answers in bfloat16.
+
+    vLLM serves weights in FP8 in no other dtype.
+    """
+    form = BLOCK_FORMATS[0]
+    layers = json.loads(Path(hybrid.folder, "config.json").read_text())["num_hidden_layers"]
+    left = [f"model.layers.{layer}.linear_attn.{name}" for layer in range(layers) for name in _NOT_CONVERTED]
+    config = {**form.config, "modules_to_not_convert": ["lm_head", "mtp.fc", *left]}
+    make_fp8(Path(hybrid.folder), directory, replace(form, config=config))
+    num_tokens = len(hybrid.answers[0])
+    return Hybrid(
+        str(directory), hybrid.prompts, Runner(directory, dtype=torch.bfloat16).generate(hybrid.prompts, num_tokens)
+    )
+
+
 def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """States that remember, norms that are not the identity, and logits that differ."""
     values = torch.randn(parameter.shape, generator=generator)
@@ -113,7 +143,8 @@ def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> tor
 def _add_draft(directory: Path, kind: str, generator: torch.Generator) -> None:
     """The layer of full attention again as ``mtp.layers.0``, which sees mostly the embedding."""
     file, config = directory / "model.safetensors", directory / "config.json"
-    tensors, size = load_file(file), _SIZES["hidden_size"]
+    tensors = load_file(file)
+    size = len(tensors["model.norm.weight"])
     layer = f"model.layers.{_FULL}."
     copied = {it.removeprefix(layer): values.clone() for it, values in tensors.items() if it.startswith(layer)}
     own = {f"mtp.layers.0.{it}": values for it, values in copied.items()}
@@ -121,8 +152,15 @@ def _add_draft(directory: Path, kind: str, generator: torch.Generator) -> None:
         own[f"mtp.{name}.weight"] = torch.randn(size, generator=generator) * 0.2
     own["mtp.fc.weight"] = torch.cat((3 * torch.eye(size), torch.randn(size, size, generator=generator) / 8), 1)
     save_file({**tensors, **own}, file, metadata={"format": "pt"})
-    count = "num_nextn_predict_layers" if kind == "qwen3_next" else "mtp_num_hidden_layers"
-    config.write_text(json.dumps({**json.loads(config.read_text()), count: 1}))
+    if kind != "qwen3_next":  # whose published configurations do not count it
+        config.write_text(json.dumps({**json.loads(config.read_text()), "mtp_num_hidden_layers": 1}))
+
+
+def wrapped(folder: str, directory: Path) -> str:
+    """A trained dense one as the text of a multimodal checkpoint, in ``directory``, which is made."""
+    shutil.copytree(folder, directory)
+    _wrap(directory, "Qwen3_5ForConditionalGeneration", "qwen3_5")
+    return str(directory)
 
 
 def _wrap(directory: Path, architecture: str, kind: str) -> None:

@@ -2,16 +2,20 @@
 
 Importing what vLLM and SGLang need takes ten to twenty seconds of a core, in each process of each engine. Here
 it is done once, within `preloaded`; `run_script` then forks a process that runs a script as `python SCRIPT ARGUMENTS`
-would, with variables, PYTHONPATH and a process group of its own. What that starts by multiprocessing is forked as well,
-where the framework would have spawned it: environment, modules and plug-ins are those of its parent, as when it is
-spawned.
+would, and `start_python` one that runs a script or a module beside others. Each has variables, PYTHONPATH and a
+process group of its own. What it starts by multiprocessing is forked as well, where the framework would have spawned
+it: environment, modules and plug-ins are those of its parent, as when it is spawned.
 
-The frameworks' own modules are not imported beforehand: they read variables when they are. Servers, which tests start
-by their own commands, have nothing of this.
+The frameworks' own modules read variables when they are imported. So a process that has them too forks those alone
+whose variables are all its own, from the fourth one on: most tests ask for the same. What only a new interpreter reads
+is not read here: `sitecustomize`, and variables like PYTHONUNBUFFERED. Nor is a package found in PYTHONPATH in place
+of one that is imported already. In `/proc`, a forked process has the command line of the one it is forked off.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -20,15 +24,26 @@ import runpy
 import select
 import subprocess
 import sys
+import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module, invalidate_caches
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from tests.integration.processes import Finished, kill_group, merged_environ, ran_too_long, run_group, temporary_log
+from tests.integration.processes import (
+    Finished,
+    Process,
+    kill_group,
+    merged_environ,
+    ran_too_long,
+    run_group,
+    start_group,
+    temporary_log,
+)
 
 #: What vLLM and SGLang both import.
 COMMON = (
@@ -43,7 +58,7 @@ COMMON = (
     "xgrammar",
 )
 #: Variables that the modules read when they are imported: a process with other values is forked off another one.
-READ = ("TRITON_INTERPRET", "TRITON_BACKENDS_IN_TREE", "HF_HOME", "HF_HUB_OFFLINE")
+READ = ("TRITON_INTERPRET", "TRITON_BACKENDS_IN_TREE", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
 
 
 class Preloaded:
@@ -52,33 +67,86 @@ class Preloaded:
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str]) -> None:
         command = [sys.executable, "-m", "tests.integration.preloaded", *modules]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        # Without a buffer: a line in there is one that `select` does not know of.
-        self._process = subprocess.Popen(command, **pipes, env=environ, bufsize=0)
+        # In a process group of its own: who interrupts the tests still has processes ended, of which it tells the ends.
+        self._process = subprocess.Popen(command, **pipes, env=environ, start_new_session=True)
+        self._asked = threading.Lock()
+        self.forked: list[Forked] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that it has forked have been found ended."""
+        self.forked = [it for it in self.forked if it.returncode is None]
+        return not self.forked
 
     def end(self) -> None:
-        """There is no more to run."""
+        """There is no more to start; what was started has ended."""
         self._process.communicate()
+
+    def start(self, arguments: Sequence[str], environ: Mapping[str, str], log: str) -> Forked:
+        """Start `python ARGUMENTS`; see :func:`start_python`."""
+        start = {"arguments": list(arguments), "environ": dict(environ), "log": log, "folder": str(Path.cwd())}
+        forked = Forked(self, self.ask({"start": start}), arguments)
+        self.forked.append(forked)
+        return forked
 
     def run(self, script: Path, arguments: Sequence[str], environ: Mapping[str, str], deadline: float) -> Finished:
         """See :func:`run_script`; `environ` is all there is."""
         with temporary_log() as log:
-            self._tell({"script": str(script), "arguments": list(arguments), "environ": environ, "log": log.name})
-            leader = self._answer()
+            process = self.start([str(script), *arguments], environ, log.name)
             try:
-                if not select.select([self._process.stdout], [], [], deadline)[0]:
-                    raise ran_too_long(str(script), deadline, log.name)
+                process.wait(deadline)
+            except subprocess.TimeoutExpired:
+                raise ran_too_long(str(script), deadline, log.name) from None
             finally:
-                kill_group(leader)
-                returncode = self._answer()
+                kill_group(process.pid)
+                returncode = process.wait()
             return Finished(returncode, Path(log.name).read_text(errors="replace"))
 
-    def _tell(self, what: dict[str, Any]) -> None:
+    def ask(self, what: dict[str, Any]) -> int:
+        """What the process answers to one line of JSON."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(what).encode() + b"\n")
+        with self._asked:
+            self._process.stdin.write(json.dumps(what).encode() + b"\n")
+            self._process.stdin.flush()
+            return self._answer()
 
     def _answer(self) -> int:
         assert self._process.stdout is not None
         return int(self._process.stdout.readline())
+
+
+class Forked:
+    """One process that a `Preloaded` has forked, with what is used here of `subprocess.Popen`."""
+
+    def __init__(self, preloaded: Preloaded, pid: int, arguments: Sequence[str]) -> None:
+        self.pid, self.args = pid, ["python", *arguments]
+        self.returncode: int | None = None
+        """None until `poll` or `wait` has found it ended."""
+        self._preloaded, self._waiting = preloaded, threading.Lock()
+        # Whoever forked it can alone ask for its exit code, and its number is its own until then. It has not, so this
+        # is the right process, even if it has ended already.
+        self._ends = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not after `timeout` seconds.
+        """
+        # Two threads that ask at once must not both have it told: it is told once.
+        with self._waiting:
+            if self.returncode is None:
+                if not select.select([self._ends], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0)
+                self.returncode = self._preloaded.ask({"ended": self.pid})
+                os.close(self._ends)
+            return self.returncode
 
 
 #: Within :func:`preloaded`, what starts a `Preloaded` for an environment, or finds it.
@@ -86,22 +154,77 @@ _START: ContextVar[Callable[[Mapping[str, str]], Preloaded] | None] = ContextVar
 
 
 @contextmanager
-def preloaded(modules: Sequence[str]) -> Iterator[None]:
-    """Within, :func:`run_script` runs processes that have these modules already."""
-    running: dict[tuple[str | None, ...], Preloaded] = {}
+def preloaded(modules: Sequence[str], own: Sequence[str] = ()) -> Iterator[None]:
+    """Within, :func:`run_script` and :func:`start_python` start processes that have these modules already.
 
-    def start(environ: Mapping[str, str]) -> Preloaded:
-        read = tuple(environ.get(name) for name in READ)
-        if read not in running:
-            running[read] = Preloaded(modules, environ)
-        return running[read]
+    They end before the block does.
 
-    token = _START.set(start)
+    Args:
+        modules: those that read no variables but :data:`READ`.
+        own: a framework's, which read others.
+    """
+    sources = _Sources(modules, own)
+    token = _START.set(sources.of)
     try:
         yield
     finally:
         _START.reset(token)
-        for process in running.values():
+        sources.end()
+
+
+#: Processes at a time that have a framework's modules, which take some memory.
+MOST_WITH_OWN = 2
+#: And those without, beside the first one.
+MOST_OTHERS = 2
+#: The start with the same variables from which on one pays: to have its modules takes as long as those of some starts.
+PAYS_FROM = 4
+
+
+class _Sources:
+    """The processes that others are forked off."""
+
+    def __init__(self, modules: Sequence[str], own: Sequence[str]) -> None:
+        self.modules, self.own = modules, own
+        self.common: dict[tuple[str | None, ...], Preloaded] = {}
+        """By what their modules read."""
+        self.with_own: dict[frozenset[tuple[str, str]], Preloaded] = {}
+        """By all variables."""
+        self.asked: Counter[frozenset[tuple[str, str]]] = Counter()
+
+    def of(self, environ: Mapping[str, str]) -> Preloaded:
+        """What a process with these variables is forked off."""
+        everything = frozenset(environ.items())
+        self.asked[everything] += 1
+        if (found := self._with_own(everything, environ)) is not None:
+            return found
+        # What else PYTHONPATH names there is for one process, and others are forked off the same one. But Triton looks
+        # there for backends that are not its own.
+        path = environ if "TRITON_BACKENDS_IN_TREE" in environ else os.environ
+        variables = {**environ, "PYTHONPATH": path.get("PYTHONPATH", "")}
+        read = tuple(variables.get(name) for name in (*READ, "PYTHONPATH"))
+        if read not in self.common:
+            # Most tests ask for the like of the first one, and few for the like of any other.
+            _, *others = self.common or [None]
+            if len(others) >= MOST_OTHERS and (idle := [it for it in others if self.common[it].is_idle]):
+                self.common.pop(idle[0]).end()
+            self.common[read] = Preloaded(self.modules, variables)
+        return self.common[read]
+
+    def _with_own(self, everything: frozenset[tuple[str, str]], environ: Mapping[str, str]) -> Preloaded | None:
+        """One that has the framework's modules; None: there is none, and others are asked for more often."""
+        if everything in self.with_own or not self.own or self.asked[everything] < PAYS_FROM:
+            return self.with_own.get(everything)
+        if len(self.with_own) >= MOST_WITH_OWN:
+            rarest = min(self.with_own, key=lambda it: self.asked[it])
+            if self.asked[rarest] >= self.asked[everything] or not self.with_own[rarest].is_idle:
+                return None
+            self.with_own.pop(rarest).end()
+        self.with_own[everything] = Preloaded((*self.modules, *self.own), environ)
+        return self.with_own[everything]
+
+    def end(self) -> None:
+        """All of them."""
+        for process in (*self.common.values(), *self.with_own.values()):
             process.end()
 
 
@@ -114,12 +237,34 @@ def run_script(script: Path, arguments: Sequence[str], environ: Mapping[str, str
     start = _START.get()
     if start is None:
         return run_group([sys.executable, str(script), *arguments], environ, deadline)
-    merged = merged_environ(environ)
+    merged = _alike(merged_environ(environ))
     return start(merged).run(script, arguments, merged, deadline)
 
 
+def start_python(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Process:
+    """Start `command` as `start_group` does, and go on.
+
+    Args:
+        command: this interpreter with a script or `-m` and a module, or a script that is a command itself.
+        environ: all of its variables.
+        log: a file with a name, for what its group prints.
+    """
+    start = _START.get()
+    if start is None:
+        return start_group(command, environ, log)
+    environ = _alike(environ)
+    arguments = command[1:] if command[0] == sys.executable else command
+    return start(environ).start(arguments, environ, log.name)
+
+
+def _alike(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables without the one that is another in each test."""
+    return {name: value for name, value in environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
 def main() -> None:
-    """Import the arguments, then serve what comes by standard input, one process at a time."""
+    """Import the arguments, then serve what comes by standard input: start a process, or tell how one has ended."""
+    given = dict(os.environ)
     for name in sys.argv[1:]:
         try:
             import_module(name)
@@ -130,47 +275,67 @@ def main() -> None:
     gc.freeze()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    mine = {str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    installed = [place for place in sys.path if place and place not in mine]
     for line in sys.stdin:
-        child = os.fork()
-        if not child:
+        asked = json.loads(line)
+        if "ended" in asked:
+            # It has, so this does not wait.
+            print(os.waitstatus_to_exitcode(os.waitpid(asked["ended"], 0)[1]), file=answers)
+            continue
+        if not os.fork():
+            # Whoever asked may end the group as soon as there is an answer. So there is a group by then.
+            os.setsid()
+            print(os.getpid(), file=answers)
             answers.close()
-            _be(**json.loads(line))
-        print(child, file=answers)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers)
+            _be(**asked["start"], given=given, installed=installed)
 
 
-def _be(script: str, arguments: list[str], environ: dict[str, str], log: str) -> None:
-    """Run the script and end."""
+def _be(
+    arguments: list[str], environ: dict[str, str], log: str, folder: str, given: dict[str, str], installed: list[str]
+) -> None:
+    """Be `python ARGUMENTS`, to its end."""
     code = 1
     try:
-        os.setsid()
+        os.chdir(folder)
         for place, opened in ((0, os.open(os.devnull, os.O_RDONLY)), (1, os.open(log, os.O_WRONLY | os.O_APPEND))):
             os.dup2(opened, place)
             os.close(opened)
         os.dup2(1, 2)
-        os.environ.clear()
-        os.environ.update(environ)
-        _search(Path(script).parent, environ.get("PYTHONPATH", "").split(os.pathsep))
+        if environ != given:  # else they are there, and what modules have set when they were imported
+            os.environ.clear()
+            os.environ.update(environ)
         _fork_in_place_of_spawning()
-        sys.argv = [script, *arguments]
-        runpy.run_path(script, run_name="__main__")
+        places = environ.get("PYTHONPATH", "").split(os.pathsep)
+        if arguments[0] == "-m":
+            module, sys.argv = arguments[1], arguments[1:]
+            _search([folder, *places, *installed])
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            script, sys.argv = arguments[0], arguments
+            _search([str(Path(script).parent), *places, *installed])
+            runpy.run_path(script, run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        if isinstance(end.code, str):
+        if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr)  # noqa: T201
     except BaseException:  # noqa: BLE001 - as the interpreter would
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            # As the interpreter does at its end: threads that are no daemons end, then the rest is done.
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
 
 
-def _search(folder: Path, places: Iterable[str]) -> None:
-    """Have modules looked for where `python` would look that was started with these places in PYTHONPATH."""
-    first = dict.fromkeys([str(folder), *(place for place in places if place)])
-    sys.path[:] = [*first, *(place for place in sys.path if place and place not in first)]
+def _search(places: Iterable[str]) -> None:
+    """Have modules looked for in these places, in this order."""
+    sys.path[:] = dict.fromkeys(place for place in places if place)
     invalidate_caches()
 
 

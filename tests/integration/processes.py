@@ -11,9 +11,23 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 STOP_SECONDS = 20.0
+
+
+class Process(Protocol):
+    """What is used here of `subprocess.Popen`, which a forked process has too."""
+
+    @property
+    def pid(self) -> int:
+        """Its number, and that of the group which it leads."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, or `subprocess.TimeoutExpired`."""
 
 
 def merged_environ(changes: Mapping[str, str | None]) -> dict[str, str]:
@@ -60,7 +74,7 @@ def living_of_group(leader: int) -> list[int]:
     return found
 
 
-def end_group(leader: subprocess.Popen[bytes]) -> None:
+def end_group(leader: Process) -> None:
     """End a group: politely at first, and in any case whatever its leader has left behind, until none of it lives.
 
     What holds a GPU's memory frees it as it ends, and the next server needs it.

@@ -15,7 +15,7 @@ from tests.integration.questions import checkpoint
 from tests.unit.core.fp8_checkpoints import FORMATS, Format, make_fp8
 
 #: A tensor that every family has.
-NAME = "model.layers.1.self_attn.o_proj.weight"
+NAME = "model.layers.3.self_attn.o_proj.weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +60,12 @@ CASES = (
     Case("mla, bf16", "deepseek_v3"),
     Case("mla, stored fp8", "deepseek_v3", FORMATS[2]),
     Case("mla, fp8 made at load", "deepseek_v3", quantization="fp8"),
+    Case("hybrid, bf16", "qwen3_next"),
+    Case("hybrid, fp8 made at load", "qwen3_5", quantization="fp8"),
 )
 #: Each model and each dtype once: the other pairs are run by `--thorough`, as they take as long again.
-FIRST = tuple(it for it in CASES if it.name in ("dense, bf16", "mixture, stored fp8", "mla, fp8 made at load"))
+_FIRST = ("dense, bf16", "mixture, stored fp8", "mla, fp8 made at load", "hybrid, bf16")
+FIRST = tuple(it for it in CASES if it.name in _FIRST)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """SGLang on two GPUs gives the right tokens: by tensor and pipeline parallelism, and with attention of each GPU's own.
 
 The latter have requests and a cache of their own and share the experts: many prompts at once, and one alone, whose step
-a rank without requests takes part in. With graphs and without, and with drafts of DeepSeek V3's own layer.
+a rank without requests takes part in. With graphs and without, and with drafts of the checkpoint's own layer.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ WHOLE = {"ep_size": 2}
 #: Of both ranks together.
 CHUNKS = {"page_size": 64, "chunked_prefill_size": 128}
 DECODES = {"cuda_graph_backend_prefill": "disabled"}
+#: Slots of states, on each GPU.
+STATES = {"max_mamba_cache_size": 256}
+NO_COPIES = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
 #: Sums over both GPUs with the norm behind them.
 ONE_KERNEL = {"ATOM_KERNELS": "all_reduce_norm=triton"}
 
@@ -73,6 +76,13 @@ WAYS: Mapping[str, Way] = {
     "latents, data parallel, drafts of 1": Way("deepseek_v3", DATA_PARALLEL, 1),
     "latents, data parallel, drafts of 3, whole experts": Way("deepseek_v3", {**DATA_PARALLEL, **WHOLE}, 3),
     "latents, data parallel, drafts of 3, eager": Way("deepseek_v3", {**DATA_PARALLEL, **EAGER}, 3),
+    "hybrid, tensor": Way("qwen3_next", {**TENSOR, **STATES}),
+    "hybrid, tensor, whole experts, drafts of 3": Way("qwen3_next", {**TENSOR, **WHOLE, **STATES}, 3),
+    "hybrid, tensor, no copies of states, eager": Way("qwen3_next", {**TENSOR, **NO_COPIES, **EAGER, **STATES}),
+    "hybrid, data parallel": Way("qwen3_next", {**DATA_PARALLEL, **STATES}),
+    "hybrid, data parallel, drafts of 1": Way("qwen3_next", {**DATA_PARALLEL, **STATES}, 1),
+    "dense hybrid, tensor, drafts of 1, chunks of 128": Way("qwen3_5", {**TENSOR, **CHUNKS, **STATES}, 1),
+    "dense hybrid, pipeline": Way("qwen3_5", {**PIPELINE, **STATES}),
 }
 NUM_PROMPTS = 100
 #: That are asked one by one.

@@ -1,7 +1,8 @@
-"""vLLM on two GPUs gives the right tokens of mixtures: by tensor and pipeline parallelism, and on data-parallel ranks.
+"""vLLM on two GPUs gives the right tokens of mixtures and hybrids: by tensor and pipeline parallelism, and on
+data-parallel ranks.
 
 The latter have requests and a cache of their own and share the experts: many prompts at once, and one alone, whose step
-a rank without requests takes part in. With graphs and without, on both runners, and with drafts of DeepSeek V3's own
+a rank without requests takes part in. With graphs and without, on both runners, and with drafts of the checkpoint's own
 layer.
 """
 
@@ -61,6 +62,13 @@ WAYS: Mapping[str, Way] = {
     "latents, data parallel, drafts of 1": Way("deepseek_v3", DATA_PARALLEL, 1),
     "latents, data parallel, drafts of 3, whole experts": Way("deepseek_v3", (*DATA_PARALLEL, *WHOLE), 3),
     "latents, data parallel, drafts of 3, eager": Way("deepseek_v3", (*DATA_PARALLEL, *EAGER), 3),
+    "hybrid, tensor": Way("qwen3_next", TENSOR),
+    "hybrid, tensor, whole experts, drafts of 3": Way("qwen3_next", (*TENSOR, *WHOLE), 3),
+    "hybrid, tensor, on V1": Way("qwen3_next", TENSOR, environ=V1),
+    "hybrid, data parallel": Way("qwen3_next", DATA_PARALLEL),
+    "hybrid, data parallel, drafts of 1": Way("qwen3_next", DATA_PARALLEL, 1),
+    "hybrid, data parallel, eager, whole experts": Way("qwen3_next", (*DATA_PARALLEL, *EAGER, *WHOLE)),
+    "dense hybrid, tensor, drafts of 1": Way("qwen3_5", TENSOR, 1),
 }
 NUM_PROMPTS = 100
 #: That are asked one by one.

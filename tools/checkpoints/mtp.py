@@ -74,8 +74,9 @@ def loss_of_draft(
 
 
 def drafting_layers(config: PreTrainedConfig) -> int:
-    """How many such layers the checkpoint says that it has."""
-    return getattr(config, "num_nextn_predict_layers", 0) or getattr(config, "mtp_num_hidden_layers", 0)
+    """How many such layers the checkpoint has. Configurations of Qwen3-Next do not say that there is one."""
+    uncounted = int(config.model_type == "qwen3_next")
+    return getattr(config, "num_nextn_predict_layers", uncounted) or getattr(config, "mtp_num_hidden_layers", 0)
 
 
 def add_to_checkpoint(layer: MtpLayer, directory: Path, config: PreTrainedConfig) -> None:

@@ -162,7 +162,7 @@ def family_config(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrained
     if family == "qwen3_next":
         mixture = EXPERTS | {"num_experts": 8, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
         mixture |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-        return Qwen3NextConfig(**shared | LINEAR | mixture, num_nextn_predict_layers=1, rope_parameters=rope)
+        return Qwen3NextConfig(**shared | LINEAR | mixture, rope_parameters=rope)
     if family == "qwen3_5":
         rope |= {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
         return Qwen3_5TextConfig(**shared | LINEAR, mtp_num_hidden_layers=1, rope_parameters=rope)

@@ -47,6 +47,11 @@ class Target:
             return cls("cuda", f"sm{major}{minor}")
         return cls("cpu", platform.machine())
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it is one of NVIDIA's Hopper GPUs, such as an H100 or H200."""
+        return (self.kind, self.arch) == ("cuda", "sm90")
+
     def __str__(self) -> str:
         return f"{self.kind} ({self.arch})"
 

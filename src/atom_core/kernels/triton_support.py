@@ -34,7 +34,7 @@ def why_not_fused(separate: Iterable[tuple[str, str]], or_else: Iterable[tuple[s
 
 def remark_on_few_rows(target: Target) -> str | None:
     """The remark that Triton's products of 2 to 64 rows are slow on ``target``, or None."""
-    if (target.kind, target.arch) != ("cuda", "sm90"):
+    if not target.is_hopper:
         return None
     from atom_core.kernels.linear.tiles import why_no_gluon  # needs triton, which a CPU may lack
 

@@ -98,7 +98,8 @@ class DeepseekV2ForCausalLM(DecoderForCausalLM):
     @classmethod
     def read_config(cls, hf: DeepseekKeys) -> ModelConfig:
         """See :meth:`DecoderForCausalLM.read_config`."""
-        rope = replace(read_rope(hf, head_dim=hf.qk_rope_head_dim), interleaved=getattr(hf, "rope_interleave", True))
+        rope = read_rope(hf, head_dim=hf.qk_rope_head_dim, size_key="qk_rope_head_dim")
+        rope = replace(rope, interleaved=getattr(hf, "rope_interleave", True))
         mixers, drafts = [_mla(hf)] * hf.num_hidden_layers, hf.num_nextn_predict_layers
         return read_decoder(hf, mixers, mixtures=_mixtures(hf), draft_layers=drafts, rope=rope)
 

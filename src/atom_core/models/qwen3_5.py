@@ -27,7 +27,7 @@ class Qwen35Keys(HybridKeys):
     fused_projections = False
 
     num_key_value_heads: int | None = 4
-    mtp_num_hidden_layers: DraftLayers = 0
+    mtp_num_hidden_layers: DraftLayers | None = None
     mtp_use_dedicated_embeddings: bool = False
 
     @classmethod
@@ -39,6 +39,11 @@ class Qwen35Keys(HybridKeys):
 class Qwen35MoeKeys(Qwen35Keys):
     """Of a mixture of experts, in all layers."""
 
+    fixed: ClassVar[dict[str, tuple[object, ...]]] = {
+        **HybridKeys.fixed,
+        "norm_topk_prob": (True,),
+        "decoder_sparse_step": (1,),
+    }
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe_text", "qwen3_5_moe")
 
     num_key_value_heads: int | None = 2

@@ -60,6 +60,11 @@ class HybridKeys(HfConfig):
         Raises:
             ValueError: unknown kinds, another count of them, no layer of full attention, or heads that do not match.
         """
+        if self.hidden_act not in ("silu", "swish"):
+            raise ValueError(
+                f"hidden_act={self.hidden_act!r} is not supported for {self.architecture}, where the convolutions of "
+                "linear attention have it too; supported: 'silu'."
+            )
         types, count = self.layer_types, self.num_hidden_layers
         if types is None:
             every = self.full_attention_interval
@@ -107,7 +112,7 @@ class Qwen3NextKeys(HybridKeys):
     norm_topk_prob: bool = True
     decoder_sparse_step: Size = 1
     mlp_only_layers: list[Index] | None = None
-    num_nextn_predict_layers: DraftLayers = 0
+    num_nextn_predict_layers: DraftLayers | None = None
 
 
 class Qwen3NextForCausalLM(DecoderForCausalLM):

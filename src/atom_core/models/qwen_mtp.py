@@ -73,7 +73,9 @@ class Qwen3NextDraft(DraftModel):
     @classmethod
     def of_layers(cls, hf: HybridKeys) -> ModelConfig:
         """See :class:`DraftModel`."""
-        whole, count = cls.family().read_config(hf), getattr(hf, cls.count_key)
+        whole, given = cls.family().read_config(hf), getattr(hf, cls.count_key)
+        # Qwen3-Next's published configurations do not say that there is one.
+        count = 1 if given is None else given
         attention = next(it.mixer for it in whole.layers if isinstance(it.mixer, AttentionConfig))
         mixture = next((it.moe for it in whole.layers if it.moe is not None), None)
         layers = (LayerConfig(attention, mixture),) * count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -48,7 +48,11 @@ class LayerScheme:
         common = replace(self, ignored=tuple(it for it in self.ignored if not _may_name_one_expert(it)))
         if scheme is None and common.linear([f"{folder}.0.{matrix}" for matrix in matrices]) is None:
             return None
-        single = replace(self, ignored=tuple(it for it in self.ignored if _may_name_one_expert(it)))
+        folders = spellings(folder.removeprefix(self.prefix))
+        single = replace(
+            self,
+            ignored=tuple(it for it in self.ignored if _may_name_one_expert(it) and _may_match_under(it, folders)),
+        )
         differs = single.ignored or any(map(_may_name_one_expert, self.targets))
         for expert in range(1, count if differs else 1):
             if (single.linear([f"{folder}.{expert}.{it}" for it in matrices]) is None) != (scheme is None):
@@ -76,6 +80,20 @@ def _may_name_one_expert(pattern: str) -> bool:
     """Whether a pattern can match one expert of a layer and not another."""
     components = pattern.split(".")
     return pattern.startswith("re:") or "*" in pattern or "experts" in components or components[0].isdigit()
+
+
+def _may_match_under(pattern: str, folders: Collection[str]) -> bool:
+    """Whether a pattern may match a module below one of ``folders``, which end in "experts"; often it names others."""
+    if pattern.startswith("re:") or not all(it.endswith("experts") for it in folders):
+        return True
+    fixed, *wild = re.split(r"[*?[]", pattern, maxsplit=1)
+    if wild:
+        return any(fixed.startswith(f"{it}.") or it.startswith(fixed) for it in folders)
+    components = pattern.split(".")
+    if "experts" not in components:
+        return True
+    stem = ".".join(components[: components.index("experts") + 1])
+    return any(f".{it}".endswith(f".{stem}") for it in folders)
 
 
 def matches_name(pattern: str, module: str) -> bool:

@@ -20,7 +20,7 @@ def about() -> None:
 @app.command()
 def step(
     model: Annotated[str, typer.Argument(help="A checkpoint's folder, a config.json, or a name such as qwen3-8b.")],
-    batch: Annotated[int | None, typer.Option(help="Requests in the batch; default: one of each context.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Requests that decode; default: one of each context.")] = None,
     context: Annotated[
         list[int] | None,
         typer.Option(help="Cached tokens per request, up to 131072; repeat for requests that differ; default: 128."),
@@ -40,9 +40,17 @@ def step(
         int | None,
         typer.Option(help="Capture the graph for sequences of up to so many tokens; default: 4096 or what is needed."),
     ] = None,
+    chunk: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="New tokens of a further request, whose prompt is in the step; repeat for several; --batch 0: alone."
+        ),
+    ] = None,
+    chunk_context: Annotated[int, typer.Option(help="Cached tokens in front of each chunk.")] = 0,
+    page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
     json: _JsonFile = None,
 ) -> None:
-    """Time one decoding step on the GPU: a model with random weights in one captured graph."""
+    """Time one step on the GPU, of decodes, of chunks of prompts or of both: random weights in one captured graph."""
     from atom_plugin.bench.step import StepOptions, measure_step, write_json
 
     options = StepOptions(
@@ -57,6 +65,9 @@ def step(
         profile=profile,
         seconds=seconds,
         max_model_len=max_model_len,
+        chunk=tuple(chunk or ()),
+        chunk_context=chunk_context,
+        page_size=page_size,
     )
     try:
         result = measure_step(options)

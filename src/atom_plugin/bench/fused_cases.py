@@ -28,6 +28,7 @@ from atom_core.mixers.attention import AttentionMixer
 from atom_core.mixers.base import RadixAttention
 from atom_core.runtime import Runtime
 from atom_core.standalone import Step, build_runtime, plan
+from atom_plugin.bench.batches import step_batch
 from atom_plugin.bench.cases import (
     MAX_MODEL_LEN,
     PAGE_SIZE,
@@ -40,7 +41,7 @@ from atom_plugin.bench.cases import (
     qkv_spec,
     qkv_weights,
 )
-from atom_plugin.bench.step import decode_batch
+from atom_plugin.bench.floor import decodes
 
 #: Rows of products, and (requests, tokens of each including the new one) of decoding attention.
 NORMED_ROWS = (1, 8, 16)
@@ -193,7 +194,7 @@ class _Decode:
         H, K, D = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
         self.qkv = bench.random(requests, (H + 2 * K) * D, seed=0)
         self.positions = torch.full((requests,), tokens - 1, device=bench.device)
-        self.batch, num_pages = decode_batch(requests, tokens - 1, bench.device)
+        self.batch, num_pages = step_batch(decodes(requests, tokens - 1), bench.device)
         # Full pages; rows past the requests' tokens are never read.
         self.pages_each = num_pages // requests
         shape = (requests, self.pages_each * PAGE_SIZE, K, D)

@@ -1,4 +1,4 @@
-"""The GPU memory that a decoding step needs: all weights, and its requests' pages and states, with nothing to spare."""
+"""The GPU memory that a step needs: all weights, and its requests' pages and states, with nothing to spare."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Callable, Sequence
 import torch
 
 from atom_core.config import GatedDeltaNetConfig, ModelConfig
-from atom_plugin.bench.floor import STATE_BYTES, lengths_of
+from atom_plugin.bench.floor import STATE_BYTES, Request, decodes
 
 #: Of the free memory; the rest is for activations and workspaces.
 USABLE = 0.95
 
 
-def first_page(context: int, window: int | None, page_size: int) -> int:
-    """The first page that a request with ``context`` cached tokens and a new one reads: within its window, if any."""
-    return 0 if window is None else max(0, context + 1 - window) // page_size
+def first_page(cached: int, window: int | None, page_size: int) -> int:
+    """The first page that a request with ``cached`` tokens and new ones reads: within its window, if any."""
+    return 0 if window is None else max(0, cached + 1 - window) // page_size
 
 
-def num_pages(context: int, window: int | None, page_size: int) -> int:
-    """The pages of that request from the first that it reads on."""
-    return context // page_size + 1 - first_page(context, window, page_size)
+def num_pages(request: Request, window: int | None, page_size: int) -> int:
+    """The pages of a request from the first that it reads on."""
+    return (request.length - 1) // page_size + 1 - first_page(request.cached, window, page_size)
 
 
-def cache_memory(config: ModelConfig, contexts: Sequence[int], cache_dtype: torch.dtype, page_size: int) -> int:
-    """Bytes of the pages and states of requests with these numbers of cached tokens, over all layers."""
+def cache_memory(config: ModelConfig, requests: Sequence[Request], cache_dtype: torch.dtype, page_size: int) -> int:
+    """Bytes of the pages and states of these requests, over all layers."""
     total = 0
     for layer in config.layers:
         mixer = layer.mixer
         if isinstance(mixer, GatedDeltaNetConfig):
-            total += (len(contexts) + 1) * mixer.state_elements * STATE_BYTES
+            total += (len(requests) + 1) * mixer.state_elements * STATE_BYTES
             continue
-        pages = sum(num_pages(context, mixer.window, page_size) for context in contexts)
+        pages = sum(num_pages(request, mixer.window, page_size) for request in requests)
         total += pages * page_size * mixer.cached_elements * cache_dtype.itemsize
     return total
 
@@ -49,30 +49,40 @@ def why_too_large(
     cache_dtype: torch.dtype,
     page_size: int,
     free: int,
+    chunks: Sequence[Request] = (),
 ) -> str | None:
     """None if the step fits in ``free`` bytes of GPU memory, else one line with what would.
 
     Args:
         config: the model.
         weights: bytes of :func:`weight_memory`.
-        batch, context: the requests, and their cached tokens in turns.
+        batch, context: the requests that decode, and their cached tokens in turns.
         cache_dtype, page_size: of the cache.
         free: bytes.
+        chunks: the requests whose prompts are in the step.
     """
 
     def cache(requests: int, given: Sequence[int]) -> int:
-        return cache_memory(config, lengths_of(requests, given), cache_dtype, page_size)
+        return cache_memory(config, (*decodes(requests, given), *chunks), cache_dtype, page_size)
 
     def fits(requests: int, given: Sequence[int]) -> bool:
         return weights + cache(requests, given) <= USABLE * free
 
     if fits(batch, context):
         return None
-    named = f"--batch {batch} {' '.join(f'--context {tokens}' for tokens in context)}"
+    named = " ".join(
+        [
+            *(["--batch", str(batch), *(f"--context {tokens}" for tokens in context)] if batch else []),
+            *(f"--chunk {it.new}" for it in chunks),
+            *(f"--chunk-context {it.cached}" for it in chunks[:1] if it.cached),
+        ]
+    )
     needed = f"{cache(batch, context) / 1e9:.1f} GB of cache and {weights / 1e9:.1f} GB of weights"
     line = f"{named}: {needed} do not fit in {free / 1e9:.1f} GB of free GPU memory; "
-    if not fits(1, (0,)):
-        return f"{line}use fewer --layers, as the weights alone do not."
+    if not fits(1 if batch else 0, (0,)):
+        if not chunks:
+            return f"{line}use fewer --layers, as the weights alone do not."
+        return f"{line}use fewer --layers, or fewer and shorter chunks."
     requests = most(lambda number: fits(number, context), batch)
     offers = [f"--batch {requests}"] if requests >= len(context) else []
     if len(context) == 1 and fits(batch, (0,)):

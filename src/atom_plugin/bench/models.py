@@ -134,6 +134,8 @@ def _hybrid(layers: int, **values: Any) -> HfValues:
     return {
         "attention_bias": False,
         "eos_token_id": 248044,
+        # SGLang's own classes read this, and not layer_types; published checkpoints have both.
+        "full_attention_interval": 4,
         "head_dim": 256,
         "hidden_act": "silu",
         "layer_types": ["full_attention" if index % 4 == 3 else "linear_attention" for index in range(layers)],
@@ -441,6 +443,8 @@ def read_config(model: str, num_layers: int | None = None) -> HfValues:
 
 def cut(values: Mapping[str, Any], num_layers: int) -> HfValues:
     """The configuration with only its first layers; a ValueError if it has fewer."""
+    if isinstance(text := values.get("text_config"), Mapping):
+        return {**values, "text_config": cut(text, num_layers)}
     has = values.get("num_hidden_layers")
     if not isinstance(has, int) or not 0 < num_layers <= has:
         raise ValueError(f"--layers {num_layers}: the model has num_hidden_layers={has!r}.")

@@ -1,8 +1,11 @@
-"""The GPU time of one decoding step: the model in one captured graph, replayed without an engine and its host work.
+"""The GPU time of one step: the model in one captured graph, replayed without an engine and its host work.
 
 The graph has the embedding, all layers, the final norm, the head and the argmax over tokens. Weights, cached keys and
-values, and the order of pages are random. A layer with a window has the pages of the window alone, as in vLLM. Without
-the command line's packages:
+values, and the order of pages are random. A layer with a window has the pages of the window alone, as in vLLM.
+
+Requests decode one token each, or bring a chunk of their prompt (``--chunk``), or some do the one and some the other,
+as in most steps of a loaded server. Engines run steps with chunks piecewise, where launches may cost more than here.
+Without the command line's packages:
 
     python -m atom_plugin.bench.step qwen3-0.6b --batch 1
 """
@@ -13,26 +16,33 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from atom_core.batch import Batch, Pages, States
-from atom_core.cache import Cache
 from atom_core.config import ModelConfig
-from atom_core.loading import build_on_meta_device
-from atom_core.mixers.base import TokenMixer
+from atom_core.loading import UNQUANTIZED, build_on_meta_device
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
 from atom_core.runtime import Runtime
-from atom_core.standalone import build_runtime, empty_caches, plan, random_model
-from atom_plugin.bench.device import Ceiling, Timing, capture, measure, measure_ceiling, require_gpu, warm
-from atom_plugin.bench.floor import Traffic, cache_bytes, lengths_of, weight_bytes
-from atom_plugin.bench.memory import first_page, num_pages, weight_memory, why_too_large
+from atom_core.standalone import build_runtime, random_model
+from atom_plugin.bench.batches import MAX_MODEL_LEN, PAGE_SIZE, stepping
+from atom_plugin.bench.device import (
+    Ceiling,
+    Timing,
+    capture,
+    measure,
+    measure_ceiling,
+    measure_products,
+    require_gpu,
+    warm,
+)
+from atom_plugin.bench.floor import Request, Traffic, cache_bytes, decodes, lengths_of, operations, weight_bytes
+from atom_plugin.bench.memory import weight_memory, why_too_large
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.profile import KernelTime, profile
 from atom_plugin.bench.profile import lines as profile_lines
@@ -40,11 +50,10 @@ from atom_plugin.bench.routing import send_to_given_experts
 from atom_plugin.common.kernels import forced_kernels
 from atom_plugin.common.settings import load_settings
 
-PAGE_SIZE = 16
-#: Graphs are captured for sequences of up to this many tokens, as in an engine, or of as many as a longer request has.
-MAX_MODEL_LEN = 4096
 #: The longest context that is measured.
 MAX_CONTEXT = 131_072
+#: The most new tokens of a step.
+MAX_NEW = 131_072
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _CACHE_DTYPES = {**_DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -57,7 +66,7 @@ class StepOptions:
     model: str
     """A checkpoint's folder, a config.json, or a known model's name."""
     batch: int | None = None
-    """Requests; None: one of each context."""
+    """Requests that decode; None: one of each context; 0: the step has chunks of prompts alone."""
     context: tuple[int, ...] = (128,)
     """Cached tokens of the requests, which take them in turns."""
     dtype: str = "bfloat16"
@@ -72,34 +81,62 @@ class StepOptions:
     """Also measure the mean over this time without pauses, in which a GPU reaches its power limit; 0: do not."""
     max_model_len: int | None = None
     """Graphs are captured for sequences of up to so many tokens; None: see :data:`MAX_MODEL_LEN`."""
+    chunk: tuple[int, ...] = ()
+    """New tokens of each further request, whose prompt is in the step; behind those that decode."""
+    chunk_context: int = 0
+    """Cached tokens of each of those."""
+    page_size: int = PAGE_SIZE
+    """Tokens of a page."""
 
     @property
-    def requests(self) -> int:
-        """Requests in the batch."""
+    def num_decodes(self) -> int:
+        """Requests that decode."""
         return len(self.context) if self.batch is None else self.batch
+
+    @property
+    def chunks(self) -> tuple[Request, ...]:
+        """Requests that bring a chunk of their prompt."""
+        return tuple(Request(self.chunk_context, new) for new in self.chunk)
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """All, those that decode first."""
+        return (*decodes(self.num_decodes, self.context), *self.chunks)
 
     @property
     def graph_len(self) -> int:
         """The tokens of the longest sequence that the graph is captured for."""
-        needed = max(MAX_MODEL_LEN, max(self.context) + 1)
+        needed = max(MAX_MODEL_LEN, *(it.length for it in self.requests))
         return needed if self.max_model_len is None else self.max_model_len
 
     def check(self) -> None:
         """Raise a ValueError for an unsupported option."""
-        for name in ("batch", "repetitions"):
-            if (given := getattr(self, name)) is not None and given < 1:
-                raise ValueError(f"--{name} {given}: a positive number is needed.")
+        if self.repetitions < 1:
+            raise ValueError(f"--repetitions {self.repetitions}: a positive number is needed.")
+        if self.batch is not None and self.batch < (0 if self.chunk else 1):
+            raise ValueError(f"--batch {self.batch}: a positive number is needed, or 0 with --chunk.")
+        if self.page_size < 1:
+            raise ValueError(f"--page-size {self.page_size}: a positive number is needed.")
+        for tokens in self.chunk:
+            if not 1 < tokens <= MAX_NEW:
+                raise ValueError(f"--chunk {tokens}: supported: 2 to {MAX_NEW} new tokens of a prompt.")
+        if self.chunk_context and not self.chunk:
+            raise ValueError(f"--chunk-context {self.chunk_context}: only with --chunk.")
+        if not 0 <= self.chunk_context <= MAX_CONTEXT:
+            raise ValueError(f"--chunk-context {self.chunk_context}: supported: 0 to {MAX_CONTEXT}.")
         if not 0 <= self.seconds < math.inf:
             raise ValueError(f"--seconds {self.seconds}: a number from 0 on is needed.")
         for tokens in self.context:
             if not 0 <= tokens <= MAX_CONTEXT:
                 raise ValueError(f"--context {tokens}: supported: 0 to {MAX_CONTEXT}.")
-        if self.requests < len(self.context):
+        if 0 < self.num_decodes < len(self.context):
             raise ValueError(f"--batch {self.batch}: {len(self.context)} contexts need at least as many requests.")
-        if self.graph_len <= max(self.context):
+        longest = max(self.requests, key=lambda it: it.length)
+        if self.graph_len < longest.length:
+            new = "a new one" if longest.new == 1 else f"{longest.new} new ones"
             raise ValueError(
-                f"--max-model-len {self.max_model_len}: a context of {max(self.context)} tokens and a new one need "
-                f"{max(self.context) + 1} or more."
+                f"--max-model-len {self.max_model_len}: a context of {longest.cached} tokens and {new} need "
+                f"{longest.length} or more."
             )
         torch_dtype(self.dtype)
         cache_torch_dtype(self.cache_dtype, torch_dtype(self.dtype))
@@ -118,18 +155,26 @@ class StepResult:
     """Empty unless asked for."""
     sustained: float | None = None
     """Mean seconds per step without pauses; None unless asked for."""
+    operations: int | None = None
+    """Of the step's products; None: of a step of decodes alone, which memory bounds."""
+    products: float | None = None
+    """Operations per second of torch's own product in the model's dtype; None: also where layers are quantised."""
 
     @property
     def floor(self) -> float:
-        """The minimum time in seconds, at the measured bandwidth."""
-        return self.traffic.seconds(self.ceiling.bandwidth)
+        """The minimum time in seconds: at the measured bandwidth, or by :attr:`products` if that is longer."""
+        return max(self.traffic.seconds(self.ceiling.bandwidth), self._computing)
+
+    @property
+    def _computing(self) -> float:
+        return 0.0 if self.operations is None or self.products is None else self.operations / self.products
 
     def as_json(self) -> dict[str, Any]:
         """All figures, in the units that the keys name; "context" is a list where requests differ."""
         datasheet, options = self.ceiling.datasheet, self.options
         return {
             **asdict(options),
-            "batch": options.requests,
+            "batch": options.num_decodes,
             "context": options.context[0] if len(options.context) == 1 else list(options.context),
             "max_model_len": options.graph_len,
             "device": self.ceiling.device,
@@ -141,6 +186,8 @@ class StepResult:
             "sustained_milliseconds": None if self.sustained is None else self.sustained * 1e3,
             "weight_bytes": self.traffic.weights,
             "cache_bytes": self.traffic.cache,
+            "operations": self.operations,
+            "products_a_second": self.products,
             "copy_bytes_a_second": self.ceiling.copy,
             "read_bytes_a_second": self.ceiling.read,
             "floor_milliseconds": self.floor * 1e3,
@@ -160,15 +207,14 @@ class StepResult:
         quantized = "" if options.quantization is None else f", {options.quantization}"
         reached = traffic.total / timing.median
         lines = [
-            f"{options.model}{cut}, batch {options.requests}, {self._contexts()}, "
-            f"{options.dtype}{quantized}, on {ceiling.device}",
+            f"{options.model}{cut}, {self._requests()}, {options.dtype}{quantized}, on {ceiling.device}",
             f"  kernels    {', '.join(f'{op}={name}' for op, name in self.kernels.items())}",
             f"  step       {timing.median * 1e3:.4f} ms ({timing.least * 1e3:.4f} to {timing.most * 1e3:.4f})",
             *self._sustained_lines(),
             f"  moves      {traffic.weights / 1e9:.3f} GB of weights, {traffic.cache / 1e9:.3f} GB of cache: "
             f"{reached / 1e12:.2f} TB/s",
-            f"  floor      {self.floor * 1e3:.4f} ms at {ceiling.bandwidth / 1e12:.2f} TB/s "
-            f"(copying {ceiling.copy / 1e12:.2f}, reading {ceiling.read / 1e12:.2f}, measured here): "
+            *self._product_lines(),
+            f"  floor      {self.floor * 1e3:.4f} ms at {self._bound()}, measured here): "
             f"{self.floor / timing.median:.0%} of it reached",
         ]
         if ceiling.datasheet is not None:
@@ -181,15 +227,43 @@ class StepResult:
             lines += profile_lines(self.profile, timing.median)
         return lines
 
+    def _product_lines(self) -> list[str]:
+        if self.operations is None:
+            return []
+        reached = self.operations / self.timing.median
+        return [f"  computes   {self.operations / 1e12:.2f} TFLOP in products: {reached / 1e12:.0f} TFLOP/s"]
+
+    def _bound(self) -> str:
+        """What the floor is by, without the last bracket."""
+        ceiling = self.ceiling
+        if self.products is not None and self.floor == self._computing:
+            return f"{self.products / 1e12:.0f} TFLOP/s (torch's own product"
+        return (
+            f"{ceiling.bandwidth / 1e12:.2f} TB/s (copying {ceiling.copy / 1e12:.2f}, reading {ceiling.read / 1e12:.2f}"
+        )
+
+    def _requests(self) -> str:
+        options = self.options
+        parts = [f"batch {options.num_decodes}, {self._contexts()}"] if options.num_decodes else []
+        if options.chunk:
+            behind = f" behind {options.chunk_context} each" if options.chunk_context else ""
+            counts = ", ".join(f"{options.chunk.count(it)} of {it}" for it in dict.fromkeys(options.chunk))
+            parts.append(f"chunks of prompts: {counts} tokens{behind}")
+        if options.graph_len != MAX_MODEL_LEN:
+            parts.append(f"graph for up to {options.graph_len}")
+        if options.page_size != PAGE_SIZE:
+            parts.append(f"pages of {options.page_size}")
+        return ", ".join(parts)
+
     def _contexts(self) -> str:
         given, options = self.options.context, self.options
-        lengths = lengths_of(options.requests, given)
+        lengths = lengths_of(options.num_decodes, given)
         text = f"{given[0]} tokens of context each"
         if len(given) > 1:
             text = (
                 f"contexts in turns: {', '.join(f'{lengths.count(it)} of {it}' for it in dict.fromkeys(given))} tokens"
             )
-        return text if options.graph_len == MAX_MODEL_LEN else f"{text}, graph for up to {options.graph_len}"
+        return text
 
     def _sustained_lines(self) -> list[str]:
         if self.sustained is None:
@@ -220,82 +294,11 @@ def cache_torch_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return _CACHE_DTYPES[name]
 
 
-def decode_batch(
-    batch: int,
-    context: int | Sequence[int],
-    device: torch.device,
-    seed: int = 0,
-    *,
-    max_model_len: int = MAX_MODEL_LEN,
-    window: int | None = None,
-) -> tuple[Batch, int]:
-    """A batch whose requests have cached tokens and add one each, and its number of pages.
-
-    Args:
-        batch, context: requests and their cached tokens; see :func:`atom_plugin.bench.floor.lengths_of`.
-        device: of the tensors.
-        seed: of the order of pages.
-        max_model_len: the longest sequence that a graph of the step is for.
-        window: of the layers. Pages before it are page 0, as vLLM's are, and nobody reads them.
-    """
-    lengths = lengths_of(batch, context)
-    assert max(lengths) < max_model_len, f"{max(lengths)} cached tokens and a new one, of at most {max_model_len}"
-    generator = torch.Generator().manual_seed(seed)
-    counts = [num_pages(tokens, window, PAGE_SIZE) for tokens in lengths]
-    table = torch.zeros(batch, -(-max_model_len // PAGE_SIZE), dtype=torch.int32)
-    order = torch.randperm(sum(counts), generator=generator).int()
-    for row, tokens, pages in zip(table, lengths, torch.split(order, counts), strict=True):
-        row[first_page(tokens, window, PAGE_SIZE) : tokens // PAGE_SIZE + 1] = pages
-    cached = torch.tensor(lengths)
-    slots = table.gather(1, cached[:, None] // PAGE_SIZE)[:, 0].long() * PAGE_SIZE + cached % PAGE_SIZE
-    metadata = Batch(
-        query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device),
-        seq_lens=(cached + 1).int().to(device),
-        pages=Pages(table.to(device), slots.to(device)),
-        num_requests=batch,
-        num_tokens=batch,
-        max_query_len=1,
-        max_seq_len=max_model_len,
-        num_decode_requests=batch,
-        num_decode_tokens=batch,
-        states=States((torch.randperm(batch, generator=generator).int() + 1).to(device)[:, None]),
-    )
-    return metadata, sum(counts)
-
-
-@dataclass(frozen=True)
-class DecodingStep:
-    """See :class:`atom_core.mixers.base.Step`; layers of the same window share a batch."""
-
-    batches: Mapping[int | None, Batch]
-    caches: Mapping[int, Cache]
-
-    def lookup(self, mixer: TokenMixer) -> tuple[Batch, Cache]:
-        """See :meth:`atom_core.mixers.base.Step.lookup`."""
-        return self.batches[getattr(mixer.cache_spec, "window", None)], self.caches[mixer.layer_index]
-
-
 def decoding(
     model: DecoderForCausalLM, config: ModelConfig, runtime: Runtime, batch: int, context: int | Sequence[int]
 ) -> Callable[[], None]:
-    """A decoding step from token ids to the argmax tokens; see :func:`decode_batch`."""
-    device = runtime.device
-    batches, pages = {}, {}
-    for window in dict.fromkeys(layer.mixer.window for layer in config.layers):
-        metadata, pages[window] = decode_batch(
-            batch, context, device, max_model_len=runtime.max_model_len, window=window
-        )
-        batches[window] = plan(model, metadata)
-    pools = empty_caches(model, runtime, pages, PAGE_SIZE, batch, random=True)
-    step = DecodingStep(batches, pools)
-    ids = torch.randint(config.vocab_size, (batch,), device=device)
-    positions = torch.tensor(lengths_of(batch, context), device=device)
-    chosen = torch.empty_like(ids)
-
-    def run() -> None:
-        torch.argmax(model.logits(model(ids, positions, step)), -1, out=chosen)
-
-    return run
+    """A decoding step from token ids to the argmax tokens; see :func:`atom_plugin.bench.batches.step_batch`."""
+    return stepping(model, config, runtime, decodes(batch, context))
 
 
 @torch.inference_mode()
@@ -313,14 +316,16 @@ def measure_step(options: StepOptions) -> StepResult:
     dtype = torch_dtype(options.dtype)
     cache_dtype = cache_torch_dtype(options.cache_dtype, dtype)
     layout = build_on_meta_device(config, dtype, quant=quant)
-    traffic = Traffic(
-        weight_bytes(layout, options.requests), cache_bytes(config, options.requests, options.context, cache_dtype)
-    )
+    requests = options.requests
+    tokens = sum(it.new for it in requests)
+    traffic = Traffic(weight_bytes(layout, tokens), cache_bytes(config, requests, cache_dtype))
     free, _ = torch.cuda.mem_get_info(device)
     weights = weight_memory(list(layout.parameters()), config, options.graph_len)
-    if line := why_too_large(config, weights, options.requests, options.context, cache_dtype, PAGE_SIZE, free):
+    batch, page_size, chunks = options.num_decodes, options.page_size, options.chunks
+    if line := why_too_large(config, weights, batch, options.context, cache_dtype, page_size, free, chunks):
         raise ValueError(line)
     ceiling = measure_ceiling(device)
+    products = measure_products(device, dtype) if chunks and quant.name == UNQUANTIZED.name else None
     torch.cuda.empty_cache()
 
     settings = load_settings()
@@ -335,8 +340,8 @@ def measure_step(options: StepOptions) -> StepResult:
     )
     try:
         model = random_model(config, runtime)
-        send_to_given_experts(model, config, options.requests)
-        graph = capture(decoding(model, config, runtime, options.requests, options.context))
+        send_to_given_experts(model, config, tokens)
+        graph = capture(stepping(model, config, runtime, requests, page_size))
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"The step needs more than the {free / 1e9:.1f} GB of free GPU memory, by what its kernels work in: use a "
@@ -346,7 +351,8 @@ def measure_step(options: StepOptions) -> StepResult:
     sustained = warm(graph.replay, options.seconds) if options.seconds else None
     kernels = {choice.op: choice.implementation for choice in runtime.kernels.choices()}
     profiled = profile(graph) if options.profile else ()
-    return StepResult(options, ceiling, traffic, timing, kernels, profiled, sustained)
+    computed = operations(config, requests) if chunks else None
+    return StepResult(options, ceiling, traffic, timing, kernels, profiled, sustained, computed, products)
 
 
 def write_json(result: StepResult, path: Path) -> None:
@@ -358,9 +364,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m atom_plugin.bench.step`: the same options as `atom-plugin bench step`."""
     parser = argparse.ArgumentParser(prog="python -m atom_plugin.bench.step", description="See the module's text.")
     parser.add_argument("model")
-    for name in ("batch", "layers", "repetitions", "max-model-len"):
+    for name in ("batch", "layers", "repetitions", "max-model-len", "chunk-context", "page-size"):
         parser.add_argument(f"--{name}", type=int, default=getattr(StepOptions, name.replace("-", "_")))
     parser.add_argument("--context", type=int, action="append", help="may be repeated, for requests in turns")
+    parser.add_argument("--chunk", type=int, action="append", help="may be repeated")
     parser.add_argument("--dtype", default=StepOptions.dtype)
     parser.add_argument("--cache-dtype", default=StepOptions.cache_dtype)
     parser.add_argument("--quantization")
@@ -370,6 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(parser.parse_args(arguments))
     path = given.pop("json")
     given["context"] = tuple(given["context"] or StepOptions.context)
+    given["chunk"] = tuple(given["chunk"] or ())
     try:
         result = measure_step(StepOptions(**given))
     except ValueError as error:

@@ -29,11 +29,12 @@ from atom_core.kernels.select import Target
 from atom_core.kernels.triton_support import overlaps, why_no_triton
 from atom_core.models.read_config import read_model_config
 from atom_core.standalone import build_runtime, random_model
+from atom_plugin.bench.batches import MAX_MODEL_LEN
 from atom_plugin.bench.cases import products, routers
 from atom_plugin.bench.device import capture, measure, require_gpu
 from atom_plugin.bench.models import cut, read_config
 from atom_plugin.bench.routing import send_to_given_experts
-from atom_plugin.bench.step import MAX_MODEL_LEN, decoding
+from atom_plugin.bench.step import decoding
 from atom_plugin.bench.tiles import SHARED_MEMORY, candidates
 from atom_plugin.common.kernels import forced_kernels
 from atom_plugin.common.settings import load_settings

@@ -11,10 +11,20 @@ from typing import Any
 
 from atom_core.checkpoint import has_untied_head, read_config_json
 from atom_core.hf_config import as_mapping
+from atom_core.language_model import TIED, of_text
 from atom_plugin.common.hub import cached_folder, whole_folder
 
 logger = logging.getLogger(__name__)
 
+#: All keys that say how positions are rotated.
+ROPE_KEYS = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+)
 #: Keys of a rope dictionary that an override of the scaling should not drop.
 _RESTORED_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 
@@ -43,7 +53,10 @@ def config_values(
     values = {key: value for key, value in as_mapping(hf_config).items() if key not in added or key in file}
     if architecture is not None:
         values["architectures"] = [architecture]
-    return _with_rope_of_file(_of_first_layers(values, file), file)
+    of_file = of_text(file)
+    if isinstance(text := values.get("text_config"), Mapping):
+        values["text_config"] = _with_rope_of_file(_of_first_layers(dict(text), of_file), of_file)
+    return _with_rope_of_file(_of_first_layers(values, of_file), of_file)
 
 
 def _of_first_layers(values: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,10 +69,10 @@ def _of_first_layers(values: dict[str, Any], file: Mapping[str, Any]) -> dict[st
 
 def untied(values: dict[str, Any], model: str, revision: str | None = None, cache: str | None = None) -> dict[str, Any]:
     """``values`` with an untied head if the weight files have a separate one; see ``config_of`` of the core."""
-    if values.get("tie_word_embeddings"):
+    if of_text(values).get(TIED):
         folder = whole_folder(model, revision, cache)
         if folder is not None and has_untied_head(folder):
-            return {**values, "tie_word_embeddings": False}
+            return {**values, TIED: False}
     return values
 
 

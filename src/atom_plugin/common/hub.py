@@ -13,11 +13,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
 from atom_core.checkpoint import INDEX, WEIGHT_FILES, choose_files, read_index
-
-#: A value of ``--load-format``: a rank's weights by the model's own names (:mod:`atom_plugin.common.shards`).
-SHARDED_STATE = "sharded_state"
-#: Load formats without a checkpoint to compare with the model before it is built.
-UNCHECKED_FORMATS = ("dummy", SHARDED_STATE)
+from atom_plugin.common.load_formats import UNCHECKED_FORMATS
 
 #: The base class of the HTTP library of huggingface_hub, which depends on the version.
 _HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]

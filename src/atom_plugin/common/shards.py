@@ -12,7 +12,7 @@ import torch
 
 from atom_core.checkpoint import Checkpoint
 from atom_core.weights import Mismatch, dtype_name
-from atom_plugin.common.hub import SHARDED_STATE
+from atom_plugin.common.load_formats import SHARDED_STATE
 from atom_plugin.common.wrapped_model import WrappedModel
 
 #: The frameworks' default file names.

@@ -20,7 +20,7 @@ NATIVE = "vLLM accepts any value there and silently runs its own model."
 # Servers that are started as `python -m MODULE`, by the prefix of the module's name.
 _MODULES = (("vllm.entrypoints", VLLM), ("sglang.launch_server", SGLANG))
 _MODEL_FLAGS = ("--model", "--model-path")
-_ON = ("1", "true")
+_ON, _OFF = ("1", "true"), ("0", "false")
 #: vLLM's other names of flags, and the name in its table.
 _SHORT = {"--compilation-config": "-cc", "-ac": "--attention-config", "-sc": "--speculative-config"}
 _TENSOR_PARALLEL_FLAGS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
@@ -122,7 +122,7 @@ def check_flags(command: Command, environ: Mapping[str, str] = MappingProxyType(
     if framework is None:
         return
     seen: set[str] = set()
-    flags = dict(_expanded(command.flags))
+    flags = dict(expanded(command.flags))
     for row in framework.refusals:
         if environ.get(row.unless) in _ON or (row.only_if is not None and not row.only_if(_AsFields(flags))):
             continue
@@ -152,7 +152,17 @@ def _given(row: Refused, flags: Mapping[str, str], environ: Mapping[str, str]) -
     return tuple((flag, value) for flag in row.flags if (value := flags.get(flag.replace("_", "-"))) is not None)
 
 
-def _expanded(flags: Mapping[str, str]) -> Iterable[tuple[str, str]]:
+def is_on(flags: Mapping[str, str], name: str) -> bool:
+    """Whether a flag is given, and not with a value that means no."""
+    return not is_off(flags.get(name, _OFF[0]))
+
+
+def is_off(value: str) -> bool:
+    """Whether a value means no."""
+    return value.lower() in _OFF
+
+
+def expanded(flags: Mapping[str, str]) -> Iterable[tuple[str, str]]:
     """Flags, with a JSON object also as one flag for each of its keys: `--kernel-config.moe-backend`."""
     for name, value in flags.items():
         first, dot, rest = name.partition(".")
@@ -162,7 +172,7 @@ def _expanded(flags: Mapping[str, str]) -> Iterable[tuple[str, str]]:
         except ValueError:
             continue
         inner = {f"{name}.{key.replace('_', '-')}": _text(it) for key, it in fields.items()}
-        yield from _expanded(inner)
+        yield from expanded(inner)
 
 
 def _text(value: object) -> str:

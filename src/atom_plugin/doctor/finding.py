@@ -12,3 +12,9 @@ class Finding:
     problem: str
     consequence: str
     remedy: str
+
+    @classmethod
+    def of(cls, reason: str, consequence: str, otherwise: str) -> Finding:
+        """A server's line, whose last sentence says what to change; ``otherwise`` does where it is the only one."""
+        problem, _, remedy = reason.rpartition(". ")
+        return cls(f"{problem}.", consequence, remedy) if problem else cls(reason, consequence, otherwise)

@@ -81,8 +81,7 @@ def check_cache_order(environ: Mapping[str, str]) -> Iterable[Finding]:
     try:
         check_order(readable_settings(environ))
     except ValueError as error:
-        problem, _, remedy = str(error).rpartition(". ")
-        yield Finding(f"{problem}.", SGLANG.refused, remedy)
+        yield Finding.of(str(error), SGLANG.refused, f"Leave it out, or {SGLANG.otherwise}.")
 
 
 def _names(environ: Mapping[str, str], variable: str) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,8 @@ WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updat
 HYBRID_ATTENTION = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
 
 #: Of a model with images only the text is ours. SGLang leaves out the images of a request to a model without them, and
-#: says nothing. It has no registration for checks of requests.
+#: says nothing. A prompt without a token ends its scheduler, and with it the server. It has no registration for checks
+#: of requests.
 REQUEST_CHECK = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
 
 #: Its ``check_weights`` reads the parameters, which may be in a kernel's own form; the hook restores the loaded form.
@@ -156,7 +157,7 @@ def _register_models() -> None:
     HookRegistry.register(f"{WEIGHT_UPDATER}.update_weights_from_tensor", _update_from_tensor, HookType.AROUND)
     HookRegistry.register(f"{MODEL_RUNNER}.check_weights", _check_weights, HookType.AROUND)
     HookRegistry.register(HYBRID_ATTENTION, _wrap_attention, HookType.AROUND)
-    HookRegistry.register(REQUEST_CHECK, _refuse_media, HookType.BEFORE)
+    HookRegistry.register(REQUEST_CHECK, _check_request, HookType.BEFORE)
 
 
 def _build_backend(runner: ModelRunner) -> AttentionBackend:
@@ -187,10 +188,11 @@ def _wrap_attention(original: Callable[..., Any], runner: ModelRunner, full_attn
     return wrap_attention(runner, full_attn_backend)
 
 
-def _refuse_media(manager: Any, request: Any, *others: object) -> None:
-    from atom_plugin.sglang.hybrid import refuse_media
+def _check_request(manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
+    from atom_plugin.sglang.requests import refuse_empty, refuse_media
 
     refuse_media(manager.model_config, request)
+    refuse_empty(manager.model_config, request, input_ids)
 
 
 def _draft_decode_backend(original: Callable[..., Any], factory: DraftBackendFactory) -> Any:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention as SglangAttention
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
+from sglang.srt.runtime_context import get_exec
 from torch import nn
 
 from atom_core.batch import Batch
@@ -94,11 +96,27 @@ class SglangLayer(BaseAttention):
         return self.mixer.empty_output(inputs).zero_().flatten(1)
 
 
+def check_graphs(mixer: TokenMixer, runtime: Runtime) -> None:
+    """Refuse kernels that no graph can capture, where SGLang captures decode steps.
+
+    Raises:
+        ValueError: ``mixer`` has such kernels.
+    """
+    if runtime.device.type == "cpu" or mixer.graph_support != "none":
+        return
+    if get_exec().graph.cuda_graph_config.decode.backend != GraphBackend.DISABLED:
+        raise ValueError(
+            f"{mixer.name} runs on kernels that no CUDA graph can capture. Choose others by ATOM_KERNELS (the table "
+            "in the log names what runs), or add --disable-cuda-graph."
+        )
+
+
 class SglangRadixAttention(SglangLayer, RadixAttention):
     """An attention layer on our backend."""
 
     def __init__(self, mixer: TokenMixer, runtime: Runtime) -> None:
         super().__init__(mixer, runtime)
+        check_graphs(mixer, runtime)
         spec = mixer.cache_spec
         self.hold_sglang_layer(spec.num_kv_heads if isinstance(spec, KeyValueSpec) else 1)
         self.query_width = mixer.heads[0] * mixer.query_dim
@@ -143,6 +161,7 @@ class SglangLinearAttention(RadixAttention):
 
     def __init__(self, mixer: TokenMixer, runtime: Runtime) -> None:
         super().__init__(mixer, runtime)
+        check_graphs(mixer, runtime)
         self._sglang_layer = (StateLayer(self),)
 
     @property

@@ -22,8 +22,8 @@ FLOAT32_HEAD = "enable_lm_head_fp32"
 _ADDED = ("context_len", "encoder_only", "language_only", "language_model_only", "swa_head_dim", "swa_v_head_dim")
 #: Keys that it adds to hybrid models on a CPU.
 _ADDED_ON_CPU = ("linear_num_key_heads_cpu", "linear_num_value_heads_cpu")
-#: Key that it adds for the drafts of hybrid models, and that of Qwen3.5 for the same.
-_ADDED_FOR_DRAFTS, _OWN_DRAFTS = "num_nextn_predict_layers", "mtp_num_hidden_layers"
+#: Key that it adds for the drafts of hybrid models.
+_ADDED_FOR_DRAFTS = "num_nextn_predict_layers"
 
 
 def values_of(hf_config: Any, architecture: str | None = None) -> dict[str, Any]:
@@ -70,9 +70,7 @@ def _changed(values: Mapping[str, Any], unchanged: Mapping[str, Any], file: Mapp
 
 def _remove_added(values: dict[str, Any], file: Mapping[str, Any]) -> None:
     """Take away what SGLang adds to the configuration of a hybrid model, and to that of its text."""
-    added = [*_ADDED, "v_head_dim", *_ADDED_ON_CPU]
-    if _OWN_DRAFTS in (file.get("text_config") or file):
-        added.append(_ADDED_FOR_DRAFTS)
+    added = (*_ADDED, "v_head_dim", *_ADDED_ON_CPU, _ADDED_FOR_DRAFTS)
     parts = [(values, file)]
     if isinstance(text := values.get("text_config"), dict):
         parts.append((text, file.get("text_config") or {}))

@@ -11,20 +11,21 @@ Variables that ask for other results, or for another model than ours, are refuse
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from atom_core.quant import CHECKPOINT_METHODS
 from atom_plugin.common.flags import Ours, Refused, Row, settings_of
+from atom_plugin.common.load_formats import SHARDED_STATE
+from atom_plugin.common.states import MOST_DRAFTS, STATE_DTYPES
 from atom_plugin.sglang import BACKEND, PACKAGE_VARIABLE, ROCM_BACKEND, flags_outside, flags_variables
 
 OTHERWISE = f"Unset {PACKAGE_VARIABLE} to use it."
 
 #: Values of ``--load-format`` that read safetensors, or nothing.
-LOAD_FORMATS = ("auto", "safetensors", "dummy", "fastsafetensors", "runai_streamer", "sharded_state")
+LOAD_FORMATS = ("auto", "safetensors", "dummy", "fastsafetensors", "runai_streamer", SHARDED_STATE)
 #: Dtypes of the KV pool. SGLang itself has no fp8_e5m2 on a CPU, and on ROCm maps both FP8 names to the GPU's format.
 CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
-#: Dtypes of the states of linear attention, and of the inputs that its convolutions keep.
-STATE_DTYPES = ("float32", "bfloat16")
 #: Values of ``--quantization``. "modelopt_fp8" and "unquant" are SGLang's own names.
 QUANTIZATIONS = ("unquant", *dict.fromkeys(("fp8", *CHECKPOINT_METHODS)), "modelopt_fp8")
 #: SGLang's algorithms with a head on the target's last hidden states (two names), and with a separate draft model.
@@ -73,11 +74,20 @@ def _drafts_on_ours(given: Any) -> bool:
     return _on_our_attention(given) or given.speculative_draft_attention_backend in (BACKEND, ROCM_BACKEND)
 
 
+def captures_whole_prompts(config: Any) -> bool:
+    """Whether ``--cuda-graph-config`` asks for graphs of whole prompts: as SGLang has it, or parsed from JSON."""
+    prefill = config.get("prefill") if isinstance(config, Mapping) else getattr(config, "prefill", None)
+    backend = prefill.get("backend") if isinstance(prefill, Mapping) else getattr(prefill, "backend", None)
+    return bool(backend == "full")
+
+
 def _drafts_by_a_model(given: Any) -> bool:
     return bool(given.speculative_algorithm == "STANDALONE")
 
 
 _TEXT = "embedding"
+_TEXT_ONLY = f"Our models serve the text alone, by one server: leave it out, or unset {PACKAGE_VARIABLE}."
+_WHOLE_PROMPTS = "CUDA graphs of whole prompts"
 _OFFLOADING = "weight offloading"
 _CONTEXT = "context parallelism"
 _EXPERT_BALANCE = "balancing experts over ranks"
@@ -105,8 +115,24 @@ FIELDS: tuple[Row, ...] = (
     _field("lora_paths", "LoRA adapters"),
     _field("is_embedding", _TEXT),
     _field("dllm_algorithm", "diffusion decoding"),
+    _field("encoder_only", "a server of images' encodings", instead=_TEXT_ONLY),
+    _field("language_only", "encodings of images from another server", instead=_TEXT_ONLY),
     _field("enable_nvidia_megakernel", "SGLang's forward pass in one kernel"),
     _field("enable_amd_monokernel", "SGLang's forward pass in one kernel", "--monokernel-backend"),
+    # Graphs: those of prompts are broken at attention, whose plan is another one in each step.
+    _field(
+        "cuda_graph_backend_prefill",
+        _WHOLE_PROMPTS,
+        allowed=("breakable", "disabled"),
+        only_if=_on_our_attention,
+    ),
+    _field(
+        "cuda_graph_config",
+        _WHOLE_PROMPTS,
+        refuses=captures_whole_prompts,
+        as_given=True,
+        only_if=_on_our_attention,
+    ),
     # What a step computes and returns.
     _field("rl_on_policy_target", "results identical to a trainer's model"),
     _field("enable_deterministic_inference", "results that do not depend on the batch"),
@@ -223,6 +249,16 @@ FIELDS: tuple[Row, ...] = (
         only_if=_drafts_on_ours,
     ),
     Ours(
+        "several workers are refused for checkpoints with images: they would not refuse a request's images",
+        _REFUSALS,
+        settings_of("ServerArgs", "tokenizer_worker_num"),
+    ),
+    Ours(
+        f"models with linear attention verify up to {MOST_DRAFTS + 1} tokens, one more than is drafted; refused: more",
+        _REFUSALS,
+        settings_of("ServerArgs", "speculative_num_steps speculative_num_draft_tokens"),
+    ),
+    Ours(
         "drafts by our models take only the target's value, or none; other drafts take all of SGLang's",
         _REFUSALS,
         settings_of(
@@ -315,6 +351,14 @@ VARIABLES: tuple[Row, ...] = (
     _switch("SGLANG_SIMULATE_UNIFORM_EXPERTS", "experts that the router did not choose"),
     _switch("SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS", "experts that the router did not choose"),
     _switch("SGLANG_SHARED_EXPERT_TP1", "whole shared experts on each rank"),
+    Refused(
+        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
+        f"planning steps beside drafts on --attention-backend {BACKEND}",
+        allowed=("0",),
+        refuses=_is_on,
+        only_if=lambda given: given.speculative_algorithm is not None and _drafts_on_ours(given),
+        instead=f"Unset it, or unset {PACKAGE_VARIABLE}.",
+    ),
     _switch("SGLANG_ENABLE_EMBED_REPLICATION", "a whole embedding on each rank"),
     _switch("SGLANG_ENABLE_DP_GATHER_FP8", "hidden states in FP8 between ranks"),
     _switch("SGLANG_FORCE_FP8_MARLIN", "FP8 weights with unquantised inputs"),

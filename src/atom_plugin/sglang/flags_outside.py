@@ -21,7 +21,7 @@ OUTSIDE: tuple[Row, ...] = (
     _outside(
         "HTTP and gRPC servers, tokenizers, chat templates and parsers, in processes without a model",
         """
-        enable_response_store tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num
+        enable_response_store tokenizer_path tokenizer_mode tokenizer_backend
         detokenizer_worker_num skip_tokenizer_init host port fastapi_root_path enable_http_worker_reuseport
         smg_grpc_mode grpc_mode grpc_port grpc_response_timeout_secs grpc_worker_threads sidecar sidecar_args
         skip_server_warmup warmups enable_http2 http2_max_concurrent_streams http2_initial_connection_window_size
@@ -96,7 +96,7 @@ OUTSIDE: tuple[Row, ...] = (
     _outside(
         "CUDA graphs of whole steps",
         """
-        cuda_graph_config cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_max_bs_decode
+        cuda_graph_backend_decode cuda_graph_max_bs_decode
         cuda_graph_max_bs_prefill cuda_graph_max_seq_len_prefill cuda_graph_bs_decode cuda_graph_bs_prefill
         cuda_graph_prefill_max_context disable_prefill_cuda_graph disable_decode_cuda_graph disable_cuda_graph
         disable_cuda_graph_padding enable_profile_cuda_graph enable_cudagraph_gc debug_cuda_graph
@@ -144,8 +144,7 @@ OUTSIDE: tuple[Row, ...] = (
     _outside(
         "drafting, verifying and accepting, in SGLang's workers",
         """
-        speculative_draft_model_path speculative_draft_model_revision
-        speculative_num_steps speculative_num_draft_tokens speculative_accept_threshold_single
+        speculative_draft_model_path speculative_draft_model_revision speculative_accept_threshold_single
         speculative_accept_threshold_acc speculative_use_rejection_sampling speculative_use_block_verification
         speculative_attention_mode speculative_adaptive_config spec_trace_dir
         _speculative_draft_quantization_explicitly_set
@@ -252,7 +251,7 @@ OUTSIDE: tuple[Row, ...] = (
     _outside(
         "images, video and sound; our models take only text",
         """
-        encoder_only language_only language_model_only encoder_transfer_backend encoder_urls encoder_bootstrap_port
+        language_model_only encoder_transfer_backend encoder_urls encoder_bootstrap_port
         encoder_register_urls enable_adaptive_dispatch_to_encoder enable_precise_embedding_interpolation
         enable_multimodal mm_attention_backend enable_broadcast_mm_inputs_process enable_prefix_mm_cache
         mm_enable_dp_encoder mm_process_config mm_processor_worker_num mm_io_worker_num allowed_media_domains

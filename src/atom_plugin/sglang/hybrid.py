@@ -7,15 +7,13 @@ from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.environ import envs
 from sglang.srt.utils.hf_transformers.config import get_config
 
 from atom_core.models.registry import supported_architectures
+from atom_plugin.sglang import our_backends
 from atom_plugin.sglang.checkpoint_config import is_hybrid, values_of
-
-#: SGLang's only way to say which layers have full attention: every n-th. Files saved by Transformers 5 lack it.
-INTERVAL, _DEFAULT = "full_attention_interval", 4
-FULL = "full_attention"
+from atom_plugin.sglang.hybrids import INTERVAL, interval_of, refused_with_states
 
 
 def resolve_hybrid(server_args: Any) -> None:
@@ -49,13 +47,25 @@ def overrides(view: Any, hf_config: Any) -> dict[str, Any]:
     text, architecture = hf_config.get_text_config(), hf_config.architectures[0]
     result: dict[str, Any] = {}
     if view.device == "cpu" and view.mamba_radix_cache_strategy == "auto":
-        # With overlap SGLang keeps states for prefixes in a way that it has for accelerators only.
+        # With overlap, or with pages, SGLang keeps states for prefixes in a way that it has for accelerators only.
         result["disable_overlap_schedule"] = True
+        if (view.page_size or 1) > 1 and not view.disable_radix_cache:
+            raise ValueError(
+                f"--page-size {view.page_size} with prefix caching is not supported on a CPU for {architecture}: "
+                "SGLang keeps the states of prefixes by single tokens there. Leave it out, or add "
+                "--disable-radix-cache."
+            )
     if text is not hf_config:
         if view.enable_multimodal:
             raise ValueError(
                 f"atom-plugin has only the text of {architecture}: leave out --enable-multimodal, or unset "
                 "SGLANG_EXTERNAL_MODEL_PACKAGE."
+            )
+        if view.tokenizer_worker_num > 1:
+            raise ValueError(
+                f"--tokenizer-worker-num {view.tokenizer_worker_num} is not supported by atom-plugin for "
+                f"{architecture}: SGLang loads no plug-in in such workers, and images in a request would be left out "
+                "instead of refused. Leave it out."
             )
         result["enable_multimodal"] = False
     values = values_of(hf_config)
@@ -67,40 +77,17 @@ def overrides(view: Any, hf_config: Any) -> dict[str, Any]:
     return result
 
 
-def interval_of(architecture: str, values: dict[str, Any]) -> int:
-    """Which layers have full attention: each whose number, counted from 1, is a multiple of this.
+def check_states(view: Any, hf_config: Any, attention: str) -> None:
+    """Refuse what models with linear attention do not support.
 
     Args:
-        architecture: for the error.
-        values: of the text's configuration.
+        view: SGLang's resolving view of the server's arguments.
+        hf_config: of the model.
+        attention: the backend of its full attention.
 
     Raises:
-        ValueError: they are other layers.
+        ValueError: see :func:`.hybrids.refused_with_states`.
     """
-    kinds = values.get("layer_types")
-    if kinds is None:
-        return int(values.get(INTERVAL) or _DEFAULT)
-    full = [number for number, kind in enumerate(kinds, 1) if kind == FULL]
-    interval = full[0] if full else len(kinds) + 1
-    if full != list(range(interval, len(kinds) + 1, interval)):
-        raise ValueError(
-            f"{architecture} has full attention in layers {[number - 1 for number in full]} (layer_types of "
-            f"config.json). SGLang can keep the tokens of such a model only if it is every n-th layer ({INTERVAL})."
-        )
-    return interval
-
-
-def refuse_media(model_config: Any, request: Any) -> None:
-    """Refuse a request with images, video or sound to a model of which only the text is served.
-
-    Raises:
-        ValueError: it has some; SGLang answers with the message.
-    """
-    hf_config = model_config.hf_config
-    if hf_config.get_text_config() is hf_config or not is_hybrid(hf_config) or model_config.is_multimodal:
-        return
-    if isinstance(request, GenerateReqInput) and request.contains_mm_input():
-        raise ValueError(
-            f"atom-plugin serves only the text of {hf_config.architectures[0]}: a request cannot have images, video or "
-            "sound."
-        )
+    dtype = envs.SGLANG_MAMBA_SSM_DTYPE.get() or getattr(hf_config.get_text_config(), "mamba_ssm_dtype", None)
+    for reason in refused_with_states(view, attention, our_backends(), dtype):
+        raise ValueError(reason)

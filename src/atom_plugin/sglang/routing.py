@@ -29,7 +29,7 @@ from atom_plugin.common.settings import load_settings
 from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, our_backends
 from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.flags import OTHERWISE, TABLE
-from atom_plugin.sglang.hybrid import resolve_hybrid
+from atom_plugin.sglang.hybrid import check_states, resolve_hybrid
 from atom_plugin.sglang.kernels import check_order
 from atom_plugin.sglang.padding import to_be_padded
 from atom_plugin.sglang.quantization import quantization_of
@@ -83,9 +83,12 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
     config = read_model_config(values_of(hf_config))
     if config.has_mla:
         _refuse_with_latents("" if unnamed else str(decode))
+    attention = BACKEND if unnamed else str(decode)
     if config.has_mla or config.has_states:
         check_own_layers(view, hf_config, quant)
-    check_drafts(view, BACKEND if unnamed else str(decode), architecture)
+    if config.has_states:
+        check_states(view, hf_config, attention)
+    check_drafts(view, attention, architecture)
     return {"attention_backend": BACKEND} if unnamed and architecture not in LISTED else {}
 
 

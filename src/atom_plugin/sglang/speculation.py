@@ -7,10 +7,10 @@ from typing import Any
 from atom_core.loading import check_files
 from atom_core.models.registry import DRAFTS, load_draft_class
 from atom_core.quant import QuantConfig
-from atom_plugin.common.hub import SHARDED_STATE, folder_to_check
+from atom_plugin.common.hub import folder_to_check
 from atom_plugin.sglang import BACKEND, our_backends
 from atom_plugin.sglang.checkpoint_config import values_of
-from atom_plugin.sglang.flags import LOAD_FORMATS
+from atom_plugin.sglang.hybrids import refused_with_own_drafts
 from atom_plugin.sglang.padding import to_be_padded
 
 #: SGLang's default of --speculative-eagle-topk for a head on a target of this architecture; 1 (a chain) for others.
@@ -93,34 +93,10 @@ def check_own_layers(view: Any, hf_config: Any, quant: QuantConfig) -> None:
     Raises:
         ValueError: another algorithm, a checkpoint without these layers, or settings that they do not support.
     """
-    algorithm = view.speculative_algorithm
-    if algorithm is None:
+    if view.speculative_algorithm is None:
         return
-    form = view.speculative_draft_load_format
-    path, attention = view.speculative_draft_model_path, view.speculative_draft_attention_backend
-    quantization = view.speculative_draft_model_quantization
-    dtype = view.speculative_draft_kv_cache_dtype
-    for refused, what in (
-        (algorithm not in ("EAGLE", "NEXTN"), f"--speculative-algorithm {algorithm}"),
-        (path not in (None, view.model_path), f"--speculative-draft-model-path {path}"),
-        (attention not in (None, *our_backends()), f"--speculative-draft-attention-backend {attention}"),
-        (dtype is not None, f"--speculative-draft-kv-cache-dtype {dtype}"),
-        (
-            quantization not in (None, view.quantization),
-            f"--speculative-draft-model-quantization {quantization}",
-        ),
-        (form not in (None, *LOAD_FORMATS), f"--speculative-draft-load-format {form}"),
-        (view.speculative_token_map is not None, f"--speculative-token-map {view.speculative_token_map}"),
-        (bool(view.enable_multi_layer_eagle), "--enable-multi-layer-eagle"),
-        (SHARDED_STATE in (view.load_format, view.speculative_draft_load_format), f"--load-format {SHARDED_STATE}"),
-        (view.pp_size > 1, f"speculation with --pp-size {view.pp_size}"),
-    ):
-        if refused:
-            raise ValueError(
-                f"atom-plugin does not support {what} for {hf_config.architectures[0]}: it drafts by layers of its own "
-                "checkpoint (--speculative-algorithm NEXTN), which share the target's embedding, head and attention. "
-                "Leave it out, or unset SGLANG_EXTERNAL_MODEL_PACKAGE."
-            )
+    for reason in refused_with_own_drafts(view, hf_config.architectures[0], our_backends()):
+        raise ValueError(reason)
     config = load_draft_class(hf_config.architectures[0]).from_hf(values_of(hf_config))
     check_files(
         to_be_padded(config, view, attention_ranks_of(view), quant),

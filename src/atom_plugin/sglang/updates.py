@@ -18,7 +18,10 @@ from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.runtime_context import get_server_args
 from torch import nn
 
-from atom_core.loading import check_update, weights_of
+from atom_core.checkpoint import EMBEDDING, HEAD, Checkpoint
+from atom_core.language_model import alone
+from atom_core.loading import check_update, has_drafts, weights_of
+from atom_core.models.draft import DraftModel
 from atom_core.runtime import Runtime
 from atom_core.updates import ModelWeights
 from atom_core.weights import unread_layers
@@ -126,6 +129,24 @@ class AtomModel(WrappedModel):
         """Called instead of :meth:`load_weights` with ``--load-format dummy``."""
         self.weights.close()
 
+    def why_no_update(self, folder: str) -> str:
+        """Why an update from a folder leaves this model as it is; empty: it does not.
+
+        SGLang updates a target before its draft, and Transformers saves no layers that draft.
+        """
+        if not isinstance(self.core, DraftModel):
+            return ""
+        found = whole_folder(folder, *self._hub())
+        try:
+            if found is None or has_drafts(self.core, Checkpoint.open(found)):
+                return ""
+        except ValueError:  # reported by the update
+            return ""
+        return (
+            f"{folder} has no layers to draft with ({self.core.own_prefix}*): the draft keeps the weights that it has, "
+            "and drafts for the new ones."
+        )
+
     @contextmanager
     def updating_from(self, folder: str) -> Iterator[None]:
         """Within this context :meth:`load_weights` gets all weights of a folder, or of a name on a hub.
@@ -154,8 +175,8 @@ class AtomModel(WrappedModel):
             truncate_size: the number of rows.
             tp_size: the number of ranks.
         """
-        tied = name == "lm_head.weight" and self.core.config.tie_word_embeddings
-        mine = self.weights.read("model.embed_tokens.weight" if tied else name)
+        tied = alone(name) == HEAD and self.core.config.tie_word_embeddings
+        mine = self.weights.read(EMBEDDING if tied else name)
         if mine is None:
             parameter = self.read_parameter(name)
             shard: list[Any] | None = None if parameter is None else parameter[:truncate_size].float().tolist()
@@ -176,6 +197,9 @@ def update_from_disk(
     if not isinstance(model, AtomModel):
         return original(updater, model_path, *args, **kwargs)
     before = updater.model_config.model_path
+    if reason := model.why_no_update(model_path):
+        logger.info(reason)
+        return True, reason
     try:
         with model.updating_from(model_path):
             updated, message = original(updater, model_path, *args, **kwargs)

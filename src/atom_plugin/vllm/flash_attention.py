@@ -53,7 +53,7 @@ def why_no_flash_attention(spec: PagedAttentionSpec, target: Target) -> str | No
 
 def why_no_dtypes(target: Target, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
     """None on Hopper where queries and the cache are in the same 16 bits, else the reason."""
-    if (target.kind, target.arch) != ("cuda", "sm90"):
+    if not target.is_hopper:
         return f"FlashAttention 3 is written for Hopper (sm90), not for {target}."
     if dtype not in (torch.bfloat16, torch.float16):
         return f"FlashAttention 3 has bfloat16 and float16, not {dtype}."

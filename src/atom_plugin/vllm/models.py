@@ -17,7 +17,7 @@ from atom_core.mixers.base import BaseAttention
 from atom_core.models.decoder import Carried, DecoderForCausalLM
 from atom_core.models.read_config import read_model_config
 from atom_core.models.registry import load_model_class
-from atom_plugin.common.hub import SHARDED_STATE
+from atom_plugin.common.load_formats import SHARDED_STATE
 from atom_plugin.common.report import startup_table
 from atom_plugin.common.settings import load_settings
 from atom_plugin.common.versions import framework_line

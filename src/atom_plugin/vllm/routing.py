@@ -28,12 +28,14 @@ from atom_core.models.registry import (
     unsupported_architecture,
 )
 from atom_plugin.common.flags import Refused
-from atom_plugin.common.hub import SHARDED_STATE, folder_to_check
+from atom_plugin.common.hub import folder_to_check
+from atom_plugin.common.load_formats import SHARDED_STATE
 from atom_plugin.common.settings import PREFIX, Settings, load_settings
 from atom_plugin.common.versions import DISTRIBUTION, installed
 from atom_plugin.vllm import ARCHITECTURE_PREFIX
 from atom_plugin.vllm.checkpoint_config import values_of, values_of_draft
 from atom_plugin.vllm.flags import DRAFT, EXCHANGES, OTHERWISE, OWNERS, refused, refused_by_value
+from atom_plugin.vllm.hybrids import Asked, refusals
 from atom_plugin.vllm.quantization import quantization_of
 from atom_plugin.vllm.routed_experts import returns_routed_experts
 
@@ -44,8 +46,6 @@ logger = logging.getLogger("vllm.atom_plugin")
 
 #: vLLM's own default on a CPU (``CpuPlatform.update_block_size_for_backend``).
 _CPU_BLOCK_SIZE = 128
-#: Tokens that may be drafted for a model with linear attention: kernels that verify them take one more at most.
-MOST_DRAFTS = 7
 #: Keys of rope that say how three rows of positions are used.
 _MROPE = ("mrope_section", "mrope_interleaved")
 #: The speculative method of a checkpoint's own layers (multi-token prediction).
@@ -195,14 +195,9 @@ def _check_states(vllm_config: VllmConfig) -> None:
 
     from atom_plugin.vllm.states import state_dtypes  # a slow import
 
-    cache, speculative = vllm_config.cache_config, vllm_config.speculative_config
-    if load_settings().disable_vllm_attention:
-        raise ValueError(
-            "ATOM_DISABLE_VLLM_ATTENTION=1 is not supported for models with linear attention: their full attention has "
-            "an output gate, which our layer applies. Unset it, or leave --model-impl atom out."
-        )
     stages = vllm_config.parallel_config.pipeline_parallel_size
-    kinds = vllm_config.model_config.hf_text_config.layer_types
+    config = vllm_config.model_config.hf_text_config
+    kinds = config.layer_types[: config.num_hidden_layers]
     for stage in range(stages):
         first, end = get_pp_indices(len(kinds), stage, stages)
         if "full_attention" not in kinds[first:end]:
@@ -210,33 +205,17 @@ def _check_states(vllm_config: VllmConfig) -> None:
                 f"--pipeline-parallel-size {stages} gives stage {stage} layers {first} to {end - 1}, none of which has "
                 "full attention, and vLLM lays out its cache by those. Use fewer stages, or VLLM_PP_LAYER_PARTITION."
             )
-    dtype = state_dtypes(vllm_config)[1]
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"--mamba-ssm-cache-dtype {cache.mamba_ssm_cache_dtype} keeps states in {_name(dtype)}, which --model-impl "
-            "atom does not support; supported: float32, bfloat16."
-        )
-    if cache.mamba_cache_mode not in ("none", "align"):  # "all" goes with 0.31
-        raise ValueError(
-            f"--mamba-cache-mode {cache.mamba_cache_mode} is not supported by --model-impl atom; supported: align "
-            "(with prefix caching), none."
-        )
-    if speculative is not None and cache.mamba_cache_mode == "align" and not vllm_config.use_v2_model_runner:
-        raise ValueError(
-            "--model-impl atom does not support speculative decoding with prefix caching for models with linear "
-            "attention on vLLM's model runner V1, which forgets how many drafts were accepted of a request that a step "
-            "leaves out. Add --no-enable-prefix-caching, or leave out --speculative-config."
-        )
-    if vllm_config.num_speculative_tokens > MOST_DRAFTS:
-        raise ValueError(
-            f"num_speculative_tokens={vllm_config.num_speculative_tokens} (--speculative-config) is not supported by "
-            f"--model-impl atom for models with linear attention; supported: up to {MOST_DRAFTS}."
-        )
-    if speculative is not None and speculative.method == "draft_model":
-        raise ValueError(
-            "--model-impl atom does not support draft models for models with linear attention, whose cache has groups "
-            "of layers. Use mtp (if the checkpoint has layers for it), ngram or suffix, or leave --model-impl out."
-        )
+    cache, speculative = vllm_config.cache_config, vllm_config.speculative_config
+    asked = Asked(
+        on_vllms_attention=load_settings().disable_vllm_attention,
+        caches_prefixes=cache.mamba_cache_mode == "align",
+        older_runner=not vllm_config.use_v2_model_runner,
+        state_dtype=_name(state_dtypes(vllm_config)[1]),
+        num_drafts=vllm_config.num_speculative_tokens,
+        draft_method=None if speculative is None else speculative.method,
+    )
+    for reason in refusals(asked):
+        raise ValueError(reason)
 
 
 def _set_cpu_block_size(vllm_config: VllmConfig) -> None:

@@ -104,10 +104,8 @@ def build_runtime(
         device=device,
         dtype=model_config.dtype,
         kernels=chosen_kernels(target, settings, contributed, excluded),
-        bind=lambda mixer, runtime: (VllmLinearAttention if isinstance(mixer, GatedDeltaNetMixer) else bind)(
-            mixer, runtime
-        ),
-        max_model_len=model_config.max_model_len,
+        bind=bind_mixer,
+        max_model_len=num_positions(vllm_config, model_config),
         cache_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, model_config),
         conv_state_dtype=conv_state_dtype,
         state_dtype=state_dtype,
@@ -122,3 +120,10 @@ def build_runtime(
         head_dtype=model_config.head_dtype,
         routed_experts=routed_experts,
     )
+
+
+def num_positions(vllm_config: VllmConfig, model_config: ModelConfig) -> int:
+    """How many positions a model is asked for: a draft is asked for its target's, even where it has fewer by itself."""
+    speculation = vllm_config.speculative_config
+    target = model_config if speculation is None else speculation.target_model_config
+    return int(max(model_config.max_model_len, target.max_model_len))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -150,3 +151,18 @@ class AtomModelState(SamplesGreedily):
 
 class AtomHybridModelState(SamplesGreedily, MambaHybridModelState):
     """vLLM's model state for layers with states, which it moves between blocks, with :class:`GreedySampler`."""
+
+    def prepare_attn(self, input_batch: InputBatch, *args: Any, **options: Any) -> dict[str, Any]:
+        """See vLLM.
+
+        A prompt of one token that comes while other requests verify drafts is padded with drafts that stand for none.
+        Since 0.31 vLLM does not say of such a row that it verifies, unless some of its tokens were computed before, and
+        layers would keep the state after the padding.
+        """
+        drafts = input_batch.num_draft_tokens_per_req
+        runs_as_decode = getattr(input_batch, "prefill_runs_as_decode_np", None)
+        if drafts is not None and runs_as_decode is not None:
+            padded = runs_as_decode | (input_batch.is_prefilling_np & (drafts > 0))
+            input_batch = replace(input_batch, prefill_runs_as_decode_np=padded)
+        prepared: dict[str, Any] = super().prepare_attn(input_batch, *args, **options)
+        return prepared

@@ -8,6 +8,7 @@ after a step. Its copies rely on the layout that :class:`atom_core.batch.States`
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
-from atom_core.batch import Batch, Blocks, States
+from atom_core.batch import Batch, Blocks, Snapshots, States
 from atom_core.cache import StateSpec, StateView
 from atom_core.mixers.base import TokenMixer
 from atom_plugin.vllm.batches import BatchBuilder
@@ -157,9 +158,30 @@ class AtomStateMetadataBuilder(BatchBuilder, GDNAttentionMetadataBuilder):
             # Of a request that does not decode, all tokens count.
             torch.mul(num_accepted_tokens, verifies, out=accepted).clamp_(min=1)
         batch = self.batch(common, states=States(slots, accepted, verifies, blocks=self.blocks))
-        # Kernels verify only what comes first, as both runners order requests.
-        assert not decodes[batch.num_decode_requests :].any()
+        if decodes[batch.num_decode_requests :].any():
+            return self._with_padded_prompts(batch, decodes)
         return batch
+
+    def _with_padded_prompts(self, batch: Batch, decodes: np.ndarray) -> Batch:
+        """The step where requests that ``decodes`` has behind longer ones do not verify, as kernels cannot there.
+
+        Those are prompts of one token, which vLLM pads with drafts that stand for none while other requests verify.
+        Model runner V1 leaves a new request behind others that are new. What must be kept of it is the state after its
+        first token, which is copied to its slot; that after the padding is left in a slot for drafts.
+        """
+        states = batch.states
+        assert states is not None
+        assert states.verifies is not None
+        assert self.is_v1
+        assert self.blocks is None, "V1 is refused with prefix caching and drafts"
+        first = batch.num_decode_requests
+        rows = torch.from_numpy(np.flatnonzero(decodes[first:]) + first).to(self.device)
+        slots = states.slots.clone()
+        copies, tokens = slots.new_zeros(len(slots)), slots.new_zeros(len(slots))
+        copies[rows], tokens[rows] = slots[rows, 0], 1
+        slots[rows, 0] = slots[rows, 1]
+        states.verifies[rows] = False
+        return replace(batch, states=replace(states, slots=slots, snapshots=Snapshots(copies, tokens)))
 
     def _slots(self, table: torch.Tensor) -> torch.Tensor:
         """The columns of ``table [R, N]`` that may be read, in place."""

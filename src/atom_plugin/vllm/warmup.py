@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from atom_core.batch import Batch, BatchShape
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.draft import DraftModel
 from atom_core.runtime import Runtime
-from atom_core.warmup import StateKind, batches_to_serve, run_batch
+from atom_core.warmup import StateKind, batches_to_serve, keeps_states, run_batch
 from atom_plugin.vllm.attention import VllmLayer
 from atom_plugin.vllm.states import state_block_size
 
@@ -48,9 +49,18 @@ class ModelWarmUp(VllmJitKernel[BatchShape]):
         """See vLLM."""
         page_size, longest = self.vllm_config.cache_config.block_size, self.vllm_config.model_config.max_model_len
         table_width = get_block_table_width(cdiv(longest, page_size), page_size)
+        for states in self._state_kinds(compile_key):
+            run_batch(compile_key, self.model, self.runtime, table_width, self._announce, states)
+
+    def _state_kinds(self, shape: BatchShape) -> Iterator[StateKind]:
+        """The kinds of states that batches of a shape have; see :class:`.states.AtomStateMetadataBuilder`."""
         drafts = self.vllm_config.num_speculative_tokens
-        states = StateKind(1 + drafts, drafts > 0, drafts > 0, block_size=state_block_size(self.vllm_config))
-        run_batch(compile_key, self.model, self.runtime, table_width, self._announce, states)
+        kind = StateKind(1 + drafts, drafts > 0, drafts > 0, block_size=state_block_size(self.vllm_config))
+        yield kind
+        # The older runner's steps with padded prompts, whose states are copied.
+        older = not self.vllm_config.use_v2_model_runner
+        if drafts and older and shape.max_query_len > 1 and keeps_states(self.model):
+            yield replace(kind, copies=True)
 
     @contextmanager
     def _announce(self, batch: Batch) -> Iterator[None]:

@@ -63,6 +63,33 @@ FOR_HOPPER = (
 )
 
 
+@pytest.mark.parametrize(
+    ("case", "dtype", "cache_dtype"),
+    [
+        (FOR_HOPPER[0], torch.bfloat16, torch.float8_e4m3fn),
+        (FOR_HOPPER[1], torch.float16, torch.float8_e4m3fn),
+        (FOR_HOPPER[3], torch.bfloat16, torch.float8_e4m3fn),
+        (FOR_HOPPER[4], torch.float16, torch.float8_e5m2),
+        (FOR_HOPPER[8], torch.bfloat16, torch.float8_e5m2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared out"])
+def test_hopper_widens_an_fp8_cache_in_registers(monkeypatch, case, dtype, cache_dtype, shared):
+    places = 132 if shared else 1
+    for module in ("decode_attention.hopper", "attention.splits"):
+        monkeypatch.setattr(f"atom_core.kernels.{module}.multiprocessors", lambda device: places)
+    spec = case.spec(dtype, cache_dtype)
+    assert decode_hopper.HopperDecodeAttention.fits(spec)
+    kernel = decode_kernel.TritonDecodeAttention(spec, nvidia=True, overlap=True, hopper=True)
+    kernel.hopper = decode_hopper.HopperDecodeAttention(spec, overlap=True)
+    with compiles(decode_hopper, "decode_attention_hopper", GPUS[-1]) as found:
+        check_decode(case, kernel, spec, CPU)
+    ptx = found.compiled.asm["ptx"]
+    assert set(re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", ptx)) == {"0x10"}, "16 bytes at a time"
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in ptx, "values come transposed, many at a time"
+
+
 @pytest.mark.parametrize("case", FOR_HOPPER, ids=str)
 @pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared out"])
 def test_hopper_has_a_kernel_of_its_own(monkeypatch, case, shared):

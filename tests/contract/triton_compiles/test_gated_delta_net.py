@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from atom_core.kernels.gated_delta_net import hopper as hopper_kernel
 from atom_core.kernels.gated_delta_net import triton_decode as decode_kernel
 from atom_core.kernels.gated_delta_net import triton_prefill as prefill_kernel
 from tests.contract.triton_compiles.compiling import CPU, GPUS, compile_launch, compiles, every_gpu, keep
@@ -54,6 +55,26 @@ def test_sums_over_keys_stay_with_few_threads(monkeypatch, state_dtype):
     (launch,) = kept()
     (hopper,) = (gpu for gpu in GPUS if gpu.nvidia)
     assert compile_launch(*launch, hopper).asm["ptx"].count("shfl.sync") < 150
+
+
+MANY = (
+    DeltaCase("two value heads a key head", _DECODES * 32, **QWEN),
+    DeltaCase("three", _DECODES * 32, **{**QWEN, "value_heads": 48}),
+    DeltaCase(
+        "four, behind drafts", (Request(1, accepted=2),) * 64, columns=2, drafts=True, **{**QWEN, "key_heads": 8}
+    ),
+    DeltaCase("copies", (Request(1, snapshot=1),) * 64, snapshots=True, block_size=64, **QWEN),
+)
+
+
+@DTYPES
+@pytest.mark.parametrize("case", MANY, ids=str)
+def test_many_requests_compile_for_hopper(monkeypatch, case, dtype, state_dtype):
+    monkeypatch.setattr(hopper_kernel, "multiprocessors", lambda device: 132)
+    (hopper,) = (gpu for gpu in GPUS if gpu.nvidia)
+    kernel = hopper_kernel.HopperGatedDeltaDecode(case.spec(dtype, state_dtype), overlap=True)
+    with compiles(hopper_kernel, "gated_delta_decode_hopper", hopper):
+        delta_batch(case, dtype, CPU, state_dtype).run(kernel)
 
 
 @every_gpu

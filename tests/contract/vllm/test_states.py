@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import (
     CacheConfig,
+    CUDAGraphMode,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -22,13 +24,16 @@ from vllm.forward_context import create_forward_context, override_forward_contex
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states import mamba_hybrid
 
 from atom_core.cache import StateSpec
 from atom_core.kernels.gated_delta_net.triton_decode import MAX_TOKENS
 from atom_core.mixers.base import TokenMixer
 from atom_core.standalone import build_runtime
+from atom_plugin.common.states import MOST_DRAFTS
 from atom_plugin.vllm.attention import VllmLinearAttention
-from atom_plugin.vllm.routing import MOST_DRAFTS
+from atom_plugin.vllm.sampling import AtomHybridModelState
 from atom_plugin.vllm.states import state_dtypes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
@@ -277,6 +282,24 @@ def test_the_older_runner_forgets_what_was_accepted_of_a_request_that_a_step_lea
         assert builder.build(0, common, *told).states.num_accepted.tolist() == expected
 
 
+def test_the_older_runner_leaves_a_prompt_padded_with_drafts_behind_longer_ones():
+    """Nothing is verified there: the state after its one token is a copy, and that after the padding goes elsewhere."""
+    builder = builder_of(2, is_v1=True)
+    common = step([(9, 3, 5), (0, 7, 7), (0, 3, 1)])
+    batch = builder.build(0, common, torch.ones(3, dtype=torch.int32), torch.tensor([2, -1, 2], dtype=torch.int32))
+    states = batch.states
+    assert batch.num_decode_requests == 1
+    assert states.verifies.tolist() == [True, False, False]
+    assert slots_of(batch) == [[1, 2, 3], [11, 12, 13], [22, 22, 23]]
+    assert (states.snapshots.slots.tolist(), states.snapshots.tokens.tolist()) == ([0, 0, 21], [0, 0, 1])
+    assert common.block_table_tensor[2, 0] == 21
+    then = step([(10, 3, 5), (7, 3, 7), (1, 3, 1)])
+    states = builder.build(0, then, torch.ones(3, dtype=torch.int32), torch.full((3,), 2, dtype=torch.int32)).states
+    assert states.verifies.all()
+    assert states.num_accepted.tolist() == [1, 1, 1]
+    assert states.snapshots is None
+
+
 def test_a_run_of_no_request_has_the_tensors_that_a_graph_reads():
     builder = builder_of(3)
     common = step([(0, 4, 0)] * 2)
@@ -291,6 +314,37 @@ def test_a_run_of_no_request_has_the_tensors_that_a_graph_reads():
         places = {getattr(it, name).data_ptr() for it in (captured, dummy, served)}
         assert len(places) == 1, f"{name} must stay where a graph reads it"
     assert captured.verifies.tolist() == [True, False], "a prompt's last tokens are no drafts, whatever the graph"
+
+
+def test_the_newer_runner_says_which_prompts_are_padded_with_drafts(monkeypatch):
+    """One of one token that comes while others verify; what stands for no draft must not stay in its state."""
+    requests = [(9, 4, 5), (0, 4, 1), (0, 4, 4), (8, 4, 12)]
+    drafts, common = np.array([3, 3, 0, 0], dtype=np.int32), step(requests)
+    before, new, prompts = (np.array(it) for it in zip(*requests, strict=True))
+    known = {
+        "num_reqs": len(requests),
+        "num_tokens": int(new.sum()),
+        "idx_mapping": torch.arange(len(requests)),
+        "num_scheduled_tokens": new,
+        "num_draft_tokens_per_req": drafts,
+        "query_start_loc_np": common.query_start_loc_cpu.numpy(),
+        "seq_lens_cpu_upper_bound": common.seq_lens_cpu_upper_bound,
+        "is_prefilling_np": before < prompts,
+        "prefill_runs_as_decode_np": (before < prompts) & (new - drafts == 1) & (before > 0),
+    }
+    batch = InputBatch(**{field.name: known.get(field.name) for field in fields(InputBatch)})
+    state = AtomHybridModelState.__new__(AtomHybridModelState)
+    state.vllm_config = layer_of(3)[1]
+    state.num_accepted_tokens_gpu = torch.tensor([2, 1, 1, 1], dtype=torch.int32)
+    state._align_mode, state.recoverssm = False, None
+    told = {}
+    monkeypatch.setattr(mamba_hybrid, "build_attn_metadata", lambda **given: told.update(given))
+    state.prepare_attn(batch, CUDAGraphMode.NONE, (), None, [], None)
+    said = told["model_specific_attn_metadata"]
+    common.is_prefilling = said.is_prefilling
+    found = builder_of(3).build(0, common, said.num_accepted_tokens, said.num_decode_draft_tokens_cpu).states
+    assert found.verifies.tolist() == [True, True, False, False]
+    assert found.num_accepted.tolist() == [2, 1, 1, 1]
 
 
 def test_so_many_drafts_are_served_as_kernels_verify():

@@ -23,6 +23,7 @@ CONFIG = SimpleNamespace(
     model_config=SimpleNamespace(max_model_len=200),
     parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, use_sequence_parallel_moe=False),
     num_speculative_tokens=3,
+    use_v2_model_runner=True,
     scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
 )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from openai import OpenAI
 
+from tests.flags.sglang_engine import IMPORTED
 from tests.integration.preloaded import COMMON, preloaded
 from tests.integration.questions import Row, checkpoint, connect, read_rows
 from tests.integration.server import SglangServer
@@ -17,7 +18,7 @@ from tests.integration.sglang.hugging_face import HuggingFace
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> Iterator[None]:
     """What takes long to import is imported once: of what SGLang needs, most."""
-    with preloaded((*COMMON, "flashinfer", "torchvision", "torchaudio", "scipy.stats", "aiohttp", "IPython")):
+    with preloaded((*COMMON, "flashinfer", "torchvision", "torchaudio", "scipy.stats", "aiohttp", "IPython"), IMPORTED):
         yield
 
 
@@ -37,10 +38,11 @@ def hugging_face() -> Callable[[str], HuggingFace]:
 def server() -> Iterator[SglangServer]:
     """Our model of Qwen3 behind a server that is as it comes, but for JSON: small models fill it with white space.
 
-    It also sleeps while it has nothing to do: SGLang would keep a core busy, and other engines run beside it.
+    It is started as users start one. It also sleeps while it has nothing to do: SGLang would keep a core busy, and
+    other engines run beside it.
     """
     flags = ("--enable-metrics", "--constrained-json-disable-any-whitespace", "--sleep-on-idle")
-    with SglangServer(checkpoint("qwen3"), *flags, "--max-total-tokens", "65536") as server:
+    with SglangServer(checkpoint("qwen3"), *flags, "--max-total-tokens", "65536", by_command=True) as server:
         yield server
 
 

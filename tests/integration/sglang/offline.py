@@ -27,8 +27,8 @@ class Ask:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `Engine.generate`."""
-    aborted: Sequence[Sequence[int]] = ()
-    """Prompts, as tokens, that are asked before them and given up after a few tokens."""
+    aborted: Sequence[str] | Sequence[Sequence[int]] = ()
+    """Further prompts that run before these are sent, and are given up when the first of these has a few tokens."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,10 @@ def _ask(
     prompts: list[str] | list[list[int]],
     sampling: dict[str, Any],
     options: dict[str, Any],
-    aborted: list[list[int]],
+    aborted: list[str] | list[list[int]],
 ) -> list[dict[str, Any]]:
-    given = {"prompt" if isinstance(prompts[0], str) else "input_ids": prompts}
     arguments = {
-        **given,
+        _key(prompts[0]): prompts,
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 32, **sampling},
         **options,
     }
@@ -155,22 +154,42 @@ def _ask(
     ]
 
 
-async def _beside(engine: Any, aborted: list[list[int]], arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """What `Engine.generate` answers while other requests are given up."""
+def _key(prompt: str | list[int]) -> str:
+    """The argument of `Engine.generate` that such a prompt goes to."""
+    return "prompt" if isinstance(prompt, str) else "input_ids"
 
-    async def give_up(tokens: list[int], name: str) -> None:
-        sampling = {"temperature": 0.0, "max_new_tokens": 200, "ignore_eos": True}
-        answer = await engine.async_generate(input_ids=tokens, sampling_params=sampling, stream=True, rid=name)
-        async for part in answer:
-            if part["meta_info"]["completion_tokens"] > 2:
+
+async def _beside(engine: Any, aborted: list[str] | list[list[int]], arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """What `Engine.generate` answers while other requests run, which are given up; none of them ends by itself."""
+    begun, is_time = [asyncio.Event() for _ in aborted], asyncio.Event()
+    key = "prompt" if "prompt" in arguments else "input_ids"
+    prompts = arguments[key]
+
+    async def give_up(count: int) -> None:
+        # With `ignore_eos` SGLang would keep room for all of it.
+        sampling = {"temperature": 0.0, "max_new_tokens": 100, "min_new_tokens": 100}
+        prompt, name = aborted[count], f"given-up-{count}"
+        given = {_key(prompt): prompt, "sampling_params": sampling}
+        async for part in await engine.async_generate(**given, stream=True, rid=name):
+            begun[count].set()
+            if is_time.is_set():
                 engine.tokenizer_manager.abort_request(name)
             last = part
         assert last["meta_info"]["finish_reason"]["type"] == "abort"
 
-    others = [asyncio.create_task(give_up(tokens, f"given-up-{count}")) for count, tokens in enumerate(aborted)]
-    outputs: list[dict[str, Any]] = await engine.async_generate(**arguments)
+    async def ask_first() -> list[dict[str, Any]]:
+        async for part in await engine.async_generate(**{**arguments, key: prompts[0]}, stream=True):
+            if part["meta_info"]["completion_tokens"] > 2:
+                is_time.set()
+            last = part
+        is_time.set()
+        return [last]
+
+    others = [asyncio.create_task(give_up(count)) for count in range(len(aborted))]
+    await asyncio.gather(*(it.wait() for it in begun))
+    first, rest = await asyncio.gather(ask_first(), engine.async_generate(**{**arguments, key: prompts[1:]}))
     await asyncio.gather(*others)
-    return outputs
+    return [*first, *rest]
 
 
 if __name__ == "__main__":

@@ -46,6 +46,9 @@ def arguments(**changes):
             "json_model_override_args": "{}",
             "device": "cuda",
             "mamba_radix_cache_strategy": "auto",
+            "page_size": None,
+            "disable_radix_cache": False,
+            "tokenizer_worker_num": 1,
             **changes,
         }
     )
@@ -111,7 +114,7 @@ def test_a_draft_is_of_the_file_s_architecture(family, tmp_path):
 def test_a_request_with_an_image_is_refused_in_one_line(folder):
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    from atom_plugin.sglang.hybrid import refuse_media
+    from atom_plugin.sglang.requests import refuse_media
 
     text, other = (config_of(folder(family), enable_multimodal=False) for family in ("qwen3_5_vl", "qwen3_5"))
     request = GenerateReqInput(input_ids=[1, 2], image_data="here.png")
@@ -119,3 +122,22 @@ def test_a_request_with_an_image_is_refused_in_one_line(folder):
         refuse_media(text, request)
     refuse_media(text, GenerateReqInput(input_ids=[1, 2]))
     refuse_media(other, request)
+
+
+def test_a_prompt_without_a_token_is_refused(folder):
+    from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+
+    from atom_plugin.sglang.requests import refuse_empty
+
+    ours, others = config_of(folder("qwen3_5")), SimpleNamespace(hf_config=SimpleNamespace(architectures=["Another"]))
+    empty, session = GenerateReqInput(text=""), GenerateReqInput(text="", session_params={"id": "1"})
+    with pytest.raises(ValueError, match="The prompt has no token"):
+        refuse_empty(ours, empty, [])
+    for model, request, tokens in (
+        (ours, empty, [1]),
+        (ours, empty, None),
+        (ours, session, []),
+        (ours, EmbeddingReqInput(text=""), []),
+        (others, empty, []),
+    ):
+        refuse_empty(model, request, tokens)

@@ -1,7 +1,7 @@
 """Models with two kinds of attention in real SGLang: the tokens are Transformers', however requests come and are kept.
 
-Each engine is asked the same: a prompt alone, cold and warm; many at once, some of which share a prefix with one that
-runs; many with neighbours that are given up. It has room for a few requests and states only, so some are put off, and
+Each engine is asked the same: a prompt alone, cold and warm; many at once, some of which share a prefix with a request
+that runs and is given up; the same again. It has room for a few requests and states only, so some are put off, and
 slots are used again, in which the request before has left NaN. What SGLang lacks on a CPU is in `snapshots_on_cpu`
 (copies of states for prefixes) and `chains_on_cpu` (drafts).
 """
@@ -30,12 +30,13 @@ RECALL = Path(__file__).parents[2] / "evaluation" / "recall.jsonl"
 COUNT = 32
 SHARED = some_tokens(150, 99)
 LENGTHS = (1, 7, 63, 64, 65, 130, 100, 33, 20, 5, 48)
-PROMPTS = [*(some_tokens(length, length) for length in LENGTHS), *([*SHARED, last] for last in range(5))]
-ALONE = [*SHARED, 9, 8, 7]
+PROMPTS = [*([*SHARED, last] for last in range(5)), *(some_tokens(length, length) for length in LENGTHS)]
+ALONE = some_tokens(153, 98)
+#: Nothing has ended that the first one shares its prefix with.
 GIVEN_UP = [[*SHARED, 3], some_tokens(90, 7), some_tokens(40, 8)]
 # With `ignore_eos` SGLang knows how much a request will need, and puts none off.
 EXACTLY = {"max_new_tokens": COUNT, "min_new_tokens": COUNT}
-ASKS = [Ask([ALONE], EXACTLY), Ask([ALONE], EXACTLY), Ask(PROMPTS, EXACTLY), Ask(PROMPTS, EXACTLY, aborted=GIVEN_UP)]
+ASKS = [*[Ask([ALONE], EXACTLY)] * 2, *[Ask(PROMPTS, EXACTLY, aborted=GIVEN_UP)] * 2]
 OPTIONS = {
     "dtype": "float32",
     "disable_cuda_graph": True,
@@ -44,6 +45,8 @@ OPTIONS = {
     "max_running_requests": 16,
     "schedule_conservativeness": 0.01,
 }
+#: SGLang puts a request off in each eighth step, whether there is room or not; it is without some now and then anyway.
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "8"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Cell:
             "page_size": self.page_size,
         }
         options = drafting(self.drafts, **options) if self.drafts else options
-        return Engine(str(folder), True, ASKS, options, environ_of(SNAPSHOTS, self.drafts))
+        return Engine(str(folder), True, ASKS, options, {**environ_of(SNAPSHOTS, self.drafts), **RETRACTING})
 
 
 def environ_of(plugin: Path | str, drafts: int) -> dict[str, str]:
@@ -84,14 +87,18 @@ def environ_of(plugin: Path | str, drafts: int) -> dict[str, str]:
 CELLS = [
     Cell("qwen3_next", "no_buffer", 0, overlap=False),
     Cell("qwen3_next", "extra_buffer", 3),
+    Cell("qwen3_next", "extra_buffer", 3, overlap=False),
     Cell("qwen3_5", "extra_buffer", 0),
+    Cell("qwen3_5", "extra_buffer", 0, overlap=False),
+    Cell("qwen3_5", "extra_buffer", 1),
     Cell("qwen3_5", "extra_buffer", 1, overlap=False),
+    Cell("qwen3_5", "no_buffer", 1, overlap=False),
     Cell("qwen3_5_moe_vl", "no_buffer", 3, overlap=False),
     Cell("qwen3_5_moe", "extra_buffer_lazy", 1, page_size=16),
 ]
 
 # As Transformers saves it, and without full attention in each fourth layer, which SGLang would take for granted.
-ALTERNATING = {"layer_types": ["linear_attention", "full_attention"] * 2, "extra": {"num_nextn_predict_layers": 1}}
+ALTERNATING = {"layer_types": ["linear_attention", "full_attention"] * 2, "extra": {}}
 CHANGES = {"qwen3_next": ALTERNATING}
 
 
@@ -122,9 +129,10 @@ def test_tokens_are_transformers(cell, made):
     cached = [[answer.meta["cached_tokens"] for answer in answers] for answers in ran.answers]
     assert cached[0] == [0]
     assert cached[1][0] >= 64
-    assert max(cached[2][-5:]) >= 64
+    assert cached[2][0] >= 64
     assert sum(count > 0 for count in cached[3]) > 2
-    assert sum(answer.meta["num_retractions"] for answer in (*first, *second)) > 0
+    for answers in (first, second):
+        assert sum(answer.meta["num_retractions"] for answer in answers) > 0
     if cell.drafts:
         right, proposed = (
             sum(answer.meta[name] for answer in (*first, *second))

@@ -44,7 +44,7 @@ def test_an_architecture_that_only_sglang_has_runs_there_and_one_line_says_so(tm
 def test_its_own_model_serves_where_nothing_of_ours_can_be_imported_beside_a_version_we_do_not_know(rows, tmp_path):
     site = of_another_framework(tmp_path, "sglang")
     environ = {**before_all_else(BROKEN_IMPORTS, site, STAND_INS), "SGLANG_EXTERNAL_MODEL_PACKAGE": None}
-    with SglangServer(checkpoint("qwen3"), environ=environ) as server:
+    with SglangServer(checkpoint("qwen3"), environ=environ, by_command=True) as server:
         assert complete(connect(server), server, rows[0].prompt) == f" {rows[0].answer}\n"
     assert "Failed to execute general plugin" not in server.log
 
@@ -53,7 +53,8 @@ def test_its_own_model_serves_where_nothing_of_ours_can_be_imported_beside_a_ver
 def test_asked_for_beside_such_a_version_one_line_says_what_is_supported(fault, tmp_path):
     broken = fault == "no import of ours works"
     first = BROKEN_IMPORTS if broken else of_another_framework(tmp_path, "sglang")
-    with pytest.raises(ServerFailed) as failure, SglangServer(checkpoint("qwen3"), environ=before_all_else(first)):
+    server = SglangServer(checkpoint("qwen3"), environ=before_all_else(first), by_command=True)
+    with pytest.raises(ServerFailed) as failure, server:
         pass
     assert "Traceback" not in failure.value.log
     begins = "SGLANG_EXTERNAL_MODEL_PACKAGE=atom_plugin.sglang.models cannot be served: "

@@ -36,11 +36,20 @@ class Case:
     ours: bool = True
 
 
-CHAIN = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+def chain(steps: int, tokens: int | None) -> tuple[str, ...]:
+    """Flags of a chain of drafts."""
+    verified = () if tokens is None else ("--speculative-num-draft-tokens", str(tokens))
+    return ("--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1", *verified)
 
 
+def drafting_by_layers(steps: int, tokens: int | None = None) -> tuple[str, ...]:
+    """Flags that ask for drafts by layers of the checkpoint."""
+    return ("--speculative-algorithm", "NEXTN", *chain(steps, tokens))
+
+
+CHAIN = chain(3, 4)
 DUMMY = ("--load-format", "dummy")
-NEXTN = ("--speculative-algorithm", "NEXTN", *CHAIN)
+NEXTN = drafting_by_layers(3, 4)
 
 
 def draft(algorithm: str) -> tuple[str, ...]:
@@ -494,13 +503,77 @@ CASES = {
     "a hybrid's heads over too many ranks": Case(
         ("does not divide linear_num_key_heads=2",), ("--tp", "4"), model="hybrid"
     ),
+    "more drafts than a hybrid verifies": Case(
+        ("--speculative-num-draft-tokens 9", "supported: up to 8. Set it to 8, with --speculative-num-steps 7"),
+        drafting_by_layers(8, 9),
+        model="hybrid",
+    ),
+    "more steps of drafts than a hybrid verifies": Case(
+        ("--speculative-num-draft-tokens 9", "supported: up to 8"),
+        drafting_by_layers(8),
+        model="hybrid",
+    ),
+    "drafts of a hybrid on SGLang's attention": Case(
+        ("--speculative-algorithm NEXTN with --attention-backend triton is not supported", "Leave --attention-backend"),
+        (*NEXTN, "--attention-backend", "triton"),
+        model="hybrid",
+    ),
+    "trees of drafts of a hybrid": Case(
+        ("--speculative-algorithm NEXTN with --attention-backend triton is not supported",),
+        (*NEXTN, "--attention-backend", "triton", "--speculative-eagle-topk", "4"),
+        model="hybrid",
+    ),
+    "states in float16 by the configuration": Case(
+        ("mamba_ssm_dtype=float16 (config.json)", "Add --mamba-ssm-dtype float32"),
+        ("--json-model-override-args", json.dumps({"mamba_ssm_dtype": "float16"})),
+        model="hybrid",
+    ),
+    "pages of a hybrid's prefixes on a CPU": Case(
+        ("--page-size 16 with prefix caching is not supported on a CPU", "--disable-radix-cache"),
+        ("--page-size", "16"),
+        model="hybrid",
+    ),
+    "graphs of a hybrid's whole prompts beside SGLang's attention": Case(
+        ("--cuda-graph-backend-prefill full is not supported by atom-plugin for models with linear attention",),
+        ("--cuda-graph-backend-prefill", "full", "--attention-backend", "triton"),
+        model="hybrid",
+    ),
+    "graphs of whole prompts": Case(
+        ("does not support CUDA graphs of whole prompts (--cuda-graph-backend-prefill full)", "breakable"),
+        ("--cuda-graph-backend-prefill", "full"),
+    ),
+    "graphs of whole prompts, in JSON": Case(
+        ("does not support CUDA graphs of whole prompts (--cuda-graph-config",),
+        ("--cuda-graph-config", json.dumps({"prefill": {"backend": "full"}})),
+    ),
+    "plans beside drafts": Case(
+        ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM=1",),
+        NEXTN,
+        environ={"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"},
+        model="hybrid",
+    ),
+    "a server of images' encodings": Case(
+        ("does not support a server of images' encodings (--encoder-only)", "text alone"),
+        ("--encoder-only",),
+        model="hybrid with images",
+    ),
+    "workers that do not refuse images": Case(
+        ("--tokenizer-worker-num 2 is not supported by atom-plugin for Qwen3_5ForConditionalGeneration",),
+        ("--tokenizer-worker-num", "2"),
+        model="hybrid with images",
+    ),
+    "encodings of images from another server": Case(
+        ("(--language-only)",),
+        ("--language-only", "--encoder-urls", "http://127.0.0.1:1"),
+        model="hybrid with images",
+    ),
     "drafts of a hybrid by a model": Case(
         ("does not support --speculative-algorithm STANDALONE for Qwen3_5ForCausalLM: it drafts by layers of its own",),
         draft("STANDALONE"),
         model="hybrid",
     ),
     "drafts of a hybrid without layers for it": Case(
-        ("no layers to draft with", "mtp_num_hidden_layers=0"), NEXTN, model="hybrid of few keys"
+        ("no layers to draft with", "mtp_num_hidden_layers=0"), NEXTN, model="hybrid that drafts nothing"
     ),
     "a package of ours without models": Case(
         ("SGLANG_EXTERNAL_MODEL_PACKAGE=atom_plugin.sglang names no package", "atom_plugin.sglang.models"),
@@ -567,6 +640,24 @@ TAKEN = {
     ),
     "a hybrid, with drafts": Case((), NEXTN, model="hybrid"),
     "a hybrid of which Transformers has saved all keys": Case((), model="hybrid of few keys"),
+    "a draft that a configuration does not count": Case((), NEXTN, model="hybrid of few keys"),
+    "as many drafts as a hybrid verifies": Case(
+        (),
+        drafting_by_layers(7, 8),
+        model="hybrid",
+    ),
+    "states in another dtype than the configuration's": Case(
+        (),
+        (
+            "--json-model-override-args",
+            json.dumps({"mamba_ssm_dtype": "float16"}),
+            "--mamba-ssm-dtype",
+            "bfloat16",
+        ),
+        model="hybrid",
+    ),
+    "plans beside nothing that drafts": Case((), environ={"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}),
+    "broken graphs of prompts": Case((), ("--cuda-graph-backend-prefill", "breakable")),
     "a hybrid with images": Case((), model="hybrid with images"),
     "states in bfloat16, and copies of them": Case(
         (),
@@ -593,6 +684,7 @@ def folders(tmp_path_factory):
         **places,
         "hybrid": str(make_hybrid(hybrids / "plain", "qwen3_5")),
         "hybrid of few keys": str(make_hybrid(hybrids / "few", "qwen3_5", extra={})),
+        "hybrid that drafts nothing": str(make_hybrid(hybrids / "none", "qwen3_5", extra={"mtp_num_hidden_layers": 0})),
         "hybrid of odd layers": str(make_hybrid(hybrids / "odd", "qwen3_5", layer_types=odd)),
         "hybrid with images": str(make_hybrid(hybrids / "images", "qwen3_5_vl")),
     }

@@ -57,6 +57,15 @@ def test_generate_answers_and_ends_by_itself(server, rows):
         assert len(output["output_ids"]) == output["meta_info"]["completion_tokens"]
 
 
+def test_a_prompt_without_a_token_is_refused_and_the_server_goes_on(server, rows):
+    for body in ({"text": ""}, {"text": [rows[0].prompt, ""]}, {"text": "", "stream": True}):
+        refused = httpx.post(f"{server.url}/generate", json=body, timeout=120)
+        assert "The prompt has no token" in refused.text
+        # A stream has begun by then.
+        assert refused.status_code == (200 if "stream" in body else 400)
+    assert generate(server, rows[0].prompt)["text"] == f" {rows[0].answer}\n"
+
+
 def test_generate_takes_tokens_for_text(server, hugging_face, rows):
     tokens = hugging_face("qwen3").tokenizer(rows[0].prompt).input_ids
     sampling = {"temperature": 0, "max_new_tokens": MAX_TOKENS}

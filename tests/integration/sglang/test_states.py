@@ -114,7 +114,9 @@ def make_runner(drafts=0):
 def make_layer(index=1):
     from atom_plugin.sglang.attention import SglangLinearAttention
 
-    return SglangLinearAttention(Mixer(index), SimpleNamespace(kernels=kernel_set(Target(CPU, ""))))
+    return SglangLinearAttention(
+        Mixer(index), SimpleNamespace(kernels=kernel_set(Target(CPU, "")), device=torch.device(CPU))
+    )
 
 
 def inputs(count, seed=0):

@@ -197,9 +197,17 @@ GPU_CALLS = (*CALLS, "compared", "released")
 
 
 def run_case(
-    old: str, new: str, bad: dict[str, str], options: dict[str, Any], infinite: str | None = None
+    old: str,
+    new: str,
+    bad: dict[str, str],
+    options: dict[str, Any],
+    infinite: str | None = None,
+    no_drafts: str | None = None,
 ) -> dict[str, Any]:
-    """Every call on one engine that began with ``old``; ``infinite`` is a folder that is found bad while it is read."""
+    """Every call on one engine that began with ``old``.
+
+    ``infinite`` is a folder that is found bad while it is read, ``no_drafts`` is ``new`` without the layer that drafts.
+    """
     it = Updating(old, options)
     try:
         of_old = it.answers()
@@ -213,6 +221,8 @@ def run_case(
             found[call].append(it.answers() == of_new)
         found["refused"] = {fault: it.refused(folder) for fault, folder in bad.items()}
         found["after refusals"] = it.answers() == of_new
+        if no_drafts is not None:
+            found["without drafts"] = [it.refused(no_drafts), it.answers() == of_new]
         if infinite is not None:
             it.disk(new)
             found["broken off"] = [it.refused(infinite), it.answers() == of_new]
@@ -221,6 +231,9 @@ def run_case(
         found["refused later"] = it.refused_bucket(old, first=False)
         it.buckets(old)
         found["after a refused later bucket"] = it.answers() == of_old
+        prefixed = "model.language_model.norm.weight"
+        named = [it.engine.get_weights_by_name(name, 3) for name in (prefixed, "model.norm.weight")]
+        found["by its name in a wrapper"] = named[0] == named[1] is not None
         names = [name for name, _ in _tensors(old) if name.endswith(("proj.weight", "norm.weight"))][:12]
         found["by name"] = {name: it.engine.get_weights_by_name(name, 3) for name in names}
     finally:

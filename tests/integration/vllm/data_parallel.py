@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,12 +21,19 @@ ENVIRON = {"VLLM_CPU_SIM_MULTI_NUMA": "0"}
 
 
 @contextmanager
-def two_data_parallel_ranks(folder: Path, *flags: str) -> Iterator[VllmServer]:
-    """The model in ``folder`` on two; an error in the block if one of them served nothing."""
+def two_data_parallel_ranks(folder: Path, *flags: str, by_command: bool = False) -> Iterator[VllmServer]:
+    """The model in ``folder`` on two; an error in the block if one of them served nothing.
+
+    ``by_command`` is as for any `Server`.
+    """
     common = ("--model-impl", "atom", "--dtype", "float32", "--max-model-len", "256", "--data-parallel-size", "2")
-    with VllmServer(folder, *common, *flags, environ=ENVIRON) as server:
-        yield server
-        assert min(served_by_each(server)) > 0
+    with tempfile.TemporaryDirectory() as counts:
+        # Several processes answer requests, and count together where a variable says so when they import Prometheus.
+        # vLLM sets it for those that it spawns; forked ones have the import of the process that started them.
+        environ = ENVIRON if by_command else {**ENVIRON, "PROMETHEUS_MULTIPROC_DIR": counts}
+        with VllmServer(folder, *common, *flags, environ=environ, by_command=by_command) as server:
+            yield server
+            assert min(served_by_each(server)) > 0
 
 
 def served_by_each(server: VllmServer, ranks: int = 2) -> list[float]:

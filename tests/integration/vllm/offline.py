@@ -13,7 +13,8 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class Engine:
         options: further arguments of `LLM`.
         environ: variables set while it is made; only what is read anew for each engine can be set here.
         poisoned: whether states (of linear attention) have NaN in their memory before the first request.
+        stepped: whether `Ran.steps` is wanted.
     """
 
     model: str
@@ -53,6 +55,7 @@ class Engine:
     options: Mapping[str, Any] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
     poisoned: bool = False
+    stepped: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class Answer:
     prompt_logprobs: list[dict[str, float]]
     routed_experts: list[list[list[int]]] | None = None
     """Of each token but the last and each layer, the experts; None where not asked for."""
+    num_cached_tokens: int = field(default=0, compare=False)
+    """Of the prompt, those that were in the prefix cache when the request began."""
+    began: float = field(default=0.0, compare=False)
+    ended: float = field(default=0.0, compare=False)
+    """When the request first was in a step, and when it had its last token, in seconds of one clock."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,8 @@ class Ran:
     kernels: dict[str, str]
     """Our model's implementation of each op; empty for any other model."""
     draft_class: str | None
+    state_dtypes: list[str]
+    """Of what layers keep of a request beside pages: "torch.float32" and so on, each once."""
     compiled: bool
     """Whether the model went through torch.compile."""
     answers: list[list[Answer]]
@@ -86,6 +96,9 @@ class Ran:
     """vLLM's own, by name: "vllm:num_preemptions" and so on."""
     graph_mode: str
     """Which graphs vLLM captured in the end: "NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE", ..."""
+    steps: list[list[list[int]]] = field(default_factory=list)
+    """Of each step of layers with states, for each request: tokens computed before, new ones, and 1 if they are a
+    prompt's. With `Engine.stepped` alone."""
     log: str = ""
     """All that the process has printed, for every engine."""
 
@@ -99,7 +112,7 @@ class Ran:
 def run(
     engines: Sequence[Engine],
     *,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str | None] | None = None,
     deadline: float = 400.0,
     script: Path = Path(__file__),
 ) -> list[Ran]:
@@ -139,7 +152,13 @@ def main() -> None:
 
 
 def _run_engine(
-    model: str, impl: str, asks: list[dict[str, Any]], options: dict[str, Any], environ: dict[str, str], poisoned: bool
+    model: str,
+    impl: str,
+    asks: list[dict[str, Any]],
+    options: dict[str, Any],
+    environ: dict[str, str],
+    poisoned: bool,
+    stepped: bool,
 ) -> dict[str, Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -155,9 +174,13 @@ def _run_engine(
     if poisoned:
         llm.collective_rpc(_poison)
     try:
+        described = llm.collective_rpc(_describe)[0]
+        with _steps_written() if stepped else nullcontext([]) as steps:
+            answers = [_ask(llm, **ask) for ask in asks]
         found = {
-            **llm.collective_rpc(_describe)[0],
-            "answers": [_ask(llm, **ask) for ask in asks],
+            **described,
+            "answers": answers,
+            "steps": steps,
             "counters": {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")},
             "graph_mode": llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name,
         }
@@ -187,30 +210,74 @@ def _ask(llm: Any, prompts: list[Any], sampling: dict[str, Any], aborted: list[A
             "logprobs": [_by_token(entry) for entry in output.outputs[0].logprobs or ()],
             "prompt_logprobs": [_by_token(entry) for entry in output.prompt_logprobs or ()],
             "routed_experts": _as_lists(output.outputs[0].routed_experts),
+            "num_cached_tokens": output.num_cached_tokens or 0,
+            "began": output.metrics.scheduled_ts,
+            "ended": output.metrics.last_token_ts,
         }
         for output in outputs
     ]
 
 
 def _generate_beside(engine: Any, asked: list[Any], given_up: list[Any], params: Any) -> list[Any]:
-    """What `asked` are answered while every second request is one that is given up."""
+    """What `asked` are answered while every second request is given up."""
     for at in range(max(len(asked), len(given_up))):
         for kind, prompts in (("given up", given_up), ("asked", asked)):
             if at < len(prompts):
                 engine.add_request(f"{kind} {at}", prompts[at], params)
-    finished = {}
+    finished: dict[str, Any] = {}
+    begun, cut_short = set(), False
+    left = [f"given up {at}" for at in range(len(given_up))]
     for step in itertools.count():
         if not engine.has_unfinished_requests():
+            assert cut_short, "no request was given up after its first token and before its last one"
             return [finished[f"asked {at}"] for at in range(len(asked))]
-        finished |= {it.request_id: it for it in engine.step() if it.finished}
-        if step % 3 == 2 and step // 3 < len(given_up):
-            engine.abort_request([f"given up {step // 3}"])
+        for output in engine.step():
+            begun.add(output.request_id)
+            if output.finished:
+                finished[output.request_id] = output
+        left = [name for name in left if name not in finished]
+        if step % 3 == 2 and left:
+            # The first one is in its prompt; then those with tokens go, and while there are none, those that wait.
+            name = next((name for name in left if name in begun), left[-1 if begun else 0])
+            cut_short |= name in begun
+            engine.abort_request([name])
+            left.remove(name)
     raise AssertionError("unreachable")
 
 
-def _poison(worker: Any) -> None:
+@contextmanager
+def _steps_written() -> Iterator[list[list[list[int]]]]:
+    """What our builder for states is told of each step, once for each group of layers, in this process."""
+    from atom_plugin.vllm.states import AtomStateMetadataBuilder
+
+    steps: list[list[list[int]]] = []
+    build = AtomStateMetadataBuilder.build
+
+    def written(self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **more: Any) -> Any:
+        common = common_attn_metadata
+        if common.is_prefilling is not None:
+            new = common.query_start_loc_cpu.diff()
+            before = common.seq_lens_cpu_upper_bound[: len(new)] - new
+            rows = zip(before.tolist(), new.tolist(), common.is_prefilling.int().tolist(), strict=True)
+            steps.append([list(row) for row in rows if row[1]])
+        return build(self, common_prefix_len, common, *args, **more)
+
+    AtomStateMetadataBuilder.build = written
+    try:
+        yield steps
+    finally:
+        AtomStateMetadataBuilder.build = build
+
+
+def _states(worker: Any) -> Iterator[Any]:
+    """All tensors with states of requests."""
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    for state in itertools.chain(*(layer.kv_cache for layer in layers if isinstance(layer.kv_cache, tuple))):
+    caches = (getattr(layer, "kv_cache", None) for layer in layers)
+    return itertools.chain(*(cache for cache in caches if isinstance(cache, tuple)))
+
+
+def _poison(worker: Any) -> None:
+    for state in _states(worker):
         state.fill_(float("nan"))
 
 
@@ -230,6 +297,7 @@ def _describe(worker: Any) -> dict[str, Any]:
         "model_class": type(model).__name__,
         "layer_classes": sorted({type(layer).__name__ for layer in model.modules()}),
         "kernels": {choice.op: choice.implementation for choice in runtime.kernels.choices()} if runtime else {},
+        "state_dtypes": sorted({str(state.dtype) for state in _states(worker)}),
         "draft_class": None if draft is None else type(draft).__name__,
         "compiled": not getattr(model, "do_not_compile", True),
     }

@@ -12,18 +12,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from openai import BadRequestError
 from transformers import AutoTokenizer
 
 from atom_plugin.common.versions import installed
-from tests.integration.hybrids import make_hybrid
+from tests.integration.hybrids import LENGTHS, WHOLE_BLOCKS, in_fp8_blocks, make_hybrid, wrapped
 from tests.integration.preloaded import run_script
-from tests.integration.questions import BY_VECTORS, TESTS, checkpoint
+from tests.integration.questions import BY_VECTORS, TESTS, checkpoint, connect
+from tests.integration.server import VllmServer
 from tests.integration.vllm.data_parallel import COPIES, greedy_at_once, two_data_parallel_ranks
-from tests.integration.vllm.offline import Ask, Engine, Ran, run
+from tests.integration.vllm.offline import Answer, Ask, Engine, Ran, run
 
 pytestmark = pytest.mark.vllm
 
 NUM_TOKENS = 16
+#: How many prompts share many tokens, the last ones of all.
+NUM_SHARING = 4
+NUM_PROMPTS = len(LENGTHS) + NUM_SHARING
 
 
 def before_all_else(*folders: str) -> dict[str, str]:
@@ -53,6 +58,12 @@ OPTIONS = {
 EXACTLY = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False}
 WITHOUT_PREFIXES = {"enable_prefix_caching": False}
 WRAPPER = {"language_model_only": True}
+#: A PNG of one.
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+
+#: Of prompts that come together, so many tokens a step: four have their last ones in the same step.
+IN_PARTS = {"long_prefill_token_threshold": 12}
 
 
 def drafts(count: int) -> dict[str, object]:
@@ -67,7 +78,7 @@ WAYS = {
     "dense": ("Qwen3_5ForCausalLM", 40, {}),
     "dense, no prefix cache": ("Qwen3_5ForCausalLM", 20, WITHOUT_PREFIXES),
     "dense, 1 draft": ("Qwen3_5ForCausalLM", 32, drafts(1)),
-    "dense, 3 drafts": ("Qwen3_5ForCausalLM", 40, drafts(3)),
+    "dense, 3 drafts": ("Qwen3_5ForCausalLM", 40, {**drafts(3), **IN_PARTS}),
     "mixture, 1 draft": ("Qwen3_5MoeForCausalLM", 32, drafts(1)),
     "text of a dense one": ("Qwen3_5ForConditionalGeneration", 40, WRAPPER),
     "text of a mixture, 3 drafts": ("Qwen3_5MoeForConditionalGeneration", 40, {**WRAPPER, **drafts(3)}),
@@ -83,20 +94,49 @@ def checkpoints(tmp_path_factory, names):
     return made
 
 
+def num_drafts(options) -> int:
+    return options.get("speculative_config", {}).get("num_speculative_tokens", 0)
+
+
+def ends_behind_48(options) -> int:
+    """Which prompt has as many tokens behind 48 as a request that verifies drafts."""
+    return LENGTHS.index(48 + 1 + (num_drafts(options) or 1))
+
+
+def asked(options) -> list[list[int]]:
+    """Which prompts come at once: one token, one prompt in two steps, four like it, all, all again, ...
+
+    Of many short ones, which end before long, some must wait: the last one, of one token, comes while others run.
+    """
+    last, everything, sharing = ends_behind_48(options), list(range(NUM_PROMPTS)), NUM_PROMPTS - 1
+    short = [0, 1, 2] * 5 + [1, 0]
+    return [[0], [last], [last] * 4, everything, everything, everything, [sharing], [sharing], short]
+
+
+#: Among what is asked.
+COLD, BESIDE_ABORTED, WARM = 3, 5, 7
+
+
 def engine(hybrid, blocks, options) -> Engine:
-    """One prompt by itself, all at once, all again, and all beside others that are given up."""
-    together = Ask(hybrid.prompts, EXACTLY)
-    asks = [Ask(hybrid.prompts[3:4], EXACTLY), together, together, replace(together, aborted=hybrid.prompts[::-1])]
+    """One that is asked all that."""
+    asks = [Ask([hybrid.prompts[row] for row in rows], EXACTLY) for rows in asked(options)]
+    asks[BESIDE_ABORTED] = replace(asks[BESIDE_ABORTED], aborted=hybrid.prompts[::-1])
     few = {"num_gpu_blocks_override": blocks}
-    return Engine(hybrid.folder, "atom", asks, {**OPTIONS, **few, **options}, poisoned=True)
+    return Engine(hybrid.folder, "atom", asks, {**OPTIONS, **few, **options}, poisoned=True, stepped=True)
 
 
-def assert_right(name: str, ran: Ran, hybrid) -> None:
-    alone, *together = [[answer.tokens for answer in asked] for asked in ran.answers]
-    assert alone == hybrid.answers[3:4], name
-    for at, found in enumerate(together):
-        wrong = [row for row, tokens in enumerate(found) if tokens != hybrid.answers[row]]
-        assert wrong == [], f"{name}, all at once for the {at + 1}. time"
+def assert_answers(name: str, asked: list[list[int]], ran: Ran, hybrid) -> None:
+    for at, (rows, answers) in enumerate(zip(asked, ran.answers, strict=True)):
+        pairs = zip(rows, answers, strict=True)
+        assert [row for row, answer in pairs if answer.tokens != hybrid.answers[row]] == [], f"{name}, ask {at}"
+
+
+def assert_cached(cold: list[Answer], warm: list[Answer]) -> None:
+    """Prompts that share a prefix found it with a request that ran, and one of them after itself."""
+    sharing = cold[-NUM_SHARING:]
+    found = [answer for answer in sharing if answer.num_cached_tokens]
+    assert any(other.began < answer.began < other.ended for answer in found for other in sharing)
+    assert warm[0].num_cached_tokens > 0
 
 
 def serve(tmp_path_factory, names):
@@ -118,7 +158,7 @@ def test_each_version_gives_the_tokens_of_the_model_by_itself(tmp_path_factory):
         names.remove("dense, 3 drafts")  # on a CPU its own code for drafts fails: "Cannot inspect kernel parameters"
     rans, made = serve(tmp_path_factory, names)
     for name, ran in rans.items():
-        assert_right(name, ran, made[WAYS[name][0]])
+        assert_answers(name, asked(WAYS[name][2]), ran, made[WAYS[name][0]])
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -127,14 +167,31 @@ def test_tokens_are_those_of_the_model_by_itself(served, name):
     ran, (architecture, _, options) = rans[name], WAYS[name]
     assert ran.model_class == f"Atom{architecture}"
     assert {"VllmPagedAttention", "VllmLinearAttention"} <= set(ran.layer_classes)
-    assert_right(name, ran, made[architecture])
+    assert_answers(name, asked(options), ran, made[architecture])
     if "speculative_config" in options:
         assert ran.draft_class is not None
         assert (
             0 < ran.counters["vllm:spec_decode_num_accepted_tokens"] < ran.counters["vllm:spec_decode_num_draft_tokens"]
         )
     if "enable_prefix_caching" not in options:
-        assert ran.counters["vllm:prefix_cache_hits"] > 0
+        assert_cached(ran.answers[COLD], ran.answers[WARM])
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_steps_have_what_is_taken_for_drafts_or_decodes_elsewhere(served, name):
+    """A prompt's last tokens, as many as verify drafts (vllm#55766), and a prompt of one token, alone and padded."""
+    options = WAYS[name][2]
+    assert_steps(served[0][name].steps, num_drafts(options), 48)
+    if "long_prefill_token_threshold" in options:
+        assert [[48, 1 + num_drafts(options), 1]] * 4 in served[0][name].steps
+
+
+def assert_steps(steps: list[list[list[int]]], count: int, before: int) -> None:
+    """Steps of an engine with ``count`` drafts: a prompt of one token, and last ones behind ``before``, alone."""
+    assert [[0, 1, 1]] in steps
+    assert [[before, 1 + (count or 1), 1]] in steps
+    if count == 3:  # of so many tokens no prompt is
+        assert any(row[:2] == [0, 1 + count] for step in steps for row in step)
 
 
 @pytest.mark.parametrize("drafting", [False, True])
@@ -150,15 +207,46 @@ def recall(count: int) -> list[dict[str, str]]:
     return [json.loads(line) for line in lines[:count]]
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
-def test_trained_ones_answer_what_only_a_kept_state_knows(family):
-    rows = recall(16)
+#: Of each engine the trained checkpoint and its options.
+TRAINED = {
+    "Next": ("qwen3_next", {}),
+    "Next, 3 drafts": ("qwen3_next", {**drafts(3), "mamba_ssm_cache_dtype": "float32"}),
+    "dense, an FP8 cache": ("qwen3_5", {"mamba_ssm_cache_dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}),
+    "dense, ngram": (
+        "qwen3_5",
+        {
+            **WITHOUT_PREFIXES,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """What each of these engines did."""
     options = {"max_num_batched_tokens": 256, "max_model_len": 1024, **BY_VECTORS}
-    ask = Ask([row["prompt"] for row in rows], {"max_tokens": 8})
-    (ran,) = run([Engine(checkpoint(family), "atom", [ask, ask], options, poisoned=True)], environ=ENVIRON)
+    ask = Ask([row["prompt"] for row in recall(16)], {"max_tokens": 8})
+    engines = [
+        Engine(checkpoint(family), "atom", [ask, ask], {**options, **more}, poisoned=True)
+        for family, more in TRAINED.values()
+    ]
+    script = Path(__file__).with_name("states_as_asked.py")
+    return dict(zip(TRAINED, run(engines, environ=ENVIRON, script=script), strict=True))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_ones_answer_what_only_a_kept_state_knows(trained, name):
+    ran, options = trained[name], TRAINED[name][1]
     for asked in ran.answers:
-        assert [answer.text.split("\n")[0].strip() for answer in asked] == [row["answer"] for row in rows]
-    assert ran.counters["vllm:prefix_cache_hits"] > 0
+        assert [answer.text.split("\n")[0].strip() for answer in asked] == [row["answer"] for row in recall(16)]
+    if "speculative_config" in options:
+        accepted, drafted = (ran.counters[f"vllm:spec_decode_num_{what}_tokens"] for what in ("accepted", "draft"))
+        assert accepted > (0 if "ngram" in name else 0.5 * drafted)
+    else:
+        assert ran.counters["vllm:prefix_cache_hits"] > 0
+    if "mamba_ssm_cache_dtype" in options:
+        assert f"torch.{options['mamba_ssm_cache_dtype']}" in ran.state_dtypes
 
 
 def test_a_multimodal_checkpoint_is_refused_but_for_its_text(tmp_path):
@@ -176,23 +264,88 @@ def test_a_multimodal_checkpoint_is_refused_but_for_its_text(tmp_path):
     assert taken is None
 
 
-def test_the_newer_runner_goes_on_behind_cached_prefixes_and_verifies_drafts(tmp_path):
-    hybrid = make_hybrid(tmp_path, "Qwen3_5ForCausalLM", 6, (1, 52, 130))
-    options = {**OPTIONS, "enforce_eager": True}
-    speculative = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
-    together = Ask(hybrid.prompts, {**EXACTLY, "max_tokens": 6})
-    asks = [together, replace(together, aborted=hybrid.prompts[:3])]
-    engines = [
-        Engine(hybrid.folder, "atom", asks, options, poisoned=True),
-        Engine(hybrid.folder, "atom", asks, {**options, **speculative}, poisoned=True),
-    ]
-    plain, drafting = run(engines, environ=NEWER_RUNNER)
-    for ran in (plain, drafting):
-        for asked in ran.answers:
-            assert [answer.tokens for answer in asked] == hybrid.answers
-        assert ran.counters["vllm:prefix_cache_hits"] > 0
-    assert drafting.counters["vllm:spec_decode_num_accepted_tokens"] > 0
-    assert "greedy_tokens" in plain.kernels
+@pytest.mark.slow
+def test_a_server_of_its_text_refuses_an_image_in_one_line(tmp_path):
+    folder, (row,) = wrapped(checkpoint("qwen3_5"), tmp_path / "wrapper"), recall(1)
+    flags = ("--model-impl", "atom", "--language-model-only", "--dtype", "float32", "--max-model-len", "1024")
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
+    with VllmServer(folder, *flags, "--served-model-name", "wrapper", environ=ENVIRON) as server:
+        client = connect(server)
+        asked = {"model": "wrapper", "max_tokens": 8, "temperature": 0}
+        text = client.completions.create(prompt=row["prompt"], **asked).choices[0].text
+        assert text.split("\n")[0].strip() == row["answer"]
+        with pytest.raises(BadRequestError) as refused:
+            client.chat.completions.create(messages=[{"role": "user", "content": [image]}], **asked)
+        assert refused.value.body["message"] == "wrapper is not a multimodal model"
+        assert client.completions.create(prompt=row["prompt"], **asked).choices[0].text == text
+
+
+#: For the newer runner, whose interpreted kernels take long; with them blocks have 64 tokens, where prompts are cut.
+FEWER_STEPS = {**OPTIONS, "max_num_batched_tokens": 128, "enforce_eager": True}
+SHORTER = {**EXACTLY, "max_tokens": 8}
+#: Of as many tokens behind 128 as verify 1 or 3 drafts; several end shortly before the end of a block.
+LENGTHS_BY_64 = (1, 2, 7, 55, 56, 57, 58, 59, 60, 63, 130, 132)
+
+
+def mtp(count: int) -> dict[str, object]:
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": count}}
+
+
+#: As `WAYS`.
+NEWER_WAYS = {
+    "dense": ("Qwen3_5ForCausalLM", 24, {}),
+    "text of a dense one, 3 drafts": ("Qwen3_5ForConditionalGeneration", 36, {**WRAPPER, **mtp(3)}),
+    "Next, 1 draft": ("Qwen3NextForCausalLM", 28, mtp(1)),
+}
+
+
+def asked_newer(options) -> list[list[int]]:
+    """Which prompts come at once: one token, one prompt in two steps, all, one of them, again, and all and one more.
+
+    The one more is of one token; it must wait until others end, and comes while some run.
+    """
+    last, everything = LENGTHS_BY_64.index(129 + (num_drafts(options) or 1)), list(range(NUM_PROMPTS))
+    return [[0], [last], everything, [NUM_PROMPTS - 1], [NUM_PROMPTS - 1], [*everything, 0]]
+
+
+@pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.smoke if "3" in it else ()) for it in NEWER_WAYS])
+def test_the_newer_runner_gives_them_behind_cached_prefixes_with_drafts_too(name, tmp_path):
+    """Also of requests that lost their states and came back (vllm#53912)."""
+    architecture, blocks, options = NEWER_WAYS[name]
+    hybrid = make_hybrid(tmp_path, architecture, SHORTER["max_tokens"], LENGTHS_BY_64)
+    asks = [Ask([hybrid.prompts[row] for row in rows], SHORTER) for rows in asked_newer(options)]
+    asks[-1] = replace(asks[-1], aborted=hybrid.prompts[4:10])
+    few = {**FEWER_STEPS, "num_gpu_blocks_override": blocks, **options}
+    engine = Engine(hybrid.folder, "atom", asks, few, poisoned=True, stepped=True)
+    (ran,) = run([engine], environ=NEWER_RUNNER, script=Path(__file__).with_name("interpreted.py"))
+    assert_answers(name, asked_newer(options), ran, hybrid)
+    assert_cached(ran.answers[2], ran.answers[4])
+    assert ran.counters["vllm:num_preemptions"] > 0
+    if not installed("vllm").version.startswith(("0.30.", "0.31.", "0.32.")):  # which cut prompts elsewhere
+        assert_steps(ran.steps, num_drafts(options), 128)
+    if num_drafts(options):
+        assert ran.counters["vllm:spec_decode_num_accepted_tokens"] > 0
+    else:
+        assert "greedy_tokens" in ran.kernels
+
+
+def test_weights_in_fp8_blocks_and_a_draft_of_such(tmp_path):
+    plain = make_hybrid(tmp_path / "plain", "Qwen3_5ForCausalLM", NUM_TOKENS, (1, 2, 50, 120), **WHOLE_BLOCKS)
+    hybrid = in_fp8_blocks(plain, tmp_path / "fp8")
+    assert hybrid.answers != plain.answers
+    together = Ask(hybrid.prompts, EXACTLY)
+    engine = Engine(
+        hybrid.folder, "atom", [together, together], {**OPTIONS, **drafts(1), "dtype": "bfloat16"}, poisoned=True
+    )
+    (ran,) = run([engine], environ=ENVIRON)
+    for answers in ran.answers:
+        pairs = zip(answers, hybrid.answers, strict=True)
+        # In bfloat16 a chunk's end rounds, so an answer may turn at a token that is nearly undecided.
+        assert sum(answer.tokens == right for answer, right in pairs) >= len(hybrid.answers) - 1
+    assert ran.kernels["fp8_block_linear"] == "reference"
+    assert ran.draft_class == "AtomQwen35Draft"
+    accepted, drafted = (ran.counters[f"vllm:spec_decode_num_{what}_tokens"] for what in ("accepted", "draft"))
+    assert accepted > 0.5 * drafted
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def engines(rows, *impls, **options):
 def test_auto_atom_and_auto_again_in_one_process(rows):
     # Compiling vLLM's model takes longer than all else here: the last one is.
     (before,) = engines(rows, "auto", enforce_eager=True)
-    before, ours, after = run([before, *engines(rows, "atom", "auto")])
+    before, ours, after = run([before, *engines(rows, "atom", "auto")], environ={"TORCHDYNAMO_DISABLE": None})
     assert ours.model_class == "AtomQwen3ForCausalLM"
     assert before.model_class == after.model_class == "Qwen3ForCausalLM"
     assert before.layer_classes == after.layer_classes
@@ -43,14 +43,15 @@ def test_auto_serves_where_nothing_of_ours_can_be_imported_beside_a_version_we_d
     """A later vLLM may drop any name that a module of ours imports, and has a version that we do not know."""
     environ = before_all_else(BROKEN_IMPORTS, of_another_framework(tmp_path, "vllm"))
     flags = [word for name, value in BY_VECTORS.items() for word in (f"--{name}", value)]
-    with VllmServer(checkpoint("qwen3"), "--model-impl", "auto", "--enforce-eager", *flags, environ=environ) as server:
+    flags = ("--model-impl", "auto", "--enforce-eager", *flags)
+    with VllmServer(checkpoint("qwen3"), *flags, environ=environ, by_command=True) as server:
         assert complete(connect(server), server, rows[0].prompt) == f" {rows[0].answer}\n"
         assert "Traceback" not in server.log
 
 
 def last_line_of_refused(environ):
     """The last line of what a server that cannot start for `--model-impl atom` prints, and all of it."""
-    server = VllmServer(checkpoint("qwen3"), "--model-impl", "atom", environ=environ)
+    server = VllmServer(checkpoint("qwen3"), "--model-impl", "atom", environ=environ, by_command=True)
     with pytest.raises(ServerFailed) as failure, server:
         pass
     lines = failure.value.log.splitlines()
@@ -75,7 +76,7 @@ def test_atom_is_refused_in_one_line_beside_a_version_we_do_not_know(tmp_path):
 
 def test_an_untested_version_is_served_where_the_user_says_so_and_the_table_tells(rows, tmp_path):
     environ = {**before_all_else(of_another_framework(tmp_path, "vllm")), "ATOM_ALLOW_UNTESTED_FRAMEWORK": "1"}
-    with VllmServer(checkpoint("qwen3"), "--model-impl", "atom", environ=environ) as server:
+    with VllmServer(checkpoint("qwen3"), "--model-impl", "atom", environ=environ, by_command=True) as server:
         assert complete(connect(server), server, rows[0].prompt) == f" {rows[0].answer}\n"
         (line,) = [line for line in server.startup_report() if line.startswith("  framework ")]
         assert line.endswith(f", untested (supported: {RANGE})")

@@ -182,9 +182,9 @@ def test_a_cache_of_latents_in_fp8_answers_as_our_model_alone_does(engines):
 
 @pytest.mark.slow
 def test_data_parallel_ranks_that_share_each_expert_give_hugging_faces_tokens(tmp_path):
-    """Those that share out whole experts draft as well: see test_mtp.py."""
+    """Those that share out whole experts draft as well: see test_mtp.py. This server is started as users start one."""
     expected = make_mixture(tmp_path, "gpt_oss")
-    with two_data_parallel_ranks(tmp_path) as server:
+    with two_data_parallel_ranks(tmp_path, by_command=True) as server:
         assert greedy_at_once(server, PROMPTS * COPIES) == expected * COPIES
 
 

@@ -137,7 +137,7 @@ CASES = {
         model="a hybrid",
     ),
     "states in 16 bits that kernels do not have": Case(
-        ("--mamba-ssm-cache-dtype float16", "supported: float32, bfloat16"),
+        ("states of linear attention in float16", "supported: float32, bfloat16", "Add --mamba-ssm-cache-dtype"),
         {"mamba_ssm_cache_dtype": "float16"},
         model="a hybrid",
     ),

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.processes import living_of_group
 from tests.integration.server import ServerFailed, VllmServer
 
 pytestmark = pytest.mark.vllm
 
 
 def is_running(argument: str) -> bool:
-    """Whether any process has `argument` in its command line."""
+    """Whether any process has `argument` in its command line, where a forked one has nothing of its own."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         # A process may end while it is looked at.
         with contextlib.suppress(OSError):
@@ -30,8 +31,12 @@ def test_a_server_that_ends_shows_its_log(tmp_path):
     assert "config.json" in error.value.log
 
 
-def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path):
-    server = VllmServer(tmp_path, deadline=1.0)
-    with pytest.raises(ServerFailed, match="not ready after 1 s"), server:
+@pytest.mark.parametrize("by_command", [True, False], ids=["by its command", "forked"])
+def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path, by_command):
+    # A forked one has all of vLLM, and finds within a second that there is no model.
+    server = VllmServer(tmp_path, deadline=0.0, by_command=by_command)
+    with pytest.raises(ServerFailed, match="not ready after 0 s"), server:
         pass
+    assert server.returncode is not None
+    assert not living_of_group(server.leader)
     assert not is_running(str(server.port))

@@ -108,7 +108,7 @@ def _triton_supports(spec: PagedAttentionSpec, target: Target) -> str | None:
 def _build_triton(spec: PagedAttentionSpec, target: Target) -> PagedAttentionKernel:
     from atom_core.kernels.attention.triton_kernel import TritonAttention  # needs triton, which a CPU may lack
 
-    nvidia, hopper = target.kind == "cuda", (target.kind, target.arch) == ("cuda", "sm90")
+    nvidia, hopper = target.kind == "cuda", target.is_hopper
     return TritonAttention(spec, nvidia, overlaps(target), hopper)
 
 

@@ -30,6 +30,7 @@ from atom_core.kernels.attention.hopper_parts import (
     pages_of_runs,
     run_of,
     runs_layout,
+    to_base_2,
 )
 from atom_core.kernels.attention.triton_parts import LOG2_E, range_of
 from atom_core.kernels.launch import entry_kernel
@@ -114,6 +115,7 @@ def _over_tiles(
     key,
     value,
     table,
+    earliest,
     length,
     position,
     scale,
@@ -147,14 +149,16 @@ def _over_tiles(
         # Where a copy starts, Triton has all warps wait until they have started, or ended, what reads such memory.
         page = pages_of_runs(table, tile, length, BLOCK_N, PAGE, RUN, runs)
         copy_tile(
-            values.index(1 - place), value, page, tile, length, stride_v_page, stride_v_token, PAGE, RUN, runs, copied
-        )
+            values.index(1 - place), value, page, tile, earliest, length, stride_v_page, stride_v_token, PAGE, RUN,
+            WINDOW, runs, copied,
+        )  # fmt: skip
         acc = warpgroup_mma(weights, values.index(place), acc, is_async=True)
         page = pages_of_runs(table, tile + BLOCK_N, length, BLOCK_N, PAGE, RUN, runs)
         scores = warpgroup_mma_wait(1, [scores])
         copy_tile(
-            keys.index(place), key, page, tile + BLOCK_N, length, stride_k_page, stride_k_token, PAGE, RUN, runs, copied
-        )
+            keys.index(place), key, page, tile + BLOCK_N, earliest, length, stride_k_page, stride_k_token, PAGE, RUN,
+            WINDOW, runs, copied,
+        )  # fmt: skip
         async_copy.commit_group()
         new_weights, highest, total, shrink = _weights(
             scores, highest, total, tile, position, scale, soft_cap, MASKED, WINDOW, HAS_CAP, scored
@@ -250,8 +254,9 @@ def prompt_attention_hopper(
     end = length - num_queries + gl.minimum(first + BLOCK_Q, num_queries)
     begin = first * 0
     whole = first * 0
+    earliest = first_position - WINDOW + 1
     if WINDOW > 0:
-        begin = gl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        begin = gl.maximum(earliest, 0) // BLOCK_N * BLOCK_N
         whole = gl.cdiv(gl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
     tail = (first_position + 1) // BLOCK_N * BLOCK_N
 
@@ -259,11 +264,20 @@ def prompt_attention_hopper(
     value += kv_head * stride_v_head
     table = page_table + request.to(gl.int64) * stride_table
     page = pages_of_runs(table, begin, length, BLOCK_N, PAGE, RUN, runs)
-    copy_tile(keys.index(0), key, page, begin, length, stride_k_page, stride_k_token, PAGE, RUN, runs, copied)
+    copy_tile(
+        keys.index(0), key, page, begin, earliest, length, stride_k_page, stride_k_token, PAGE, RUN, WINDOW, runs,
+        copied,
+    )  # fmt: skip
     async_copy.commit_group()
-    copy_tile(values.index(0), value, page, begin, length, stride_v_page, stride_v_token, PAGE, RUN, runs, copied)
+    copy_tile(
+        values.index(0), value, page, begin, earliest, length, stride_v_page, stride_v_token, PAGE, RUN, WINDOW, runs,
+        copied,
+    )  # fmt: skip
     page = pages_of_runs(table, begin + BLOCK_N, length, BLOCK_N, PAGE, RUN, runs)
-    copy_tile(keys.index(1), key, page, begin + BLOCK_N, length, stride_k_page, stride_k_token, PAGE, RUN, runs, copied)
+    copy_tile(
+        keys.index(1), key, page, begin + BLOCK_N, earliest, length, stride_k_page, stride_k_token, PAGE, RUN, WINDOW,
+        runs, copied,
+    )  # fmt: skip
     async_copy.commit_group()
 
     of_row: gl.constexpr = gl.SliceLayout(1, scored)
@@ -309,6 +323,7 @@ def prompt_attention_hopper(
             key,
             value,
             table,
+            earliest,
             length,
             position,
             scale,
@@ -384,9 +399,7 @@ class PromptAttention:
         """As :meth:`atom_core.kernels.attention.triton_kernel.TritonAttention.__call__`."""
         spec, num_requests = self.spec, batch.seq_lens.shape[0]
         tile = self.tile(batch, q.device)
-        scale, soft_cap = spec.scale * LOG2_E.value, 0.0
-        if spec.soft_cap:
-            scale, soft_cap = 2.0 * scale / spec.soft_cap, spec.soft_cap * LOG2_E.value
+        scale, soft_cap = to_base_2(spec)
         prompt_attention_hopper[(self._programs(tile, q.shape[0], num_requests),)](
             q,
             cache.key,

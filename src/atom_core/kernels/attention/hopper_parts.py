@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from atom_core.cache import KVCacheView
+from atom_core.kernels.attention.triton_parts import LOG2_E
 from atom_core.kernels.linear.few_rows_hopper import load
+
+if TYPE_CHECKING:
+    from atom_core.kernels.attention import PagedAttentionSpec
 
 
 def aligned(cache: KVCacheView, *others: torch.Tensor) -> bool:
     """Whether rows are aligned to 16 bytes, as Triton knows of arguments that are multiples of 16."""
     tensors = (cache.key, cache.value, *others)
     return all(it.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in it.stride()[:-1]) for it in tensors)
+
+
+def to_base_2(spec: PagedAttentionSpec) -> tuple[float, float]:
+    """A layer's scale and soft cap for logits to the base 2; with a cap, the scale is that of :func:`capped`."""
+    scale = spec.scale * LOG2_E.value
+    if not spec.soft_cap:
+        return scale, 0.0
+    return 2.0 * scale / spec.soft_cap, spec.soft_cap * LOG2_E.value
 
 
 @gluon.constexpr_function
@@ -59,15 +73,20 @@ def copy_tile(
     side,
     page,
     tile,
+    earliest,
     length,
     stride_page,
     stride_token,
     PAGE: gl.constexpr,
     RUN: gl.constexpr,
+    WINDOW: gl.constexpr,
     runs: gl.constexpr,
     copied: gl.constexpr,
 ):
-    """Start to copy a tile of keys or values to shared memory, with zeros from ``length`` on."""
+    """Start to copy a tile of keys or values to shared memory, with zeros from ``length`` on.
+
+    With a window also before ``earliest``: what was there may be another request's by now.
+    """
     BLOCK_N: gl.constexpr = to.shape[0]
     D: gl.constexpr = to.shape[1]
     offset = (tile + gl.arange(0, BLOCK_N // RUN, gl.SliceLayout(1, runs)) * RUN) % PAGE
@@ -76,7 +95,10 @@ def copy_tile(
     row = gl.convert_layout((of_run[:, None] + in_run[None, :]).reshape([BLOCK_N]), gl.SliceLayout(1, copied))
     # Rows are aligned to 16 bytes, which the compiler no longer sees.
     row = gl.multiple_of(row, 8)
-    known = tile + gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)) < length
+    key = tile + gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied))
+    known = key < length
+    if WINDOW > 0:
+        known = known & (key >= earliest)
     load(to, side + row[:, None] + gl.arange(0, D, gl.SliceLayout(0, copied))[None, :], mask=known[:, None])
 
 
@@ -85,6 +107,16 @@ def capped(scores, scale, soft_cap):
     """``soft_cap * tanh(x)``; ``scale`` makes ``2x`` to the base 2 of a score."""
     # tanh(x) = 1 - 2 / (exp(2x) + 1)
     return soft_cap - 2.0 * soft_cap / (gl.exp2(scores * scale) + 1.0)
+
+
+@gluon.jit
+def scaled(scores, scale, soft_cap, HAS_CAP: gl.constexpr):
+    """Logits to the base 2; ``scale`` and ``soft_cap`` are those of :func:`to_base_2`."""
+    if HAS_CAP:
+        scores = capped(scores, scale, soft_cap)
+    else:
+        scores *= scale
+    return scores
 
 
 @gluon.jit

@@ -47,17 +47,19 @@ class ReferenceAttention:
             begin, end = starts[request], starts[request + 1]
             if end <= begin:
                 continue
-            num_pages = -(-length // cache.page_size)
-            pages = batch.pages.table[request, :num_pages].long()
-            keys = self._gather(cache.key, pages, length) * cache.k_scale
-            values = self._gather(cache.value, pages, length) * cache.v_scale
+            first = 0 if self.spec.window is None else max(0, length - (end - begin) - self.spec.window + 1)
+            left = first // cache.page_size  # pages before every query's window
+            pages = batch.pages.table[request, left : -(-length // cache.page_size)].long()
+            tokens = slice(first - left * cache.page_size, length - left * cache.page_size)
+            keys = self._gather(cache.key, pages, tokens) * cache.k_scale
+            values = self._gather(cache.value, pages, tokens) * cache.v_scale
             out[begin:end] = self._attend(q[begin:end], keys, values, sinks).to(out.dtype)
 
     @staticmethod
-    def _gather(side: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-        """The first ``length`` tokens of the given pages, float32 ``[length, K, D]``."""
+    def _gather(side: torch.Tensor, pages: torch.Tensor, tokens: slice) -> torch.Tensor:
+        """These ``tokens`` of the given pages, float32 ``[tokens, K, D]``."""
         found = as_bytes(side)[pages].view(side.dtype)
-        return found.transpose(1, 2).flatten(0, 1)[:length].float()
+        return found.transpose(1, 2).flatten(0, 1)[tokens].float()
 
     def _attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None

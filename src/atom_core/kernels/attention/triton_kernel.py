@@ -238,6 +238,8 @@ def _attention(
     for tile in tl.range(unmasked_end, end, BLOCK_N, num_stages=STAGES):
         other = tile + tl.arange(0, BLOCK_N)
         known = other < length
+        if WINDOW > 0:
+            known &= other > length - num_queries + first - WINDOW
         page = tl.load(table + other // PAGE, mask=known, other=0).to(tl.int64)
         offset = (other % PAGE).to(tl.int64)
         k_at = key + (page * stride_k_page + offset * stride_k_token)[None, :] + dim[:, None]

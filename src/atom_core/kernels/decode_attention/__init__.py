@@ -65,7 +65,7 @@ def _triton_supports(spec: DecodeAttentionSpec, target: Target) -> str | None:
 def _build_triton(spec: DecodeAttentionSpec, target: Target) -> DecodeAttentionKernel | None:
     from atom_core.kernels.decode_attention.triton_kernel import TritonDecodeAttention  # needs triton
 
-    nvidia, hopper = target.kind == "cuda", (target.kind, target.arch) == ("cuda", "sm90")
+    nvidia, hopper = target.kind == "cuda", target.is_hopper
     return TritonDecodeAttention(spec, nvidia, overlaps(target), hopper)
 
 

@@ -6,6 +6,9 @@ several tiles ahead of the one that it works on: nearly all of its time is the m
 
 The first tiles are copied before the qkv projection has ended. The new token's key and value start the running softmax
 from registers; so does the sink.
+
+Tiles of an FP8 cache are widened in registers, and are the products' left side from there: see
+:mod:`atom_core.kernels.attention.hopper_bytes`, whose words of two elements are the columns of tiles here.
 """
 
 from __future__ import annotations
@@ -21,38 +24,46 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from atom_core.batch import Batch, BatchShape
 from atom_core.cache import KVCacheView
+from atom_core.kernels.attention.hopper_bytes import elements
 from atom_core.kernels.attention.hopper_parts import (
     aligned,
-    capped,
     copied_layout,
     copy_tile,
     pages_of_runs,
     partners,
     run_of,
     runs_layout,
+    scaled,
+    to_base_2,
 )
 from atom_core.kernels.attention.splits import SplitBuffers, count_splits
 from atom_core.kernels.attention.triton_parts import LOG2_E
+from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.decode_attention.triton_parts import TOKENS, searches, writers
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.few_rows_hopper import barrier, depend, ready
 from atom_core.kernels.linear.tiles import why_no_gluon
 from atom_core.kernels.qk_norm_rope import QkvWeights
+from atom_core.kernels.qk_norm_rope_cache.triton_kernel import stored
 from atom_core.kernels.triton_support import launch_options, multiprocessors, next_power_of_2
 
 if TYPE_CHECKING:
+    from atom_core.kernels.attention import PagedAttentionSpec
     from atom_core.kernels.decode_attention import DecodeAttentionSpec
 
 #: The fewest columns of ``wgmma``, and the most query heads of a group: their outputs fill registers.
 _COLUMNS, _MAX_COLUMNS = 8, 64
 #: Shared memory of a multiprocessor for copied tiles.
 _SHARED = 200 * 1024
-#: The fewest keys of a split: merging splits takes the time of a few tiles.
+#: The fewest keys of a split where splits run in turns: merging them takes the time of a few tiles.
 _MIN_KEYS = 256
+#: Dtypes of a cache whose elements are half as wide as the layer's.
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _searches = gluon.jit(searches.fn)
 _writers = gluon.jit(writers.fn)
+_stored = gluon.jit(stored.fn)
 
 
 @gluon.jit
@@ -118,10 +129,20 @@ def _norm_weights(norm, dim, partner, rotated):
 
 
 @gluon.jit
-def _key(x, y, weight, partner_weight, cos, sin, eps, dtype: gl.constexpr, NORM: gl.constexpr):
+def _in_cache(x, side, scale, LIMIT: gl.constexpr):
+    """Elements as the cache stores them."""
+    dtype: gl.constexpr = side.dtype.element_ty
+    return x if LIMIT is None else _stored(x.to(gl.float32), scale, LIMIT).to(dtype)
+
+
+@gluon.jit
+def _key(
+    x, y, weight, partner_weight, cos, sin, eps, key, scale, dtype: gl.constexpr, NORM: gl.constexpr,
+    LIMIT: gl.constexpr,
+):  # fmt: skip
     """A token's key as the cache stores it, from its elements and their partners."""
     factor = _norm_factor(gl.sum(x * x, 0), eps, x.shape[0])
-    return _rotated(x, y, factor, weight, partner_weight, cos, sin, dtype, NORM)
+    return _in_cache(_rotated(x, y, factor, weight, partner_weight, cos, sin, dtype, NORM), key, scale, LIMIT)
 
 
 @gluon.jit
@@ -159,6 +180,7 @@ def _copy(
     value,
     page,
     tile,
+    earliest,
     end,
     stride_k_page,
     stride_k_token,
@@ -166,12 +188,30 @@ def _copy(
     stride_v_token,
     PAGE: gl.constexpr,
     RUN: gl.constexpr,
+    WINDOW: gl.constexpr,
     runs: gl.constexpr,
     copied: gl.constexpr,
 ):
     """Start to copy a tile of keys and values to one of the buffers."""
-    copy_tile(keys.index(place), key, page, tile, end, stride_k_page, stride_k_token, PAGE, RUN, runs, copied)
-    copy_tile(values.index(place), value, page, tile, end, stride_v_page, stride_v_token, PAGE, RUN, runs, copied)
+    copy_tile(
+        keys.index(place), key, page, tile, earliest, end, stride_k_page, stride_k_token, PAGE, RUN, WINDOW, runs,
+        copied,
+    )  # fmt: skip
+    copy_tile(
+        values.index(place), value, page, tile, earliest, end, stride_v_page, stride_v_token, PAGE, RUN, WINDOW, runs,
+        copied,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _heads(acc, second_acc, FP8: gl.constexpr):
+    """``[COLUMNS, D]``: each head's sums, of words' first elements and of their second ones."""
+    if FP8:
+        both = gl.join(acc, second_acc).permute((1, 0, 2))
+        result = both.reshape([both.shape[0], 2 * both.shape[1]])
+    else:
+        result = acc.permute((1, 0))
+    return result
 
 
 @gluon.jit
@@ -235,6 +275,8 @@ def decode_attention_hopper(
     k_norm,
     key,
     value,
+    key_words,
+    value_words,
     out,
     sinks,
     partials,
@@ -246,6 +288,8 @@ def decode_attention_hopper(
     num_tokens,
     eps,
     scale,
+    k_scale,
+    v_scale,
     soft_cap,
     stride_qkv,
     stride_k_page,
@@ -271,23 +315,39 @@ def decode_attention_hopper(
     SPLIT: gl.constexpr,
     MIN_TILES: gl.constexpr,
     READS: gl.constexpr,
+    LIMIT: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """A request, a key/value head and a split. ``scale`` and ``soft_cap`` are for logits to the base 2."""
+    """A request, a key/value head and a split. ``scale`` and ``soft_cap`` are for logits to the base 2.
+
+    ``key_words`` and ``value_words``: the cache as tiles are copied from it, FP8 in words of two elements. ``scale``
+    includes the keys' scale, as the new token's key too is what the cache stores.
+    """
     if OVERLAP:
         depend("griddepcontrol.launch_dependents; // $0")
     GROUP: gl.constexpr = H // K
     NORM: gl.constexpr = q_norm is not None
     FROM_FIRST: gl.constexpr = not SPLIT and WINDOW == 0
-    dtype: gl.constexpr = key.dtype.element_ty
+    FP8: gl.constexpr = LIMIT is not None
+    cached: gl.constexpr = key.dtype.element_ty
+    dtype: gl.constexpr = qkv.dtype.element_ty
+    word: gl.constexpr = key_words.dtype.element_ty
+    # Words of a row, and elements of a word.
+    EACH: gl.constexpr = 2 if FP8 else 1
+    W: gl.constexpr = D // EACH
     warps: gl.constexpr = gl.num_warps()
-    copied: gl.constexpr = copied_layout(D, warps)
-    RUN: gl.constexpr = run_of(PAGE, BLOCK_N, D, warps)
-    runs: gl.constexpr = runs_layout(RUN, D, warps)
-    of_row: gl.constexpr = gl.SliceLayout(1, copied)
-    of_dim: gl.constexpr = gl.SliceLayout(0, copied)
+    copied: gl.constexpr = copied_layout(W, warps)
+    RUN: gl.constexpr = run_of(PAGE, BLOCK_N, W, warps)
+    runs: gl.constexpr = runs_layout(RUN, W, warps)
+    of_head: gl.constexpr = copied_layout(D, warps)
+    of_row: gl.constexpr = gl.SliceLayout(1, of_head)
+    of_dim: gl.constexpr = gl.SliceLayout(0, of_head)
     scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, COLUMNS, 16])
     of_scores: gl.constexpr = gl.SliceLayout(0, scored)
+    of_keys: gl.constexpr = gl.DotOperandLayout(0, scored, 2)
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, COLUMNS, 16])
+    of_sums: gl.constexpr = gl.SliceLayout(0, summed)
+    of_values: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
 
     request = gl.program_id(0)
     kv_head = gl.program_id(1)
@@ -312,8 +372,9 @@ def decode_attention_hopper(
             depend("griddepcontrol.wait; // $0")
         return
 
+    earliest = newest + 1 - WINDOW
     if WINDOW > 0:
-        begin = gl.maximum(newest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        begin = gl.maximum(earliest, 0) // BLOCK_N * BLOCK_N
     end = newest
     working = newest * 0 + 1
     if SPLIT:
@@ -331,6 +392,8 @@ def decode_attention_hopper(
     position = gl.load(positions + token)
     key += kv_head.to(gl.int64) * stride_k_head
     value += kv_head.to(gl.int64) * stride_v_head
+    key_words += kv_head.to(gl.int64) * (stride_k_head // EACH)
+    value_words += kv_head.to(gl.int64) * (stride_v_head // EACH)
 
     # The elements of a head.
     dim, pair, partner, is_first = partners(D, R, INTERLEAVED, of_dim)
@@ -358,8 +421,8 @@ def decode_attention_hopper(
                 value,
                 gl.load(slots + writer),
                 dim,
-                _key(x, y, k_weight, k_partner_weight, cos, sin, eps, dtype, NORM),
-                gl.load(source + K * D + dim),
+                _key(x, y, k_weight, k_partner_weight, cos, sin, eps, key, k_scale, dtype, NORM, LIMIT),
+                _in_cache(gl.load(source + K * D + dim), value, v_scale, LIMIT),
                 stride_k_page,
                 stride_k_token,
                 stride_v_page,
@@ -369,12 +432,14 @@ def decode_attention_hopper(
             barrier()
 
     keys = gl.allocate_shared_memory(
-        dtype, [STAGES, BLOCK_N, D], gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
+        word, [STAGES, BLOCK_N, W], gl.NVMMASharedLayout.get_default_for([BLOCK_N, W], word)
     )
     values = gl.allocate_shared_memory(
-        dtype, [STAGES, BLOCK_N, D], gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
+        word, [STAGES, BLOCK_N, W], gl.NVMMASharedLayout.get_default_for([BLOCK_N, W], word)
     )
-    queries = gl.allocate_shared_memory(dtype, [COLUMNS, D], gl.NVMMASharedLayout.get_default_for([COLUMNS, D], dtype))
+    queries = gl.allocate_shared_memory(
+        dtype, [EACH, COLUMNS, W], gl.NVMMASharedLayout.get_default_for([COLUMNS, W], dtype)
+    )
     weights = gl.allocate_shared_memory(
         dtype, [COLUMNS, BLOCK_N], gl.NVMMASharedLayout.get_default_for([COLUMNS, BLOCK_N], dtype)
     )
@@ -385,17 +450,19 @@ def decode_attention_hopper(
                 keys,
                 values,
                 stage,
-                key,
-                value,
+                key_words,
+                value_words,
                 pages[stage],
                 begin + stage * BLOCK_N,
+                earliest,
                 end,
-                stride_k_page,
-                stride_k_token,
-                stride_v_page,
-                stride_v_token,
+                stride_k_page // EACH,
+                stride_k_token // EACH,
+                stride_v_page // EACH,
+                stride_v_token // EACH,
                 PAGE,
                 RUN,
+                WINDOW,
                 runs,
                 copied,
             )
@@ -412,8 +479,6 @@ def decode_attention_hopper(
     if OVERLAP:
         depend("griddepcontrol.wait; // $0")
 
-    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, COLUMNS, 16])
-    of_sums: gl.constexpr = gl.SliceLayout(0, summed)
     given = qkv + token.to(gl.int64) * stride_qkv
     own += token.to(gl.int64) * stride_qkv
     row = gl.arange(0, COLUMNS, of_row)
@@ -421,8 +486,13 @@ def decode_attention_hopper(
     is_query = (row < GROUP)[:, None]
     x = gl.load(source + dim[None, :], mask=is_query, other=0.0).to(gl.float32)
     y = gl.load(source + partner[None, :], mask=is_query & rotated[None, :], other=0.0).to(gl.float32)
-    new_value = gl.load(own + K * D + dim)
-    value_of_sums = gl.load(own + K * D + gl.arange(0, D, gl.SliceLayout(1, summed))).to(gl.float32)
+    new_value = _in_cache(gl.load(own + K * D + dim), value, v_scale, LIMIT)
+    # Of a word's first element, and of its second.
+    of_word = own + K * D + EACH * gl.arange(0, W, gl.SliceLayout(1, summed))
+    value_of_sums = _in_cache(gl.load(of_word), value, v_scale, LIMIT).to(gl.float32)
+    second_of_sums = value_of_sums
+    if FP8:
+        second_of_sums = _in_cache(gl.load(of_word + 1), value, v_scale, LIMIT).to(gl.float32)
     key_x, key_y = _loaded(own, dim, partner, rotated)
     # All of these loads are under way before the first is waited for.
     issued = _issued()
@@ -430,7 +500,7 @@ def decode_attention_hopper(
     y = gl.where(issued, y, 0.0)
     key_x = gl.where(issued, key_x, 0.0)
     key_y = gl.where(issued, key_y, 0.0)
-    new_key = _key(key_x, key_y, k_weight, k_partner_weight, cos, sin, eps, dtype, NORM)
+    new_key = _key(key_x, key_y, k_weight, k_partner_weight, cos, sin, eps, key, k_scale, dtype, NORM, LIMIT)
     query = _rotated(
         x,
         y,
@@ -442,7 +512,12 @@ def decode_attention_hopper(
         dtype,
         NORM,
     )
-    queries.store(query)
+    if FP8:
+        of_first, of_second = gl.split(query.reshape([COLUMNS, W, 2]))
+        queries.index(0).store(of_first)
+        queries.index(1).store(of_second)
+    else:
+        queries.index(0).store(query)
     if (slot >= 0) & (split == 0):
         _store(
             key,
@@ -460,10 +535,7 @@ def decode_attention_hopper(
 
     # The new key and value, and the sink (a key without a value), start the running softmax of the first split.
     score = gl.convert_layout(gl.sum(query.to(gl.float32) * new_key.to(gl.float32)[None, :], 1), of_scores)
-    if HAS_CAP:
-        score = capped(score, scale, soft_cap)
-    else:
-        score *= scale
+    score = scaled(score, scale, soft_cap, HAS_CAP)
     highest = gl.maximum(score, sink)
     opened = gl.exp2(score - highest)
     opening = opened + gl.exp2(sink - highest)
@@ -472,6 +544,9 @@ def decode_attention_hopper(
         opened = gl.where(split == 0, opened, 0.0)
         opening = gl.where(split == 0, opening, 0.0)
     acc = value_of_sums[:, None] * gl.convert_layout(opened, of_sums)[None, :]
+    second_acc = acc
+    if FP8:
+        second_acc = second_of_sums[:, None] * gl.convert_layout(opened, of_sums)[None, :]
     of_tile = gl.arange(0, BLOCK_N, gl.SliceLayout(1, scored))
     # The softmax's sum, of the keys in each row: rows are summed up at the end, for that takes all warps.
     total = gl.where((of_tile == 0)[:, None], opening[None, :], 0.0)
@@ -482,38 +557,47 @@ def decode_attention_hopper(
     for tile in range(begin, end, BLOCK_N):
         ready(STAGES - 2)
         # All warps are done with the tile before, whose buffers take the next tile that is not there yet.
-        following = tile + (STAGES - 1) * BLOCK_N
-        if (tile > begin) & (following < end):
+        next_tile = tile + (STAGES - 1) * BLOCK_N
+        if (tile > begin) & (next_tile < end):
             _copy(
                 keys,
                 values,
                 filled,
-                key,
-                value,
+                key_words,
+                value_words,
                 page,
-                following,
+                next_tile,
+                earliest,
                 end,
-                stride_k_page,
-                stride_k_token,
-                stride_v_page,
-                stride_v_token,
+                stride_k_page // EACH,
+                stride_k_token // EACH,
+                stride_v_page // EACH,
+                stride_v_token // EACH,
                 PAGE,
                 RUN,
+                WINDOW,
                 runs,
                 copied,
             )
         async_copy.commit_group()
         scores = gl.zeros([BLOCK_N, COLUMNS], gl.float32, scored)
-        scores = warpgroup_mma(keys.index(place), queries.permute((1, 0)), scores, use_acc=False, is_async=True)
-        page = pages_of_runs(table, following + BLOCK_N, end, BLOCK_N, PAGE, RUN, runs)
-        scores = warpgroup_mma_wait(0, [scores])
-        if HAS_CAP:
-            scores = capped(scores, scale, soft_cap)
+        asked = queries.index(0).permute((1, 0))
+        if FP8:
+            key_tile = keys.index(place).load(of_keys)
+            key_first = elements(key_tile, False, cached, dtype)
+            scores = warpgroup_mma(key_first, asked, scores, use_acc=False, is_async=True)
+            key_second = elements(key_tile, True, cached, dtype)
+            scores = warpgroup_mma(key_second, queries.index(1).permute((1, 0)), scores, is_async=True)
+            page = pages_of_runs(table, next_tile + BLOCK_N, end, BLOCK_N, PAGE, RUN, runs)
+            scores = warpgroup_mma_wait(0, [scores, key_first, key_second])[0]
         else:
-            scores *= scale
+            scores = warpgroup_mma(keys.index(place), asked, scores, use_acc=False, is_async=True)
+            page = pages_of_runs(table, next_tile + BLOCK_N, end, BLOCK_N, PAGE, RUN, runs)
+            scores = warpgroup_mma_wait(0, [scores])
+        scores = scaled(scores, scale, soft_cap, HAS_CAP)
         seen = tile + of_tile < end
         if WINDOW > 0:
-            seen = seen & (tile + of_tile > newest - WINDOW)
+            seen = seen & (tile + of_tile >= earliest)
         scores = gl.where(seen[:, None], scores, float("-inf"))
         # The first split starts with a key, and the tiles of the others have keys that are seen.
         new_highest = gl.maximum(highest, gl.max(scores, 0))
@@ -522,15 +606,33 @@ def decode_attention_hopper(
         total = total * shrink[None, :] + scores
         highest = new_highest
         weights.store(scores.to(dtype).permute((1, 0)))
-        acc *= gl.convert_layout(shrink, of_sums)[None, :]
-        fence_async_shared()
-        barrier()
-        acc = warpgroup_mma(values.index(place).permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, [acc])
+        factor = gl.convert_layout(shrink, of_sums)[None, :]
+        acc *= factor
+        there = values.index(place).permute((1, 0))
+        if FP8:
+            second_acc *= factor
+            value_tile = there.load(of_values)
+            value_first = elements(value_tile, False, cached, dtype)
+            value_second = elements(value_tile, True, cached, dtype)
+            fence_async_shared()
+            barrier()
+            acc = warpgroup_mma(value_first, weights.permute((1, 0)), acc, is_async=True)
+            second_acc = warpgroup_mma(value_second, weights.permute((1, 0)), second_acc, is_async=True)
+            acc, second_acc, value_first, value_second = warpgroup_mma_wait(
+                0, [acc, second_acc, value_first, value_second]
+            )
+        else:
+            fence_async_shared()
+            barrier()
+            acc = warpgroup_mma(there, weights.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, [acc])
         filled = place
         place = (place + 1) % STAGES
 
     total = gl.sum(total, 0)
+    if FP8:
+        acc *= v_scale
+        second_acc *= v_scale
     # Adjacent threads store adjacent memory.
     lanes: gl.constexpr = min(32, D // 4)
     stored: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes, lanes], [warps, 1], [1, 0])
@@ -545,7 +647,7 @@ def decode_attention_hopper(
             first_row = (token.to(gl.int64) * K + kv_head) * GROUP
             split_rows = num_tokens.to(gl.int64) * H
             mine = split * split_rows + first_row + column
-            sums = gl.convert_layout(acc.permute((1, 0)), stored)
+            sums = gl.convert_layout(_heads(acc, second_acc, FP8), stored)
             gl.store((partials + mine * D)[:, None] + element, sums, mask=used[:, None], eviction_policy=EVICT_LAST)
             gl.store(stats + mine * 2, gl.convert_layout(highest, of_stored), mask=used, eviction_policy=EVICT_LAST)
             gl.store(stats + mine * 2 + 1, gl.convert_layout(total, of_stored), mask=used, eviction_policy=EVICT_LAST)
@@ -556,8 +658,9 @@ def decode_attention_hopper(
             gl.store(arrival, 0)
             _merge(partials, stats, to, first_row, split_rows, working, stride_o_head, GROUP, COLUMNS, D)
             return
-    acc = acc / gl.convert_layout(total, of_sums)[None, :]
-    result = gl.convert_layout(acc.to(out.dtype.element_ty).permute((1, 0)), stored)
+    acc = (acc / gl.convert_layout(total, of_sums)[None, :]).to(out.dtype.element_ty)
+    second_acc = (second_acc / gl.convert_layout(total, of_sums)[None, :]).to(out.dtype.element_ty)
+    result = gl.convert_layout(_heads(acc, second_acc, FP8), stored)
     gl.store((to + column * stride_o_head)[:, None] + element, result, mask=used[:, None], eviction_policy=EVICT_LAST)
 
 
@@ -571,11 +674,17 @@ class Tile(NamedTuple):
     programs: int
 
 
+def _words_of_key(layer: PagedAttentionSpec) -> int:
+    """Elements of a cached key, or of an FP8 one pairs of them: see the kernel."""
+    return layer.head_dim if layer.cache_dtype == layer.dtype else layer.head_dim // 2
+
+
 class HopperDecodeAttention:
     """See the module; ``overlap``: see :func:`atom_core.kernels.triton_support.overlaps`."""
 
     def __init__(self, spec: DecodeAttentionSpec, overlap: bool) -> None:
         self.spec, self.overlap = spec, overlap
+        self.words = _words_of_key(spec.attention)
         #: Query heads that share a key.
         self.group: int = spec.attention.num_heads // spec.attention.num_kv_heads
         self.columns: int = max(_COLUMNS, next_power_of_2(self.group))
@@ -585,9 +694,11 @@ class HopperDecodeAttention:
     def fits(spec: DecodeAttentionSpec) -> bool:
         """Whether the kernel supports a layer, on Hopper."""
         layer = spec.attention
-        sizes = layer.head_dim in (64, 128, 256) and layer.num_heads // layer.num_kv_heads <= _MAX_COLUMNS
-        dtypes = layer.dtype.itemsize == 2 and layer.cache_dtype == layer.dtype
-        return sizes and dtypes and why_no_gluon() is None
+        # Four warps multiply 64 rows at a time, which a value's words are.
+        sizes = _words_of_key(layer) in (64, 128, 256) and layer.head_dim <= 256
+        shared = layer.num_heads // layer.num_kv_heads <= _MAX_COLUMNS
+        dtypes = layer.dtype.itemsize == 2 and layer.cache_dtype in (layer.dtype, *_FP8)
+        return sizes and shared and dtypes and why_no_gluon() is None
 
     @staticmethod
     def takes(cache: KVCacheView) -> bool:
@@ -598,27 +709,35 @@ class HopperDecodeAttention:
         """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
         programs = shape.num_requests * self.spec.attention.num_kv_heads
         tile = self.tile(programs, device)
-        yield "hopper", tile, self.splits(programs, shape.max_seq_len, tile, device) > 1
+        count = self.splits(programs, shape.max_seq_len, tile, device)
+        yield "hopper", tile, self._min_tiles(programs, count, tile, device)
 
     def tile(self, programs: int, device: torch.device) -> Tile:
         """The tile for a number of programs without splits.
 
         Every choice is correct for every batch, so a captured graph can replay other ones.
         """
-        head_dim = self.spec.attention.head_dim
-        if head_dim == 256:
+        words, head_dim = self.words, self.spec.attention.head_dim
+        if words == 256:
             keys, warps, together = 64, 4, 1
-        elif head_dim == 128 and programs < multiprocessors(device):
-            keys, warps, together = 128, 8, 1
+        elif words == head_dim == 128 and programs < multiprocessors(device):
+            keys, warps, together = 128, 4, 1
         else:
             keys, warps, together = 64, 4, 2
         queries = self.columns * (head_dim + keys)
-        stages = (_SHARED // together // 2 - queries) // (2 * keys * head_dim)
+        stages = (_SHARED // together // 2 - queries) // (2 * keys * words)
         return Tile(keys, max(2, min(4, stages)), warps, together)
 
     def splits(self, programs: int, max_seq_len: int, tile: Tile, device: torch.device) -> int:
         """The number of splits of each request."""
         return count_splits(programs, max_seq_len, device, tile.programs)
+
+    def _min_tiles(self, programs: int, count: int, tile: Tile, device: torch.device) -> int:
+        """The fewest tiles of one of ``count`` splits: one where all run at the same time; 0: one split."""
+        if count < 2:
+            return 0
+        at_once = programs * count <= tile.programs * multiprocessors(device)
+        return 1 if at_once else max(1, _MIN_KEYS // tile.keys)
 
     def __call__(
         self,
@@ -637,9 +756,9 @@ class HopperDecodeAttention:
         tile = self.tile(programs, device)
         count = self.splits(programs, batch.max_seq_len, tile, device)
         splits = self.split_buffers.of(count, rows, spec.head_dim, device)
-        scale, soft_cap = spec.scale * LOG2_E.value, 0.0
-        if spec.soft_cap:
-            scale, soft_cap = 2.0 * scale / spec.soft_cap, spec.soft_cap * LOG2_E.value
+        scale, soft_cap = to_base_2(spec)
+        key, value = cache.key, cache.value
+        words = (key, value) if key.dtype == spec.dtype else (key.view(torch.int16), value.view(torch.int16))
         decode_attention_hopper[num_requests, spec.num_kv_heads, splits.count](
             qkv,
             positions,
@@ -647,8 +766,9 @@ class HopperDecodeAttention:
             weights.cos_sin,
             weights.q_norm,
             weights.k_norm,
-            cache.key,
-            cache.value,
+            key,
+            value,
+            *words,
             out,
             sinks,
             splits.partials,
@@ -659,11 +779,13 @@ class HopperDecodeAttention:
             batch.pages.table,
             num_tokens,
             weights.eps,
-            scale,
+            scale * cache.k_scale,
+            cache.k_scale,
+            cache.v_scale,
             soft_cap,
             qkv.stride(0),
-            *cache.key.stride()[:3],
-            *cache.value.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
             *out.stride()[:2],
             batch.pages.table.stride(0),
             PAGE=cache.page_size,
@@ -678,8 +800,9 @@ class HopperDecodeAttention:
             WINDOW=spec.window or 0,
             HAS_CAP=bool(spec.soft_cap),
             SPLIT=splits.count > 1,
-            MIN_TILES=max(1, _MIN_KEYS // tile.keys),
+            MIN_TILES=self._min_tiles(programs, splits.count, tile, device),
             READS=self.spec.reads,
+            LIMIT=saturation_limit(key.dtype),
             OVERLAP=self.overlap,
             num_warps=tile.warps,
             **launch_options(self.overlap),

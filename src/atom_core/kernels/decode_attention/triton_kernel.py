@@ -331,12 +331,9 @@ def _scores(
 
 
 @triton.jit
-def _seen(scores, other, known, values, highest, total, acc, newest, WINDOW: tl.constexpr):
+def _seen(scores, known, values, highest, total, acc):
     """The running softmax after one more tile of keys."""
-    seen = known
-    if WINDOW > 0:
-        seen &= other > newest - WINDOW
-    scores = tl.where(seen[None, :], scores, float("-inf"))
+    scores = tl.where(known[None, :], scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     # A row may have seen no key yet: keep exp2() away from inf - inf.
     base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
@@ -429,10 +426,14 @@ def _decode_attention(
         # Nothing uses the table's entries past the request's pages.
         page, within = _located(table, begin, other < stride_table * PAGE, BLOCK_N, PAGE)
     if following == token:
+        # One idle program still waits, so that a wait for this kernel is also a wait for the kernels before it.
+        if OVERLAP and request + kv_head + split == 0:
+            tl.extra.cuda.gdc_wait()
         return
 
+    earliest = newest + 1 - WINDOW
     if WINDOW > 0:
-        begin = tl.maximum(newest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(earliest, 0) // BLOCK_N * BLOCK_N
     end = newest
     working = 1
     if SPLIT:
@@ -503,6 +504,8 @@ def _decode_attention(
     # The first tile of cached tokens is loaded before qkv is there.
     other += begin
     known = other < end
+    if WINDOW > 0:
+        known &= other >= earliest
     if not FROM_FIRST:
         page, within = _located(table, begin, known, BLOCK_N, PAGE)
     key_row, value_row = _rows(page, within, stride_k_page, stride_k_token, stride_v_page, stride_v_token, SAME_STRIDES)
@@ -616,10 +619,12 @@ def _decode_attention(
             INTERLEAVED,
             HAS_CAP,
         )
-        highest, total, acc = _seen(scores, other, known, values.to(query_x.dtype), highest, total, acc, newest, WINDOW)
+        highest, total, acc = _seen(scores, known, values.to(query_x.dtype), highest, total, acc)
     for tile in tl.range(begin + BLOCK_N, end, BLOCK_N, num_stages=STAGES):
         place = tile + tl.arange(0, BLOCK_N)
         cached = place < end
+        if WINDOW > 0:
+            cached &= place >= earliest
         page, within = _located(table, tile, cached, BLOCK_N, PAGE)
         key_row, value_row = _rows(
             page, within, stride_k_page, stride_k_token, stride_v_page, stride_v_token, SAME_STRIDES
@@ -641,9 +646,7 @@ def _decode_attention(
             HAS_CAP,
         )
         values = tl.load(value + value_row + dim[None, :], mask=cached[:, None] & dim_used[None, :], other=0.0)
-        highest, total, acc = _seen(
-            scores, place, cached, values.to(query_x.dtype), highest, total, acc, newest, WINDOW
-        )
+        highest, total, acc = _seen(scores, cached, values.to(query_x.dtype), highest, total, acc)
 
     if SPLIT:  # noqa: SIM102 - constexpr, unlike the next
         if working > 1:
@@ -685,7 +688,9 @@ class TritonDecodeAttention:
 
     def __init__(self, spec: DecodeAttentionSpec, nvidia: bool, overlap: bool, hopper: bool = False) -> None:
         self.spec = spec
-        self.hopper = HopperDecodeAttention(spec, overlap) if hopper and HopperDecodeAttention.fits(spec) else None
+        # Of FP8 caches it has not run on a GPU yet: there it is compiled, and its arithmetic tested on a CPU.
+        own = hopper and HopperDecodeAttention.fits(spec) and spec.attention.cache_dtype == spec.attention.dtype
+        self.hopper = HopperDecodeAttention(spec, overlap) if own else None
         self.nvidia, self.overlap = nvidia, overlap
         #: Query heads that share a key.
         self.group = spec.attention.num_heads // spec.attention.num_kv_heads

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from atom_core.kernels.eviction import EVICT_LAST
-from atom_core.kernels.experts.few_tokens import MAX_TOKENS, tokens_of_expert
+from atom_core.kernels.experts.few_tokens import MAX_TOKENS, experts_of_places, parts_of_places, tokens_of_expert
 from atom_core.kernels.experts.grouped import LocalExperts, combine, finish_block
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
 from atom_core.kernels.fp8_linear.packed import (
@@ -150,6 +150,47 @@ def _weighed(
     return packed_products_by_place(tile, x_packed, PLACES, BLOCK_N, GROUPS, NATIVE, fp8) * each[:, None, :]
 
 
+@triton.jit
+def _load_tile(weight, expert, local, row, begin, K, N, BLOCK_K: tl.constexpr):
+    """Columns from ``begin`` on of the same rows of each expert, ``[PLACES, BLOCK_N, BLOCK_K / 4]`` in fours."""
+    four = begin // 4 + tl.arange(0, BLOCK_K // 4)
+    rows = weight + (expert[:, None] * N + row[None, :]) * K
+    at = rows.to(tl.pointer_type(tl.int32))[:, :, None] + four[None, None, :]
+    used = local[:, None, None] & (four < K // 4)[None, None, :]
+    return tl.load(at, mask=used, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_input(intermediate, place, local, begin, K, BLOCK_K: tl.constexpr):
+    """``[PLACES, BLOCK_K / 2]`` in pairs."""
+    two = begin // 2 + tl.arange(0, BLOCK_K // 2)
+    at = (intermediate + place.to(tl.int64)[:, None] * K).to(tl.pointer_type(tl.int32)) + two[None, :]
+    return tl.load(at, mask=local[:, None] & (two < K // 2)[None, :], other=0)
+
+
+@triton.jit
+def _scales_and_shares(
+    scales,
+    weights,
+    place,
+    expert,
+    local,
+    row,
+    stride_scales,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Where each expert's scales of these rows are, and what its outputs are multiplied by."""
+    scale_at = scales + expert[:, None] * stride_scales
+    share = tl.load(weights + place, mask=local, other=0.0, cache_modifier=".cg")[:, None]
+    if BLOCK > 0:
+        scale_at += first_row(BLOCK_N, False) // BLOCK * tl.cdiv(K, BLOCK)
+    else:
+        share *= tl.load(scale_at + row[None, :])
+    return scale_at, share
+
+
 @entry_kernel
 @triton.jit
 def _down_of_one(
@@ -165,6 +206,7 @@ def _down_of_one(
     COUNT: tl.constexpr,
     TOP_K: tl.constexpr,
     PLACES: tl.constexpr,
+    REST: tl.constexpr,
     K,
     N,
     BLOCK_N: tl.constexpr,
@@ -174,53 +216,54 @@ def _down_of_one(
     NATIVE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some of ``y [1, N]``: the same rows of all the token's experts."""
+    """Some of ``y [1, N]``: the same rows of all the token's experts, in the parts of ``parts_of_places``."""
     GROUPS: tl.constexpr = BLOCK_K // 16
     dtype: tl.constexpr = intermediate.dtype.element_ty
     fp8: tl.constexpr = weight.dtype.element_ty
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     row = weight_rows(N, BLOCK_N, False)
-    four = tl.arange(0, BLOCK_K // 4)
-    two = tl.arange(0, BLOCK_K // 2)
-    place = tl.arange(0, PLACES)
-    # Written before the previous kernel started, but the L1 cache may have older values.
-    expert = tl.load(experts + place, mask=place < TOP_K, other=FIRST - 1, cache_modifier=".cg") - FIRST
-    local = (expert >= 0) & (expert < COUNT)
-    expert = tl.where(local, expert, 0).to(tl.int64)
-    rows = weight + (expert[:, None] * N + row[None, :]) * K
-    at = rows.to(tl.pointer_type(tl.int32))[:, :, None] + four[None, None, :]
-    scale_at = scales + expert[:, None] * stride_scales
-    if BLOCK > 0:
-        scale_at += first_row(BLOCK_N, False) // BLOCK * tl.cdiv(K, BLOCK)
-    numbers = intermediate + place.to(tl.int64)[:, None] * K
-    x_at = numbers.to(tl.pointer_type(tl.int32)) + two[None, :]
-    used = local[:, None, None]
-    tile = tl.load(at, mask=used & (four < K // 4)[None, None, :], other=0, eviction_policy="evict_first")
+    place, expert, local = experts_of_places(experts, FIRST, COUNT, TOP_K, 0, PLACES)
+    tile = _load_tile(weight, expert, local, row, 0, K, N, BLOCK_K)
+    scale_at, share = _scales_and_shares(scales, weights, place, expert, local, row, stride_scales, K, BLOCK_N, BLOCK)
     mine = scales_of_groups(scale_at, 0, K, GROUPS, BLOCK)
-    share = tl.load(weights + place, mask=local, other=0.0, cache_modifier=".cg")
-    if BLOCK == 0:
-        share_of_rows = tl.load(scales + expert[:, None] * stride_scales + row[None, :]) * share[:, None]
+    if REST > 0:
+        place_2, expert_2, local_2 = experts_of_places(experts, FIRST, COUNT, TOP_K, PLACES, REST)
+        tile_2 = _load_tile(weight, expert_2, local_2, row, 0, K, N, BLOCK_K)
+        scale_at_2, share_2 = _scales_and_shares(
+            scales, weights, place_2, expert_2, local_2, row, stride_scales, K, BLOCK_N, BLOCK
+        )
+        mine_2 = scales_of_groups(scale_at_2, 0, K, GROUPS, BLOCK)
+        sums_2 = tl.zeros([REST, BLOCK_N, GROUPS], tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    packed = tl.load(x_at, mask=local[:, None] & (two < K // 2)[None, :], other=0)
+    packed = _load_input(intermediate, place, local, 0, K, BLOCK_K)
+    if REST > 0:
+        packed_2 = _load_input(intermediate, place_2, local_2, 0, K, BLOCK_K)
     sums = tl.zeros([PLACES, BLOCK_N, GROUPS], tl.float32)
     for begin in tl.range(BLOCK_K, K, BLOCK_K):
-        known = used & (begin // 4 + four < K // 4)[None, None, :]
-        ahead = tl.load(at + begin // 4, mask=known, other=0, eviction_policy="evict_first")
+        ahead = _load_tile(weight, expert, local, row, begin, K, N, BLOCK_K)
+        if REST > 0:
+            ahead_2 = _load_tile(weight, expert_2, local_2, row, begin, K, N, BLOCK_K)
         scales_ahead = scales_of_groups(scale_at, begin, K, GROUPS, BLOCK)
-        packed_ahead = tl.load(x_at + begin // 2, mask=local[:, None] & (begin // 2 + two < K // 2)[None, :], other=0)
+        packed_ahead = _load_input(intermediate, place, local, begin, K, BLOCK_K)
         sums += _weighed(tile, mine, packed, PLACES, BLOCK_N, GROUPS, BLOCK, NATIVE, dtype, fp8)
         tile = ahead
         mine = scales_ahead
         packed = packed_ahead
+        if REST > 0:
+            scales_ahead_2 = scales_of_groups(scale_at_2, begin, K, GROUPS, BLOCK)
+            packed_ahead_2 = _load_input(intermediate, place_2, local_2, begin, K, BLOCK_K)
+            sums_2 += _weighed(tile_2, mine_2, packed_2, REST, BLOCK_N, GROUPS, BLOCK, NATIVE, dtype, fp8)
+            tile_2 = ahead_2
+            mine_2 = scales_ahead_2
+            packed_2 = packed_ahead_2
     sums += _weighed(tile, mine, packed, PLACES, BLOCK_N, GROUPS, BLOCK, NATIVE, dtype, fp8)
-    outputs = tl.sum(sums, 2)
-    if BLOCK == 0:
-        outputs *= share_of_rows
-    else:
-        outputs *= share[:, None]
-    total = tl.sum(tl.where(local[:, None], outputs, 0.0), 0) * UNIT
+    total = tl.sum(tl.where(local[:, None], tl.sum(sums, 2) * share, 0.0), 0)
+    if REST > 0:
+        sums_2 += _weighed(tile_2, mine_2, packed_2, REST, BLOCK_N, GROUPS, BLOCK, NATIVE, dtype, fp8)
+        total += tl.sum(tl.where(local_2[:, None], tl.sum(sums_2, 2) * share_2, 0.0), 0)
+    total *= UNIT
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if residual is not None:
         total += tl.load(residual + out, mask=out < N, other=0.0).to(tl.float32)
@@ -418,6 +461,7 @@ def down_of_one(
     _, hidden, size = weight.shape
     y = intermediate.new_empty(1, hidden) if residual is None else residual
     columns, tile_rows = min(256, max(128, next_power_of_2(size))), 8
+    places, rest = parts_of_places(local_experts.top_k)
     _down_of_one[(cdiv(hidden, tile_rows),)](
         intermediate,
         weights,
@@ -428,7 +472,8 @@ def down_of_one(
         y,
         scales[0].numel(),
         TOP_K=local_experts.top_k,
-        PLACES=next_power_of_2(local_experts.top_k),
+        PLACES=places,
+        REST=rest,
         K=size,
         N=hidden,
         BLOCK_N=tile_rows,

@@ -89,7 +89,8 @@ def _triton_supports(spec: GatedDeltaNetSpec, target: Target) -> str | None:
 def _build_triton(spec: GatedDeltaNetSpec, target: Target) -> GatedDeltaNetKernel:
     from atom_core.kernels.gated_delta_net.triton_prefill import TritonGatedDeltaNet  # needs triton
 
-    return TritonGatedDeltaNet(spec, nvidia=target.kind == "cuda", overlap=overlaps(target))
+    nvidia, hopper = target.kind == "cuda", target.is_hopper
+    return TritonGatedDeltaNet(spec, nvidia, overlaps(target), hopper)
 
 
 def _aiter_supports(spec: GatedDeltaNetSpec, target: Target) -> str | None:

@@ -21,7 +21,8 @@ from atom_core.batch import Batch, BatchShape, capturing
 from atom_core.cache import StateView
 from atom_core.kernels.attention.triton_kernel import is_last
 from atom_core.kernels.eviction import EVICT_LAST
-from atom_core.kernels.gated_delta_net.triton_parts import L2_EPS, assert_layout, gates, located, silu
+from atom_core.kernels.gated_delta_net.hopper import HopperGatedDeltaDecode
+from atom_core.kernels.gated_delta_net.triton_parts import assert_layout, gates, located, normed, silu
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2, takes_amd_assembly
@@ -119,12 +120,6 @@ def _store_state(at, state, used):
     tl.store(at, tl.reshape(state, at.shape).to(at.dtype.element_ty), mask=used)
 
 
-@triton.jit
-def _normed(x):
-    """A vector over its length."""
-    return x * tl.rsqrt(tl.sum(x * x, 0) + L2_EPS)
-
-
 # The rows of `ba` may be short, and begin anywhere in mixed steps. Slots may be a view of a framework's table.
 @entry_kernel
 @triton.jit(do_not_specialize=["stride_slots"], do_not_specialize_on_alignment=["ba"])
@@ -203,6 +198,9 @@ def _gated_delta_decode(
     if VERIFIES:
         verified = tl.load(verifies + request).to(tl.int32)
     if (tokens == 0) | (slot <= 0):
+        # One idle program still waits, so that a wait for this kernel is also a wait for the kernels before it.
+        if OVERLAP and tl.program_id(0) + tl.program_id(1) == 0:
+            tl.extra.cuda.gdc_wait()
         return
 
     # A part of a row's keys lies with eight threads, and so do the row's other parts: few threads add up. Triton 3.6
@@ -250,20 +248,20 @@ def _gated_delta_decode(
         a = tl.load(b_at + token * stride_ba + HV).to(tl.float32)
         decay, beta = gates(a, b, log_rate, bias)
         decay = tl.exp(decay)
-        query = _normed(silu(q_oldest * q_w3 + q_older * q_w2 + q_old * q_w1 + q * q_w0)) * (K**-0.5)
-        normed = _normed(silu(k_oldest * k_w3 + k_older * k_w2 + k_old * k_w1 + k * k_w0))
+        query = normed(silu(q_oldest * q_w3 + q_older * q_w2 + q_old * q_w1 + q * q_w0)) * (K**-0.5)
+        key_normed = normed(silu(k_oldest * k_w3 + k_older * k_w2 + k_old * k_w1 + k * k_w0))
         mixed = silu(v_oldest * v_w3 + v_older * v_w2 + v_old * v_w1 + v * v_w0)
         q_oldest, q_older, q_old = q_older, q_old, q
         k_oldest, k_older, k_old = k_older, k_old, k
         v_oldest, v_older, v_old = v_older, v_old, v
-        both = tl.sum(query * normed, 0)
+        both = tl.sum(query * key_normed, 0)
         query = tl.reshape(query, (GROUPS, INNER))[:, None, :]
-        normed = tl.reshape(normed, (GROUPS, INNER))[:, None, :]
+        key_normed = tl.reshape(key_normed, (GROUPS, INNER))[:, None, :]
         # The state's answers before the token, which do not wait for each other.
-        known = tl.sum(tl.sum(state * normed, 0), 1)
+        known = tl.sum(tl.sum(state * key_normed, 0), 1)
         asked = tl.sum(tl.sum(state * query, 0), 1)
         added = beta * (mixed - decay * known)
-        state = state * decay + added[None, :, None] * normed
+        state = state * decay + added[None, :, None] * key_normed
         value = decay * asked + both * added
         tl.store(out + token * stride_out + head * V + row, value.to(out.dtype.element_ty), mask=row_used)
         if SNAPSHOTS:  # noqa: SIM102 - constexpr, as the next
@@ -332,11 +330,14 @@ class TritonGatedDeltaDecode:
         spec: the layer.
         nvidia: whether the GPU is NVIDIA's.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        hopper: whether the GPU is a Hopper, which has its own kernel for many requests of one token.
     """
 
-    def __init__(self, spec: GatedDeltaNetSpec, nvidia: bool, overlap: bool) -> None:
+    def __init__(self, spec: GatedDeltaNetSpec, nvidia: bool, overlap: bool, hopper: bool = False) -> None:
         self.spec = spec
         self.nvidia, self.overlap = nvidia, overlap
+        fits = hopper and HopperGatedDeltaDecode.fits(spec)
+        self.many: HopperGatedDeltaDecode | None = HopperGatedDeltaDecode(spec, overlap) if fits else None
         keys = max(16, next_power_of_2(spec.key_dim))
         self.values: int = max(16, next_power_of_2(spec.value_dim))
         # A row's part of 128 bytes lies with eight threads.
@@ -352,7 +353,10 @@ class TritonGatedDeltaDecode:
 
     def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> Iterator[Hashable]:
         """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
-        yield shape.max_query_len == 1, self.block(shape.num_requests)
+        if self.many is not None and self.many.takes_shape(shape):
+            yield "many"
+        else:
+            yield shape.max_query_len == 1, self.block(shape.num_requests)
 
     def block(self, num_requests: int) -> int:
         """Rows of a state that a program has. On an H200 64 requests of Qwen3-Next take 86 us with 16, 78 with 32."""
@@ -369,6 +373,9 @@ class TritonGatedDeltaDecode:
         out: torch.Tensor,
     ) -> None:
         """Write the outputs of the requests' tokens to ``out``, and their states to the cache."""
+        if self.many is not None and self.many.takes(cache, batch):
+            self.many(qkvz, ba, weights, cache, batch, out)
+            return
         spec, states = self.spec, batch.states
         assert states is not None
         (conv, recurrent), snapshots = cache.tensors, states.snapshots

@@ -39,6 +39,12 @@ def silu(x):
 
 
 @triton.jit
+def normed(x):
+    """A vector over its length."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) + L2_EPS)
+
+
+@triton.jit
 def gates(a, b, a_log, dt_bias):
     """Log decay and beta, float32."""
     x = a + dt_bias
@@ -93,7 +99,7 @@ def seen(
     ).to(tl.float32)
     token = row - (W - 1)
     new = tl.load(
-        x + token * stride_x + channel[None, :],
+        x + token.to(tl.int64) * stride_x + channel[None, :],
         mask=(token >= 0) & (token < tokens) & used[None, :],
         other=0.0,
     ).to(tl.float32)

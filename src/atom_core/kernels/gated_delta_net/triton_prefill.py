@@ -13,7 +13,7 @@ from atom_core.batch import Batch, BatchShape
 from atom_core.cache import StateView
 from atom_core.kernels.gated_delta_net.chunks import answer, carry, mix, solve
 from atom_core.kernels.gated_delta_net.reference import CHUNK
-from atom_core.kernels.gated_delta_net.triton_decode import TritonGatedDeltaDecode
+from atom_core.kernels.gated_delta_net.triton_decode import MAX_TOKENS, TritonGatedDeltaDecode
 from atom_core.kernels.gated_delta_net.triton_parts import assert_layout
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.triton_support import launch_options, next_power_of_2
@@ -43,14 +43,15 @@ class TritonGatedDeltaNet:
         spec: the layer.
         nvidia: whether the GPU is NVIDIA's.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
+        hopper: see :class:`TritonGatedDeltaDecode`.
     """
 
     graph_support: GraphSupport = "decodes"
 
-    def __init__(self, spec: GatedDeltaNetSpec, nvidia: bool, overlap: bool) -> None:
+    def __init__(self, spec: GatedDeltaNetSpec, nvidia: bool, overlap: bool, hopper: bool = False) -> None:
         self.spec = spec
         self.nvidia, self.overlap = nvidia, overlap
-        self.decode = TritonGatedDeltaDecode(spec, nvidia, overlap)
+        self.decode = TritonGatedDeltaDecode(spec, nvidia, overlap, hopper)
         wide = spec.dtype == torch.float32
         #: Of products: on AMD float32 is multiplied as it is.
         self.precision = "tf32x3" if wide and nvidia else "ieee"
@@ -61,10 +62,12 @@ class TritonGatedDeltaNet:
         if self.decode.takes(shape):
             yield from self.decode.attention_compile_keys(shape, device)
             return
-        decodes = shape.num_decode_requests
+        decodes, spec = shape.num_decode_requests, self.spec
         if decodes:
             yield from self.decode.attention_compile_keys(replace(shape, queries=shape.queries[:decodes]), device)
-        yield "chunks"
+        # Other rows begin behind those of decodes, where Triton compiles anew if that is not aligned to 16 bytes.
+        row = (spec.channels + spec.num_value_heads * (spec.value_dim + 2)) * spec.dtype.itemsize
+        yield "chunks", sum(shape.queries[:decodes]) * row % 16 == 0
 
     def scratch_bytes(self, num_tokens: int, max_requests: int) -> int:
         """See :class:`atom_core.kernels.gated_delta_net.GatedDeltaNetKernel`."""
@@ -90,7 +93,9 @@ class TritonGatedDeltaNet:
         decodes, others = batch.decodes_and_others() if batch.num_decode_requests else (batch, batch)
         if not self.decode.takes(decodes):
             assert batch.states is not None
-            assert batch.states.verifies is None or decodes is batch, "tokens to verify are few, and in front"
+            # Where states to verify have a place of their own, a batch with rows that verify has no others.
+            few = batch.states.verifies is None or (decodes is batch and not cache.unverified)
+            assert few, f"tokens to verify are {MAX_TOKENS} at most, and in front"
             self._chunks(qkvz, ba, weights, cache, batch, out)
             return
         tokens = batch.num_decode_tokens

@@ -62,7 +62,7 @@ ALSO_REPLACES = ((MLA_ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3),)
 def _triton_supports(spec: MlaAbsorbedValuesSpec, target: Target) -> str | None:
     if reason := why_not_fused(spec.separate, or_else=ALSO_REPLACES):
         return reason
-    if (target.kind, target.arch) != ("cuda", "sm90"):
+    if not target.is_hopper:
         return "It is for Hopper, whose decode kernel can leave splits unmerged."
     from atom_core.kernels.mla_attention.hopper import LatentDecode  # needs triton, which a CPU may lack
 

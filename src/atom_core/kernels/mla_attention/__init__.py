@@ -104,7 +104,7 @@ def build_triton(spec: MlaAttentionSpec, target: Target) -> MlaAttentionKernel:
     from atom_core.kernels.mla_attention.triton_kernel import TritonMlaAttention  # needs triton
 
     foreign = is_foreign(spec.latent.cache_dtype, target.arch)
-    nvidia, hopper = target.kind == "cuda", (target.kind, target.arch) == ("cuda", "sm90")
+    nvidia, hopper = target.kind == "cuda", target.is_hopper
     return TritonMlaAttention(spec, nvidia, overlaps(target), foreign, hopper)
 
 

@@ -118,3 +118,22 @@ def test_gated_delta_net_goes_by_tokens_of_a_request_and_rows_of_a_state():
     assert keys(1, 1, 300) == two | prompt
     assert kernel.decode.takes(BatchShape((8,), 4096))
     assert not kernel.decode.takes(BatchShape((1, 9), 4096))
+
+
+def test_gated_delta_net_of_many_requests_on_hopper_has_a_key_of_its_own(monkeypatch):
+    from atom_core.kernels.gated_delta_net import hopper
+    from atom_core.kernels.gated_delta_net.triton_prefill import TritonGatedDeltaNet
+
+    monkeypatch.setattr(hopper, "why_no_gluon", lambda: None)
+    spec = GatedDeltaNetSpec(16, 32, 128, 128, 4, torch.bfloat16, torch.float32)
+    kernel = TritonGatedDeltaNet(spec, nvidia=True, overlap=True, hopper=True)
+
+    def keys(*queries):
+        return set(kernel.attention_compile_keys(BatchShape(queries, 4096), CPU))
+
+    few, many = keys(*[1] * 8), keys(*[1] * hopper._MIN_REQUESTS)
+    assert keys(*[1] * 200) == many
+    assert len(few | many | keys(*[2] * 200)) == 3
+    assert keys(*[1] * 200, 300) == many | keys(300)
+    for other in (replace(spec, num_value_heads=128), replace(spec, key_dim=64), replace(spec, conv_width=3)):
+        assert not hopper.HopperGatedDeltaDecode.fits(other)

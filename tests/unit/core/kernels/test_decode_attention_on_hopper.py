@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from atom_core.kernels.attention.hopper_bytes import INSTRUCTIONS
 from tests.decode_cases import DECODE_CASES, SAME_STEP_READS, DecodeCase, check_decode, decoding, wide
 from tests.gluon_on_cpu import on_cpu
 from tests.kernel_cases import AttentionCase, attention_batch
+from tests.ptx_on_cpu import run_pairs
 
 CPU = torch.device("cpu")
 _LONG = decoding(0, 1, 63, 64, 65, 130, 255, 256, 257, 700, 1300)
@@ -30,6 +32,46 @@ def decodes():
 
     with on_cpu() as found:
         yield found["atom_core.kernels.decode_attention.hopper"]
+
+
+#: Of caches in FP8: heads whose halves four warps multiply.
+FP8_CASES = tuple(wide(case, 128) for case in CASES)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared out"])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [
+        (torch.float16, torch.float8_e4m3fn),
+        (torch.bfloat16, torch.float8_e4m3fn),
+        (torch.float16, torch.float8_e5m2),
+        (torch.bfloat16, torch.float8_e5m2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("case", FP8_CASES, ids=str)
+def test_an_fp8_cache_is_widened_in_registers(decodes, monkeypatch, case, dtype, cache_dtype, shared):
+    if shared:
+        monkeypatch.setattr("atom_core.kernels.attention.splits.multiprocessors", lambda device: 132)
+    spec = case.spec(dtype, cache_dtype)
+    check_decode(case, Decodes(decodes.HopperDecodeAttention(spec, overlap=False)), spec, CPU)
+
+
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_every_code_is_widened_exactly(cache_dtype, dtype, second):
+    codes = torch.cartesian_prod(torch.arange(256), torch.arange(256)).to(torch.uint8)
+    exponent, wide = (4 if cache_dtype == torch.float8_e4m3fn else 5), (8 if dtype == torch.bfloat16 else 5)
+    found = run_pairs(INSTRUCTIONS[exponent, wide][second], codes.contiguous().view(torch.int16)[:, 0], dtype)
+    wanted = codes[:, int(second)].contiguous().view(cache_dtype).to(dtype)
+    known = wanted.isfinite()
+    assert torch.equal(found[known], wanted[known])
+    assert torch.equal(found.signbit(), wanted.signbit() | (codes[:, int(second)] > 127))
+    if (exponent, wide) == (5, 5):
+        assert torch.equal(found[~known].isnan(), wanted[~known].isnan())
+    else:
+        assert found[~known].abs().min() >= wanted[known].max()
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared out"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,6 +75,16 @@ def test_requests_of_few_tokens_go_in_one_launch(monkeypatch, case, launches):
 def test_what_it_does_not_support_the_reference_runs(dim, width, chosen):
     spec = GatedDeltaNetSpec(16, 32, dim, 128, width, torch.bfloat16, torch.float32)
     assert kernel_set(Target("cuda", "sm90")).chosen(GATED_DELTA_NET, spec) == chosen
+
+
+def test_offsets_past_two_billion_elements(exact_bfloat16):
+    """A prompt's last inputs, which the cache keeps: of 131,072 tokens of 16 over 48 heads they lie there."""
+    inputs = delta_batch(DeltaCase("", (Request(200),)), torch.bfloat16, CPU)
+    stride = 2**24
+    assert 199 * stride > 2**31 > 63 * stride  # offsets within a chunk need not be as wide
+    far = torch.empty(200 * stride, dtype=torch.bfloat16).as_strided(inputs.qkvz.shape, (stride, 1))
+    inputs = replace(inputs, qkvz=far.copy_(inputs.qkvz))
+    check_delta(kernel_of(DeltaCase("", ()), torch.bfloat16), inputs, times=2)
 
 
 def test_in_bfloat16_it_is_as_near_to_the_answer_as_the_reference(exact_bfloat16):

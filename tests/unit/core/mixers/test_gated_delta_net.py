@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -79,43 +77,6 @@ def made_up(tokens, seed):
 
 def cut(request, start, end):
     return tuple(rows[start:end] for rows in request)
-
-
-@pytest.mark.parametrize("requests", [300, pytest.param(10_000, marks=pytest.mark.thorough)])
-def test_slots_are_freed_and_used_again_under_load(requests):
-    """Requests come and go in chunks of any size; what a slot had before is NaN, and so is slot 0."""
-    chance, layer, waiting = random.Random(0), Layer(slots=6), iter(range(requests))
-    free, running = list(range(1, 7)), {}
-    finished = 0
-    while True:
-        while free and (seed := next(waiting, None)) is not None:
-            slot = free.pop(chance.randrange(len(free)))
-            for tensor in layer.pool.tensors:
-                tensor[slot] = NAN
-            running[slot] = [made_up(chance.randint(1, 9), seed), 0, []]
-        if not running:
-            break
-        chosen = chance.sample(sorted(running), chance.randint(1, len(running)))
-        ends = {slot: running[slot][1] + chance.randint(1, 5) for slot in chosen}
-        inputs = [cut(running[slot][0], running[slot][1], ends[slot]) for slot in chosen]
-        # A padded row and a padded token, as in captured graphs.
-        outputs = layer.step(
-            [*inputs, made_up(1, 0)], [*chosen, 0], [*(running[slot][1] > 0 for slot in chosen), False]
-        )
-        for slot, out in zip(chosen, outputs, strict=False):
-            request, done, found = running[slot]
-            found.append(out)
-            running[slot][1] = done + len(out)
-            if running[slot][1] == len(request[0]):
-                torch.testing.assert_close(torch.cat(found), layer.alone(*request), rtol=1e-4, atol=1e-5)
-                del running[slot]
-                free.append(slot)
-                finished += 1
-            elif chance.random() < 0.05:  # aborted
-                del running[slot]
-                free.append(slot)
-        assert all(tensor[0].isnan().all() for tensor in layer.pool.tensors)
-    assert finished > 0.8 * requests
 
 
 @pytest.mark.parametrize("accepted", range(1, DRAFTS + 2))

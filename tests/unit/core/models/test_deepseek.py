@@ -290,6 +290,7 @@ def test_a_token_takes_a_latent_and_a_rotated_key_of_the_cache():
             "attention_bias=True, which DeepseekV3ForCausalLM does not have; supported: False",
         ),
         (V3, {"kv_lora_rank": 0}, "kv_lora_rank=0; a positive integer"),
+        (V3, {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 with partial_rotary_factor=1.0 rotates 7 elements"),
         (V3, {"n_group": 3}, "n_group=3 does not divide the number of experts, n_routed_experts=8"),
         (V3, {"rope_parameters": {**YARN, "factor": None, "mscale_all_dim": 1.0}}, "mscale_all_dim=1.0 in rope_param"),
     ],

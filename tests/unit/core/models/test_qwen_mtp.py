@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,15 @@ from atom_core.checkpoint import Checkpoint, read_config_json
 from atom_core.config import AttentionConfig
 from atom_core.loading import check_files
 from atom_core.models.registry import load_draft_class
+from atom_core.quant import read_quantization
 from atom_core.standalone import Runner, Step, build_runtime, empty_caches, finalize, plan
 from atom_core.weights import load_weights
+from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8, make_plain
 from tests.unit.core.hugging_face import LOGITS_TOLERANCE, distance, logits, make_config, make_model, random_tokens
-from tests.unit.core.models.test_qwen3_5 import DENSE, MOE, NEXT
+from tests.unit.core.models.test_hybrid_mxfp4 import EXPERT_SIZES, left_out
+from tests.unit.core.models.test_hybrid_mxfp4 import SIZES as MXFP4_SIZES
+from tests.unit.core.models.test_qwen3_5 import DENSE, MOE, NEXT, plain_modules, whole_blocks
+from tests.unit.core.mxfp4_checkpoints import make_plain_quark, make_quark, quark_mxfp4
 
 TOKENS = random_tokens(40)
 FULL = 1  # the layer of full attention
@@ -33,8 +39,8 @@ every_family = pytest.mark.parametrize("family", [NEXT, DENSE, MOE], ids=str)
 class Reference:
     """Hugging Face's model, and around a layer of full attention of its the norms and the product of a draft."""
 
-    def __init__(self, directory, family):
-        model = self.model = make_model(directory, make_config(family))
+    def __init__(self, directory, family, **settings):
+        model = self.model = make_model(directory, make_config(family, **settings))
         size = model.config.hidden_size
         self.layer = copy.deepcopy(model.model.layers[FULL])
         self.norms = {}
@@ -75,8 +81,9 @@ class Drafter:
         hf = read_config_json(directory)
         draft_class = load_draft_class(hf["architectures"][0])
         config = draft_class.from_hf(hf)
-        check_files(config, directory)
-        runtime = build_runtime(torch.device("cpu"), torch.float32, 512)
+        quant = read_quantization(hf)
+        check_files(config, directory, quant=quant)
+        runtime = build_runtime(torch.device("cpu"), torch.float32, 512, quant=quant)
         self.draft = draft_class(config, runtime)
         load_weights(self.draft, Checkpoint.open(directory).load(), str(directory))
         finalize(self.draft)
@@ -108,6 +115,65 @@ def test_drafts_are_those_of_hugging_faces_layer(tmp_path, family):
     assert distance(drafter.draft.logits(found), reference.model.lm_head(further)) <= LOGITS_TOLERANCE
 
 
+#: What published checkpoints in FP8 leave as it is.
+PLAIN_DRAFT = ("mtp.fc", "mtp.layers.0.mlp.gate", "mtp.layers.0.mlp.shared_expert_gate")
+
+
+def save_experts_one_by_one(folder):
+    """As checkpoints in FP8 and MXFP4 have those of a draft; Hugging Face's layer has one tensor a matrix."""
+    path, found = folder / "model.safetensors", {}
+    for name, tensor in load_file(path).items():
+        layer, is_stack, matrix = name.partition(".experts.")
+        if name.startswith("mtp.") and is_stack:
+            names = ("down_proj",) if matrix == "down_proj" else ("gate_proj", "up_proj")
+            for expert, rows in enumerate(tensor):
+                for part, of_name in zip(rows.chunk(len(names)), names, strict=True):
+                    found[f"{layer}.experts.{expert}.{of_name}.weight"] = part.clone()
+        else:
+            found[name] = tensor
+    save_file(found, path, metadata={"format": "pt"})
+
+
+def draft_logits(folder, hidden):
+    """A draft's alone, behind given hidden states."""
+    drafter = Drafter(folder)
+    return drafter, drafter.draft.logits(drafter.step(0, TOKENS[1:], hidden))
+
+
+@every_family
+@pytest.mark.parametrize("form", [*BLOCK_FORMATS[:2], FORMATS[2], FORMATS[5]], ids=str)
+def test_a_draft_in_fp8_is_what_its_numbers_stand_for(tmp_path, family, form):
+    reference = Reference(tmp_path / "source", family, **whole_blocks(family))
+    save_experts_one_by_one(tmp_path / "source")
+    key = "ignore" if "ignore" in form.config else "modules_to_not_convert"
+    config = {**form.config, key: [*form.config.get(key, []), *plain_modules(), *PLAIN_DRAFT]}
+    make_fp8(tmp_path / "source", tmp_path / "fp8", replace(form, config=config))
+    make_plain(tmp_path / "fp8", tmp_path / "plain")
+    given = reference.hidden(TOKENS)[:-1]
+    quantized, found = draft_logits(tmp_path / "fp8", given)
+    _, expected = draft_logits(tmp_path / "plain", given)
+    layer = quantized.draft.mtp.layers[0]
+    assert layer.self_attn.qkv_proj.weight.dtype == layer.self_attn.o_proj.weight.dtype == torch.float8_e4m3fn
+    assert quantized.draft.mtp.fc.weight.dtype == torch.float32
+    # One layer: what activations of three bits change of it.
+    assert 1e-4 < (found - expected).norm() / expected.norm() <= 0.1
+
+
+@every_family
+def test_a_draft_in_mxfp4_is_what_its_numbers_stand_for(tmp_path, family):
+    sizes = MXFP4_SIZES if family is DENSE else {**MXFP4_SIZES, **EXPERT_SIZES}
+    reference = Reference(tmp_path / "source", family, **sizes)
+    save_experts_one_by_one(tmp_path / "source")
+    config = quark_mxfp4(rounded_inputs=False, exclude=[*left_out(), *PLAIN_DRAFT])
+    make_quark(tmp_path / "source", tmp_path / "packed", config)
+    make_plain_quark(tmp_path / "packed", tmp_path / "plain")
+    given = reference.hidden(TOKENS)[:-1]
+    quantized, found = draft_logits(tmp_path / "packed", given)
+    _, expected = draft_logits(tmp_path / "plain", given)
+    assert quantized.draft.mtp.layers[0].self_attn.qkv_proj.weight.dtype == torch.uint8
+    assert distance(found, expected) <= LOGITS_TOLERANCE
+
+
 @every_family
 def test_the_model_itself_leaves_its_draft_unread(tmp_path, family):
     reference = Reference(tmp_path, family)
@@ -119,11 +185,15 @@ def test_what_has_no_draft_is_refused_by_name(tmp_path, family):
     make_model(tmp_path, make_config(family))
     path = tmp_path / "config.json"
     draft_class = load_draft_class(family.architecture)
+    values = json.loads(path.read_text())
     with pytest.raises(ValueError, match=rf"no layers to draft with .*{count_key(family)}=0"):
-        draft_class.from_hf(read_config_json(tmp_path))
-    path.write_text(json.dumps({**json.loads(path.read_text()), count_key(family): 1}))
-    with pytest.raises(ValueError, match=rf"{count_key(family)}=1, but no tensor is called mtp\.\*"):
-        check_files(draft_class.from_hf(read_config_json(tmp_path)), tmp_path)
+        draft_class.from_hf({**values, count_key(family): 0})
+    # Qwen3-Next's published configurations do not count it.
+    for said in ({}, {count_key(family): 1}):
+        config = draft_class.from_hf({**values, **said})
+        assert config.num_layers == 1
+        with pytest.raises(ValueError, match=rf"no tensor is called mtp\.\*, and 1 such .*{count_key(family)}"):
+            check_files(config, tmp_path)
 
 
 def test_a_draft_with_an_embedding_of_its_own_is_refused():

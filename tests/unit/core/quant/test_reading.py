@@ -293,6 +293,18 @@ def test_patterns_that_name_no_single_expert_are_tried_once_a_layer(monkeypatch)
     assert {module.partition(".experts.")[2] for _, module in tried} == {f"0.{matrix}" for matrix in MATRICES}
 
 
+@pytest.mark.parametrize("end", ["", ".down_proj", ".*", "*"])
+def test_experts_of_other_layers_are_not_tried(monkeypatch, end):
+    """A draft's may be listed one by one."""
+    others = [f"{place}.0.mlp.experts.{it}{end}" for place in ("mtp.layers", "model.layers.1") for it in range(512)]
+    found, tried = read({**FP8, "ignored_layers": others}), []
+    monkeypatch.setattr(
+        "atom_core.quant.scheme.matches_name", lambda *given: tried.append(given) or matches_name(*given)
+    )
+    assert found.experts(EXPERTS, MATRICES, 512) == found
+    assert {module.partition(".experts.")[2] for _, module in tried} == {f"0.{matrix}" for matrix in MATRICES}
+
+
 def test_experts_of_compressed_tensors_are_targets_all_or_none():
     group = compressed("channel", True)["config_groups"]["group_0"]
     some = {**group, "targets": [r"re:.*\.experts\.[01]\."]}

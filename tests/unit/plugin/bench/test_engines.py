@@ -28,12 +28,12 @@ def test_engines_at_once_say_what_they_ran_with(monkeypatch):
     code = f"import os, sys; print({LINE!r}, flush=True); os.write(int(sys.argv[-1]), b'{{}}\\n')"
     monkeypatch.setattr("benchmarks._together.serve_command", lambda *given: _process(code))
     both = Together("vllm_gpu", argparse.Namespace(), "model")
-    both.wait()
     both.end()
     assert {name: found["attention"] for name, found in both.details()["ran_with"].items()} == {
         "native": FOUND,
         "atom": FOUND,
     }
+    assert both.native_kernels() == FOUND
 
 
 def test_a_process_that_ended_has_all_that_it_printed():

@@ -11,9 +11,10 @@ from atom_core.kernels.moe_routing.reference import route
 from atom_core.models.read_config import read_model_config
 from atom_core.standalone import build_runtime, random_model
 from atom_core.types import RoutingConfig
+from atom_plugin.bench.batches import MAX_MODEL_LEN
 from atom_plugin.bench.models import CONFIGS
 from atom_plugin.bench.routing import GivenExperts, given_experts, send_to_given_experts
-from atom_plugin.bench.step import MAX_MODEL_LEN, decoding
+from atom_plugin.bench.step import decoding
 
 PLAIN = RoutingConfig(64, 6, "softmax", renormalize=False)
 GROUPED = RoutingConfig(64, 6, "sigmoid", renormalize=True, num_groups=8, top_groups=3)

@@ -82,15 +82,15 @@ def test_half_is_of_natives_best_rate_of_the_same_lengths_and_goes_on_for_as_lon
 def test_no_two_cells_have_the_same_prompts():
     it = plan(concurrency=(1, 4, 16), rates=(None, 1.0, 2.0))
     cells = it.at_once() + it.at_rates(dict.fromkeys(it.at_once(), 1.0)) + it.warm_up()
-    assert len({cell.seed for cell in cells}) == len(cells) == 16
+    assert len({cell.seed for cell in cells}) == len(cells) == 18
 
 
 def test_a_warm_up_has_the_most_at_once_with_short_answers_and_one_to_its_end():
     found = [(str(cell), cell.num_prompts) for cell in plan(lengths=((1024, 8192),)).warm_up()]
-    assert found == [("1k/32, 64 at once", 64), ("1k/8k, 1 at once", 1)]
-    assert [str(cell) for cell in plan(lengths=((8, 8),)).warm_up()] == ["8/8, 64 at once"]
+    assert found == [("1k/32, 64 at once", 64), ("1k/32, 3 at once", 9), ("1k/8k, 1 at once", 1)]
+    assert [str(cell) for cell in plan(lengths=((8, 8),)).warm_up()] == ["8/8, 64 at once", "8/8, 3 at once"]
     assert [str(cell) for cell in plan(concurrency=[1], lengths=((8, 64),)).warm_up()] == ["8/64, 1 at once"]
-    assert [cell.concurrency for cell in plan(concurrency=[]).warm_up()] == [64, 1, 64, 1]
+    assert [cell.concurrency for cell in plan(concurrency=[]).warm_up()] == [64, 3, 1, 64, 3, 1]
 
 
 @pytest.mark.parametrize(("implementation", "ours"), [("native", []), ("atom", ["--model-impl", "atom"])])
@@ -298,7 +298,7 @@ def test_both_are_measured_in_turns_and_native_sets_the_rate(tmp_path, capsys, f
     fake = fake_main(*given)
     assert fake.serving == [(name, '{"version": ') for name in ("native", "atom", "atom", "native")]
     # Native's best is 16 requests a second, in both of its turns, and half of it is asked of both.
-    loads = ["4 at once", "1 at once", "4 at once", "8 a second"]
+    loads = ["4 at once", "3 at once", "1 at once", "4 at once", "8 a second"]
     assert [(name, cell.load) for name, cell in fake.asked] == [
         (name, load) for name in ("native", "atom", "atom", "native") for load in loads
     ]

@@ -13,13 +13,14 @@ import torch
 from atom_core.models.read_config import read_model_config
 from atom_core.quant import read_quantization
 from atom_core.standalone import Step, build_runtime, empty_caches, plan, random_model
-from atom_plugin.bench import step
+from atom_plugin.bench import batches, step
+from atom_plugin.bench.batches import MAX_MODEL_LEN, PAGE_SIZE, step_batch
 from atom_plugin.bench.device import Ceiling, Timing, datasheet_bandwidth
-from atom_plugin.bench.floor import Traffic, cache_bytes, step_traffic
+from atom_plugin.bench.floor import Request, Traffic, cache_bytes, decodes, operations, step_traffic
 from atom_plugin.bench.memory import cache_memory, most, why_too_large
 from atom_plugin.bench.models import CONFIGS, cut, read_config
 from atom_plugin.bench.profile import Launch, by_name
-from atom_plugin.bench.step import MAX_MODEL_LEN, PAGE_SIZE, StepOptions, StepResult, decode_batch
+from atom_plugin.bench.step import StepOptions, StepResult
 from tests.unit.plugin.installed import assert_both_refuse, run_python
 
 TINY = {
@@ -61,6 +62,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content):
 def test_a_model_is_cut_to_its_first_layers():
     types = ["full_attention", "sliding_attention"]
     assert cut({**TINY, "layer_types": types}, 1)["layer_types"] == types[:1]
+    assert cut({"text_config": TINY}, 1) == {"text_config": cut(TINY, 1)}
     assert read_config("qwen3-8b", 3)["num_hidden_layers"] == 3
     for wrong in (0, 3):
         with pytest.raises(ValueError, match=f"--layers {wrong}: the model has num_hidden_layers=2"):
@@ -133,7 +135,7 @@ def test_a_datasheet_is_known_or_not(device, bandwidth):
 
 @pytest.mark.parametrize("context", [0, 15, 16, 40])
 def test_each_request_of_the_batch_has_pages_of_its_own(context):
-    metadata, num_pages = decode_batch(3, context, torch.device("cpu"))
+    metadata, num_pages = step_batch(decodes(3, context), torch.device("cpu"))
     used = metadata.pages.table[:, : context // PAGE_SIZE + 1]
     assert sorted(used.flatten().tolist()) == list(range(num_pages))
     assert metadata.pages.table.shape == (3, MAX_MODEL_LEN // PAGE_SIZE)
@@ -144,7 +146,7 @@ def test_each_request_of_the_batch_has_pages_of_its_own(context):
 
 @pytest.mark.parametrize("context", [(5, 40, 16), (100, 3)])
 def test_requests_take_contexts_in_turns(context):
-    metadata, num_pages = decode_batch(5, context, torch.device("cpu"), max_model_len=200)
+    metadata, num_pages = step_batch(decodes(5, context), torch.device("cpu"), max_model_len=200)
     lengths = [context[at % len(context)] for at in range(5)]
     assert metadata.seq_lens.tolist() == [it + 1 for it in lengths]
     assert metadata.pages.table.shape == (5, 13)
@@ -156,7 +158,7 @@ def test_requests_take_contexts_in_turns(context):
 
 
 def test_a_window_has_the_pages_that_are_read_and_no_more():
-    metadata, pages = decode_batch(3, (100, 3), torch.device("cpu"), window=32)
+    metadata, pages = step_batch(decodes(3, (100, 3)), torch.device("cpu"), window=32)
     table = metadata.pages.table
     # Of 101 tokens the last 32 are read: those from 69 on, in the pages from the fifth to the seventh.
     used = [table[0, 4:7].tolist(), table[1, :1].tolist(), table[2, 4:7].tolist()]
@@ -175,11 +177,12 @@ def test_the_floor_of_requests_that_differ_is_the_sum_of_theirs():
 def test_memory_is_what_the_pages_take():
     config = read_model_config({**TINY, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1})
     page = 2 * 2 * 16 * PAGE_SIZE
-    assert cache_memory(config, (100, 3), BF16, PAGE_SIZE) == 2 * page * ((7 + 1) + (3 + 1))
-    assert cache_memory(config, (100, 3), torch.float8_e4m3fn, PAGE_SIZE) == page * 12
+    requests = decodes(2, (100, 3))
+    assert cache_memory(config, requests, BF16, PAGE_SIZE) == 2 * page * ((7 + 1) + (3 + 1))
+    assert cache_memory(config, requests, torch.float8_e4m3fn, PAGE_SIZE) == page * 12
     hybrid = read_model_config(read_config("qwen3.5-27b", 4))
     states = 3 * (2 + 1) * 48 * 128 * 128 * 4
-    assert cache_memory(hybrid, (0, 0), BF16, PAGE_SIZE) == states + 2 * PAGE_SIZE * 2 * 4 * 256 * 2
+    assert cache_memory(hybrid, decodes(2, 0), BF16, PAGE_SIZE) == states + 2 * PAGE_SIZE * 2 * 4 * 256 * 2
 
 
 def test_a_batch_has_the_memory_that_is_counted(monkeypatch):
@@ -188,13 +191,13 @@ def test_a_batch_has_the_memory_that_is_counted(monkeypatch):
     config = read_model_config(hf)
     runtime = build_runtime(torch.device("cpu"), BF16, 600, quant=read_quantization(hf))
     monkeypatch.setattr(
-        step, "empty_caches", lambda *given, **named: made.append(empty_caches(*given, **named)) or made[0]
+        batches, "empty_caches", lambda *given, **named: made.append(empty_caches(*given, **named)) or made[0]
     )
     with torch.inference_mode():
         step.decoding(random_model(config, runtime), config, runtime, 3, (20, 500))()
     sizes = [cache.key.untyped_storage().nbytes() for cache in made[0].values()]
     assert len(set(sizes)) == 2
-    assert sum(sizes) == cache_memory(config, (20, 500, 20), BF16, PAGE_SIZE)
+    assert sum(sizes) == cache_memory(config, decodes(3, (20, 500)), BF16, PAGE_SIZE)
 
 
 def too_large(batch, context, free, **changes):
@@ -266,6 +269,37 @@ def test_a_step_that_does_not_fit_is_refused_before_it_is_built(without_gpu, cap
     )
 
 
+def test_a_mixed_step_is_measured_and_reported(without_gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(step, "measure_products", lambda device, dtype: 1e9)
+    options = [without_gpu, "--batch", "2", "--chunk", "64", "--chunk", "32", "--chunk-context", "512"]
+    assert step.main([*options, "--page-size", "32", "--json", str(tmp_path / "step.json")]) == 0
+    said = capsys.readouterr().out
+    assert "batch 2, 128 tokens of context each, chunks of prompts: 1 of 64, 1 of 32 tokens behind 512 each, " in said
+    assert ", pages of 32, bfloat16" in said
+    assert "TFLOP in products: " in said
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert (found["batch"], found["chunk"], found["chunk_context"], found["page_size"]) == (2, [64, 32], 512, 32)
+    assert found["operations"] > 98 * 2 * (2 * LAYER - 400)
+    assert found["floor_milliseconds"] == pytest.approx(found["operations"] / 1e9 * 1e3)
+    assert "TFLOP/s (torch's own product, measured here)" in said
+
+
+def test_a_prompt_may_have_the_step_alone(without_gpu, monkeypatch, capsys):
+    monkeypatch.setattr(step, "measure_products", lambda device, dtype: 1e18)
+    assert step.main([without_gpu, "--batch", "0", "--chunk", "300"]) == 0
+    said = capsys.readouterr().out
+    assert "config.json, chunks of prompts: 1 of 300 tokens, bfloat16" in said
+    assert "TB/s (copying 4.00, reading 3.00, measured here)" in said
+
+
+def test_chunks_that_do_not_fit_are_refused_before_anything_is_built(without_gpu, capsys):
+    given = ["--batch", "0", *["--chunk", "131072"] * 20, "--chunk-context", "131072"]
+    assert step.main([without_gpu, *given]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("--chunk 131072 --chunk 131072")
+    assert said.endswith("GB of free GPU memory; use fewer --layers, or fewer and shorter chunks.\n")
+
+
 def test_kernels_that_find_no_memory_end_the_command_in_one_line(without_gpu, monkeypatch, capsys):
     def capture(run):
         raise torch.OutOfMemoryError("CUDA out of memory.\nAnd more.")
@@ -301,7 +335,7 @@ def test_a_step_of_a_random_model_gives_finite_logits(hf, quantization, cache_dt
     runtime = build_runtime(torch.device("cpu"), BF16, MAX_MODEL_LEN, cache_dtype=cache_dtype, quant=quant)
     with torch.inference_mode():
         model = random_model(config, runtime)
-        metadata, num_pages = decode_batch(3, 40, runtime.device)
+        metadata, num_pages = step_batch(decodes(3, 40), runtime.device)
         pools = empty_caches(model, runtime, num_pages, PAGE_SIZE, random=True)
         hidden = model(torch.tensor([1, 2, 3]), torch.full((3,), 40), Step(plan(model, metadata), pools))
         logits = model.logits(hidden)
@@ -338,9 +372,66 @@ def test_requests_of_any_family_may_differ(hf, cache_dtype):
     with torch.inference_mode():
         model = random_model(config, runtime)
         step.decoding(model, config, runtime, 3, (8_192, 0, 77))()
-    contexts = (8_192, 0, 77)
-    least = cache_bytes(config, 3, contexts, cache_dtype)
-    assert cache_memory(config, contexts, cache_dtype, PAGE_SIZE) < 1.2 * least + 2**20
+    requests = decodes(3, (8_192, 0, 77))
+    least = cache_bytes(config, requests, cache_dtype)
+    assert cache_memory(config, requests, cache_dtype, PAGE_SIZE) < 1.2 * least + 2**20
+
+
+@pytest.mark.parametrize(
+    "hf", [TINY, MXFP4, BLOCKS, LATENTS, HYBRID], ids=["plain", "windows", "experts", "latents", "states"]
+)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("num_decodes", [0, 2])
+def test_chunks_of_prompts_may_stand_behind_decodes_of_any_family(hf, page_size, num_decodes):
+    config, quant = read_model_config(hf), read_quantization(hf)
+    runtime = build_runtime(torch.device("cpu"), BF16, 600, quant=quant)
+    requests = (*decodes(num_decodes, (300, 0)), Request(0, 70), Request(200, 150))
+    with torch.inference_mode():
+        model = random_model(config, runtime)
+        logits = []
+        kept = model.logits
+        model.logits = lambda hidden: logits.append(kept(hidden)) or logits[0]
+        batches.stepping(model, config, runtime, requests, page_size)()
+    assert logits[0].shape == (num_decodes + 2, 100)
+    assert logits[0].isfinite().all()
+
+
+def test_a_chunk_s_tokens_follow_those_that_are_cached():
+    requests = (Request(40), Request(3), Request(30, 20), Request(0, 33))
+    made, pages = step_batch(requests, torch.device("cpu"), max_model_len=96)
+    assert made.query_start_loc.tolist() == [0, 1, 2, 22, 55] == made.host.starts
+    assert made.seq_lens.tolist() == [41, 4, 50, 33] == made.host.lengths
+    assert (made.num_decode_requests, made.num_decode_tokens, made.max_query_len, made.max_seq_len) == (2, 2, 33, 50)
+    used = [row[: -(-it.length // PAGE_SIZE)].tolist() for row, it in zip(made.pages.table, requests, strict=True)]
+    assert sorted(chain(*used)) == list(range(pages))
+    slots = iter(made.pages.slots.tolist())
+    for request, own in zip(requests, used, strict=True):
+        for position in range(request.cached, request.length):
+            assert next(slots) == own[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+    # Of a window of 8 the first new token sees the 7 before it.
+    windowed, pages = step_batch(requests, torch.device("cpu"), max_model_len=96, window=8)
+    assert pages == 1 + 1 + 3 + 3
+    assert windowed.pages.table[2, 0] == 0
+
+
+@pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize("request_", [Request(100), Request(0, 70), Request(20, 30), Request(90, 50)], ids=str)
+def test_products_are_counted_token_by_token(window, request_):
+    changes = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
+    config = read_model_config({**TINY, **changes})
+    weights = 2 * (64 * 128 + 64 * 64 + 64 * 192 + 96 * 64)
+    pairs = sum(min(at + 1, window or at + 1) for at in range(request_.cached, request_.length))
+    attended = 2 * 4 * 2 * 16 * pairs
+    assert operations(config, [request_]) == 2 * (request_.new * weights + 64 * 100 + attended)
+
+
+def test_products_of_public_models_are_what_they_are_known_to_be():
+    prompt = [Request(0, 1)]
+    dense, mixture = (
+        operations(read_model_config(read_config(name)), prompt) for name in ("qwen3-8b", "qwen3-30b-a3b")
+    )
+    assert dense == pytest.approx(2 * 7.57e9, rel=0.01)
+    assert mixture == pytest.approx(2 * 3.04e9, rel=0.02)
 
 
 def test_random_weights_are_the_same_each_time():
@@ -398,6 +489,14 @@ def test_an_unknown_device_has_no_datasheet():
         ({"context": (-1,)}, "--context -1"),
         ({"batch": 2, "context": (1, 2, 3)}, "--batch 2: 3 contexts need at least as many requests"),
         ({"context": (4096,), "max_model_len": 4096}, "--max-model-len 4096: a context of 4096 .* 4097 or more"),
+        ({"batch": -1, "chunk": (8,)}, "--batch -1: a positive number is needed, or 0 with --chunk"),
+        ({"chunk": (1,)}, "--chunk 1: supported: 2 to 131072 new tokens"),
+        ({"chunk": (131_073,)}, "--chunk 131073"),
+        ({"chunk_context": 5}, "--chunk-context 5: only with --chunk"),
+        ({"chunk": (8,), "chunk_context": -5}, "--chunk-context -5: supported: 0 to 131072"),
+        ({"chunk": (90,), "max_model_len": 80}, "--max-model-len 80: a context of 128 tokens and a new one need 129"),
+        ({"batch": 0, "chunk": (90,), "max_model_len": 80}, "a context of 0 tokens and 90 new ones need 90 or more"),
+        ({"page_size": 0}, "--page-size 0: a positive number"),
         ({"dtype": "int8"}, "--dtype 'int8': supported: bfloat16, float16, float32"),
         ({"cache_dtype": "int8"}, "--cache-dtype 'int8': supported: auto, bfloat16"),
     ],

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from atom_plugin.cli import app
+from tests.hybrid_checkpoints import make_hybrid
+from tests.unit.core.test_spellings import fused, respell
 from tests.unit.plugin.installed import run_cli
+
+CHECKPOINTS = Path(__file__).parents[3] / "checkpoints"
 
 
 @pytest.fixture
@@ -22,6 +29,26 @@ def test_a_model_that_agrees_is_tabled_stage_by_stage_and_exits_0(checkpoint):
     for stage in ("the embedding", "layer 0", "layer 1", "the final norm", "logits"):
         assert stage in result.stdout
     assert "Qwen3ForCausalLM agrees with Hugging Face at every stage" in result.stdout
+
+
+def assert_agrees(folder, architecture):
+    result = CliRunner().invoke(app, ["check", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "layer 3" in result.output
+    assert f"{architecture} agrees with Hugging Face at every stage" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("qwen3_next", "Qwen3NextForCausalLM"), ("qwen3_5", "Qwen3_5ForCausalLM")]
+)
+def test_trained_hybrids_agree(name, architecture):
+    assert_agrees(CHECKPOINTS / name, architecture)
+
+
+def test_the_text_of_a_hybrid_with_images_agrees_its_experts_in_one_tensor_a_matrix(tmp_path):
+    folder = make_hybrid(tmp_path / "model", "qwen3_5_moe_vl")
+    respell(folder, fused)
+    assert_agrees(folder, "Qwen3_5MoeForConditionalGeneration")
 
 
 def test_a_checkpoint_that_does_not_fit_is_one_line_and_exits_1(checkpoint):

@@ -1,0 +1,180 @@
+"""Checks of a command for models with linear attention and for checkpoints with images, by the adapters' own rules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from atom_core.language_model import of_text
+from atom_plugin.common.settings import readable_settings
+from atom_plugin.common.versions import installed
+from atom_plugin.doctor.command import Command, expanded, is_off, is_on
+from atom_plugin.doctor.finding import Finding
+from atom_plugin.doctor.framework import SGLANG, VLLM
+from atom_plugin.sglang import BACKEND, ROCM_BACKEND
+from atom_plugin.sglang.hybrids import OWN_LAYERS, interval_of, refused_with_own_drafts, refused_with_states
+from atom_plugin.vllm.flags import refused
+from atom_plugin.vllm.hybrids import BY_NGRAMS, NEWER_RUNNER_DRAFTS_BY_NGRAMS, ON_OLDER_RUNNER, Asked, refusals
+
+if TYPE_CHECKING:
+    from atom_core.config import ModelConfig
+    from atom_core.kernels.select import Target
+
+#: vLLM's variable that chooses a model runner. Without it vLLM takes the newer one where there is Triton.
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+_SPECULATION = "--speculative-config"
+#: Other flags of SGLang's server arguments.
+_ALIASES = {"tp_size": ("--tensor-parallel-size", "--tp"), "pp_size": ("--pipeline-parallel-size", "--pp")}
+_OURS = (BACKEND, ROCM_BACKEND)
+_STATE_DTYPE = "SGLANG_MAMBA_SSM_DTYPE"
+#: vLLM's default of how many tokens a suffix may bring.
+_SUFFIX_DEPTH = "24"
+
+
+def check_images(folder: Path, command: Command) -> Iterable[Finding]:
+    """A checkpoint with images whose command does not ask for its text alone."""
+    read = _read(folder)
+    if read is None or "text_config" not in read[0]:
+        return
+    if command.framework is VLLM and not is_on(command.flags, "--language-model-only"):
+        row = refused("ModelConfig.multimodal_config")
+        problem = f"{folder} is a checkpoint with images: atom-plugin does not support {row.what}."
+        yield Finding(problem, VLLM.refused, row.instead)
+    if command.framework is SGLANG and is_on(command.flags, "--enable-multimodal"):
+        yield Finding(
+            f"--enable-multimodal: atom-plugin has only the text of {folder}.",
+            SGLANG.refused,
+            f"Leave it out, or {SGLANG.otherwise} for this model.",
+        )
+
+
+def check_states(folder: Path, command: Command, environ: Mapping[str, str], target: Target) -> Iterable[Finding]:
+    """What vLLM's command asks for and models with linear attention do not support.
+
+    Args:
+        folder: the checkpoint.
+        command: of the server.
+        environ: the variables that it sees.
+        target: the device that it would run on.
+    """
+    read = _read(folder) if command.framework is VLLM else None
+    if read is None or not read[1].has_states:
+        return
+    flags = dict(expanded(command.flags))
+    count = flags.get(f"{_SPECULATION}.num-speculative-tokens") or flags.get("--spec-tokens") or ""
+    method = flags.get(f"{_SPECULATION}.method") or flags.get("--spec-method")
+    if method == "suffix":
+        count = count or flags.get(f"{_SPECULATION}.suffix-decoding-max-tree-depth", _SUFFIX_DEPTH)
+    asked = Asked(
+        on_vllms_attention=readable_settings(environ).disable_vllm_attention,
+        caches_prefixes="--no-enable-prefix-caching" not in flags,
+        older_runner=_is_older_runner(environ.get(_RUNNER), target, method),
+        state_dtype=_state_dtype(flags, of_text(read[0])),
+        num_drafts=int(count) if count.isdecimal() else 0,
+        draft_method="" if method is None and any(name.startswith(_SPECULATION) for name in flags) else method,
+    )
+    for reason in refusals(asked):
+        yield Finding.of(reason, VLLM.refused, f"Leave it out, or {VLLM.otherwise} for this model.")
+
+
+def check_sglang_drafts(folder: Path, command: Command, environ: Mapping[str, str]) -> Iterable[Finding]:
+    """What SGLang's command asks for, and models that draft by layers of their own do not support.
+
+    These are DeepSeek's and those with linear attention, of which more is refused.
+
+    Args:
+        folder: the checkpoint.
+        command: of the server.
+        environ: the variables that it sees.
+    """
+    from atom_core.loading import check_files  # imports torch
+    from atom_core.models.registry import load_draft_class
+    from atom_core.quant import read_quantization
+
+    read = _read(folder) if command.framework is SGLANG else None
+    if read is None or not (read[1].has_states or read[1].has_mla):
+        return
+    given, (values, config) = ServerArguments(command), read
+    reasons: list[str] = []
+    if config.has_states:
+        text = of_text(values)
+        dtype = environ.get(_STATE_DTYPE) or text.get("mamba_ssm_dtype")
+        attention = given.attention_backend or given.decode_attention_backend or BACKEND
+        reasons += refused_with_states(given, attention, _OURS, dtype)
+        reasons += _said(lambda: interval_of(config.architecture, text))
+    reasons += refused_with_own_drafts(given, config.architecture, _OURS)
+    if given.speculative_algorithm in OWN_LAYERS:
+        draft = load_draft_class(config.architecture)
+        reasons += _said(
+            lambda: check_files(draft.from_hf(values), folder, given.tp_size or 1, read_quantization(values))
+        )
+    for reason in reasons:
+        yield Finding.of(reason, SGLANG.refused, f"Use another checkpoint, or {SGLANG.otherwise} for this model.")
+
+
+class ServerArguments:
+    """A command's arguments by the names of SGLang's fields: numbers, true, text, what JSON says; None: not given."""
+
+    def __init__(self, command: Command) -> None:
+        self._flags = dict(command.flags)
+        self.model_path = command.model
+
+    def __getattr__(self, name: str) -> Any:
+        flag = f"--{name.replace('_', '-')}"
+        value = next((self._flags[it] for it in (flag, *_ALIASES.get(name, ())) if it in self._flags), None)
+        if value is None:
+            return None
+        try:
+            return json.loads(value) if value else True
+        except ValueError:
+            return value
+
+
+def _said(check: Callable[[], object]) -> list[str]:
+    """The error of a check, if there is one."""
+    try:
+        check()
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _read(folder: Path) -> tuple[Mapping[str, Any], ModelConfig] | None:
+    """The values of ``config.json`` and what the core reads of them.
+
+    None: :func:`atom_plugin.doctor.checkpoint.check_checkpoint` says what is wrong.
+    """
+    from atom_core.checkpoint import config_of  # imports torch
+    from atom_core.models.read_config import read_model_config
+
+    try:
+        values = config_of(folder)
+        return values, read_model_config(values)
+    except ValueError:
+        return None
+
+
+def _is_older_runner(variable: str | None, target: Target, draft_method: str | None) -> bool:
+    if variable is not None:
+        return is_off(variable.strip())
+    vllm = installed("vllm")
+    by_ngrams = vllm is not None and Version(vllm.version).release < NEWER_RUNNER_DRAFTS_BY_NGRAMS
+    older = (*ON_OLDER_RUNNER, *(BY_NGRAMS if by_ngrams else ()))
+    return target.kind == "cpu" or draft_method in older
+
+
+def _state_dtype(flags: Mapping[str, str], config: Mapping[str, Any]) -> str:
+    """As vLLM chooses it: by the first that says."""
+    said = (
+        flags.get("--mamba-ssm-cache-dtype"),
+        config.get("mamba_ssm_dtype"),
+        flags.get("--mamba-cache-dtype"),
+        flags.get("--dtype"),
+        config.get("dtype", config.get("torch_dtype")),
+    )
+    name = next((str(it) for it in said if it not in (None, "auto")), "bfloat16")
+    return {"half": "float16", "float": "float32"}.get(name, name)

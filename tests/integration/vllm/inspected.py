@@ -1,0 +1,41 @@
+"""vLLM's own classes of the architectures that we have, looked at in one process.
+
+vLLM looks at each class in a process of its own, which imports all of vLLM for it, and keeps what it found on disk.
+Most tests start an engine of a class that nobody has looked at yet. Here the same code of vLLM's looks at all of them,
+in this process.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+from tests.integration.processes import run_group
+
+
+@functools.cache
+def inspect_all() -> None:
+    """Have all of them looked at, once for a run of the tests."""
+    path = [str(Path(__file__).with_name("stand_ins")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    finished = run_group([sys.executable, __file__], {"PYTHONPATH": os.pathsep.join(path)}, 300)
+    assert finished.returncode == 0, finished.tail()
+
+
+def main() -> None:
+    """Look at each class that is there; a version of vLLM may not have all of them."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import registry
+
+    from atom_core.models.registry import DRAFTS, supported_architectures
+
+    registry._run_in_subprocess = lambda look: look()
+    drafts = [draft for _, draft in DRAFTS.values()]
+    for architecture in dict.fromkeys([*supported_architectures(), *drafts]):
+        if architecture in ModelRegistry.models:
+            ModelRegistry.models[architecture].inspect_model_cls()
+
+
+if __name__ == "__main__":
+    main()
