@@ -39,7 +39,7 @@ def test_a_step_with_chunks_of_prompts(model, batch):
         profile=True,
     )
     found = measure_step(options).as_json()
-    assert (found["batch"], found["chunk"]) == (batch, [2000, 48])
+    assert (found["batch"], found["chunk"]) == (batch, (2000, 48))
     assert 0 < found["share_of_floor"] < 1.1
     assert sum(it["seconds"] for it in found["profile"]) > 0
 

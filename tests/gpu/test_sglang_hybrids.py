@@ -32,7 +32,7 @@ WAYS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Next": ("qwen3_next", {}),
     "Next, eager": ("qwen3_next", {"disable_cuda_graph": True}),
     "Next, no copies": ("qwen3_next", {**NO_COPIES, **LITTLE_ROOM, "chunked_prefill_size": 64}),
-    "Next, no copies, 3 drafts": ("qwen3_next", drafting(3, **FEWER, **NO_COPIES)),
+    "Next, no copies, 3 drafts": ("qwen3_next", drafting(3, **FEWER, **NO_COPIES, chunked_prefill_size=64)),
     "Next, SGLang's attention": ("qwen3_next", {"attention_backend": "triton"}),
     "Next, 3 drafts": ("qwen3_next", drafting(3, **FEWER, **LITTLE_ROOM)),
     "Next, 3 drafts, eager": ("qwen3_next", drafting(3, **FEWER, disable_cuda_graph=True)),

@@ -31,7 +31,7 @@ def run_steady(
         more: further arguments.
     """
     command = [sys.executable, "-m", "benchmarks.steady", framework, "--model", str(checkpoint("qwen3"))]
-    command += ["--lengths", "64/16", "--concurrency", "4", "--json", str(file)]
+    command += ["--lengths", "64/16", "--concurrency", "4", "--turns", "1", "--json", str(file)]
     finished = run_group([*command, f"--server-flags={server_flags}", *more], environ, DEADLINE)
     assert finished.returncode == 0, finished.tail()
     found: dict[str, Any] = json.loads(file.read_text())

@@ -688,8 +688,7 @@ class TritonDecodeAttention:
 
     def __init__(self, spec: DecodeAttentionSpec, nvidia: bool, overlap: bool, hopper: bool = False) -> None:
         self.spec = spec
-        # Of FP8 caches it has not run on a GPU yet: there it is compiled, and its arithmetic tested on a CPU.
-        own = hopper and HopperDecodeAttention.fits(spec) and spec.attention.cache_dtype == spec.attention.dtype
+        own = hopper and HopperDecodeAttention.fits(spec)
         self.hopper = HopperDecodeAttention(spec, overlap) if own else None
         self.nvidia, self.overlap = nvidia, overlap
         #: Query heads that share a key.
