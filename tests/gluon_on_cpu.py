@@ -27,6 +27,7 @@ _LAYOUTS = ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperan
 #: Modules that are run so: each is imported anew, with the language below in Gluon's place.
 _MODULES = (
     "atom_core.kernels.linear.few_rows_hopper",
+    "atom_core.kernels.fp8_block_linear.few_rows_hopper",
     "atom_core.kernels.attention.hopper_parts",
     "atom_core.kernels.attention.hopper_bytes",
     "atom_core.kernels.attention.hopper",

@@ -173,6 +173,7 @@ _QWEN3_NEXT = _hybrid(
     architectures=["Qwen3NextForCausalLM"],
     model_type="qwen3_next",
     decoder_sparse_step=1,
+    eos_token_id=151645,
     hidden_size=2048,
     intermediate_size=5120,
     mlp_only_layers=[],

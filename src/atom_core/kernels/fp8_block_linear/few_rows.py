@@ -136,10 +136,28 @@ def multiply_few_rows(
     return y
 
 
-def hopper_tile(block_rows: int, in_features: int) -> Tile:
-    """The tile of :mod:`.few_rows_hopper`: as many stages as there are steps, or as fit."""
-    stages = {16: 20, 32: 16, 64: 12}[block_rows]
-    return Tile("hopper", 64, BLOCK_SIZE, 4, min(stages, in_features // BLOCK_SIZE + 1), early=True)
+#: Shared memory of a multiprocessor on Hopper for tiles, and how many multiprocessors there are.
+_SHARED, _MULTIPROCESSORS = 220 * 1024, 132
+
+
+def hopper_tile(block_rows: int, out_features: int, in_features: int, activation: Activation | None = None) -> Tile:
+    """The tile of :mod:`.few_rows_hopper`: as many stages as there are steps, or as fit.
+
+    Few outputs of few rows are split, so that most multiprocessors have a program. Where there are a few programs more
+    than multiprocessors, two have room on each, as a second wave would take as long as the first.
+    """
+    programs = cdiv(out_features, 64)
+    split = 1
+    if block_rows == 16 and activation is None:
+        wanted = 4 if programs <= _MULTIPROCESSORS // 4 else 2 if programs <= _MULTIPROCESSORS // 2 else 1
+        split = wanted if in_features % (wanted * BLOCK_SIZE) == 0 else 1
+    together = 2 if _MULTIPROCESSORS < programs * split <= 2 * _MULTIPROCESSORS else 1
+    inputs = split * block_rows
+    # In bytes: of weight and input, and of their scales.
+    stage = (64 + inputs) * (BLOCK_SIZE + 4)
+    most = min(20, _SHARED // together // stage)
+    steps = in_features // (split * BLOCK_SIZE)
+    return Tile("hopper", 64 // split, BLOCK_SIZE, 4, min(most, steps + 1), early=True, split=split)
 
 
 def _multiply_on_hopper(
@@ -158,7 +176,7 @@ def _multiply_on_hopper(
     from atom_core.kernels.fp8_block_linear.few_rows_hopper import few_rows_hopper
 
     num_rows, (out_features, in_features) = len(x), weight.shape
-    tile = hopper_tile(block_rows, in_features)
+    tile = hopper_tile(block_rows, out_features, in_features, activation)
     few_rows_hopper[(cdiv(out_features, tile.rows),)](
         x,
         input_scales,
@@ -178,6 +196,7 @@ def _multiply_on_hopper(
         OVERLAP=overlap,
         EARLY=tile.early,
         STAGES=tile.stages,
+        SPLIT=tile.split,
         num_warps=tile.warps,
         **launch_options(overlap),
     )

@@ -1,7 +1,7 @@
 """2 to 64 rows by a weight in blocks on Hopper: :mod:`atom_core.kernels.linear.few_rows_hopper` with a tile per group.
 
 The sums of each group are scaled and then added up in float32. Scales are copied to shared memory with their tiles: a
-step is shorter than the latency of memory.
+step is shorter than the latency of memory. Rows of few outputs are split along K, as there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from atom_core.kernels.launch import entry_kernel
-from atom_core.kernels.linear.few_rows_hopper import depend, finish, load, ready, weight_rows
+from atom_core.kernels.linear.few_rows_hopper import depend, finish, load, ready, sum_of_splits, weight_rows
 
 
 @gluon.jit
@@ -46,58 +46,70 @@ def few_rows_hopper(
     OVERLAP: gl.constexpr,
     EARLY: gl.constexpr,
     STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):
-    """A program has ``BLOCK_N`` weight rows and all rows of ``x``; ``STAGES - 1`` tiles are copied ahead."""
+    """A program has ``BLOCK_N`` weight rows and all rows of ``x``; ``STAGES - 1`` tiles are copied ahead.
+
+    A tile has columns of all ``SPLIT`` splits of its rows.
+    """
+    gl.static_assert(SPLIT == 1 or ACTIVATION is None)
     dtype: gl.constexpr = weight.dtype.element_ty
     GATED: gl.constexpr = ACTIVATION is not None
+    ROWS: gl.constexpr = BLOCK_N * SPLIT
+    INPUTS: gl.constexpr = BLOCK_M * SPLIT
     warps: gl.constexpr = gl.num_warps()
     copied: gl.constexpr = gl.BlockedLayout([1, 16], [32 * 16 // SIZE, SIZE // 16], [warps, 1], [1, 0])
-    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_M, 32])
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, INPUTS, 32])
     ahead: gl.constexpr = STAGES - 1
     if OVERLAP and EARLY:
         depend("griddepcontrol.launch_dependents; // $0")
     tiles = gl.allocate_shared_memory(
-        dtype, [STAGES, BLOCK_N, SIZE], gl.NVMMASharedLayout.get_default_for([BLOCK_N, SIZE], dtype)
+        dtype, [STAGES, ROWS, SIZE], gl.NVMMASharedLayout.get_default_for([ROWS, SIZE], dtype)
     )
     inputs = gl.allocate_shared_memory(
-        dtype, [STAGES, BLOCK_M, SIZE], gl.NVMMASharedLayout.get_default_for([BLOCK_M, SIZE], dtype)
+        dtype, [STAGES, INPUTS, SIZE], gl.NVMMASharedLayout.get_default_for([INPUTS, SIZE], dtype)
     )
-    of_tiles, of_inputs = scale_places(STAGES, BLOCK_N, BLOCK_M)
+    of_tiles, of_inputs = scale_places(STAGES, ROWS, INPUTS)
+    steps = K // (SPLIT * SIZE)
+    share = steps * SIZE
     column = gl.arange(0, SIZE, gl.SliceLayout(0, copied))
-    row = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, GATED)
-    given = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
+    lane = gl.arange(0, ROWS, gl.SliceLayout(1, copied))
+    row = weight_rows(lane % BLOCK_N, N, BLOCK_N, GATED)
+    place_of = gl.arange(0, INPUTS, gl.SliceLayout(1, copied))
+    given = place_of % BLOCK_M
     used = (given < M)[:, None]
-    at = weight + row[:, None] * K + column[None, :]
-    x_at = x + given.to(gl.int64)[:, None] * K + column[None, :]
-    steps = K // SIZE
+    at = weight + (row * K + lane // BLOCK_N * share)[:, None] + column[None, :]
+    x_at = x + (given.to(gl.int64) * K + place_of // BLOCK_M * share)[:, None] + column[None, :]
     line: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
-    mine_at = scales + weight_rows(gl.arange(0, BLOCK_N, line), N, BLOCK_N, GATED) // SIZE * steps
-    each = gl.arange(0, BLOCK_M, line)
-    theirs_at = input_scales + each
+    scale_lane = gl.arange(0, ROWS, line)
+    scale_row = weight_rows(scale_lane % BLOCK_N, N, BLOCK_N, GATED)
+    mine_at = scales + scale_row // SIZE * (K // SIZE) + scale_lane // BLOCK_N * steps
+    each = gl.arange(0, INPUTS, line)
+    known = each % BLOCK_M < M
+    theirs_at = input_scales + each % BLOCK_M + each // BLOCK_M * steps * stride_input_scales
     for stage in gl.static_range(ahead):
         load(tiles.index(stage), at + stage * SIZE, eviction_policy="evict_first")
         load(of_tiles.index(stage), mine_at + stage)
         async_copy.commit_group()
-    of_sum = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N, GATED)
     if OVERLAP:
         depend("griddepcontrol.wait; // $0")
     for stage in gl.static_range(ahead):
         load(inputs.index(stage), x_at + stage * SIZE, mask=used)
-        load(of_inputs.index(stage), theirs_at + stage * stride_input_scales, mask=each < M)
+        load(of_inputs.index(stage), theirs_at + stage * stride_input_scales, mask=known)
         async_copy.commit_group()
-    total = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, summed)
+    total = gl.zeros([ROWS, INPUTS], gl.float32, summed)
     place = 0
     filled = ahead
     for step in range(steps):
         ready(ahead - 1)
-        partial = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, summed)
+        partial = gl.zeros([ROWS, INPUTS], gl.float32, summed)
         partial = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), partial, is_async=True)
         # All warps have finished with the tile of the previous step.
         if step + ahead < steps:
             load(tiles.index(filled), at + (step + ahead) * SIZE, eviction_policy="evict_first")
             load(of_tiles.index(filled), mine_at + step + ahead)
             load(inputs.index(filled), x_at + (step + ahead) * SIZE, mask=used)
-            load(of_inputs.index(filled), theirs_at + (step + ahead) * stride_input_scales, mask=each < M)
+            load(of_inputs.index(filled), theirs_at + (step + ahead) * stride_input_scales, mask=known)
         if OVERLAP and not EARLY and step + ahead == steps:
             depend("griddepcontrol.launch_dependents; // $0")
         async_copy.commit_group()
@@ -107,4 +119,9 @@ def few_rows_hopper(
         filled = (filled + 1) % STAGES
         partial = warpgroup_mma_wait(0, [partial])
         total += partial * mine[:, None] * theirs[None, :]
+    # The layout of ``wgmma``, or that of :func:`finish` for splits, whose sums change layout in any case.
+    whole: gl.constexpr = summed if SPLIT == 1 else gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
+    if SPLIT > 1:
+        total = gl.convert_layout(sum_of_splits(total, BLOCK_N, BLOCK_M, SPLIT, summed), whole)
+    of_sum = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, whole)), N, BLOCK_N, GATED)
     finish(total, of_sum, bias, residual, y, M, N, BLOCK_M, BLOCK_N, ACTIVATION, False)

@@ -30,8 +30,10 @@ class ReferenceGreedyTokens:
             mine = requests.clamp(min=0).long()
             places = torch.arange(barred.tokens.shape[1], device=logits.device)
             counts = torch.where((requests >= 0) & (positions + 1 < barred.until[mine]), barred.counts[mine], 0)
-            # Unused entries go to an extra column.
-            taken = torch.where(places < counts[:, None], barred.tokens[mine].long(), self.vocab_size)
+            # Unused entries, and tokens that the vocabulary does not have, go to an extra column.
+            tokens = barred.tokens[mine].long()
+            used = (places < counts[:, None]) & (tokens < self.vocab_size)
+            taken = torch.where(used, tokens, self.vocab_size)
             mask = torch.zeros(len(logits), self.vocab_size + 1, dtype=torch.bool, device=logits.device)
             logits = logits.masked_fill(mask.scatter_(1, taken, True)[:, :-1], -torch.inf)
         return logits.argmax(1)

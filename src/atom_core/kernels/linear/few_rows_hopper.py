@@ -117,7 +117,7 @@ def finish(
 
 
 @gluon.jit
-def _sum_of_splits(total, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, SPLIT: gl.constexpr, layout: gl.constexpr):
+def sum_of_splits(total, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, SPLIT: gl.constexpr, layout: gl.constexpr):
     """``[BLOCK_N, BLOCK_M]``: the sum of the products of corresponding splits, out of those of all splits."""
     of_row = gl.arange(0, BLOCK_N * SPLIT, gl.SliceLayout(1, layout)) // BLOCK_N
     of_input = gl.arange(0, BLOCK_M * SPLIT, gl.SliceLayout(0, layout)) // BLOCK_M
@@ -218,7 +218,7 @@ def few_rows_hopper(
     # The layout of ``wgmma``, or that of :func:`finish` for splits, whose sums change layout in any case.
     whole: gl.constexpr = summed if SPLIT == 1 else gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
     if SPLIT > 1:
-        total = gl.convert_layout(_sum_of_splits(total, BLOCK_N, BLOCK_M, SPLIT, summed), whole)
+        total = gl.convert_layout(sum_of_splits(total, BLOCK_N, BLOCK_M, SPLIT, summed), whole)
     of_sum = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, whole)), N, BLOCK_N, ACTIVATION is not None)
     if input_scales is not None:
         each = gl.program_id(1) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, whole))

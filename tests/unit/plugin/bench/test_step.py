@@ -39,6 +39,13 @@ LAYER = 64 * 128 + 64 * 64 + 64 * 192 + 96 * 64 + 2 * 64 + 2 * 16
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_special_tokens_are_in_the_vocabulary(name):
+    # vLLM writes to the logits of tokens that must not come yet, whether they exist or not.
+    config = CONFIGS[name]
+    assert max(config.get("bos_token_id", 0), config["eos_token_id"]) < config["vocab_size"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_known_by_name_is_one_of_ours(name):
     assert read_model_config(read_config(name)).num_layers == CONFIGS[name]["num_hidden_layers"]
 
