@@ -143,21 +143,37 @@ _SHARED, _MULTIPROCESSORS = 220 * 1024, 132
 def hopper_tile(block_rows: int, out_features: int, in_features: int, activation: Activation | None = None) -> Tile:
     """The tile of :mod:`.few_rows_hopper`: as many stages as there are steps, or as fit.
 
-    Few outputs of few rows are split, so that most multiprocessors have a program. Where there are a few programs more
-    than multiprocessors, two have room on each, as a second wave would take as long as the first.
+    Few outputs are split, and many rows of theirs are several programs', so that most multiprocessors have one. Where
+    there are a few programs more than multiprocessors, two have room on each, as a second wave would take as long as
+    the first.
     """
     programs = cdiv(out_features, 64)
-    split = 1
-    if block_rows == 16 and activation is None:
-        wanted = 4 if programs <= _MULTIPROCESSORS // 4 else 2 if programs <= _MULTIPROCESSORS // 2 else 1
-        split = wanted if in_features % (wanted * BLOCK_SIZE) == 0 else 1
-    together = 2 if _MULTIPROCESSORS < programs * split <= 2 * _MULTIPROCESSORS else 1
-    inputs = split * block_rows
+    split, tokens = 1, block_rows
+    if activation is None:
+        split, tokens = _parts(programs, block_rows)
+    if in_features % (split * BLOCK_SIZE):
+        split, tokens = 1, block_rows
+    programs = programs * split * (block_rows // tokens)
+    together = 2 if _MULTIPROCESSORS < programs <= 2 * _MULTIPROCESSORS else 1
     # In bytes: of weight and input, and of their scales.
-    stage = (64 + inputs) * (BLOCK_SIZE + 4)
-    most = min(20, _SHARED // together // stage)
-    steps = in_features // (split * BLOCK_SIZE)
-    return Tile("hopper", 64 // split, BLOCK_SIZE, 4, min(most, steps + 1), early=True, split=split)
+    stage = (64 + split * tokens) * (BLOCK_SIZE + 4)
+    stages = min(20, _SHARED // together // stage, in_features // (split * BLOCK_SIZE) + 1)
+    return Tile("hopper", 64 // split, BLOCK_SIZE, 4, stages, early=True, tokens=tokens, split=split)
+
+
+def _parts(programs: int, block_rows: int) -> tuple[int, int]:
+    """In how many parts rows of the weight are split, and how many rows of the input a program has.
+
+    Args:
+        programs: without parts, of all rows of the input.
+        block_rows: rows of the input, a power of two.
+    """
+    if programs > _MULTIPROCESSORS // 2:
+        return 1, block_rows
+    if programs > _MULTIPROCESSORS // 4:
+        return (2 if block_rows <= 16 else 1), block_rows
+    # Sums of all parts, and those of a step, have to have room in registers.
+    return (4, 16) if block_rows <= 32 else (2, 32)
 
 
 def _multiply_on_hopper(
@@ -177,7 +193,7 @@ def _multiply_on_hopper(
 
     num_rows, (out_features, in_features) = len(x), weight.shape
     tile = hopper_tile(block_rows, out_features, in_features, activation)
-    few_rows_hopper[(cdiv(out_features, tile.rows),)](
+    few_rows_hopper[(cdiv(out_features, tile.rows), cdiv(num_rows, tile.tokens))](
         x,
         input_scales,
         weight,
@@ -189,13 +205,14 @@ def _multiply_on_hopper(
         out_features,
         in_features,
         num_rows,
-        BLOCK_M=block_rows,
+        BLOCK_M=tile.tokens,
         BLOCK_N=tile.rows,
         SIZE=BLOCK_SIZE,
         ACTIVATION=None if activation is None else ACTIVATIONS[activation],
         OVERLAP=overlap,
         EARLY=tile.early,
         STAGES=tile.stages,
+        SPLIT_INPUT=tile.tokens < block_rows,
         SPLIT=tile.split,
         num_warps=tile.warps,
         **launch_options(overlap),

@@ -46,13 +46,15 @@ def few_rows_hopper(
     OVERLAP: gl.constexpr,
     EARLY: gl.constexpr,
     STAGES: gl.constexpr,
+    SPLIT_INPUT: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    """A program has ``BLOCK_N`` weight rows and all rows of ``x``; ``STAGES - 1`` tiles are copied ahead.
+    """A program has ``BLOCK_N`` weight rows and ``BLOCK_M`` rows of ``x``: all of them, unless ``SPLIT_INPUT``.
 
-    A tile has columns of all ``SPLIT`` splits of its rows.
+    ``STAGES - 1`` tiles are copied ahead, each with columns of all ``SPLIT`` splits of its rows.
     """
     gl.static_assert(SPLIT == 1 or ACTIVATION is None)
+    policy: gl.constexpr = "" if SPLIT_INPUT else "evict_first"  # other programs read them too
     dtype: gl.constexpr = weight.dtype.element_ty
     GATED: gl.constexpr = ACTIVATION is not None
     ROWS: gl.constexpr = BLOCK_N * SPLIT
@@ -76,7 +78,7 @@ def few_rows_hopper(
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, copied))
     row = weight_rows(lane % BLOCK_N, N, BLOCK_N, GATED)
     place_of = gl.arange(0, INPUTS, gl.SliceLayout(1, copied))
-    given = place_of % BLOCK_M
+    given = gl.program_id(1) * BLOCK_M + place_of % BLOCK_M
     used = (given < M)[:, None]
     at = weight + (row * K + lane // BLOCK_N * share)[:, None] + column[None, :]
     x_at = x + (given.to(gl.int64) * K + place_of // BLOCK_M * share)[:, None] + column[None, :]
@@ -85,10 +87,11 @@ def few_rows_hopper(
     scale_row = weight_rows(scale_lane % BLOCK_N, N, BLOCK_N, GATED)
     mine_at = scales + scale_row // SIZE * (K // SIZE) + scale_lane // BLOCK_N * steps
     each = gl.arange(0, INPUTS, line)
-    known = each % BLOCK_M < M
-    theirs_at = input_scales + each % BLOCK_M + each // BLOCK_M * steps * stride_input_scales
+    scale_given = gl.program_id(1) * BLOCK_M + each % BLOCK_M
+    known = scale_given < M
+    theirs_at = input_scales + scale_given + each // BLOCK_M * steps * stride_input_scales
     for stage in gl.static_range(ahead):
-        load(tiles.index(stage), at + stage * SIZE, eviction_policy="evict_first")
+        load(tiles.index(stage), at + stage * SIZE, eviction_policy=policy)
         load(of_tiles.index(stage), mine_at + stage)
         async_copy.commit_group()
     if OVERLAP:
@@ -106,7 +109,7 @@ def few_rows_hopper(
         partial = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), partial, is_async=True)
         # All warps have finished with the tile of the previous step.
         if step + ahead < steps:
-            load(tiles.index(filled), at + (step + ahead) * SIZE, eviction_policy="evict_first")
+            load(tiles.index(filled), at + (step + ahead) * SIZE, eviction_policy=policy)
             load(of_tiles.index(filled), mine_at + step + ahead)
             load(inputs.index(filled), x_at + (step + ahead) * SIZE, mask=used)
             load(of_inputs.index(filled), theirs_at + (step + ahead) * stride_input_scales, mask=known)

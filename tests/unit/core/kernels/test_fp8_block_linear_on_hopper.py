@@ -57,7 +57,7 @@ def assert_close(found, wanted):
 SIZES = [(2048, 1024), (4096, 512), (2112, 512), (200, 512), (128, 256), (128, 384)]
 
 
-@pytest.mark.parametrize("rows", [2, 8, 16, 17, 64])
+@pytest.mark.parametrize("rows", [2, 8, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_it_multiplies(multiply, size, rows):
     given = operands(rows, *size)
@@ -90,26 +90,30 @@ def test_scales_of_other_parts_may_be_anything(multiply):
 
 
 @pytest.mark.parametrize(
-    ("rows", "size", "split", "together"),
+    ("rows", "size", "split", "tokens", "together"),
     [
-        (16, (2048, 4096), 4, 1),
-        (16, (2048, 384), 1, 1),
-        (16, (4096, 4096), 2, 1),
-        (16, (8448, 2048), 1, 1),
-        (16, (9216, 2048), 1, 2),
-        (16, (12288, 2048), 1, 2),
-        (64, (12288, 2048), 1, 2),
-        (64, (2048, 4096), 1, 1),
-        (16, (24576, 4096), 1, 1),
+        (16, (2048, 4096), 4, 16, 1),
+        (16, (2048, 384), 1, 16, 1),
+        (16, (4096, 4096), 2, 16, 1),
+        (16, (8448, 2048), 1, 16, 1),
+        (16, (9216, 2048), 1, 16, 2),
+        (16, (12288, 2048), 1, 16, 2),
+        (16, (24576, 4096), 1, 16, 1),
+        (32, (2048, 4096), 4, 16, 2),
+        (32, (4096, 4096), 1, 32, 1),
+        (64, (2048, 4096), 2, 32, 1),
+        (64, (4096, 4096), 1, 64, 1),
+        (64, (12288, 2048), 1, 64, 2),
     ],
     ids=str,
 )
-def test_tiles(rows, size, split, together):
+def test_tiles(rows, size, split, tokens, together):
     tile = hopper_tile(rows, *size)
-    stage = (64 + split * rows) * (128 + 4)
-    assert tile.split == split
+    stage = (64 + split * tokens) * (128 + 4)
+    assert (tile.split, tile.tokens) == (split, tokens)
     assert tile.rows * tile.split == 64
     assert together * tile.stages * stage <= SHARED
     # So many tiles as there are, or as fit.
     steps = size[1] // 128 // split
     assert tile.stages == min(20, steps + 1) or (together + 0.5) * (tile.stages + 1) * stage > SHARED
+    assert hopper_tile(rows, *size, "silu").split == 1
