@@ -1,4 +1,4 @@
-"""Gluon kernels on a CPU: enough of the language, in torch, for attention, Gated DeltaNet and products of few rows.
+"""Gluon kernels on a CPU: enough of the language, in torch, for attention, linear layers, Gated DeltaNet and experts.
 
 Triton's interpreter runs no Gluon. What is here knows no layouts, warps or waits: it tells whether the arithmetic and
 the addresses of a kernel are right, not whether it waits for what it reads. Programs run one after the other.
@@ -28,6 +28,9 @@ _LAYOUTS = ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperan
 _MODULES = (
     "atom_core.kernels.linear.few_rows_hopper",
     "atom_core.kernels.fp8_block_linear.few_rows_hopper",
+    "atom_core.kernels.experts.hopper",
+    "atom_core.kernels.experts.few_routed_tokens_hopper",
+    "atom_core.kernels.fp8_experts.hopper",
     "atom_core.kernels.attention.hopper_parts",
     "atom_core.kernels.attention.hopper_bytes",
     "atom_core.kernels.attention.hopper",
@@ -399,6 +402,8 @@ def _language() -> dict[str, ModuleType]:
         "where": _where,
         "sum": _reduced(torch.sum),
         "max": _reduced(torch.amax),
+        "min": _reduced(torch.amin),
+        "abs": _elementwise(torch.abs),
         "maximum": _elementwise(torch.maximum),
         "minimum": _elementwise(torch.minimum),
         "exp": _elementwise(torch.exp),

@@ -133,7 +133,9 @@ def few_routed_tokens_hopper(
     if bias is not None:
         of_sum = weight_rows(gl.arange(0, BLOCK_N, of_rows), N, BLOCK_N, GATED)
         total += gl.load(bias + expert * N + of_sum).to(gl.float32)[:, None]
-    store_routed_tokens(total, routed_token, weights, out, N, True, False, BLOCK_N, TOKENS, ACTIVATION)
+    store_routed_tokens(
+        total, routed_token, weights, out, gl.program_id(0), N, True, False, BLOCK_N, TOKENS, ACTIVATION
+    )
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ def store_routed_tokens(
     routed_token,
     weights,
     out,
+    tile,
     N,
     SORTED: gl.constexpr,
     SPLIT: gl.constexpr,
@@ -112,8 +113,9 @@ def store_routed_tokens(
 ):
     """Activate ``total [BLOCK_N, TOKENS]`` or multiply it by the routing weights ``[TOKENS]``, and store it.
 
-    An activated block that is ``SORTED`` goes to its slots, everything else to rows of routed tokens. ``SPLIT``: a row
-    is stored as four planes: elements 0, 4, 8, ... first, then 1, 5, 9, ..., and so on.
+    ``tile``: which ``BLOCK_N`` rows of the weight they are of. An activated block that is ``SORTED`` goes to its slots,
+    everything else to rows of routed tokens. ``SPLIT``: a row is stored as four planes: elements 0, 4, 8, ... first,
+    then 1, 5, 9, ..., and so on.
     """
     GATED: gl.constexpr = ACTIVATION is not None
     warps: gl.constexpr = gl.num_warps()
@@ -125,7 +127,7 @@ def store_routed_tokens(
         total = activated(total, BLOCK_N, TOKENS, ACTIVATION, out_dtype)
     stored: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
     result = gl.convert_layout(total, stored)
-    to = gl.program_id(0) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
+    to = tile * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
     out_routed_token = gl.convert_layout(routed_token, gl.SliceLayout(0, stored))
     out_row = out_routed_token
     if GATED and SORTED:

@@ -26,7 +26,7 @@ from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, empty_quanti
 from atom_core.kernels.fp8_linear.quantize import narrowed
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.launch import entry_kernel
-from atom_core.kernels.linear.few_rows_hopper import all_copied, barrier, depend, load, ready, weight_rows
+from atom_core.kernels.linear.few_rows_hopper import all_copied, barrier, depend, load, ready, rows_of_tile
 from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
 
 _narrowed = gluon.jit(narrowed.fn)
@@ -36,11 +36,19 @@ COLUMNS = 128
 
 
 @gluon.jit
-def _ask_weight(tiles, of_tiles, at, mine_at, step, steps, place, COLUMNS: gl.constexpr, SIZE: gl.constexpr):
-    """Start to copy the weight tile of a step, and with blocks its scales, if the step exists."""
-    load(tiles.index(place), at + step * COLUMNS, mask=step < steps, eviction_policy="evict_first")
+def _ask_weight(
+    tiles, of_tiles, at, scales, scale_row, tile, step, steps, K, place, TILES: gl.constexpr, HEIGHT: gl.constexpr,
+    COLUMNS: gl.constexpr, SIZE: gl.constexpr,
+):  # fmt: skip
+    """Start to copy the weight tile of a step, and with blocks its scales, if the program has such a tile.
+
+    ``HEIGHT``: rows from a tile's first one to the next tile's.
+    """
+    there = tile < TILES
+    load(tiles.index(place), at + (tile * HEIGHT * K + step * COLUMNS), mask=there, eviction_policy="evict_first")
     if SIZE > 0:
-        load(of_tiles.index(place), mine_at + step, mask=step < steps)
+        mine_at = scales + (scale_row + tile * HEIGHT) // SIZE * steps
+        load(of_tiles.index(place), mine_at + step, mask=there)
 
 
 @gluon.jit
@@ -52,16 +60,26 @@ def _ask_input(
     stride,
     used,
     known,
+    tile,
     step,
-    steps,
     place,
+    TILES: gl.constexpr,
     COLUMNS: gl.constexpr,
     SIZE: gl.constexpr,
 ):
-    """Start to copy the input tile of a step, and with blocks its scales, if the step exists."""
-    load(inputs.index(place), x_at + step * COLUMNS, mask=used & (step < steps))
+    """Start to copy the input tile of a step, and with blocks its scales, if the program has such a weight tile."""
+    there = tile < TILES
+    load(inputs.index(place), x_at + step * COLUMNS, mask=used & there)
     if SIZE > 0:
-        load(of_inputs.index(place), theirs_at + step * stride, mask=known & (step < steps))
+        load(of_inputs.index(place), theirs_at + step * stride, mask=known & there)
+
+
+@gluon.jit
+def _next(tile, step, steps):
+    """The tile and step after these."""
+    step += 1
+    ended = (step == steps).to(gl.int32)
+    return tile + ended, step * (1 - ended)
 
 
 @gluon.jit
@@ -135,13 +153,15 @@ def expert_rows_fp8_hopper(
     COLUMNS: gl.constexpr,
     SIZE: gl.constexpr,
     STAGES: gl.constexpr,
+    TILES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     LIMIT: gl.constexpr,
     SMALLEST: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """A block of routed tokens of one expert by ``BLOCK_N`` rows of its weight; see :func:`multiply_few_routed_tokens`.
+    """A block of routed tokens of one expert by ``TILES`` times ``BLOCK_N`` rows of its weight, tile by tile.
 
+    The next tile is copied while this one is multiplied; see :func:`multiply_few_routed_tokens`.
     With an activation, rows of ``x`` are tokens and rows of ``out`` are slots, or routed tokens without ``slots``.
     Without, ``x`` has those rows, rows of ``out`` are routed tokens, and results are multiplied by the routing weight.
     """
@@ -171,20 +191,26 @@ def expert_rows_fp8_hopper(
         dtype, [STAGES, TOKENS, COLUMNS], gl.NVMMASharedLayout.get_default_for([TOKENS, COLUMNS], dtype)
     )
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, copied))
-    row = weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, GATED)
+    HEIGHT: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    first_tile = gl.program_id(0) * TILES
+    none = first_tile * 0  # a number of the GPU's
+    row = rows_of_tile(first_tile, gl.arange(0, BLOCK_N, gl.SliceLayout(1, copied)), N, BLOCK_N, GATED)
     at = weight + (expert * N + row)[:, None] * K + column[None, :]
     steps = K // COLUMNS
     line: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
     of_tiles, of_inputs = scale_places(STAGES, BLOCK_N, TOKENS)
     scales += expert * stride_scales
-    scale_row = weight_rows(gl.arange(0, BLOCK_N, line), N, BLOCK_N, GATED)
-    mine_at = scales + scale_row
+    scale_row = rows_of_tile(first_tile, gl.arange(0, BLOCK_N, line), N, BLOCK_N, GATED)
     if SIZE > 0:
         gl.static_assert(SIZE == COLUMNS)
-        mine_at = scales + scale_row // SIZE * steps
+    tile = none
+    step = none
     for stage in gl.static_range(ahead):
-        _ask_weight(tiles, of_tiles, at, mine_at, stage, steps, stage, COLUMNS, SIZE)
+        _ask_weight(
+            tiles, of_tiles, at, scales, scale_row, tile, step, steps, K, stage, TILES, HEIGHT, COLUMNS, SIZE
+        )  # fmt: skip
         async_copy.commit_group()
+        tile, step = _next(tile, step, steps)
     if OVERLAP:
         depend("griddepcontrol.wait; // $0")
         # Not earlier: the next kernel reads the experts without waiting for this one.
@@ -197,43 +223,55 @@ def expert_rows_fp8_hopper(
     known = scale_routed_token >= 0
     x_at = x + x_row.to(gl.int64)[:, None] * K + column[None, :]
     theirs_at = x_scales + scale_of
+    tile = none
+    step = none
     for stage in gl.static_range(ahead):
-        _ask_input(inputs, of_inputs, x_at, theirs_at, stride_x_scales, used, known, stage, steps, stage, COLUMNS, SIZE)
-        async_copy.commit_group()
-    zeros = gl.zeros([BLOCK_N, TOKENS], gl.float32, summed)
-    total = zeros
-    place = 0
-    filled = ahead
-    for step in range(steps):
-        ready(ahead - 1)
-        right = inputs.index(place).permute((1, 0))
-        if SIZE > 0:
-            total_or_partial = warpgroup_mma(tiles.index(place), right, zeros, use_acc=False, is_async=True)
-        else:
-            total_or_partial = warpgroup_mma(tiles.index(place), right, total, is_async=True)
-        # All warps have finished with the tile of the previous step.
-        later = step + ahead
-        _ask_weight(tiles, of_tiles, at, mine_at, later, steps, filled, COLUMNS, SIZE)
         _ask_input(
-            inputs, of_inputs, x_at, theirs_at, stride_x_scales, used, known, later, steps, filled, COLUMNS, SIZE
+            inputs, of_inputs, x_at, theirs_at, stride_x_scales, used, known, tile, step, stage, TILES, COLUMNS, SIZE
         )
         async_copy.commit_group()
-        if SIZE > 0:
-            mine = of_tiles.index(place).load(of_rows)
-            theirs = of_inputs.index(place).load(of_sums)
-            partial = warpgroup_mma_wait(0, [total_or_partial])
-            total += partial * mine[:, None] * theirs[None, :]
-        else:
-            total = warpgroup_mma_wait(0, [total_or_partial])
-        place = (place + 1) % STAGES
-        filled = (filled + 1) % STAGES
-    all_copied()
-    if SIZE == 0:
-        of_sum = weight_rows(gl.arange(0, BLOCK_N, of_rows), N, BLOCK_N, GATED)
-        sum_row = gl.convert_layout(scale_of, of_sums)
-        theirs = gl.load(x_scales + sum_row, mask=gl.convert_layout(routed_token, of_sums) >= 0, other=0.0)
-        total *= gl.load(scales + of_sum)[:, None] * theirs[None, :]
-    store_routed_tokens(total, routed_token, weights, out, N, not FEW, False, BLOCK_N, TOKENS, ACTIVATION)
+        tile, step = _next(tile, step, steps)
+    zeros = gl.zeros([BLOCK_N, TOKENS], gl.float32, summed)
+    place = 0
+    filled = ahead
+    for now in range(TILES):
+        total = zeros
+        for _ in range(steps):
+            ready(ahead - 1)
+            right = inputs.index(place).permute((1, 0))
+            if SIZE > 0:
+                total_or_partial = warpgroup_mma(tiles.index(place), right, zeros, use_acc=False, is_async=True)
+            else:
+                total_or_partial = warpgroup_mma(tiles.index(place), right, total, is_async=True)
+            # All warps have finished with the tile of the previous step.
+            _ask_weight(
+                tiles, of_tiles, at, scales, scale_row, tile, step, steps, K, filled, TILES, HEIGHT, COLUMNS, SIZE
+            )  # fmt: skip
+            _ask_input(
+                inputs, of_inputs, x_at, theirs_at, stride_x_scales, used, known, tile, step, filled, TILES, COLUMNS,
+                SIZE,
+            )  # fmt: skip
+            async_copy.commit_group()
+            tile, step = _next(tile, step, steps)
+            if SIZE > 0:
+                mine = of_tiles.index(place).load(of_rows)
+                theirs = of_inputs.index(place).load(of_sums)
+                partial = warpgroup_mma_wait(0, [total_or_partial])
+                total += partial * mine[:, None] * theirs[None, :]
+            else:
+                total = warpgroup_mma_wait(0, [total_or_partial])
+            place = (place + 1) % STAGES
+            filled = (filled + 1) % STAGES
+        if now == TILES - 1:
+            all_copied()
+        if SIZE == 0:
+            of_sum = rows_of_tile(first_tile + now, gl.arange(0, BLOCK_N, of_rows), N, BLOCK_N, GATED)
+            sum_row = gl.convert_layout(scale_of, of_sums)
+            theirs = gl.load(x_scales + sum_row, mask=gl.convert_layout(routed_token, of_sums) >= 0, other=0.0)
+            total *= gl.load(scales + of_sum)[:, None] * theirs[None, :]
+        store_routed_tokens(
+            total, routed_token, weights, out, first_tile + now, N, not FEW, False, BLOCK_N, TOKENS, ACTIVATION
+        )
     if arrivals is not None:
         _quantize_whole_group(
             out,
@@ -245,7 +283,7 @@ def expert_rows_fp8_hopper(
             stride_out_scales,
             not FEW,
             TOKENS,
-            BLOCK_N // 2,
+            TILES * BLOCK_N // 2,
             SIZE,
             LIMIT,
             SMALLEST,
@@ -284,6 +322,31 @@ def takes(weight: torch.Tensor, rows: int, block: int, gated: bool) -> bool:
         # The gate rows of a tile, and their results, must share a scale.
         and not (block and gated and out_features // 2 % block)
     )
+
+
+#: Programs of one tile that run at the same time on a Hopper: five on each of its multiprocessors.
+_AT_ONCE = 5 * 132
+#: The most steps of a program with several tiles: longer ones have too small a part of their time without loads.
+_MOST_STEPS = 32
+
+
+def tiles_of_program(tokens: int, local_experts: LocalExperts, out_features: int, in_features: int, gated: bool) -> int:
+    """How many weight tiles one after the other a program has, of up to :data:`MAX_TOKENS` tokens, not sorted.
+
+    So many that about all programs run at the same time: one that ends and one that starts load little. The number of
+    experts is that of tokens that are routed at random.
+    """
+    if not local_experts.whole:
+        return 1
+    routed = local_experts.count - local_experts.shared
+    of_token = (local_experts.top_k - local_experts.shared) / routed
+    programs = (routed * (1 - (1 - of_token) ** tokens) + local_experts.shared) * (out_features // _UNSORTED.rows)
+    # A group of the result has one scale, and is one program's at most.
+    most = min(8, _MOST_STEPS * COLUMNS // in_features, *([COLUMNS * 2 // _UNSORTED.rows] if gated else []))
+    found = 1
+    while programs / found > _AT_ONCE and 2 * found <= most and out_features % (2 * found * _UNSORTED.rows) == 0:
+        found *= 2
+    return found
 
 
 def multiply_few_routed_tokens(
@@ -326,7 +389,10 @@ def multiply_few_routed_tokens(
     tokens, top_k = experts.shape
     tile = _UNSORTED if blocks is None else _SORTED
     rows, num_blocks = (MAX_TOKENS, tokens * top_k) if blocks is None else (blocks.rows, len(blocks.experts))
-    expert_rows_fp8_hopper[(cdiv(out_features, tile.rows), num_blocks)](
+    tiles = 1
+    if blocks is None:
+        tiles = tiles_of_program(tokens, local_experts, out_features, in_features, activation is not None)
+    expert_rows_fp8_hopper[(cdiv(out_features, tiles * tile.rows), num_blocks)](
         x,
         x_scales,
         experts if blocks is None else None,
@@ -354,6 +420,7 @@ def multiply_few_routed_tokens(
         COLUMNS=COLUMNS,
         SIZE=block,
         STAGES=tile.stages,
+        TILES=tiles,
         ACTIVATION=activation,
         LIMIT=LIMIT,
         SMALLEST=SMALLEST,

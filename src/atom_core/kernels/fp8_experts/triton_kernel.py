@@ -37,7 +37,13 @@ from atom_core.quant.fp8 import BLOCK_SIZE
 from atom_core.types import Activation
 
 if why_no_gluon() is None:
-    from atom_core.kernels.fp8_experts.hopper import COLUMNS, empty_fp8_out, multiply_few_routed_tokens, takes
+    from atom_core.kernels.fp8_experts.hopper import (
+        COLUMNS,
+        empty_fp8_out,
+        multiply_few_routed_tokens,
+        takes,
+        tiles_of_program,
+    )
 
 
 class TritonFp8Experts:
@@ -62,6 +68,10 @@ class TritonFp8Experts:
         if tokens <= MAX_TOKENS:
             yield tokens == 1
             yield combine_key(tokens)
+            if tokens > 1 and on_hopper(device):
+                hidden, size = spec.hidden_size, spec.intermediate_size
+                yield "gate_up", tiles_of_program(tokens, self.local_experts, 2 * size, hidden, gated=True)
+                yield "down", tiles_of_program(tokens, self.local_experts, hidden, size, gated=False)
             return
         whole = spec.hidden_size % 128 == spec.intermediate_size % 128 == 0
         rows = rows_of_blocks(tokens, self.local_experts, self.block, self.nvidia, whole)

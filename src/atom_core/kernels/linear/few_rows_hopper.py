@@ -29,18 +29,24 @@ LAG = 2
 
 
 @gluon.jit
-def weight_rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
+def rows_of_tile(tile, lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
     """As :func:`atom_core.kernels.linear.helpers.weight_rows`, but of 16 rows the first eight are gate, the others up.
 
-    A thread has every eighth row of the result, and so both.
+    A thread has every eighth row of the result, and so both. ``tile``: which of the weight's.
     """
     if GATED:
         half = N // 2
-        row = gl.program_id(0) * (BLOCK_N // 2) + lane // 16 * 8 + lane % 8
+        row = tile * (BLOCK_N // 2) + lane // 16 * 8 + lane % 8
         row = gl.minimum(row, half - 1) + lane // 8 % 2 * half
     else:
-        row = gl.minimum(gl.program_id(0) * BLOCK_N + lane, N - 1)
+        row = gl.minimum(tile * BLOCK_N + lane, N - 1)
     return row.to(gl.int64)
+
+
+@gluon.jit
+def weight_rows(lane, N, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
+    """:func:`rows_of_tile` of a program with one tile."""
+    return rows_of_tile(gl.program_id(0), lane, N, BLOCK_N, GATED)
 
 
 @gluon.jit

@@ -252,7 +252,9 @@ def expert_rows_hopper(
     of_sum, there = _rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, summed)), N, BLOCK_N, GATED)
     if bias is not None:
         total += gl.load(bias + expert * N + of_sum, mask=there, other=0.0).to(gl.float32)[:, None]
-    store_routed_tokens(total, routed_token, weights, out, N, not FEW, SPLIT, BLOCK_N, TOKENS, ACTIVATION)
+    store_routed_tokens(
+        total, routed_token, weights, out, gl.program_id(0), N, not FEW, SPLIT, BLOCK_N, TOKENS, ACTIVATION
+    )
 
 
 @dataclass(frozen=True)
