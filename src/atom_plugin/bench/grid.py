@@ -20,6 +20,7 @@ from atom_plugin.bench.step import cache_torch_dtype, torch_dtype
 #: that prompts and drafts run; and that over latents.
 GRID_OPS = ("decode_attention", "attention", "mla_attention")
 DEFAULT_OPS = ("decode_attention", "mla_attention")
+LATENT_OP = "mla_attention"
 #: Of latents, as all DeepSeek models have them: rank, dimension with rope, and of a head without.
 RANK, ROPE_DIM, NOPE_DIM = 512, 64, 128
 #: FlashAttention splits a request's keys among at most so many programs in a graph, each with float32 results.
@@ -49,6 +50,11 @@ class Axes:
 ALL_SHAPES = Axes(group=(4, 5, 7, 8, 16), head_dim=(64, 128, 256), page_size=(16, 64), cache_dtype=("auto", "fp8_e4m3"))
 #: The axes by the option's name.
 AXES: Mapping[str, str] = {f"--{it.name.replace('_', '-')}": it.name for it in fields(Axes)}
+
+
+def has_axis(op: str, name: str) -> bool:
+    """Whether cells of an op differ along an axis of :class:`Axes`."""
+    return name not in (("group", "head_dim", "kv_heads") if op == LATENT_OP else ("heads",))
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ class GridOptions:
         axes, dtype = self.axes, torch_dtype(self.dtype)
         cache_dtypes = list(dict.fromkeys(cache_torch_dtype(name, dtype) for name in axes.cache_dtype))
         for op in self.ops:
-            latent = op == "mla_attention"
+            latent = op == LATENT_OP
             pages = axes.page_size or ((64,) if latent else (16,))
             shapes = list(self._latents() if latent else self._heads())
             rope_dim = ROPE_DIM if latent else 0

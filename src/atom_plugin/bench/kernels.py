@@ -39,7 +39,7 @@ from atom_plugin.bench.device import (
 )
 from atom_plugin.bench.expert_cases import EXPERT_CASES
 from atom_plugin.bench.fused_cases import FUSED_CASES
-from atom_plugin.bench.grid import AXES, DEFAULT_OPS, GridOptions, axes_of
+from atom_plugin.bench.grid import AXES, DEFAULT_OPS, GridOptions, axes_of, has_axis
 from atom_plugin.bench.mla_cases import MLA_CASES
 from atom_plugin.bench.models import read_config
 from atom_plugin.bench.step import torch_dtype
@@ -270,6 +270,11 @@ class KernelCommand:
             given += ["--all-shapes"] * self.all_shapes + ["--max-model-len"] * (self.max_model_len is not None)
             if given:
                 raise ValueError(f"{given[0]} is for --grid; without it a --model has the shapes.")
+            return
+        ops = self.ops or DEFAULT_OPS
+        for option, name in AXES.items():
+            if name in self.axes and not any(has_axis(op, name) for op in ops):
+                raise ValueError(f"{option} is an axis that {', '.join(ops)} does not have.")
 
     def grid_options(self) -> GridOptions:
         """Those of --grid."""

@@ -115,6 +115,11 @@ class StepOptions:
             raise ValueError(f"--repetitions {self.repetitions}: a positive number is needed.")
         if self.batch is not None and self.batch < (0 if self.chunk else 1):
             raise ValueError(f"--batch {self.batch}: a positive number is needed, or 0 with --chunk.")
+        if self.batch == 0 and self.context != StepOptions.context:
+            raise ValueError(
+                f"--context {self.context[0]}: with --batch 0 no request decodes. "
+                "What a chunk has cached is --chunk-context."
+            )
         if self.page_size < 1:
             raise ValueError(f"--page-size {self.page_size}: a positive number is needed.")
         for tokens in self.chunk:

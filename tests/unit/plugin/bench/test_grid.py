@@ -122,6 +122,9 @@ def test_what_a_grid_has_not_is_refused(options, message):
         (("--grid", "--op", "attention", "--requests", "8", "--tokens", "512", "--group", "5"), "No GPU that torch"),
         (("--grid", "--op", "linear"), "--op 'linear': a --grid has"),
         (("--grid", "--page-size", "20"), "--page-size 20"),
+        (("--grid", "--op", "decode_attention", "--heads", "16"), "--heads is an axis that decode_attention does not"),
+        (("--grid", "--op", "mla_attention", "--group", "4"), "--group is an axis that mla_attention does not have"),
+        (("--grid", "--heads", "16", "--group", "4"), "No GPU that torch"),
         (("--grid", "--model", "qwen3-8b"), "--grid has shapes of its own"),
         (("--grid", "--tune"), "--grid has shapes of its own"),
         (("--requests", "8"), "--requests is for --grid"),
@@ -310,7 +313,7 @@ def test_flash_mla_reads_no_other_pages(without_gpu, monkeypatch, tmp_path):
 def test_values_that_disagree_have_no_time_and_end_the_command(without_gpu, monkeypatch, tmp_path, capsys):
     Libraries(monkeypatch, factor=1.2)
     path = tmp_path / "grid.json"
-    small = ["--requests", "3", "--tokens", "40", "--heads", "3", "--kv-heads", "2", "--head-dim", "32"]
+    small = ["--requests", "3", "--tokens", "40", "--kv-heads", "2", "--head-dim", "32"]
     assert kernels.main(["--grid", "--op", "attention", *small, "--json", str(path)]) == 1
     said = capsys.readouterr()
     name = "3 x 40, 8 + 2 heads of 32, pages of 16, bfloat16 cache"

@@ -500,6 +500,7 @@ def test_an_unknown_device_has_no_datasheet():
         ({"chunk": (1,)}, "--chunk 1: supported: 2 to 131072 new tokens"),
         ({"chunk": (131_073,)}, "--chunk 131073"),
         ({"chunk_context": 5}, "--chunk-context 5: only with --chunk"),
+        ({"batch": 0, "chunk": (8,), "context": (64,)}, "--context 64: with --batch 0 no request decodes"),
         ({"chunk": (8,), "chunk_context": -5}, "--chunk-context -5: supported: 0 to 131072"),
         ({"chunk": (90,), "max_model_len": 80}, "--max-model-len 80: a context of 128 tokens and a new one need 129"),
         ({"batch": 0, "chunk": (90,), "max_model_len": 80}, "a context of 0 tokens and 90 new ones need 90 or more"),
