@@ -478,6 +478,9 @@ def test_more_than_64_rows_are_ours_by_a_small_weight_on_hopper(
         (8, 4096, 1024, 1),
         (8, 5120, 25600, 1),
         (8, 2048, 10944, 1),
+        # Routers, with a gate of shared experts.
+        (17, 272, 2048, 4),
+        (256, 528, 2048, 4),
     ],
 )
 def test_programs_of_few_rows_on_hopper_have_few_of_a_narrow_weight(rows, out_features, in_features, split):
