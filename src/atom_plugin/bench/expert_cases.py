@@ -236,7 +236,8 @@ def fp8_expert_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
 
 
 def _fp8_spec(layer: _Layer, bench: Bench) -> Fp8ExpertsSpec:
-    return Fp8ExpertsSpec(0, layer.experts, layer.hidden, layer.size, layer.top_k, layer.activation, True, bench.dtype)
+    sizes = (0, layer.experts, layer.hidden, layer.size, layer.top_k)
+    return Fp8ExpertsSpec(*sizes, layer.activation, True, bench.dtype, total=layer.experts)
 
 
 def _exact_in_fp8(layer: _Layer, bench: Bench, copies: int) -> Run:

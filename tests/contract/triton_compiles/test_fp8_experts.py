@@ -37,7 +37,7 @@ def fp8_experts(
         torch.empty(count, *shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
         for shape in ((1536, hidden), (hidden, 768))
     )
-    spec = Fp8ExpertsSpec(0, count, hidden, 768, top_k, "silu", block, torch.bfloat16)
+    spec = Fp8ExpertsSpec(0, count, hidden, 768, top_k, "silu", block, torch.bfloat16, total=count)
     kernel = fp8_experts_kernel.TritonFp8Experts(spec, gpu.device, gpu.nvidia)
     return kernel, Fp8ExpertWeights(gate_up, wide, down, narrow)
 

@@ -151,8 +151,8 @@ def hopper_tile(block_rows: int, out_features: int, in_features: int, activation
     split, tokens = 1, block_rows
     if activation is None:
         split, tokens = _parts(programs, block_rows)
-    if in_features % (split * BLOCK_SIZE):
-        split, tokens = 1, block_rows
+    while in_features % (split * BLOCK_SIZE):
+        split //= 2
     programs = programs * split * (block_rows // tokens)
     together = 2 if _MULTIPROCESSORS < programs <= 2 * _MULTIPROCESSORS else 1
     # In bytes: of weight and input, and of their scales.

@@ -107,6 +107,9 @@ def few_rows_hopper(
         ready(ahead - 1)
         partial = gl.zeros([ROWS, INPUTS], gl.float32, summed)
         partial = warpgroup_mma(tiles.index(place), inputs.index(place).permute((1, 0)), partial, is_async=True)
+        # Before the copies, for whose sake Triton has a barrier behind these loads, and so one after the last product.
+        mine = of_tiles.index(place).load(gl.SliceLayout(1, summed))
+        theirs = of_inputs.index(place).load(gl.SliceLayout(0, summed))
         # All warps have finished with the tile of the previous step.
         if step + ahead < steps:
             load(tiles.index(filled), at + (step + ahead) * SIZE, eviction_policy=policy)
@@ -116,8 +119,6 @@ def few_rows_hopper(
         if OVERLAP and not EARLY and step + ahead == steps:
             depend("griddepcontrol.launch_dependents; // $0")
         async_copy.commit_group()
-        mine = of_tiles.index(place).load(gl.SliceLayout(1, summed))
-        theirs = of_inputs.index(place).load(gl.SliceLayout(0, summed))
         place = (place + 1) % STAGES
         filled = (filled + 1) % STAGES
         partial = warpgroup_mma_wait(0, [partial])

@@ -243,6 +243,10 @@ def expert_rows_fp8_hopper(
                 total_or_partial = warpgroup_mma(tiles.index(place), right, zeros, use_acc=False, is_async=True)
             else:
                 total_or_partial = warpgroup_mma(tiles.index(place), right, total, is_async=True)
+            if SIZE > 0:
+                # Before the copies, or Triton has one barrier more.
+                mine = of_tiles.index(place).load(of_rows)
+                theirs = of_inputs.index(place).load(of_sums)
             # All warps have finished with the tile of the previous step.
             _ask_weight(
                 tiles, of_tiles, at, scales, scale_row, tile, step, steps, K, filled, TILES, HEIGHT, COLUMNS, SIZE
@@ -254,8 +258,6 @@ def expert_rows_fp8_hopper(
             async_copy.commit_group()
             tile, step = _next(tile, step, steps)
             if SIZE > 0:
-                mine = of_tiles.index(place).load(of_rows)
-                theirs = of_inputs.index(place).load(of_sums)
                 partial = warpgroup_mma_wait(0, [total_or_partial])
                 total += partial * mine[:, None] * theirs[None, :]
             else:
@@ -324,8 +326,9 @@ def takes(weight: torch.Tensor, rows: int, block: int, gated: bool) -> bool:
     )
 
 
-#: Programs of one tile that run at the same time on a Hopper: five on each of its multiprocessors.
-_AT_ONCE = 5 * 132
+#: Programs that run at the same time on a Hopper, five on each of its multiprocessors. With several tiles one of
+#: ``down`` needs memory for its results beside the tiles, and four have room.
+_AT_ONCE, _LONG_AT_ONCE = 5 * 132, 4 * 132
 #: The most steps of a program with several tiles: longer ones have too small a part of their time without loads.
 _MOST_STEPS = 32
 
@@ -333,20 +336,23 @@ _MOST_STEPS = 32
 def tiles_of_program(tokens: int, local_experts: LocalExperts, out_features: int, in_features: int, gated: bool) -> int:
     """How many weight tiles one after the other a program has, of up to :data:`MAX_TOKENS` tokens, not sorted.
 
-    So many that about all programs run at the same time: one that ends and one that starts load little. The number of
-    experts is that of tokens that are routed at random.
+    So many that all programs run at the same time, where that can be: one that ends and one that starts load little.
+    The number of experts is that of tokens that are routed at random.
     """
     if not local_experts.whole:
         return 1
     routed = local_experts.count - local_experts.shared
     of_token = (local_experts.top_k - local_experts.shared) / routed
     programs = (routed * (1 - (1 - of_token) ** tokens) + local_experts.shared) * (out_features // _UNSORTED.rows)
+    if programs <= _AT_ONCE:
+        return 1
     # A group of the result has one scale, and is one program's at most.
     most = min(8, _MOST_STEPS * COLUMNS // in_features, *([COLUMNS * 2 // _UNSORTED.rows] if gated else []))
-    found = 1
-    while programs / found > _AT_ONCE and 2 * found <= most and out_features % (2 * found * _UNSORTED.rows) == 0:
-        found *= 2
-    return found
+    for tiles in (2, 4, 8):
+        fit = programs <= tiles * (_AT_ONCE if gated else _LONG_AT_ONCE)
+        if fit and tiles <= most and out_features % (tiles * _UNSORTED.rows) == 0:
+            return tiles
+    return 1
 
 
 def multiply_few_routed_tokens(

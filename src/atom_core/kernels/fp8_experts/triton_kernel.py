@@ -98,6 +98,7 @@ class TritonFp8Experts:
             *self._stored(layer),
             spec.first,
             spec.count,
+            self.local_experts.whole,
             self.block,
             spec.activation,
             self.nvidia,
@@ -169,6 +170,7 @@ def _fake(
     down_scale: torch.Tensor,
     first: int,
     count: int,
+    whole: bool,
     block: int,
     activation: str,
     nvidia: bool,
@@ -188,6 +190,7 @@ def fp8_mixture(
     down_scale: torch.Tensor,
     first: int,
     count: int,
+    whole: bool,
     block: int,
     activation: str,
     nvidia: bool,
@@ -195,14 +198,14 @@ def fp8_mixture(
 ) -> torch.Tensor:
     """See :mod:`atom_core.kernels.fp8_experts`; weights are in the device's variant of e4m3, scales for e4m3fn.
 
-    ``first`` and ``count`` describe the local experts; ``block`` is 0 where each row has a scale.
+    ``first``, ``count`` and ``whole`` describe the local experts; ``block`` is 0 where each row has a scale.
     """
     return _launch(
         x,
         weights,
         experts,
         Fp8ExpertWeights(gate_up, gate_up_scale, down, down_scale),
-        LocalExperts(first, count, experts.shape[1]),
+        LocalExperts(first, count, experts.shape[1], whole),
         block=block,
         activation=cast(Activation, activation),
         nvidia=nvidia,

@@ -127,7 +127,7 @@ def test_down(monkeypatch, kernels, tiles, is_sorted, block):
 
 @pytest.mark.parametrize(
     ("tokens", "count", "top_k", "gate_up", "down"),
-    [(2, 257, 9, 1, 1), (4, 257, 9, 1, 2), (8, 257, 9, 2, 4), (16, 257, 9, 2, 8), (8, 129, 9, 2, 4)],
+    [(2, 257, 9, 1, 1), (4, 257, 9, 1, 4), (8, 257, 9, 2, 4), (16, 257, 9, 1, 8), (8, 129, 9, 2, 4)],
 )
 def test_tiles_of_a_program(kernels, tokens, count, top_k, gate_up, down):
     experts = LocalExperts(0, count, top_k, whole=True)
@@ -142,7 +142,8 @@ def test_tiles_of_a_program(kernels, tokens, count, top_k, gate_up, down):
 def test_tiles_of_a_program_divide_the_weight_and_are_short(kernels):
     experts = LocalExperts(0, 256, 8, whole=True)
     assert kernels.tiles_of_program(16, experts, 4096, 7168, gated=True) == 1
-    assert kernels.tiles_of_program(16, experts, 7168, 2048, gated=False) == 2
+    assert kernels.tiles_of_program(16, experts, 7168, 2048, gated=False) == 1
     assert kernels.tiles_of_program(16, experts, 64 * 9, 512, gated=False) == 1
-    # A group of 128 results is four tiles.
-    assert kernels.tiles_of_program(16, experts, 8192, 128, gated=True) == 4
+    # A group of 128 results is four tiles, and where those are too few there are no fewer programs at once.
+    assert kernels.tiles_of_program(16, experts, 1024, 128, gated=True) == 4
+    assert kernels.tiles_of_program(16, experts, 2048, 128, gated=True) == 1

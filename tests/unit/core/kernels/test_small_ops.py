@@ -480,7 +480,9 @@ def test_more_than_64_rows_are_ours_by_a_small_weight_on_hopper(
         (8, 2048, 10944, 1),
         # Routers, with a gate of shared experts.
         (17, 272, 2048, 4),
-        (256, 528, 2048, 4),
+        (128, 528, 2048, 4),
+        (144, 528, 2048, 1),
+        (256, 256, 2048, 4),
     ],
 )
 def test_programs_of_few_rows_on_hopper_have_few_of_a_narrow_weight(rows, out_features, in_features, split):
