@@ -16,11 +16,12 @@ import torch
 from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_plugin.bench.step import cache_torch_dtype, torch_dtype
 
+#: Attention over latents.
+LATENT_OP = "mla_attention"
 #: The ops that a grid has: what a layer runs in a step of decodes, from raw qkv and with the cache write; the attention
 #: that prompts and drafts run; and that over latents.
-GRID_OPS = ("decode_attention", "attention", "mla_attention")
-DEFAULT_OPS = ("decode_attention", "mla_attention")
-LATENT_OP = "mla_attention"
+GRID_OPS = ("decode_attention", "attention", LATENT_OP)
+DEFAULT_OPS = ("decode_attention", LATENT_OP)
 #: Of latents, as all DeepSeek models have them: rank, dimension with rope, and of a head without.
 RANK, ROPE_DIM, NOPE_DIM = 512, 64, 128
 #: FlashAttention splits a request's keys among at most so many programs in a graph, each with float32 results.

@@ -241,12 +241,11 @@ def expert_rows_fp8_hopper(
             right = inputs.index(place).permute((1, 0))
             if SIZE > 0:
                 total_or_partial = warpgroup_mma(tiles.index(place), right, zeros, use_acc=False, is_async=True)
-            else:
-                total_or_partial = warpgroup_mma(tiles.index(place), right, total, is_async=True)
-            if SIZE > 0:
                 # Before the copies, or Triton has one barrier more.
                 mine = of_tiles.index(place).load(of_rows)
                 theirs = of_inputs.index(place).load(of_sums)
+            else:
+                total_or_partial = warpgroup_mma(tiles.index(place), right, total, is_async=True)
             # All warps have finished with the tile of the previous step.
             _ask_weight(
                 tiles, of_tiles, at, scales, scale_row, tile, step, steps, K, filled, TILES, HEIGHT, COLUMNS, SIZE
@@ -346,10 +345,12 @@ def tiles_of_program(tokens: int, local_experts: LocalExperts, out_features: int
     programs = (routed * (1 - (1 - of_token) ** tokens) + local_experts.shared) * (out_features // _UNSORTED.rows)
     if programs <= _AT_ONCE:
         return 1
-    # A group of the result has one scale, and is one program's at most.
-    most = min(8, _MOST_STEPS * COLUMNS // in_features, *([COLUMNS * 2 // _UNSORTED.rows] if gated else []))
+    most, at_once = _MOST_STEPS * COLUMNS // in_features, _LONG_AT_ONCE
+    if gated:
+        # A group of the result has one scale, and is one program's at most.
+        most, at_once = min(most, COLUMNS * 2 // _UNSORTED.rows), _AT_ONCE
     for tiles in (2, 4, 8):
-        fit = programs <= tiles * (_AT_ONCE if gated else _LONG_AT_ONCE)
+        fit = programs <= tiles * at_once
         if fit and tiles <= most and out_features % (tiles * _UNSORTED.rows) == 0:
             return tiles
     return 1
