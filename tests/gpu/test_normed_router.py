@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
+from atom_core.kernels.fp8_inputs import InputForm
+from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_router.triton_kernel import TritonNormedRouter
 from atom_core.kernels.rms_norm.reference import rms_norm
@@ -34,6 +37,21 @@ def test_it_is_each_op_by_itself(num_experts, tokens, hidden, wide):
     torch.testing.assert_close(normed.double(), exact, rtol=2**-8, atol=1e-6)
     wanted = exact @ router.weight.double().T + router.bias.double()
     torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_outputs", [16, 64, 96])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("hidden", [2048, 5120])
+def test_it_quantises_as_the_norm_by_itself(num_outputs, tokens, hidden):
+    x, norm, gates = operands(tokens, num_outputs, hidden)
+    kernel = TritonNormedRouter(OVERLAP)
+    normed, wanted_gates = kernel(x, norm, EPS, gates)
+    quantized, found_gates = kernel.quantized(x, norm, EPS, gates, InputForm(E4M3, group=128))
+    wanted, wanted_scales = quantize_groups(normed, E4M3, OVERLAP, group=128)
+    # Compiled by itself, the same sum may be rounded elsewhere.
+    torch.testing.assert_close(found_gates, wanted_gates, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(quantized.scales, wanted_scales, rtol=2**-7, atol=0)
+    assert (quantized.values.float() != wanted.float()).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from atom_core.decoder_layer import DecoderLayer
-from atom_core.fusion.linear import NormedLinear, ResidualLinear, Stream, StreamNorm, bound
+from atom_core.fusion.linear import NormedLinear, NormedLinearAndGates, ResidualLinear, Stream, StreamNorm
 from atom_core.fusion.mlp import FusedMLP
 from atom_core.fusion.moe import FusedMoE
 from atom_core.layers.mlp import GatedMLP
@@ -35,25 +36,29 @@ class FusedAttention:
         return self.out(self.attn(inputs, positions, step), residual)
 
 
+def _by_one_product(
+    projection: NormedLinear, widths: list[int], stream: Stream
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    projected, residual = projection(stream)
+    qkvz, ba = torch.split(projected, widths, -1)
+    return qkvz, ba, residual
+
+
 class FusedGatedDeltaNet:
     """A norm and the linear attention (Gated DeltaNet) after it, added to the stream."""
 
     def __init__(self, norm: StreamNorm, mixer: GatedDeltaNet, runtime: Runtime) -> None:
-        self.norm, self.widths = norm, mixer.widths
-        self.projection = NormedLinear(norm, mixer.in_proj, None, runtime)
-        #: The projection of b and a, where it has another format than the first and takes the norm's output.
-        self.ba = None if mixer.in_proj_ba is None else bound(mixer.in_proj_ba, None)
-        self.qkvz = bound(mixer.in_proj, None)
+        #: From the stream to ``qkvz``, ``ba`` and the updated stream.
+        self.project: Callable[[Stream], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+        if mixer.in_proj_ba is None:
+            self.project = partial(_by_one_product, NormedLinear(norm, mixer.in_proj, None, runtime), mixer.widths)
+        else:
+            self.project = NormedLinearAndGates(norm, mixer.in_proj, mixer.in_proj_ba, runtime)
         self.attn, self.out = mixer.attn, ResidualLinear(mixer.out_proj)
 
     def __call__(self, stream: Stream, positions: torch.Tensor, step: object) -> Stream:
         """The stream after linear attention."""
-        if self.ba is None:
-            projected, residual = self.projection(stream)
-            qkvz, ba = torch.split(projected, self.widths, -1)
-        else:
-            normed, residual = self.norm(stream)
-            qkvz, ba = self.qkvz(normed), self.ba(normed)
+        qkvz, ba, residual = self.project(stream)
         return self.out(self.attn((qkvz, ba), positions, step), residual)
 
 

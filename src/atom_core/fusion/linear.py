@@ -13,6 +13,7 @@ from atom_core.kernels.fp8_inputs import InputForm, LinearInput, QuantizedInput
 from atom_core.kernels.fp8_rms_norm import FP8_RMS_NORM, Fp8RmsNormSpec
 from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivationSpec
 from atom_core.kernels.normed_linear import NORMED_LINEAR, NormedLinearSpec
+from atom_core.kernels.normed_router import NORMED_ROUTER, NormedRouterKernel, NormedRouterSpec
 from atom_core.kernels.rms_norm import RMS_NORM
 from atom_core.layers.linear import Linear, RowLinear
 from atom_core.layers.linear_methods import UnquantizedMethod
@@ -164,6 +165,51 @@ class NormedLinear:
         quantized, total = self.norm_and_quantize(last, norm.weight, norm.eps, residual)
         assert total is not None
         return quantized, total
+
+
+class NormedLinearAndGates:
+    """``linear(norm(stream))`` and ``gates(norm(stream))``, where ``gates`` has few outputs.
+
+    Args:
+        norm: before both products.
+        linear, gates: layers of this rank's outputs; ``gates`` is not quantised.
+        runtime: the model's.
+    """
+
+    def __init__(self, norm: StreamNorm, linear: Linear, gates: Linear, runtime: Runtime) -> None:
+        self.norm, self.gates = norm, gates
+        self.normed, self.normed_gates = (NormedLinear(norm, it, None, runtime) for it in (linear, gates))
+        kernels = runtime.kernels
+        separate = (
+            (RMS_NORM.name, kernels.chosen(RMS_NORM, norm.layer.spec)),
+            gates.method.chosen(gates, kernels),
+        )
+        self.norm_and_gates = kernels.select(NORMED_ROUTER, NormedRouterSpec(separate))
+        form = linear.method.input_form()
+        #: The form in which :attr:`norm_and_gates` hands the norm's result to the larger product; None: as it is.
+        self.form = None if form is None or form.group is None else form
+
+    def __call__(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[T, out]`` of ``linear`` and of ``gates``, and the updated stream, ``[T, in]``."""
+        # Tracing would fix a branch on the number of tokens.
+        if stream.last is None and not torch.compiler.is_compiling():
+            x = stream.residual
+            if self.norm_and_gates is not None and len(x) in self.norm_and_gates.tokens:
+                return *self._by_gates(x, self.norm_and_gates), x
+            if len(x) == 1:
+                y, gates = self.normed.fused(stream), self.normed_gates.fused(stream)
+                if y is not None and gates is not None:
+                    return y, gates, x
+        normed, summed = self.norm(stream)
+        return self.normed.multiply(normed), self.normed_gates.multiply(normed), summed
+
+    def _by_gates(self, x: torch.Tensor, kernel: NormedRouterKernel) -> tuple[torch.Tensor, torch.Tensor]:
+        given = x, self.norm.weight, self.norm.eps, self.normed_gates.operands(self.gates)
+        if self.form is None:
+            normed, gates = kernel(*given)
+            return self.normed.multiply(normed), gates
+        quantized, gates = kernel.quantized(*given, self.form)
+        return self.normed.multiply(quantized), gates
 
 
 class ResidualLinear:

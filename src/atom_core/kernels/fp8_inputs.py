@@ -51,7 +51,7 @@ class QuantizedInputKernel(Protocol):
     def multiply(
         self, x: QuantizedInput, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """``[T, K]`` to ``[T, N]``, as with an input that it quantises itself."""
+        """``[T, K]`` to ``[T, N]`` for any ``T``, as with an input that it quantises itself."""
 
 
 def as_quantized_input_kernel(kernel: object) -> QuantizedInputKernel | None:

@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from atom_core.kernels.fp8_inputs import InputForm
+from atom_core.kernels.fp8_linear.scaled_mm import dtype_of
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_router import triton_kernel as normed_router_kernel
 from tests.contract.triton_compiles.compiling import compiles, every_gpu, zeros
@@ -27,3 +29,14 @@ def test_norm_and_router_compile(num_experts, hidden, wide, tokens, gpu):
         # The token is read 16 bytes at a time; a program's own few columns, their norm's and its rows' biases are not.
         narrow = len(re.findall(r"ld\.global\S*\.b16\b", found.compiled.asm["ptx"]))
         assert narrow <= 2 + found.launched.constants["ROWS"]
+
+
+@every_gpu
+@pytest.mark.parametrize(("num_outputs", "hidden"), [(64, 2048), (96, 5120), (16, 2048)])
+@pytest.mark.parametrize("tokens", [2, 16])
+def test_norm_and_gates_that_quantise_compile(num_outputs, hidden, tokens, gpu):
+    gates = Operands(zeros(num_outputs, hidden), None)
+    form = InputForm(dtype_of(gpu.device), group=128)
+    with compiles(normed_router_kernel, "_norm_and_score", gpu):
+        kernel = normed_router_kernel.TritonNormedRouter(gpu.nvidia)
+        kernel.quantized(zeros(tokens, hidden), zeros(hidden), 1e-6, gates, form)

@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.eviction import EVICT_LAST
-from atom_core.kernels.fp8_linear.quantize import AS_IT_IS, Made, made, narrowed, unit_of
+from atom_core.kernels.fp8_linear.quantize import AS_IT_IS, Made, made, store_groups, unit_of
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
@@ -62,20 +61,8 @@ def _quantize_groups(
         if tl.load(slots + row) < 0:
             return
     numbers = made(x, residual, norm, factors, row, column, known, eps, stride_x, stride_residual, K, ACTIVATION)
-    grouped = tl.reshape(numbers, (GROUPS, GROUP))
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(grouped), 1), SMALLEST), LIMIT)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    tl.store(
-        scales + group.to(tl.int64) * stride_scales + row,
-        scale * (UNIT * UNIT),
-        mask=group * GROUP < K,
-        eviction_policy=EVICT_LAST,
-    )
-    inverse = tl.div_rn(1.0, scale * UNIT)
-    stored = narrowed(grouped, inverse[:, None], LIMIT, UNIT, quantized.dtype.element_ty)
-    tl.store(
-        quantized + row * K + column, tl.reshape(stored, (GROUPS * GROUP,)), mask=known, eviction_policy=EVICT_LAST
-    )
+    first = tl.program_id(1) * GROUPS
+    store_groups(numbers, quantized, scales, row, first, stride_scales, K, GROUPS, GROUP, UNIT, LIMIT, SMALLEST)
 
 
 def cleared_by_row(num_cleared: int, rows: int) -> int:

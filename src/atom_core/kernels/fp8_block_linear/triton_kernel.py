@@ -97,6 +97,10 @@ class TritonFp8BlockLinear:
     ) -> torch.Tensor:
         """See :class:`atom_core.kernels.fp8_inputs.QuantizedInputKernel`."""
         assert self.dtype is not None
+        if len(x.values) <= MAX_ROWS:
+            return multiply_few_rows(
+                *x, weight, weight_scale, bias, nvidia=self.nvidia, overlap=self.overlap, dtype=self.dtype
+            )
         return multiply_many(x.values, x.scales, weight, weight_scale, bias, nvidia=self.nvidia, dtype=self.dtype)
 
 

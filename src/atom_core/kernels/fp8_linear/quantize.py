@@ -53,6 +53,36 @@ def narrowed(numbers, inverse, LIMIT: tl.constexpr, UNIT: tl.constexpr, dtype: t
 
 
 @triton.jit
+def store_groups(
+    numbers,
+    quantized,
+    scales,
+    row,
+    first,
+    stride_scales,
+    K,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SMALLEST: tl.constexpr,
+):
+    """Quantise ``GROUPS`` whole groups of a row, from the group ``first`` on, and store those that the row has.
+
+    ``numbers``: ``[GROUPS * GROUP]`` in float32. ``quantized``: ``[T, K]``; ``scales``: a group's are together.
+    """
+    grouped = tl.reshape(numbers, (GROUPS, GROUP))
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(grouped), 1), SMALLEST), LIMIT)
+    group = first + tl.arange(0, GROUPS)
+    scale_at = scales + group.to(tl.int64) * stride_scales + row
+    tl.store(scale_at, scale * (UNIT * UNIT), mask=group * GROUP < K, eviction_policy=EVICT_LAST)
+    inverse = tl.div_rn(1.0, scale * UNIT)
+    stored = tl.reshape(narrowed(grouped, inverse[:, None], LIMIT, UNIT, quantized.dtype.element_ty), numbers.shape)
+    column = first * GROUP + tl.arange(0, GROUPS * GROUP)
+    tl.store(quantized + row * K + column, stored, mask=column < K, eviction_policy=EVICT_LAST)
+
+
+@triton.jit
 def made(
     x,
     residual,

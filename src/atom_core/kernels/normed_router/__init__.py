@@ -1,9 +1,11 @@
-"""An RMS norm and the router after it, for few tokens in one launch.
+"""An RMS norm and a product of few outputs after it, for few tokens in one launch.
 
     y = rms_norm(x);  logits = y W^T + b
 
-as :mod:`atom_core.kernels.rms_norm` and :mod:`atom_core.kernels.linear` define them, except that the router's input may
-be unrounded. ``x``: ``[T, H]``, not modified; ``y``: ``[T, H]``, for the experts; ``logits``: ``[T, E]``.
+as :mod:`atom_core.kernels.rms_norm` and :mod:`atom_core.kernels.linear` define them, except that the product's input
+may be unrounded. The product is a router, or the gates of linear attention (b and a). ``x``: ``[T, H]``, not modified;
+``y``: ``[T, H]``, for the experts or the larger product; ``logits``: ``[T, E]``. For a larger product in FP8 the same
+launch quantises ``y``, as :mod:`atom_core.kernels.fp8_rms_norm` does.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_not_fused
@@ -20,7 +23,7 @@ from atom_core.kernels.triton_support import overlaps, why_not_fused
 
 @dataclass(frozen=True)
 class NormedRouterSpec:
-    """The norm and router of one mixture.
+    """One norm and product.
 
     ``separate``: the implementation chosen for each separate op; only the same implementation is fused.
     """
@@ -29,7 +32,7 @@ class NormedRouterSpec:
 
 
 class NormedRouterKernel(Protocol):
-    """Computes ``y`` and the logits from ``x``, the norm's weight and eps, and the router's operands."""
+    """Computes ``y`` and the logits from ``x``, the norm's weight and eps, and the product's operands."""
 
     tokens: range
     """The numbers of tokens for which it may be called."""
@@ -37,6 +40,11 @@ class NormedRouterKernel(Protocol):
     def __call__(
         self, x: torch.Tensor, norm: torch.Tensor, eps: float, router: Operands
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def quantized(
+        self, x: torch.Tensor, norm: torch.Tensor, eps: float, router: Operands, form: InputForm
+    ) -> tuple[QuantizedInput, torch.Tensor]:
+        """``y`` in ``form``, whose groups have a power of two of elements, and the logits."""
 
 
 def _triton_supports(spec: NormedRouterSpec, target: Target) -> str | None:

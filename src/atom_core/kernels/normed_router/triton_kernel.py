@@ -1,8 +1,9 @@
 """Norm and router in Triton: each program has one token and some experts.
 
 A program multiplies its token by its experts' rows, like any single row (:mod:`atom_core.kernels.linear.one_row`), and
-writes its share of the normed token. The router's weight is read once per token, from the L2 cache. For few tokens this
-is faster than a separate norm and one product, because a router's weight is too small for enough programs.
+writes its share of the normed token, or quantises whole groups of it. The router's weight is read once per token, from
+the L2 cache. For few tokens this is faster than a separate norm and one product, because a router's weight is too small
+for enough programs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import triton.language as tl
 
 from atom_core.batch import BatchShape
 from atom_core.kernels.eviction import EVICT_LAST
+from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, empty_quantized
+from atom_core.kernels.fp8_linear.quantize import store_groups, unit_of
+from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.helpers import normed_total, row_sums, weight_rows
 from atom_core.kernels.normed_linear import Operands
@@ -22,25 +26,32 @@ from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of
 
 
 @entry_kernel
-@triton.jit
+@triton.jit(do_not_specialize=["stride_scales"])
 def _norm_and_score(
     x,
     norm,
     weight,
     bias,
     normed,
+    quantized,
+    scales,
     logits,
     eps,
     E,
     K,
     stride_x,
+    stride_scales,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     SHARE: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SMALLEST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Logits of ``ROWS`` experts for one token, and ``SHARE`` of its normed columns."""
+    """Logits of ``ROWS`` experts for one token, and ``SHARE`` of its normed columns, as they are or quantised."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(1).to(tl.int64)
@@ -58,8 +69,14 @@ def _norm_and_score(
     numbers = tl.load(x + mine, mask=mine < K, other=0.0).to(tl.float32)
     sums, squares, tile, wide, factors = row_sums(at, x, norm, tile, factors, known, K, ROWS, BLOCK_K, EVEN)
     total, factor = normed_total(sums, squares, tile, wide, factors, eps, K, ROWS, BLOCK_K)
-    numbers *= factor * my_factors
-    tl.store(normed + token * K + mine, numbers.to(normed.dtype.element_ty), mask=mine < K, eviction_policy=EVICT_LAST)
+    my_normed = (numbers * (factor * my_factors)).to(x.dtype.element_ty)
+    if quantized is not None:
+        GROUPS: tl.constexpr = SHARE // GROUP
+        first = tl.program_id(0) * GROUPS
+        wide = my_normed.to(tl.float32)
+        store_groups(wide, quantized, scales, token, first, stride_scales, K, GROUPS, GROUP, UNIT, LIMIT, SMALLEST)
+    else:
+        tl.store(normed + token * K + mine, my_normed, mask=mine < K, eviction_policy=EVICT_LAST)
     if bias is not None:
         total += tl.load(bias + row).to(tl.float32)
     out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -91,32 +108,62 @@ class TritonNormedRouter:
         self, x: torch.Tensor, norm: torch.Tensor, eps: float, router: Operands
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`atom_core.kernels.normed_router.NormedRouterKernel`."""
+        normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return normed, self._launch(x, norm, eps, router, normed, None)
+
+    def quantized(
+        self, x: torch.Tensor, norm: torch.Tensor, eps: float, router: Operands, form: InputForm
+    ) -> tuple[QuantizedInput, torch.Tensor]:
+        """See :class:`atom_core.kernels.normed_router.NormedRouterKernel`."""
+        quantized = empty_quantized(len(x), x.shape[1], form, x.device)
+        return quantized, self._launch(x, norm, eps, router, None, quantized, form.group)
+
+    def _launch(
+        self,
+        x: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        router: Operands,
+        normed: torch.Tensor | None,
+        quantized: QuantizedInput | None,
+        group: int | None = None,
+    ) -> torch.Tensor:
         (tokens, hidden), num_experts = x.shape, len(router.weight)
         assert tokens > 0
         assert x.stride(1) == 1
         assert router.weight.is_contiguous()
         wide = router.float32_result or router.weight.dtype == torch.float32
         logits = torch.empty(tokens, num_experts, dtype=torch.float32 if wide else x.dtype, device=x.device)
-        normed = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
         rows, columns = self._rows(tokens), min(2048, max(16, next_power_of_2(hidden)))
         programs = cdiv(num_experts, rows)
+        share = next_power_of_2(cdiv(hidden, programs))
+        if quantized is not None:
+            assert group is not None, "a row's scale needs the whole row"
+            share = max(share, group)
         _norm_and_score[(programs, tokens)](
             x,
             norm,
             router.weight,
             router.bias,
             normed,
+            None if quantized is None else quantized.values,
+            None if quantized is None else quantized.scales,
             logits,
             eps,
             num_experts,
             hidden,
             x.stride(0),
+            tokens,
             ROWS=rows,
             BLOCK_K=columns,
             EVEN=hidden % columns == 0,
-            SHARE=next_power_of_2(cdiv(hidden, programs)),
+            SHARE=share,
+            GROUP=group or 1,
+            UNIT=1.0 if quantized is None else unit_of(quantized.values.dtype),
+            LIMIT=LIMIT,
+            SMALLEST=SMALLEST,
             OVERLAP=self.overlap,
             num_warps=4,
             **launch_options(self.overlap),
         )
-        return normed, logits
+        return logits

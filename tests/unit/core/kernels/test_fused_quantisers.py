@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 import torch
 
-from atom_core.fusion.linear import NormedLinear, Stream, StreamNorm
+from atom_core.fusion.linear import NormedLinear, NormedLinearAndGates, Stream, StreamNorm
 from atom_core.fusion.mlp import GatedLinear
+from atom_core.kernels.fp8_block_linear import triton_kernel as in_blocks
 from atom_core.kernels.fp8_gated_activation import triton_kernel as activation_kernel
 from atom_core.kernels.fp8_inputs import InputForm
 from atom_core.kernels.fp8_linear.quantize import AS_IT_IS
@@ -21,12 +23,13 @@ from atom_core.kernels.select import Target
 from atom_core.layers.gated_activation import GatedActivation
 from atom_core.layers.linear import Linear
 from atom_core.layers.norm import RMSNorm
+from atom_core.quant import Unquantized
 from atom_core.quant.fp8 import Fp8Config
 from atom_core.standalone import build_runtime
 from atom_core.types import Activation
 from tests.unit.core.fp8_checkpoints import quantize, quantize_blocks
 
-HIDDEN, MIDDLE, EPS = 128, 256, 1e-5
+HIDDEN, MIDDLE, GATES, EPS = 128, 256, 6, 1e-5
 BLOCKS = Fp8Config(serialized=True, block=True, scale="weight_scale_inv")
 ROWS = Fp8Config(serialized=True)
 STATIC = Fp8Config(serialized=True, input_scale="static")
@@ -51,6 +54,10 @@ class Layers:
         norm, activation = StreamNorm(self.norm, self.runtime), GatedActivation("silu", MIDDLE, self.runtime)
         self.normed = NormedLinear(norm, self.linear(HIDDEN, HIDDEN), None, self.runtime)
         self.gated = GatedLinear(norm, self.gate_up, activation, self.down, self.runtime)
+        plain = replace(self.runtime, quant=Unquantized())
+        gates = Linear(HIDDEN, GATES, False, plain)
+        gates.weight.data.copy_(numbers(GATES, HIDDEN, seed=5) * HIDDEN**-0.5)
+        self.with_gates = NormedLinearAndGates(norm, self.normed.linear, gates, self.runtime)
 
     def linear(self, inputs, outputs):
         linear = Linear(inputs, outputs, False, self.runtime)
@@ -154,6 +161,32 @@ def test_many_rows_are_quantised_in_front(launched, quant, added):
 def test_few_rows_are_their_products_to_quantise(launched, quant, added, rows):
     Layers(quant, {}).run(streams(rows, added))
     assert not launched
+
+
+@every_format
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, MAX_ROWS + 8])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_gates_beside_a_larger_product_have_the_numbers_of_separate_ops(quant, rows, added):
+    given = streams(rows, added)
+    # Triton's interpreter has no products of bfloat16 matrices; torch's product is not fused with the norm.
+    torch_for_gates = {"linear": "reference"}
+    with torch.inference_mode():
+        found = Layers(quant, torch_for_gates if added else {}).with_gates(given())
+        expected = Layers(quant, {**torch_for_gates, "normed_linear": "separate"}).with_gates(given())
+    # One row is not quantised where the norm is applied by the product; elsewhere the numbers are the same.
+    tolerance = {"rtol": 0, "atol": 0} if rows > 1 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(found[0], expected[0], **tolerance)
+    torch.testing.assert_close(found[1], expected[1], rtol=0.02, atol=0.02)
+    assert torch.equal(found[2], expected[2])
+
+
+def test_few_tokens_have_gates_and_a_quantised_input_from_one_launch(monkeypatch):
+    layers = Layers(BLOCKS, {})
+    monkeypatch.setattr(layers.with_gates.norm, "kernel", None)
+    monkeypatch.setattr(in_blocks, "quantize_groups", None)
+    with torch.inference_mode():
+        layers.with_gates(streams(4, added=False)())
 
 
 @pytest.mark.usefixtures("exact_fp8_casts")

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from atom_core.kernels import kernel_set
+from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
+from atom_core.kernels.fp8_inputs import InputForm
+from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.normed_router import NORMED_ROUTER, NormedRouterSpec
 from atom_core.kernels.normed_router.triton_kernel import TritonNormedRouter
@@ -56,6 +59,20 @@ def test_any_width(hidden, wide, norm_dtype):
     wanted_normed, wanted = exact(x, norm, router)
     torch.testing.assert_close(normed.double(), wanted_normed, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [256, 640])
+@pytest.mark.parametrize("num_outputs", [1, 3, 64])
+@pytest.mark.parametrize("tokens", [2, 16])
+def test_it_quantises_as_the_norm_by_itself(hidden, num_outputs, tokens):
+    x, norm, gates = operands(tokens, num_outputs, hidden, torch.bfloat16, bias=False)
+    kernel = TritonNormedRouter(overlap=False)
+    normed, wanted_gates = kernel(x, norm, EPS, gates)
+    quantized, found_gates = kernel.quantized(x, norm, EPS, gates, InputForm(E4M3, group=128))
+    wanted, wanted_scales = quantize_groups(normed, E4M3, overlap=False, group=128)
+    assert torch.equal(found_gates, wanted_gates)
+    assert torch.equal(quantized.values.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(quantized.scales, wanted_scales)
 
 
 def test_logits_are_in_the_models_dtype_unless_they_are_to_be_wider():
