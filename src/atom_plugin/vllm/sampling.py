@@ -43,9 +43,12 @@ class GreedySampler(Sampler):
         self.greedy = np.zeros_like(self.needs_logits_processing)
         #: Greedy requests that have no ``min_tokens`` and want nothing but tokens.
         self.plain = np.zeros_like(self.needs_logits_processing)
+        #: Whether a request came after the last :meth:`apply_staged_writes`.
+        self.has_new = True
 
     def add_request(self, req_idx: int, *args: Any) -> None:
         """See vLLM; the last argument is the request's ``SamplingParams``."""
+        self.has_new = True
         *others, params = args
         free = params
         if params.min_tokens:
@@ -62,6 +65,15 @@ class GreedySampler(Sampler):
         self.greedy[req_idx] = self.sampling_states.temperature.np[req_idx] == 0.0 and not changed
         asks_more = params.min_tokens or self.get_logprobs_dims(np.array([req_idx])) is not None
         self.plain[req_idx] = self.greedy[req_idx] and not asks_more
+
+    def apply_staged_writes(self) -> None:
+        """See vLLM, which copies a dozen tables in each step; only new requests change them.
+
+        On an H200 the copies took a tenth of the host's time for a step of one request.
+        """
+        if self.has_new:
+            super().apply_staged_writes()
+            self.has_new = False
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
         """See vLLM.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -119,6 +121,46 @@ def test_one_request_that_asks_for_more_leaves_its_batch_to_vllm(ours, asked, mo
     assert sample(ours, [1], monkeypatch) == [5]
     add(ours, 2)
     assert sample(ours, [2, 1], monkeypatch) == [5, 5]
+
+
+def test_tables_are_copied_when_a_request_is_new_and_at_no_other_step(ours, monkeypatch):
+    copied = []
+    theirs = Sampler.apply_staged_writes
+    monkeypatch.setattr(Sampler, "apply_staged_writes", lambda self: copied.append(True) or theirs(self))
+    table = ours.sampling_states.temperature
+    for request, temperature in ((2, 0.5), (1, 0.25)):
+        add(ours, request, temperature=temperature, stop_token_ids=[])
+        ours.apply_staged_writes()
+        assert table.gpu[request] == temperature
+        copied.clear()
+        kept = table.gpu
+        ours.apply_staged_writes()
+        assert not copied
+        assert table.gpu is kept
+
+
+def writes(function):
+    """Whether a method of vLLM's changes a table, or has a change of one wait for `apply_staged_writes`."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("stage_write"):
+            return True
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            table = target.value if isinstance(target, ast.Subscript) else None
+            if isinstance(table, ast.Attribute) and table.attr == "np":
+                return True
+    return False
+
+
+def test_only_new_requests_change_vllms_tables():
+    """Which is what `GreedySampler.apply_staged_writes` rests on."""
+    found = set()
+    for path in Path(inspect.getfile(Sampler)).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and writes(node):
+                found.add((path.stem, node.name))
+    assert {name for _, name in found} == {"add_request"}, found
+    assert {"states", "logit_bias", "penalties"} <= {module for module, _ in found}
 
 
 def test_probabilities_are_vllms_to_tell(ours, monkeypatch):
