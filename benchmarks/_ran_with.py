@@ -143,6 +143,7 @@ SGLANG_LINES = LogLines(
             r"Us(?:e|ing) .*attention backend",
             r"Overriding --attention-backend",
             r"FlashAttention[34] ",
+            r"FlashAttention 3 schedules",
             r"Linear attention kernel backend",
             r"(?:GDN|KDA) kernel dispatcher",
             r"Using (?:FlashInfer|CuTe DSL|fused) (?:GDN|KDA)",

@@ -42,8 +42,9 @@ def start(arguments: argparse.Namespace) -> Started:
     llm = LLM(**options)
 
     def generate(prompts: list[list[int]], tokens: int) -> Generated:
+        # No `min_tokens`: for those native copies all logits to float32, and the end of the text is ignored anyway.
         sampling = SamplingParams(
-            temperature=arguments.temperature, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
+            temperature=arguments.temperature, max_tokens=tokens, ignore_eos=True, detokenize=False
         )
         found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         times = [it.metrics for it in found]

@@ -36,9 +36,7 @@ def serve(arguments: argparse.Namespace) -> None:
         )
 
         def generate(prompts: list[list[int]], tokens: int) -> object:
-            sampling = SamplingParams(
-                temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
-            )
+            sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
             return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
 
         return generate

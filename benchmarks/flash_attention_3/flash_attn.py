@@ -9,12 +9,15 @@ Launches, pages and schedules are those of SGLang, which leaves the number of sp
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import cache
 from typing import Any
 
 import torch
 
-LIBRARY = "ATOM_BENCH_FLASH_ATTENTION_3"
+logger = logging.getLogger("sglang.flash_attention_3")
+LIBRARY = "BENCH_FLASH_ATTENTION_3"
 
 torch.ops.load_library(os.environ[LIBRARY])
 
@@ -122,13 +125,19 @@ def _refuse(others: dict[str, Any]) -> None:
             raise ValueError(f"FlashAttention 3 of vLLM stands in for SGLang's, and knows no {name}={value!r}.")
 
 
+@cache
+def _say_that_layers_schedule() -> None:
+    """Once: it costs native a small launch a layer."""
+    logger.warning("FlashAttention 3 schedules each layer's decode by itself: the step's schedule does not fit it.")
+
+
 def _forward(given: dict[str, Any]) -> Any:
     """Call the op as vLLM's own `flash_attn_varlen_func` does."""
     take = given.pop
     q, qv, scale = take("q"), take("qv", None), take("softmax_scale", None)
     window = take("window_size", (-1, -1))
     with_lse = take("return_softmax_lse", False)
-    arguments = (
+    before = (
         q if q.stride(-1) == 1 else q.contiguous(),
         take("k"),
         take("v"),
@@ -157,7 +166,9 @@ def _forward(given: dict[str, Any]) -> Any:
         *window,
         take("softcap", 0.0),
         True,  # of cosines
-        take("scheduler_metadata", None),
+    )
+    metadata = take("scheduler_metadata", None)
+    behind = (
         take("num_splits"),
         take("pack_gqa", None),
         take("sm_margin", 0),
@@ -167,5 +178,12 @@ def _forward(given: dict[str, Any]) -> Any:
         None,
     )
     _refuse(given)
-    out, lse, *rest = torch.ops._vllm_fa3_C.fwd(*arguments)
+    try:
+        out, lse, *rest = torch.ops._vllm_fa3_C.fwd(*before, metadata, *behind)
+    except RuntimeError as error:
+        # Seen with heads of 128: the schedule that SGLang asks for has another size there than the kernel expects.
+        if metadata is None or "scheduler_metadata" not in str(error):
+            raise
+        _say_that_layers_schedule()
+        out, lse, *rest = torch.ops._vllm_fa3_C.fwd(*before, None, *behind)
     return (out, lse, *rest) if with_lse else out

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from atom_plugin.common.settings import unknown_variables
 from benchmarks._flash_attention_3 import FOLDER, LIBRARY, variables
+from benchmarks._ran_with import SGLANG_LINES
 
 pytestmark = pytest.mark.sglang
 
@@ -31,7 +33,7 @@ SCHEMA = (
     "bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin, "
     "Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
+HEADS, KV_HEADS, DIM, PAGE, METADATA = 4, 2, 16, 4, 5
 
 
 def attend(q, k, v, scale, causal):
@@ -46,6 +48,8 @@ def forward(*arguments):
     """Attention of requests that the op is told of, over pages or in ranges."""
     names = [part.split()[-1].strip() for part in SCHEMA[4 : SCHEMA.index(")")].split(",")]
     given = dict(zip(names, arguments, strict=True))
+    if given["scheduler_metadata"] is not None and len(given["scheduler_metadata"]) != METADATA:
+        raise RuntimeError("mha_fwd, flash_api.cpp:1096, scheduler_metadata must have shape (metadata_size)")
     starts = given["cu_seqlens_q"].tolist()
     parts = []
     for request, (begin, end) in enumerate(pairwise(starts)):
@@ -135,6 +139,21 @@ def test_attention_over_pages_is_that_of_the_requests(module, by_places):
     assert int(splits) == 0  # the kernel chooses
 
 
+@pytest.mark.parametrize("size", [METADATA, METADATA + 4])
+def test_a_schedule_of_another_size_is_each_layer_s_to_make_which_is_said_once(module, size, caplog):
+    k, v, table, own = paged([9])
+    q, starts = torch.randn(1, HEADS, DIM), torch.tensor([0, 1], dtype=torch.int32)
+    given = {"page_table": table, "cache_seqlens": torch.tensor([9]), "cu_seqlens_q": starts, "max_seqlen_q": 1}
+    module._say_that_layers_schedule.cache_clear()
+    for _ in range(2):
+        metadata = torch.zeros(size, dtype=torch.int32)
+        out = module.flash_attn_with_kvcache(q, k, v, **given, causal=True, scheduler_metadata=metadata)
+        torch.testing.assert_close(out, attend(q, *own[0], DIM**-0.5, True))
+    said = [it for it in caplog.messages if "FlashAttention 3 schedules each layer" in it]
+    assert len(said) == (size != METADATA)
+    assert all(SGLANG_LINES.kinds["attention"].search(it) for it in said)
+
+
 def test_attention_in_ranges_is_that_of_the_requests(module):
     q, k, v = torch.randn(6, HEADS, DIM), torch.randn(8, KV_HEADS, DIM), torch.randn(8, KV_HEADS, DIM)
     starts, key_starts = (torch.tensor(it, dtype=torch.int32) for it in ([0, 2, 6], [0, 3, 8]))
@@ -151,6 +170,11 @@ def test_what_vllm_s_kernel_does_not_know_is_refused(module, name):
     wrong = {"only_qv": True, "attention_chunk": 128}.get(name, torch.zeros(1))
     with pytest.raises(ValueError, match=f"knows no {name}="):
         module.flash_attn_with_kvcache(torch.randn(1, HEADS, DIM), k, v, **given, **{name: wrong})
+
+
+def test_ours_knows_the_variable_as_none_of_its_own(tmp_path):
+    (library := tmp_path / "fa3.so").touch()
+    assert not unknown_variables(variables(library))
 
 
 def test_processes_that_have_the_variables_find_it(tmp_path):
