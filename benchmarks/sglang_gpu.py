@@ -43,6 +43,8 @@ def start(arguments: argparse.Namespace) -> Started:
         "mem_fraction_static": arguments.gpu_memory_utilization,
         "tp_size": arguments.tensor_parallel_size,
         "disable_radix_cache": True,
+        # It tells when each request's prompt and answer ended.
+        "enable_metrics": True,
         # At this level it names its kernels.
         "log_level": "info",
         **own,
@@ -52,7 +54,10 @@ def start(arguments: argparse.Namespace) -> Started:
 
     def generate(prompts: list[list[int]], tokens: int) -> Generated:
         sampling = {"temperature": arguments.temperature, "max_new_tokens": tokens, "ignore_eos": True}
-        return Generated([it["output_ids"] for it in engine.generate(input_ids=prompts, sampling_params=sampling)])
+        found = engine.generate(input_ids=prompts, sampling_params=sampling)
+        times = [it["meta_info"] for it in found]
+        decoding = max(it["request_finished_ts"] for it in times) - max(it["prefill_finished_time"] for it in times)
+        return Generated([it["output_ids"] for it in found], decoding)
 
     return Started(generate, engine.get_server_info()["max_total_num_tokens"], stop=engine.shutdown)
 
