@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import cache
 from typing import Any
 
 import torch
@@ -119,16 +118,14 @@ def get_scheduler_metadata(
 _UNUSED: dict[str, tuple[Any, ...]] = {"ver": (3,), "attention_chunk": (0,), "only_qv": (False,)}
 
 
+#: Sizes of heads for which the step's schedule does not fit: each layer makes its own, by a small launch.
+_SCHEDULED_BY_LAYERS: set[int] = set()
+
+
 def _refuse(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if value is not None and (isinstance(value, torch.Tensor) or value not in _UNUSED.get(name, ())):
             raise ValueError(f"FlashAttention 3 of vLLM stands in for SGLang's, and knows no {name}={value!r}.")
-
-
-@cache
-def _say_that_layers_schedule() -> None:
-    """Once: it costs native a small launch a layer."""
-    logger.warning("FlashAttention 3 schedules each layer's decode by itself: the step's schedule does not fit it.")
 
 
 def _forward(given: dict[str, Any]) -> Any:
@@ -168,6 +165,8 @@ def _forward(given: dict[str, Any]) -> Any:
         True,  # of cosines
     )
     metadata = take("scheduler_metadata", None)
+    if q.shape[-1] in _SCHEDULED_BY_LAYERS:
+        metadata = None
     behind = (
         take("num_splits"),
         take("pack_gqa", None),
@@ -184,6 +183,7 @@ def _forward(given: dict[str, Any]) -> Any:
         # Seen with heads of 128: the schedule that SGLang asks for has another size there than the kernel expects.
         if metadata is None or "scheduler_metadata" not in str(error):
             raise
-        _say_that_layers_schedule()
+        _SCHEDULED_BY_LAYERS.add(q.shape[-1])
+        logger.warning("FlashAttention 3 schedules each layer's decode by itself: the step's schedule does not fit it.")
         out, lse, *rest = torch.ops._vllm_fa3_C.fwd(*before, None, *behind)
     return (out, lse, *rest) if with_lse else out

@@ -172,7 +172,7 @@ class NormedLinearAndGates:
 
     Args:
         norm: before both products.
-        linear, gates: layers of this rank's outputs; ``gates`` is not quantised.
+        linear, gates: layers of this rank's outputs.
         runtime: the model's.
     """
 
@@ -185,6 +185,8 @@ class NormedLinearAndGates:
             gates.method.chosen(gates, kernels),
         )
         self.norm_and_gates = kernels.select(NORMED_ROUTER, NormedRouterSpec(separate))
+        #: Whether both products apply the norm themselves to one token.
+        self.norm_one = self.normed.max_rows > 0 and self.normed_gates.max_rows > 0
         form = linear.method.input_form()
         #: The form in which :attr:`norm_and_gates` hands the norm's result to the larger product; None: as it is.
         self.form = None if form is None or form.group is None else form
@@ -196,10 +198,11 @@ class NormedLinearAndGates:
             x = stream.residual
             if self.norm_and_gates is not None and len(x) in self.norm_and_gates.tokens:
                 return *self._by_gates(x, self.norm_and_gates), x
-            if len(x) == 1:
+            if len(x) == 1 and self.norm_one:
                 y, gates = self.normed.fused(stream), self.normed_gates.fused(stream)
-                if y is not None and gates is not None:
-                    return y, gates, x
+                assert y is not None
+                assert gates is not None
+                return y, gates, x
         normed, summed = self.norm(stream)
         return self.normed.multiply(normed), self.normed_gates.multiply(normed), summed
 

@@ -24,7 +24,7 @@ class QuantizedInput(NamedTuple):
     values: torch.Tensor
     """``[T, K]`` in FP8."""
     scales: torch.Tensor
-    """float32: ``[T, 1]``, or of groups ``[K / group, T]``."""
+    """float32: ``[T, 1]``, or of groups ``[ceil(K / group), T]``."""
 
 
 #: The input of a linear layer.
@@ -33,7 +33,7 @@ LinearInput = torch.Tensor | QuantizedInput
 
 def empty_quantized(rows: int, size: int, form: InputForm, device: torch.device) -> QuantizedInput:
     """Uninitialised memory for ``[rows, size]`` in ``form``."""
-    shape = (rows, 1) if form.group is None else (size // form.group, rows)
+    shape = (rows, 1) if form.group is None else (-(-size // form.group), rows)
     values = torch.empty(rows, size, dtype=form.dtype, device=device)
     return QuantizedInput(values, torch.empty(shape, dtype=torch.float32, device=device))
 
@@ -51,7 +51,10 @@ class QuantizedInputKernel(Protocol):
     def multiply(
         self, x: QuantizedInput, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """``[T, K]`` to ``[T, N]`` for any ``T``, as with an input that it quantises itself."""
+        """``[T, K]`` to ``[T, N]``, as with an input that it quantises itself.
+
+        For 2 to 16 tokens, and for those that :meth:`takes_quantized` tells.
+        """
 
 
 def as_quantized_input_kernel(kernel: object) -> QuantizedInputKernel | None:

@@ -171,7 +171,7 @@ class _Heads:
 class GatedDeltaNet(ParameterLayer):
     """The projections around :class:`GatedDeltaNetMixer`, and the parameters of its gates.
 
-    One product computes q, k, v, z, b and a, unless they are quantised, which checkpoints do not do to b and a.
+    One product computes q, k, v, z, b and a. Where any is quantised b and a have their own: checkpoints leave them.
     """
 
     module_name = "linear_attn"

@@ -152,6 +152,24 @@ def writes(function):
     return False
 
 
+def attributes(node):
+    """Of `self`, that a part of a method names."""
+    named = (it for it in ast.walk(node) if isinstance(it, ast.Attribute))
+    return {it.attr for it in named if isinstance(it.value, ast.Name) and it.value.id == "self"}
+
+
+def waiting(method):
+    """What a method assigns to attributes of `self`, or adds to lists that are such."""
+    found = set()
+    for node in ast.walk(method):
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {name for target in targets if isinstance(target, ast.Attribute) for name in attributes(target)}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("append", "add"):
+            found |= attributes(node.func.value)
+    return found
+
+
 def test_only_new_requests_change_vllms_tables():
     """Which is what `GreedySampler.apply_staged_writes` rests on."""
     found = set()
@@ -159,6 +177,11 @@ def test_only_new_requests_change_vllms_tables():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and writes(node):
                 found.add((path.stem, node.name))
+            if isinstance(node, ast.ClassDef):
+                methods = {it.name: it for it in node.body if isinstance(it, ast.FunctionDef)}
+                applied = attributes(methods.pop("apply_staged_writes", ast.Pass()))
+                methods.pop("__init__", None)
+                found |= {(path.stem, name) for name, it in methods.items() if waiting(it) & applied}
     assert {name for _, name in found} == {"add_request"}, found
     assert {"states", "logit_bias", "penalties"} <= {module for module, _ in found}
 

@@ -144,7 +144,7 @@ def test_a_schedule_of_another_size_is_each_layer_s_to_make_which_is_said_once(m
     k, v, table, own = paged([9])
     q, starts = torch.randn(1, HEADS, DIM), torch.tensor([0, 1], dtype=torch.int32)
     given = {"page_table": table, "cache_seqlens": torch.tensor([9]), "cu_seqlens_q": starts, "max_seqlen_q": 1}
-    module._say_that_layers_schedule.cache_clear()
+    module._SCHEDULED_BY_LAYERS.clear()
     for _ in range(2):
         metadata = torch.zeros(size, dtype=torch.int32)
         out = module.flash_attn_with_kvcache(q, k, v, **given, causal=True, scheduler_metadata=metadata)

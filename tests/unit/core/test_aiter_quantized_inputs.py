@@ -83,6 +83,21 @@ def test_it_is_near_what_separate_calls_answer(tmp_path, form, arch):
     assert 0 < distance(found, expected) <= 0.1
 
 
+@every_gpu
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_our_norm_quantises_for_aiters_products(tmp_path, form, arch):
+    """As for norms of 1 + w, which aiter does not have."""
+    folder = make(tmp_path, form)
+    tokens = questions("qwen3")[0][0]
+    ours = {"rms_norm": "triton", "fp8_rms_norm": "triton"}
+    with fake_aiter(arch):
+        it = runner(folder, arch, **ours)
+        found, expected = it.logits(tokens), runner(folder, arch, **SEPARATE).logits(tokens)
+        chosen = {choice.op: choice.implementation for choice in it.runtime.kernels.choices()}
+    assert chosen["fp8_rms_norm"] == "triton"
+    assert distance(found, expected) <= 0.1
+
+
 def test_a_scale_from_the_checkpoint_is_taken_by_itself(tmp_path):
     folder = make(tmp_path, STATIC)
     with fake_aiter("gfx942"):

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_core.kernels.fp8_linear.quantize import AS_IT_IS, Made, made, store_groups, unit_of
+from atom_core.kernels.fp8_linear.quantize import AS_IT_IS, Made, made, scale_factor, store_groups, unit_of
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of_2
@@ -35,6 +35,7 @@ def _quantize_groups(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     UNIT: tl.constexpr,
+    FACTOR: tl.constexpr,
     LIMIT: tl.constexpr,
     SMALLEST: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -62,7 +63,7 @@ def _quantize_groups(
             return
     numbers = made(x, residual, norm, factors, row, column, known, eps, stride_x, stride_residual, K, ACTIVATION)
     first = tl.program_id(1) * GROUPS
-    store_groups(numbers, quantized, scales, row, first, stride_scales, K, GROUPS, GROUP, UNIT, LIMIT, SMALLEST)
+    store_groups(numbers, quantized, scales, row, first, stride_scales, K, GROUPS, GROUP, UNIT, FACTOR, LIMIT, SMALLEST)
 
 
 def cleared_by_row(num_cleared: int, rows: int) -> int:
@@ -77,20 +78,21 @@ def quantize_groups(
     *,
     group: int | None,
     of: Made = AS_IT_IS,
+    as_values: bool = False,
     slots: torch.Tensor | None = None,
     late: bool = False,
     multiple: int = 1,
     cleared: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``of(x) [T, K]`` in ``dtype``, and the scales of its groups for a product of e4m3fn's bits.
+    """``of(x) [T, K]`` in ``dtype``, and the scales of its groups.
 
     Args:
         x: in any dtype, with contiguous rows.
-        dtype: a variant of e4m3. In e4m3fnuz the bits of both operands mean half of their e4m3fn values, so the scales
-            contain a factor of four.
+        dtype: a variant of e4m3.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
         group: elements of a row that share a scale, a power of two; None: all.
         of: the ops before.
+        as_values: see :func:`atom_core.kernels.fp8_linear.quantize.scale_factor`.
         slots: int32 ``[T]``; rows where it is negative are skipped, and their results are undefined.
         late: the next kernel may not start before the kernels before this one are done.
         multiple: results have a multiple of this many rows; those past ``T`` are undefined.
@@ -124,6 +126,7 @@ def quantize_groups(
             GROUP=group,
             GROUPS=padded,
             UNIT=unit_of(dtype),
+            FACTOR=scale_factor(dtype, as_values),
             LIMIT=LIMIT,
             SMALLEST=SMALLEST,
             OVERLAP=overlap,

@@ -25,6 +25,16 @@ def unit_of(dtype: torch.dtype) -> float:
     return 2.0 if dtype == FNUZ else 1.0
 
 
+def scale_factor(dtype: torch.dtype, as_values: bool) -> float:
+    """What quantisers multiply a scale by, which is that of e4m3fn values.
+
+    ``as_values``: a stored value times its scale is the number, as in
+    :class:`atom_core.kernels.fp8_inputs.QuantizedInput`. Else the scale is for a product of e4m3fn's bits: in
+    e4m3fnuz the bits of both operands mean half of their e4m3fn values.
+    """
+    return unit_of(dtype) if as_values else unit_of(dtype) ** 2
+
+
 @triton.jit
 def norm_factor(numbers, K, eps):
     """The factor of an RMS norm over ``K`` numbers, without its weight."""
@@ -64,18 +74,20 @@ def store_groups(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     UNIT: tl.constexpr,
+    FACTOR: tl.constexpr,
     LIMIT: tl.constexpr,
     SMALLEST: tl.constexpr,
 ):
     """Quantise ``GROUPS`` whole groups of a row, from the group ``first`` on, and store those that the row has.
 
     ``numbers``: ``[GROUPS * GROUP]`` in float32. ``quantized``: ``[T, K]``; ``scales``: a group's are together.
+    ``UNIT``: see :func:`unit_of`; ``FACTOR``: see :func:`scale_factor`.
     """
     grouped = tl.reshape(numbers, (GROUPS, GROUP))
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(grouped), 1), SMALLEST), LIMIT)
     group = first + tl.arange(0, GROUPS)
     scale_at = scales + group.to(tl.int64) * stride_scales + row
-    tl.store(scale_at, scale * (UNIT * UNIT), mask=group * GROUP < K, eviction_policy=EVICT_LAST)
+    tl.store(scale_at, scale * FACTOR, mask=group * GROUP < K, eviction_policy=EVICT_LAST)
     inverse = tl.div_rn(1.0, scale * UNIT)
     stored = tl.reshape(narrowed(grouped, inverse[:, None], LIMIT, UNIT, quantized.dtype.element_ty), numbers.shape)
     column = first * GROUP + tl.arange(0, GROUPS * GROUP)
@@ -129,12 +141,13 @@ def _quantize(
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     UNIT: tl.constexpr,
+    FACTOR: tl.constexpr,
     LIMIT: tl.constexpr,
     SMALLEST: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row."""
+    """One row; see :func:`unit_of` and :func:`scale_factor`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     known = column < K
@@ -146,7 +159,7 @@ def _quantize(
         tl.extra.cuda.gdc_wait()
     numbers = made(x, residual, norm, factors, row, column, known, eps, stride_x, stride_residual, K, ACTIVATION)
     scale = scale_of(numbers, given, LIMIT, SMALLEST)
-    tl.store(scales + row, scale * (UNIT * UNIT), eviction_policy=EVICT_LAST)
+    tl.store(scales + row, scale * FACTOR, eviction_policy=EVICT_LAST)
     inverse = tl.div_rn(1.0, scale * UNIT)
     tl.store(
         quantized + row * K + column,
@@ -187,12 +200,15 @@ AS_IT_IS = Made()
 
 
 def quantize(
-    x: torch.Tensor, input_scale: torch.Tensor | None, dtype: torch.dtype, overlap: bool, of: Made = AS_IT_IS
+    x: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    overlap: bool,
+    of: Made = AS_IT_IS,
+    *,
+    as_values: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``of(x) [T, K]`` in ``dtype``, and float32 scales ``[T, 1]`` for a product of e4m3fn's bits.
-
-    In e4m3fnuz the bits of both operands mean half of their e4m3fn values, so the scales contain a factor of four.
-    """
+    """``of(x) [T, K]`` in ``dtype``, and float32 scales ``[T, 1]``; ``as_values``: see :func:`scale_factor`."""
     num_rows, size = len(x), of.size(x)
     assert x.stride(1) == 1
     quantized = torch.empty(num_rows, size, dtype=dtype, device=x.device)
@@ -207,6 +223,7 @@ def quantize(
             stride_x=x.stride(0),
             K=size,
             UNIT=unit_of(dtype),
+            FACTOR=scale_factor(dtype, as_values),
             LIMIT=LIMIT,
             SMALLEST=SMALLEST,
             BLOCK=block,

@@ -30,5 +30,5 @@ class TritonFp8RmsNorm:
 def quantized(x: torch.Tensor, form: InputForm, overlap: bool, of: Made) -> QuantizedInput:
     """``of(x)`` quantised in ``form``."""
     if form.group is None:
-        return QuantizedInput(*quantize(x, None, form.dtype, overlap, of))
-    return QuantizedInput(*quantize_groups(x, form.dtype, overlap, group=form.group, of=of))
+        return QuantizedInput(*quantize(x, None, form.dtype, overlap, of, as_values=True))
+    return QuantizedInput(*quantize_groups(x, form.dtype, overlap, group=form.group, of=of, as_values=True))

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput
+from atom_core.kernels.linear import LINEAR
 from atom_core.kernels.normed_linear import Operands
 from atom_core.kernels.select import Implementation, Op, Target, always
 from atom_core.kernels.triton_support import overlaps, why_not_fused
@@ -23,7 +24,7 @@ from atom_core.kernels.triton_support import overlaps, why_not_fused
 
 @dataclass(frozen=True)
 class NormedRouterSpec:
-    """One norm and product.
+    """One norm and product, whose weight is not quantised.
 
     ``separate``: the implementation chosen for each separate op; only the same implementation is fused.
     """
@@ -48,6 +49,8 @@ class NormedRouterKernel(Protocol):
 
 
 def _triton_supports(spec: NormedRouterSpec, target: Target) -> str | None:
+    if LINEAR.name not in dict(spec.separate):
+        return "It multiplies by weights in the model's dtype or float32, and these are quantised."
     return why_not_fused(spec.separate)
 
 

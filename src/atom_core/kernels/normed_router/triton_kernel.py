@@ -17,7 +17,7 @@ import triton.language as tl
 from atom_core.batch import BatchShape
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.fp8_inputs import InputForm, QuantizedInput, empty_quantized
-from atom_core.kernels.fp8_linear.quantize import store_groups, unit_of
+from atom_core.kernels.fp8_linear.quantize import scale_factor, store_groups, unit_of
 from atom_core.kernels.fp8_linear.reference import LIMIT, SMALLEST
 from atom_core.kernels.launch import entry_kernel
 from atom_core.kernels.linear.helpers import normed_total, row_sums, weight_rows
@@ -47,6 +47,7 @@ def _norm_and_score(
     SHARE: tl.constexpr,
     GROUP: tl.constexpr,
     UNIT: tl.constexpr,
+    FACTOR: tl.constexpr,
     LIMIT: tl.constexpr,
     SMALLEST: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -74,7 +75,9 @@ def _norm_and_score(
         GROUPS: tl.constexpr = SHARE // GROUP
         first = tl.program_id(0) * GROUPS
         wide = my_normed.to(tl.float32)
-        store_groups(wide, quantized, scales, token, first, stride_scales, K, GROUPS, GROUP, UNIT, LIMIT, SMALLEST)
+        store_groups(
+            wide, quantized, scales, token, first, stride_scales, K, GROUPS, GROUP, UNIT, FACTOR, LIMIT, SMALLEST
+        )
     else:
         tl.store(normed + token * K + mine, my_normed, mask=mine < K, eviction_policy=EVICT_LAST)
     if bias is not None:
@@ -160,6 +163,7 @@ class TritonNormedRouter:
             SHARE=share,
             GROUP=group or 1,
             UNIT=1.0 if quantized is None else unit_of(quantized.values.dtype),
+            FACTOR=1.0 if quantized is None else scale_factor(quantized.values.dtype, as_values=True),
             LIMIT=LIMIT,
             SMALLEST=SMALLEST,
             OVERLAP=self.overlap,

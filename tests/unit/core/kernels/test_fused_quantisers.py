@@ -15,9 +15,12 @@ from atom_core.kernels.fp8_gated_activation import triton_kernel as activation_k
 from atom_core.kernels.fp8_inputs import InputForm
 from atom_core.kernels.fp8_linear.quantize import AS_IT_IS
 from atom_core.kernels.fp8_linear.reference import E4M3
+from atom_core.kernels.fp8_linear.scaled_mm import FNUZ
 from atom_core.kernels.fp8_rms_norm import triton_kernel as norm_kernel
 from atom_core.kernels.gated_activation.triton_kernel import gated_activation
 from atom_core.kernels.linear.tiles import MAX_ROWS
+from atom_core.kernels.normed_linear import Operands
+from atom_core.kernels.normed_router.triton_kernel import TritonNormedRouter
 from atom_core.kernels.rms_norm.triton_kernel import rms_norm
 from atom_core.kernels.select import Target
 from atom_core.layers.gated_activation import GatedActivation
@@ -179,6 +182,34 @@ def test_gates_beside_a_larger_product_have_the_numbers_of_separate_ops(quant, r
     torch.testing.assert_close(found[0], expected[0], **tolerance)
     torch.testing.assert_close(found[1], expected[1], rtol=0.02, atol=0.02)
     assert torch.equal(found[2], expected[2])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16])
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_gates_that_are_quantised_are_multiplied_as_such(rows):
+    layers = Layers(ROWS, {})
+    norm, gates = layers.with_gates.norm, layers.linear(HIDDEN, 16)
+    both = NormedLinearAndGates(norm, layers.normed.linear, gates, layers.runtime)
+    stream = streams(rows, added=False)
+    with torch.inference_mode():
+        found = both(stream())[1]
+        wanted = layers.norm(stream().residual)[0].float() @ (gates.weight.float() * gates.weight_scale[:, None]).T
+    torch.testing.assert_close(found.float(), wanted, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, FNUZ], ids=str)
+@pytest.mark.parametrize("group", [128, None])
+@pytest.mark.usefixtures("exact_fp8_casts")
+def test_a_stored_value_times_its_scale_is_the_number(dtype, group):
+    x, weight = numbers(3, 256).bfloat16(), (1 + 0.1 * numbers(256)).bfloat16()
+    normed, _ = rms_norm(x.clone(), weight, EPS, None)
+    form, gates = InputForm(dtype, group), Operands(numbers(4, 256).bfloat16(), None)
+    found = [norm_kernel.TritonFp8RmsNorm(form, overlap=False)(x.clone(), weight, EPS, None)[0]]
+    if group is not None:
+        found.append(TritonNormedRouter(overlap=False).quantized(x, weight, EPS, gates, form)[0])
+    for values, scales in found:
+        each = scales if group is None else scales.T.repeat_interleave(group, 1)
+        torch.testing.assert_close(values.float() * each, normed.float(), rtol=2**-3, atol=2**-7)
 
 
 def test_few_tokens_have_gates_and_a_quantised_input_from_one_launch(monkeypatch):

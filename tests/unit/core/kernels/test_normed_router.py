@@ -61,9 +61,10 @@ def test_any_width(hidden, wide, norm_dtype):
     torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("hidden", [256, 640])
+@pytest.mark.parametrize("hidden", [72, 256, 640, 1000])
 @pytest.mark.parametrize("num_outputs", [1, 3, 64])
 @pytest.mark.parametrize("tokens", [2, 16])
+@pytest.mark.usefixtures("exact_fp8_casts")
 def test_it_quantises_as_the_norm_by_itself(hidden, num_outputs, tokens):
     x, norm, gates = operands(tokens, num_outputs, hidden, torch.bfloat16, bias=False)
     kernel = TritonNormedRouter(overlap=False)
@@ -86,5 +87,8 @@ def test_who_runs_it():
     spec = NormedRouterSpec((("rms_norm", "triton"), ("linear", "triton")))
     assert kernel_set(Target("cpu", "x86_64")).chosen(NORMED_ROUTER, spec) == "separate"
     nvidia = kernel_set(Target("cuda", "sm90"))
+    for quantized in ("fp8_linear", "fp8_block_linear", "mxfp4_linear"):
+        other = NormedRouterSpec((("rms_norm", "triton"), (quantized, "triton")))
+        assert nvidia.chosen(NORMED_ROUTER, other) == "separate"
     assert nvidia.chosen(NORMED_ROUTER, spec) == "triton"
     assert nvidia.chosen(NORMED_ROUTER, NormedRouterSpec((("linear", "torch"),))) == "separate"
