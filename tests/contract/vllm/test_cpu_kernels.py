@@ -223,6 +223,7 @@ def test_blocks_are_for_long_rows_and_heads_in_bfloat16(spec, expected, monkeypa
     assert not cpu_kernels._blocks_pay(spec)
 
 
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's build for AVX2 packs no weights")
 @pytest.mark.parametrize("kind", [cpu_kernels.BlockedLinear, cpu_kernels.DispatchedLinear])
 @pytest.mark.parametrize("shape", [(64, 96), (96, 2048), (352, 320)], ids=str)
 def test_a_packed_weight_comes_back_as_it_was_loaded(kind, shape):
@@ -231,6 +232,7 @@ def test_a_packed_weight_comes_back_as_it_was_loaded(kind, shape):
     assert torch.equal(kernel.unpacked(), weight)
 
 
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's build for AVX2 packs no weights")
 def test_packed_experts_come_back_as_they_were_loaded():
     gate_up, down = torch.randn(3, 128, 96).bfloat16(), torch.randn(3, 96, 64).bfloat16()
     kernel = cpu_kernels.FusedExperts()
