@@ -15,6 +15,7 @@ from atom_core.kernels.gated_activation import GATED_ACTIVATION, GatedActivation
 from atom_core.kernels.normed_linear import NORMED_LINEAR, NormedLinearSpec
 from atom_core.kernels.normed_router import NORMED_ROUTER, NormedRouterKernel, NormedRouterSpec
 from atom_core.kernels.rms_norm import RMS_NORM
+from atom_core.kernels.select import KernelSet
 from atom_core.layers.linear import Linear, RowLinear
 from atom_core.layers.linear_methods import UnquantizedMethod
 from atom_core.layers.norm import RMSNorm
@@ -99,6 +100,12 @@ class StreamNorm:
         return normed, summed
 
 
+def norm_and_few_outputs(norm: StreamNorm, linear: Linear, kernels: KernelSet) -> NormedRouterKernel | None:
+    """What runs ``norm`` and a layer of few outputs in one launch for few tokens; None: nothing does."""
+    separate = ((RMS_NORM.name, kernels.chosen(RMS_NORM, norm.layer.spec)), linear.method.chosen(linear, kernels))
+    return kernels.select(NORMED_ROUTER, NormedRouterSpec(separate))
+
+
 class NormedLinear:
     """``linear(norm(stream))``, and for few tokens also the gated activation after it.
 
@@ -179,12 +186,7 @@ class NormedLinearAndGates:
     def __init__(self, norm: StreamNorm, linear: Linear, gates: Linear, runtime: Runtime) -> None:
         self.norm, self.gates = norm, gates
         self.normed, self.normed_gates = (NormedLinear(norm, it, None, runtime) for it in (linear, gates))
-        kernels = runtime.kernels
-        separate = (
-            (RMS_NORM.name, kernels.chosen(RMS_NORM, norm.layer.spec)),
-            gates.method.chosen(gates, kernels),
-        )
-        self.norm_and_gates = kernels.select(NORMED_ROUTER, NormedRouterSpec(separate))
+        self.norm_and_gates = norm_and_few_outputs(norm, gates, runtime.kernels)
         #: Whether both products apply the norm themselves to one token.
         self.norm_one = self.normed.max_rows > 0 and self.normed_gates.max_rows > 0
         form = linear.method.input_form()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from atom_core.fusion.linear import NormedLinear, ResidualLinear, Stream, StreamNorm
+from atom_core.fusion.linear import NormedLinear, ResidualLinear, Stream, StreamNorm, norm_and_few_outputs
 from atom_core.fusion.mlp import fused_activation
 from atom_core.kernels.fp8_inputs import LinearInput
-from atom_core.kernels.normed_router import NORMED_ROUTER, NormedRouterSpec
-from atom_core.kernels.rms_norm import RMS_NORM
 from atom_core.layers.moe import MoE, SharedExpert
 from atom_core.runtime import Runtime
 
@@ -48,13 +46,9 @@ class FusedMoE:
 
     def __init__(self, norm: StreamNorm, moe: MoE, runtime: Runtime) -> None:
         self.norm, self.moe, self.router, self.experts = norm, moe, moe.router_layer, moe.experts
-        kernels, self.data_parallel = runtime.kernels, runtime.data_parallel
+        self.data_parallel = runtime.data_parallel
         self.is_partial = runtime.tensor_parallel.world_size > 1
-        separate = (
-            (RMS_NORM.name, kernels.chosen(RMS_NORM, norm.layer.spec)),
-            self.router.method.chosen(self.router, kernels),
-        )
-        self.normed_router = kernels.select(NORMED_ROUTER, NormedRouterSpec(separate))
+        self.normed_router = norm_and_few_outputs(norm, self.router, runtime.kernels)
         self.shared = None if moe.shared_layer is None else FusedSharedExpert(norm, moe.shared_layer, runtime)
         #: Whether the experts' sum is added to the stream without sums over ranks.
         self.adds = not self.is_partial and self.data_parallel.world_size == 1

@@ -112,14 +112,25 @@ class TritonNormedRouter:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`atom_core.kernels.normed_router.NormedRouterKernel`."""
         normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return normed, self._launch(x, norm, eps, router, normed, None)
+        return normed, self._launch(x, norm, eps, router, normed=normed)
 
     def quantized(
         self, x: torch.Tensor, norm: torch.Tensor, eps: float, router: Operands, form: InputForm
     ) -> tuple[QuantizedInput, torch.Tensor]:
         """See :class:`atom_core.kernels.normed_router.NormedRouterKernel`."""
+        assert form.group is not None, "a row's scale needs the whole row"
         quantized = empty_quantized(len(x), x.shape[1], form, x.device)
-        return quantized, self._launch(x, norm, eps, router, None, quantized, form.group)
+        logits = self._launch(
+            x,
+            norm,
+            eps,
+            router,
+            quantized=quantized,
+            group=form.group,
+            unit=unit_of(form.dtype),
+            factor=scale_factor(form.dtype, as_values=True),
+        )
+        return quantized, logits
 
     def _launch(
         self,
@@ -127,10 +138,14 @@ class TritonNormedRouter:
         norm: torch.Tensor,
         eps: float,
         router: Operands,
-        normed: torch.Tensor | None,
-        quantized: QuantizedInput | None,
-        group: int | None = None,
+        *,
+        normed: torch.Tensor | None = None,
+        quantized: QuantizedInput | tuple[None, None] = (None, None),
+        group: int = 1,
+        unit: float = 1.0,
+        factor: float = 1.0,
     ) -> torch.Tensor:
+        """The logits; the norm's result goes to ``normed`` or, in whole groups, to ``quantized``."""
         (tokens, hidden), num_experts = x.shape, len(router.weight)
         assert tokens > 0
         assert x.stride(1) == 1
@@ -139,18 +154,13 @@ class TritonNormedRouter:
         logits = torch.empty(tokens, num_experts, dtype=torch.float32 if wide else x.dtype, device=x.device)
         rows, columns = self._rows(tokens), min(2048, max(16, next_power_of_2(hidden)))
         programs = cdiv(num_experts, rows)
-        share = next_power_of_2(cdiv(hidden, programs))
-        if quantized is not None:
-            assert group is not None, "a row's scale needs the whole row"
-            share = max(share, group)
         _norm_and_score[(programs, tokens)](
             x,
             norm,
             router.weight,
             router.bias,
             normed,
-            None if quantized is None else quantized.values,
-            None if quantized is None else quantized.scales,
+            *quantized,
             logits,
             eps,
             num_experts,
@@ -160,10 +170,10 @@ class TritonNormedRouter:
             ROWS=rows,
             BLOCK_K=columns,
             EVEN=hidden % columns == 0,
-            SHARE=share,
-            GROUP=group or 1,
-            UNIT=1.0 if quantized is None else unit_of(quantized.values.dtype),
-            FACTOR=1.0 if quantized is None else scale_factor(quantized.values.dtype, as_values=True),
+            SHARE=max(group, next_power_of_2(cdiv(hidden, programs))),
+            GROUP=group,
+            UNIT=unit,
+            FACTOR=factor,
             LIMIT=LIMIT,
             SMALLEST=SMALLEST,
             OVERLAP=self.overlap,
