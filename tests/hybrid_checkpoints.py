@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from atom_core.standalone import Runner
+
 VOCABULARY, HIDDEN = 512, 64
 #: Tokens from here on are special: they are in no prompt and no answer.
 NUM_PLAIN = 500
@@ -188,23 +190,28 @@ def some_tokens(count: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Expected:
-    """Transformers' model of a checkpoint, in float32."""
+    """Transformers' model of a checkpoint, in float32, and ours."""
 
     model: nn.Module
+    ours: Runner
 
     @classmethod
     def of(cls, folder: Path) -> Expected:
-        """Load it."""
+        """Load both."""
         from transformers import AutoModelForCausalLM
 
-        return cls(
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-        )
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        return cls(theirs.eval(), Runner(folder))
 
     @torch.no_grad()
-    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The ``count`` most likely tokens after a prompt, one by one and by itself."""
-        generate: Any = self.model.generate
-        lengths = {"max_new_tokens": count, "min_new_tokens": count, "eos_token_id": None}
-        tokens: list[int] = generate(torch.tensor([list(prompt)]), do_sample=False, **lengths)[0].tolist()
-        return tokens[len(prompt) :]
+    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """The ``count`` most likely tokens after each prompt, by itself: by Transformers' model.
+
+        It says so of our model's own answers, each in one pass, which takes a tenth of the time of an answer of its.
+        Where it would take another token, that is what is found, and the test that looks for it fails.
+        """
+        found = []
+        for prompt, answer in zip(prompts, self.ours.generate(prompts, count), strict=True):
+            logits = self.model(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]
+            found.append(logits.argmax(-1).tolist())
+        return found

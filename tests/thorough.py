@@ -7,9 +7,10 @@ two show. What a test runs on (a GPU, a dtype) takes turns instead, so each of i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import chain, combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,11 @@ def mark_thorough(items: Iterable[pytest.Item], folder: Path) -> None:
         for item in chain.from_iterable(cases.values()):
             if item not in examples:
                 item.add_marker("thorough")
+
+
+def some(values: Iterable[Any], examples: Container[Any]) -> list[Any]:
+    """Values of a test's parameter, those that are no examples marked."""
+    return [it if it in examples else pytest.param(it, marks=pytest.mark.thorough) for it in values]
 
 
 def all_pairs(cases: Sequence[Case]) -> list[Case]:

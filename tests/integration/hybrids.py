@@ -128,6 +128,20 @@ def in_fp8_blocks(hybrid: Hybrid, directory: Path) -> Hybrid:
     )
 
 
+def doubt(hybrid: Hybrid, answers: Sequence[Sequence[int]], dtype: torch.dtype) -> list[float]:
+    """By how much a logit was above that of the token taken instead, at most in each answer: by our model alone.
+
+    Sums in another order round otherwise, and much otherwise in bfloat16. So an engine's answers may turn where two
+    tokens are nearly as likely; what a fault gives is far from likely.
+    """
+    runner, found = Runner(Path(hybrid.folder), dtype=dtype), []
+    for prompt, answer in zip(hybrid.prompts, answers, strict=True):
+        logits = runner.logits([*prompt, *answer[:-1]])[len(prompt) - 1 :].float()
+        taken = logits.gather(1, torch.tensor(answer)[:, None]).squeeze(1)
+        found.append((logits.amax(1) - taken).max().item())
+    return found
+
+
 def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """States that remember, norms that are not the identity, and logits that differ."""
     values = torch.randn(parameter.shape, generator=generator)

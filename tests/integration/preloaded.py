@@ -270,6 +270,8 @@ def main() -> None:
             import_module(name)
         except ImportError as error:
             print(f"{name} is not imported beforehand: {error}", file=sys.stderr)  # noqa: T201
+    if given.get("TRITON_INTERPRET") == "1":
+        import_module("tests.quick_interpreter").install()
     # Half a million objects, which the frameworks would have looked through half a dozen times for each engine.
     gc.collect()
     gc.freeze()

@@ -46,6 +46,10 @@ def checkpoint(family: str) -> str:
     return str(TESTS / "checkpoints" / family)
 
 
+#: Of the held-out questions those that tests ask at most: the benchmarks of accuracy ask all.
+NUM_ROWS = 200
+
+
 def read_rows() -> list[Row]:
     """All held-out questions."""
     lines = (TESTS / "evaluation" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()

@@ -10,7 +10,7 @@ from openai import OpenAI
 
 from tests.flags.sglang_engine import IMPORTED
 from tests.integration.preloaded import COMMON, preloaded
-from tests.integration.questions import Row, checkpoint, connect, read_rows
+from tests.integration.questions import NUM_ROWS, Row, checkpoint, connect, read_rows
 from tests.integration.server import SglangServer
 from tests.integration.sglang.hugging_face import HuggingFace
 
@@ -24,8 +24,8 @@ def imported() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def rows() -> list[Row]:
-    """All held-out questions."""
-    return read_rows()
+    """Held-out questions."""
+    return read_rows()[:NUM_ROWS]
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,22 @@ class HuggingFace:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def greedy(self, prompt: str, max_tokens: int, min_tokens: int = 0) -> list[int]:
-        """The tokens of the greedy answer, the one that ends it among them; it does not end before `min_tokens`."""
-        inputs = self.tokenizer(prompt, return_tensors="pt")
-        config = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=max_tokens,
-            min_new_tokens=min_tokens,
-            eos_token_id=self.model.generation_config.eos_token_id,
-            pad_token_id=0,
-        )
-        (found,) = self.model.generate(**inputs, generation_config=config)
-        tokens: list[int] = found[inputs.input_ids.shape[1] :].tolist()
-        return tokens
+    def greedy_along(self, prompt: str, answer: Sequence[int], past_the_end: bool = False) -> list[int]:
+        """Its own greedy tokens after a prompt and each part of an answer: the answer, if that is its greedy one.
+
+        One pass has them all, where taking one token after the other takes as many.
+
+        Args:
+            prompt: its text.
+            answer: tokens.
+            past_the_end: whether it must not take tokens that end an answer.
+        """
+        tokens = self.tokenizer(prompt).input_ids
+        logprobs = self.scores([*tokens, *answer[:-1]]).logprobs[len(tokens) - 1 :]
+        if past_the_end:
+            logprobs[:, self.model.generation_config.eos_token_id] = -torch.inf
+        found: list[int] = logprobs.argmax(-1).tolist()
+        return found
 
     @torch.no_grad()
     def scores(self, tokens: Sequence[int]) -> Scores:

@@ -18,32 +18,40 @@ NUM_ASKED = 32
 OURS = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "atom_plugin.sglang.models"}
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The folders and the names of all layouts, and Hugging Face's cache."""
+    parent, home = tmp_path_factory.mktemp("files"), tmp_path_factory.mktemp("home")
+    found = {}
+    for layout in LAYOUTS:
+        folder = laid_out(layout, parent)
+        found[layout, "folder"], found[layout, "name"] = str(folder), on_hub(folder, home)
+    return found, home
+
+
 @pytest.mark.parametrize("layout", SERVED)
-def test_what_transformers_reads_of_a_name_is_served(tmp_path, layout, rows):
-    name = on_hub(laid_out(layout, tmp_path), tmp_path / "home")
-    asked = rows[:NUM_ASKED]
+def test_what_transformers_reads_of_a_name_is_served(models, layout, rows):
+    names, home = models
+    name, asked = names[layout, "name"], rows[:NUM_ASKED]
     engine = Engine(name, True, [Ask([row.prompt for row in asked])])
-    (ran,) = run([engine], environ=hub_environ(tmp_path / "home"))
+    (ran,) = run([engine], environ=hub_environ(home))
     assert f"atom-plugin serves {name}" in ran.log
     assert [answer.tokens for answer in ran.answers[0]] == right_tokens("qwen3", asked)
 
 
 @pytest.fixture(scope="module")
-def problems(tmp_path_factory):
+def problems(models, tmp_path_factory):
     """What SGLang says to each folder and to each name, and of which model."""
-    parent, home = tmp_path_factory.mktemp("files"), tmp_path_factory.mktemp("home")
-    models = {}
-    for layout in LAYOUTS:
-        folder = laid_out(layout, parent)
-        models[layout, "folder"], models[layout, "name"] = str(folder), on_hub(folder, home)
+    names, home = models
     flags = ["--device", "cpu", "--skip-tokenizer-init"]
-    described = [{"flags": ["--model-path", model, *flags], "environ": OURS} for model in models.values()]
-    given, wanted = parent / "given.json", parent / "wanted.json"
+    described = [{"flags": ["--model-path", model, *flags], "environ": OURS} for model in names.values()]
+    folder = tmp_path_factory.mktemp("problems")
+    given, wanted = folder / "given.json", folder / "wanted.json"
     given.write_text(json.dumps(described))
     script = Path(__file__).with_name("resolve.py")
     finished = run_script(script, [str(given), str(wanted)], {**OURS, **hub_environ(home)}, 300)
     assert finished.returncode == 0, finished.tail()
-    return dict(zip(models, json.loads(wanted.read_text()), strict=True))
+    return dict(zip(names, json.loads(wanted.read_text()), strict=True))
 
 
 @pytest.mark.parametrize("given", ["folder", "name"])

@@ -34,7 +34,7 @@ def generate(server, **body):
 
 def test_text_is_answered_and_an_image_is_refused_in_one_line(served):
     server, folder = served
-    expected = Expected.of(folder).greedy(PROMPT, COUNT)
+    (expected,) = Expected.of(folder).greedy([PROMPT], COUNT)
     assert generate(server, input_ids=PROMPT).json()["output_ids"] == expected
     for body in ({"input_ids": PROMPT}, {"text": "What is in the image?"}, {"text": ["One", "and another"]}):
         refused = generate(server, **body, image_data=PIXEL)

@@ -22,6 +22,7 @@ from tests.integration.sglang.offline import Ask, Engine, drafting, run
 from tests.integration.sglang.test_dp_attention import DERIVED, PINNED
 from tests.integration.sglang.test_drafts import ENVIRON, STAND_INS
 from tests.integration.sglang.test_mixtures import BOUND
+from tests.thorough import some
 
 pytestmark = pytest.mark.sglang
 
@@ -97,6 +98,8 @@ CELLS = [
     Cell("qwen3_5_moe", "extra_buffer_lazy", 1, page_size=16),
 ]
 
+#: Of those that keep copies, with an overlap as servers have it.
+EXAMPLES = [it for it in CELLS if it.overlap or it.strategy == "no_buffer"]
 # As Transformers saves it, and without full attention in each fourth layer, which SGLang would take for granted.
 ALTERNATING = {"layer_types": ["linear_attention", "full_attention"] * 2, "extra": {}}
 CHANGES = {"qwen3_next": ALTERNATING}
@@ -110,14 +113,13 @@ def made(tmp_path_factory):
     def make(family):
         if family not in known:
             folder = make_hybrid(tmp_path_factory.mktemp("hybrid") / family, family, **CHANGES.get(family, {}))
-            expected = Expected.of(folder)
-            known[family] = folder, [expected.greedy(prompt, COUNT) for prompt in (ALONE, *PROMPTS)]
+            known[family] = folder, Expected.of(folder).greedy((ALONE, *PROMPTS), COUNT)
         return known[family]
 
     return make
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", some(CELLS, EXAMPLES), ids=str)
 def test_tokens_are_transformers(cell, made):
     folder, (alone, *many) = made(cell.family)
     (ran,) = run([cell.engine(folder)])
@@ -167,10 +169,11 @@ def test_ranks_have_the_tokens_of_one(name, made):
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "attention"), [("qwen3_next", "atom"), ("qwen3_5", "torch_native")])
 def test_held_out_questions_are_answered_right(family, attention, rows):
+    asked = rows[:64]
     (ran,) = run(
-        [Engine(checkpoint(family), True, [Ask([row.prompt for row in rows])], {"attention_backend": attention})]
+        [Engine(checkpoint(family), True, [Ask([row.prompt for row in asked])], {"attention_backend": attention})]
     )
-    assert [answer.tokens for answer in ran.answers[0]] == greedy_tokens(family, rows)
+    assert [answer.tokens for answer in ran.answers[0]] == greedy_tokens(family, asked)
 
 
 @pytest.mark.slow

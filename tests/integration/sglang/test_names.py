@@ -26,6 +26,7 @@ from tests.integration.sglang.offline import PACKAGE, drafting
 from tests.integration.sglang.test_drafts import ENVIRON
 from tests.integration.sglang.test_updates import BOUND, RANKS
 from tests.integration.versions import CASES, FIRST, Case
+from tests.thorough import some
 
 pytestmark = pytest.mark.sglang
 
@@ -217,7 +218,7 @@ def test_every_familys_names_are_sglangs(built, model):
 
 every_case = pytest.mark.parametrize(
     "case",
-    [it if it in (*FIRST, *RANKS[:1]) else pytest.param(it, marks=pytest.mark.thorough) for it in (*CASES, *RANKS)],
+    some((*CASES, *RANKS), (*FIRST, *RANKS[:1])),
     ids=str,
 )
 

@@ -25,6 +25,7 @@ from tests.integration.server import SglangServer, free_ports
 from tests.integration.sglang.offline import Answer, Ask, Engine, Ran, drafting, run
 from tests.integration.sglang.test_dp_attention import DERIVED, DRAFTING
 from tests.integration.sglang.test_mixtures import BOUND
+from tests.thorough import some
 from tests.unit.core.hugging_face import routed_experts
 
 pytestmark = pytest.mark.sglang
@@ -80,7 +81,7 @@ def check(ran: Ran, routers: Routers) -> None:
                 assert found[:, layer].tolist() == expected.get(layer, [[0] * TOP_K] * len(found))
 
 
-@pytest.mark.parametrize("family", WAYS)
+@pytest.mark.parametrize("family", some(WAYS, ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")))
 def test_a_request_is_given_those_of_its_tokens(tmp_path, family):
     make_mixture(tmp_path, family)
     further, environ = WAYS[family]
@@ -151,7 +152,9 @@ def recorded(folder: Path, model: Path, mode: str, *flags: str, **environ: str) 
         return record(server, folder, PROMPTS[2], PROMPTS[0])
 
 
-@pytest.mark.parametrize("mode", ["stat", pytest.param("per_pass", marks=pytest.mark.slow), "per_token"])
+@pytest.mark.parametrize(
+    "mode", ["stat", pytest.param("per_pass", marks=[pytest.mark.slow, pytest.mark.thorough]), "per_token"]
+)
 def test_the_recorder_counts_them_between_start_and_stop(tmp_path, mode):
     model, dumps = tmp_path / "model", tmp_path / "dumps"
     for folder in (model, dumps):

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.server import SglangServer
 from tests.integration.steady_load import DEADLINE, run_steady
 
-#: Thorough: vLLM's is the example, and what differs here is a client's command, which is tested without a server too.
+#: Thorough: see vLLM's.
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(DEADLINE + 60)]
 STAND_INS = Path(__file__).with_name("stand_ins")
 

@@ -9,7 +9,7 @@ import pytest
 
 from atom_core.kernels import OPS
 from tests.integration.once import once
-from tests.integration.questions import BY_VECTORS, FAMILIES, MAX_TOKENS, checkpoint, right_tokens
+from tests.integration.questions import BY_VECTORS, FAMILIES, checkpoint, right_tokens
 from tests.integration.sglang.offline import Ask, Engine, Ran, run
 
 pytestmark = pytest.mark.sglang
@@ -54,8 +54,15 @@ def ran(rows) -> Callable[[str], dict[str, Ran]]:
 @pytest.fixture(scope="module")
 def expected(hugging_face, rows):
     """Hugging Face's tokens for the first questions, by family."""
-    prompts = [row.prompt for row in rows[:NUM_FEW]]
-    return {family: [hugging_face(family).greedy(prompt, MAX_TOKENS) for prompt in prompts] for family in FAMILIES}
+
+    @once
+    def expected(family: str) -> list[list[int]]:
+        few = rows[:NUM_FEW]
+        right = right_tokens(family, few)
+        model = hugging_face(family)
+        return [model.greedy_along(row.prompt, answer) for row, answer in zip(few, right, strict=True)]
+
+    return expected
 
 
 def tokens(answers):
@@ -70,7 +77,7 @@ def test_every_held_out_question_is_answered_right_also_from_the_prefix_cache(fa
     first, again = found.answers
     assert [answer.text for answer in first] == [f" {row.answer}\n" for row in rows]
     assert tokens(first) == right_tokens(family, rows)
-    assert tokens(first[:NUM_FEW]) == tokens(again) == expected[family]
+    assert tokens(first[:NUM_FEW]) == tokens(again) == expected(family)
     assert all(answer.meta["cached_tokens"] == answer.meta["prompt_tokens"] - 1 for answer in again)
 
 
@@ -78,9 +85,9 @@ def test_every_held_out_question_is_answered_right_also_from_the_prefix_cache(fa
 @pytest.mark.parametrize("family", PAGE_SIZES)
 def test_pages_and_chunks_give_the_same_tokens(family, ran, expected):
     chunked, paged = (ran(family)[name] for name in ("mixed chunks", "large pages"))
-    assert tokens(chunked.answers[0]) == expected[family]
+    assert tokens(chunked.answers[0]) == expected(family)
     assert f"#new-token: {CHUNK}," in chunked.log
-    assert tokens(paged.answers[0]) == expected[family]
+    assert tokens(paged.answers[0]) == expected(family)
     assert not any(answer.meta["cached_tokens"] for answer in paged.answers[0])
 
 
@@ -89,10 +96,10 @@ def test_pages_and_chunks_give_the_same_tokens(family, ran, expected):
 def test_sglangs_attention_and_reference_kernels_give_the_same_tokens(family, ran, expected):
     framework, reference = (ran(family)[name] for name in ("SGLang's attention", "reference kernels"))
     assert "attention  FrameworkAttention" in framework.log
-    assert tokens(framework.answers[0]) == expected[family]
+    assert tokens(framework.answers[0]) == expected(family)
     assert "attention  SglangRadixAttention" in reference.log
     assert reference.log.count("forced by ATOM_KERNELS") >= 5
-    assert tokens(reference.answers[0]) == expected[family]
+    assert tokens(reference.answers[0]) == expected(family)
 
 
 @pytest.mark.slow
@@ -100,4 +107,4 @@ def test_sglangs_attention_and_reference_kernels_give_the_same_tokens(family, ra
 def test_two_processes_give_the_tokens_of_one(name, ran, expected):
     found = ran("qwen3")[name]
     assert "attention  SglangRadixAttention" in found.log
-    assert tokens(found.answers[0]) == expected["qwen3"]
+    assert tokens(found.answers[0]) == expected("qwen3")

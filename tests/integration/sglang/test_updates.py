@@ -22,6 +22,7 @@ from tests.integration.sglang.offline import PACKAGE, drafting
 from tests.integration.sglang.test_drafts import ENVIRON
 from tests.integration.sglang.updated import CALLS
 from tests.integration.versions import CASES, FAULTS, FIRST, NAME, Case, make_infinite, make_other, tensors_of, write
+from tests.thorough import some
 
 pytestmark = pytest.mark.sglang
 
@@ -32,7 +33,7 @@ RANKS = (
 BOUND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 every_case = pytest.mark.parametrize(
     "case",
-    [it if it in (*FIRST, *RANKS) else pytest.param(it, marks=pytest.mark.thorough) for it in (*CASES, *RANKS)],
+    some((*CASES, *RANKS), (*FIRST, *RANKS[1:])),
     ids=str,
 )
 
@@ -102,7 +103,7 @@ def test_a_bad_folder_is_refused_with_its_name_and_the_old_weights_stay(found, c
 
 @pytest.mark.parametrize(
     "case",
-    [it if it in FIRST else pytest.param(it, marks=pytest.mark.thorough) for it in CASES if it.quantization],
+    some((it for it in CASES if it.quantization), FIRST),
     ids=str,
 )
 def test_a_folder_that_is_found_bad_while_it_is_read_is_followed_by_the_one_before(found, case):

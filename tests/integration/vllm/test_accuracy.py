@@ -29,6 +29,7 @@ def test_lm_eval_counts_as_many_right_answers_as_vllms_own_model_gives(server, n
         "--model_args": f"model={server.model},base_url={server.url}/v1/completions,num_concurrent=16,"
         "max_retries=1,tokenizer_backend=None,tokenized_requests=False",
         "--tasks": "word_problems",
+        "--limit": str(len(rows)),
         "--include_path": str(TESTS / "evaluation"),
         "--output_path": str(tmp_path),
     }

@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from openai import BadRequestError
 from transformers import AutoTokenizer
 
 from atom_plugin.common.versions import installed
-from tests.integration.hybrids import LENGTHS, WHOLE_BLOCKS, in_fp8_blocks, make_hybrid, wrapped
+from tests.integration.hybrids import LENGTHS, WHOLE_BLOCKS, doubt, in_fp8_blocks, make_hybrid, wrapped
 from tests.integration.preloaded import run_script
 from tests.integration.questions import BY_VECTORS, TESTS, checkpoint, connect
 from tests.integration.server import VllmServer
@@ -329,19 +330,21 @@ def test_the_newer_runner_gives_them_behind_cached_prefixes_with_drafts_too(name
         assert "greedy_tokens" in ran.kernels
 
 
+#: What rounding in bfloat16 decides otherwise; answers of the weights before they are in FP8 are beyond it.
+DOUBT = 0.4
+
+
 def test_weights_in_fp8_blocks_and_a_draft_of_such(tmp_path):
     plain = make_hybrid(tmp_path / "plain", "Qwen3_5ForCausalLM", NUM_TOKENS, (1, 2, 50, 120), **WHOLE_BLOCKS)
     hybrid = in_fp8_blocks(plain, tmp_path / "fp8")
-    assert hybrid.answers != plain.answers
+    assert max(doubt(hybrid, plain.answers, torch.bfloat16)) > DOUBT
     together = Ask(hybrid.prompts, EXACTLY)
     engine = Engine(
         hybrid.folder, "atom", [together, together], {**OPTIONS, **drafts(1), "dtype": "bfloat16"}, poisoned=True
     )
     (ran,) = run([engine], environ=ENVIRON)
     for answers in ran.answers:
-        pairs = zip(answers, hybrid.answers, strict=True)
-        # In bfloat16 a chunk's end rounds, so an answer may turn at a token that is nearly undecided.
-        assert sum(answer.tokens == right for answer, right in pairs) >= len(hybrid.answers) - 1
+        assert max(doubt(hybrid, [answer.tokens for answer in answers], torch.bfloat16)) <= DOUBT
     assert ran.kernels["fp8_block_linear"] == "reference"
     assert ran.draft_class == "AtomQwen35Draft"
     accepted, drafted = (ran.counters[f"vllm:spec_decode_num_{what}_tokens"] for what in ("accepted", "draft"))

@@ -181,10 +181,11 @@ def test_a_cache_of_latents_in_fp8_answers_as_our_model_alone_does(engines):
 
 
 @pytest.mark.slow
-def test_data_parallel_ranks_that_share_each_expert_give_hugging_faces_tokens(tmp_path):
-    """Those that share out whole experts draft as well: see test_mtp.py. This server is started as users start one."""
+@pytest.mark.parametrize("by_command", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_data_parallel_ranks_that_share_each_expert_give_hugging_faces_tokens(by_command, tmp_path):
+    """Those that share out whole experts draft as well: see test_mtp.py. By command it is started as users start it."""
     expected = make_mixture(tmp_path, "gpt_oss")
-    with two_data_parallel_ranks(tmp_path, by_command=True) as server:
+    with two_data_parallel_ranks(tmp_path, by_command=by_command) as server:
         assert greedy_at_once(server, PROMPTS * COPIES) == expected * COPIES
 
 

@@ -13,6 +13,7 @@ from tests.integration.once import once
 from tests.integration.preloaded import run_script
 from tests.integration.questions import checkpoint
 from tests.integration.versions import CASES, FIRST, Case
+from tests.thorough import some
 
 pytestmark = pytest.mark.vllm
 
@@ -24,7 +25,7 @@ every_case = pytest.mark.parametrize(
     "case",
     [
         pytest.param(DENSE, marks=pytest.mark.smoke),
-        *(it if it in FIRST else pytest.param(it, marks=pytest.mark.thorough) for it in OTHERS),
+        *some(OTHERS, FIRST),
         pytest.param(TWO_RANKS, marks=pytest.mark.slow),
     ],
     ids=str,

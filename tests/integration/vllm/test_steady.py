@@ -6,7 +6,8 @@ import pytest
 
 from tests.integration.steady_load import DEADLINE, run_steady
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(DEADLINE + 60)]
+#: Thorough: two servers and four clients, each of which imports vLLM; what they print is tested without them.
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(DEADLINE + 60)]
 
 
 def test_steady_load_on_vllm(tmp_path):

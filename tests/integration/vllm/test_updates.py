@@ -12,6 +12,7 @@ from tests.integration.mixtures import make_drafting
 from tests.integration.once import once
 from tests.integration.preloaded import run_script
 from tests.integration.versions import CASES, FAULTS, FIRST, Case, make_other
+from tests.thorough import some
 
 pytestmark = pytest.mark.vllm
 
@@ -26,7 +27,7 @@ every_case = pytest.mark.parametrize(
     "case",
     [
         pytest.param(DENSE, marks=pytest.mark.smoke),
-        *(it if it in FIRST else pytest.param(it, marks=pytest.mark.thorough) for it in OTHERS),
+        *some(OTHERS, FIRST),
         *(pytest.param(it, marks=pytest.mark.slow) for it in RANKS),
     ],
     ids=str,
@@ -98,9 +99,7 @@ def test_after_refusals_it_answers_as_before_and_knows_where_its_weights_are(fou
     assert found(case)["in place after refusals"]
 
 
-@pytest.mark.parametrize(
-    "case", [it if it in FIRST else pytest.param(it, marks=pytest.mark.thorough) for it in CASES], ids=str
-)
+@pytest.mark.parametrize("case", some(CASES, FIRST), ids=str)
 def test_a_transfer_that_breaks_off_leaves_a_model_that_says_so_until_a_whole_one(found, case):
     between, refusal, after = found(case)["bad transfer"]
     assert "the update has not ended" in between

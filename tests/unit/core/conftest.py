@@ -18,7 +18,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
+from tests import quick_interpreter
+
 torch.set_num_threads(1)
+quick_interpreter.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
