@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from tests.flags.case import Case, Verdict, judge
 from tests.flags.forked import DEADLINE
 from tests.integration.mixtures import make_drafting
-from tests.integration.preloaded import COMMON, preloaded, run_script
+from tests.integration.preloaded import COMMON, is_preloaded, preloaded, run_script
 from tests.integration.questions import checkpoint
 from tests.integration.server import SglangServer
 
@@ -40,7 +41,7 @@ def judged(framework: str, cases: Sequence[Case], folder: Path) -> Iterator[tupl
     """Each case with how it went; checkpoints that are made go to ``folder``."""
     # What is refused need not be run natively.
     beside = [case for case in cases if case.refused is None]
-    with preloaded(MODULES[framework]):
+    with nullcontext() if is_preloaded() else preloaded(MODULES[framework]):
         native = dict(zip(beside, run(framework, beside, NATIVE[framework], folder), strict=True))
         ours = run(framework, cases, "atom", folder)
     for case, ran in zip(cases, ours, strict=True):

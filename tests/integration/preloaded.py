@@ -6,10 +6,11 @@ would, and `start_python` one that runs a script or a module beside others. Each
 process group of its own. What it starts by multiprocessing is forked as well, where the framework would have spawned
 it: environment, modules and plug-ins are those of its parent, as when it is spawned.
 
-The frameworks' own modules read variables when they are imported. So a process that has them too forks those alone
-whose variables are all its own, from the fourth one on: most tests ask for the same. What only a new interpreter reads
-is not read here: `sitecustomize`, and variables like PYTHONUNBUFFERED. Nor is a package found in PYTHONPATH in place
-of one that is imported already. In `/proc`, a forked process has the command line of the one it is forked off.
+The frameworks' own modules read variables when they are imported. So a process that has them too, itself forked off
+the first one, forks those alone whose variables are all its own, from the third one on: most tests ask for the same.
+What only a new interpreter reads is not read here: `sitecustomize`, and variables like PYTHONUNBUFFERED. Nor is a
+package found in PYTHONPATH in place of one that is imported already. In `/proc`, a forked process has the command line
+of the one it is forked off.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import runpy
 import select
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections import Counter
@@ -65,12 +67,19 @@ class Preloaded:
     """The process that has imported `modules`, with `environ`; a module that is not there is left out."""
 
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._asked = threading.Lock()
+        self.forked: list[Forked | PreloadedToo] = []
+        self._asks, self._answers = self._begin(modules, environ)
+
+    def _begin(self, modules: Sequence[str], environ: Mapping[str, str]) -> tuple[IO[bytes], IO[bytes]]:
+        """Start it; what it is asked by, and what it answers by."""
         command = [sys.executable, "-m", "tests.integration.preloaded", *modules]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         # In a process group of its own: who interrupts the tests still has processes ended, of which it tells the ends.
         self._process = subprocess.Popen(command, **pipes, env=environ, start_new_session=True)
-        self._asked = threading.Lock()
-        self.forked: list[Forked] = []
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        return self._process.stdin, self._process.stdout
 
     @property
     def is_idle(self) -> bool:
@@ -104,15 +113,40 @@ class Preloaded:
 
     def ask(self, what: dict[str, Any]) -> int:
         """What the process answers to one line of JSON."""
-        assert self._process.stdin is not None
         with self._asked:
-            self._process.stdin.write(json.dumps(what).encode() + b"\n")
-            self._process.stdin.flush()
+            self._asks.write(json.dumps(what).encode() + b"\n")
+            self._asks.flush()
             return self._answer()
 
     def _answer(self) -> int:
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
+        return int(self._answers.readline())
+
+
+class PreloadedToo(Preloaded):
+    """One that is forked off another one, `first`, whose modules it has as well."""
+
+    def __init__(self, first: Preloaded, modules: Sequence[str], environ: Mapping[str, str]) -> None:
+        self.returncode: int | None = None
+        """None until it has ended."""
+        self._first = first
+        super().__init__(modules, environ)
+        first.forked.append(self)
+
+    def _begin(self, modules: Sequence[str], environ: Mapping[str, str]) -> tuple[IO[bytes], IO[bytes]]:
+        with tempfile.TemporaryDirectory() as folder:
+            pipes = [str(Path(folder, name)) for name in ("asks", "answers")]
+            for pipe in pipes:
+                os.mkfifo(pipe)
+            self._pid = self._first.ask({"too": {"modules": [*modules], "environ": dict(environ), "pipes": pipes}})
+            # Each waits for the other side, in the same order.
+            asks = Path(pipes[0]).open("wb")  # noqa: SIM115 - they are closed at its end
+            return asks, Path(pipes[1]).open("rb")
+
+    def end(self) -> None:
+        """See :meth:`Preloaded.end`."""
+        self._asks.close()
+        self._answers.close()
+        self.returncode = self._first.ask({"ended": self._pid})
 
 
 class Forked:
@@ -176,8 +210,8 @@ def preloaded(modules: Sequence[str], own: Sequence[str] = ()) -> Iterator[None]
 MOST_WITH_OWN = 2
 #: And those without, beside the first one.
 MOST_OTHERS = 2
-#: The start with the same variables from which on one pays: to have its modules takes as long as those of some starts.
-PAYS_FROM = 4
+#: The start with the same variables from which on one pays, which takes as long as a start without.
+PAYS_FROM = 3
 
 
 class _Sources:
@@ -195,8 +229,9 @@ class _Sources:
         """What a process with these variables is forked off."""
         everything = frozenset(environ.items())
         self.asked[everything] += 1
-        if (found := self._with_own(everything, environ)) is not None:
-            return found
+        return self._with_own(everything, environ) or self._common(environ)
+
+    def _common(self, environ: Mapping[str, str]) -> Preloaded:
         # What else PYTHONPATH names there is for one process, and others are forked off the same one. But Triton looks
         # there for backends that are not its own.
         path = environ if "TRITON_BACKENDS_IN_TREE" in environ else os.environ
@@ -219,13 +254,18 @@ class _Sources:
             if self.asked[rarest] >= self.asked[everything] or not self.with_own[rarest].is_idle:
                 return None
             self.with_own.pop(rarest).end()
-        self.with_own[everything] = Preloaded((*self.modules, *self.own), environ)
+        self.with_own[everything] = PreloadedToo(self._common(environ), self.own, environ)
         return self.with_own[everything]
 
     def end(self) -> None:
         """All of them."""
-        for process in (*self.common.values(), *self.with_own.values()):
+        for process in (*self.with_own.values(), *self.common.values()):
             process.end()
+
+
+def is_preloaded() -> bool:
+    """Whether this is within :func:`preloaded`."""
+    return _START.get() is not None
 
 
 def run_script(script: Path, arguments: Sequence[str], environ: Mapping[str, str | None], deadline: float) -> Finished:
@@ -265,24 +305,32 @@ def _alike(environ: Mapping[str, str]) -> dict[str, str]:
 def main() -> None:
     """Import the arguments, then serve what comes by standard input: start a process, or tell how one has ended."""
     given = dict(os.environ)
-    for name in sys.argv[1:]:
+    _import(sys.argv[1:])
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    mine = {str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    _serve(sys.stdin, answers, [place for place in sys.path if place and place not in mine], given)
+
+
+def _import(modules: Sequence[str]) -> None:
+    for name in modules:
         try:
             import_module(name)
         except ImportError as error:
             print(f"{name} is not imported beforehand: {error}", file=sys.stderr)  # noqa: T201
-    if given.get("TRITON_INTERPRET") == "1":
+    if os.environ.get("TRITON_INTERPRET") == "1":
         import_module("tests.quick_interpreter").install()
     # Half a million objects, which the frameworks would have looked through half a dozen times for each engine.
     gc.collect()
     gc.freeze()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    mine = {str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
-    installed = [place for place in sys.path if place and place not in mine]
-    for line in sys.stdin:
+
+
+def _serve(asks: IO[str], answers: IO[str], installed: list[str], given: dict[str, str]) -> None:
+    """Do what each line asks for; in a process that it forks, this never returns."""
+    for line in asks:
         asked = json.loads(line)
         if "ended" in asked:
-            # It has, so this does not wait.
+            # It has, so this does not wait; or it is about to.
             print(os.waitstatus_to_exitcode(os.waitpid(asked["ended"], 0)[1]), file=answers)
             continue
         if not os.fork():
@@ -290,7 +338,31 @@ def main() -> None:
             os.setsid()
             print(os.getpid(), file=answers)
             answers.close()
+            if asks.fileno():  # standard input is replaced
+                asks.close()
+            if "too" in asked:
+                _preload_too(**asked["too"], installed=installed)
             _be(**asked["start"], given=given, installed=installed)
+
+
+def _preload_too(modules: list[str], environ: dict[str, str], pipes: list[str], installed: list[str]) -> None:
+    """Import more, with other variables, and serve what comes by other pipes, to their end."""
+    code = 1
+    try:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.environ.clear()
+        os.environ.update(environ)
+        _search([str(Path.cwd()), *environ.get("PYTHONPATH", "").split(os.pathsep), *installed])
+        with Path(pipes[0]).open() as asks, Path(pipes[1]).open("w", buffering=1) as answers:
+            _import(modules)
+            _serve(asks, answers, installed, environ)
+        code = 0
+    except BaseException:  # noqa: BLE001 - as the interpreter would
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def _be(

@@ -236,6 +236,34 @@ def test_what_one_finds_by_pythonpath_is_not_there_for_the_next(tmp_path):
         assert "ModuleNotFoundError" in run_script(it, [], {"PYTHONPATH": path}, 60).log
 
 
+def test_a_frameworks_own_modules_are_imported_for_those_that_ask_for_the_same_often(tmp_path):
+    """By a process that is forked off the first one, with variables of its own."""
+    (tmp_path / "own.py").write_text("import os; READ = os.environ['ASKED'], os.getpid()")
+    text = """
+import json, os, sys
+print(json.dumps(["own" in sys.modules, os.environ["ASKED"], *__import__("own").READ, os.getpid()]))
+print(os.listdir("/proc/self/fd"))
+"""
+    it, path = script(tmp_path, text), os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+
+    def ran(asked):
+        finished = run_script(it, [], {"ASKED": asked, "PYTHONPATH": path}, 60)
+        assert finished.returncode == 0, finished.log
+        found, files = finished.log.splitlines()
+        assert files.count(",") == 3
+        return json.loads(found)
+
+    with preloaded(["colorsys"], ["own", "no_such_module"]):
+        for turn in range(4):
+            early, asked, read, by, mine = ran("one")
+            assert (early, asked, read, by == mine) == (turn > 1, "one", "one", turn < 2)
+        assert ran("two")[:3] == [False, "two", "two"]
+        assert [ran("three")[0] for _ in range(3)] == [False, False, True]
+        # A third one takes the place of that which is asked for most rarely.
+        assert [ran("four")[0] for _ in range(4)] == [False, False, False, True]
+        assert ran("one")[:3] == [True, "one", "one"]
+
+
 def test_one_that_is_ended_as_soon_as_it_is_started_is_gone(tmp_path, monkeypatch, forked):
     """The group is there before anyone knows of it, however late the process has its turn."""
     turn = tmp_path / "turn.py"

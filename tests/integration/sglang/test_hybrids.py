@@ -22,7 +22,6 @@ from tests.integration.sglang.offline import Ask, Engine, drafting, run
 from tests.integration.sglang.test_dp_attention import DERIVED, PINNED
 from tests.integration.sglang.test_drafts import ENVIRON, STAND_INS
 from tests.integration.sglang.test_mixtures import BOUND
-from tests.thorough import some
 
 pytestmark = pytest.mark.sglang
 
@@ -98,8 +97,6 @@ CELLS = [
     Cell("qwen3_5_moe", "extra_buffer_lazy", 1, page_size=16),
 ]
 
-#: Of those that keep copies, with an overlap as servers have it.
-EXAMPLES = [it for it in CELLS if it.overlap or it.strategy == "no_buffer"]
 # As Transformers saves it, and without full attention in each fourth layer, which SGLang would take for granted.
 ALTERNATING = {"layer_types": ["linear_attention", "full_attention"] * 2, "extra": {}}
 CHANGES = {"qwen3_next": ALTERNATING}
@@ -119,7 +116,7 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("cell", some(CELLS, EXAMPLES), ids=str)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_tokens_are_transformers(cell, made):
     folder, (alone, *many) = made(cell.family)
     (ran,) = run([cell.engine(folder)])
