@@ -141,7 +141,7 @@ class AtomHybridForCausalLM(AtomForCausalLM):
 
     def get_model_state_cls(self) -> type[ModelState]:
         """See :class:`AtomForCausalLM`."""
-        from atom_plugin.vllm.sampling import AtomHybridModelState
+        from atom_plugin.vllm.hybrid_model_state import AtomHybridModelState
 
         return AtomHybridModelState
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -45,6 +43,8 @@ class GreedySampler(Sampler):
         self.plain = np.zeros_like(self.needs_logits_processing)
         #: Whether a request came after the last :meth:`apply_staged_writes`.
         self.has_new = True
+        #: Of each request that decodes, how many tokens are sampled and rejected; made when they are first asked for.
+        self.counts: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add_request(self, req_idx: int, *args: Any) -> None:
         """See vLLM; the last argument is the request's ``SamplingParams``."""
@@ -83,13 +83,16 @@ class GreedySampler(Sampler):
         asks_more = self.compute_nans or self.return_sampling_mask or self.trace_replay_state is not None
         if asks_more or input_batch.has_prefill or not self.plain[input_batch.idx_mapping_np].all():
             return super().__call__(logits, input_batch)
-        count = input_batch.num_reqs
+        if self.counts is None:
+            lengths, most = input_batch.seq_lens, len(self.plain)
+            self.counts = lengths.new_ones(most), lengths.new_zeros(most)
+        sampled, rejected = (it[: input_batch.num_reqs] for it in self.counts)
         return SamplerOutput(
             sampled_token_ids=self.kernel(logits).view(-1, 1),
             logprobs_tensors=None,
             num_nans=None,
-            num_sampled=input_batch.seq_lens.new_ones(count),
-            num_rejected=input_batch.seq_lens.new_zeros(count),
+            num_sampled=sampled,
+            num_rejected=rejected,
         )
 
     def sample(
@@ -138,8 +141,8 @@ def _bias_of(sampler: Sampler) -> LogitBiasState:
     return next(it for it in states if isinstance(it, LogitBiasState))
 
 
-class SamplesGreedily(DefaultModelState):
-    """A model state of vLLM's with :class:`GreedySampler`."""
+class AtomModelState(DefaultModelState):
+    """vLLM's default model state, with :class:`GreedySampler`."""
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, None] | None:
         """See vLLM. Speculation, watermarks and users' own logits processors use vLLM's own sampler."""
@@ -155,26 +158,3 @@ class SamplesGreedily(DefaultModelState):
             logger.info("Batches of greedy requests are sampled by %s: %s", GREEDY_TOKENS.name, chosen)
         greedy.warm_up(spec.vocab_size, runtime.head_dtype or runtime.dtype, self.device)
         return greedy, None
-
-
-class AtomModelState(SamplesGreedily):
-    """vLLM's default model state, with :class:`GreedySampler`."""
-
-
-class AtomHybridModelState(SamplesGreedily, MambaHybridModelState):
-    """vLLM's model state for layers with states, which it moves between blocks, with :class:`GreedySampler`."""
-
-    def prepare_attn(self, input_batch: InputBatch, *args: Any, **options: Any) -> dict[str, Any]:
-        """See vLLM.
-
-        A prompt of one token that comes while other requests verify drafts is padded with drafts that stand for none.
-        Since 0.31 vLLM does not say of such a row that it verifies, unless some of its tokens were computed before, and
-        layers would keep the state after the padding.
-        """
-        drafts = input_batch.num_draft_tokens_per_req
-        runs_as_decode = getattr(input_batch, "prefill_runs_as_decode_np", None)
-        if drafts is not None and runs_as_decode is not None:
-            padded = runs_as_decode | (input_batch.is_prefilling_np & (drafts > 0))
-            input_batch = replace(input_batch, prefill_runs_as_decode_np=padded)
-        prepared: dict[str, Any] = super().prepare_attn(input_batch, *args, **options)
-        return prepared

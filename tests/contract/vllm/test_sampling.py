@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_plugin.vllm import sampling
+from atom_plugin.vllm.hybrid_model_state import AtomHybridModelState
 from atom_plugin.vllm.models import AtomQwen3ForCausalLM, AtomQwen3NextForCausalLM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
@@ -333,10 +334,10 @@ def test_the_state_is_what_vllm_would_have_but_for_the_sampler(theirs, caplog):
     caplog.set_level("INFO", logger=sampling.logger.name)
     model = AtomQwen3ForCausalLM.__new__(AtomQwen3ForCausalLM)
     assert resolve_model_state_cls(None, model) is sampling.AtomModelState
-    assert sampling.AtomModelState.__mro__[2] is DefaultModelState
+    assert sampling.AtomModelState.__mro__[1] is DefaultModelState
     hybrid = AtomQwen3NextForCausalLM.__new__(AtomQwen3NextForCausalLM)
-    assert resolve_model_state_cls(None, hybrid) is sampling.AtomHybridModelState
-    assert sampling.AtomHybridModelState.__mro__[2:4] == (MambaHybridModelState, DefaultModelState)
+    assert resolve_model_state_cls(None, hybrid) is AtomHybridModelState
+    assert AtomHybridModelState.__mro__[2:4] == (MambaHybridModelState, DefaultModelState)
     greedy, rejection = state().custom_sampler(theirs)
     assert isinstance(greedy, sampling.GreedySampler)
     assert rejection is None

@@ -33,7 +33,7 @@ from atom_core.mixers.base import TokenMixer
 from atom_core.standalone import build_runtime
 from atom_plugin.common.states import MOST_DRAFTS
 from atom_plugin.vllm.attention import VllmLinearAttention
-from atom_plugin.vllm.sampling import AtomHybridModelState
+from atom_plugin.vllm.hybrid_model_state import AtomHybridModelState
 from atom_plugin.vllm.states import state_dtypes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
