@@ -5,9 +5,7 @@ It computes with NumPy, and most of its time goes into Python around that. `inst
 - It makes `triton.language` its own at each launch, and again at each call of one jitted function by another, though
   the launch has done so. Here a launch does it once.
 - Each tensor has a type of its own, with its shape in two forms and its name. Here equal types share these.
-- Whether integers overflow is found out by seven more operations of Triton's. Here it takes two of NumPy's.
-
-What kernels compute is the same, and so is what stops them.
+- Each sum and product of integers is computed again with 64 bits, for a check that Triton makes in debug mode alone.
 """
 
 from __future__ import annotations
@@ -15,45 +13,64 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import operator
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
 
 class _Patches:
-    """Stands for `interpreter._patch_lang`: what it changed stays as long as a launch runs, so it need not be again."""
+    """Stands for `interpreter._patch_lang`: what it changed stays as long as a launch runs, so it need not be again.
+
+    Launches of several threads share it: only at the end of the last one the language is Triton's own again.
+    """
 
     def __init__(self, own: Callable[[Any], Any]) -> None:
         self.own = own
         self.done: set[ModuleType] = set()
-        """Modules that are the interpreter's for the launch that runs; empty: none runs."""
+        """Modules that are the interpreter's for the launches that run."""
+        self.launches = 0
+        """That run."""
+        self.scopes: list[Any] = []
+        """To be restored at their end."""
         self.languages = functools.cache(_languages)
+        self._lock, self._mine = threading.RLock(), threading.local()
 
     def __call__(self, function: Any) -> Any:
-        languages = self.languages(function)
-        if self.done and languages <= self.done:
-            return None  # a call within a launch, which asks for nothing back
-        is_launch = not self.done
-        scope = self.own(function)
-        self.done |= languages
-        return _Launch(scope, self.done) if is_launch else scope
-
-
-class _Launch:
-    """What a launch gives back at its end."""
-
-    def __init__(self, scope: Any, done: set[ModuleType]) -> None:
-        self.scope, self.done = scope, done
+        begins, self._mine.begins = getattr(self._mine, "begins", False), False
+        if not self.launches:
+            return self.own(function)  # a function that the host calls
+        with self._lock:
+            languages = self.languages(function)
+            if not languages <= self.done:
+                scope = self.own(function)
+                if begins:  # what functions within it have changed, Triton leaves as well
+                    self.scopes.append(scope)
+                self.done |= languages
+        return self
 
     def restore(self) -> None:
-        """See `interpreter._LangPatchScope`."""
-        self.done.clear()
-        self.scope.restore()
+        """A launch asks for it before :meth:`launch` ends."""
+
+    @contextmanager
+    def launch(self) -> Iterator[None]:
+        """Within, one runs."""
+        with self._lock:
+            self.launches += 1
+        self._mine.begins = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.launches -= 1
+                if not self.launches:
+                    while self.scopes:
+                        self.scopes.pop().restore()
+                    self.done.clear()
 
 
 def _languages(function: Any) -> frozenset[ModuleType]:
@@ -100,25 +117,20 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - the
     self.shape, self.numel = found
 
 
-def _check_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Callable[..., Any]) -> None:
-    """Stands for `TritonSemantic.binary_op_sanitize_overflow_impl`."""
-    dtype = lhs.type.scalar
-    if dtype.int_bitwidth >= 64:
-        return
-    assert dtype == rhs.type.scalar
-    assert dtype.is_int()
-    compute = getattr(operator, binary_op.__name__)
-    found = compute(lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
-    fits = dtype.get_int_min_value() <= found.min() and found.max() <= dtype.get_int_max_value()
-    assert fits, f"int{dtype.int_bitwidth} overflow detected for operation {binary_op.__name__}"
-
-
 def install() -> None:
     """Have the interpreter of this process so."""
     if isinstance(interpreter._patch_lang, _Patches):
         return
-    interpreter._patch_lang = _Patches(interpreter._patch_lang)
+    patches, run = _Patches(interpreter._patch_lang), interpreter.GridExecutor.__call__
+
+    def launch(executor: Any, *args: Any, **options: Any) -> Any:
+        with patches.launch():
+            return run(executor, *args, **options)
+
+    interpreter._patch_lang = patches
+    interpreter.GridExecutor.__call__ = launch
     interpreter._get_np_dtype = _Dtypes(interpreter._get_np_dtype)
     tl.block_type.__init__ = _init_block_type(tl.block_type.__init__)
     tl.tensor.__init__ = _init_tensor
-    type(interpreter.interpreter_semantic).binary_op_sanitize_overflow_impl = _check_overflow
+    assert not interpreter.interpreter_builder.options.debug
+    type(interpreter.interpreter_semantic).binary_op_sanitize_overflow_impl = lambda *operands: None

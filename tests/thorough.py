@@ -18,7 +18,7 @@ import pytest
 Case = tuple[int, ...]
 
 #: Parameters that take turns.
-TURNS = ("arch", "cache_dtype", "dtype", "gpu")
+TURNS = ("arch", "cache_dtype", "dtype", "gpu", "state_dtype")
 
 
 def mark_thorough(items: Iterable[pytest.Item], folder: Path) -> None:

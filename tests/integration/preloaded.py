@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import runpy
 import select
+import socket
 import subprocess
 import sys
 import tempfile
@@ -133,19 +134,21 @@ class PreloadedToo(Preloaded):
         first.forked.append(self)
 
     def _begin(self, modules: Sequence[str], environ: Mapping[str, str]) -> tuple[IO[bytes], IO[bytes]]:
-        with tempfile.TemporaryDirectory() as folder:
-            pipes = [str(Path(folder, name)) for name in ("asks", "answers")]
-            for pipe in pipes:
-                os.mkfifo(pipe)
-            self._pid = self._first.ask({"too": {"modules": [*modules], "environ": dict(environ), "pipes": pipes}})
-            # Each waits for the other side, in the same order.
-            asks = Path(pipes[0]).open("wb")  # noqa: SIM115 - they are closed at its end
-            return asks, Path(pipes[1]).open("rb")
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
+            place = str(Path(folder, "socket"))
+            listening.bind(place)
+            listening.listen()
+            listening.settimeout(CONNECTS_WITHIN)
+            self._pid = self._first.ask({"too": {"modules": [*modules], "environ": dict(environ), "place": place}})
+            connection, _ = listening.accept()
+        with connection:  # what is made of it keeps it open
+            return connection.makefile("wb"), connection.makefile("rb")
 
     def end(self) -> None:
         """See :meth:`Preloaded.end`."""
-        self._asks.close()
-        self._answers.close()
+        for file in (self._asks, self._answers):
+            with contextlib.suppress(OSError):  # it may have ended by itself
+                file.close()
         self.returncode = self._first.ask({"ended": self._pid})
 
 
@@ -210,6 +213,8 @@ def preloaded(modules: Sequence[str], own: Sequence[str] = ()) -> Iterator[None]
 MOST_WITH_OWN = 2
 #: And those without, beside the first one.
 MOST_OTHERS = 2
+#: Seconds in which a process that is forked off is there.
+CONNECTS_WITHIN = 120.0
 #: The start with the same variables from which on one pays, which takes as long as a start without.
 PAYS_FROM = 3
 
@@ -338,15 +343,15 @@ def _serve(asks: IO[str], answers: IO[str], installed: list[str], given: dict[st
             os.setsid()
             print(os.getpid(), file=answers)
             answers.close()
-            if asks.fileno():  # standard input is replaced
+            if asks is not sys.stdin:  # which is replaced
                 asks.close()
             if "too" in asked:
                 _preload_too(**asked["too"], installed=installed)
             _be(**asked["start"], given=given, installed=installed)
 
 
-def _preload_too(modules: list[str], environ: dict[str, str], pipes: list[str], installed: list[str]) -> None:
-    """Import more, with other variables, and serve what comes by other pipes, to their end."""
+def _preload_too(modules: list[str], environ: dict[str, str], place: str, installed: list[str]) -> None:
+    """Import more, with other variables, and serve what comes by a socket, to its end."""
     code = 1
     try:
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -355,7 +360,12 @@ def _preload_too(modules: list[str], environ: dict[str, str], pipes: list[str], 
         os.environ.clear()
         os.environ.update(environ)
         _search([str(Path.cwd()), *environ.get("PYTHONPATH", "").split(os.pathsep), *installed])
-        with Path(pipes[0]).open() as asks, Path(pipes[1]).open("w", buffering=1) as answers:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(place)
+        with (
+            os.fdopen(os.dup(connection.fileno())) as asks,
+            os.fdopen(connection.detach(), "w", buffering=1) as answers,
+        ):
             _import(modules)
             _serve(asks, answers, installed, environ)
         code = 0

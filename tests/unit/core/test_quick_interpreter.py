@@ -1,4 +1,4 @@
-"""Kernels in the quicker interpreter compute what they should, and what stops them in Triton's own does here."""
+"""Kernels in the quicker interpreter compute what they should, and leave Triton's language as it was."""
 
 from __future__ import annotations
 
@@ -37,15 +37,38 @@ def expected() -> torch.Tensor:
     return (8 * x.view(3, 4).sum(1).repeat_interleave(4) + 3 * torch.arange(12.0))[:10]
 
 
+def is_tritons_own() -> bool:
+    return not interpreter._patch_lang.done and tl.core.is_builtin(tl.load)
+
+
 def test_a_kernel_that_calls_others_gives_the_same_each_time():
     assert isinstance(interpreter._patch_lang, quick_interpreter._Patches)
     for _ in range(2):
         assert run(3).equal(expected())
-        assert not interpreter._patch_lang.done
-        assert tl.core.is_builtin(tl.load)  # the language is its own again
+        assert is_tritons_own()
 
 
-def test_integers_that_overflow_stop_it_and_the_next_one_runs():
-    with pytest.raises(interpreter.InterpreterError, match="int32 overflow detected for operation mul"):
-        run(2**29)
+@triton.jit
+def _faulty(x, SIZE: tl.constexpr):
+    tl.store(x + tl.arange(0, SIZE), _doubled(tl.arange(0, 2 * SIZE))[:, None])
+
+
+def test_one_that_fails_leaves_no_trace():
+    with pytest.raises(interpreter.InterpreterError):
+        _faulty[(1,)](torch.zeros(4), SIZE=4)
+    assert is_tritons_own()
     assert run(3).equal(expected())
+
+
+def test_while_another_thread_s_launch_runs_the_language_stays_the_interpreter_s():
+    with interpreter._patch_lang.launch():
+        assert run(3).equal(expected())
+        assert not is_tritons_own()
+        assert run(3).equal(expected())
+    assert is_tritons_own()
+
+
+def test_a_function_that_the_host_calls_is_no_launch():
+    assert tl.cdiv(7, 2) == 4
+    assert run(3).equal(expected())
+    assert not interpreter._patch_lang.launches
