@@ -43,7 +43,7 @@ def mark_thorough(items: Iterable[pytest.Item], folder: Path) -> None:
 
 
 def some(values: Iterable[Any], examples: Container[Any]) -> list[Any]:
-    """Values of a test's parameter, those that are no examples marked."""
+    """Values of a test's parameter, each marked `thorough` that is no example."""
     return [it if it in examples else pytest.param(it, marks=pytest.mark.thorough) for it in values]
 
 

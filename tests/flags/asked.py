@@ -10,11 +10,12 @@ import pytest
 from tests.flags.case import Case, Verdict
 from tests.flags.runs import judged
 from tests.integration.asked import cases_asked_for
+from tests.thorough import some
 
 
 def parameters(cases: Sequence[Case]) -> list[object]:
     """One a case."""
-    return [case if case.sample else pytest.param(case, marks=pytest.mark.thorough) for case in cases]
+    return some(cases, [case for case in cases if case.sample])
 
 
 def verdicts(framework: str, request: pytest.FixtureRequest, folder: Path) -> Mapping[Case, Verdict]:

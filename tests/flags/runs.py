@@ -12,15 +12,10 @@ from typing import Any
 from tests.flags.case import Case, Verdict, judge
 from tests.flags.forked import DEADLINE
 from tests.integration.mixtures import make_drafting
-from tests.integration.preloaded import COMMON, is_preloaded, preloaded, run_script
+from tests.integration.preloaded import MODULES, is_preloaded, preloaded, run_script
 from tests.integration.questions import checkpoint
 from tests.integration.server import SglangServer
 
-#: What a framework imports and takes long; forked processes have it. Its own modules follow in the first process.
-MODULES = {
-    "vllm": (*COMMON, "opentelemetry.sdk.trace.export"),
-    "sglang": (*COMMON, "flashinfer", "torchvision", "torchaudio", "scipy.stats", "aiohttp", "IPython"),
-}
 #: SGLang's own models take one op of vLLM's on a CPU.
 STAND_INS = Path(__file__).parents[1] / "integration" / "sglang" / "stand_ins"
 ENVIRON = {

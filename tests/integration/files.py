@@ -103,6 +103,15 @@ def on_hub(folder: Path, home: Path) -> str:
     return f"tests/{folder.name}"
 
 
+def all_on_hub(parent: Path, home: Path) -> dict[tuple[str, str], str]:
+    """Each of `LAYOUTS` as a model is named: a "folder" under `parent`, and a "name" that the cache in `home` has."""
+    found = {}
+    for layout in LAYOUTS:
+        folder = laid_out(layout, parent)
+        found[layout, "folder"], found[layout, "name"] = str(folder), on_hub(folder, home)
+    return found
+
+
 def hub_environ(home: Path) -> dict[str, str]:
     """Variables with which that cache is all there is."""
     return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}

@@ -60,6 +60,11 @@ COMMON = (
     "compressed_tensors.quantization",
     "xgrammar",
 )
+#: What each framework imports and takes long, but its own modules, which read variables.
+MODULES = {
+    "vllm": (*COMMON, "opentelemetry.sdk.trace.export"),
+    "sglang": (*COMMON, "flashinfer", "torchvision", "torchaudio", "scipy.stats", "aiohttp", "IPython"),
+}
 #: Variables that the modules read when they are imported: a process with other values is forked off another one.
 READ = ("TRITON_INTERPRET", "TRITON_BACKENDS_IN_TREE", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
 
@@ -354,9 +359,7 @@ def _preload_too(modules: list[str], environ: dict[str, str], place: str, instal
     """Import more, with other variables, and serve what comes by a socket, to its end."""
     code = 1
     try:
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
+        _put(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ.clear()
         os.environ.update(environ)
         _search([str(Path.cwd()), *environ.get("PYTHONPATH", "").split(os.pathsep), *installed])
@@ -382,9 +385,8 @@ def _be(
     code = 1
     try:
         os.chdir(folder)
-        for place, opened in ((0, os.open(os.devnull, os.O_RDONLY)), (1, os.open(log, os.O_WRONLY | os.O_APPEND))):
-            os.dup2(opened, place)
-            os.close(opened)
+        _put(os.open(os.devnull, os.O_RDONLY), 0)
+        _put(os.open(log, os.O_WRONLY | os.O_APPEND), 1)
         os.dup2(1, 2)
         if environ != given:  # else they are there, and what modules have set when they were imported
             os.environ.clear()
@@ -415,6 +417,12 @@ def _be(
             sys.stderr.flush()
         finally:
             os._exit(code)
+
+
+def _put(opened: int, place: int) -> None:
+    """Have a file under another number."""
+    os.dup2(opened, place)
+    os.close(opened)
 
 
 def _search(places: Iterable[str]) -> None:

@@ -24,9 +24,9 @@ _UNKNOWN = -2
 class AtomHybridModelState(AtomModelState, MambaHybridModelState):
     """vLLM's model state for layers with states, which it moves between blocks, with the greedy sampler.
 
-    In each step vLLM looks on the GPU for states to move, and notes how many drafts were accepted. For prefix caches
-    that is 32 programs for each request and tensor of states, and in any case some launches, which one request waits
-    for. Without drafts the host knows each length. So what would find nothing to do is not launched here.
+    In each step vLLM counts the drafts that were accepted, and with prefix caching it looks on the GPU for states to
+    move or to keep: 32 programs for each request and tensor of states. Without drafts the host knows each request's
+    length, so these kernels are launched only where they have something to do.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -47,20 +47,18 @@ class AtomHybridModelState(AtomModelState, MambaHybridModelState):
         num_computed_tokens: torch.Tensor,
     ) -> None:
         """See vLLM, which moves states of requests that go on to another block."""
-        given = input_batch, block_tables, kv_cache_config, num_computed_tokens
         block_size = state_block_size(self.vllm_config)
-        if self.vllm_config.speculative_config is not None or block_size is None:
-            super().preprocess_state(*given)
-            return
-        lengths, rows = input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs].numpy(), input_batch.idx_mapping_np
-        columns = (lengths - 1) // block_size
-        if (self.columns[rows] != columns).any():
+        if self.vllm_config.speculative_config is None and block_size is not None:
+            lengths = input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs].numpy()
+            rows, columns = input_batch.idx_mapping_np, (lengths - 1) // block_size
+            if (self.columns[rows] == columns).all():
+                return
             assert self._get_mamba_group_info(kv_cache_config)[1].block_size == block_size
-            super().preprocess_state(*given)
             self.columns[rows] = columns
+        super().preprocess_state(input_batch, block_tables, kv_cache_config, num_computed_tokens)
 
     def postprocess_state(self, *args: Any, **options: Any) -> None:
-        """See vLLM: without drafts one token counts after each step, and the state is that of all tokens."""
+        """See vLLM, which counts accepted drafts and keeps the states behind them."""
         if self.vllm_config.speculative_config is not None:
             super().postprocess_state(*args, **options)
 

@@ -43,7 +43,8 @@ class GreedySampler(Sampler):
         self.plain = np.zeros_like(self.needs_logits_processing)
         #: Whether a request came after the last :meth:`apply_staged_writes`.
         self.has_new = True
-        #: Of each request that decodes, how many tokens are sampled and rejected; made when they are first asked for.
+        #: int32 ``[max_num_reqs]``, ones and zeros: how many tokens a request that decodes has sampled and rejected.
+        #: None until the first step that needs them.
         self.counts: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add_request(self, req_idx: int, *args: Any) -> None:

@@ -21,7 +21,7 @@ class Theirs:
     """In place of vLLM's state: its table of columns, as its kernels keep it on the GPU, and what they do."""
 
     def __init__(self, monkeypatch, drafts, mode):
-        self.columns, self.computed = np.full(ROWS, -1), np.zeros(ROWS, dtype=int)
+        self.columns = np.full(ROWS, -1)
         self.asked, self.moved, self.counted = 0, 0, 0
         config = SimpleNamespace(
             speculative_config=SimpleNamespace() if drafts else None,

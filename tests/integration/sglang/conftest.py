@@ -9,7 +9,7 @@ import pytest
 from openai import OpenAI
 
 from tests.flags.sglang_engine import IMPORTED
-from tests.integration.preloaded import COMMON, preloaded
+from tests.integration.preloaded import MODULES, preloaded
 from tests.integration.questions import NUM_ROWS, Row, checkpoint, connect, read_rows
 from tests.integration.server import SglangServer
 from tests.integration.sglang.hugging_face import HuggingFace
@@ -18,7 +18,7 @@ from tests.integration.sglang.hugging_face import HuggingFace
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> Iterator[None]:
     """What takes long to import is imported once: of what SGLang needs, most."""
-    with preloaded((*COMMON, "flashinfer", "torchvision", "torchaudio", "scipy.stats", "aiohttp", "IPython"), IMPORTED):
+    with preloaded(MODULES["sglang"], IMPORTED):
         yield
 
 

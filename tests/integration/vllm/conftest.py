@@ -9,7 +9,7 @@ import torch
 from openai import OpenAI
 
 from tests.integration.once import once
-from tests.integration.preloaded import COMMON, preloaded
+from tests.integration.preloaded import MODULES, preloaded
 from tests.integration.questions import BY_VECTORS, FAMILIES, MAX_TOKENS, NUM_ROWS, Row, checkpoint, connect, read_rows
 from tests.integration.server import VllmServer
 from tests.integration.vllm.inspected import inspect_all
@@ -30,7 +30,7 @@ NUM_FEW = 64
 def imported() -> Iterator[None]:
     """What takes long to import is imported once: of what vLLM needs, most. Its own classes are looked at once too."""
     inspect_all()
-    with preloaded((*COMMON, "opentelemetry.sdk.trace.export"), OWN):
+    with preloaded(MODULES["vllm"], OWN):
         yield
 
 

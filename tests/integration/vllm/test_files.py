@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.files import LAYOUTS, REFUSED, SERVED, hub_environ, laid_out, on_hub
+from tests.integration.files import LAYOUTS, REFUSED, SERVED, all_on_hub, hub_environ
 from tests.integration.preloaded import run_script
 from tests.integration.questions import right_tokens
 from tests.integration.vllm.offline import Ask, Engine, run
@@ -20,12 +20,8 @@ NUM_ASKED = 32
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """The folders and the names of all layouts, and Hugging Face's cache."""
-    parent, home = tmp_path_factory.mktemp("files"), tmp_path_factory.mktemp("home")
-    found = {}
-    for layout in LAYOUTS:
-        folder = laid_out(layout, parent)
-        found[layout, "folder"], found[layout, "name"] = str(folder), on_hub(folder, home)
-    return found, home
+    home = tmp_path_factory.mktemp("home")
+    return all_on_hub(tmp_path_factory.mktemp("files"), home), home
 
 
 @pytest.fixture(scope="module")

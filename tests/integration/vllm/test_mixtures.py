@@ -26,6 +26,7 @@ from tests.integration.mixtures import (
 from tests.integration.once import once
 from tests.integration.vllm.data_parallel import COPIES, greedy_at_once, two_data_parallel_ranks
 from tests.integration.vllm.offline import Ask, Engine, Ran, run
+from tests.thorough import some
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS
 from tests.unit.core.mxfp4_checkpoints import make_quark, quark_mxfp4
 
@@ -181,7 +182,7 @@ def test_a_cache_of_latents_in_fp8_answers_as_our_model_alone_does(engines):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by_command", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("by_command", some([False, True], [False]))
 def test_data_parallel_ranks_that_share_each_expert_give_hugging_faces_tokens(by_command, tmp_path):
     """Those that share out whole experts draft as well: see test_mtp.py. By command it is started as users start it."""
     expected = make_mixture(tmp_path, "gpt_oss")
